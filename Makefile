@@ -1,0 +1,42 @@
+# One command each; every target sets up what it needs on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h)
+
+.PHONY: serve test check bench test-gpu bench-gpu clean
+
+# The CPU build of torch is pinned first: a looser request would pull gigabytes of CUDA.
+$(STAMP): pyproject.toml $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q setuptools wheel
+	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+	touch $@
+
+serve: $(STAMP)
+	@echo "The HTTP server is not here yet: this is the library example, one engine of your own."
+	$(BIN)/python docs/examples/own_engine.py
+
+test: check
+	$(BIN)/pytest -m "slow and not gpu"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy --strict -p ess
+	$(BIN)/pytest -m "not slow and not gpu"
+
+bench: $(STAMP)
+	$(BIN)/ess-bench all --smoke
+
+test-gpu: $(STAMP)
+	$(BIN)/pytest -m gpu
+
+bench-gpu: $(STAMP)
+	$(BIN)/ess-bench kernels --device cuda
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info ess/_native*.so

@@ -1,0 +1,39 @@
+"""Every error a user of ESS can meet.
+
+    EssError
+    |-- BadInput (ValueError)      an argument is wrong; nothing has changed
+    |-- BadState (RuntimeError)    the call is right, its moment is not; nothing has changed
+    |-- PoolFull                   no room now: names the limiter and the numbers
+    `-- Unavailable                this machine or installation lacks what was asked for
+
+Asserts are for us and say that ESS itself is wrong; these are for the caller.
+"""
+
+from __future__ import annotations
+
+
+class EssError(Exception):
+    """Base of all errors that ESS raises on purpose."""
+
+
+class BadInput(EssError, ValueError):
+    """An argument is wrong. The sentence names it and the numbers; nothing has changed."""
+
+
+class BadState(EssError, RuntimeError):
+    """The call came at the wrong moment: a closed sequence, a second commit."""
+
+
+class Unavailable(EssError, RuntimeError):
+    """This machine or installation cannot do what was asked."""
+
+
+class PoolFull(EssError):
+    """A reservation does not fit. Nothing was taken; try again after `retry_after_s`."""
+
+    def __init__(self, *, limiter: str, needed: int, free: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.limiter = limiter
+        self.needed = needed
+        self.free = free
+        self.retry_after_s = 1.0

@@ -1,0 +1,1 @@
+"""Kernels compute: attention partials, codecs, merge. Imports nothing heavy by itself."""

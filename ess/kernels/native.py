@@ -1,0 +1,61 @@
+"""The compiled CPU library: a plain C ABI, bound through ctypes, which releases the GIL.
+
+`ess._native` is an ordinary extension module only so that any installer can build and find it;
+Python calls its C functions by name. Where no compiler was at hand the module is missing: callers
+ask `available()` and fall back to NumPy, and `why_missing()` is the one clear line to print.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.errors import Unavailable
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    spec = importlib.util.find_spec("ess._native")
+    if spec is None or spec.origin is None:
+        return None
+    return ctypes.CDLL(spec.origin)
+
+
+def available() -> bool:
+    return _library() is not None
+
+
+def why_missing() -> str:
+    return "ess._native is not built (no C++ compiler at install time): NumPy paths are used"
+
+
+def function(name: str, argtypes: list[Any], restype: Any = None) -> Callable[..., Any]:
+    """One C function with its types set; raises Unavailable when the library is missing."""
+    library = _library()
+    if library is None:
+        raise Unavailable(why_missing())
+    symbol = getattr(library, name)
+    symbol.argtypes = argtypes
+    symbol.restype = restype
+    return symbol  # type: ignore[no-any-return]
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """Where the first element lies. `array.ctypes.data` costs microseconds; this does not."""
+    return int(array.__array_interface__["data"][0]) if array.size else 0
+
+
+def isa() -> str:
+    """The widest instruction set that the library uses on this machine."""
+    name = function("ess_isa", [], ctypes.c_char_p)()
+    return str(name.decode())
+
+
+def contiguous(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> bool:
+    return array.dtype == np.dtype(dtype) and array.flags.c_contiguous

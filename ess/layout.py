@@ -1,0 +1,262 @@
+"""What one token costs and how layers share selections: data, validated, no code paths.
+
+Nothing else in ESS knows 656, 61 or "one indexer per layer". A layout carries the row codec, the
+index codec, the layer groups (layers that share one indexer selection) and the model's dimensions.
+The MTP module is one more layer, the last, in a group of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from ess.errors import BadInput
+from ess.units import PAGE_ROWS
+
+RowForm = Literal["fp8", "bf16", "f32", "opaque"]
+IndexForm = Literal["fp8", "f32"]
+ScaleFormat = Literal["ue8m0", "f32"]
+RopeStyle = Literal["half", "interleaved"]
+
+SCALE_GROUP: Final = 128
+SCALE_BYTES: Final = 4
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise BadInput(sentence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCodec:
+    """One latent row: `latent_dim` values, then `rope_dim` values.
+
+    fp8 stores the latent part as e4m3 with one f32 scale per 128 values and the rope part as bf16;
+    bf16 and f32 store both parts plainly; opaque is bytes that only the owner can read.
+    """
+
+    form: RowForm = "fp8"
+    latent_dim: int = 512
+    rope_dim: int = 64
+    opaque_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.form in ("fp8", "bf16", "f32", "opaque"), f"row form {self.form!r} unknown")
+        if self.form == "opaque":
+            _require(self.opaque_bytes > 0, "an opaque row needs opaque_bytes > 0")
+        else:
+            _require(self.latent_dim > 0, f"latent_dim is {self.latent_dim}, must be positive")
+            _require(self.rope_dim >= 0, f"rope_dim is {self.rope_dim}, must not be negative")
+        if self.form == "fp8":
+            _require(
+                self.latent_dim % SCALE_GROUP == 0,
+                f"latent_dim {self.latent_dim} is not a multiple of the scale group {SCALE_GROUP}",
+            )
+        _require(self.row_bytes % 4 == 0, f"a row of {self.row_bytes} bytes is not a multiple of 4")
+
+    @property
+    def scale_count(self) -> int:
+        return self.latent_dim // SCALE_GROUP if self.form == "fp8" else 0
+
+    @property
+    def row_bytes(self) -> int:
+        match self.form:
+            case "fp8":
+                return self.latent_dim + self.scale_count * SCALE_BYTES + 2 * self.rope_dim
+            case "bf16":
+                return 2 * (self.latent_dim + self.rope_dim)
+            case "f32":
+                return 4 * (self.latent_dim + self.rope_dim)
+            case "opaque":
+                return self.opaque_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexCodec:
+    """One indexer key. fp8: `key_dim` e4m3 bytes and one f32 scale, block-split per page of 64.
+
+    `hadamard`, `scale_format` and `rope_style` say how a key was made; both sides of a dot product
+    must agree on them, so they travel with every page.
+    """
+
+    form: IndexForm = "fp8"
+    key_dim: int = 128
+    head_count: int = 64
+    hadamard: bool = True
+    scale_format: ScaleFormat = "ue8m0"
+    rope_style: RopeStyle = "half"
+
+    def __post_init__(self) -> None:
+        _require(self.form in ("fp8", "f32"), f"index form {self.form!r} unknown")
+        _require(self.key_dim > 0 and self.key_dim % 4 == 0, f"key_dim {self.key_dim} is not 4n")
+        _require(self.head_count > 0, f"head_count is {self.head_count}, must be positive")
+
+    @property
+    def value_bytes(self) -> int:
+        return self.key_dim if self.form == "fp8" else 4 * self.key_dim
+
+    @property
+    def scale_bytes(self) -> int:
+        return SCALE_BYTES if self.form == "fp8" else 0
+
+    @property
+    def key_bytes(self) -> int:
+        return self.value_bytes + self.scale_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return PAGE_ROWS * self.key_bytes
+
+
+def shared_groups(
+    *, layer_count: int, index_freq: int, index_skip_offset: int
+) -> tuple[tuple[int, ...], ...]:
+    """Layer i shares the selection before it when max(i - offset + 1, 0) % freq != 0."""
+    groups: list[list[int]] = []
+    for layer in range(layer_count):
+        shared = max(layer - index_skip_offset + 1, 0) % index_freq != 0
+        if shared and groups:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return tuple(tuple(group) for group in groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLayout:
+    """A model as the pools see it. `groups` cover layers 0..layer_count-1, then the MTP layers."""
+
+    name: str
+    layer_count: int
+    groups: tuple[tuple[int, ...], ...]
+    row: RowCodec = field(default_factory=RowCodec)
+    index: IndexCodec | None = field(default_factory=IndexCodec)
+    top_k: int = 2048
+    mtp_layer_count: int = 0
+    head_count: int = 128
+    hidden_dim: int = 7168
+    nope_dim: int = 128
+    value_dim: int = 128
+    query_rank: int = 1536
+    slot_floor: int = 6400
+
+    def __post_init__(self) -> None:
+        _require(self.layer_count > 0, f"layer_count is {self.layer_count}, must be positive")
+        _require(self.mtp_layer_count >= 0, f"mtp_layer_count is {self.mtp_layer_count}")
+        _require(self.top_k > 0, f"top_k is {self.top_k}, must be positive")
+        _require(self.slot_floor > 0, f"slot_floor is {self.slot_floor}, must be positive")
+        listed = [layer for group in self.groups for layer in group]
+        _require(
+            listed == list(range(self.layer_total)) and all(self.groups),
+            f"groups must list layers 0..{self.layer_total - 1} once each, in order, none empty",
+        )
+
+    @property
+    def layer_total(self) -> int:
+        return self.layer_count + self.mtp_layer_count
+
+    @property
+    def group_count(self) -> int:
+        return len(self.groups)
+
+    @property
+    def group_layers_max(self) -> int:
+        return max(len(group) for group in self.groups)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row.row_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """One page of one layer: the unit on the wire."""
+        return PAGE_ROWS * self.row.row_bytes
+
+    @property
+    def key_layer_count(self) -> int:
+        """Layers with index keys of their own: the first of each group."""
+        return self.group_count if self.index is not None else 0
+
+    @property
+    def host_page_bytes(self) -> int:
+        """All layers and all index keys of 64 tokens, on the host."""
+        keys = self.key_layer_count * self.index.page_bytes if self.index is not None else 0
+        return self.layer_total * self.page_bytes + keys
+
+    @property
+    def index_page_bytes(self) -> int:
+        """What an active page costs on the device: keys and the row -> slot map."""
+        keys = self.key_layer_count * self.index.page_bytes if self.index is not None else 0
+        return keys + self.group_count * PAGE_ROWS * 4
+
+    def group_of(self, layer: int) -> int:
+        self.check_layer(layer)
+        return next(g for g, group in enumerate(self.groups) if group[0] <= layer <= group[-1])
+
+    def check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layer_total:
+            raise BadInput(f"layer {layer} is outside 0..{self.layer_total - 1} of {self.name}")
+
+    @classmethod
+    def deepseek_v32(cls, *, row: RowCodec | None = None, mtp: bool = True) -> ModelLayout:
+        return cls(
+            name="deepseek-v3.2",
+            layer_count=61,
+            groups=tuple((layer,) for layer in range(61 + mtp)),
+            row=row or RowCodec(),
+            mtp_layer_count=int(mtp),
+        )
+
+    @classmethod
+    def glm_5(cls, *, row: RowCodec | None = None, mtp: bool = True) -> ModelLayout:
+        """GLM-5 and 5.1: an indexer in every layer."""
+        return cls(
+            name="glm-5",
+            layer_count=78,
+            groups=tuple((layer,) for layer in range(78 + mtp)),
+            row=row or RowCodec(),
+            index=IndexCodec(head_count=32, rope_style="interleaved"),
+            mtp_layer_count=int(mtp),
+            head_count=64,
+            hidden_dim=6144,
+            nope_dim=192,
+            value_dim=256,
+            query_rank=2048,
+        )
+
+    @classmethod
+    def glm_52(cls, *, row: RowCodec | None = None, mtp: bool = True) -> ModelLayout:
+        """GLM-5.2 and 5.3: indexers on 21 of 78 layers, groups of four from layer 2 on."""
+        shared = shared_groups(layer_count=78, index_freq=4, index_skip_offset=3)
+        return cls(
+            name="glm-5.2",
+            layer_count=78,
+            groups=shared + (((78,),) if mtp else ()),
+            row=row or RowCodec(),
+            index=IndexCodec(head_count=32, rope_style="interleaved"),
+            mtp_layer_count=int(mtp),
+            head_count=64,
+            hidden_dim=6144,
+            nope_dim=192,
+            value_dim=256,
+            query_rank=2048,
+        )
+
+    @classmethod
+    def embedded(cls, *, row: RowCodec | None = None, mtp: bool = True) -> ModelLayout:
+        """The small model in the box: true row size, six layers, eight index heads."""
+        return cls(
+            name="ess-embedded",
+            layer_count=6,
+            groups=tuple((layer,) for layer in range(6 + mtp)),
+            row=row or RowCodec(),
+            index=IndexCodec(head_count=8),
+            top_k=256,
+            mtp_layer_count=int(mtp),
+            head_count=4,
+            hidden_dim=256,
+            nope_dim=64,
+            value_dim=128,
+            query_rank=128,
+            slot_floor=1024,
+        )

@@ -1,0 +1,51 @@
+"""Ids, sizes and the few arithmetic helpers that every part shares."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NewType
+
+from ess.errors import BadInput
+
+Pos = NewType("Pos", int)
+RowId = NewType("RowId", int)
+SlotId = NewType("SlotId", int)
+LayerId = NewType("LayerId", int)
+GroupId = NewType("GroupId", int)
+
+PAGE_ROWS: Final = 64
+
+_SUFFIX: Final = {
+    "": 1,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
+}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*$", re.IGNORECASE)
+
+
+def div_ceil(value: int, unit: int) -> int:
+    return -(-value // unit)
+
+
+def align_up(value: int, unit: int) -> int:
+    return div_ceil(value, unit) * unit
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes or counts as people write them: 128k, 1.5GiB, 64 MiB, 4096. Powers of 1,024."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.match(text)
+    if match is None:
+        raise BadInput(f"{text!r} is not a size; write 4096, 128k, 64MiB or 1.5GiB")
+    return int(float(match[1]) * _SUFFIX[match[2].lower()])
+
+
+def format_bytes(count: int) -> str:
+    """The largest binary unit that keeps at least one digit before the point."""
+    for suffix, unit in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= unit:
+            return f"{count / unit:.2f} {suffix}"
+    return f"{count} B"

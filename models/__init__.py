@@ -1,0 +1,1 @@
+"""Model families behind one stage facade."""
