@@ -1,0 +1,65 @@
+"""The matrices that resolutions are handed out in: made once, reused part by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.pool.index import IndexPool
+from ess.pool.lru import Split
+
+Matrix = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part's selection as row ids, the planner's answer, and the answer of a later layer."""
+
+    rows: Matrix
+    split: Split
+    follower: Split
+
+
+def make_part(query_max: int, top_k: int) -> Part:
+    return Part(
+        rows=np.empty((query_max, top_k), np.int32),
+        split=_make_split(query_max, top_k),
+        follower=_make_split(query_max, top_k),
+    )
+
+
+def _make_split(query_max: int, top_k: int) -> Split:
+    matrices = [np.empty((query_max, top_k), np.int32) for _ in range(4)]
+    columns = [np.empty(query_max, np.int32) for _ in range(3)]
+    slots, hit, miss, place = matrices
+    return Split(
+        slots=slots,
+        hit=hit,
+        miss=miss,
+        place=place,
+        hit_count=columns[0],
+        miss_count=columns[1],
+        place_count=columns[2],
+    )
+
+
+def name_host_rows(split: Split, query_count: int, index: IndexPool) -> None:
+    """Rows served in place leave the planner as row ids; the caller reads them by host row."""
+    place = split.place[:query_count]
+    placed = place >= 0
+    place[placed] = index.host_rows(place[placed])
+    slots = split.slots[:query_count]
+    coded = slots < -1
+    slots[coded] = -2 - index.host_rows(-2 - slots[coded])
+
+
+def shift_slots(source: Split, target: Split, query_count: int, offset: int) -> None:
+    """A later layer of the group: the same answer, `offset` rows further on in the slab."""
+    for name in ("slots", "hit", "miss"):
+        leader, follower = getattr(source, name)[:query_count], getattr(target, name)[:query_count]
+        np.copyto(follower, leader)
+        np.add(leader, np.int32(offset), out=follower, where=leader >= 0)
+    for name in ("place", "hit_count", "miss_count", "place_count"):
+        np.copyto(getattr(target, name)[:query_count], getattr(source, name)[:query_count])
