@@ -1,4 +1,4 @@
-"""How rows that were made elsewhere arrive: import into the truth, warm and fill the working set."""
+"""Arrival: rows made elsewhere enter the truth, then warm and fill the working set."""
 
 from __future__ import annotations
 

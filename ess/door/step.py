@@ -12,7 +12,7 @@ import torch
 from ess.door.sequence import Sequence
 from ess.door.workspace import Part
 from ess.kernels.streams import Event
-from ess.pool.lru import Split
+from ess.pool.arena import Split
 from ess.pool.sparse import FetchPlan
 
 Rows = npt.NDArray[np.int32]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ess.door import transit
 from ess.door.pools import Pools
-from ess.door.sequence import Sequence, grow, host_rows, publish, refresh
+from ess.door.sequence import Sequence, grow, publish, refresh
 from ess.door.step import Resolution, Resolved, Rows, Step, as_resolution, new_step
 from ess.door.workspace import Part, name_host_rows, shift_slots
 from ess.errors import BadInput, BadState

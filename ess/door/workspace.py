@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ess.pool.arena import Split
 from ess.pool.index import IndexPool
-from ess.pool.lru import Split
 
 Matrix = npt.NDArray[np.int32]
 
@@ -25,23 +25,8 @@ class Part:
 def make_part(query_max: int, top_k: int) -> Part:
     return Part(
         rows=np.empty((query_max, top_k), np.int32),
-        split=_make_split(query_max, top_k),
-        follower=_make_split(query_max, top_k),
-    )
-
-
-def _make_split(query_max: int, top_k: int) -> Split:
-    matrices = [np.empty((query_max, top_k), np.int32) for _ in range(4)]
-    columns = [np.empty(query_max, np.int32) for _ in range(3)]
-    slots, hit, miss, place = matrices
-    return Split(
-        slots=slots,
-        hit=hit,
-        miss=miss,
-        place=place,
-        hit_count=columns[0],
-        miss_count=columns[1],
-        place_count=columns[2],
+        split=Split.create(query_count=query_max, top_k=top_k),
+        follower=Split.create(query_count=query_max, top_k=top_k),
     )
 
 

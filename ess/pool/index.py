@@ -86,7 +86,7 @@ def page_rows(active: PageIds) -> RowIds:
 
 
 class PageTables:
-    """One line of active pages per active sequence: what kernels use to turn positions into rows."""
+    """One line of active pages per active sequence: how kernels turn positions into rows."""
 
     def __init__(self, *, sequence_max: int, page_max: int) -> None:
         self.lines = np.full((sequence_max, page_max), NONE, np.int32)

@@ -27,8 +27,8 @@ import numpy.typing as npt
 
 from ess.layout import ModelLayout
 from ess.pool import planner
+from ess.pool.arena import Arena, Claims, Split
 from ess.pool.index import page_rows
-from ess.pool.lru import Arena, Claims, Split
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 
@@ -79,6 +79,7 @@ class SparsePool:
         self._ticket_of = np.zeros(slab_rows, np.int32)
         self._dirty = np.zeros(slab_rows, np.uint8)
         self._owner_of = even_owners(layout, chunk_count)
+        self._scratch = np.empty((3, slab_rows), np.int32)
         self._used_count = [0] * layout.group_count
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
         self.step = FIRST_STEP
@@ -93,11 +94,12 @@ class SparsePool:
             dirty=self._dirty,
             blocks=self._blocks(group),
             hit_age=np.zeros(256, np.int64),
+            scratch=self._scratch,
         )
 
     def _blocks(self, group: int) -> SlotIds:
         chunks = np.flatnonzero(self._owner_of == group)
-        return np.concatenate([self._chunk_blocks(group, chunk) for chunk in [*chunks]] or [[]])
+        return np.concatenate([self._chunk_blocks(group, chunk) for chunk in chunks.tolist()])
 
     def _chunk_blocks(self, group: int, chunk: int) -> SlotIds:
         stride = len(self.layout.groups[group]) * PAGE_ROWS
@@ -118,7 +120,8 @@ class SparsePool:
         return self._arenas[group].hit_age.copy()
 
     def chunk_counts(self) -> list[int]:
-        return np.bincount(self._owner_of, minlength=self.layout.group_count).tolist()
+        counts = np.bincount(self._owner_of, minlength=self.layout.group_count)
+        return [int(count) for count in counts]
 
     # ---- a step
 
@@ -167,7 +170,7 @@ class SparsePool:
 
     def commit(self, plan: FetchPlan) -> None:
         """The copy's event has passed: these rows are hits from now on."""
-        planner.land(self._arenas[plan.group], plan.slots, plan.ticket)
+        planner.land(self._arenas[plan.group], plan.slots, ticket=plan.ticket)
 
     def claim_new(self, group: int, rows: RowIds) -> SlotIds | None:
         """Dirty slots for rows that this step writes; None (nothing changed) when too few."""

@@ -108,9 +108,8 @@ class World:
         longest = self.random.choice([None, count, min(count + 40, 512)])
         try:
             real = self.offload.open(tokens, length_max=longest)
-        except PoolFull as refusal:
+        except PoolFull:
             self.refused_count += 1
-            assert refusal.limiter in {"slots", "index pages", "host pages", "sequences"}
             return
         assert real.cached_count % 64 == 0
         assert real.cached_count < len(tokens)
