@@ -232,6 +232,7 @@ def fork(pools: Pools, parent: Sequence, number: int) -> Sequence:
     """A second sequence with the same rows so far: full pages shared, the partial one copied."""
     parent.require("active")
     pools.inflight.drain()
+    refresh(pools, parent)
     shared = parent.host_pages[: parent.length // PAGE_ROWS]
     child = Sequence(
         number=number,

@@ -25,6 +25,7 @@ class Resolved:
     plan: FetchPlan
     part: Part
     query_count: int
+    may_name_new: bool
     events: tuple[Event | None, ...]
 
 
@@ -79,7 +80,7 @@ class Resolution:
     `Offload.slots(layer)`. `place` rows found no slot: they are rows of `Offload.host(layer)`,
     always readable. `slots` has all of them in the order of the selection, for one pass after
     `wait()`: a slot, -1 for padding, or -2 - host row. The tensors are views into the offload's
-    workspace, valid until the same part of another layer is resolved.
+    workspace, valid until the same part of another group is resolved.
     """
 
     hit: torch.Tensor

@@ -23,11 +23,10 @@ from ess.door import transit
 from ess.door.pools import Pools
 from ess.door.sequence import Sequence, grow, publish, refresh
 from ess.door.step import Resolution, Resolved, Rows, Step, as_resolution, new_step
-from ess.door.workspace import Part, name_host_rows, shift_slots
+from ess.door.workspace import Part, name_host_rows
 from ess.errors import BadInput, BadState
 from ess.pool import planner
 from ess.pool.sparse import FetchPlan
-from ess.units import PAGE_ROWS
 
 Bytes = npt.NDArray[np.uint8]
 Tokens = Many[Many[int]] | None
@@ -111,6 +110,7 @@ def resolve(
         plan=plan,
         part=part,
         query_count=len(selection),
+        may_name_new=layer in step.appended,
         events=transit.start_fetch(pools, plan),
     )
     return plan
@@ -128,15 +128,15 @@ def _refuse_unwritten(pools: Pools, plan: FetchPlan, part: Part, query_count: in
 
 
 def resolution(pools: Pools, step: Step, layer: int, key: tuple[int, int]) -> Resolution:
-    """The leader's answer as this layer of the group sees it."""
+    """The leader's answer, good for every layer of the group; each waits for its own copy."""
     resolved = step.resolved[key]
-    member = pools.layout.groups[key[0]].index(layer)
-    split = resolved.part.split
-    if member > 0:
-        split = resolved.part.follower
-        shift_slots(resolved.part.split, split, resolved.query_count, member * PAGE_ROWS)
+    if resolved.may_name_new and layer not in step.appended:
+        raise BadState(f"layer {layer}: append its new rows first, the selection may name them")
     return as_resolution(
-        split, resolved.query_count, resolved.events[member], pools.inflight.settle_until
+        resolved.part.split,
+        resolved.query_count,
+        resolved.events[pools.layout.groups[key[0]].index(layer)],
+        pools.inflight.settle_until,
     )
 
 

@@ -15,18 +15,16 @@ Matrix = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part's selection as row ids, the planner's answer, and the answer of a later layer."""
+    """One part's selection as row ids and the planner's answer, good for every layer of a group."""
 
     rows: Matrix
     split: Split
-    follower: Split
 
 
 def make_part(query_max: int, top_k: int) -> Part:
     return Part(
         rows=np.empty((query_max, top_k), np.int32),
         split=Split.create(query_count=query_max, top_k=top_k),
-        follower=Split.create(query_count=query_max, top_k=top_k),
     )
 
 
@@ -38,13 +36,3 @@ def name_host_rows(split: Split, query_count: int, index: IndexPool) -> None:
     slots = split.slots[:query_count]
     coded = slots < -1
     slots[coded] = -2 - index.host_rows(-2 - slots[coded])
-
-
-def shift_slots(source: Split, target: Split, query_count: int, offset: int) -> None:
-    """A later layer of the group: the same answer, `offset` rows further on in the slab."""
-    for name in ("slots", "hit", "miss"):
-        leader, follower = getattr(source, name)[:query_count], getattr(target, name)[:query_count]
-        np.copyto(follower, leader)
-        np.add(leader, np.int32(offset), out=follower, where=leader >= 0)
-    for name in ("place", "hit_count", "miss_count", "place_count"):
-        np.copyto(getattr(target, name)[:query_count], getattr(source, name)[:query_count])

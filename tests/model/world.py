@@ -63,7 +63,11 @@ class World:
         self.random = random.Random(seed)
         self.offload = Offload.create(
             layout,
-            slot_bytes=layout.group_count * layout.group_layers_max * 64 * ROW_BYTES * 2,
+            slot_bytes=layout.group_count
+            * layout.group_layers_max
+            * 64
+            * ROW_BYTES
+            * (1 + seed % 2),
             host_bytes=layout.host_page_bytes * 24,
             index_bytes=layout.index_page_bytes * 18,
             sequence_max=6,
@@ -76,6 +80,7 @@ class World:
         self.active: list[Twin] = []
         self.preempted: list[Twin] = []
         self.refused_count = 0
+        self.reused_count = 0
         self._rows: dict[tuple[int, tuple[int, ...]], bytes] = {}
 
     # ---- the model
@@ -113,6 +118,7 @@ class World:
             return
         assert real.cached_count % 64 == 0
         assert real.cached_count < len(tokens)
+        self.reused_count += real.cached_count > 0
         twin = Twin(real, tokens, count - self.random.randrange(2) if count > 1 else 1)
         self.active.append(twin)
         self._import(twin)
@@ -239,7 +245,9 @@ class World:
         keys = None
         if leads and self.layout.index:
             keys = np.concatenate([self.keys(layer, t, s, n) for t, s, n in spans])
-        early = self.random.random() < 0.7
+        if leads:
+            self._early = self.random.random() < 0.7
+        early = self._early
         if early:
             self.offload.append(layer, new_rows, step, keys=keys)
         if leads:
