@@ -99,14 +99,14 @@ def as_row(row: Row | Mapping[str, Any]) -> Row:
         return row
     try:
         return msgspec.convert(msgspec.to_builtins(dict(row), enc_hook=_plain), Row)
-    except (msgspec.ValidationError, TypeError) as error:
+    except (msgspec.ValidationError, BadInput) as error:
         raise BadInput(f"benchmark row {row.get('name')!r}: {error}") from None
 
 
 def _plain(number: Any) -> Any:
     if isinstance(number, np.generic):
         return number.item()
-    raise TypeError(f"{type(number).__name__} {number!r} is not a plain value")
+    raise BadInput(f"{type(number).__name__} {number!r} is not a plain value")
 
 
 def print_table(document: Document) -> None:

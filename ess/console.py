@@ -38,6 +38,7 @@ def make_app(name: str, *, summary: str, version: str, commands: Sequence[Comman
         name=name,
         help=summary,
         version=version,
+        help_format="plaintext",
         suppress_keyboard_interrupt=False,
         default_parameter=cyclopts.Parameter(negative=()),
     )

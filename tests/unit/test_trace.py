@@ -96,18 +96,18 @@ def test_varints_refuse_what_nobody_writes(stream: bytes, says: str) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(data=st.data())
+@given(drawn=st.data())
 def test_what_is_written_is_read(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    drawn: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     header = make_header(
-        group_count=data.draw(st.integers(1, 4)),
-        top_k=data.draw(st.integers(1, 40)),
-        mtp=data.draw(st.integers(1, 4)),
-        context=data.draw(st.sampled_from([4, 64, 5000, (1 << 31) - 1])),
+        group_count=drawn.draw(st.integers(1, 4)),
+        top_k=drawn.draw(st.integers(1, 40)),
+        mtp=drawn.draw(st.integers(1, 4)),
+        context=drawn.draw(st.sampled_from([4, 64, 5000, (1 << 31) - 1])),
     )
-    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
-    steps = make_steps(rng, header, data.draw(st.integers(0, 5)))
+    rng = np.random.default_rng(drawn.draw(st.integers(0, 1 << 32)))
+    steps = make_steps(rng, header, drawn.draw(st.integers(0, 5)))
     path = write(tmp_path_factory.mktemp("trace") / "x.trace", header, steps)
     for recover in (False, True):
         with TraceReader(path, recover=recover) as reader:
