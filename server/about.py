@@ -151,7 +151,7 @@ def _cost_lines(cost: Cost) -> list[tuple[str, str, str]]:
         (
             "slot floor",
             format_bytes(cost.slot_floor_bytes),
-            f"{cost.slot_floor:,} slots in every layer, per running request",
+            f"{cost.slot_floor:,} slots in every group, per running request",
         ),
     ]
     if cost.host_token_count is not None and cost.host_bytes is not None:

@@ -235,14 +235,14 @@ def vague_errors(text: str) -> list[str]:
 
 
 def is_sentence(node: ast.expr) -> bool:
-    """At least four words, a placeholder is one, `{error}` is enough; computed text may be any."""
+    """At least three words, a placeholder is one, `{error}` is enough; computed text may be any."""
     match node:
         case ast.Constant(value=str() as text):
-            return len(text.split()) >= 4
+            return len(text.split()) >= 3
         case ast.JoinedStr():
             names = {ast.unparse(one.value) for one in node.values if hasattr(one, "format_spec")}
             pieces = [one.value if isinstance(one, ast.Constant) else "x" for one in node.values]
-            return "error" in names or len("".join(map(str, pieces)).split()) >= 4
+            return "error" in names or len("".join(map(str, pieces)).split()) >= 3
     return not isinstance(node, ast.Constant)
 
 
