@@ -24,8 +24,9 @@ struct Arena {
     int64_t evicted_count;
 
     int32_t* candidates() const { return scratch; }
-    int32_t* victims() const { return scratch + slab_count; }
-    int32_t* probed() const { return scratch + 2 * slab_count; }
+    int32_t* candidate_ages() const { return scratch + slab_count; }
+    int32_t* victims() const { return scratch + 2 * slab_count; }
+    int32_t* probed() const { return scratch + 3 * slab_count; }
 
     int age(int32_t slot, int32_t step) const {
         if (row_of[slot] < 0) return kAgeFree;

@@ -24,7 +24,8 @@ constexpr int64_t kUsedLater = -4;
 constexpr int64_t kAgesNotAscending = -5;
 constexpr int64_t kSlotOutOfRange = -6;
 
-constexpr int64_t kAhead = 64;
+constexpr int64_t kMapAhead = 64;
+constexpr int64_t kSlotAhead = 16;
 
 struct Split {
     int32_t* slots;
@@ -73,6 +74,7 @@ struct Plan {
     Split& split;
     const int32_t* rows;
     int64_t width;
+    int64_t last;
     int32_t step;
     int32_t latest = INT32_MIN;
     int64_t missing = 0;
@@ -87,20 +89,27 @@ struct Plan {
     }
 
     void stamp(int32_t slot, int64_t at) {
-        int32_t used = arena.last_use[slot];
-        uint32_t since = uint32_t(step) - uint32_t(used);
+        int32_t used = std::exchange(arena.last_use[slot], step);
         latest = std::max(latest, used);
-        ages[at & 1][std::min<uint32_t>(since, kAgeMax)]++;
-        arena.last_use[slot] = step;
+        ages[at & 1][std::min(uint32_t(step) - uint32_t(used), uint32_t(kAgeMax))]++;
     }
 
-    void probe(int64_t query, int64_t total) {
+    // First the map's line, then, when that is here, the lines of its slot. (A prefetch of an
+    // address that means nothing, for a pad or a marked row, is harmless.)
+    __attribute__((always_inline)) void prefetch(int64_t at) const {
+        __builtin_prefetch(arena.slot_of + rows[std::min(at + kMapAhead, last)]);
+        int32_t slot = arena.slot_of[std::max(rows[std::min(at + kSlotAhead, last)], 0)];
+        __builtin_prefetch(arena.last_use + slot, 1);
+        __builtin_prefetch(arena.ticket_of + slot);
+    }
+
+    void probe(int64_t query) {
         int32_t* slots = split.slots + query * split.width;
         int32_t* hit = split.hit + query * split.width;
         int64_t at = query * width, hits = 0;
         for (int64_t column = 0; column < width; column++, at++) {
             int32_t row = rows[at];
-            __builtin_prefetch(arena.slot_of + std::max(rows[std::min(at + kAhead, total - 1)], 0));
+            prefetch(at);
             int32_t slot = -1;
             if (row >= 0) {
                 slot = arena.slot_of[row];
@@ -121,15 +130,17 @@ struct Plan {
     }
 
     void late(int32_t slot) {
-        latest = std::max(latest, arena.last_use[slot]);
-        arena.last_use[slot] = step;
+        latest = std::max(latest, std::exchange(arena.last_use[slot], step));
         split.late_ticket = std::max<int64_t>(split.late_ticket, arena.ticket_of[slot]);
     }
 
     int64_t claim(int32_t ticket) {
         int64_t claimed = oldest(arena, step, missing, 1, split.claimed_slots());
-        for (int64_t i = 0; i < claimed; i++)
+        for (int64_t i = 0; i < claimed; i++) {
+            int32_t next = split.claimed_slots()[std::min(i + kSlotAhead, claimed - 1)];
+            __builtin_prefetch(arena.slot_of + arena.row_of[next], 1);
             arena.hand_over(split.claimed_slots()[i], split.claimed_rows()[i], step, ticket);
+        }
         for (int64_t i = claimed; i < missing; i++) arena.slot_of[split.claimed_rows()[i]] = -1;
         return claimed;
     }
@@ -242,8 +253,8 @@ ESS_EXPORT int64_t ess_plan(Arena* arena, Split* split, const int32_t* rows, int
                             int64_t width, int64_t step, int64_t ticket) {
     if (!within(rows, queries * width, -1, arena->row_count)) return kRowOutOfRange;
     split->hit_total = split->place_total = split->late_ticket = arena->evicted_count = 0;
-    Plan plan{*arena, *split, rows, width, int32_t(step)};
-    for (int64_t q = 0; q < queries; q++) plan.probe(q, queries * width);
+    Plan plan{*arena, *split, rows, width, queries * width - 1, int32_t(step)};
+    for (int64_t q = 0; q < queries; q++) plan.probe(q);
     for (int age = 1; age <= kAgeMax; age++)
         arena->hit_age[age] += plan.ages[0][age] + plan.ages[1][age];
     int64_t claimed = plan.claim(int32_t(ticket));

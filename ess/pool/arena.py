@@ -30,7 +30,7 @@ AGE_FREE: Final = 256
 class Arena:
     """What one layer group knows: which row lives where, since when, and what must not leave.
 
-    `scratch` is working room of the native twin, int32 [3, slab slots]. The groups of one slab may
+    `scratch` is working room of the native twin, int32 [4, slab slots]. The groups of one slab may
     share one, if one thread at a time works on them; an arena without one gets its own.
     """
 
@@ -65,7 +65,7 @@ class Arena:
         for array in (*shapes.values(), self.slot_of, self.blocks, self.hit_age):
             assert array.flags.c_contiguous, "an array of the arena is not C-contiguous"
         room = self.scratch
-        assert room is None or room.shape == (3, self.row_of.size), "scratch is not [3, slots]"
+        assert room is None or room.shape == (4, self.row_of.size), "scratch is not [4, slots]"
 
     @classmethod
     def alone(cls, *, row_count: int, slot_count: int) -> Arena:

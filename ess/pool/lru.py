@@ -208,7 +208,8 @@ def _oldest(arena: Arena, *, step: int, wanted: int) -> Ints:
     bound = (arena.dirty[slots] != 0) | (arena.ticket_of[slots] != 0)
     eligible = (age == AGE_FREE) | ((age >= 1) & ~bound)
     slots, age = slots[eligible], age[eligible]
-    return slots[np.argsort(-age, kind="stable")[:wanted]].astype(np.int32)
+    victims: Ints = slots[np.argsort(-age, kind="stable")[:wanted]].astype(np.int32)
+    return victims
 
 
 def _hand_over(arena: Arena, slots: Ints, rows: Ints, *, last_use: Any, ticket: int) -> int:

@@ -112,7 +112,7 @@ def _bind(record: ctypes.Structure, owner: Any, **numbers: int) -> _Bound:
 def _bound_arena(arena: Arena) -> _Bound:
     if arena.native is None:
         if arena.scratch is None:
-            arena.scratch = np.empty((3, arena.row_of.size), np.int32)
+            arena.scratch = np.empty((4, arena.row_of.size), np.int32)
         arena.assert_sound()
         arena.native = _bind(
             _ArenaRecord(),
