@@ -53,7 +53,9 @@ def matches(expected: str, printed: str) -> bool:
 def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which `ess`, `ess-bench` and `python` are those of this tree."""
     folder = tmp_path_factory.mktemp("bin")
-    (folder / "python").symlink_to(sys.executable)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     for name, home in SCRIPTS.items():
         script = folder / name
         script.write_text(

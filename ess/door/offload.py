@@ -1,10 +1,4 @@
-"""`Offload`: sparse residency for an engine of your own, in plain tensors.
-
-Rows live on the host, a working set of them in slots on the device. Per step and layer: `append`
-new rows, `resolve` the selection, attend hits at once and misses after `wait()`, merge; then
-`commit` what was accepted. One owner, one thread: an Offload is not to be shared between threads;
-its copies run on a lane of its own.
-"""
+"""The library door: everything an engine of one's own calls."""
 
 from __future__ import annotations
 
@@ -30,6 +24,14 @@ from ess.units import parse_size
 
 
 class Offload:
+    """Sparse residency for an engine of your own, in plain tensors.
+
+    Rows live on the host, a working set of them in slots on the device. Per step and layer:
+    `append` new rows, `resolve` the selection, attend hits at once and misses after `wait()`,
+    merge; then `commit` what was accepted. One owner, one thread: copies run on a lane of their
+    own, but an Offload is not to be shared between threads. A context manager.
+    """
+
     def __init__(self, pools: Pools, parts: list[Part], lane: Any, query_max: int) -> None:
         self._pools = pools
         self._parts = parts
