@@ -35,8 +35,12 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
-def merge(first: Partial, second: Partial, *, into: Partial | None = None) -> Partial:
-    """`into` may be one of the two."""
+Pair = tuple[Tensor, Tensor]
+
+
+def merge(first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
+    """Any two (out, lse) pairs; `into` may be one of them."""
+    first, second = Partial(*first), Partial(*second)
     for name, partial in (("first", first), ("second", second), ("into", into or first)):
         require(f"{name}.out", partial.out, (*first.lse.shape, first.out.shape[-1]), SINGLE)
         require(f"{name}.lse", partial.lse, first.lse.shape, SINGLE)
@@ -62,11 +66,11 @@ def _pass_over(
     return torch.where(second_empty, first, torch.where(first_empty, second, both))
 
 
-def merge_all(partials: Sequence[Partial]) -> Partial:
+def merge_all(partials: Sequence[Pair]) -> Partial:
     """From the first to the last, in this order."""
     if not partials:
         raise BadInput("merge_all needs at least one partial, got 0")
-    return functools.reduce(merge, partials)
+    return functools.reduce(merge, partials[1:], Partial(*partials[0]))
 
 
 def adapt(
