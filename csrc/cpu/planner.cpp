@@ -68,7 +68,7 @@ bool within(const int32_t* ids, int64_t n, int32_t lowest, int64_t bound) {
     return in_range(ids, n, lowest, bound);
 }
 
-// One call of plan: `probe` per query, then `serve` if anything was missing or late.
+// One call of plan: `probe` each query, `claim` for what is missing, `serve` each query the rest.
 struct Plan {
     Arena& arena;
     Split& split;
@@ -186,10 +186,13 @@ int64_t probe_distinct(const Arena& arena, const int32_t* rows, int64_t n, int32
 
 // Pages are dropped whole and most of their rows are absent: 16 consecutive ids cost two vector
 // compares.
-inline __attribute__((always_inline)) void drop_rows(Arena& arena, const int32_t* rows, int64_t n) {
+inline __attribute__((always_inline)) int64_t drop_rows(Arena& arena, const int32_t* rows,
+                                                        int64_t n) {
+    int64_t left = 0;
     auto leave = [&](int32_t row) {
         int32_t slot = arena.slot_of[row];
         if (slot < 0) return;
+        left++;
         arena.slot_of[row] = arena.row_of[slot] = -1;
         arena.dirty[slot] = 0;
         arena.ticket_of[slot] = 0;
@@ -208,11 +211,12 @@ inline __attribute__((always_inline)) void drop_rows(Arena& arena, const int32_t
         }
         for (int64_t end = std::min(n, i + 16); i < end; i++) leave(rows[i]);
     }
+    return left;
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) void drop_avx2(Arena& arena, const int32_t* rows, int64_t n) {
-    drop_rows(arena, rows, n);
+__attribute__((target("avx2"))) int64_t drop_avx2(Arena& arena, const int32_t* rows, int64_t n) {
+    return drop_rows(arena, rows, n);
 }
 #endif
 
@@ -327,10 +331,7 @@ ESS_EXPORT int64_t ess_land(Arena* arena, const int32_t* slots, int64_t n, int64
 ESS_EXPORT int64_t ess_drop(Arena* arena, const int32_t* rows, int64_t n) {
     if (!within(rows, n, 0, arena->row_count)) return kRowOutOfRange;
 #if defined(__x86_64__)
-    if (isa() != Isa::portable) drop_avx2(*arena, rows, n);
-    else drop_rows(*arena, rows, n);
-#else
-    drop_rows(*arena, rows, n);
+    if (isa() != Isa::portable) return drop_avx2(*arena, rows, n);
 #endif
-    return n;
+    return drop_rows(*arena, rows, n);
 }

@@ -24,14 +24,19 @@ Ints = npt.NDArray[np.int32]
 BLOCK_SLOTS: Final = 64
 AGE_MAX: Final = 255
 AGE_FREE: Final = 256
+SCRATCH_ROWS: Final = 4
+
+
+def make_scratch(slot_count: int) -> Ints:
+    return np.empty((SCRATCH_ROWS, slot_count), np.int32)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Arena:
     """What one layer group knows: which row lives where, since when, and what must not leave.
 
-    `scratch` is working room of the native twin, int32 [4, slab slots]. The groups of one slab may
-    share one, if one thread at a time works on them; an arena without one gets its own.
+    `scratch` is working room of the native twin (`make_scratch`). The groups of one slab may share
+    one, if one thread at a time works on them; an arena without one gets its own.
     """
 
     slot_of: Ints
@@ -64,8 +69,9 @@ class Arena:
         assert self.hit_age.shape == (AGE_MAX + 1,), f"hit_age has shape {self.hit_age.shape}"
         for array in (*shapes.values(), self.slot_of, self.blocks, self.hit_age):
             assert array.flags.c_contiguous, "an array of the arena is not C-contiguous"
-        room = self.scratch
-        assert room is None or room.shape == (4, self.row_of.size), "scratch is not [4, slots]"
+        if self.scratch is not None:
+            assert self.scratch.shape == (SCRATCH_ROWS, self.row_of.size), "scratch: make_scratch"
+            assert self.scratch.flags.c_contiguous, "scratch is not C-contiguous"
 
     @classmethod
     def alone(cls, *, row_count: int, slot_count: int) -> Arena:

@@ -169,15 +169,16 @@ def settle(arena: Arena, slots: Ints) -> None:
     arena.dirty[slots] = 0
 
 
-def drop(arena: Arena, rows: Ints) -> None:
-    """The rows leave, whatever their state; absent ones are ignored."""
+def drop(arena: Arena, rows: Ints) -> int:
+    """The rows leave, whatever their state; absent ones are ignored. Returns how many left."""
     _assert_rows(arena, rows, lowest=0)
-    slot = arena.slot_of[rows]
+    slot = np.unique(arena.slot_of[rows])
     slot = slot[slot >= 0]
     arena.slot_of[rows] = -1
     arena.row_of[slot] = -1
     arena.dirty[slot] = 0
     arena.ticket_of[slot] = 0
+    return slot.size
 
 
 def clear_block(arena: Arena, block: int, *, step: int) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ess.kernels import native
 from ess.pool import lru
-from ess.pool.arena import AGE_MAX, Arena, Claims, Ints, Split
+from ess.pool.arena import AGE_MAX, Arena, Claims, Ints, Split, make_scratch
 from ess.pool.lru import check, clear_block, settle
 
 __all__ = [
@@ -112,7 +112,7 @@ def _bind(record: ctypes.Structure, owner: Any, **numbers: int) -> _Bound:
 def _bound_arena(arena: Arena) -> _Bound:
     if arena.native is None:
         if arena.scratch is None:
-            arena.scratch = np.empty((4, arena.row_of.size), np.int32)
+            arena.scratch = make_scratch(arena.row_of.size)
         arena.assert_sound()
         arena.native = _bind(
             _ArenaRecord(),
@@ -226,8 +226,8 @@ def land(arena: Arena, slots: Ints, *, ticket: int) -> None:
 
 
 @_twin_of(lru.drop)
-def drop(arena: Arena, rows: Ints) -> None:
-    """The rows leave, whatever their state; absent ones are ignored."""
+def drop(arena: Arena, rows: Ints) -> int:
+    """The rows leave, whatever their state; absent ones are ignored. Returns how many left."""
     _assert_ids(1, rows)
     at = _bound_arena(arena).at
-    _accepted(_symbol("ess_drop", 2, 1)(at, native.address(rows), rows.size))
+    return _accepted(_symbol("ess_drop", 2, 1)(at, native.address(rows), rows.size))

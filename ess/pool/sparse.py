@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ess.layout import ModelLayout
 from ess.pool import planner
-from ess.pool.arena import Arena, Claims, Split
+from ess.pool.arena import Arena, Claims, Split, make_scratch
 from ess.pool.index import page_rows
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
@@ -79,7 +79,7 @@ class SparsePool:
         self._ticket_of = np.zeros(slab_rows, np.int32)
         self._dirty = np.zeros(slab_rows, np.uint8)
         self._owner_of = even_owners(layout, chunk_count)
-        self._scratch = np.empty((4, slab_rows), np.int32)
+        self._scratch = make_scratch(slab_rows)
         self._used_count = [0] * layout.group_count
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
         self.step = FIRST_STEP
