@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -106,6 +105,3 @@ def _require_adjacent(name: str, array: Array) -> None:
 def implementation() -> str:
     """For the line that says what runs."""
     return f"native {native.isa()}" if native.available() else "numpy"
-
-
-__all__: list[Any] = ["decode_rows", "encode_keys", "encode_rows", "implementation"]
