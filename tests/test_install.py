@@ -121,7 +121,7 @@ assert not heavy, heavy
 
 
 def test_the_extension_lists_every_source_and_header() -> None:
-    """A header that `depends` misses is not in the sdist, and an optional extension fails softly."""
+    """A header that `depends` lacks is not in the sdist; an optional extension fails softly."""
     (extension,) = project()["tool"]["setuptools"]["ext-modules"]
     for key, suffix in (("sources", "cpp"), ("depends", "h")):
         there = sorted(f"csrc/cpu/{path.name}" for path in (ROOT / "csrc/cpu").glob(f"*.{suffix}"))
