@@ -278,8 +278,6 @@ def test_sizes_that_hold_nothing_say_the_least_that_works():
         make(host_bytes=100)
     with pytest.raises(BadInput, match="not a size"):
         make(host_bytes="many")
-    with pytest.raises(BadInput, match="tpu"):
-        make(device="tpu", lane=None)
     with pytest.raises(Unavailable, match="cuda"):
         make(device="cuda", lane=None)
     with pytest.raises(BadInput, match="query_max is 0"):
