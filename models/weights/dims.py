@@ -36,6 +36,7 @@ class Dims:
     v_head_dim: int
     index_n_heads: int
     index_head_dim: int
+    index_topk: int
     n_routed_experts: int
     n_shared_experts: int
     sparse: tuple[bool, ...]
@@ -72,6 +73,7 @@ def read_dims(config: Mapping[str, Any], *, what: str = "config.json") -> Dims:
         v_head_dim=number("v_head_dim", 1, 4096),
         index_n_heads=number("index_n_heads", 1, 4096),
         index_head_dim=number("index_head_dim", 1, 4096),
+        index_topk=number("index_topk", 1, 1 << 20, default=2048),
         n_routed_experts=number("n_routed_experts", 1, 4096),
         n_shared_experts=number("n_shared_experts", 0, 64, default=1),
         sparse=_sparse_layers(config, layer_count, number, what),

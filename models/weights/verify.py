@@ -8,7 +8,7 @@ from typing import Final
 from ess.errors import BadInput
 from ess.models.weights.dims import Dims
 from ess.models.weights.header import Entry
-from ess.models.weights.shapes import SCALE_SUFFIX, Spec, expected_tensors, scale_shape
+from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
 
 FP8: Final = "F8_E4M3"
 # F8_E8M0 and U8 hold power-of-two scales as bare exponents.
@@ -28,24 +28,20 @@ def verify(entries: Mapping[str, Entry], dims: Dims, *, mtp: bool, where: str) -
     _refuse_packed(entries)
     known = {spec.name: spec for spec in expected_tensors(dims)}
     wanted = {spec.name: spec for spec in expected_tensors(dims, mtp=mtp)}
-    scales = {
-        spec.scale_name
-        for name, spec in known.items()
-        if name in entries and entries[name].dtype == FP8
-    }
-    required = {name for name, spec in wanted.items() if not spec.optional}
-    required |= {name for name in scales if name.removesuffix(SCALE_SUFFIX) in wanted}
-    missing = [name for name in sorted(required) if name not in entries]
+    present = [spec for name, spec in known.items() if name in entries]
+    for spec in present:
+        _check_tensor(entries, spec)
+    scales = {spec.scale_name: spec for spec in present if entries[spec.name].dtype == FP8}
+    required = [name for name, spec in wanted.items() if not spec.optional]
+    required += [name for name, spec in scales.items() if spec.name in wanted]
+    missing = [name for name in required if name not in entries]
     if missing:
-        raise BadInput(f"{where}: {_some(missing)} missing")
+        raise BadInput(f"{where} lacks {_some(missing)}")
     unexpected = [name for name in entries if name not in known and name not in scales]
     if unexpected:
         file = entries[unexpected[0]].file
-        raise BadInput(f"{where}: {_some(unexpected)} in {file}, not in the shape formula")
-    for name, spec in known.items():
-        if name in entries:
-            _check_tensor(entries, spec)
-    return {name: spec for name, spec in wanted.items() if name in entries}
+        raise BadInput(f"{where}: {file} holds {_some(unexpected)}, not in the shape formula")
+    return {spec.name: spec for spec in present if spec.name in wanted}
 
 
 def _check_tensor(entries: Mapping[str, Entry], spec: Spec) -> None:
