@@ -68,23 +68,23 @@ class Folder:
             raise BadInput(f"{where}: {name!r} is not a regular file")
         return fd
 
-    def read_json(self, name: str) -> dict[str, Any]:
+    def read(self, name: str, *, bytes_max: int = JSON_BYTES_MAX) -> bytes:
         fd = self.open(name, where=str(self.path))
         try:
-            return parse_object(read_at(fd, 0, self._json_bytes(fd, name)), what=name)
+            count = os.fstat(fd).st_size
+            if count > bytes_max:
+                raise BadInput(f"{name} has {count:,} bytes; at most {bytes_max:,} are read")
+            return read_at(fd, 0, count)
         finally:
             os.close(fd)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        return parse_object(self.read(name), what=name)
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def _json_bytes(self, fd: int, name: str) -> int:
-        count = os.fstat(fd).st_size
-        if count > JSON_BYTES_MAX:
-            raise BadInput(f"{name} has {count:,} bytes; at most {JSON_BYTES_MAX:,} are read")
-        return count
 
     def _is_link(self, name: str) -> bool:
         try:
