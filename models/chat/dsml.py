@@ -7,11 +7,10 @@ licence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from ess.models.chat.messages import ToolCall, arguments_of
+from ess.models.chat.messages import ToolCall, arguments_of, write_json
 
 BEGIN: Final = "<｜begin▁of▁sentence｜>"
 END: Final = "<｜end▁of▁sentence｜>"
@@ -87,7 +86,3 @@ def _write_call(call: ToolCall) -> str:
         for name, value in arguments_of(call).items()
     ]
     return f'{INVOKE} name="{call.name}">\n' + "\n".join(parameters) + f"\n{INVOKE_END}"
-
-
-def write_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -122,7 +122,7 @@ def _tool_call(where: str, call: Any) -> ToolCall:
         raise BadInput(f"{where} has no function")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, Mapping):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = write_json(arguments)
     name = _text(function.get("name"), f"{where}.function.name")
     call_id = call.get("id")
     return ToolCall(
@@ -150,3 +150,8 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadInput(f"the call of {call.name!r} has arguments that are not a JSON object")
     return found
+
+
+def write_json(value: object) -> str:
+    """JSON as prompts have it: letters of all scripts as they are."""
+    return json.dumps(value, ensure_ascii=False)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from ess.errors import BadInput
-from ess.models.chat import deepseek_v32, dsml
+from ess.models.chat import deepseek_v32, dsml, glm_reply
 from ess.models.chat.deepseek_v32_reply import DeepSeekParser
+from ess.models.chat.glm_reply import GlmParser
 from ess.models.chat.messages import Message, arguments_of
 from ess.models.chat.reply import PlainParser, ReplyParser
 from ess.models.chat.template import SOURCE_BYTES_MAX, ChatTemplate
@@ -19,6 +20,9 @@ TEMPLATE_FILE: Final = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 
 
+Tools = Sequence[Mapping[str, Any]]
+
+
 class ChatStyle(Protocol):
     """`stops` are strings at which a reply ends, beside the model's own end token."""
 
@@ -26,7 +30,7 @@ class ChatStyle(Protocol):
 
     def encode(self, messages: Sequence[Message], *, thinking: bool) -> str: ...
 
-    def parser(self, *, thinking: bool) -> ReplyParser: ...
+    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser: ...
 
 
 class DeepSeekStyle:
@@ -35,7 +39,7 @@ class DeepSeekStyle:
     def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
         return deepseek_v32.encode(messages, thinking=thinking)
 
-    def parser(self, *, thinking: bool) -> ReplyParser:
+    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
         return DeepSeekParser(thinking=thinking)
 
 
@@ -49,17 +53,18 @@ class PlainStyle:
             raise BadInput("this model knows no tools")
         return "".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:"
 
-    def parser(self, *, thinking: bool) -> ReplyParser:
+    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
         return PlainParser()
 
 
 class TemplateStyle:
-    """A checkpoint's own Jinja template; its replies pass as plain text."""
+    """A checkpoint's own Jinja template; `glm` says how its replies are marked up, if at all."""
 
     stops: tuple[str, ...] = ()
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, *, glm: bool) -> None:
         self._template = ChatTemplate(source)
+        self._glm = glm
 
     def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
         tools = [{"type": "function", "function": dict(t)} for m in messages for t in m.tools]
@@ -72,8 +77,8 @@ class TemplateStyle:
             }
         )
 
-    def parser(self, *, thinking: bool) -> ReplyParser:
-        return PlainParser()
+    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
+        return GlmParser(thinking=thinking, tools=tools) if self._glm else PlainParser()
 
     def close(self) -> None:
         self._template.close()
@@ -90,7 +95,9 @@ def style_of(
         source = _template_source(folder)
     finally:
         folder.close()
-    return PlainStyle() if source is None else TemplateStyle(source)
+    if source is None:
+        return PlainStyle()
+    return TemplateStyle(source, glm=tokenizer.id_of(glm_reply.KEY) is not None)
 
 
 def _template_source(folder: Folder) -> str | None:

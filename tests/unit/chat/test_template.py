@@ -41,7 +41,7 @@ TOOL = {"type": "function", "function": {"name": "tide", "description": "<Höhe>
 
 @pytest.fixture
 def style() -> Iterator[TemplateStyle]:
-    made = TemplateStyle(TEMPLATE)
+    made = TemplateStyle(TEMPLATE, glm=True)
     yield made
     made.close()
 
