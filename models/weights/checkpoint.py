@@ -85,13 +85,11 @@ class Checkpoint:
         """The tensor as it is stored: a view of the file, or a copy where it is not aligned."""
         entry = self.entry(name)
         dtype = _TORCH[entry.dtype]
-        count = entry.bytes // DTYPE_BYTES[entry.dtype]
-        if count == 0:
-            return torch.empty(entry.shape, dtype=dtype)
         mapped = self._map(entry.file)
         if entry.begin % DTYPE_BYTES[entry.dtype]:
             copied = bytearray(mapped[entry.begin : entry.end])
             return torch.frombuffer(copied, dtype=dtype).view(entry.shape)
+        count = entry.bytes // DTYPE_BYTES[entry.dtype]
         flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.begin)
         return flat.view(entry.shape)
 
@@ -123,9 +121,10 @@ class Checkpoint:
         """Every tensor of every file, each in exactly the file where the index puts it."""
         placed = self._placement()
         files = [SINGLE_FILE] if placed is None else sorted(set(placed.values()))
+        where = str(self._folder.path) if placed is None else INDEX_FILE
         entries: dict[str, Entry] = {}
         for file in files:
-            self._files[file] = self._folder.open(file, where=INDEX_FILE)
+            self._files[file] = self._folder.open(file, where=where)
             for name, entry in read_header(self._files[file], file=file).items():
                 if placed is not None and placed.get(name) != file:
                     raise BadInput(f"{entry} is not placed in this file by {INDEX_FILE}")

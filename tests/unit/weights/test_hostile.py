@@ -95,6 +95,7 @@ def _shift(header: Any) -> None:
         (_set("lm_head.weight", "dtype", "F4"), "unknown dtype 'F4'"),
         (_set("lm_head.weight", "dtype", 7), "unknown dtype '7'"),
         (_set("lm_head.weight", "shape", [96, 257]), "needs 49,344 bytes"),
+        (_set("lm_head.weight", "shape", [96, 255]), "needs 48,960 bytes"),
         (_set("lm_head.weight", "shape", [-96, -256]), "not a whole number"),
         (_set("lm_head.weight", "shape", [96.0, 256]), "not a whole number"),
         (_set("lm_head.weight", "shape", [True, 24576]), "not a whole number"),
@@ -120,6 +121,16 @@ def test_a_name_twice(copy: Path) -> None:
 
     edit_header(copy / FIRST, lambda header: None, dumps=twice)
     refused(copy, FIRST, "'lm_head.weight' appears twice")
+
+
+def test_tensors_that_are_not_aligned(copy: Path, written: Written) -> None:
+    """Legal, if unkind: such tensors are copied instead of viewed."""
+    for odd in (0, 1, 3):
+        edit_header(copy / FIRST, lambda header: None, dumps=lambda h: json.dumps(h) + " " * odd)  # noqa: B023
+        with Checkpoint(copy) as checkpoint:
+            for name in ("lm_head.weight", NAME, "model.layers.0.input_layernorm.weight"):
+                got, want = checkpoint.stored(name), written[1][name]
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 def test_bytes_that_belong_to_nobody(copy: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,23 @@ from ess.layout import ModelLayout
 from ess.models.weights.__main__ import main
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.dims import read_dims
-from ess.models.weights.plan import make_plan, read_config
+from ess.models.weights.plan import Plan, make_plan, read_config
 from ess.models.weights.rank import RankWeights
 from ess.models.weights.shapes import expected_tensors
 from ess.models.weights.split import Split
 
 
+@functools.cache
+def published(name: str) -> Plan:
+    return make_plan(read_config(name))
+
+
 def test_the_published_checkpoints_close() -> None:
-    deepseek = make_plan(read_config("deepseek-v3.2")).whole
+    deepseek = published("deepseek-v3.2").whole
     assert deepseek.tensors == 92_425
     assert deepseek.bytes == 689_471_107_200
     assert deepseek.values == 685_396_921_376
-    glm = make_plan(read_config("glm-5.2")).whole
+    glm = published("glm-5.2").whole
     assert glm.tensors == 59_585
     assert glm.values == 753_329_940_480
 
@@ -38,7 +44,7 @@ def test_the_layouts_are_those_of_the_pools() -> None:
         ("deepseek-v3.2", ModelLayout.deepseek_v32()),
         ("glm-5.2", ModelLayout.glm_52()),
     ):
-        planned = make_plan(read_config(name)).layout
+        planned = published(name).layout
         assert planned.groups == layout.groups
         assert planned.host_page_bytes == layout.host_page_bytes
         assert planned.index_page_bytes == layout.index_page_bytes
@@ -116,6 +122,6 @@ def test_mtp_is_the_last_layer() -> None:
     config = read_config("deepseek-v3.2")
     without = make_plan(config, mtp=False)
     assert without.layout.layer_total == 61
-    assert make_plan(config).whole.tensors - without.whole.tensors == 1571
+    assert published("deepseek-v3.2").whole.tensors - without.whole.tensors == 1571
     with pytest.raises(BadInput, match="7 expert-parallel"):
         make_plan(config, ep=7)
