@@ -21,7 +21,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES_MAX = 512 << 20
-TEXT_CHARS_MAX = 32 << 20
+TEXT_CHARS_MAX = 16 << 20
 
 
 def receive(stream: BinaryIO) -> dict[str, Any] | None:

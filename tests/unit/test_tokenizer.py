@@ -53,7 +53,7 @@ def test_text_survives(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text), keep_special=True) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_stream_equals_the_whole(tokenizer: Tokenizer, folder: Path, data: st.DataObject) -> None:
     """Over any ids, valid text or not, and against the library's own decoder."""
@@ -156,7 +156,7 @@ def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
     pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=8),

@@ -76,7 +76,7 @@ def shown(events: list[Event]) -> tuple[Reply, list[str]]:
     return collect(events), ["".join(parts)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
     seed=st.integers(0, 2**32),
