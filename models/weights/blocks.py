@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Final
+
 import torch
 
 from ess.errors import BadInput
 from ess.models.weights.dims import QUANT_BLOCK
 
-_ROWS_AT_ONCE = 8 * QUANT_BLOCK
+# Below this many values torch works in the calling thread. Waking others for a small weight costs
+# more than the work, and on a busy machine a hundred times more.
+_ONE_THREAD_VALUES: Final = 32_768
+_SMALL_VALUES: Final = 1 << 20
 
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """weight[r, c] * scale[r // 128, c // 128], the product in f32, rounded once to `dtype`.
 
-    In bands of 1,024 rows, so that the f32 copy stays small beside a wide weight.
+    Band by band of rows within one row of blocks, so that the f32 copy stays small.
     """
     row_count, column_count = weight.shape
     out = torch.empty(row_count, column_count, dtype=dtype)
-    for begin in range(0, row_count, _ROWS_AT_ONCE):
-        end = min(begin + _ROWS_AT_ONCE, row_count)
-        band = scale[begin // QUANT_BLOCK : -(-end // QUANT_BLOCK)]
-        factors = band.repeat_interleave(QUANT_BLOCK, 1)[:, :column_count]
-        factors = factors.repeat_interleave(QUANT_BLOCK, 0)[: end - begin]
+    for begin, end in _bands(row_count, column_count):
+        factors = scale[begin // QUANT_BLOCK].repeat_interleave(QUANT_BLOCK)[:column_count]
         out[begin:end] = weight[begin:end].float().mul_(factors)
     return out
+
+
+def _bands(row_count: int, column_count: int) -> Iterator[tuple[int, int]]:
+    step = QUANT_BLOCK
+    if row_count * column_count < _SMALL_VALUES:
+        step = max(1, min(step, _ONE_THREAD_VALUES // column_count))
+    for block in range(0, row_count, QUANT_BLOCK):
+        block_end = min(block + QUANT_BLOCK, row_count)
+        for begin in range(block, block_end, step):
+            yield begin, min(begin + step, block_end)
 
 
 def as_scale(stored: torch.Tensor, *, what: str) -> torch.Tensor:

@@ -68,7 +68,7 @@ def test_partial_blocks_dequantise(written: Written) -> None:
     """576 rows: five rows of scales, the last for 64 rows."""
     assert written[1][KV_A + "_scale_inv"].shape == (5, 2)
     with Checkpoint(written[0]) as checkpoint:
-        for name in (KV_A, Q_B):
+        for name in (KV_A, Q_B, "model.layers.0.mlp.down_proj.weight"):
             want = exact(written[1], name)
             assert torch.equal(RankWeights(checkpoint, form="f32").tensor(name), want)
             got = RankWeights(checkpoint, form="bf16").tensor(name)
