@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -153,6 +154,10 @@ class Plain:
             layer.keep(length)
 
 
+class Drafter(Protocol):
+    def draft(self, tokens: Sequence[int], hidden: Tensor, count: int) -> list[int]: ...
+
+
 class PlainDrafter:
     """The MTP module over one sequence. Its rows lag the main model's tokens by one."""
 
@@ -208,15 +213,20 @@ def greedy(model: Model, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def greedy_mtp(
-    model: Model, prompt: Sequence[int], count: int, *, verified: int
+    model: Model,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    verified: int,
+    drafter: Drafter | None = None,
 ) -> tuple[list[int], int]:
     """The same tokens, `verified` per step: one known, the others drafted; and the steps taken."""
-    plain, drafter = Plain(model), PlainDrafter(model)
+    plain, guesser = Plain(model), drafter or PlainDrafter(model)
     outcome = plain.run(prompt)
     hidden, known = outcome.hidden, [*prompt[1:], int(outcome.logits[-1].argmax())]
     tokens, step_count = [known[-1]], 0
     while len(tokens) < count:
-        drafts = drafter.draft(known, hidden, verified - 1) if verified > 1 else []
+        drafts = guesser.draft(known, hidden, verified - 1) if verified > 1 else []
         outcome = plain.run([tokens[-1], *drafts])
         targets = outcome.logits.argmax(-1).tolist()
         accepted = 1 + _equal_prefix(drafts, targets)

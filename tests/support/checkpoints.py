@@ -10,10 +10,13 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from ess.models.config import ModelConfig
+from ess.models.model import Model
+from ess.models.registry import build, read_config
 
 V32: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -76,7 +79,7 @@ GLM: dict[str, Any] = {
     "index_share_for_mtp_iteration": True,
 }
 
-TINY: dict[str, Any] = {
+_TINY: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -89,6 +92,8 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "index_topk": 16,
 }
+TINY_V32 = {**V32, **_TINY}
+TINY_GLM = {**GLM, **_TINY}
 
 
 def tensors(config: ModelConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -167,3 +172,14 @@ def _mlp(prefix: str, inner: int, hidden: int) -> Iterator[tuple[str, tuple[int,
     yield prefix + "gate_proj.weight", (inner, hidden)
     yield prefix + "up_proj.weight", (inner, hidden)
     yield prefix + "down_proj.weight", (hidden, inner)
+
+
+def tokens(count: int, vocab_size: int, *, seed: int) -> list[int]:
+    state = np.random.RandomState(seed)
+    return [int(token) for token in state.randint(0, vocab_size, count)]
+
+
+def model(raw: dict[str, Any], **changes: Any) -> Model:
+    """The random model of `raw`; `changes` are fields of ModelConfig."""
+    config = msgspec.structs.replace(read_config(raw), **changes)
+    return build(config, tensors(config).__getitem__)
