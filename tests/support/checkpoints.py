@@ -97,14 +97,16 @@ TINY_GLM = {**GLM, **_TINY}
 
 
 def tensors(config: ModelConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    return {name: _draw(name, shape, seed) for name, shape in shapes(config)}
+    """Matrices have the deviation 0.8 / sqrt(hidden): 0.05 for 256, and logits of about 1."""
+    reach = 0.8 * (3 / config.hidden_dim) ** 0.5
+    return {name: _draw(name, shape, seed, reach) for name, shape in shapes(config)}
 
 
-def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def _draw(name: str, shape: tuple[int, ...], seed: int, reach: float) -> torch.Tensor:
     state = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode()))
     unit = state.random_sample(shape) * 2 - 1
     if len(shape) == 2:
-        values = unit * (1.4 / shape[1] ** 0.5)
+        values = unit * reach
     elif name.endswith("bias"):
         values = unit * 0.17
     else:
