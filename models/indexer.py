@@ -16,7 +16,7 @@ from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rotate_part
 
 KEY_NORM_EPS: Final = 1e-6
-SCORE_ELEMENTS: Final = 1 << 24
+SCORE_ELEMENTS: Final = 1 << 20
 
 
 class Probe(NamedTuple):
@@ -55,6 +55,21 @@ class Indexer:
     def _turn(self, x: Tensor, rotation: Rotation) -> Tensor:
         style = self._config.index_rope_style
         return rotate_part(x, rotation, style, at=0, dim=self._config.rope_dim)
+
+
+def select(probe: Probe, keys: Tensor, lengths: Tensor, k: int) -> Tensor:
+    """The selection of each query among the first `lengths` keys, some queries at a time."""
+    step = max(1, SCORE_ELEMENTS // keys.shape[0])
+    parts = [
+        top_k(index_scores(q, w, keys), n, k)
+        for q, w, n in zip(
+            torch.split(probe.queries, step),
+            torch.split(probe.weights, step),
+            torch.split(lengths, step),
+            strict=True,
+        )
+    ]
+    return torch.cat(parts)
 
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

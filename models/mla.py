@@ -15,7 +15,7 @@ from torch import Tensor
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rms_norm, rotate
 
-GATHER_ELEMENTS: Final = 1 << 24
+GATHER_ELEMENTS: Final = 1 << 20
 
 
 class Mla:
@@ -81,7 +81,8 @@ def attend(
 def _attend_gathered(
     queries: Tensor, rows: Tensor, selection: Tensor, latent_dim: int, scale: float
 ) -> Tensor:
-    gathered = rows[selection.clamp_min(0).long()]
+    chosen = selection.clamp_min(0).flatten()
+    gathered = rows.index_select(0, chosen).unflatten(0, selection.shape)
     scores = torch.bmm(queries.float(), gathered.transpose(1, 2)) * scale
     weights = scores.masked_fill((selection < 0)[:, None], -torch.inf).softmax(-1)
     return torch.bmm(weights, gathered[..., :latent_dim])

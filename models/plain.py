@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer, Entry
-from ess.models.indexer import Probe, index_scores, top_k
+from ess.models.indexer import Probe, select
 from ess.models.layers import Rotation
 from ess.models.mla import attend, attend_dense
 from ess.models.model import Model
@@ -95,8 +95,7 @@ class PlainLayer:
         self.keys.append(exact.keys)
         if self.keys.length <= self._config.top_k:
             return None
-        scores = index_scores(exact.queries, exact.weights, self.keys.filled)
-        return top_k(scores, positions + 1, self._config.top_k)
+        return select(exact, self.keys.filled, positions + 1, self._config.top_k)
 
     def _attend(self, queries: Tensor, positions: Tensor, selection: Tensor | None) -> Tensor:
         rows, latent_dim = self.rows.filled, self._config.latent_dim

@@ -116,11 +116,13 @@ def test_stages_by_hand_equal_the_plain_runner(case: Case) -> None:
     assert far(by_hand.hidden, Plain(case.model).run(case.tokens).hidden) < 1e-5
 
 
-def test_against_float64_with_the_servers_eps(case: Case) -> None:
-    model = checkpoints.model(case.raw)
-    reference = Unabsorbed(case.raw, checkpoints.tensors(model.config))
-    outcome = Plain(model).run(case.tokens)
-    assert far(outcome.hidden.double(), reference.hidden(case.tokens)) < TOLERANCE
+@pytest.mark.parametrize("latent_eps", [None, 0.3])
+def test_against_float64_with_an_eps_of_its_own(case: Case, latent_eps: float | None) -> None:
+    model = checkpoints.model(case.raw, latent_norm_eps=latent_eps)
+    weights = checkpoints.tensors(model.config)
+    reference = Unabsorbed(case.raw, weights, latent_eps=latent_eps)
+    hidden = Plain(model).run(case.tokens).hidden
+    assert far(hidden.double(), reference.hidden(case.tokens)) < TOLERANCE
 
 
 def test_a_weight_of_the_wrong_shape_or_kind_is_named() -> None:

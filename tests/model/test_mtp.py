@@ -53,7 +53,7 @@ def test_sharing_the_selection_changes_late_drafts(raw: dict[str, Any]) -> None:
     assert differ > 0
 
 
-class Oracle:
+class Prompter:
     """Knows the true continuation; says something else wherever `wrong` says so."""
 
     def __init__(self, model: Model, truth: list[int], wrong: list[bool]) -> None:
@@ -69,6 +69,16 @@ class Oracle:
         true = self._truth[self._at : self._at + count]
         wrong = self._wrong[self._at : self._at + count]
         return [(t + w) % 128 for t, w in zip(true, wrong, strict=True)]
+
+
+def steps_needed(wrong: list[bool], count: int, verified: int) -> int:
+    """Each step yields one token and all drafts before the first wrong one."""
+    at, step_count = 1, 0
+    while at < count:
+        drafts = wrong[at : at + verified - 1]
+        at += 1 + (drafts.index(True) if True in drafts else len(drafts))
+        step_count += 1
+    return step_count
 
 
 @pytest.mark.parametrize("verified", [1, 2, 3, 5])
@@ -87,11 +97,11 @@ def test_greedy_with_good_and_bad_drafts(raw: dict[str, Any], verified: int) -> 
     prompt = checkpoints.tokens(40, 128, seed=7)
     truth = greedy(model, prompt, 40)
     wrong = [number % 5 == 0 for number in range(40)]
-    drafter: Drafter = Oracle(model, truth, wrong)
+    drafter: Drafter = Prompter(model, truth, wrong)
     tokens, step_count = greedy_mtp(model, prompt, 24, verified=verified, drafter=drafter)
     assert tokens == truth[:24]
-    assert step_count < 20
-    assert isinstance(drafter, Oracle)
+    assert step_count == steps_needed(wrong, 24, verified)
+    assert isinstance(drafter, Prompter)
     fresh = PlainDrafter(model)
     known = [*prompt[1:], *truth][: drafter.rows.length]
     hidden = Plain(model).run([*prompt, *truth]).hidden[: len(known)]

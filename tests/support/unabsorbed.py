@@ -15,8 +15,11 @@ from torch import Tensor
 
 
 class Unabsorbed:
-    def __init__(self, raw: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    def __init__(
+        self, raw: dict[str, Any], weights: dict[str, Tensor], *, latent_eps: float | None = None
+    ) -> None:
         self.raw = raw
+        self.latent_eps = raw["rms_norm_eps"] if latent_eps is None else latent_eps
         self.weights = {name: weight.double() for name, weight in weights.items()}
 
     def hidden(self, tokens: list[int]) -> Tensor:
@@ -67,7 +70,7 @@ class Unabsorbed:
         query = self.norm(
             self.linear(h, prefix + "self_attn.q_a_proj"),
             prefix + "self_attn.q_a_layernorm.weight",
-            eps,
+            self.latent_eps,
         )
         if prefix + "self_attn.indexer.wk.weight" in self.weights:
             seen = self.choose(prefix + "self_attn.indexer.", h, query)
@@ -107,7 +110,7 @@ class Unabsorbed:
         latent, shared = self.linear(h, prefix + "kv_a_proj_with_mqa").split(
             [raw["kv_lora_rank"], rope], -1
         )
-        latent = self.norm(latent, prefix + "kv_a_layernorm.weight", raw["rms_norm_eps"])
+        latent = self.norm(latent, prefix + "kv_a_layernorm.weight", self.latent_eps)
         expanded = self.linear(latent, prefix + "kv_b_proj").view(len(h), heads, -1)
         key = torch.cat(
             (

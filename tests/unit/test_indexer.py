@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ess.models import indexer
-from ess.models.indexer import index_scores, top_k
+from ess.models.indexer import Probe, index_scores, select, top_k
 
 
 def best_by_sorting(scores: list[float], length: int, k: int) -> list[int]:
@@ -45,5 +45,8 @@ def test_scores_equal_the_formula_whatever_the_tile(monkeypatch: pytest.MonkeyPa
                 float(weights[t, j]) * max(float(queries[t, j] @ keys[s]), 0.0) for j in range(4)
             ]
             assert float(whole[t, s]) == pytest.approx(sum(terms), abs=1e-5)
+    lengths = torch.arange(5, 14)
+    selection = top_k(whole, lengths, 4)
     monkeypatch.setattr(indexer, "SCORE_ELEMENTS", 100)
     assert torch.allclose(index_scores(queries, weights, keys), whole, atol=1e-6)
+    assert torch.equal(select(Probe(queries, weights, keys), keys, lengths, 4), selection)
