@@ -82,7 +82,7 @@ def _attend_gathered(
     queries: Tensor, rows: Tensor, selection: Tensor, latent_dim: int, scale: float
 ) -> Tensor:
     chosen = selection.clamp_min(0).flatten()
-    gathered = rows.index_select(0, chosen).unflatten(0, selection.shape)
+    gathered = rows.index_select(0, chosen).view(*selection.shape, -1)
     scores = torch.bmm(queries.float(), gathered.transpose(1, 2)) * scale
     weights = scores.masked_fill((selection < 0)[:, None], -torch.inf).softmax(-1)
     return torch.bmm(weights, gathered[..., :latent_dim])
