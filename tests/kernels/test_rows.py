@@ -19,7 +19,7 @@ import pytest
 
 from ess.errors import BadInput, Unavailable
 from ess.flashtrans import copy_rows, gather_rows, scatter_rows
-from ess.flashtrans.rows import STREAM_ABOVE_BYTES, check_indices, run, run_numpy
+from ess.flashtrans.rows import STREAM_ABOVE_BYTES, check_row_numbers, run, run_numpy
 from ess.flashtrans.views import CheckedCopy, check
 from ess.kernels import native
 from ess.kernels.streams import RowCopy
@@ -156,7 +156,7 @@ def test_every_instruction_set(isa: str) -> None:
 def test_numpy_fallback_agrees(lists: str) -> None:
     copy = case(5, 656, np.int64, lists, 12, 4, 100)
     want = expected_bytes(copy)
-    check_indices(check(copy))
+    check_row_numbers(check(copy))
     run_numpy(check(copy))
     assert np.array_equal(whole_of(copy.target), want)
 
@@ -288,7 +288,7 @@ def test_a_read_only_target_is_refused() -> None:
 def test_both_ways_find_the_same_fault() -> None:
     copy = RowCopy(source=ROWS, source_rows=LIST + 3, target=ROWS.copy())
     with pytest.raises(BadInput) as plain:
-        check_indices(check(copy))
+        check_row_numbers(check(copy))
     with pytest.raises(BadInput) as called:
         run(check(copy))
     assert str(plain.value) == str(called.value)
