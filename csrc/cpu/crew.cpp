@@ -7,6 +7,9 @@
 #include "crew.h"
 
 #include <unistd.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -23,6 +26,7 @@ struct Task {
     const std::function<void(int64_t)>& piece;
     int64_t piece_count;
     int wanted;
+    const int processor = this_processor();
     int inside = 0;
     std::atomic<int64_t> next{0};
 
@@ -40,8 +44,8 @@ public:
             std::lock_guard<std::mutex> hold(mutex_);
             hire(task.wanted);
             tasks_.push_back(&task);
+            for (int i = task.wanted; i > 0; --i) posted_.notify_one();
         }
-        for (int i = task.wanted; i > 0; --i) posted_.notify_one();
         task.drain();
         std::unique_lock<std::mutex> hold(mutex_);
         tasks_.erase(std::remove(tasks_.begin(), tasks_.end(), &task), tasks_.end());
@@ -66,6 +70,7 @@ private:
             if (--task.wanted == 0) tasks_.pop_front();
             ++task.inside;
             hold.unlock();
+            step_aside(task.processor);
             task.drain();
             hold.lock();
             if (--task.inside == 0) left_.notify_all();
@@ -92,6 +97,22 @@ Crew& crew_of_this_process() {
 }
 
 }  // namespace
+
+#if defined(__linux__)
+int this_processor() { return sched_getcpu(); }
+
+void step_aside(int processor) {
+    cpu_set_t allowed;
+    if (this_processor() != processor || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    cpu_set_t others = allowed;
+    CPU_CLR(processor, &others);
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others)) return;
+    sched_setaffinity(0, sizeof allowed, &allowed);
+}
+#else
+int this_processor() { return -1; }
+void step_aside(int) {}
+#endif
 
 void run_pieces(int threads, int64_t piece_count, const std::function<void(int64_t)>& piece) {
     const int helpers = static_cast<int>(std::min<int64_t>(threads, piece_count)) - 1;

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "crew.h"
 #include "native.h"
 #include "rows.h"
 
@@ -43,6 +44,7 @@ struct Job {
     std::vector<RowCopy> copies;
     std::vector<std::unique_ptr<uint8_t[]>> lists;
     int64_t* times;
+    int processor = this_processor();
 
     Job(const RowCopy* first, int64_t count, int64_t* times)
         : copies(first, first + count), times(times) {
@@ -117,6 +119,7 @@ private:
     }
 
     void run(const Job& job) {
+        step_aside(job.processor);
         job.times[0] = now_ns();
         for (const RowCopy& copy : job.copies) copy_rows(copy, threads_, stream_above_);
         job.times[1] = now_ns();

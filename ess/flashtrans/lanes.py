@@ -65,7 +65,7 @@ class InlineLane:
             raise closed_lane()
         checked = [check(copy) for copy in copies]
         for copy in checked:
-            rows.check_indices(copy)
+            rows.check_row_numbers(copy)
         started_ns = time.monotonic_ns()
         for copy in checked:
             rows.run(copy, threads=self._threads)

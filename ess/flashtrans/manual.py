@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import closed_lane
-from ess.flashtrans.rows import check_indices, run_numpy
+from ess.flashtrans.rows import check_row_numbers, run_numpy
 from ess.flashtrans.views import CheckedCopy, Side, check
 from ess.kernels.streams import Event, RowCopy
 
@@ -41,7 +41,7 @@ class ManualLane:
             raise closed_lane()
         checked = [check(copy).with_own_lists() for copy in copies]
         for copy in checked:
-            check_indices(copy)
+            check_row_numbers(copy)
         delay = int(self._random.integers(0, self._delay_max + 1))
         self._last = _ManualJob(self, self._ticks, self._ticks + delay, checked)
         self._jobs.append(self._last)

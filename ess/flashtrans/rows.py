@@ -56,7 +56,7 @@ def check_threads(threads: int) -> None:
 
 def run(copy: CheckedCopy, *, threads: int = 1, stream_above: int = STREAM_ABOVE_BYTES) -> None:
     if not native.available():
-        check_indices(copy)
+        check_row_numbers(copy)
         run_numpy(copy)
         return
     fault = NativeFault()
@@ -72,7 +72,7 @@ def run_numpy(copy: CheckedCopy) -> None:
     copy.target.as_bytes()[target_rows[kept]] = copy.source.as_bytes()[source_rows[kept]]
 
 
-def check_indices(copy: CheckedCopy) -> None:
+def check_row_numbers(copy: CheckedCopy) -> None:
     for side in (copy.source, copy.target):
         rows = side.row_numbers()
         wrong = np.flatnonzero((rows < -1) | (rows >= side.row_count))

@@ -17,7 +17,7 @@ from ess.errors import BadInput, Unavailable
 from ess.kernels.native import address
 from ess.kernels.streams import IndexList, RowCopy, RowMatrix, Tensor
 
-_INDEX_DTYPES: Final = (np.dtype(np.int32), np.dtype(np.int64))
+_INDEX_DTYPES: Final = ("int32", "int64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,11 @@ class Side:
     def as_bytes(self) -> npt.NDArray[np.uint8]:
         """The matrix itself, row by row, as bytes that may be written."""
         shape, strides = (self.row_count, self.row_bytes), (self.stride_bytes, 1)
-        return _array_at(self.address, np.dtype(np.uint8), shape, strides)
+        if self.row_count == 0:
+            return np.empty(shape, np.uint8)
+        span = (self.row_count - 1) * self.stride_bytes + self.row_bytes
+        memory = memoryview((ctypes.c_char * span).from_address(self.address))
+        return np.ndarray(shape, np.uint8, memory, 0, strides)
 
     def fault(self, place: int, row: int) -> BadInput:
         return BadInput(
@@ -103,20 +107,14 @@ def _side(name: str, matrix: RowMatrix, rows: IndexList) -> Side:
 def _list(name: str, rows: IndexList) -> npt.NDArray[Any] | None:
     if rows is None:
         return None
-    if isinstance(rows, np.ndarray):
-        dtype, flat = rows.dtype, rows.ndim == 1 and rows.flags.c_contiguous
-    else:
+    if not isinstance(rows, np.ndarray):
         _require_cpu_tensor(f"{name}_rows", rows)
-        known = {f"torch.{dtype}": dtype for dtype in _INDEX_DTYPES}
-        dtype = known.get(str(rows.dtype), np.dtype(object))
-        flat = len(rows.shape) == 1 and rows.is_contiguous()
-    if dtype not in _INDEX_DTYPES or not dtype.isnative:
+    if str(rows.dtype).removeprefix("torch.") not in _INDEX_DTYPES:
         raise BadInput(f"{name}_rows is {rows.dtype}, must be int32 or int64")
-    if not flat:
-        raise BadInput(f"{name}_rows of shape {tuple(rows.shape)} is not a contiguous list")
-    if isinstance(rows, np.ndarray):
-        return rows
-    return _array_at(rows.data_ptr(), dtype, tuple(rows.shape), (dtype.itemsize,))
+    plain: npt.NDArray[Any] = rows if isinstance(rows, np.ndarray) else rows.numpy()
+    if plain.ndim != 1 or not plain.flags.c_contiguous:
+        raise BadInput(f"{name}_rows of shape {plain.shape} is not a contiguous list")
+    return plain
 
 
 def _require_cpu_tensor(name: str, value: Tensor) -> None:
@@ -128,14 +126,3 @@ def _require_cpu_tensor(name: str, value: Tensor) -> None:
 
 def no_device(device: str) -> NoReturn:
     raise Unavailable(f"rows on {device} cannot be moved: only the CPU backend is built so far")
-
-
-def _array_at(
-    start: int, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]
-) -> npt.NDArray[Any]:
-    if 0 in shape:
-        return np.empty(shape, dtype)
-    span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
-    return np.ndarray(
-        shape, dtype, memoryview((ctypes.c_char * span).from_address(start)), 0, strides
-    )
