@@ -9,7 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ess.door import Offload, Resolution, Sequence, Step
     from ess.errors import BadInput, BadState, EssError, PoolFull, Unavailable
+    from ess.kernels.merge import merge
     from ess.layout import IndexCodec, ModelLayout, RowCodec
 
 __version__ = "0.1.0"
@@ -20,9 +22,14 @@ _HOME = {
     "EssError": "ess.errors",
     "IndexCodec": "ess.layout",
     "ModelLayout": "ess.layout",
+    "Offload": "ess.door",
     "PoolFull": "ess.errors",
+    "Resolution": "ess.door",
     "RowCodec": "ess.layout",
+    "Sequence": "ess.door",
+    "Step": "ess.door",
     "Unavailable": "ess.errors",
+    "merge": "ess.kernels.merge",
 }
 
 __all__ = [
@@ -31,9 +38,14 @@ __all__ = [
     "EssError",
     "IndexCodec",
     "ModelLayout",
+    "Offload",
     "PoolFull",
+    "Resolution",
     "RowCodec",
+    "Sequence",
+    "Step",
     "Unavailable",
+    "merge",
 ]
 
 

@@ -29,11 +29,16 @@ class Unavailable(EssError, RuntimeError):
 
 
 class PoolFull(EssError):
-    """A reservation does not fit. Nothing was taken; try again after `retry_after_s`."""
+    """A reservation does not fit; nothing was taken.
 
-    def __init__(self, *, limiter: str, needed: int, free: int, sentence: str) -> None:
+    Try again after `retry_after_s`; None says that it can never fit into this pool.
+    """
+
+    def __init__(
+        self, *, limiter: str, needed: int, free: int, sentence: str, permanent: bool = False
+    ) -> None:
         super().__init__(sentence)
         self.limiter = limiter
         self.needed = needed
         self.free = free
-        self.retry_after_s = 1.0
+        self.retry_after_s = None if permanent else 1.0

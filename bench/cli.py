@@ -1,0 +1,138 @@
+"""`ess-bench`: every benchmark is a line in a table, imported when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import cyclopts
+import msgspec
+
+import ess
+from ess import console
+from ess.errors import BadInput
+
+if TYPE_CHECKING:
+    from ess.bench.report import Document, Row
+
+SUMMARY: Final = "Benchmarks that print a ratio against a named baseline."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """`home` is "module:function"; the function takes `smoke` and returns rows."""
+
+    suite: str
+    name: str
+    home: str
+
+
+BENCHMARKS: Final = (
+    Benchmark(suite="kernels", name="rows", home="ess.bench.rows:rows_benchmark"),
+    Benchmark(suite="kernels", name="planner", home="ess.bench.planner:planner_benchmark"),
+    Benchmark(suite="trace", name="trace", home="ess.bench.trace:trace_benchmark"),
+)
+
+SUITES: Final = {
+    "kernels": "Row movers and the residency planner.",
+    "trace": "The trace format against raw int32 and zlib.",
+    "all": "Every suite.",
+}
+
+
+def make_app(benchmarks: Sequence[Benchmark], suites: Mapping[str, str]) -> cyclopts.App:
+    app = console.make_app("ess-bench", summary=SUMMARY, version=ess.__version__, commands=())
+    for suite, summary in suites.items():
+        members = [one for one in benchmarks if suite in ("all", one.suite)]
+        app.command(_suite_command(members), name=suite, help=summary)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return console.run(make_app(BENCHMARKS, SUITES), arguments)
+
+
+def _suite_command(members: Sequence[Benchmark]) -> Callable[..., int]:
+    def command(
+        *, smoke: bool = False, json: bool = False, only: str | None = None, out: Path | None = None
+    ) -> int:
+        """Run the benchmarks of this suite.
+
+        Parameters
+        ----------
+        smoke
+            Small sizes: shows that everything runs, not how fast.
+        json
+            Print the JSON document on stdout; everything else goes to stderr.
+        only
+            Run this one benchmark.
+        out
+            Also write the JSON document to this file.
+        """
+        chosen = _choose(members, only)
+        if out is not None and not out.absolute().parent.is_dir():
+            raise BadInput(f"--out {out}: the folder {out.parent} does not exist; make it first")
+        return _run_suite(chosen, smoke=smoke, json=json, out=out)
+
+    return command
+
+
+def _choose(members: Sequence[Benchmark], only: str | None) -> Sequence[Benchmark]:
+    chosen = [one for one in members if only in (None, one.name)]
+    if not chosen:
+        names = ", ".join(one.name for one in members)
+        raise BadInput(f"--only {only}: no such benchmark in this suite; choose from {names}")
+    return chosen
+
+
+def _run_suite(
+    benchmarks: Sequence[Benchmark], *, smoke: bool, json: bool, out: Path | None
+) -> int:
+    """Rows of those that ran are reported even when another failed; then the exit code says so."""
+    from ess.bench import machine, report
+
+    rows: list[Row] = []
+    failed: list[str] = []
+    measured_on = machine.machine()
+    for one in benchmarks:
+        try:
+            rows += _run_benchmark(one, smoke=smoke)
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            failed.append(one.name)
+    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
+    if out is not None:
+        _write(document, out)
+    if json:
+        console.print_json(document)
+    else:
+        report.print_table(document)
+    if failed:
+        console.note(f"failed: {', '.join(failed)}; the reason is above")
+    return console.FAILED if failed else console.OK
+
+
+def _run_benchmark(benchmark: Benchmark, *, smoke: bool) -> list[Row]:
+    """Whatever a benchmark prints goes to stderr: stdout is for the document."""
+    from ess.bench.report import as_row
+
+    console.note(f"{benchmark.suite}/{benchmark.name}{' (smoke)' if smoke else ''} ...")
+    module, _, function = benchmark.home.partition(":")
+    with contextlib.redirect_stdout(sys.stderr):
+        rows: Iterable[Any] = getattr(importlib.import_module(module), function)(smoke=smoke)
+    return [as_row(row) for row in rows]
+
+
+def _write(document: Document, out: Path) -> None:
+    """The whole file or none of it."""
+    draft = out.with_name(out.name + ".part")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    os.replace(draft, out)
+    console.note(f"written: {out}")

@@ -1,0 +1,90 @@
+"""What both console scripts share: documents on stdout, prose on stderr, one set of exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import cyclopts
+import msgspec
+
+from ess.errors import BadInput, EssError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OK: Final = 0
+FAILED: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130
+
+PIPE_WIDTH: Final = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A subcommand as a line in a table: `home` is "module:function", imported when it is used."""
+
+    name: str
+    home: str
+    summary: str
+
+
+def make_app(name: str, *, summary: str, version: str, commands: Sequence[Command]) -> cyclopts.App:
+    app = cyclopts.App(
+        name=name,
+        help=summary,
+        version=version,
+        help_format="plaintext",
+        suppress_keyboard_interrupt=False,
+        default_parameter=cyclopts.Parameter(negative=()),
+    )
+    for command in commands:
+        app.command(command.home, name=command.name, help=command.summary)
+    return app
+
+
+def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
+    """One command line to one exit code; every refusal is a sentence on stderr."""
+    try:
+        result = app(arguments, exit_on_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except cyclopts.CycloptsError:
+        return USAGE
+    except BadInput as error:
+        return _refuse(app, error, USAGE)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (EssError, OSError) as error:
+        return _refuse(app, error, FAILED)
+    except KeyboardInterrupt:
+        return _refuse(app, "interrupted", INTERRUPTED)
+    return result if isinstance(result, int) else OK
+
+
+def print_json(document: Any) -> None:
+    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+def tables() -> Console:
+    """Where tables for people go. A pipe or a log file has no width to wrap at."""
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    if not out.is_terminal:
+        out.width = PIPE_WIDTH
+    return out
+
+
+def note(sentence: str) -> None:
+    """Prose for the person who waits: never on stdout, where documents go."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def _refuse(app: cyclopts.App, reason: object, code: int) -> int:
+    note(f"{app.name[0]}: {reason}")
+    return code

@@ -1,0 +1,69 @@
+"""Copies under way and what becomes true when each has landed.
+
+One lane, first in first out. Every submission carries its commit: the change of state that may be
+published once the copy's event has passed. Commits run in submission order, in the owner's thread,
+and only at named moments (`settle`, `settle_until`, `drain`), never behind its back. So "after the
+last copy that touches this page" needs no bookkeeping per page: it is `after(...)`, a commit
+without a copy, which runs when everything submitted before it has landed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ess.kernels.streams import Event, Lane, RowCopy
+
+Commit = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    event: Event
+    commit: Commit
+
+
+class InFlight:
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._pending: deque[_Pending] = deque()
+
+    @property
+    def pending_count(self) -> int:
+        return len(self._pending)
+
+    def submit(self, copies: Sequence[RowCopy], commit: Commit) -> Event:
+        event = self._lane.submit(copies)
+        self._pending.append(_Pending(event, commit))
+        return event
+
+    def after(self, commit: Commit) -> None:
+        """`commit` once all that is under way now has landed; at once when nothing is."""
+        if not self._pending:
+            commit()
+            return
+        self._pending.append(_Pending(self._lane.mark(), commit))
+
+    def settle(self) -> None:
+        """Commit what has landed; wait for nothing."""
+        while self._pending and self._pending[0].event.done():
+            self._pending.popleft().commit()
+
+    def settle_until(self, event: Event) -> None:
+        """Wait for `event` and commit everything submitted up to it."""
+        event.wait()
+        if not any(pending.event is event for pending in self._pending):
+            return
+        while True:
+            pending = self._pending.popleft()
+            assert pending.event.done(), "a lane must finish in the order of submission"
+            pending.commit()
+            if pending.event is event:
+                return
+
+    def drain(self) -> None:
+        while self._pending:
+            pending = self._pending.popleft()
+            pending.event.wait()
+            pending.commit()

@@ -1,0 +1,312 @@
+"""The library door: everything an engine of one's own calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ess.door import arrival, stepping
+from ess.door import sequence as life
+from ess.door.checks import as_array, counts, in_range
+from ess.door.pools import Pools, PoolSizes, build_pools
+from ess.door.sequence import Sequence
+from ess.door.stats import Counters, Stats
+from ess.door.step import Resolution, Step
+from ess.door.transit import member_slab
+from ess.door.workspace import Part, make_part
+from ess.errors import BadInput, BadState
+from ess.flashtrans.lanes import open_lane
+from ess.kernels.streams import Lane
+from ess.layout import ModelLayout
+from ess.units import parse_size
+
+
+class Offload:
+    """Sparse residency for an engine of your own, in plain tensors.
+
+    Rows live on the host, a working set of them in slots on the device. Per step and layer:
+    `append` new rows, `resolve` the selection, attend hits at once and misses after `wait()`,
+    merge; then `commit` what was accepted. One owner, one thread: copies run on a lane of their
+    own, but an Offload is not to be shared between threads. A context manager.
+    """
+
+    def __init__(self, pools: Pools, parts: list[Part], lane: Lane, query_max: int) -> None:
+        self._pools = pools
+        self._parts = parts
+        self._lane = lane
+        self._query_max = query_max
+        self._counters = Counters(pools.layout.group_count)
+        self._step: Step | None = None
+        self._opened_count = 0
+        self._is_open = True
+
+    @classmethod
+    def create(
+        cls,
+        layout: ModelLayout,
+        *,
+        slot_bytes: int | str,
+        host_bytes: int | str,
+        index_bytes: int | str | None = None,
+        device: str = "cpu",
+        sequence_max: int = 64,
+        length_max: int | str = "128k",
+        query_max: int = 256,
+        part_max: int = 2,
+        slot_floor: int | None = None,
+        lane: Lane | None = None,
+        poison: bool = False,
+    ) -> Offload:
+        """Allocates everything it will ever use.
+
+        `query_max` bounds the queries of one step, `part_max` the parts one layer is resolved in.
+        Copies run beside compute unless another `lane` is given. `poison` fills freed and
+        unwritten rows with 0xFF, which is NaN: for tests.
+        """
+        for name, value in (
+            ("sequence_max", sequence_max),
+            ("query_max", query_max),
+            ("part_max", part_max),
+        ):
+            in_range(name, value, 1, 1 << 20)
+        sizes = PoolSizes(
+            slot_bytes=parse_size(slot_bytes),
+            host_bytes=parse_size(host_bytes),
+            index_bytes=None if index_bytes is None else parse_size(index_bytes),
+            sequence_max=sequence_max,
+            length_max=parse_size(length_max),
+            slot_floor=slot_floor or layout.slot_floor,
+            poison=poison,
+        )
+        opened = lane or open_lane(device=device)
+        parts = [make_part(query_max, layout.top_k) for _ in range(part_max)]
+        return cls(build_pools(layout, sizes, opened), parts, opened, query_max)
+
+    # ---- what may be read
+
+    @property
+    def layout(self) -> ModelLayout:
+        return self._pools.layout
+
+    def slots(self, layer: int) -> torch.Tensor:
+        """[slab rows, row_bytes]: where the hits and misses of this layer are."""
+        group = self.layout.group_of(layer)
+        member = self.layout.groups[group].index(layer)
+        return torch.from_numpy(member_slab(self._pools, member))
+
+    def host(self, layer: int) -> torch.Tensor:
+        """[host rows, row_bytes]: where rows without a slot are read in place."""
+        self.layout.check_layer(layer)
+        return torch.from_numpy(self._pools.latent.rows[layer])
+
+    def key_pages(self, layer: int) -> torch.Tensor:
+        """[active pages, page_bytes]: index keys of this layer's group, block-split."""
+        return torch.from_numpy(self._pools.index.keys.pages[self.layout.group_of(layer)])
+
+    def page_table(self, sequences: Many[Sequence]) -> torch.Tensor:
+        """[sequences, pages] active pages, -1 padded: for the indexer."""
+        lines = [one.line for one in sequences]
+        if min(lines, default=0) < 0:
+            raise BadState("a preempted or closed sequence has no pages on the device")
+        return torch.from_numpy(self._pools.tables.lines[lines])
+
+    def stats(self) -> Stats:
+        return self._counters.read(self._pools)
+
+    def check(self) -> None:
+        """Audit every pool; raises AssertionError with coordinates."""
+        self._pools.check()
+
+    # ---- sequences
+
+    def open(
+        self, tokens: Many[int], *, length_max: int | None = None, salt: bytes = b""
+    ) -> Sequence:
+        """Room for a sequence, or PoolFull with the limiter and the numbers.
+
+        Rows of the longest cached prefix are there already (`cached_count`); import the rest. With
+        `length_max` all of its growth is promised now; without, growth may meet PoolFull later.
+        Sequences with different `salt` never share rows.
+        """
+        self._require_open()
+        opened = life.open_sequence(
+            self._pools, self._opened_count, tokens, length_max=length_max, salt=salt
+        )
+        self._opened_count += 1
+        opened.closer = self._close_sequence
+        return opened
+
+    def _close_sequence(self, sequence: Sequence) -> None:
+        """Its full stored pages stay as prefix cache while there is room."""
+        if sequence.step_number is not None and self._step is not None:
+            self.abandon(self._step)
+        life.close(self._pools, sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Give up slots and index pages; the rows stay on the host."""
+        life.preempt(self._pools, sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Take index pages again and reload keys: nothing is computed anew."""
+        life.resume(self._pools, sequence)
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second sequence with the same rows so far."""
+        self._require_open()
+        child = life.fork(self._pools, sequence, self._opened_count)
+        self._opened_count += 1
+        child.closer = self._close_sequence
+        return child
+
+    # ---- arrival
+
+    def import_rows(self, sequence: Sequence, *, layer: int, start: int, rows: Any) -> None:
+        """Rows made elsewhere (prefill), any layer order: uint8 [n, row_bytes] from `start` on."""
+        self.layout.check_layer(layer)
+        array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
+        arrival.import_rows(self._pools, sequence, layer, start, array)
+
+    def import_keys(self, sequence: Sequence, *, layer: int, start: int, keys: Any) -> None:
+        """Index keys, one record per position: values, then the scale."""
+        group = arrival.key_group(self.layout, layer)
+        array = as_array(keys, "keys", "uint8", (None, self._pools.index.keys.key_bytes))
+        arrival.import_keys(self._pools, sequence, group, start, array)
+
+    def warm(self, sequence: Sequence, windows: Any) -> None:
+        """Selections of the last prefill queries, [groups, windows, k] positions, oldest first."""
+        array = as_array(windows, "windows", "int32", (self.layout.group_count, None, None))
+        for plan in arrival.warm(self._pools, sequence, array):
+            self._counters.moved(plan, self._group_row_bytes(plan.group))
+
+    def fill(self, sequence: Sequence, *, row_max: int | None = None) -> int:
+        """Copy rows into free slots while these last; returns how many rows were started."""
+        plans = arrival.fill(self._pools, sequence, row_max)
+        for plan in plans:
+            self._counters.moved(plan, self._group_row_bytes(plan.group))
+        return sum(len(plan.rows) for plan in plans)
+
+    def _group_row_bytes(self, group: int) -> int:
+        return len(self.layout.groups[group]) * self.layout.row_bytes
+
+    # ---- a step
+
+    def begin(self, sequences: Many[Sequence], *, query_counts: Many[int]) -> Step:
+        """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit."""
+        self._require_open()
+        if self._step is not None:
+            raise BadState(f"step {self._step.number} is not committed")
+        listed = counts("query_counts", query_counts, len(sequences))
+        in_range("the queries of a step", sum(listed), 1, self._query_max)
+        self._step = stepping.begin(self._pools, tuple(sequences), listed)
+        self._counters.step_count += 1
+        return self._step
+
+    def append(self, layer: int, rows: Any, step: Step, *, keys: Any = None) -> None:
+        """The step's new rows of this layer, [queries, row_bytes], and their index keys."""
+        self._require_step(step)
+        self.layout.check_layer(layer)
+        array = as_array(rows, "rows", "uint8", (step.query_count, self.layout.row_bytes))
+        stepping.append(self._pools, step, layer, array)
+        if keys is not None:
+            shape = (step.query_count, self._pools.index.keys.key_bytes)
+            group = arrival.key_group(self.layout, layer)
+            stepping.append_keys(self._pools, step, group, as_array(keys, "keys", "uint8", shape))
+
+    def resolve(
+        self, layer: int, selection: Any, step: Step, *, first_query: int = 0
+    ) -> Resolution:
+        """Where the selected positions are; the missing ones are under way when this returns.
+
+        `selection` is int32 [queries, k], ascending, -1 padded, for the queries from `first_query`
+        on: parts are resolved in batch order. Layers that share a selection pass None after their
+        group's first layer has been resolved.
+        """
+        self._require_step(step)
+        self.layout.check_layer(layer)
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        group = self.layout.group_of(layer)
+        key = (group, first_query)
+        if self.layout.groups[group][0] == layer:
+            array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
+            in_range("selection rows", len(array), 1, step.query_count - first_query)
+            part = self._part_for(step, group)
+            plan = stepping.resolve(self._pools, step, layer, array, first_query, part)
+            self._counters.planned(plan, self._group_row_bytes(group))
+        elif key not in step.resolved:
+            raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
+        return stepping.resolution(self._pools, step, layer, key)
+
+    def _part_for(self, step: Step, group: int) -> Part:
+        used = sum(1 for other, _ in step.resolved if other == group)
+        if used >= len(self._parts):
+            raise BadInput(f"group {group} is resolved in more than part_max={len(self._parts)}")
+        return self._parts[used]
+
+    def commit(
+        self,
+        step: Step,
+        *,
+        accepted: Many[int],
+        tokens: Many[Many[int]] | None = None,
+    ) -> None:
+        """Keep the first `accepted` new rows of each sequence; the others are gone.
+
+        `tokens` are the ids that the kept rows were computed from; pages whose ids are known
+        become prefix cache.
+        """
+        self._require_step(step)
+        listed = counts("accepted", accepted, len(step.sequences))
+        for kept, brought in zip(listed, step.query_counts, strict=True):
+            in_range("accepted", kept, 0, brought)
+        stored = stepping.commit(self._pools, step, listed, tokens)
+        self._step = None
+        for group, byte_count in stored.items():
+            self._counters.stored(group, byte_count)
+
+    def abandon(self, step: Step) -> None:
+        """Give the step up: none of its rows are kept."""
+        self.commit(step, accepted=[0] * len(step.sequences))
+
+    def _require_step(self, step: Step) -> None:
+        self._require_open()
+        if self._step is not step:
+            raise BadState(f"step {step.number} is not the open step")
+
+    # ---- budgets and the end
+
+    def move_budget(self, *, source: int, target: int) -> bool:
+        """One chunk of slots from group `source` to group `target`; False if all are in use."""
+        for name, group in (("source", source), ("target", target)):
+            in_range(name, group, 0, self.layout.group_count - 1)
+        if source == target:
+            raise BadInput(f"source and target are both group {source}")
+        self._pools.inflight.settle()
+        return self._pools.sparse.move_chunk(source, target)
+
+    def drain(self) -> None:
+        """Wait until every copy under way has landed."""
+        self._pools.inflight.drain()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._pools.inflight.drain()
+            self._lane.close()
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise BadState("this offload is closed")

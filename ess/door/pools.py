@@ -1,0 +1,130 @@
+"""All pools of one worker, sized from a few numbers, and the accounts that admit into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ess.door.inflight import InFlight
+from ess.errors import BadInput
+from ess.kernels.memory import host_memory
+from ess.kernels.streams import Lane
+from ess.layout import ModelLayout
+from ess.pool.index import IndexPool, PageTables
+from ess.pool.latent import LatentPool
+from ess.pool.ledger import Account, Ledger
+from ess.pool.sparse import SparsePool
+from ess.units import PAGE_ROWS, div_ceil, format_bytes
+
+SLOTS = "slots"
+INDEX_PAGES = "index pages"
+HOST_PAGES = "host pages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """What the caller asked for, in bytes and counts; `index_bytes` None means as the host."""
+
+    slot_bytes: int
+    host_bytes: int
+    index_bytes: int | None
+    sequence_max: int
+    length_max: int
+    slot_floor: int
+    poison: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    layout: ModelLayout
+    sizes: PoolSizes
+    latent: LatentPool
+    index: IndexPool
+    tables: PageTables
+    sparse: SparsePool
+    ledger: Ledger
+    inflight: InFlight
+
+    def slot_need(self, length_max: int | None) -> int:
+        """Slots per group that a sequence of at most this length reserves."""
+        return min(length_max or self.sizes.length_max, self.sizes.slot_floor)
+
+    def check(self) -> None:
+        for owner in (self.latent, self.index, self.sparse, self.ledger):
+            owner.check()
+
+
+def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
+    host_page_count = _whole("host_bytes", sizes.host_bytes, layout.host_page_bytes, 1)
+    index_page_count = host_page_count
+    if sizes.index_bytes is not None:
+        unit = layout.index_page_bytes
+        index_page_count = _whole("index_bytes", sizes.index_bytes, unit, 1)
+    chunk_bytes = layout.group_layers_max * layout.page_bytes
+    chunk_count = _whole("slot_bytes", sizes.slot_bytes, chunk_bytes, layout.group_count)
+    latent = LatentPool(
+        layout, host_memory(host_page_count * layout.host_page_bytes), poison=sizes.poison
+    )
+    key_bytes = layout.key_layer_count * (layout.index.page_bytes if layout.index else 0)
+    index = IndexPool(
+        layout,
+        host_memory(max(index_page_count * key_bytes, 1)),
+        page_count=index_page_count,
+        host_page_count=host_page_count,
+    )
+    sparse = SparsePool(
+        layout,
+        host_memory(chunk_count * chunk_bytes),
+        row_id_count=index_page_count * PAGE_ROWS,
+        poison=sizes.poison,
+    )
+    tables = PageTables(
+        sequence_max=sizes.sequence_max, page_max=div_ceil(sizes.length_max, PAGE_ROWS)
+    )
+    return Pools(
+        layout=layout,
+        sizes=sizes,
+        latent=latent,
+        index=index,
+        tables=tables,
+        sparse=sparse,
+        ledger=Ledger(_accounts(layout, latent, index, sparse)),
+        inflight=InFlight(lane),
+    )
+
+
+def _whole(name: str, size: int, unit: int, count_min: int) -> int:
+    count = size // unit
+    if count < count_min:
+        raise BadInput(
+            f"{name} is {format_bytes(size)}, the least that works is "
+            f"{format_bytes(count_min * unit)} ({count_min} x {format_bytes(unit)})"
+        )
+    return count
+
+
+def _accounts(
+    layout: ModelLayout, latent: LatentPool, index: IndexPool, sparse: SparsePool
+) -> list[Account]:
+    return [
+        Account(
+            name=SLOTS,
+            unit="slots",
+            times=f" x {layout.group_count} groups",
+            unit_bytes=layout.layer_total * layout.row_bytes,
+            capacity=min(sparse.slot_count(group) for group in range(layout.group_count)),
+        ),
+        Account(
+            name=INDEX_PAGES,
+            unit="index pages",
+            unit_bytes=layout.index_page_bytes,
+            capacity=index.pages.page_count,
+            used=lambda: index.pages.page_count - index.pages.free_count,
+        ),
+        Account(
+            name=HOST_PAGES,
+            unit="host pages",
+            unit_bytes=layout.host_page_bytes,
+            capacity=latent.pages.page_count,
+            used=lambda: latent.pages.page_count - latent.free_count,
+        ),
+    ]

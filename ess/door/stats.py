@@ -1,0 +1,82 @@
+"""What the offload did, per layer group, since it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.door.pools import Pools
+from ess.pool.sparse import FetchPlan
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Counts per layer group; bytes over all layers of the group."""
+
+    hit_count: Counts
+    miss_count: Counts
+    place_count: Counts
+    evicted_count: Counts
+    fetched_bytes: Counts
+    stored_bytes: Counts
+    used_slot_count: Counts
+    slot_count: Counts
+    step_count: int
+    host_page_count: int
+    free_host_page_count: int
+    index_page_count: int
+    free_index_page_count: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Distinct selected rows that were resident, over all groups."""
+        asked = int(self.hit_count.sum() + self.miss_count.sum() + self.place_count.sum())
+        return float(self.hit_count.sum()) / asked if asked else 1.0
+
+
+class Counters:
+    """The running counts; `Stats` is a copy of them."""
+
+    def __init__(self, group_count: int) -> None:
+        self._counts = {
+            name: np.zeros(group_count, np.int64)
+            for name in (
+                "hit_count",
+                "miss_count",
+                "place_count",
+                "evicted_count",
+                "fetched_bytes",
+                "stored_bytes",
+            )
+        }
+        self.step_count = 0
+
+    def planned(self, plan: FetchPlan, row_bytes: int) -> None:
+        self._counts["hit_count"][plan.group] += plan.hit_count
+        self._counts["miss_count"][plan.group] += len(plan.rows)
+        self._counts["place_count"][plan.group] += plan.place_count
+        self.moved(plan, row_bytes)
+
+    def moved(self, plan: FetchPlan, row_bytes: int) -> None:
+        self._counts["evicted_count"][plan.group] += plan.evicted_count
+        self._counts["fetched_bytes"][plan.group] += len(plan.rows) * row_bytes
+
+    def stored(self, group: int, byte_count: int) -> None:
+        self._counts["stored_bytes"][group] += byte_count
+
+    def read(self, pools: Pools) -> Stats:
+        groups = range(pools.layout.group_count)
+        return Stats(
+            **{name: counts.copy() for name, counts in self._counts.items()},
+            used_slot_count=np.array([pools.sparse.used_count(g) for g in groups], np.int64),
+            slot_count=np.array([pools.sparse.slot_count(g) for g in groups], np.int64),
+            step_count=self.step_count,
+            host_page_count=pools.latent.pages.page_count,
+            free_host_page_count=pools.latent.free_count,
+            index_page_count=pools.index.pages.page_count,
+            free_index_page_count=pools.index.pages.free_count,
+        )

@@ -1,0 +1,123 @@
+"""What an engine holds during a step: the step itself and, per layer, a resolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ess.door.sequence import Sequence
+from ess.door.workspace import Part
+from ess.kernels.streams import Event
+from ess.pool.arena import Split
+from ess.pool.sparse import FetchPlan
+
+Rows = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A leader's resolution, with one event per layer of its group."""
+
+    plan: FetchPlan
+    part: Part
+    query_count: int
+    may_name_new: bool
+    events: tuple[Event | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """A batch of sequences and how many new rows each brings. Made by `Offload.begin`."""
+
+    number: int
+    sequences: tuple[Sequence, ...]
+    query_counts: tuple[int, ...]
+    rows: Rows
+    query_line: Rows
+    query_start: Rows
+    query_offset: Rows
+    claimed: dict[int, Rows] = field(default_factory=dict)
+    appended: set[int] = field(default_factory=set)
+    keyed: set[int] = field(default_factory=set)
+    resolved: dict[tuple[int, int], Resolved] = field(default_factory=dict)
+
+    @property
+    def query_count(self) -> int:
+        return len(self.rows)
+
+    def lengths(self, layer: int) -> Rows:
+        """What each query may select: up to itself once this layer's new rows are there."""
+        if layer in self.appended:
+            return self.query_start + self.query_offset + np.int32(1)
+        return self.query_start
+
+
+def new_step(number: int, sequences: tuple[Sequence, ...], counts: list[int], rows: Rows) -> Step:
+    per_query = np.repeat(np.arange(len(counts)), counts)
+    lines = np.array([sequence.line for sequence in sequences], np.int32)
+    starts = np.array([sequence.length for sequence in sequences], np.int32)
+    firsts = np.cumsum([0, *counts[:-1]]).astype(np.int32)
+    return Step(
+        number=number,
+        sequences=sequences,
+        query_counts=tuple(counts),
+        rows=rows,
+        query_line=lines[per_query],
+        query_start=starts[per_query],
+        query_offset=np.arange(len(rows), dtype=np.int32) - firsts[per_query],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Resolution:
+    """Where the selected rows of one layer are. All tensors are [queries, k], -1 padded.
+
+    `hit` rows can be attended now, `miss` rows after `wait()`; both are rows of
+    `Offload.slots(layer)`. `place` rows found no slot: they are rows of `Offload.host(layer)`,
+    always readable. `slots` has all of them in the order of the selection, for one pass after
+    `wait()`: a slot, -1 for padding, or -2 - host row. The tensors are views into the offload's
+    workspace, valid until the same part of another group is resolved.
+    """
+
+    hit: torch.Tensor
+    miss: torch.Tensor
+    place: torch.Tensor
+    slots: torch.Tensor
+    hit_count: torch.Tensor
+    miss_count: torch.Tensor
+    place_count: torch.Tensor
+    _event: Event | None
+    _settle: Callable[[Event], None]
+
+    def wait(self) -> Resolution:
+        """Returns when every missed row has landed in its slot."""
+        if self._event is not None:
+            self._settle(self._event)
+        return self
+
+    @property
+    def is_ready(self) -> bool:
+        return self._event is None or self._event.done()
+
+
+def as_resolution(
+    split: Split, query_count: int, event: Event | None, settle: Callable[[Event], None]
+) -> Resolution:
+    def top(array: Rows) -> torch.Tensor:
+        return torch.from_numpy(array[:query_count])
+
+    return Resolution(
+        hit=top(split.hit),
+        miss=top(split.miss),
+        place=top(split.place),
+        slots=top(split.slots),
+        hit_count=top(split.hit_count),
+        miss_count=top(split.miss_count),
+        place_count=top(split.place_count),
+        _event=event,
+        _settle=settle,
+    )

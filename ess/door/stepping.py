@@ -1,0 +1,223 @@
+"""One step over the pools: begin, append and resolve per layer, commit.
+
+    begin    pages for the new rows; a new age
+    append   new rows of a layer into dirty slots: their truth until they are stored
+    resolve  a selection becomes hits, misses under way and rows read in place from the host
+    commit   accepted rows leave for the host behind the step, rejected ones are gone
+
+Within a group the first call, append or resolve, claims the slots of the step's new rows, before
+any selection can age-protect the whole arena: so any arena that holds the new rows is enough. A
+group's later layers replay its leader's resolution, whose copies all started with the leader's.
+Until a layer has been appended its new positions do not exist for `resolve` (they are past the
+length), so a slot without its row cannot be attended by mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.door import transit
+from ess.door.pools import Pools
+from ess.door.sequence import Sequence, grow, publish, refresh
+from ess.door.step import Resolution, Resolved, Rows, Step, as_resolution, new_step
+from ess.door.workspace import Part, name_host_rows
+from ess.errors import BadInput, BadState
+from ess.pool import planner
+from ess.pool.sparse import FetchPlan
+
+Bytes = npt.NDArray[np.uint8]
+Tokens = Many[Many[int]] | None
+
+
+def begin(pools: Pools, sequences: tuple[Sequence, ...], counts: list[int]) -> Step:
+    if len({sequence.number for sequence in sequences}) != len(sequences):
+        raise BadInput("a sequence is in the step twice")
+    slots_min = min(pools.sparse.slot_count(g) for g in range(pools.layout.group_count))
+    if sum(counts) > slots_min:
+        raise BadInput(f"{sum(counts)} new rows do not fit a group of {slots_min} slots")
+    pools.inflight.settle()
+    for sequence, count in zip(sequences, counts, strict=True):
+        sequence.require("active")
+        refresh(pools, sequence)
+        limit = sequence.length_max or pools.sizes.length_max
+        if count < 1 or sequence.length + count > limit:
+            raise BadInput(
+                f"sequence {sequence.number}: {count} new rows after {sequence.length}, "
+                f"must be at least 1 and end within {limit}"
+            )
+    ends = [seq.length + count for seq, count in zip(sequences, counts, strict=True)]
+    grow(pools, zip(sequences, ends, strict=True))
+    rows = [
+        pools.tables.rows(sequence.line, sequence.length, count)
+        for sequence, count in zip(sequences, counts, strict=True)
+    ]
+    step = new_step(pools.sparse.begin_step(), sequences, counts, np.concatenate(rows))
+    for sequence in sequences:
+        sequence.step_number = step.number
+    return step
+
+
+def _claim(pools: Pools, step: Step, group: int) -> Rows:
+    """The slots of the step's new rows in this group; claimed by the first call that needs them."""
+    if group not in step.claimed:
+        slots = pools.sparse.claim_new(group, step.rows)
+        if slots is None:
+            pools.inflight.drain()
+            slots = pools.sparse.claim_new(group, step.rows)
+        assert slots is not None, "landed and unselected slots are enough for the new rows"
+        step.claimed[group] = slots
+    return step.claimed[group]
+
+
+def append(pools: Pools, step: Step, layer: int, rows: Bytes) -> None:
+    if layer in step.appended:
+        raise BadState(f"layer {layer} was appended in step {step.number} already")
+    group = pools.layout.group_of(layer)
+    member = pools.layout.groups[group].index(layer)
+    transit.member_slab(pools, member)[_claim(pools, step, group)] = rows
+    step.appended.add(layer)
+
+
+def append_keys(pools: Pools, step: Step, group: int, keys: Bytes) -> None:
+    pools.index.keys.write(group, step.rows, keys)
+    step.keyed.add(group)
+
+
+def resolve(
+    pools: Pools, step: Step, layer: int, selection: Rows, first_query: int, part: Part
+) -> FetchPlan:
+    group = pools.layout.group_of(layer)
+    if (group, first_query) in step.resolved:
+        raise BadState(f"layer {layer}, queries from {first_query}: resolved already")
+    queries = slice(first_query, first_query + len(selection))
+    rows = part.rows[: len(selection)]
+    planner.translate(
+        selection,
+        pools.tables.lines,
+        step.query_line[queries],
+        step.lengths(layer)[queries],
+        out=rows,
+    )
+    _claim(pools, step, group)
+    plan = pools.sparse.plan(group, rows, part.split)
+    _refuse_unwritten(pools, plan, part, len(selection))
+    if plan.place_count:
+        name_host_rows(part.split, len(selection), pools.index)
+    step.resolved[group, first_query] = Resolved(
+        plan=plan,
+        part=part,
+        query_count=len(selection),
+        may_name_new=layer in step.appended,
+        events=transit.start_fetch(pools, plan),
+    )
+    return plan
+
+
+def _refuse_unwritten(pools: Pools, plan: FetchPlan, part: Part, query_count: int) -> None:
+    """Rows nobody ever wrote cannot be fetched: give their slots up again and say which."""
+    place = part.split.place[:query_count]
+    wanted = np.concatenate([plan.rows, place[place >= 0]]) if plan.place_count else plan.rows
+    try:
+        transit.check_stored(pools, plan.group, pools.index.host_rows(wanted))
+    except BadState:
+        pools.sparse.drop(plan.group, plan.rows)
+        raise
+
+
+def resolution(pools: Pools, step: Step, layer: int, key: tuple[int, int]) -> Resolution:
+    """The leader's answer, good for every layer of the group; each waits for its own copy."""
+    resolved = step.resolved[key]
+    if resolved.may_name_new and layer not in step.appended:
+        raise BadState(f"layer {layer}: append its new rows first, the selection may name them")
+    return as_resolution(
+        resolved.part.split,
+        resolved.query_count,
+        resolved.events[pools.layout.groups[key[0]].index(layer)],
+        pools.inflight.settle_until,
+    )
+
+
+def commit(pools: Pools, step: Step, accepted: list[int], tokens: Tokens) -> dict[int, int]:
+    """Returns the bytes that each group sends to the host."""
+    _require_complete(pools, step, accepted)
+    _take_tokens(step, accepted, tokens)
+    for resolved in step.resolved.values():
+        for event in resolved.events:
+            if event is not None:
+                pools.inflight.settle_until(event)
+    kept = step.query_offset < np.repeat(np.array(accepted, np.int32), step.query_counts)
+    stored = _store(pools, step, kept)
+    for group in step.claimed:
+        is_whole = step.appended.issuperset(pools.layout.groups[group])
+        pools.sparse.drop(group, step.rows[~kept] if is_whole else step.rows)
+    for sequence, count in zip(step.sequences, accepted, strict=True):
+        sequence.length += count
+        sequence.step_number = None
+    return stored
+
+
+def _require_complete(pools: Pools, step: Step, accepted: list[int]) -> None:
+    """Accepted rows exist in every main layer; the MTP layer may lag."""
+    missing = set(range(pools.layout.layer_count)) - step.appended
+    if missing and any(accepted):
+        raise BadState(
+            f"step {step.number} accepts rows but {len(missing)} layers were not appended, "
+            f"the first is layer {min(missing)}"
+        )
+
+
+def _take_tokens(step: Step, accepted: list[int], tokens: Tokens) -> None:
+    """Check all, then extend: what the kept rows were computed from must match what is known."""
+    if tokens is None:
+        return
+    if [len(ids) for ids in tokens] != accepted:
+        raise BadInput(f"tokens have lengths {[len(ids) for ids in tokens]}, accepted {accepted}")
+    for sequence, ids in zip(step.sequences, tokens, strict=True):
+        known = sequence.tokens[sequence.length : sequence.length + len(ids)]
+        if known != [int(token) for token in ids[: len(known)]]:
+            raise BadInput(
+                f"sequence {sequence.number}: tokens differ from those it was opened with"
+            )
+    for sequence, ids in zip(step.sequences, tokens, strict=True):
+        if len(sequence.tokens) >= sequence.length:
+            known_count = len(sequence.tokens) - sequence.length
+            sequence.tokens.extend(int(token) for token in ids[known_count:])
+
+
+def _store(pools: Pools, step: Step, kept: npt.NDArray[np.bool_]) -> dict[int, int]:
+    """Send the kept rows home; they are stored, and clean, when the copies have landed."""
+    if not kept.any():
+        return {}
+    to_host = pools.index.host_rows(step.rows[kept])
+    slots_of = {
+        group: slots[kept]
+        for group, slots in step.claimed.items()
+        if step.appended.issuperset(pools.layout.groups[group])
+    }
+    copies = [
+        copy
+        for group, slots in slots_of.items()
+        for copy in transit.store_copies(pools, group, slots, to_host)
+    ]
+    for group in step.keyed:
+        keys = pools.index.keys.read(group, step.rows[kept])
+        pools.latent.keys.write(group, to_host, keys)
+        pools.latent.mark_keys(group, to_host)
+
+    def stored() -> None:
+        for group, slots in slots_of.items():
+            pools.sparse.settle(group, slots)
+            for layer in pools.layout.groups[group]:
+                pools.latent.mark_rows(layer, to_host)
+        for sequence in step.sequences:
+            publish(pools, sequence)
+
+    pools.inflight.submit(copies, stored)
+    row_bytes = pools.layout.row_bytes
+    return {
+        group: len(slots) * len(pools.layout.groups[group]) * row_bytes
+        for group, slots in slots_of.items()
+    }

@@ -1,0 +1,76 @@
+"""From decisions to copies: what the pools plan becomes row copies on the lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.door.pools import Pools
+from ess.errors import BadState
+from ess.kernels.streams import Event, RowCopy
+from ess.pool.sparse import FetchPlan
+from ess.units import PAGE_ROWS
+
+Rows = npt.NDArray[np.int32]
+
+
+def check_stored(pools: Pools, group: int, host_rows: Rows) -> None:
+    """Rows to be read from the host must have been written there, in every layer of the group."""
+    for layer in pools.layout.groups[group]:
+        stored = pools.latent.is_stored(layer, host_rows)
+        if not stored.all():
+            missing = int(host_rows[~stored][0])
+            raise BadState(
+                f"layer {layer}: {int((~stored).sum())} of {len(stored)} selected rows were never "
+                f"written; the first is row {missing % PAGE_ROWS} of host page "
+                f"{missing // PAGE_ROWS}"
+            )
+
+
+def fetch_copies(pools: Pools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy]:
+    """One copy per layer of the plan's group, the leader first."""
+    return [
+        RowCopy(
+            source=pools.latent.rows[layer],
+            source_rows=host_rows,
+            target=member_slab(pools, member),
+            target_rows=plan.slots,
+        )
+        for member, layer in enumerate(pools.layout.groups[plan.group])
+    ]
+
+
+def store_copies(pools: Pools, group: int, slots: Rows, host_rows: Rows) -> list[RowCopy]:
+    return [
+        RowCopy(
+            source=member_slab(pools, member),
+            source_rows=slots,
+            target=pools.latent.rows[layer],
+            target_rows=host_rows,
+        )
+        for member, layer in enumerate(pools.layout.groups[group])
+    ]
+
+
+def member_slab(pools: Pools, member: int) -> npt.NDArray[np.uint8]:
+    """The slab as the member-th layer of a group sees it: slot s is row s."""
+    return pools.sparse.slab[member * PAGE_ROWS :]
+
+
+def start_fetch(pools: Pools, plan: FetchPlan) -> tuple[Event | None, ...]:
+    """Put a plan's copies under way: one event per layer of its group, the leader's first.
+
+    Without rows of its own a plan may still depend on an earlier one (a late hit): the lane is
+    first in first out, so an event for everything submitted so far is enough.
+    """
+    layers = pools.layout.groups[plan.group]
+    if not plan.is_pending:
+        return (None,) * len(layers)
+    copies = fetch_copies(pools, plan, pools.index.host_rows(plan.rows))
+    nothing: Callable[[], None] = lambda: None  # noqa: E731
+    commits = [nothing] * (len(layers) - 1) + [lambda: pools.sparse.commit(plan)]
+    return tuple(
+        pools.inflight.submit([copy], commit) for copy, commit in zip(copies, commits, strict=True)
+    )

@@ -1,0 +1,64 @@
+"""Which set of ops runs. A set is a module; naming one imports it and nothing else does.
+
+`reference` is the truth, `cpu` agrees with it and is fast, `cuda` is for the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+from ess.errors import BadInput, Unavailable
+from ess.layout import IndexCodec, RowCodec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ess.kernels.merge import Partial
+    from ess.kernels.reference import Keys
+
+BackendName = Literal["reference", "cpu", "cuda"]
+
+
+class Ops(Protocol):
+    """What every set has, by the contracts written in `ess.kernels.reference`."""
+
+    def implementation(self) -> str: ...
+    def encode_rows(self, values: Tensor, codec: RowCodec, out: Tensor) -> Tensor: ...
+    def decode_rows(self, rows: Tensor, codec: RowCodec, out: Tensor) -> Tensor: ...
+    def encode_keys(self, values: Tensor, codec: IndexCodec) -> Keys: ...
+    def write_keys(self, pages: Tensor, row_ids: Tensor, keys: Keys, codec: IndexCodec) -> None: ...
+    def read_keys(self, pages: Tensor, row_ids: Tensor, codec: IndexCodec) -> Keys: ...
+    def hadamard(self, values: Tensor) -> Tensor: ...
+    def sparse_attention(
+        self, queries: Tensor, rows: Tensor, slots: Tensor, *, latent_dim: int, scale: float
+    ) -> Partial: ...
+    def index_logits(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        codec: IndexCodec,
+    ) -> Tensor: ...
+    def top_k(self, logits: Tensor, lengths: Tensor, *, k: int) -> Tensor: ...
+    def merge(self, first: Partial, second: Partial, *, into: Partial | None = None) -> Partial: ...
+
+
+def ops(name: BackendName) -> Ops:
+    if name == "reference":
+        from ess.kernels import reference
+
+        return reference
+    if name == "cpu":
+        from ess.kernels import cpu
+
+        return cpu
+    if name == "cuda":
+        raise Unavailable("the cuda ops are not part of this version: use the cpu ops")
+    raise BadInput(f"there are no {name!r} ops; there are {', '.join(get_args(BackendName))}")
+
+
+def chosen(name: BackendName) -> str:
+    """One line for people: what runs under this name on this machine."""
+    return f"kernels: {name} ({ops(name).implementation()})"

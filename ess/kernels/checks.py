@@ -1,0 +1,87 @@
+"""The door of the kernels: shapes and types, checked once, for NumPy and torch alike.
+
+Behind it kernels trust. What needs a look at the values themselves (ids in range) is checked where
+the values are on the host anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from ess.errors import BadInput
+from ess.layout import IndexCodec, RowCodec
+
+PLAIN: Final = ("float32", "uint16", "torch.float32", "torch.bfloat16")
+BYTES: Final = ("uint8", "torch.uint8")
+SINGLE: Final = ("float32", "torch.float32")
+COUNTS: Final = ("int32", "int64", "torch.int32", "torch.int64")
+QUERIES: Final = (*PLAIN, "torch.float64", "torch.float8_e4m3fn")
+
+
+class Shaped(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+def require(name: str, array: Shaped, shape: Sequence[int | None], dtypes: Sequence[str]) -> None:
+    """`None` in the shape is any size."""
+    got, wanted = tuple(array.shape), tuple(shape)
+    fits = len(got) == len(wanted) and all(
+        want is None or size == want for size, want in zip(got, wanted, strict=True)
+    )
+    if not fits:
+        sizes = ", ".join("any" if size is None else str(size) for size in wanted)
+        raise BadInput(f"{name} has shape {got}, must be ({sizes})")
+    if _name(array.dtype) not in dtypes:
+        raise BadInput(f"{name} has type {array.dtype}, must be one of {', '.join(dtypes)}")
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    """NumPy takes microseconds to spell one."""
+    return str(dtype)
+
+
+def require_ids(name: str, least: int, greatest: int, *, low: int, limit: int) -> None:
+    """Ids whose least and greatest are given lie in low..limit-1."""
+    if least < low or greatest >= limit:
+        raise BadInput(f"{name} holds {least}..{greatest}, outside {low}..{limit - 1}")
+
+
+def check_rows(values: Shaped, codec: RowCodec, rows: Shaped) -> None:
+    if codec.form == "opaque":
+        raise BadInput("an opaque row is read and written by its owner only")
+    require("rows", rows, (None, codec.row_bytes), BYTES)
+    require("values", values, (rows.shape[0], codec.latent_dim + codec.rope_dim), PLAIN)
+
+
+def check_keys(values: Shaped, scales: Shaped, row_ids: Shaped, codec: IndexCodec) -> None:
+    require("row_ids", row_ids, (None,), COUNTS)
+    require("keys.values", values, (row_ids.shape[0], codec.value_bytes), BYTES)
+    require("keys.scales", scales, (row_ids.shape[0],), SINGLE)
+
+
+def check_pages(pages: Shaped, codec: IndexCodec) -> None:
+    require("pages", pages, (None, codec.page_bytes), BYTES)
+
+
+def check_attention(queries: Shaped, rows: Shaped, slots: Shaped, latent_dim: int) -> None:
+    require("rows", rows, (None, None), (*PLAIN, "torch.float64"))
+    require("queries", queries, (None, None, rows.shape[1]), QUERIES)
+    require("slots", slots, (queries.shape[0], None), COUNTS)
+    if not 0 < latent_dim <= rows.shape[1]:
+        raise BadInput(f"latent_dim {latent_dim} is outside 1..{rows.shape[1]}")
+
+
+def check_index(
+    queries: Shaped, weights: Shaped, page_table: Shaped, lengths: Shaped, codec: IndexCodec
+) -> None:
+    require("queries", queries, (None, None, codec.key_dim), QUERIES)
+    count, heads = queries.shape[0], queries.shape[1]
+    require("weights", weights, (count, heads), SINGLE)
+    require("page_table", page_table, (count, None), COUNTS)
+    require("lengths", lengths, (count,), COUNTS)

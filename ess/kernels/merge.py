@@ -1,0 +1,86 @@
+"""Two partials over disjoint parts of a selection make one.
+
+A partial is (out, lse): float32, lse in natural logarithm, and where nothing was attended
+lse = -inf and out = 0. With m = max(lse), w_i = exp(lse_i - m):
+
+    out = (w_0 out_0 + w_1 out_1) / (w_0 + w_1),    lse = m + log(w_0 + w_1)
+
+The weights are divided before they multiply, so that outs near the end of float32 cannot overflow.
+Both sums are of two terms, so merge(a, b) and merge(b, a) are the same bits. A side that is empty
+is computed (two of them give NaN) and passed over: the other comes back bit for bit, its negative
+zeros too.
+
+An lse of +inf gives NaN on purpose: some libraries write +inf where nothing was attended, or
+logarithms of base 2, and `adapt` converts those where they enter.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ess.errors import BadInput
+from ess.kernels.checks import SINGLE, require
+
+
+class Partial(NamedTuple):
+    """Attention over a part of a selection: out [..., value_dim] and lse [...], float32."""
+
+    out: Tensor
+    lse: Tensor
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def merge(first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
+    """Any two (out, lse) pairs; `into` may be one of them."""
+    first, second = Partial(*first), Partial(*second)
+    for name, partial in (("first", first), ("second", second), ("into", into or first)):
+        require(f"{name}.out", partial.out, (*first.lse.shape, first.out.shape[-1]), SINGLE)
+        require(f"{name}.lse", partial.lse, first.lse.shape, SINGLE)
+    first_empty, second_empty = first.lse == -math.inf, second.lse == -math.inf
+    top = torch.maximum(first.lse, second.lse)
+    first_weight, second_weight = (first.lse - top).exp_(), (second.lse - top).exp_()
+    total = first_weight + second_weight
+    lse = torch.log(total).add_(top)
+    out = first.out * (first_weight / total)[..., None]
+    out += second.out * (second_weight / total)[..., None]
+    merged = Partial(
+        _pass_over(first_empty[..., None], second_empty[..., None], first.out, second.out, out),
+        _pass_over(first_empty, second_empty, first.lse, second.lse, lse),
+    )
+    if into is None:
+        return merged
+    return Partial(into.out.copy_(merged.out), into.lse.copy_(merged.lse))
+
+
+def _pass_over(
+    first_empty: Tensor, second_empty: Tensor, first: Tensor, second: Tensor, both: Tensor
+) -> Tensor:
+    return torch.where(second_empty, first, torch.where(first_empty, second, both))
+
+
+def merge_all(partials: Sequence[Pair]) -> Partial:
+    """From the first to the last, in this order."""
+    if not partials:
+        raise BadInput("merge_all needs at least one partial, got 0")
+    return functools.reduce(merge, partials[1:], Partial(*partials[0]))
+
+
+def adapt(
+    out: Tensor, lse: Tensor, *, base: Literal["e", "2"] = "e", empty: Literal["-inf", "+inf"]
+) -> Partial:
+    """A partial of another library: its base, its mark of nothing attended, any float type."""
+    if base not in ("e", "2") or empty not in ("-inf", "+inf"):
+        raise BadInput(f"base {base!r} and empty {empty!r} must be 'e' or '2', '-inf' or '+inf'")
+    lse = lse.float() * (math.log(2) if base == "2" else 1.0)
+    nothing = lse == float(empty)
+    return Partial(
+        out.float().masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, -math.inf)
+    )

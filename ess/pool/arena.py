@@ -1,0 +1,188 @@
+"""The residency of one layer group as plain arrays, and the arrays a plan is written into.
+
+    slot_of[row id]  -> slot, -1 absent         one array per group
+    row_of[slot]     -> row id, -1 free    \\
+    last_use[slot]   -> step of last use    |   one array per slab, shared by all groups; a group
+    ticket_of[slot]  -> 0 landed, else the  |   looks only at the 64-slot blocks that it owns
+                        copy in flight      |
+    dirty[slot]      -> 1 newer than host  /
+
+The arrays belong to the caller and change in place. The operations on them are `lru` (the
+specification) and `planner` (the native twin).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+
+BLOCK_SLOTS: Final = 64
+AGE_MAX: Final = 255
+AGE_FREE: Final = 256
+SCRATCH_ROWS: Final = 4
+
+
+def make_scratch(slot_count: int) -> Ints:
+    return np.empty((SCRATCH_ROWS, slot_count), np.int32)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Arena:
+    """What one layer group knows: which row lives where, since when, and what must not leave.
+
+    `scratch` is working room of the native twin (`make_scratch`). The groups of one slab may share
+    one, if one thread at a time works on them; an arena without one gets its own.
+    """
+
+    slot_of: Ints
+    row_of: Ints
+    last_use: Ints
+    ticket_of: Ints
+    dirty: npt.NDArray[np.uint8]
+    blocks: Ints
+    hit_age: npt.NDArray[np.int64]
+    scratch: Ints | None = field(default=None, repr=False)
+    native: Any = field(default=None, init=False, repr=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An array that is replaced (blocks move between groups) unbinds the native twin."""
+        object.__setattr__(self, name, value)
+        if name != "native":
+            object.__setattr__(self, "native", None)
+
+    def assert_sound(self) -> None:
+        """The forms that native code relies on. Values are for `check`."""
+        shapes = {
+            name: getattr(self, name) for name in ("row_of", "last_use", "ticket_of", "dirty")
+        }
+        assert len({array.shape for array in shapes.values()}) == 1, "slab arrays differ in size"
+        for name in ("slot_of", "row_of", "last_use", "ticket_of", "blocks", "scratch"):
+            array = getattr(self, name)
+            assert array is None or array.dtype == np.int32, f"{name} is {array.dtype}, not int32"
+        assert self.dirty.dtype == np.uint8, f"dirty is {self.dirty.dtype}, not uint8"
+        assert self.hit_age.dtype == np.int64, f"hit_age is {self.hit_age.dtype}, not int64"
+        assert self.hit_age.shape == (AGE_MAX + 1,), f"hit_age has shape {self.hit_age.shape}"
+        for array in (*shapes.values(), self.slot_of, self.blocks, self.hit_age):
+            assert array.flags.c_contiguous, "an array of the arena is not C-contiguous"
+        if self.scratch is not None:
+            assert self.scratch.shape == (SCRATCH_ROWS, self.row_of.size), "scratch: make_scratch"
+            assert self.scratch.flags.c_contiguous, "scratch is not C-contiguous"
+
+    @classmethod
+    def alone(cls, *, row_count: int, slot_count: int) -> Arena:
+        """One group that owns a whole empty slab."""
+        assert row_count > 0, f"an arena for {row_count} rows"
+        assert slot_count % BLOCK_SLOTS == 0, f"{slot_count} slots are not whole blocks"
+        return cls(
+            slot_of=np.full(row_count, -1, np.int32),
+            row_of=np.full(slot_count, -1, np.int32),
+            last_use=np.zeros(slot_count, np.int32),
+            ticket_of=np.zeros(slot_count, np.int32),
+            dirty=np.zeros(slot_count, np.uint8),
+            blocks=np.arange(0, slot_count, BLOCK_SLOTS, dtype=np.int32),
+            hit_age=np.zeros(AGE_MAX + 1, np.int64),
+        )
+
+    @property
+    def slots(self) -> npt.NDArray[np.int64]:
+        """Every slot of the group, ascending."""
+        return (self.blocks[:, None].astype(np.int64) + np.arange(BLOCK_SLOTS)).reshape(-1)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Split:
+    """What a plan says of every selected entry, for at most [query_count, top_k] of them.
+
+    A plan of rows [Q, k] writes the top-left [Q, k] of every array and the first Q counts, all of
+    it; the rest keeps what it had. `slots` is in the given order: the slot, -1 for a pad, -2 - row
+    for a row served in place. `hit`, `miss` (slots) and `place` (row ids) hold the same entries
+    sorted by kind, to the left in the given order, then -1.
+    """
+
+    slots: Ints
+    hit: Ints
+    miss: Ints
+    place: Ints
+    hit_count: Ints
+    miss_count: Ints
+    place_count: Ints
+    claimed: Ints
+    pending: Ints
+    native: Any = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def create(cls, *, query_count: int, top_k: int) -> Split:
+        assert query_count > 0, f"a split for {query_count} queries"
+        assert top_k > 0, f"a split for top-k {top_k}"
+        shape = (4, query_count, top_k)
+        slots, hit, miss, place = np.full(shape, -1, np.int32)
+        hit_count, miss_count, place_count = np.zeros((3, query_count), np.int32)
+        return cls(
+            slots=slots,
+            hit=hit,
+            miss=miss,
+            place=place,
+            hit_count=hit_count,
+            miss_count=miss_count,
+            place_count=place_count,
+            claimed=np.empty((2, query_count * top_k), np.int32),
+            pending=np.empty(query_count * top_k, np.int32),
+        )
+
+    def holds(self, shape: tuple[int, ...]) -> bool:
+        query_count, top_k = self.slots.shape
+        return bool(shape[0] <= query_count and shape[1] <= top_k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Claims:
+    """Rows to fetch, and where to. Counts are of entries, duplicates included, but for evictions.
+
+    The arrays of a `plan` may be views into its split: they live until the next plan into it.
+    Those of `fill` and `warm` are the caller's own.
+    """
+
+    slots: Ints
+    rows: Ints
+    hit_count: int
+    place_count: int
+    late_ticket: int
+    evicted_count: int
+
+
+def check(arena: Arena, *, step: int) -> None:
+    """Audits the whole group; an AssertionError names the row or slot that is wrong."""
+    _check_blocks(arena)
+    slots = arena.slots
+    row, age = arena.row_of[slots], step - arena.last_use[slots]
+    used, in_flight = row >= 0, arena.ticket_of[slots] != 0
+    is_dirty = arena.dirty[slots] != 0
+    _none(slots, (row < -1) | (row >= arena.slot_of.size), "holds an impossible row id")
+    back = np.where(used, arena.slot_of[row], slots)
+    _none(slots, back != slots, "holds a row whose slot_of points elsewhere")
+    _none(slots, used & (age < 0), f"was last used after step {step}")
+    _none(slots, is_dirty & in_flight, "is dirty and in flight")
+    _none(slots, ~used & (is_dirty | in_flight), "is free but dirty or in flight")
+    _none(slots, arena.ticket_of[slots] < 0, "has a negative ticket")
+    resident = np.flatnonzero(arena.slot_of != -1)
+    held = arena.slot_of[resident]
+    _none(resident, ~np.isin(held, slots), "(a row) has a slot that the group does not own")
+    _none(resident, arena.row_of[held] != resident, "(a row) has a slot that holds another row")
+    assert resident.size + int((~used).sum()) == slots.size, "free + used slots != all slots"
+
+
+def _check_blocks(arena: Arena) -> None:
+    blocks = arena.blocks
+    assert not (blocks % BLOCK_SLOTS).any(), "a block does not start at a multiple of 64"
+    assert (np.diff(blocks) > 0).all(), "blocks are not strictly ascending"
+    inside = (blocks >= 0) & (blocks < arena.row_of.size)
+    assert inside.all(), f"block {blocks[~inside]} lies outside a slab of {arena.row_of.size}"
+
+
+def _none(name: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], sentence: str) -> None:
+    assert not wrong.any(), f"{int(name[wrong][0])} {sentence} ({int(wrong.sum())} in all)"

@@ -1,0 +1,117 @@
+"""The index pool: index keys of active requests on the device, and their page tables.
+
+An active page names 64 rows in every layer while some request is active: row id = active page * 64
++ offset. Requests with an equal prefix hold the same active page, hence the same row ids, hence the
+same slots. `host_page_of` is the one map from active to host.
+
+A page that nobody holds any more is *leaving*: copies that touch it may still be under way. Its
+host page can already become active again under another id; its own id is free only after `free`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.layout import ModelLayout
+from ess.pool.keys import KeyPages
+from ess.pool.latent import LatentPool
+from ess.pool.pages import PageIds, PagePool
+from ess.units import PAGE_ROWS
+
+Bytes = npt.NDArray[np.uint8]
+RowIds = npt.NDArray[np.int32]
+
+NONE = -1
+
+
+class IndexPool:
+    def __init__(
+        self, layout: ModelLayout, memory: Bytes, *, page_count: int, host_page_count: int
+    ) -> None:
+        self.pages = PagePool(page_count)
+        self.keys = KeyPages(layout, memory, page_count)
+        self.host_page_of = np.full(page_count, NONE, np.int32)
+        self._active_of = np.full(host_page_count, NONE, np.int32)
+
+    def active_of(self, host_pages: PageIds) -> PageIds:
+        """The active page of each host page, -1 where it has none."""
+        active: PageIds = self._active_of[host_pages]
+        return active
+
+    def new_count(self, host_pages: PageIds) -> int:
+        """How many free pages `activate` would take."""
+        return int((self._active_of[host_pages] == NONE).sum())
+
+    def activate(self, host_pages: PageIds, latent: LatentPool) -> PageIds:
+        """Active pages for these host pages: shared where they are active, else keys are loaded."""
+        active = self.active_of(host_pages)
+        fresh = active == NONE
+        self.pages.hold(active[~fresh])
+        active[fresh] = self.pages.take(int(fresh.sum()))
+        self.host_page_of[active[fresh]] = host_pages[fresh]
+        self._active_of[host_pages[fresh]] = active[fresh]
+        self.keys.copy_pages(latent.keys, host_pages[fresh], active[fresh])
+        return active
+
+    def leave(self, active: PageIds) -> PageIds:
+        """One holder less; returns the pages that leave, whose host pages may be active anew."""
+        leaving = self.pages.drop(active)
+        self._active_of[self.host_page_of[leaving]] = NONE
+        return leaving
+
+    def free(self, leaving: PageIds) -> None:
+        """No slot and no copy refers to these ids any more."""
+        self.host_page_of[leaving] = NONE
+        self.pages.give_back(leaving)
+
+    def host_rows(self, rows: RowIds) -> RowIds:
+        host: RowIds = self.host_page_of[rows // PAGE_ROWS] * PAGE_ROWS + rows % PAGE_ROWS
+        assert (host >= 0).all(), "a row of a page that is not active"
+        return host
+
+    def check(self) -> None:
+        self.pages.check()
+        for host_page in np.flatnonzero(self._active_of != NONE).tolist():
+            active = int(self._active_of[host_page])
+            assert self.host_page_of[active] == host_page, f"active page {active} maps elsewhere"
+            assert self.pages.hold_count(active) > 0, f"active page {active} has no holder"
+
+
+def page_rows(active: PageIds) -> RowIds:
+    """All row ids of these pages."""
+    offsets = np.arange(PAGE_ROWS, dtype=np.int32)
+    rows: RowIds = (active[:, None] * np.int32(PAGE_ROWS) + offsets).reshape(-1)
+    return rows
+
+
+class PageTables:
+    """One line of active pages per active sequence: how kernels turn positions into rows."""
+
+    def __init__(self, *, sequence_max: int, page_max: int) -> None:
+        self.lines = np.full((sequence_max, page_max), NONE, np.int32)
+        self._free = list(range(sequence_max - 1, -1, -1))
+
+    @property
+    def page_max(self) -> int:
+        return int(self.lines.shape[1])
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        return self._free.pop()
+
+    def give_back(self, line: int) -> None:
+        assert line not in self._free, f"line {line} was given back twice"
+        self.lines[line] = NONE
+        self._free.append(line)
+
+    def rows(self, line: int, start: int, count: int) -> RowIds:
+        """Row ids of `count` positions from `start` on."""
+        positions = np.arange(start, start + count, dtype=np.int32)
+        pages = self.lines[line, positions // PAGE_ROWS]
+        assert (pages >= 0).all(), f"line {line} has no page for {start}..{start + count - 1}"
+        rows: RowIds = pages * np.int32(PAGE_ROWS) + positions % np.int32(PAGE_ROWS)
+        return rows

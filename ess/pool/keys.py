@@ -1,0 +1,77 @@
+"""Index keys in pages: the block-split form that the kernels read.
+
+One page of one layer is 64 keys' values, then 64 scales: not 64 records. Moving a whole page is one
+copy; moving one key is two. The same class stands on both tiers: the latent pool holds the truth
+by host page, the index pool holds active pages on the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.layout import ModelLayout
+from ess.pool.pages import PageIds
+from ess.units import PAGE_ROWS
+
+Bytes = npt.NDArray[np.uint8]
+RowIds = npt.NDArray[np.int32]
+
+
+class KeyPages:
+    def __init__(self, layout: ModelLayout, memory: Bytes, page_count: int) -> None:
+        codec = layout.index
+        page_bytes = codec.page_bytes if codec is not None else 0
+        value_bytes = codec.value_bytes if codec is not None else 0
+        shape = (layout.key_layer_count, page_count, page_bytes)
+        assert len(memory) >= np.prod(shape), (len(memory), shape)
+        self.pages: Bytes = memory[: int(np.prod(shape))].reshape(shape)
+        self.value_bytes = value_bytes
+        split = PAGE_ROWS * value_bytes
+        self._values = _by_key(self.pages[:, :, :split])
+        self._scales = _by_key(self.pages[:, :, split:])
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.pages)
+
+    @property
+    def key_bytes(self) -> int:
+        return int(self._values.shape[3] + self._scales.shape[3])
+
+    def write(self, layer: int, rows: RowIds, keys: Bytes) -> None:
+        """`keys` [n, key_bytes]: values, then the scale, one record per key."""
+        page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
+        self._values[layer, page, offset] = keys[:, : self.value_bytes]
+        self._scales[layer, page, offset] = keys[:, self.value_bytes :]
+
+    def read(self, layer: int, rows: RowIds) -> Bytes:
+        page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
+        parts = (self._values[layer, page, offset], self._scales[layer, page, offset])
+        return np.concatenate(parts, axis=1)
+
+    def copy_keys(self, source: KeyPages, source_rows: RowIds, rows: RowIds) -> None:
+        """The same keys of all layers from another tier, key by key."""
+        page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
+        there, at = source_rows // PAGE_ROWS, source_rows % PAGE_ROWS
+        self._values[:, page, offset] = source._values[:, there, at]
+        self._scales[:, page, offset] = source._scales[:, there, at]
+
+    def copy_pages(self, source: KeyPages, source_pages: PageIds, pages: PageIds) -> None:
+        for layer in range(self.layer_count):
+            self.pages[layer, pages] = source.pages[layer, source_pages]
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.pages[:, target] = self.pages[:, source]
+
+    def fill(self, pages: PageIds, value: int) -> None:
+        self.pages[:, pages] = value
+
+
+def _by_key(part: Bytes) -> Bytes:
+    """[layers, pages, 64 * n] seen as [layers, pages, 64, n] without copying."""
+    layers, pages, width = part.shape
+    each = width // PAGE_ROWS
+    strides = (*part.strides[:2], each, 1)
+    shape = (layers, pages, PAGE_ROWS, each)
+    return np.lib.stride_tricks.as_strided(part, shape, strides)

@@ -1,0 +1,143 @@
+"""The latent pool: every row of every layer and a copy of every index key, on the host. The truth.
+
+`rows[layer][host row]` where host row = host page * 64 + offset. A bit per row and layer says
+whether it has been stored. That one mask answers four questions: may a prefetch read this row, is
+an import a duplicate, how long is a sequence, and may a page be published for reuse (all 64 bits
+in every layer, MTP and index keys included). Freed rows are filled with 0xFF when `poison` is set:
+NaN in e4m3, bf16 and f32, so that a stale read shouts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.layout import ModelLayout
+from ess.pool.keys import KeyPages
+from ess.pool.pages import PageIds, PagePool
+from ess.pool.prefix import PrefixIndex
+from ess.units import PAGE_ROWS
+
+Bytes = npt.NDArray[np.uint8]
+RowIds = npt.NDArray[np.int32]
+
+POISON: Final = 0xFF
+FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+class LatentPool:
+    def __init__(self, layout: ModelLayout, memory: Bytes, *, poison: bool = False) -> None:
+        page_count = len(memory) // layout.host_page_bytes
+        assert page_count > 0, (len(memory), layout.host_page_bytes)
+        self.layout = layout
+        self.pages = PagePool(page_count)
+        self.prefix = PrefixIndex()
+        self._poison = poison
+        row_bytes_total = layout.layer_total * page_count * layout.page_bytes
+        shape = (layout.layer_total, page_count * PAGE_ROWS, layout.row_bytes)
+        self.rows: Bytes = memory[:row_bytes_total].reshape(shape)
+        self.keys = KeyPages(layout, memory[row_bytes_total:], page_count)
+        self._stored = np.zeros((layout.layer_total, page_count), np.uint64)
+        self._keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
+        if poison:
+            memory.fill(POISON)
+
+    @property
+    def free_count(self) -> int:
+        """Pages that can be taken now: free ones and idle ones that would be forgotten."""
+        return self.pages.free_count + self.prefix.idle_count
+
+    def take(self, count: int) -> PageIds:
+        assert count <= self.free_count, (count, self.free_count)
+        while self.pages.free_count < count:
+            self._clear(np.array([self.prefix.forget_oldest()], np.int32))
+        return self.pages.take(count)
+
+    def hold(self, pages: PageIds) -> None:
+        self.pages.hold(pages)
+        for page in pages.tolist():
+            self.prefix.busy(page)
+
+    def drop(self, pages: PageIds) -> None:
+        """Holders leave; what nobody holds is kept when published, else forgotten at once."""
+        idle = self.pages.drop(pages)
+        published = np.array([page in self.prefix for page in idle.tolist()], np.bool_)
+        for page in idle[published][::-1].tolist():
+            self.prefix.idle(page)
+        if not published.all():
+            self._clear(idle[~published])
+
+    def _clear(self, pages: PageIds) -> None:
+        self._stored[:, pages] = 0
+        self._keyed[:, pages] = 0
+        if self._poison:
+            for page in pages.tolist():
+                self.rows[:, page * PAGE_ROWS : (page + 1) * PAGE_ROWS] = POISON
+            self.keys.fill(pages, POISON)
+        self.pages.give_back(pages)
+
+    def mark_rows(self, layer: int, host_rows: RowIds) -> None:
+        """These rows of this layer hold their values now."""
+        _mark(self._stored[layer], host_rows)
+
+    def mark_keys(self, key_layer: int, host_rows: RowIds) -> None:
+        _mark(self._keyed[key_layer], host_rows)
+
+    def is_stored(self, layer: int, host_rows: RowIds) -> npt.NDArray[np.bool_]:
+        return _is_marked(self._stored[layer], host_rows)
+
+    def is_keyed(self, key_layer: int, host_rows: RowIds) -> npt.NDArray[np.bool_]:
+        return _is_marked(self._keyed[key_layer], host_rows)
+
+    def leading_count(self, pages: PageIds) -> int:
+        """Positions from 0 on that every main layer has: the length of these pages' sequence."""
+        if len(pages) == 0:
+            return 0
+        common = np.bitwise_and.reduce(self._stored[: self.layout.layer_count, pages], axis=0)
+        partial = np.flatnonzero(common != FULL)
+        full_count = int(partial[0]) if len(partial) else len(pages)
+        if full_count == len(pages):
+            return full_count * PAGE_ROWS
+        missing = ~int(common[full_count]) & int(FULL)
+        return full_count * PAGE_ROWS + (missing & -missing).bit_length() - 1
+
+    def is_complete(self, page: int) -> bool:
+        """All 64 rows stored in all layers, MTP and index keys included."""
+        return bool((self._stored[:, page] == FULL).all() and (self._keyed[:, page] == FULL).all())
+
+    def publish(self, page: int, content: bytes) -> bool:
+        assert self.pages.hold_count(page) > 0, "only a held page is published"
+        assert self.is_complete(page), "a page is published when all of it is stored"
+        return self.prefix.publish(page, content)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """A fork's own copy of a partial page."""
+        here, there = source * PAGE_ROWS, target * PAGE_ROWS
+        self.rows[:, there : there + PAGE_ROWS] = self.rows[:, here : here + PAGE_ROWS]
+        self.keys.copy_page(source, target)
+        self._stored[:, target] = self._stored[:, source]
+        self._keyed[:, target] = self._keyed[:, source]
+
+    def check(self) -> None:
+        self.pages.check()
+        self.prefix.check()
+        for page in range(self.pages.page_count):
+            idle = self.pages.hold_count(page) == 0
+            assert not self.prefix.is_idle(page) or idle, f"idle page {page} is held"
+            if page in self.prefix:
+                assert self.is_complete(page), f"published page {page} is not complete"
+
+
+def _bits(host_rows: RowIds) -> npt.NDArray[np.uint64]:
+    return np.uint64(1) << (host_rows % PAGE_ROWS).astype(np.uint64)
+
+
+def _mark(mask: npt.NDArray[np.uint64], host_rows: RowIds) -> None:
+    np.bitwise_or.at(mask, host_rows // PAGE_ROWS, _bits(host_rows))
+
+
+def _is_marked(mask: npt.NDArray[np.uint64], host_rows: RowIds) -> npt.NDArray[np.bool_]:
+    marked: npt.NDArray[np.bool_] = (mask[host_rows // PAGE_ROWS] & _bits(host_rows)) != 0
+    return marked

@@ -1,0 +1,106 @@
+"""Admission: one ledger over slots, index pages and host pages, all or nothing.
+
+An account has a capacity, what its pool has really handed out (asked, never copied) and what has
+been promised but not yet drawn. A reservation is promises in several accounts at once; drawing
+turns a promise into pages. What is free is capacity - used - promised, so that neither a growing
+sequence nor two sequences that share pages can ever over-commit a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ess.errors import PoolFull
+from ess.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """`unit` is what people call one of it; `times` says how many of it one unit stands for."""
+
+    name: str
+    unit: str
+    unit_bytes: int
+    capacity: int
+    times: str = ""
+    used: Callable[[], int] = field(default=lambda: 0, repr=False)
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Promises not yet drawn, by account. Only its ledger changes it."""
+
+    promised: dict[str, int]
+    is_open: bool = True
+
+
+class Ledger:
+    def __init__(self, accounts: Sequence[Account]) -> None:
+        assert accounts, "a ledger without accounts refuses nothing"
+        self._accounts = {account.name: account for account in accounts}
+        assert len(self._accounts) == len(accounts), "two accounts share a name"
+        self._open: list[Reservation] = []
+
+    def promised(self, name: str) -> int:
+        return sum(reservation.promised[name] for reservation in self._open)
+
+    def free(self, name: str) -> int:
+        account = self._accounts[name]
+        return account.capacity - account.used() - self.promised(name)
+
+    def reserve(self, needs: Mapping[str, int]) -> Reservation:
+        """All of `needs` or PoolFull, which names the account that falls shortest."""
+        self._refuse_if_short(needs)
+        reservation = Reservation({name: needs.get(name, 0) for name in self._accounts})
+        self._open.append(reservation)
+        return reservation
+
+    def extend(self, reservation: Reservation, needs: Mapping[str, int]) -> None:
+        assert reservation.is_open, "a released reservation cannot grow"
+        self._refuse_if_short(needs)
+        for name, count in needs.items():
+            reservation.promised[name] += count
+
+    def draw(self, reservation: Reservation, name: str, count: int) -> None:
+        """The pool has handed out `count`: they are no longer a promise."""
+        assert reservation.is_open, "a released reservation was drawn on"
+        assert 0 <= count <= reservation.promised[name], (name, count, reservation.promised[name])
+        reservation.promised[name] -= count
+
+    def release(self, reservation: Reservation) -> None:
+        assert reservation.is_open, "a reservation is released once"
+        reservation.is_open = False
+        self._open = [other for other in self._open if other is not reservation]
+
+    def _refuse_if_short(self, needs: Mapping[str, int]) -> None:
+        assert all(count >= 0 for count in needs.values()), needs
+        short = [name for name, count in needs.items() if count > self.free(name)]
+        if short:
+            worst = min(short, key=lambda name: self.free(name) / max(needs[name], 1))
+            raise self._refusal(self._accounts[worst], needs[worst], self.free(worst))
+
+    def _refusal(self, account: Account, needed: int, free: int) -> PoolFull:
+        permanent = needed > account.capacity
+        verdict = (
+            f"more than the pool's {format_bytes(account.capacity * account.unit_bytes)}"
+            if permanent
+            else f"{format_bytes(max(free, 0) * account.unit_bytes)} free"
+        )
+        sentence = (
+            f"needs {needed:,} {account.unit}{account.times} = "
+            f"{format_bytes(needed * account.unit_bytes)}, {verdict}"
+        )
+        return PoolFull(
+            limiter=account.name,
+            needed=needed,
+            free=max(free, 0),
+            permanent=permanent,
+            sentence=sentence,
+        )
+
+    def check(self) -> None:
+        for name in self._accounts:
+            assert self.promised(name) >= 0, f"{name}: negative promises"
+            assert self.free(name) >= 0, f"{name}: over-committed by {-self.free(name)}"
+        assert all(reservation.is_open for reservation in self._open), "a closed one is listed"

@@ -1,0 +1,97 @@
+"""Which page holds which text: the prefix cache as a map from content hash to page.
+
+A page's hash covers its 64 tokens and, through its parent's hash, everything before it, so equal
+hashes mean equal prefixes and a page can be shared without looking at its neighbours. Idle pages
+are forgotten least recently used first; a closing sequence idles its pages deepest first, because
+a page without its parents can never be found again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ess.units import PAGE_ROWS
+
+HASH_BYTES = 16
+
+
+def root_hash(salt: bytes) -> bytes:
+    """The parent of first pages. Different salts never share pages."""
+    return hashlib.blake2b(salt, digest_size=HASH_BYTES).digest()
+
+
+def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    assert len(tokens) == PAGE_ROWS, len(tokens)
+    digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
+    digest.update(np.asarray(tokens, np.int64).tobytes())
+    return digest.digest()
+
+
+def page_hashes(tokens: Sequence[int], *, salt: bytes = b"") -> list[bytes]:
+    """One hash per full page, each over all tokens up to the end of its page."""
+    hashes = []
+    parent = root_hash(salt)
+    for start in range(0, len(tokens) - PAGE_ROWS + 1, PAGE_ROWS):
+        parent = page_hash(parent, tokens[start : start + PAGE_ROWS])
+        hashes.append(parent)
+    return hashes
+
+
+class PrefixIndex:
+    def __init__(self) -> None:
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def idle_count(self) -> int:
+        return len(self._idle)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._hash_of
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """Pages of the longest known prefix."""
+        pages = []
+        for item in hashes:
+            page = self._page_of.get(item)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, content: bytes) -> bool:
+        """False when this text is already published on another page: the first one stays."""
+        if self._page_of.get(content, page) != page:
+            return False
+        assert self._hash_of.get(page, content) == content, "a page cannot change its text"
+        self._page_of[content] = page
+        self._hash_of[page] = content
+        return True
+
+    def idle(self, page: int) -> None:
+        assert page in self._hash_of, "only published pages are kept when idle"
+        assert page not in self._idle, "a page idles once"
+        self._idle[page] = None
+
+    def busy(self, page: int) -> None:
+        self._idle.pop(page, None)
+
+    def is_idle(self, page: int) -> bool:
+        return page in self._idle
+
+    def forget_oldest(self) -> int:
+        """The idle page that was used longest ago, no longer findable."""
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of[self._hash_of.pop(page)]
+        return page
+
+    def check(self) -> None:
+        assert len(self._page_of) == len(self._hash_of), "two hashes share a page or a page two"
+        for content, page in self._page_of.items():
+            assert self._hash_of[page] == content, f"page {page} and its hash disagree"
+        assert all(page in self._hash_of for page in self._idle), "an idle page has no hash"

@@ -1,0 +1,273 @@
+"""The sparse pool: one slab of slots on the device, copies of rows, never the truth.
+
+The slab is cut into chunks. A chunk belongs to one layer group and holds as many blocks of 64 slots
+as fit: a slot of a group of m layers is m rows of the slab, 64 apart, so that slot s of the group's
+first layer is row s, and layer j of the group finds its copy at s + 64 * j. Where every group has
+one layer a chunk is one block. Budgets move by evicting a chunk and changing its owner: nothing
+is copied, nothing is allocated, no address changes.
+
+Planning claims. `plan` publishes row -> slot at once, marked with the ticket of the copy that will
+bring the row; until `commit` the row is in flight, which makes it a miss for everybody who looks,
+but never a second fetch. What makes this safe:
+
+* a victim is never selected in this step (age 0), dirty or in flight, so no copy writes where an
+  attention of this step reads, and no unsaved row is lost;
+* a dirty row stays until its store has landed, so the host copy it would be fetched from is whole;
+* ids of released pages leave every group (`drop_pages`) before they can be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.layout import ModelLayout
+from ess.pool import planner
+from ess.pool.arena import Arena, Claims, Split, make_scratch
+from ess.pool.index import page_rows
+from ess.pool.pages import PageIds
+from ess.units import PAGE_ROWS
+
+Bytes = npt.NDArray[np.uint8]
+RowIds = npt.NDArray[np.int32]
+SlotIds = npt.NDArray[np.int32]
+
+POISON: Final = 0xFF
+FIRST_STEP: Final = 256
+TICKET_MAX: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPlan:
+    """Rows claimed and still to be copied: rows[i] of the host into slots[i] of the slab."""
+
+    group: int
+    ticket: int
+    rows: RowIds
+    slots: SlotIds
+    late_ticket: int
+    hit_count: int
+    place_count: int
+    evicted_count: int
+
+    @property
+    def is_pending(self) -> bool:
+        """Somebody must wait: for these rows, or for rows that an earlier plan is bringing."""
+        return len(self.rows) > 0 or self.late_ticket > 0
+
+
+class SparsePool:
+    def __init__(
+        self, layout: ModelLayout, memory: Bytes, *, row_id_count: int, poison: bool = False
+    ) -> None:
+        self.layout = layout
+        self._poison = poison
+        self._chunk_rows = layout.group_layers_max * PAGE_ROWS
+        chunk_count = len(memory) // (self._chunk_rows * layout.row_bytes)
+        assert chunk_count >= layout.group_count, (chunk_count, layout.group_count)
+        slab_rows = chunk_count * self._chunk_rows
+        self.slab: Bytes = memory[: slab_rows * layout.row_bytes].reshape(slab_rows, -1)
+        if poison:
+            self.slab.fill(POISON)
+        self.slot_of = np.full((layout.group_count, row_id_count), -1, np.int32)
+        self._row_of = np.full(slab_rows, -1, np.int32)
+        self._last_use = np.zeros(slab_rows, np.int32)
+        self._ticket_of = np.zeros(slab_rows, np.int32)
+        self._dirty = np.zeros(slab_rows, np.uint8)
+        self._owner_of = even_owners(layout, chunk_count)
+        self._scratch = make_scratch(slab_rows)
+        self._used_count = [0] * layout.group_count
+        self._arenas = [self._arena(group) for group in range(layout.group_count)]
+        self.step = FIRST_STEP
+        self._ticket = 0
+
+    def _arena(self, group: int) -> Arena:
+        return Arena(
+            slot_of=self.slot_of[group],
+            row_of=self._row_of,
+            last_use=self._last_use,
+            ticket_of=self._ticket_of,
+            dirty=self._dirty,
+            blocks=self._blocks(group),
+            hit_age=np.zeros(256, np.int64),
+            scratch=self._scratch,
+        )
+
+    def _blocks(self, group: int) -> SlotIds:
+        chunks = np.flatnonzero(self._owner_of == group)
+        return np.concatenate([self._chunk_blocks(group, chunk) for chunk in chunks.tolist()])
+
+    def _chunk_blocks(self, group: int, chunk: int) -> SlotIds:
+        stride = len(self.layout.groups[group]) * PAGE_ROWS
+        starts = np.arange(0, self._chunk_rows - stride + 1, stride, dtype=np.int32)
+        blocks: SlotIds = starts + np.int32(chunk * self._chunk_rows)
+        return blocks
+
+    # ---- what others may read
+
+    def slot_count(self, group: int) -> int:
+        return len(self._arenas[group].blocks) * PAGE_ROWS
+
+    def used_count(self, group: int) -> int:
+        return self._used_count[group]
+
+    def hit_age(self, group: int) -> npt.NDArray[np.int64]:
+        """Hits found at each age since the start: the miss-ratio curve of exact batch LRU."""
+        return self._arenas[group].hit_age.copy()
+
+    def chunk_counts(self) -> list[int]:
+        counts = np.bincount(self._owner_of, minlength=self.layout.group_count)
+        return [int(count) for count in counts]
+
+    # ---- a step
+
+    def begin_step(self) -> int:
+        """A new age. Tickets start over, long before they run out, when none is in flight."""
+        self.step += 1
+        if self._ticket > TICKET_MAX and not self._ticket_of.any():
+            self._ticket = 0
+        return self.step
+
+    def plan(self, group: int, rows: RowIds, split: Split) -> FetchPlan:
+        """Claim what the selected `rows` [queries, k] need; where each one is goes to `split`."""
+        ticket = self._next_ticket()
+        arena = self._arenas[group]
+        claims = planner.plan(arena, rows, step=self.step, ticket=ticket, split=split)
+        return self._fetch_plan(group, ticket, claims)
+
+    def warm(self, group: int, rows: RowIds, ages: RowIds) -> FetchPlan:
+        """Rows of late prefill windows, newest first, as if they had been used `ages` steps ago."""
+        ticket = self._next_ticket()
+        claims = planner.warm(self._arenas[group], rows, ages, step=self.step, ticket=ticket)
+        return self._fetch_plan(group, ticket, claims)
+
+    def fill(self, group: int, rows: RowIds) -> FetchPlan:
+        """Rows for free slots while these last; nobody gives way."""
+        ticket = self._next_ticket()
+        claims = planner.fill(self._arenas[group], rows, step=self.step, ticket=ticket)
+        return self._fetch_plan(group, ticket, claims)
+
+    def _next_ticket(self) -> int:
+        self._ticket += 1
+        return self._ticket
+
+    def _fetch_plan(self, group: int, ticket: int, claims: Claims) -> FetchPlan:
+        self._used_count[group] += len(claims.slots) - claims.evicted_count
+        return FetchPlan(
+            group=group,
+            ticket=ticket,
+            rows=claims.rows.copy(),
+            slots=claims.slots.copy(),
+            late_ticket=claims.late_ticket,
+            hit_count=claims.hit_count,
+            place_count=claims.place_count,
+            evicted_count=claims.evicted_count,
+        )
+
+    def commit(self, plan: FetchPlan) -> None:
+        """The copy's event has passed: these rows are hits from now on."""
+        planner.land(self._arenas[plan.group], plan.slots, ticket=plan.ticket)
+
+    def claim_new(self, group: int, rows: RowIds) -> SlotIds | None:
+        """Dirty slots for rows that this step writes; None (nothing changed) when too few."""
+        arena = self._arenas[group]
+        before = self._resident_count(group, rows)
+        free_before = self.slot_count(group) - self._used_count[group]
+        slots = np.empty(len(rows), np.int32)
+        if not planner.claim_new(arena, rows, step=self.step, out=slots):
+            return None
+        self._used_count[group] += min(len(rows) - before, free_before)
+        if self._poison:
+            self._poison_slots(group, slots)
+        return slots
+
+    def _poison_slots(self, group: int, slots: SlotIds) -> None:
+        for member in range(len(self.layout.groups[group])):
+            self.slab[slots + member * PAGE_ROWS] = POISON
+
+    def settle(self, group: int, slots: SlotIds) -> None:
+        """Stores of these slots have landed."""
+        planner.settle(self._arenas[group], slots)
+
+    def drop(self, group: int, rows: RowIds) -> None:
+        self._used_count[group] -= self._resident_count(group, rows)
+        planner.drop(self._arenas[group], rows)
+
+    def drop_pages(self, active: PageIds) -> None:
+        """All rows of these pages leave every group: their ids may be used again."""
+        rows = page_rows(active)
+        for group in range(self.layout.group_count):
+            self.drop(group, rows)
+
+    def _resident_count(self, group: int, rows: RowIds) -> int:
+        return int((self.slot_of[group, rows] >= 0).sum())
+
+    # ---- budgets
+
+    def move_chunk(self, source: int, target: int) -> bool:
+        """Give `target` one chunk of `source`: the last that no step and no copy holds on to."""
+        assert source != target, source
+        for chunk in np.flatnonzero(self._owner_of == source)[:0:-1].tolist():
+            if self._clear_chunk(source, chunk):
+                self._owner_of[chunk] = target
+                for group in (source, target):
+                    self._arenas[group].blocks = self._blocks(group)
+                return True
+        return False
+
+    def _clear_chunk(self, group: int, chunk: int) -> bool:
+        blocks = self._chunk_blocks(group, chunk)
+        slots = page_rows(blocks // np.int32(PAGE_ROWS))
+        used = self._row_of[slots] >= 0
+        selected = self._last_use[slots] >= self.step
+        held = selected | (self._dirty[slots] != 0) | (self._ticket_of[slots] != 0)
+        if (used & held).any():
+            return False
+        for block in blocks.tolist():
+            cleared = planner.clear_block(self._arenas[group], block, step=self.step)
+            assert cleared, f"block {block} is held after all"
+        self._used_count[group] -= int(used.sum())
+        return True
+
+    # ---- audit
+
+    def check(self) -> None:
+        blocks: list[int] = []
+        for group, arena in enumerate(self._arenas):
+            planner.check(arena, step=self.step)
+            used = sum((self._row_of[b : b + PAGE_ROWS] >= 0).sum() for b in arena.blocks.tolist())
+            assert self._used_count[group] == used, (group, self._used_count[group], int(used))
+            blocks.extend(arena.blocks.tolist())
+        assert len(set(blocks)) == len(blocks), "two groups own a block"
+        mapped = int((self.slot_of >= 0).sum())
+        assert mapped == sum(self._used_count), "rows in the map and slots in use differ"
+
+
+def even_owners(layout: ModelLayout, chunk_count: int) -> npt.NDArray[np.int32]:
+    """Owner of each chunk such that all groups have about the same number of slots.
+
+    A group of m layers needs m times the bytes per slot, so it gets chunks in proportion to the
+    chunks that one of its slots costs. Every group gets at least one.
+    """
+    blocks_per_chunk = [layout.group_layers_max // len(group) for group in layout.groups]
+    weights = np.array([1 / blocks for blocks in blocks_per_chunk])
+    return owners_of(share_out(weights, chunk_count))
+
+
+def share_out(weights: npt.NDArray[np.float64], chunk_count: int) -> list[int]:
+    """Whole chunks in proportion to `weights`, at least one each, largest remainder first."""
+    spare = chunk_count - len(weights)
+    assert spare >= 0, (chunk_count, len(weights))
+    exact = weights / weights.sum() * spare
+    counts = 1 + np.floor(exact).astype(int)
+    order = np.argsort(np.floor(exact) - exact, kind="stable")
+    counts[order[: chunk_count - int(counts.sum())]] += 1
+    return [int(count) for count in counts]
+
+
+def owners_of(counts: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)

@@ -1,0 +1,123 @@
+"""Append whole steps to a trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy.typing as npt
+
+from ess.errors import BadInput, BadState
+from ess.trace import form, selections, varints
+from ess.trace.form import RequestStep, TraceHeader
+
+
+class TraceWriter:
+    """Write the groups of a step in order, as the layers run, then `commit_step`.
+
+    A step reaches the file only when it is committed. One encoded step is held in memory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, header: TraceHeader) -> None:
+        preamble, self._seed = form.encode_preamble(header)
+        self.header = header
+        self._step_sizes: list[int] = []
+        self._pending: list[bytes] = []
+        self._query_count = 0
+        self._last_number = -1
+        self._offset = 0
+        try:
+            self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        except FileExistsError:
+            raise BadInput(f"{path} exists; a trace is never overwritten, name a new one") from None
+        self._append(preamble)
+
+    @property
+    def step_count(self) -> int:
+        return len(self._step_sizes)
+
+    def write_group(self, group: int, selection: npt.NDArray[Any]) -> None:
+        """What every query of this step picked: [queries, up to top_k], ascending, -1 pads."""
+        self._check_open()
+        if group != len(self._pending) or group >= self.header.group_count:
+            raise BadInput(
+                f"group {group} cannot come now: {len(self._pending)} of "
+                f"{self.header.group_count} groups of this step are written, in order"
+            )
+        selections.check(selection, self.header)
+        if group and len(selection) != self._query_count:
+            raise BadInput(f"{len(selection)} queries, the first group had {self._query_count}")
+        self._query_count = len(selection)
+        self._pending.append(selections.encode(group, selection))
+
+    def commit_step(self, number: int, requests: Sequence[RequestStep]) -> None:
+        """Publish the groups written since the last commit, with what was accepted."""
+        self._check_open()
+        if len(self._pending) != self.header.group_count:
+            raise BadState(
+                f"step {number} has {len(self._pending)} of {self.header.group_count} groups"
+            )
+        if not self._last_number < number < 1 << 63:
+            raise BadInput(f"step {number} does not follow step {self._last_number}; count upward")
+        form.check_requests(requests, self.header)
+        query_count = sum(one.query_count for one in requests)
+        if query_count != self._query_count:
+            raise BadInput(f"requests with {query_count} queries, groups with {self._query_count}")
+        step = self._encode_step(number, requests)
+        self._append(step)
+        self._step_sizes.append(len(step))
+        self._last_number = number
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Write the index. Groups that were never committed are dropped, with a BadState."""
+        if self._file.closed:
+            return
+        offset = self._offset
+        sizes = varints.encode(self._step_sizes)
+        index = form.encode_frame(form.INDEX, sizes, offset=offset, seed=self._seed)
+        check = form.trailer_check(offset, seed=self._seed)
+        self._append(index + form.TRAILER.pack(offset, check, form.END))
+        self._file.close()
+        if self._pending:
+            raise BadState(f"closed with {len(self._pending)} groups of a step never committed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._pending.clear()
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._file.closed:
+            raise BadState(f"this trace is closed after {self.step_count} steps; begin a new one")
+
+    def _encode_step(self, number: int, requests: Sequence[RequestStep]) -> bytes:
+        group_sizes = [form.FRAME.size + len(payload) for payload in self._pending]
+        payloads = [(form.STEP, form.encode_step(number, requests, group_sizes))]
+        payloads += [(form.SELECTION, payload) for payload in self._pending]
+        step = bytearray()
+        for kind, payload in payloads:
+            offset = self._offset + len(step)
+            step += form.encode_frame(kind, payload, offset=offset, seed=self._seed)
+        return bytes(step)
+
+    def _append(self, piece: bytes) -> None:
+        """All of it, or close for good: after a full disk nothing may follow the torn tail."""
+        left = memoryview(piece)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.close()
+            raise
+        self._offset += len(piece)

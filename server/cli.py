@@ -1,0 +1,30 @@
+"""`ess`: one table of subcommands; each is imported when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import ess
+from ess import console
+from ess.console import Command
+
+SUMMARY: Final = "Sparse-attention decoding with the latent cache in host memory."
+
+COMMANDS: Final = (
+    Command(
+        name="layout",
+        home="ess.server.about:layout",
+        summary="What a token of a model costs, and what fits in given memory.",
+    ),
+    Command(
+        name="version",
+        home="ess.server.about:version",
+        summary="The version of ESS and of what it runs on.",
+    ),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    app = console.make_app("ess", summary=SUMMARY, version=ess.__version__, commands=COMMANDS)
+    return console.run(app, arguments)

@@ -1,0 +1,212 @@
+"""The merge of partials: its algebra, its empties, and attention cut into parts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ess.errors import BadInput
+from ess.kernels import reference
+from ess.kernels.merge import Partial, adapt, merge, merge_all
+
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+LSE = st.one_of(st.just(-math.inf), st.floats(-50, 50, width=32), FINITE)
+LSE_NEAR = st.one_of(st.just(-math.inf), st.floats(-50, 50, width=32))
+NEAR = st.floats(-8, 8, width=32)
+WIDTH = 5
+
+
+def partials(outs: st.SearchStrategy[float], lses: st.SearchStrategy[float]) -> object:
+    """Four queries; where lse is -inf, out is 0."""
+
+    def build(drawn: list[tuple[list[float], float]]) -> Partial:
+        lse = torch.tensor([one for _, one in drawn])
+        out = torch.tensor([row for row, _ in drawn])
+        return Partial(out.masked_fill((lse == -math.inf)[:, None], 0.0), lse)
+
+    rows = st.lists(outs, min_size=WIDTH, max_size=WIDTH)
+    return st.lists(st.tuples(rows, lses), min_size=4, max_size=4).map(build)
+
+
+def same_bits(one: Partial, other: Partial) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def empty_like(partial: Partial) -> Partial:
+    return Partial(torch.zeros_like(partial.out), torch.full_like(partial.lse, -math.inf))
+
+
+@settings(max_examples=25, deadline=None)
+@given(partials(FINITE, LSE), partials(FINITE, LSE))
+def test_merge_commutes_bit_for_bit_and_never_gives_nan(first: Partial, second: Partial) -> None:
+    merged = merge(first, second)
+    same_bits(merged, merge(second, first))
+    assert merged.out.isfinite().all()
+    assert not merged.lse.isnan().any()
+    assert torch.equal(
+        merged.lse == -math.inf, (first.lse == -math.inf) & (second.lse == -math.inf)
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(partials(FINITE, LSE))
+def test_empty_is_the_identity_bit_for_bit(partial: Partial) -> None:
+    same_bits(merge(partial, empty_like(partial)), partial)
+    same_bits(merge(empty_like(partial), partial), partial)
+
+
+@settings(max_examples=25, deadline=None)
+@given(*[partials(NEAR, LSE_NEAR)] * 3)
+def test_merge_associates_within_rounding(a: Partial, b: Partial, c: Partial) -> None:
+    left, right = merge(merge(a, b), c), merge(a, merge(b, c))
+    torch.testing.assert_close(left.out, right.out, atol=4e-6, rtol=0)
+    torch.testing.assert_close(left.lse, right.lse, atol=1e-5, rtol=2e-7)
+    same_bits(merge_all([a, b, c]), left)
+
+
+@settings(max_examples=25, deadline=None)
+@given(*[partials(NEAR, LSE_NEAR)] * 2)
+def test_merge_is_the_formula(first: Partial, second: Partial) -> None:
+    merged = merge(first, second)
+    for q in range(4):
+        a, b = math.exp(first.lse[q]), math.exp(second.lse[q])
+        if a + b == 0:
+            assert merged.out[q].tolist() == [0] * WIDTH
+            assert merged.lse[q] == -math.inf
+            continue
+        out = (a * first.out[q].double() + b * second.out[q].double()) / (a + b)
+        torch.testing.assert_close(merged.out[q].double(), out, atol=4e-6, rtol=0)
+        assert float(merged.lse[q]) == pytest.approx(math.log(a + b), abs=1e-5)
+
+
+def wild_partial(seed: int, count: int) -> Partial:
+    """Any finite out, lse from nothing to the ends of float32."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 1 << 32, (count, WIDTH), dtype=np.uint32).view(np.float32)
+    wild = rng.integers(0, 1 << 32, count, dtype=np.uint32).view(np.float32)
+    near = rng.uniform(-90, 90, count).astype(np.float32)
+    lse = np.choose(rng.integers(0, 3, count), [wild, near, np.full_like(near, -np.inf)])
+    lse = torch.from_numpy(lse).nan_to_num(nan=0.0, posinf=3e38, neginf=-math.inf)
+    out = torch.from_numpy(bits).nan_to_num(nan=-0.0, posinf=3e38, neginf=-3e38)
+    return Partial(out.masked_fill((lse == -math.inf)[:, None], 0.0), lse)
+
+
+def test_the_algebra_holds_for_many_wild_partials() -> None:
+    first, second = wild_partial(1, 200_000), wild_partial(2, 200_000)
+    merged = merge(first, second)
+    same_bits(merged, merge(second, first))
+    same_bits(merge(first, empty_like(first)), first)
+    assert merged.out.isfinite().all()
+    assert not merged.lse.isnan().any()
+    assert torch.all(merged.lse >= torch.maximum(first.lse, second.lse))
+    low, high = torch.minimum(first.out, second.out), torch.maximum(first.out, second.out)
+    both = (first.lse > -math.inf) & (second.lse > -math.inf)
+    slack = torch.maximum(low.abs(), high.abs()) * 2**-22
+    assert torch.all((merged.out >= low - slack) & (merged.out <= high + slack) | ~both[:, None])
+
+
+def test_by_hand() -> None:
+    first = Partial(torch.tensor([[1.0, 2.0]]), torch.tensor([0.0]))
+    second = Partial(torch.tensor([[5.0, -2.0]]), torch.tensor([math.log(3.0)]))
+    merged = merge(first, second)
+    torch.testing.assert_close(merged.out, torch.tensor([[4.0, -1.0]]))
+    torch.testing.assert_close(merged.lse, torch.tensor([math.log(4.0)]))
+
+
+def test_outs_near_the_end_of_float32_do_not_overflow() -> None:
+    great = Partial(torch.tensor([[3e38, -3e38]]), torch.tensor([1.0]))
+    same_bits(Partial(merge(great, great).out, great.lse), great)
+
+
+def attention_in_parts(part_count: int, seed: int) -> tuple[Partial, list[Partial]]:
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(6, 3, 24, generator=generator)
+    rows = torch.randn(200, 24, generator=generator)
+    slots = torch.stack([torch.randperm(200, generator=generator)[:60] for _ in range(6)])
+    owner = torch.randint(part_count, slots.shape, generator=generator)
+    owner[0] = 0  # query 0 finds everything in part 0, so the others are empty
+
+    def attend(named: torch.Tensor) -> Partial:
+        return reference.sparse_attention(queries, rows, named, latent_dim=16, scale=0.2)
+
+    return attend(slots), [attend(slots.where(owner == part, -1)) for part in range(part_count)]
+
+
+@pytest.mark.parametrize("part_count", [1, 2, 3, 7])
+def test_attention_in_parts_is_attention(part_count: int) -> None:
+    for seed in range(3):
+        whole, parts = attention_in_parts(part_count, seed)
+        merged = merge_all(parts)
+        torch.testing.assert_close(merged.out, whole.out, atol=1e-6, rtol=0)
+        torch.testing.assert_close(merged.lse, whole.lse, atol=2e-6, rtol=0)
+        same_bits(Partial(merged.out[0], merged.lse[0]), Partial(whole.out[0], whole.lse[0]))
+
+
+def test_into_may_be_a_side() -> None:
+    _, (first, second) = attention_in_parts(2, 9)
+    want = merge(first, second)
+    fresh = Partial(torch.full_like(first.out, 7), torch.full_like(first.lse, 7))
+    for into in (fresh, Partial(*map(torch.clone, first))):
+        given_back = merge(first, second, into=into)
+        assert given_back.out.data_ptr() == into.out.data_ptr()
+        same_bits(into, want)
+    same_bits(merge(first, second, into=first), want)
+    _, (first, second) = attention_in_parts(2, 9)
+    merge(first, second, into=second)
+    same_bits(second, want)
+
+
+def test_strided_sides() -> None:
+    _, (first, second) = attention_in_parts(2, 4)
+    turned = Partial(first.out.transpose(0, 1).contiguous().transpose(0, 1), first.lse.T.clone().T)
+    assert not turned.out.is_contiguous()
+    same_bits(merge(turned, second), merge(first, second))
+
+
+def test_plus_infinity_is_loud() -> None:
+    ordinary = Partial(torch.ones(1, 2), torch.zeros(1))
+    foreign = Partial(torch.zeros(1, 2), torch.full((1,), math.inf))
+    assert merge(ordinary, foreign).out.isnan().all()
+    assert merge(foreign, ordinary).lse.isnan().all()
+
+
+def test_adapt_converts_at_the_door() -> None:
+    garbage = torch.tensor([[1.0, 2.0], [math.nan, 3.0]], dtype=torch.bfloat16)
+    lse = torch.tensor([3.0, math.inf])
+    ours = adapt(garbage, lse, empty="+inf")
+    assert ours.out.tolist() == [[1, 2], [0, 0]]
+    assert ours.lse.tolist() == [3, -math.inf]
+    assert ours.out.dtype == ours.lse.dtype == torch.float32
+    base_2 = adapt(garbage, torch.tensor([3.0, -math.inf]), base="2", empty="-inf")
+    torch.testing.assert_close(base_2.lse, torch.tensor([math.log(8.0), -math.inf]))
+    assert base_2.out[1].tolist() == [0, 0]
+    # a mark that was not announced is not hidden
+    assert adapt(garbage, lse, empty="-inf").lse[1] == math.inf
+    with pytest.raises(BadInput, match="base '10'"):
+        adapt(garbage, lse, base="10", empty="+inf")
+
+
+def test_bad_input() -> None:
+    one = Partial(torch.zeros(4, 2), torch.zeros(4))
+    into = Partial(torch.full((4, 2), 7.0), torch.full((4,), 7.0))
+    for other in (
+        Partial(torch.zeros(4, 3), torch.zeros(4)),
+        Partial(torch.zeros(4, 2), torch.zeros(1)),
+        Partial(torch.zeros(4, 2).double(), torch.zeros(4)),
+        Partial(torch.zeros(4, 2), torch.zeros(4).half()),
+    ):
+        with pytest.raises(BadInput, match="second"):
+            merge(one, other, into=into)
+        with pytest.raises(BadInput):
+            merge(other, one, into=into)
+    with pytest.raises(BadInput, match="into"):
+        merge(one, one, into=Partial(into.out[:2], into.lse[:2]))
+    assert (into.out == 7).all()
+    with pytest.raises(BadInput, match="got 0"):
+        merge_all([])

@@ -1,0 +1,123 @@
+"""Console scripts: documents on stdout, sentences on stderr, exit codes 0, 1 and 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ess import console
+from ess.errors import BadInput, PoolFull, Unavailable
+from ess.server import cli
+
+HERE = __name__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["layotu"], 2, 'Did you mean "layout"'),
+        (["layout", "glm-5", "--jsn"], 2, "--json"),
+        (["layout"], 2, "NAME"),
+        (["layout", "glm-5", "--row", "fp4"], 2, "fp8"),
+        (["layout", "glm-6"], 2, "choose from deepseek-v3.2, glm-5, glm-5.2, ess-embedded"),
+        (["layout", "glm-5", "--host-bytes", "7q"], 2, "'7q' is not a size"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(
+    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == code
+    streams = capsys.readouterr()
+    assert says in " ".join(streams.err.replace("│", " ").split())
+    assert streams.out == ""
+
+
+def test_a_layout_says_what_a_token_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["layout", "deepseek-v3.2", "--host-bytes", "24GiB"]
+    assert cli.main([*arguments, "--json"]) == 0
+    cost = json.loads(capsys.readouterr().out)
+    assert cost["token_host_bytes"] == 62 * (656 + 132)
+    assert cost["wire_page_bytes"] == 64 * 656
+    assert cost["slot_floor_bytes"] == 6400 * 62 * 656
+    assert cost["host_token_count"] == 24 * 2**30 // (64 * 62 * (656 + 132)) * 64
+    assert cli.main(arguments) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert f"capacity {cost['host_token_count']:,} tokens in 24.00 GiB" in table
+
+
+def test_shared_groups_store_fewer_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["layout", "glm-5.2", "--row", "bf16", "--json"]) == 0
+    cost = json.loads(capsys.readouterr().out)
+    assert (cost["row_bytes"], cost["group_count"]) == (1152, 22)
+    assert cost["token_host_bytes"] == 79 * 1152 + 22 * 132
+    assert cost["host_token_count"] is None
+
+
+def test_the_version_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["ess", "python", "numpy", "torch", "native"]
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == found["ess"]
+    assert cli.main(["version"]) == 0
+    assert found["numpy"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadInput("length is -1"), 2),
+        (Unavailable("no CUDA here"), 1),
+        (PoolFull(limiter="slots", needed=2, free=1, sentence="needs 2 slots, 1 free"), 1),
+        (FileNotFoundError(2, "No such file", "x.trace"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_sentences_and_codes(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = console.make_app("tool", summary="", version="1", commands=())
+
+    @app.command
+    def fail() -> None:
+        raise error
+
+    assert console.run(app, ["fail"]) == code
+    streams = capsys.readouterr()
+    assert streams.err.startswith("tool: ")
+    assert streams.err.count("\n") == 1
+    assert streams.out == ""
+
+
+def test_our_own_faults_keep_their_traceback() -> None:
+    app = console.make_app("tool", summary="", version="1", commands=())
+
+    @app.command
+    def fail() -> None:
+        raise AssertionError("ESS itself is wrong")
+
+    with pytest.raises(AssertionError, match="ESS itself"):
+        console.run(app, ["fail"])
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    code = "from ess.server.cli import main; raise SystemExit(main(['layout', 'glm-5', '--json']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        complaint = process.stderr.read()
+    assert (process.returncode, complaint) == (1, b"")
+
+
+def test_tables_in_a_pipe_are_neither_wrapped_nor_coloured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main(["layout", "deepseek-v3.2"]) == 0
+    table = capsys.readouterr().out
+    assert "\x1b" not in table
+    assert any("index keys and the row map" in line for line in table.splitlines())

@@ -1,0 +1,307 @@
+"""What comes in wrong through the door: a typed error that says what, and nothing has changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ess.door import Offload
+from ess.errors import BadInput, BadState, PoolFull, Unavailable
+from ess.flashtrans import ManualLane
+from ess.layout import IndexCodec, ModelLayout, RowCodec
+
+LAYOUT = ModelLayout(
+    name="t",
+    layer_count=2,
+    groups=((0, 1), (2,)),
+    row=RowCodec(form="opaque", opaque_bytes=16),
+    index=IndexCodec(key_dim=8, head_count=1),
+    mtp_layer_count=1,
+    top_k=8,
+    slot_floor=8,
+)
+
+
+def make(**changes) -> Offload:
+    settings = {
+        "slot_bytes": 2 * LAYOUT.group_layers_max * LAYOUT.page_bytes,
+        "host_bytes": 8 * LAYOUT.host_page_bytes,
+        "sequence_max": 3,
+        "length_max": 256,
+        "query_max": 8,
+        "lane": ManualLane(seed=1),
+        "poison": True,
+    }
+    return Offload.create(LAYOUT, **{**settings, **changes})
+
+
+@pytest.fixture
+def offload():
+    with make() as made:
+        yield made
+
+
+def rows(count: int, fill: int = 1) -> torch.Tensor:
+    return torch.full((count, 16), fill, dtype=torch.uint8)
+
+
+def opened(offload: Offload, count: int = 10):
+    sequence = offload.open(list(range(count + 1)))
+    for layer in range(3):
+        offload.import_rows(sequence, layer=layer, start=0, rows=rows(count))
+    return sequence
+
+
+def selection(*positions: int, queries: int = 1) -> torch.Tensor:
+    line = [*positions, *[-1] * (8 - len(positions))]
+    return torch.tensor([line] * queries, dtype=torch.int32)
+
+
+def snapshot(offload: Offload) -> tuple:
+    pools = offload._pools
+    arrays = (
+        pools.sparse.slot_of,
+        pools.sparse._row_of,
+        pools.sparse._dirty,
+        pools.latent._stored,
+        pools.latent._keyed,
+        pools.latent.rows,
+        pools.latent.keys.pages,
+        pools.index.keys.pages,
+        pools.index.host_page_of,
+        pools.tables.lines,
+    )
+    frees = (pools.latent.free_count, pools.index.pages.free_count, pools.ledger.free("slots"))
+    return (*(array.tobytes() for array in arrays), frees)
+
+
+def refused(offload: Offload, kind: type[Exception], match: str, call) -> None:
+    before = snapshot(offload)
+    with pytest.raises(kind, match=match):
+        call()
+    assert snapshot(offload) == before
+    offload.check()
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (torch.zeros(2, 16), "float32, must be uint8"),
+        (torch.zeros(2, 15, dtype=torch.uint8), r"shape \[2, 15\], must be \[any, 16\]"),
+        (torch.zeros(16, dtype=torch.uint8), "shape"),
+        (torch.zeros(2, 32, dtype=torch.uint8)[:, ::2], "not contiguous"),
+        ([[1] * 16], "list, must be a tensor"),
+        (torch.zeros(12, 16, dtype=torch.uint8), r"0..11 .* must lie within 0..10"),
+    ],
+)
+def test_bad_rows_are_refused(offload, bad, match):
+    sequence = offload.open(list(range(11)))
+    call = lambda: offload.import_rows(sequence, layer=0, start=0, rows=bad)  # noqa: E731
+    refused(offload, BadInput, match, call)
+
+
+def test_imports_outside_the_sequence_or_twice_are_refused(offload):
+    sequence = opened(offload)
+    refused(
+        offload,
+        BadInput,
+        "row 3 was imported already",
+        lambda: offload.import_rows(sequence, layer=1, start=3, rows=rows(2)),
+    )
+    for layer in (-1, 3):
+        refused(
+            offload,
+            BadInput,
+            r"outside 0\.\.2",
+            lambda layer=layer: offload.import_rows(sequence, layer=layer, start=0, rows=rows(1)),
+        )
+    refused(
+        offload,
+        BadInput,
+        "must lie within",
+        lambda: offload.import_rows(sequence, layer=0, start=-1, rows=rows(1)),
+    )
+    keys = torch.zeros(1, 12, dtype=torch.uint8)
+    refused(
+        offload,
+        BadInput,
+        "no index keys of its own",
+        lambda: offload.import_keys(sequence, layer=1, start=0, keys=keys),
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (selection(10), "position 10"),
+        (selection(-2), "position -2"),
+        (selection(2**31 - 1), "position 2147483647"),
+        (selection(1).long(), "int64, must be int32"),
+        (selection(1)[:, :4], r"shape \[1, 4\]"),
+        (selection(1, queries=2), "selection rows is 2, must be 1..1"),
+        (torch.zeros(8, 2, dtype=torch.int32).T[:1], "not contiguous"),
+        (None, "NoneType"),
+    ],
+)
+def test_bad_selections_are_refused(offload, bad, match):
+    sequence = opened(offload)
+    step = offload.begin([sequence], query_counts=[1])
+    refused(offload, BadInput, match, lambda: offload.resolve(0, bad, step))
+
+
+def test_new_positions_exist_once_their_layer_is_appended(offload):
+    sequence = opened(offload)
+    step = offload.begin([sequence], query_counts=[2])
+    two = selection(10, queries=2)
+    refused(offload, BadInput, "position 10", lambda: offload.resolve(0, two, step))
+    offload.append(0, rows(2), step)
+    refused(offload, BadInput, "position 11", lambda: offload.resolve(0, selection(11), step))
+    offload.resolve(0, two, step)
+    refused(offload, BadState, "layer 1: append", lambda: offload.resolve(1, None, step))
+    offload.append(1, rows(2), step)
+    offload.resolve(1, None, step)
+
+
+def test_rows_nobody_wrote_are_not_served(offload):
+    sequence = offload.open(list(range(11)))
+    for layer in range(2):
+        offload.import_rows(sequence, layer=layer, start=0, rows=rows(10))
+    offload.import_rows(sequence, layer=2, start=0, rows=rows(4))
+    step = offload.begin([sequence], query_counts=[1])
+    with pytest.raises(BadState, match="layer 2: 1 of 2 selected rows were never written"):
+        offload.resolve(2, selection(0, 5), step)
+    offload.check()
+    offload.resolve(2, selection(0, 3), step).wait()
+
+
+def test_moments(offload):
+    sequence = opened(offload)
+    step = offload.begin([sequence], query_counts=[1])
+    refused(offload, BadState, "not committed", lambda: offload.begin([sequence], query_counts=[1]))
+    refused(offload, BadState, "in step", lambda: offload.preempt(sequence))
+    refused(offload, BadState, "in step", lambda: offload.fork(sequence))
+    refused(offload, BadState, "first", lambda: offload.resolve(1, None, step))
+    offload.append(0, rows(1), step)
+    refused(offload, BadState, "appended in step", lambda: offload.append(0, rows(1), step))
+    refused(offload, BadState, "2 layers|1 layers", lambda: offload.commit(step, accepted=[1]))
+    offload.append(1, rows(1), step)
+    refused(offload, BadInput, "accepted is 2", lambda: offload.commit(step, accepted=[2]))
+    refused(offload, BadInput, "2 entries", lambda: offload.commit(step, accepted=[1, 1]))
+    other = [[99]]
+    refused(offload, BadInput, "differ", lambda: offload.commit(step, accepted=[1], tokens=other))
+    offload.commit(step, accepted=[1])
+    for call in (
+        lambda: offload.commit(step, accepted=[1]),
+        lambda: offload.append(0, rows(1), step),
+        lambda: offload.resolve(0, selection(0), step),
+    ):
+        refused(offload, BadState, "not the open step", call)
+    refused(offload, BadState, "active, not preempted", lambda: offload.resume(sequence))
+    sequence.close()
+    offload.drain()
+    for call in (
+        sequence.close,
+        lambda: offload.preempt(sequence),
+        lambda: offload.begin([sequence], query_counts=[1]),
+        lambda: offload.import_rows(sequence, layer=0, start=0, rows=rows(1)),
+        lambda: offload.page_table([sequence]),
+    ):
+        refused(offload, BadState, "closed", call)
+
+
+def test_batches(offload):
+    one, two = opened(offload), opened(offload)
+    begin = offload.begin
+    for match, call in {
+        "twice": lambda: begin([one, one], query_counts=[1, 1]),
+        "1 entries": lambda: begin([one, two], query_counts=[1]),
+        "must be 1..8": lambda: begin([one, two], query_counts=[5, 4]),
+        "0 new rows": lambda: begin([one, two], query_counts=[1, 0]),
+        "must be 1..8 ": lambda: begin([], query_counts=[]),
+    }.items():
+        refused(offload, BadInput, match.strip(), call)
+
+
+def test_opening(offload):
+    refused(offload, BadInput, "0 tokens", lambda: offload.open([]))
+    refused(offload, BadInput, "257 tokens", lambda: offload.open(range(257)))
+    refused(offload, BadInput, "length_max 5", lambda: offload.open(range(9), length_max=5))
+    for _ in range(3):
+        offload.open([1, 2])
+    refused(offload, PoolFull, "all 3 sequences", lambda: offload.open([1]))
+
+
+def test_a_full_pool_names_its_limiter(offload):
+    offload.open(range(200), length_max=256)
+    offload.open(range(1000, 1200), length_max=256)
+    refused(offload, PoolFull, "index pages|host pages", lambda: offload.open([1]))
+
+
+def test_growth_is_all_or_nothing():
+    with make(host_bytes=3 * LAYOUT.host_page_bytes) as offload:
+        one, two = opened(offload, 63), opened(offload, 63)
+        step = offload.begin([one, two], query_counts=[1, 1])
+        for layer in range(2):
+            offload.append(layer, rows(2), step)
+        offload.commit(step, accepted=[1, 1])
+        offload.drain()
+        both = lambda: offload.begin([one, two], query_counts=[1, 1])  # noqa: E731
+        refused(offload, PoolFull, r"needs 2 (host|index) pages", both)
+        assert (one.page_count, two.page_count) == (1, 1)
+        offload.begin([two], query_counts=[1])
+        assert (one.page_count, two.page_count) == (1, 2)
+
+
+def fail_inside(offload: Offload, made: list) -> None:
+    with opened(offload) as sequence:
+        made.append(sequence)
+        step = offload.begin([sequence], query_counts=[1])
+        offload.append(0, rows(1), step)
+        raise ZeroDivisionError
+
+
+def test_leaving_with_a_step_open_gives_the_step_up(offload):
+    made: list = []
+    with pytest.raises(ZeroDivisionError):
+        fail_inside(offload, made)
+    assert made[0].state == "closed"
+    offload.drain()
+    assert offload.stats().used_slot_count.sum() == 0
+    offload.check()
+
+
+def test_sizes_that_hold_nothing_say_the_least_that_works():
+    with pytest.raises(BadInput, match=r"slot_bytes is 1\.00 KiB, the least that works is"):
+        make(slot_bytes="1KiB")
+    with pytest.raises(BadInput, match="host_bytes"):
+        make(host_bytes=100)
+    with pytest.raises(BadInput, match="not a size"):
+        make(host_bytes="many")
+    with pytest.raises(Unavailable, match="cuda"):
+        make(device="cuda", lane=None)
+    with pytest.raises(BadInput, match="query_max is 0"):
+        make(query_max=0)
+
+
+def test_a_closed_offload_refuses_work():
+    offload = make()
+    offload.close()
+    offload.close()
+    with pytest.raises(BadState, match="closed"):
+        offload.open([1])
+
+
+def test_budget_moves(offload):
+    refused(offload, BadInput, "source is 2", lambda: offload.move_budget(source=2, target=0))
+    refused(offload, BadInput, "both group 1", lambda: offload.move_budget(source=1, target=1))
+    assert not offload.move_budget(source=0, target=1), "a group keeps at least one chunk"
+
+
+def test_numpy_arrays_are_as_good_as_tensors(offload):
+    sequence = offload.open(list(range(5)))
+    for layer in range(3):
+        offload.import_rows(sequence, layer=layer, start=0, rows=np.full((4, 16), 9, np.uint8))
+    step = offload.begin([sequence], query_counts=[1])
+    answer = offload.resolve(2, np.array([[0, 1, 2, 3, -1, -1, -1, -1]], np.int32), step).wait()
+    assert (offload.slots(2)[answer.miss[0, :4].long()] == 9).all()

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ess.layout import IndexCodec, ModelLayout, RowCodec
+from ess.pool.latent import LatentPool
+from ess.pool.prefix import page_hashes
+
+LAYOUT = ModelLayout(
+    name="t",
+    layer_count=2,
+    groups=((0,), (1,), (2,)),
+    row=RowCodec(form="opaque", opaque_bytes=8),
+    index=IndexCodec(key_dim=8, head_count=1),
+    mtp_layer_count=1,
+    top_k=4,
+)
+
+
+def pool(pages: int = 4) -> LatentPool:
+    return LatentPool(LAYOUT, np.zeros(pages * LAYOUT.host_page_bytes, np.uint8), poison=True)
+
+
+def rows_of(page: int, count: int = 64) -> np.ndarray:
+    return np.arange(page * 64, page * 64 + count, dtype=np.int32)
+
+
+def complete(latent: LatentPool, page: int) -> None:
+    for layer in range(LAYOUT.layer_total):
+        latent.mark_rows(layer, rows_of(page))
+    for layer in range(LAYOUT.key_layer_count):
+        latent.mark_keys(layer, rows_of(page))
+
+
+def test_memory_is_cut_into_rows_and_keys_without_overlap():
+    latent = pool()
+    assert latent.rows.shape == (3, 4 * 64, 8)
+    assert latent.keys.pages.shape == (3, 4, 64 * 12)
+    latent.rows.fill(1)
+    latent.keys.pages.fill(2)
+    assert (latent.rows == 1).all()
+
+
+@pytest.mark.parametrize("missing", ["row of a layer", "row of the MTP layer", "key"])
+def test_a_page_is_complete_only_with_every_row_and_key(missing):
+    latent = pool()
+    page = int(latent.take(1)[0])
+    layer = 2 if missing == "row of the MTP layer" else 0
+    for each in range(3):
+        short = each == layer and missing != "key"
+        latent.mark_rows(each, rows_of(page, 63 if short else 64))
+        latent.mark_keys(each, rows_of(page, 63 if missing == "key" and each == 1 else 64))
+    assert not latent.is_complete(page)
+    with pytest.raises(AssertionError):
+        latent.publish(page, b"text")
+    complete(latent, page)
+    assert latent.is_complete(page)
+    assert latent.publish(page, b"text")
+
+
+def test_leading_count_is_the_shortest_main_layer():
+    latent = pool()
+    pages = latent.take(2)
+    for layer, count in ((0, 64), (1, 64)):
+        latent.mark_rows(layer, rows_of(int(pages[0]), count))
+    assert latent.leading_count(pages) == 64, "the MTP layer may lag"
+    latent.mark_rows(0, rows_of(int(pages[1]), 40))
+    latent.mark_rows(1, rows_of(int(pages[1]), 7))
+    assert latent.leading_count(pages) == 71
+    latent.mark_rows(1, rows_of(int(pages[1]), 64)[9:])
+    assert latent.leading_count(pages) == 71, "a hole ends it"
+    assert latent.leading_count(pages[:0]) == 0
+
+
+def test_rows_of_a_freed_page_are_poisoned_and_forgotten():
+    latent = pool()
+    page = latent.take(1)
+    latent.rows[:, rows_of(int(page[0]))] = 7
+    latent.keys.pages[:, page] = 7
+    complete(latent, int(page[0]))
+    latent.drop(page)
+    assert (latent.rows[:, rows_of(int(page[0]))] == 0xFF).all()
+    assert (latent.keys.pages[:, page] == 0xFF).all()
+    assert not latent.is_stored(0, rows_of(int(page[0]))).any()
+    assert not latent.is_keyed(0, rows_of(int(page[0]))).any()
+    assert latent.free_count == 4
+    latent.check()
+
+
+def test_published_pages_stay_until_the_room_is_needed_deepest_first():
+    latent, hashes = pool(), page_hashes(range(192))
+    pages = latent.take(3)
+    for page, content in zip(pages.tolist(), hashes, strict=True):
+        complete(latent, page)
+        latent.publish(page, content)
+    latent.drop(pages)
+    assert latent.free_count == 4
+    assert latent.pages.free_count == 1
+    assert latent.prefix.find(hashes) == pages.tolist()
+    latent.take(2)
+    assert latent.prefix.find(hashes) == pages.tolist()[:2], "a child goes before its parents"
+    latent.check()
+
+
+def test_a_cached_page_that_is_held_again_is_not_forgotten():
+    latent, content = pool(1), page_hashes(range(64))[0]
+    page = latent.take(1)
+    complete(latent, int(page[0]))
+    latent.publish(int(page[0]), content)
+    latent.drop(page)
+    latent.hold(page)
+    assert latent.free_count == 0
+    latent.drop(page)
+    assert latent.prefix.find([content]) == page.tolist()
+    latent.check()
+
+
+def test_a_copied_page_has_the_rows_the_keys_and_the_marks():
+    latent = pool()
+    source, target = (int(page) for page in latent.take(2))
+    latent.rows[:, rows_of(source)] = 5
+    latent.keys.pages[:, source] = 6
+    latent.mark_rows(0, rows_of(source, 9))
+    latent.mark_keys(1, rows_of(source, 3))
+    latent.copy_page(source, target)
+    assert (latent.rows[:, rows_of(target)] == 5).all()
+    assert (latent.keys.pages[:, target] == 6).all()
+    assert latent.is_stored(0, rows_of(target)).sum() == 9
+    assert latent.is_keyed(1, rows_of(target)).sum() == 3

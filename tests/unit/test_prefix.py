@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from ess.pool.prefix import PrefixIndex, page_hash, page_hashes, root_hash
+
+
+def test_only_full_pages_have_a_hash():
+    assert page_hashes(range(63)) == []
+    assert len(page_hashes(range(64))) == 1
+    assert len(page_hashes(range(130))) == 2
+
+
+def test_a_hash_covers_everything_before_its_page():
+    one, two = page_hashes([1] * 128), page_hashes([2] + [1] * 127)
+    assert one[0] != two[0]
+    assert one[1] != two[1], "equal tokens behind different prefixes"
+    assert page_hashes([1] * 200)[:2] == one
+
+
+def test_salts_never_share_pages():
+    assert page_hashes([1] * 64, salt=b"a") != page_hashes([1] * 64, salt=b"b")
+
+
+def test_hashing_page_by_page_is_the_same():
+    tokens = list(range(128))
+    first = page_hash(root_hash(b"s"), tokens[:64])
+    assert page_hashes(tokens, salt=b"s") == [first, page_hash(first, tokens[64:])]
+
+
+def test_the_longest_known_prefix_is_found():
+    index, hashes = PrefixIndex(), page_hashes(range(256))
+    for page, content in ((7, hashes[0]), (9, hashes[1]), (4, hashes[3])):
+        assert index.publish(page, content)
+    assert index.find(hashes) == [7, 9], "a gap ends the prefix"
+    assert index.find(page_hashes(range(1, 65))) == []
+
+
+def test_the_first_page_of_a_text_stays():
+    index, content = PrefixIndex(), page_hashes(range(64))[0]
+    assert index.publish(1, content)
+    assert index.publish(1, content), "publishing again changes nothing"
+    assert not index.publish(2, content)
+    assert 1 in index
+    assert 2 not in index
+    index.check()
+
+
+def test_idle_pages_are_forgotten_oldest_first_unless_busy_again():
+    index, hashes = PrefixIndex(), page_hashes(range(192))
+    for page, content in enumerate(hashes):
+        index.publish(page, content)
+        index.idle(page)
+    assert index.idle_count == 3
+    index.busy(0)
+    assert not index.is_idle(0)
+    assert index.forget_oldest() == 1
+    assert index.find(hashes) == [0]
+    assert index.forget_oldest() == 2
+    assert index.idle_count == 0
+    index.check()
