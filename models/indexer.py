@@ -87,10 +87,11 @@ def top_k(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
     """The k best of the first `lengths` scores: int32 [rows, k], ascending, padded with -1.
 
     Everything above the k-th best score is in; among the scores equal to it, the lowest positions
-    fill what is left. So the result does not depend on how a sort treats ties.
+    fill what is left. So the result does not depend on how a sort treats ties. NaN counts as
+    infinite, so that it is seen.
     """
     seen = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
-    visible = scores.masked_fill(~seen, -torch.inf)
+    visible = scores.masked_fill(scores.isnan(), torch.inf).masked_fill(~seen, -torch.inf)
     width = min(k, scores.shape[1])
     floor = visible.topk(width, sorted=True).values[:, -1:]
     above = visible > floor

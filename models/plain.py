@@ -7,7 +7,7 @@ the top-k covers all positions, attention is dense.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,12 +21,7 @@ from ess.models.layers import Rotation
 from ess.models.mla import attend, attend_dense
 from ess.models.model import Model
 from ess.models.mtp import Mtp
-
-Through = Callable[[Tensor], Tensor]
-
-
-def unchanged(x: Tensor) -> Tensor:
-    return x
+from ess.models.precision import Precision
 
 
 class Growing:
@@ -52,14 +47,6 @@ class Growing:
     def keep(self, length: int) -> None:
         assert length <= self.length, f"{length} of {self.length} rows"
         self.length = length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """What stored rows, and both sides of the indexer's dot product, are passed through."""
-
-    rows: Through = unchanged
-    index: Through = unchanged
 
 
 class PlainLayer:

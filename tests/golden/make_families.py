@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+sys.path.insert(0, str(HERE.parents[1]))
 
-from support import checkpoints  # noqa: E402
-from support.oracle import Oracle  # noqa: E402
-from support.walk import walk  # noqa: E402
+from tests.support import checkpoints  # noqa: E402
+from tests.support.oracle import Oracle  # noqa: E402
+from tests.support.walk import walk  # noqa: E402
 
 PREFILL, STEPS, SAMPLED = 72, 24, 8
 MARGIN = 2e-5

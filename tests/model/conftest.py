@@ -1,9 +1,15 @@
-"""Small models: one thread is faster than two, and the machine may be shared."""
+from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
+def _one_thread() -> Iterator[None]:
+    """Small ops on busy cores wait longer for a second thread than it saves."""
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

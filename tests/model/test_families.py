@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import checkpoints
-from support.unabsorbed import Unabsorbed
-from support.walk import walk
 
 from ess.errors import BadInput
 from ess.models.plain import Plain, greedy
 from ess.models.registry import build, read_config
+from tests.support import checkpoints
+from tests.support.unabsorbed import Unabsorbed
+from tests.support.walk import walk
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families.npz"
 PREFILL, SAMPLED, TOLERANCE = 72, 8, 1e-4

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import checkpoints
-from support.lowprec import fp8_index, fp8_rows, mean_kl
 
-from ess.models.plain import Plain, Precision
-from ess.models.registry import build
+from ess.models.plain import Plain
+from ess.models.precision import Precision, as_stored
+from ess.models.registry import build, read_config
+from tests.support import checkpoints
 
 KL_MAX = 0.05
+STORED = as_stored(read_config(checkpoints.V32).layout())
 LOW = {
-    "fp8 rows": Precision(rows=fp8_rows),
-    "fp8 indexer": Precision(index=fp8_index),
-    "both": Precision(rows=fp8_rows, index=fp8_index),
+    "fp8 rows": Precision(rows=STORED.rows),
+    "fp8 indexer": Precision(index=STORED.index),
+    "both": STORED,
 }
 
 
@@ -49,3 +50,14 @@ def check(name: str, exact: torch.Tensor, logits: torch.Tensor) -> None:
     assert logits.isfinite().all()
     assert 1e-6 < kl < KL_MAX, name
     assert agreement > 0.5, name
+
+
+def mean_kl(exact: torch.Tensor, other: torch.Tensor) -> float:
+    p, q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_the_f32_layout_changes_nothing(exact: torch.Tensor) -> None:
+    layout = read_config(checkpoints.V32).layout(row="f32", index="f32")
+    model = checkpoints.model(checkpoints.V32)
+    assert torch.equal(Plain(model, precision=as_stored(layout)).run(_tokens()).logits, exact)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import checkpoints
-from support.unabsorbed import Unabsorbed
 
 from ess.models.model import Model
 from ess.models.plain import Drafter, Plain, PlainDrafter, greedy, greedy_mtp
+from tests.support import checkpoints
+from tests.support.unabsorbed import Unabsorbed
 
 RAWS = [checkpoints.TINY_V32, checkpoints.TINY_GLM]
 

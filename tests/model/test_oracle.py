@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import checkpoints
-from support.walk import walk
 
 from ess.models.plain import Plain, greedy
+from tests.support import checkpoints
+from tests.support.walk import walk
 
 pytest.importorskip("transformers", reason="extra `oracle` (transformers==5.23.0) is not installed")
-from support.oracle import Answer, Oracle
+from tests.support.oracle import Answer, Oracle
 
 pytestmark = pytest.mark.slow
 LENGTH, PREFILL, TOLERANCE, TIE = 512, 448, 1e-4, 5e-6

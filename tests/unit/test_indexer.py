@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ess.kernels import reference
 from ess.models import indexer
 from ess.models.indexer import Probe, index_scores, select, top_k
 
@@ -26,11 +27,13 @@ def test_top_k_with_ties_takes_the_lowest_positions(levels: int, width: int, k: 
     for row in range(50):
         expected = best_by_sorting(scores[row].tolist(), int(lengths[row]), k)
         assert chosen[row].tolist() == expected
+    assert torch.equal(chosen, reference.top_k(scores, lengths, k=k))
 
 
 def test_top_k_never_sees_beyond_the_length_and_treats_signed_zeros_as_tied() -> None:
     scores = torch.tensor([[0.0, -0.0, -0.0, 0.0, torch.nan, torch.inf]])
     assert top_k(scores, torch.tensor([4]), 2).tolist() == [[0, 1]]
+    assert top_k(scores, torch.tensor([5]), 2).tolist() == [[0, 4]], "NaN is seen"
 
 
 def test_scores_equal_the_formula_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoints import GLM, V32
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.models.registry import MODULES, family, read_config
+from tests.support.checkpoints import GLM, V32
 
 PUBLISHED_V32: dict[str, Any] = {
     **V32,

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import checkpoints
 
 from ess.models.layers import Source
 from ess.models.moe import Moe, Routing
 from ess.models.registry import read_config
+from tests.support import checkpoints
 
 PREFIX = "model.layers.2.mlp"
 
