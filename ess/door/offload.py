@@ -6,6 +6,7 @@ from collections.abc import Sequence as Many
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ess.door import arrival, stepping
@@ -21,7 +22,7 @@ from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
-from ess.units import parse_size
+from ess.units import PAGE_ROWS, parse_size
 
 
 class Offload:
@@ -112,6 +113,19 @@ class Offload:
         if min(lines, default=0) < 0:
             raise BadState("a preempted or closed sequence has no pages on the device")
         return torch.from_numpy(self._pools.tables.lines[lines])
+
+    def host_rows(self, sequence: Sequence, start: int, count: int) -> torch.Tensor:
+        """Rows of `host(layer)` that hold `count` positions from `start` on."""
+        in_range("start", start, 0, sequence.page_count * PAGE_ROWS)
+        in_range("count", count, 0, sequence.page_count * PAGE_ROWS - start)
+        return torch.from_numpy(life.host_rows(sequence, start, count))
+
+    def active_rows(self, sequence: Sequence, start: int, count: int) -> torch.Tensor:
+        """Row ids of these positions: page * 64 + offset in `key_pages`."""
+        sequence.require("active")
+        in_range("start", start, 0, sequence.page_count * PAGE_ROWS)
+        in_range("count", count, 0, sequence.page_count * PAGE_ROWS - start)
+        return torch.from_numpy(self._pools.tables.rows(sequence.line, start, count))
 
     def stats(self) -> Stats:
         return self._counters.read(self._pools)
@@ -238,6 +252,22 @@ class Offload:
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
         return stepping.resolution(self._pools, step, layer, key)
+
+    def locate(
+        self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
+    ) -> torch.Tensor:
+        """Slots of the selected rows that are resident, -1 where one is not. Nothing is fetched.
+
+        `queries` says which queries of the step the lines of `selection` belong to; all, if None.
+        """
+        self._require_step(step)
+        self.layout.check_layer(layer)
+        chosen = range(step.query_count) if queries is None else queries
+        array = as_array(selection, "selection", "int32", (len(chosen), self.layout.top_k))
+        for query in chosen:
+            in_range("a query", query, 0, step.query_count - 1)
+        numbers = np.array(chosen, np.int32)
+        return torch.from_numpy(stepping.locate(self._pools, step, layer, array, numbers))
 
     def _part_for(self, step: Step, group: int) -> Part:
         used = sum(1 for other, _ in step.resolved if other == group)

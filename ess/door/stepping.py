@@ -116,6 +116,16 @@ def resolve(
     return plan
 
 
+def locate(pools: Pools, step: Step, layer: int, selection: Rows, queries: Rows) -> Rows:
+    """Slots of the selected rows that are resident, -1 for all others; nobody is stamped."""
+    rows = np.empty_like(selection)
+    lines, lengths = step.query_line[queries], step.lengths(layer)[queries]
+    planner.translate(selection, pools.tables.lines, lines, lengths, out=rows)
+    group = pools.layout.group_of(layer)
+    _claim(pools, step, group)
+    return pools.sparse.locate(group, rows)
+
+
 def _refuse_unwritten(pools: Pools, plan: FetchPlan, part: Part, query_count: int) -> None:
     """Rows nobody ever wrote cannot be fetched: give their slots up again and say which."""
     place = part.split.place[:query_count]

@@ -139,6 +139,12 @@ class SparsePool:
         claims = planner.plan(arena, rows, step=self.step, ticket=ticket, split=split)
         return self._fetch_plan(group, ticket, claims)
 
+    def locate(self, group: int, rows: RowIds) -> SlotIds:
+        """Slots of rows that have landed, -1 for all others. Decides and changes nothing."""
+        slots = np.where(rows >= 0, self.slot_of[group, rows], np.int32(-1))
+        landed: SlotIds = np.where(self._ticket_of[slots] == 0, slots, np.int32(-1))
+        return landed
+
     def warm(self, group: int, rows: RowIds, ages: RowIds) -> FetchPlan:
         """Rows of late prefill windows, newest first, as if they had been used `ages` steps ago."""
         ticket = self._next_ticket()

@@ -1,0 +1,95 @@
+"""Drafts: the MTP module guesses what the next steps will say.
+
+Its row of position p pairs the finished hidden state of p with token p + 1, so it runs after the
+step's tokens are known, as the last layer of the same step: every verified position gets its row
+from the main model's own hidden state, and what was rejected goes with the step. The first guess
+comes out of that pass. Further guesses chain on the module's own state; their rows live only here,
+and their attention reads the pool's resident rows: that costs acceptance, never tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ess.engine.attend import attend
+from ess.engine.layer import Batch, rows_of, turned
+from ess.engine.runner import Runner
+from ess.kernels.merge import Partial, merge
+from ess.models.mtp import Mtp
+
+
+def draft(
+    runner: Runner,
+    batch: Batch,
+    hidden: Tensor,
+    following: Sequence[int],
+    last: Sequence[int],
+    count: int,
+) -> list[list[int]]:
+    """`count` guesses per sequence.
+
+    `following` is the token after each query of the step; `last` is, per sequence, the query whose
+    token is the newest that was kept.
+    """
+    mtp = runner.model.mtp
+    assert mtp is not None, "drafts need an MTP module"
+    joined = mtp.join(runner.model.embed(torch.tensor(list(following))), hidden)
+    finished = mtp.finish(runner.layer(batch, mtp.layer, joined))[list(last)]
+    guesses = [runner.model.logits(finished).argmax(-1)]
+    chain = Chain(runner, batch, mtp, list(last))
+    while len(guesses) < count:
+        finished = chain.next(guesses[-1], finished)
+        guesses.append(runner.model.logits(finished).argmax(-1))
+    return torch.stack(guesses, dim=1).tolist()  # type: ignore[no-any-return]
+
+
+class Chain:
+    """Further guesses of one step, and the rows they have made so far."""
+
+    def __init__(self, runner: Runner, batch: Batch, mtp: Mtp, last: list[int]) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._mtp = mtp
+        self._last = last
+        self._lengths = batch.lengths[last]
+        self._own: list[Tensor] = []
+
+    def next(self, tokens: Tensor, finished: Tensor) -> Tensor:
+        layer, runner = self._mtp.layer, self._runner
+        hidden = self._mtp.join(runner.model.embed(tokens), finished)
+        rotation = runner.model.rotation(self._lengths + len(self._own))
+        entry = layer.enter(hidden)
+        self._own.append(layer.mla.rows(entry.row, rotation).float())
+        queries = layer.mla.queries(entry.query, rotation)
+        probe = turned(layer.index(entry, rotation), self._batch.layout, runner.ops)
+        partial = merge(
+            self._over_pool(queries, probe.queries, probe.weights), self._over_own(queries)
+        )
+        return self._mtp.finish(layer.mlp(layer.output(hidden, partial.out)))
+
+    def _over_pool(self, queries: Tensor, index_queries: Tensor, weights: Tensor) -> Partial:
+        batch, number = self._batch, self._mtp.layer.number
+        codec = batch.layout.index
+        assert codec is not None, "an indexer without an index codec"
+        logits = batch.ops.index_logits(
+            index_queries.float(),
+            weights,
+            batch.offload.key_pages(number),
+            batch.page_table[self._last],
+            self._lengths,
+            codec,
+        )
+        selection = batch.ops.top_k(logits, self._lengths, k=batch.layout.top_k)
+        slots = batch.offload.locate(number, selection, batch.step, queries=self._last)
+        rows = rows_of(batch.offload, number)
+        return attend(queries, slots, rows, scale=batch.scale, ops=batch.ops)
+
+    def _over_own(self, queries: Tensor) -> Partial:
+        rows = torch.stack(self._own, dim=1)
+        scores = torch.einsum("qhd,qnd->qhn", queries.float(), rows) * self._batch.scale
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse[..., None]).exp()
+        return Partial(weights @ rows[..., : self._batch.layout.row.latent_dim], lse)

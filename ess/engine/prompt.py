@@ -1,0 +1,123 @@
+"""A prompt chunk through the model: rows and keys are made, stored as the truth and read back.
+
+Rows are encoded and then attended decoded, also within their own chunk, so that a chunk boundary
+or a prefix hit changes no value. The attention of a chunk reads the host's rows layer by layer; no
+slot is touched. What the working set needs is the selections of the last queries: the windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ess.door import Sequence as Opened
+from ess.engine.layer import key_records, row_bytes, turned
+from ess.engine.runner import Runner
+from ess.models.decoder import DecoderLayer, Entry
+from ess.models.indexer import Probe, select
+from ess.models.layers import Rotation
+from ess.models.mla import attend, attend_dense
+from ess.pool.warmup import WINDOW_MAX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Positions [start, stop) of an open sequence that run through the model together."""
+
+    runner: Runner
+    sequence: Opened
+    start: int
+    stop: int
+    rotation: Rotation
+    windows: dict[int, Tensor]
+
+
+def run_chunk(
+    runner: Runner, sequence: Opened, tokens: Sequence[int], start: int, following: Sequence[int]
+) -> Tensor:
+    """Runs `tokens` from position `start` on; returns windows int32 [groups, w, k].
+
+    `following` are the tokens after each of them: what the MTP module pairs with its positions.
+    """
+    stop = start + len(tokens)
+    rotation = runner.model.rotation(torch.arange(start, stop))
+    span = Span(
+        runner=runner, sequence=sequence, start=start, stop=stop, rotation=rotation, windows={}
+    )
+    hidden = runner.model.embed(torch.tensor(list(tokens)))
+    chosen: Tensor | None = None
+    for layer in runner.model.layers:
+        hidden, chosen = _layer(span, layer, hidden, chosen)
+    if runner.offload.layout.mtp_layer_count:
+        mtp = runner.model.mtp
+        assert mtp is not None, "the layout has an MTP layer, the model has none"
+        embedded = runner.model.embed(torch.tensor(list(following)))
+        joined = mtp.join(embedded, runner.model.finish(hidden))
+        _layer(span, mtp.layer, joined, None)
+    return torch.stack([span.windows[group] for group in sorted(span.windows)])
+
+
+def _layer(
+    span: Span, layer: DecoderLayer, hidden: Tensor, given: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    entry = layer.enter(hidden)
+    chosen = given
+    if layer.indexer is not None:
+        chosen = _select(span, layer, entry)
+        group = span.runner.offload.layout.group_of(layer.number)
+        span.windows[group] = _window(span, chosen)
+    attended = _attend(span, layer, entry, chosen)
+    return layer.mlp(layer.output(hidden, attended)), chosen
+
+
+def _select(span: Span, layer: DecoderLayer, entry: Entry) -> Tensor | None:
+    """None while the selection covers every position."""
+    offload, ops = span.runner.offload, span.runner.ops
+    layout = offload.layout
+    probe = turned(layer.index(entry, span.rotation), layout, ops)
+    offload.import_keys(
+        span.sequence,
+        layer=layer.number,
+        start=span.start,
+        keys=key_records(probe.keys, layout, ops),
+    )
+    if span.stop <= layout.top_k:
+        return None
+    codec = layout.index
+    assert codec is not None, "an indexer without an index codec"
+    rows = offload.active_rows(span.sequence, 0, span.stop)
+    stored = ops.read_keys(offload.key_pages(layer.number), rows, codec)
+    form = torch.float32 if codec.form == "f32" else torch.float8_e4m3fn
+    keys = stored.values.contiguous().view(form).float() * stored.scales[:, None]
+    lengths = torch.arange(span.start, span.stop) + 1
+    return select(Probe(probe.queries.float(), probe.weights, keys), keys, lengths, layout.top_k)
+
+
+def _attend(span: Span, layer: DecoderLayer, entry: Entry, chosen: Tensor | None) -> Tensor:
+    offload, ops = span.runner.offload, span.runner.ops
+    codec, config = offload.layout.row, span.runner.model.config
+    new = row_bytes(layer.mla.rows(entry.row, span.rotation), offload.layout, ops)
+    offload.import_rows(span.sequence, layer=layer.number, start=span.start, rows=new)
+    stored = offload.host(layer.number)[offload.host_rows(span.sequence, 0, span.stop).long()]
+    rows = ops.decode_rows(stored, codec, torch.empty(span.stop, config.row_dim))
+    queries = layer.mla.queries(entry.query, span.rotation)
+    if chosen is None:
+        positions = torch.arange(span.start, span.stop)
+        return attend_dense(
+            queries, rows, positions, latent_dim=codec.latent_dim, scale=config.attention_scale
+        )
+    return attend(queries, rows, chosen, latent_dim=codec.latent_dim, scale=config.attention_scale)
+
+
+def _window(span: Span, chosen: Tensor | None) -> Tensor:
+    """The selections of the last queries, oldest first."""
+    count = min(WINDOW_MAX, span.stop - span.start)
+    if chosen is not None:
+        return chosen[-count:]
+    top_k = span.runner.offload.layout.top_k
+    positions = torch.arange(top_k, dtype=torch.int32).expand(count, top_k)
+    lengths = torch.arange(span.stop - count, span.stop)[:, None] + 1
+    return torch.where(positions < lengths, positions, -1).int()

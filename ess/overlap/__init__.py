@@ -1,0 +1,1 @@
+"""Overlap orders: the stages of a layer as schedules that hide the fetch."""

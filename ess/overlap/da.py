@@ -1,0 +1,21 @@
+"""DA: the fetch runs beside pre_attn and the attention over rows that are here already.
+
+compute  | index | resolve | pre_attn | attend_resident | attend_fetched | merge |
+copy                       |========= fetch ========|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ess.overlap.stages import P, Stages, Where
+
+
+def da(stages: Stages[Where, P]) -> Sequence[P]:
+    stages.index()
+    [whole] = stages.parts(1)
+    where = stages.resolve(whole)
+    stages.pre_attn()
+    resident = stages.attend_resident(where)
+    stages.wait(where)
+    return [stages.merge(resident, stages.attend_fetched(where))]

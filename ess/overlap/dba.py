@@ -1,0 +1,26 @@
+"""DBA: the batch's logits and top-k in two halves, so that half a's fetch hides behind half b's.
+
+    compute  | index | resolve a | resolve b | pre_attn | resident a, b | fetched a, b | merge |
+    copy                         |=== fetch a ===|=== fetch b ===|
+
+Only the indexer is split: its intensity does not fall with the batch. A batch of one has no second
+half and runs as DA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ess.overlap.stages import P, Stages, Where
+
+
+def dba(stages: Stages[Where, P]) -> Sequence[P]:
+    stages.index()
+    halves = [stages.resolve(half) for half in stages.parts(2)]
+    stages.pre_attn()
+    residents = [stages.attend_resident(where) for where in halves]
+    merged = []
+    for where, resident in zip(halves, residents, strict=True):
+        stages.wait(where)
+        merged.append(stages.merge(resident, stages.attend_fetched(where)))
+    return merged
