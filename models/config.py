@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, field
@@ -24,10 +24,12 @@ Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
 Share = Annotated[float, Meta(ge=0.0, le=1e6)]
 Groups = tuple[tuple[int, ...], ...]
 
+GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
+
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["default", "yarn"] = field(name="rope_type", default="default")
-    theta: Positive = field(name="rope_theta", default=10000.0)
+    theta: Annotated[float, Meta(gt=1.0, le=1e12)] = field(name="rope_theta", default=10000.0)
     factor: Annotated[float, Meta(ge=1.0, le=1e6)] = 1.0
     positions_trained: Count = field(name="original_max_position_embeddings", default=0)
     beta_fast: Positive = 32.0
@@ -138,6 +140,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._require(
             experts % groups == 0, f"n_routed_experts {experts} is not a multiple of {groups}"
         )
+        for name, dim in (
+            ("hidden_size", self.hidden_dim),
+            ("moe_intermediate_size", self.expert_dim),
+        ):
+            self._require(
+                dim % GROUPED_DIM == 0, f"{name} {dim} is not a multiple of {GROUPED_DIM}"
+            )
         self._require(kept <= groups, f"topk_group {kept} exceeds n_group {groups}")
         self._require(
             groups == 1 or experts // groups >= 2, f"{groups} groups of {experts} experts: need 2"

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer, Entry
 from ess.models.indexer import Probe, select
@@ -64,7 +65,8 @@ class PlainLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output and the selection it used; `given` is another layer's selection.
 
-        A selection of None means that every earlier position was attended.
+        A selection of None means that every earlier position was attended. Index keys of tokens
+        that run with a given selection are not kept.
         """
         entry = self._layer.enter(hidden)
         selection = given
@@ -76,6 +78,7 @@ class PlainLayer:
         return self._layer.mlp(self._layer.output(hidden, attended)), selection
 
     def _select(self, entry: Entry, positions: Tensor, rotation: Rotation) -> Tensor | None:
+        assert self.keys.length == self.rows.length, "keys of an earlier token were not kept"
         probe = self._layer.index(entry, rotation)
         through = self._precision.index
         exact = Probe(through(probe.queries.float()), probe.weights, through(probe.keys.float()))
@@ -120,6 +123,7 @@ class Plain:
 
     @torch.inference_mode()
     def run(self, tokens: Sequence[int]) -> Outcome:
+        self._check(tokens)
         positions = torch.arange(self.length, self.length + len(tokens))
         rotation = self._model.rotation(positions)
         hidden = self._model.embed(torch.tensor(tokens))
@@ -133,6 +137,13 @@ class Plain:
         return Outcome(
             logits=self._model.logits(finished), hidden=finished, selections=tuple(selections)
         )
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        limit = self._model.config.vocab_size
+        if not tokens:
+            raise BadInput("no tokens were given")
+        if not 0 <= min(tokens) <= max(tokens) < limit:
+            raise BadInput(f"tokens {min(tokens)}..{max(tokens)} are outside 0..{limit - 1}")
 
     def keep(self, length: int) -> None:
         """Forget the tokens from `length` on."""
@@ -148,7 +159,8 @@ class PlainDrafter:
     """The MTP module over one sequence. Its rows lag the main model's tokens by one."""
 
     def __init__(self, model: Model, *, precision: Precision | None = None) -> None:
-        assert model.mtp is not None, "this model has no MTP module"
+        if model.mtp is None:
+            raise BadInput(f"this {model.config.family} checkpoint has no MTP module")
         self._model = model
         self._mtp: Mtp = model.mtp
         self.layer = PlainLayer(self._mtp.layer, model.config, precision or Precision())
@@ -207,6 +219,8 @@ def greedy_mtp(
     drafter: Drafter | None = None,
 ) -> tuple[list[int], int]:
     """The same tokens, `verified` per step: one known, the others drafted; and the steps taken."""
+    if verified < 1:
+        raise BadInput(f"verified is {verified}, must be positive")
     plain, guesser = Plain(model), drafter or PlainDrafter(model)
     outcome = plain.run(prompt)
     hidden, known = outcome.hidden, [*prompt[1:], int(outcome.logits[-1].argmax())]

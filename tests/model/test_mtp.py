@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ess.errors import BadInput
 from ess.models.model import Model
 from ess.models.plain import Drafter, Plain, PlainDrafter, greedy, greedy_mtp
 from tests.support import checkpoints
@@ -107,3 +108,15 @@ def test_greedy_with_good_and_bad_drafts(raw: dict[str, Any], verified: int) -> 
     hidden = Plain(model).run([*prompt, *truth]).hidden[: len(known)]
     fresh.draft(known, hidden, 1)
     assert torch.allclose(fresh.layer.rows.filled, drafter.rows.filled, atol=1e-5)
+
+
+def test_what_cannot_run_is_refused(raw: dict[str, Any]) -> None:
+    model = checkpoints.model({**raw, "num_nextn_predict_layers": 0})
+    with pytest.raises(BadInput, match="has no MTP module"):
+        PlainDrafter(model)
+    with pytest.raises(BadInput, match="verified is 0"):
+        greedy_mtp(model, [1], 3, verified=0)
+    with pytest.raises(BadInput, match=r"tokens -1\.\.128 are outside 0\.\.127"):
+        Plain(model).run([-1, 128])
+    with pytest.raises(BadInput, match="no tokens"):
+        Plain(model).run([])

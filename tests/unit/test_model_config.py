@@ -119,6 +119,8 @@ def test_the_rope_key_beats_the_family() -> None:
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"attention_bias": True}, "attention_bias true is not supported"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
+        ({"moe_intermediate_size": 100}, "moe_intermediate_size 100 is not a multiple of 8"),
+        ({"rope_theta": 1.0}, r"> 1.0 - at `\$.rope_parameters.rope_theta`, got 1.0"),
         ({"n_group": 3}, "n_routed_experts 16 is not a multiple of 3"),
         ({"topk_group": 5}, "topk_group 5 exceeds n_group 4"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 8 experts"),
