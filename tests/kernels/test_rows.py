@@ -231,6 +231,18 @@ def test_torch_tensors() -> None:
     assert np.array_equal(back[[3, 39, 0]], source[[3, 39, 0]].numpy())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int16", "bool"])
+def test_torch_lists_of_the_wrong_type(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    target = np.zeros((8, 656), np.uint8)
+    with pytest.raises(BadInput, match=f"source_rows is torch.{dtype}"):
+        gather_rows(
+            source=ROWS, source_rows=torch.zeros(8, dtype=getattr(torch, dtype)), target=target
+        )
+    with pytest.raises(BadInput, match="not a contiguous list"):
+        gather_rows(source=ROWS, source_rows=torch.arange(16)[::2], target=target)
+
+
 def test_torch_on_another_device() -> None:
     torch = pytest.importorskip("torch")
     rows = torch.empty(4, 164, device="meta")
