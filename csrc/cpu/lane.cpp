@@ -26,7 +26,14 @@
 namespace ess {
 namespace {
 
-enum Answer : int64_t { timed_out = 0, done = 1, bad_row = 0, closed = -1, foreign = -2, full = -3 };
+enum Answer : int64_t {
+    timed_out = 0,
+    bad_row = 0,
+    done = 1,
+    closed = -1,
+    foreign = -2,
+    full = -3,
+};
 
 int64_t now_ns() {
     const auto since = std::chrono::steady_clock::now().time_since_epoch();

@@ -1,7 +1,7 @@
 // Row movers: copy rows of any size that is a multiple of 4 between two matrices of rows.
 //
 // Rows scattered over gigabytes miss every cache and most address translations, so what limits the
-// copy is how many lines are on their way at once, and every instruction spent between two requests.
+// copy is how many lines are on their way at once, and each instruction spent between two requests.
 // Hence:
 // - Addresses are resolved block by block, away from the loop that waits for memory; skipped pairs
 //   vanish there.
