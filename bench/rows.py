@@ -86,7 +86,7 @@ def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> dict[str, Any]:
     ratio = statistics.median(value) / statistics.median(other)
     target = _target(verb, shape, baseline)
     return {
-        "name": f"{verb} {shape.row_count} rows, {shape.threads} threads, against {baseline.name}",
+        "name": f"{verb} {shape.row_count} rows, threads {shape.threads}, against {baseline.name}",
         "value": statistics.median(value),
         "unit": "GB/s",
         "baseline": baseline.name,

@@ -28,8 +28,8 @@ namespace {
 
 enum Answer : int64_t {
     timed_out = 0,
-    done = 1,
     bad_row = 0,
+    done = 1,
     closed = -1,
     foreign = -2,
     full = -3,

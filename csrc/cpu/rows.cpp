@@ -1,8 +1,8 @@
 // Row movers: copy rows of any size that is a multiple of 4 between two matrices of rows.
 //
 // Rows scattered over gigabytes miss every cache and most address translations, so what limits the
-// copy is how many lines are on their way at once, and every instruction spent between two
-// requests. Hence:
+// copy is how many lines are on their way at once, and each instruction spent between two requests.
+// Hence:
 // - Addresses are resolved block by block, away from the loop that waits for memory; skipped pairs
 //   vanish there.
 // - Beside each line that it copies, the loop requests one line of the row some 16 KiB ahead, on

@@ -21,7 +21,7 @@ struct RowSide {
     }
 };
 
-// The ctypes twin is ess/flashtrans/binding.py.
+// The ctypes twin is NativeCopy of ess/flashtrans/rows.py.
 struct RowCopy {
     RowSide source;
     RowSide target;

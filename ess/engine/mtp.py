@@ -43,7 +43,7 @@ def draft(
     while len(guesses) < count:
         finished = chain.next(guesses[-1], finished)
         guesses.append(runner.model.logits(finished).argmax(-1))
-    return torch.stack(guesses, dim=1).tolist()  # type: ignore[no-any-return]
+    return torch.stack(guesses, dim=1).tolist()
 
 
 class Chain:

@@ -5,7 +5,7 @@ It owns the weights. Which schedule a layer runs is given by the caller, per lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -42,7 +42,9 @@ def resident(stages: LayerStep) -> Sequence[Partial]:
 
 
 Schedule = Callable[[Any], Sequence[Partial]]
-SCHEDULES: Final = MappingProxyType({"resident": resident, "none": none, "da": da, "dba": dba})
+SCHEDULES: Final[Mapping[str, Schedule]] = MappingProxyType(
+    {"resident": resident, "none": none, "da": da, "dba": dba}
+)
 
 
 def schedules_for(modes: str | Sequence[str], layer_count: int) -> tuple[Schedule, ...]:

@@ -17,10 +17,10 @@ from ess.errors import BadInput, Unavailable
 from ess.kernels.native import address
 from ess.kernels.streams import IndexList, RowCopy, RowMatrix, Tensor
 
-_INDEX_DTYPES: Final = ("int32", "int64")
+_INDEX_DTYPES: Final = (np.dtype(np.int32), np.dtype(np.int64))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Side:
     """One matrix and its list. `owner` keeps the memory alive as long as the side is."""
 
@@ -54,7 +54,7 @@ class Side:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckedCopy:
     source: Side
     target: Side
@@ -107,13 +107,20 @@ def _side(name: str, matrix: RowMatrix, rows: IndexList) -> Side:
 def _list(name: str, rows: IndexList) -> npt.NDArray[Any] | None:
     if rows is None:
         return None
-    if not isinstance(rows, np.ndarray):
-        _require_cpu_tensor(f"{name}_rows", rows)
-    if str(rows.dtype).removeprefix("torch.") not in _INDEX_DTYPES:
-        raise BadInput(f"{name}_rows is {rows.dtype}, must be int32 or int64")
-    plain: npt.NDArray[Any] = rows if isinstance(rows, np.ndarray) else rows.numpy()
+    plain = rows if isinstance(rows, np.ndarray) else _numpy_list(name, rows)
+    if plain.dtype not in _INDEX_DTYPES:
+        raise BadInput(f"{name}_rows is {plain.dtype}, must be int32 or int64")
     if plain.ndim != 1 or not plain.flags.c_contiguous:
         raise BadInput(f"{name}_rows of shape {plain.shape} is not a contiguous list")
+    return plain
+
+
+def _numpy_list(name: str, rows: Tensor) -> npt.NDArray[Any]:
+    """The same memory; not every element type of torch has a counterpart."""
+    _require_cpu_tensor(f"{name}_rows", rows)
+    if str(rows.dtype) not in ("torch.int32", "torch.int64"):
+        raise BadInput(f"{name}_rows is {rows.dtype}, must be int32 or int64")
+    plain: npt.NDArray[Any] = rows.numpy()
     return plain
 
 

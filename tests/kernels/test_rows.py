@@ -152,6 +152,18 @@ def test_every_instruction_set(isa: str) -> None:
     assert f"{len(ROW_BYTES) + 1} passed" in done.stdout
 
 
+def test_a_skip_is_no_neighbour_of_row_0() -> None:
+    """-1, 0, 1, ... counts up like a run of neighbours, long enough to be copied as one."""
+    rows = np.arange(-1, 60)
+    source = np.full((60, 656), 7, np.uint8)
+    gathered, scattered = np.zeros((61, 656), np.uint8), np.zeros((60, 656), np.uint8)
+    gather_rows(source=source, source_rows=rows, target=gathered)
+    assert (gathered[1:] == 7).all()
+    assert (gathered[0] == 0).all()
+    scatter_rows(source=gathered, target=scattered, target_rows=rows)
+    assert (scattered == 7).all()
+
+
 @pytest.mark.parametrize("lists", ["", "s", "t", "st"])
 def test_numpy_fallback_agrees(lists: str) -> None:
     copy = case(5, 656, np.int64, lists, 12, 4, 100)
@@ -229,6 +241,18 @@ def test_torch_tensors() -> None:
     back = np.zeros((40, 164), np.float32)
     scatter_rows(source=target[:, 10:174], target=back, target_rows=rows.long())
     assert np.array_equal(back[[3, 39, 0]], source[[3, 39, 0]].numpy())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int16", "bool"])
+def test_torch_lists_of_the_wrong_type(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    target = np.zeros((8, 656), np.uint8)
+    with pytest.raises(BadInput, match=f"source_rows is torch.{dtype}"):
+        gather_rows(
+            source=ROWS, source_rows=torch.zeros(8, dtype=getattr(torch, dtype)), target=target
+        )
+    with pytest.raises(BadInput, match="not a contiguous list"):
+        gather_rows(source=ROWS, source_rows=torch.arange(16)[::2], target=target)
 
 
 def test_torch_on_another_device() -> None:
