@@ -92,6 +92,11 @@ class Offload:
     def layout(self) -> ModelLayout:
         return self._pools.layout
 
+    @property
+    def length_max(self) -> int:
+        """The longest sequence that may be opened."""
+        return self._pools.sizes.length_max
+
     def slots(self, layer: int) -> torch.Tensor:
         """[slab rows, row_bytes]: where the hits and misses of this layer are."""
         group = self.layout.group_of(layer)

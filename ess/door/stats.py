@@ -33,7 +33,7 @@ class Stats:
 
     @property
     def hit_ratio(self) -> float:
-        """Distinct selected rows that were resident, over all groups."""
+        """Share of selected entries that were resident, over all groups."""
         asked = int(self.hit_count.sum() + self.miss_count.sum() + self.place_count.sum())
         return float(self.hit_count.sum()) / asked if asked else 1.0
 

@@ -61,6 +61,11 @@ class Engine:
         vocabulary = self._runner.model.config.vocab_size
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
             raise BadInput(f"prompt ids must be 0..{vocabulary - 1}")
+        longest = self.offload.length_max
+        if request.length_max > longest:
+            raise BadInput(
+                f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
+            )
         self._added_count += 1
         self._requests.append(request)
         return request
@@ -104,22 +109,30 @@ class Engine:
         return result
 
     def run(self) -> Iterable[StepResult]:
-        """Steps until nothing can run."""
+        """Steps until nothing can run: all is done, preempted, or waits for room."""
         while not self.is_idle:
-            yield self.step()
+            result = self.step()
+            if not result.made and result.chunk is None:
+                return
+            yield result
 
     def _admit(self) -> None:
-        """Waiting requests enter in order while the ledger admits them."""
+        """Waiting requests enter in order while the ledger admits them.
+
+        `refusal` says what the first one that has to wait is short of; a request that can never
+        fit ends as refused.
+        """
         self.refusal = None
         for request in [one for one in self._requests if one.state == "waiting"]:
             try:
                 opened = self.offload.open(request.prompt, length_max=request.length_max)
             except PoolFull as refusal:
                 self.refusal = refusal
-                if refusal.retry_after_s is None:
-                    self._requests.remove(request)
-                    raise
-                return
+                if refusal.retry_after_s is not None:
+                    return
+                request.reason = "refused"
+                self._finish(request)
+                continue
             request.sequence = opened
             request.prefilled_count = opened.cached_count
             request.move("prefilling")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ess.door import Sequence
 
 State = Literal["waiting", "prefilling", "decoding", "preempted", "finished"]
-Reason = Literal["length", "stop", "cancelled"]
+Reason = Literal["length", "stop", "cancelled", "refused"]
 
 MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
     {

@@ -11,6 +11,7 @@ import torch
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.sampling import Sampling
+from ess.errors import BadInput, BadState
 from ess.flashtrans import ManualLane
 from ess.models.plain import greedy
 from tests.support.checkpoints import GLM, V32, model, tokens
@@ -45,14 +46,14 @@ def prompt(length: int) -> list[int]:
     return tokens(length, 512, seed=length)
 
 
-def engine(family: str, *, mtp: int = 1, chunks: int = 2, **config) -> Engine:
+def engine(family: str, *, mtp: int = 1, chunks: int = 2, host_pages: int = 60, **config) -> Engine:
     made = small(family)
     kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
     layout = kept.layout(row="f32", index="f32")
     offload = Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * chunks,
-        host_bytes=60 * layout.host_page_bytes,
+        host_bytes=host_pages * layout.host_page_bytes,
         length_max=1024,
         slot_floor=24,
         lane=ManualLane(seed=chunks, delay_max=3),
@@ -107,3 +108,63 @@ def test_requests_join_leave_preempt_and_share_prefixes():
     assert again.sequence.cached_count >= 64, "the prompt of a finished request is a prefix"
     run(eng)
     assert again.output == expected("v32", 200, 4)
+
+
+def test_sampled_tokens_do_not_depend_on_drafts_or_neighbours():
+    sampling = Sampling(tokens_max=10, temperature=1.0, top_p=0.9, seed=5)
+    alone = engine("v32", mtp=1, modes="none")
+    one = alone.add(prompt(60), sampling)
+    run(alone)
+    crowd = engine("v32", mtp=4, modes="dba", chunks=1)
+    same = crowd.add(prompt(60), sampling)
+    crowd.add(prompt(61), Sampling(tokens_max=7, temperature=1.0, seed=6))
+    run(crowd)
+    assert same.output == one.output
+    assert len(set(one.output)) > 3
+
+
+def test_stop_ids_end_a_request_within_a_verified_step():
+    tokens_made = expected("v32", 90, 10)
+    stop = tokens_made[4]
+    eng = engine("v32", mtp=3, modes="none")
+    request = eng.add(prompt(90), Sampling(tokens_max=10, stop_ids=frozenset({stop})))
+    run(eng)
+    assert request.output == tokens_made[: tokens_made.index(stop) + 1]
+    assert request.reason == "stop"
+
+
+def test_what_can_never_fit_is_refused_and_what_does_not_fit_waits():
+    eng = engine("v32", modes="none", host_pages=6)
+    never = eng.add(prompt(500), Sampling(tokens_max=10))
+    pair = [eng.add(prompt(130 + i), Sampling(tokens_max=4)) for i in range(2)]
+    later = eng.add(prompt(140), Sampling(tokens_max=4))
+    eng.step()
+    assert never.reason == "refused"
+    assert later.state == "waiting"
+    assert eng.refusal is not None
+    assert eng.refusal.limiter in ("host pages", "index pages")
+    run(eng)
+    assert eng.refusal is None
+    for request in (*pair, later):
+        assert request.output == expected("v32", len(request.prompt), 4)
+
+
+def test_requests_that_make_no_sense_are_refused_by_name():
+    eng = engine("v32", modes="none")
+    with pytest.raises(BadInput, match="empty prompt"):
+        eng.add([])
+    with pytest.raises(BadInput, match=r"must be 0\.\.511"):
+        eng.add([1, 512])
+    with pytest.raises(BadInput, match="1030 positions, at most 1024"):
+        eng.add(prompt(1000), Sampling(tokens_max=30))
+    with pytest.raises(BadInput, match="mtp is 9"):
+        engine("v32", mtp=9, modes="none")
+    with pytest.raises(BadInput, match="mode 'fast'"):
+        engine("v32", modes="fast")
+    with pytest.raises(BadInput, match="2 modes for 3 layers"):
+        engine("v32", modes=["none", "da"])
+    waiting = eng.add(prompt(5))
+    with pytest.raises(BadState, match="waiting, not decoding"):
+        eng.preempt(waiting)
+    with pytest.raises(BadState, match="waiting, not preempted"):
+        eng.resume(waiting)
