@@ -1,6 +1,6 @@
 """Mechanical mutants of the deciders: does a test die when one comparison or line is wrong?
 
-    python -m tests.model.mutants [--module ess.pool.lru] [--sample 40] [--seed 0]
+    python -m tests.model.mutants [--module ess.pool.lru] [--sample 40] [--seed 0] [--floor 0.9]
 
 Each mutant changes one thing in one module: a comparison, an arithmetic sign, a constant, a
 condition, or it drops a statement. A forked child loads the mutated source under the module's name
@@ -227,11 +227,14 @@ def main() -> None:
     parser.add_argument("--module", action="append", choices=sorted(SUITES))
     parser.add_argument("--sample", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--floor", type=float, default=0.0, help="least share killed, else exit 1")
     asked = parser.parse_args()
+    shares = []
     for module in asked.module or sorted(SUITES):
         tried, survivors = campaign([module], sample=asked.sample, seed=asked.seed)
-        killed = tried - len(survivors)
-        print(f"{module}: {killed} of {tried} killed, {killed / max(tried, 1):.1%}", flush=True)
+        shares.append(1 - len(survivors) / tried)
+        print(f"{module}: {tried - len(survivors)} of {tried} killed, {shares[-1]:.1%}", flush=True)
+    raise SystemExit(min(shares) < asked.floor)
 
 
 if __name__ == "__main__":
