@@ -32,11 +32,12 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/ess-bench all --smoke
 
+# Until the CUDA kernels are here these two say so; they never pretend to have measured.
 test-gpu: $(STAMP)
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -m gpu; status=$$?; test $$status -eq 0 -o $$status -eq 5
 
 bench-gpu: $(STAMP)
-	$(BIN)/ess-bench kernels --device cuda
+	@echo "There are no CUDA kernels yet, so there is nothing to measure on a GPU."
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ess/_native*.so

@@ -1,8 +1,9 @@
 """Documents that run: what README and docs/ show is executed, and prints what they say.
 
 A fence opened with ```console run is a dialogue: every `$` line runs in a shell at the root, and
-the lines below it must be what it printed, `...` standing for anything. ```console without `run` is
-checked only as far as `make` targets go. Every ```python block runs on its own.
+the lines below it must be what it printed, `...` standing for anything. Of a ```console without
+`run` only the existence of targets, subcommands and options is checked. Every ```python block runs
+on its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import doctest
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -53,7 +55,9 @@ def matches(expected: str, printed: str) -> bool:
 def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which `ess`, `ess-bench` and `python` are those of this tree."""
     folder = tmp_path_factory.mktemp("bin")
-    (folder / "python").symlink_to(sys.executable)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     for name, home in SCRIPTS.items():
         script = folder / name
         script.write_text(
@@ -72,6 +76,21 @@ def test_a_dialogue_prints_what_it_shows(text: str, shell: dict[str, str]) -> No
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         assert matches(expected, done.stdout), f"{command} printed\n{done.stdout}"
+
+
+@pytest.mark.parametrize("text", blocks("console"))
+def test_a_command_that_is_shown_exists(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, _ in dialogue(text):
+        name, *arguments = shlex.split(command, comments=True)
+        if name in SCRIPTS:
+            main = importlib.import_module(SCRIPTS[name]).main
+            assert main([*arguments, "--help"]) == 0, f"{command}\n{capsys.readouterr().err}"
+            unknown = {one for one in arguments if one.startswith("-")} - set(
+                capsys.readouterr().out.split()
+            )
+            assert not unknown, f"{command}: {unknown} is not an option"
+        else:
+            assert name == "make", f"{command}: documents show make, ess and ess-bench"
 
 
 @pytest.mark.parametrize("text", blocks("python"))

@@ -120,6 +120,14 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
+def test_the_extension_lists_every_source_and_header() -> None:
+    """A header that `depends` lacks is not in the sdist; an optional extension fails softly."""
+    (extension,) = project()["tool"]["setuptools"]["ext-modules"]
+    for key, suffix in (("sources", "cpp"), ("depends", "h")):
+        there = sorted(f"csrc/cpu/{path.name}" for path in (ROOT / "csrc/cpu").glob(f"*.{suffix}"))
+        assert extension.get(key) == there, f"pyproject.toml, ext-modules: {key} must be {there}"
+
+
 def copy_tree(target: Path) -> None:
     """The tree as it would be committed: links stay links, nothing that was built comes along."""
     listing = subprocess.run(

@@ -30,7 +30,9 @@ BANNED_ALONE = {"cache", "buffer", "loc", "indices", "manager", "utils", "data",
 BANNED_ANYWHERE = {"manager", "coordinator", "utils"}
 BUILTIN_ERRORS = {"Exception", "ValueError", "RuntimeError", "TypeError", "NotImplementedError"}
 ESS_ERRORS = {"BadInput", "BadState", "Unavailable"}
-FILLERS = {"list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict"}
+PLAIN_FILLERS = {"list", "dict", "set", "bytearray"}
+FILLERS = {"deque", "defaultdict", "Counter", "OrderedDict", "WeakValueDictionary", "Queue"}
+OWNED = {"Lock", "RLock", "local", "Condition", "Event", "ContextVar", "ThreadPoolExecutor"}
 CHANGERS = {"append", "add", "update", "pop", "clear", "setdefault", "extend", "insert", "remove"}
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X{3}|HA" + r"CK)\b")
 LOCAL_PATH = re.compile(r"(?<![\w.~$}>)/])/(?:home|root|work|Users|mnt)/")
@@ -186,12 +188,12 @@ def why_state(name: str, node: ast.Assign | ast.AnnAssign) -> Iterator[str]:
         yield "is a module-level variable; write it as a CONSTANT or pass it in"
     call = node.value.func if isinstance(node.value, ast.Call) else None
     maker = call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "")
-    if maker in FILLERS and isinstance(node.value, ast.Call) and not node.value.args:
-        yield "is born empty to be filled later; give it an owner"
-    if maker in {"Lock", "RLock", "local", "Condition", "Event", "Queue", "ContextVar"}:
+    empty = isinstance(node.value, ast.Call) and not (node.value.args or node.value.keywords)
+    literal = isinstance(node.value, (ast.List, ast.Dict)) and not ast.unparse(node.value)[1:-1]
+    if literal or maker in FILLERS or (empty and maker in PLAIN_FILLERS):
+        yield "is made to be filled later; give it an owner"
+    if maker in OWNED:
         yield f"is a module-level {maker}; give it an owner"
-    if isinstance(node.value, (ast.List, ast.Dict)) and not ast.unparse(node.value).strip("[]{}"):
-        yield "is born empty to be filled later; give it an owner"
 
 
 def changed_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -359,6 +361,7 @@ CAUGHT = [
     (module_state, "x = 1"),
     (module_state, "SEEN = {}"),
     (module_state, "SEEN = set()"),
+    (module_state, "SEEN: Final = collections.defaultdict(list)"),
     (module_state, "SEEN = {1: 2}\ndef f(): SEEN[1] = 3"),
     (module_state, "SEEN = [1]\ndef f(): SEEN.append(3)"),
     (module_state, "LOCK = threading.Lock()"),

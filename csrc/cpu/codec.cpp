@@ -18,9 +18,8 @@ struct Form {
     int64_t power_of_two;  // scales are rounded up to one
     int64_t value_is_bf16;  // the plain side, else f32
     int64_t value_stride;
-    int64_t code_stride;
+    int64_t row_stride;  // of codes and tail
     int64_t scale_stride;
-    int64_t tail_stride;
 };
 
 template <bool bf16>
@@ -49,9 +48,9 @@ ESS_LANE void encode_rows(const Form f, const char* values, uint8_t* codes, char
         const char* from = values + r * f.value_stride;
         for (int64_t g = 0; g < f.group_count; g++, from += group_bytes)
             encode_group<bf16>(from, f.group_size, f.power_of_two,
-                               codes + r * f.code_stride + g * f.group_size,
+                               codes + r * f.row_stride + g * f.group_size,
                                scales + r * f.scale_stride + g * 4);
-        char* to = tail + r * f.tail_stride;
+        char* to = tail + r * f.row_stride;
         if (bf16)
             std::memcpy(to, from, f.tail_count * 2);
         else
@@ -68,13 +67,13 @@ ESS_LANE void decode_rows(const Form f, char* values, const uint8_t* codes, cons
         for (int64_t g = 0; g < f.group_count; g++, to += group_bytes) {
             float scale;
             std::memcpy(&scale, scales + r * f.scale_stride + g * 4, 4);
-            const uint8_t* from = codes + r * f.code_stride + g * f.group_size;
+            const uint8_t* from = codes + r * f.row_stride + g * f.group_size;
             if constexpr (avx512)
                 decode_group_avx512<bf16>(from, scale, f.group_size, to);
             else
                 decode_group<bf16>(from, scale, f.group_size, to);
         }
-        const char* from = tail + r * f.tail_stride;
+        const char* from = tail + r * f.row_stride;
         if (bf16)
             std::memcpy(to, from, f.tail_count * 2);
         else

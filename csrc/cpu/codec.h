@@ -1,5 +1,5 @@
-// Narrow floats, one lane at a time, written so that a compiler vectorises the loops around them, and
-// the decoder of one scale group. ess/kernels/spec.py says in NumPy what each must return.
+// Narrow floats, one lane at a time, written so that a compiler vectorises the loops around them,
+// and the decoder of one scale group. ess/kernels/spec.py says in NumPy what each must return.
 //
 // Both directions avoid subnormal operands in float arithmetic: a thread that flushes subnormals
 // (torch.set_flush_denormal) gets the same bytes, and no CPU takes a microcode assist. Shifting an
@@ -63,7 +63,8 @@ ESS_LANE uint16_t bf16_round(float value) {
 ESS_LANE float e4m3_decode(uint8_t code) {
     uint32_t magnitude = code & 0x7Fu;
     uint32_t small = pick(magnitude < 8, 1u, 0u);
-    float value = as_float((magnitude << 20) + ((120u + small) << 23)) - as_float(small * tiny_bits);
+    float value = as_float((magnitude << 20) + ((120u + small) << 23));
+    value -= as_float(small * tiny_bits);
     uint32_t bits = pick(magnitude == nan_code, 0x7FF00000u, as_bits(value));
     return as_float(bits | uint32_t(code & 0x80u) << 24);
 }
@@ -108,10 +109,11 @@ ESS_LANE void decode_group(const uint8_t* __restrict codes, float scale, int64_t
     for (int64_t i = 0; i < size; i++) store<bf16>(values, i, e4m3_decode(codes[i]) * scale);
 }
 
-// For a power-of-two scale every product is a bf16 with at most three mantissa bits, so 32 codes are
-// decoded in 16-bit integer lanes: exponent and mantissa move four up and the scale's exponent is
-// added to them. Codes 0..7 have no leading one to move; their products come from a table of eight.
-// Sound only while every product is a normal number: `decode_group_avx512` looks at the scale first.
+// For a power-of-two scale every product is a bf16 with at most three mantissa bits, so 32 codes
+// are decoded in 16-bit integer lanes: exponent and mantissa move four up and the scale's exponent
+// is added to them. Codes 0..7 have no leading one to move; their products come from a table of
+// eight. Sound only while every product is a normal number, so `decode_group_avx512` looks at the
+// scale first. Sizes are multiples of 32.
 struct Table {
     __m512i base, small;
 };
@@ -150,7 +152,7 @@ ESS_AVX512 static inline void decode_group_avx512(const uint8_t* codes, float sc
                                                   char* values) {
     uint32_t bits = as_bits(scale);
     bool plain = (bits & 0x7FFFFFu) == 0 && bits >= 10u << 23 && bits <= 246u << 23;
-    if (!plain || size % 32) return decode_group<bf16>(codes, scale, size, values);
+    if (!plain) return decode_group<bf16>(codes, scale, size, values);
     Table table = table_of(scale);
     for (int64_t i = 0; i < size; i += 32) {
         __m512i products = decode_32(codes + i, table);

@@ -47,7 +47,7 @@ class InFlight:
 
     def settle(self) -> None:
         """Commit what has landed; wait for nothing."""
-        while self._pending and self._pending[0].event.done:
+        while self._pending and self._pending[0].event.done():
             self._pending.popleft().commit()
 
     def settle_until(self, event: Event) -> None:
@@ -57,7 +57,7 @@ class InFlight:
             return
         while True:
             pending = self._pending.popleft()
-            assert pending.event.done, "a lane must finish in the order of submission"
+            assert pending.event.done(), "a lane must finish in the order of submission"
             pending.commit()
             if pending.event is event:
                 return

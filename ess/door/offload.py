@@ -1,10 +1,4 @@
-"""`Offload`: sparse residency for an engine of your own, in plain tensors.
-
-Rows live on the host, a working set of them in slots on the device. Per step and layer: `append`
-new rows, `resolve` the selection, attend hits at once and misses after `wait()`, merge; then
-`commit` what was accepted. One owner, one thread: an Offload is not to be shared between threads;
-its copies run on a lane of its own.
-"""
+"""The library door: everything an engine of one's own calls."""
 
 from __future__ import annotations
 
@@ -25,12 +19,21 @@ from ess.door.transit import member_slab
 from ess.door.workspace import Part, make_part
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
+from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.units import parse_size
 
 
 class Offload:
-    def __init__(self, pools: Pools, parts: list[Part], lane: Any, query_max: int) -> None:
+    """Sparse residency for an engine of your own, in plain tensors.
+
+    Rows live on the host, a working set of them in slots on the device. Per step and layer:
+    `append` new rows, `resolve` the selection, attend hits at once and misses after `wait()`,
+    merge; then `commit` what was accepted. One owner, one thread: copies run on a lane of their
+    own, but an Offload is not to be shared between threads. A context manager.
+    """
+
+    def __init__(self, pools: Pools, parts: list[Part], lane: Lane, query_max: int) -> None:
         self._pools = pools
         self._parts = parts
         self._lane = lane
@@ -54,18 +57,15 @@ class Offload:
         query_max: int = 256,
         part_max: int = 2,
         slot_floor: int | None = None,
-        lane: str = "worker",
+        lane: Lane | None = None,
         poison: bool = False,
     ) -> Offload:
         """Allocates everything it will ever use.
 
         `query_max` bounds the queries of one step, `part_max` the parts one layer is resolved in.
-        `lane` is "worker" (copies run beside compute), "inline" (copies run when submitted) or
-        "manual" (tests: copies land late and poison their targets until then). `poison` fills
-        freed and unwritten rows with 0xFF, which is NaN.
+        Copies run beside compute unless another `lane` is given. `poison` fills freed and
+        unwritten rows with 0xFF, which is NaN: for tests.
         """
-        if device != "cpu":
-            raise BadInput(f"device {device!r} is not supported yet; use device='cpu'")
         for name, value in (
             ("sequence_max", sequence_max),
             ("query_max", query_max),
@@ -81,7 +81,7 @@ class Offload:
             slot_floor=slot_floor or layout.slot_floor,
             poison=poison,
         )
-        opened = open_lane(lane)
+        opened = lane or open_lane(device=device)
         parts = [make_part(query_max, layout.top_k) for _ in range(part_max)]
         return cls(build_pools(layout, sizes, opened), parts, opened, query_max)
 

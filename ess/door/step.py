@@ -101,7 +101,7 @@ class Resolution:
 
     @property
     def is_ready(self) -> bool:
-        return self._event is None or self._event.done
+        return self._event is None or self._event.done()
 
 
 def as_resolution(

@@ -6,6 +6,7 @@ the values are on the host anyway.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -30,13 +31,19 @@ def require(name: str, array: Shaped, shape: Sequence[int | None], dtypes: Seque
     """`None` in the shape is any size."""
     got, wanted = tuple(array.shape), tuple(shape)
     fits = len(got) == len(wanted) and all(
-        w is None or g == w for g, w in zip(got, wanted, strict=True)
+        want is None or size == want for size, want in zip(got, wanted, strict=True)
     )
     if not fits:
         sizes = ", ".join("any" if size is None else str(size) for size in wanted)
         raise BadInput(f"{name} has shape {got}, must be ({sizes})")
-    if str(array.dtype) not in dtypes:
+    if _name(array.dtype) not in dtypes:
         raise BadInput(f"{name} has type {array.dtype}, must be one of {', '.join(dtypes)}")
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    """NumPy takes microseconds to spell one."""
+    return str(dtype)
 
 
 def require_ids(name: str, least: int, greatest: int, *, low: int, limit: int) -> None:

@@ -7,7 +7,8 @@ lse = -inf and out = 0. With m = max(lse), w_i = exp(lse_i - m):
 
 The weights are divided before they multiply, so that outs near the end of float32 cannot overflow.
 Both sums are of two terms, so merge(a, b) and merge(b, a) are the same bits. A side that is empty
-is not computed with but passed over: the other comes back bit for bit, its negative zeros too.
+is computed (two of them give NaN) and passed over: the other comes back bit for bit, its negative
+zeros too.
 
 An lse of +inf gives NaN on purpose: some libraries write +inf where nothing was attended, or
 logarithms of base 2, and `adapt` converts those where they enter.
@@ -34,13 +35,17 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
-def merge(first: Partial, second: Partial, *, into: Partial | None = None) -> Partial:
-    """`into` may be one of the two."""
+Pair = tuple[Tensor, Tensor]
+
+
+def merge(first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
+    """Any two (out, lse) pairs; `into` may be one of them."""
+    first, second = Partial(*first), Partial(*second)
     for name, partial in (("first", first), ("second", second), ("into", into or first)):
         require(f"{name}.out", partial.out, (*first.lse.shape, first.out.shape[-1]), SINGLE)
         require(f"{name}.lse", partial.lse, first.lse.shape, SINGLE)
     first_empty, second_empty = first.lse == -math.inf, second.lse == -math.inf
-    top = torch.maximum(first.lse, second.lse).masked_fill_(first_empty & second_empty, 0.0)
+    top = torch.maximum(first.lse, second.lse)
     first_weight, second_weight = (first.lse - top).exp_(), (second.lse - top).exp_()
     total = first_weight + second_weight
     lse = torch.log(total).add_(top)
@@ -61,11 +66,11 @@ def _pass_over(
     return torch.where(second_empty, first, torch.where(first_empty, second, both))
 
 
-def merge_all(partials: Sequence[Partial]) -> Partial:
+def merge_all(partials: Sequence[Pair]) -> Partial:
     """From the first to the last, in this order."""
     if not partials:
         raise BadInput("merge_all needs at least one partial, got 0")
-    return functools.reduce(merge, partials)
+    return functools.reduce(merge, partials[1:], Partial(*partials[0]))
 
 
 def adapt(

@@ -179,15 +179,16 @@ def sparse_attention(
     """
     check_attention(queries, rows, slots, latent_dim)
     _require_in_range("slots", slots, low=-1, limit=len(rows))
-    absent = slots < 0
-    named = rows.double().new_zeros(*slots.shape, rows.shape[1])
-    named[~absent] = rows[slots[~absent].long()].double()
-    logits = torch.einsum("qhd,qkd->qhk", queries.double(), named) * scale
-    logits = logits.masked_fill(absent[:, None], -math.inf)
-    lse = logits.logsumexp(dim=-1)
-    weights = (logits - lse[..., None]).exp().masked_fill(absent[:, None], 0.0)
-    out = torch.einsum("qhk,qkd->qhd", weights, named[..., :latent_dim])
-    return Partial(out.float(), lse.float())
+    count, heads = queries.shape[:2]
+    out = torch.empty(count, heads, latent_dim, device=rows.device)
+    lse = torch.empty(count, heads, device=rows.device)
+    for q in range(count):
+        keys = rows[slots[q, slots[q] >= 0].long()].double()
+        logits = queries[q].double() @ keys.T * scale
+        total = logits.logsumexp(dim=-1)
+        lse[q] = total
+        out[q] = (logits - total[:, None]).exp() @ keys[:, :latent_dim]
+    return Partial(out, lse)
 
 
 def index_logits(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ class _Form(ctypes.Structure):
         for name in (
             *("row_count", "group_count", "group_size", "tail_count"),
             *("power_of_two", "value_is_bf16"),
-            *("value_stride", "code_stride", "scale_stride", "tail_stride"),
+            *("value_stride", "row_stride", "scale_stride"),
         )
     ]
 
@@ -65,7 +64,7 @@ def encode_keys(values: Array, codec: IndexCodec) -> Keys:
     count = len(values)
     keys = Keys(np.empty((count, codec.key_dim), np.uint8), np.empty(count, np.float32))
     form = _form(values, count, 1, codec.key_dim, 0, codec.scale_format == "ue8m0")
-    form.code_stride, form.scale_stride = codec.key_dim, 4
+    form.row_stride, form.scale_stride = codec.key_dim, 4
     addresses = (native.address(array) for array in (values, *keys))
     _function("ess_codec_encode")(form, *addresses, None)
     return keys
@@ -76,7 +75,7 @@ def _call(name: str, values: Array, codec: RowCodec, rows: Bytes) -> None:
     group_count = codec.scale_count
     tail_count = codec.rope_dim if group_count else codec.latent_dim + codec.rope_dim
     form = _form(values, len(rows), group_count, SCALE_GROUP, tail_count, True)
-    form.code_stride = form.scale_stride = form.tail_stride = rows.strides[0]
+    form.row_stride = form.scale_stride = rows.strides[0]
     codes = native.address(rows)
     scales = codes + group_count * SCALE_GROUP
     _function(name)(form, native.address(values), codes, scales, scales + 4 * group_count)
@@ -106,6 +105,3 @@ def _require_adjacent(name: str, array: Array) -> None:
 def implementation() -> str:
     """For the line that says what runs."""
     return f"native {native.isa()}" if native.available() else "numpy"
-
-
-__all__: list[Any] = ["decode_rows", "encode_keys", "encode_rows", "implementation"]

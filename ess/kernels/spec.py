@@ -12,7 +12,7 @@ near it: scaled values stay within 448. A bfloat16 NaN is always written as 0x7F
 **Groups.** The scale of a group is amax / 448, where amax counts as at least 1e-4. Rounded up to a
 power of two it is exact in bfloat16, which is how some kernels read it. A group with a NaN or an
 infinity in it is NaN throughout, scale and codes: a broken value is seen by every reader, also by
-one that takes the NaN code for 480. Values within 1/16 of the end of float32 may decode to
+one that takes the NaN code for 480. Values within 1/32 of the end of float32 may decode to
 infinity.
 """
 

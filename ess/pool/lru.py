@@ -235,7 +235,8 @@ def _count_ages(arena: Arena, hits: Ints, step: int) -> None:
 
 def _first_occurrences(values: Ints) -> Ints:
     _, first = np.unique(values, return_index=True)
-    return values[np.sort(first)]
+    distinct: Ints = values[np.sort(first)]
+    return distinct
 
 
 def _compact(values: Ints, keep: npt.NDArray[np.bool_], out: Ints, count: Ints) -> None:

@@ -102,10 +102,14 @@ def decode_step(
 
 def encode_preamble(header: TraceHeader) -> tuple[bytes, int]:
     """The first bytes of a file, and their check: the seed of every later check."""
-    payload = msgspec.msgpack.encode(header)
+    try:
+        payload = msgspec.msgpack.encode(header)
+    except (TypeError, OverflowError) as error:
+        raise BadInput(f"trace header: {error}; metadata holds text and numbers") from None
     if len(payload) > HEADER_BYTES_MAX:
         raise BadInput(f"the trace header takes {len(payload)} bytes, at most {HEADER_BYTES_MAX}")
     seed = zlib.crc32(payload, VERSION)
+    decode_header(payload, check=seed)
     return PREAMBLE.pack(MAGIC, VERSION, len(payload), seed) + payload, seed
 
 

@@ -12,6 +12,7 @@ from ess.errors import BadInput, Unavailable
 from ess.kernels import backend, native, spec
 from ess.kernels.reference import Keys
 from ess.layout import IndexCodec
+from tests.kernels.bits import array
 
 CODECS = {
     "ue8m0": IndexCodec(),
@@ -48,12 +49,6 @@ def hard_keys(codec: IndexCodec, dtype: torch.dtype = torch.float32) -> torch.Te
     wild = rng.integers(0, 1 << 32, shape, dtype=np.uint32).view(np.float32)
     keys = np.concatenate([ordinary, wild, np.zeros((1, codec.key_dim), np.float32)])
     return torch.from_numpy(keys).to(dtype)
-
-
-def array(tensor: torch.Tensor) -> np.ndarray:
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return tensor.numpy()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

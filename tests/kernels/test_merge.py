@@ -119,6 +119,11 @@ def test_by_hand() -> None:
     torch.testing.assert_close(merged.lse, torch.tensor([math.log(4.0)]))
 
 
+def test_outs_near_the_end_of_float32_do_not_overflow() -> None:
+    great = Partial(torch.tensor([[3e38, -3e38]]), torch.tensor([1.0]))
+    same_bits(Partial(merge(great, great).out, great.lse), great)
+
+
 def attention_in_parts(part_count: int, seed: int) -> tuple[Partial, list[Partial]]:
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(6, 3, 24, generator=generator)
@@ -135,7 +140,7 @@ def attention_in_parts(part_count: int, seed: int) -> tuple[Partial, list[Partia
 
 @pytest.mark.parametrize("part_count", [1, 2, 3, 7])
 def test_attention_in_parts_is_attention(part_count: int) -> None:
-    for seed in range(5):
+    for seed in range(3):
         whole, parts = attention_in_parts(part_count, seed)
         merged = merge_all(parts)
         torch.testing.assert_close(merged.out, whole.out, atol=1e-6, rtol=0)

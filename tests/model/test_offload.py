@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
+from ess.flashtrans import InlineLane, WorkerLane
 from tests.model.world import GROUPED, SINGLE, WEIGHTS, World
 
 
@@ -25,9 +26,9 @@ def test_pools_agree_with_the_dictionary(layout, seed):
     drive(World(layout, seed), 250)
 
 
-@pytest.mark.parametrize("lane", ["inline", "worker"])
+@pytest.mark.parametrize("lane", [InlineLane, WorkerLane])
 def test_on_the_real_lanes(lane):
-    drive(World(GROUPED, 77, lane=lane), 250)
+    drive(World(GROUPED, 77, lane=lane()), 250)
 
 
 @pytest.mark.slow

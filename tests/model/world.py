@@ -17,6 +17,8 @@ import pytest
 
 from ess.door import Offload, Resolution, Sequence, Step
 from ess.errors import BadInput, BadState, PoolFull
+from ess.flashtrans import ManualLane
+from ess.kernels.streams import Lane
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 
 ROW_BYTES = 24
@@ -58,7 +60,7 @@ def row_bytes(layer: int, tokens: list[int], position: int, width: int = ROW_BYT
 
 
 class World:
-    def __init__(self, layout: ModelLayout, seed: int, *, lane: str = "manual") -> None:
+    def __init__(self, layout: ModelLayout, seed: int, *, lane: Lane | None = None) -> None:
         self.layout = layout
         self.random = random.Random(seed)
         self.offload = Offload.create(
@@ -74,7 +76,7 @@ class World:
             length_max=512,
             query_max=16,
             part_max=3,
-            lane=lane,
+            lane=lane or ManualLane(seed=seed, delay_max=4),
             poison=True,
         )
         self.active: list[Twin] = []

@@ -1,0 +1,229 @@
+"""Copy lanes of the CPU: a native worker thread, or none at all.
+
+Both keep the contract of ess.kernels.streams.Lane; ess.flashtrans.manual has the tests' lane.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ess.errors import BadState, Unavailable
+from ess.flashtrans import rows
+from ess.flashtrans.views import CheckedCopy, check, no_device
+from ess.kernels import native
+from ess.kernels.streams import Event, Lane, RowCopy
+
+# Waits are cut into slices so that a signal, Ctrl-C above all, reaches Python.
+SLICE_S: Final = 0.2
+
+
+def open_lane(*, device: str = "cpu", threads: int = 1) -> Lane:
+    """The best lane of a device. `threads` is what one copy may use."""
+    if device != "cpu":
+        no_device(device)
+    return WorkerLane(threads=threads) if native.available() else InlineLane(threads=threads)
+
+
+def closed_lane() -> BadState:
+    return BadState("the lane is closed: it takes no more copies")
+
+
+class DoneEvent:
+    """A job that is over."""
+
+    def __init__(self, started_ns: int, finished_ns: int) -> None:
+        self.started_ns = started_ns
+        self.finished_ns = finished_ns
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        pass
+
+
+class InlineLane:
+    """Copies at submission: for machines without the native library, and to debug."""
+
+    def __init__(self, *, threads: int = 1) -> None:
+        rows.check_threads(threads)
+        self._threads = threads
+        self._closed = False
+        self._last = DoneEvent(0, 0)
+
+    def submit(self, copies: Sequence[RowCopy]) -> Event:
+        if self._closed:
+            raise closed_lane()
+        checked = [check(copy) for copy in copies]
+        for copy in checked:
+            rows.check_row_numbers(copy)
+        started_ns = time.monotonic_ns()
+        for copy in checked:
+            rows.run(copy, threads=self._threads)
+        self._last = DoneEvent(started_ns, time.monotonic_ns())
+        return self._last
+
+    def mark(self) -> Event:
+        return self._last
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __enter__(self) -> InlineLane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class WorkerLane:
+    """One native thread that sleeps until there is a job.
+
+    The native side keeps bare addresses. `_pending` keeps what lies there, matrices and timestamps,
+    until their job is complete; it outlives this object, because the finalizer, which waits for the
+    jobs, holds it too. Events hold the lane, so they may be waited for after close(), from any
+    thread. In a forked child, where the worker does not exist, every call but close() raises
+    BadState: the native side is asked before the lock, which the fork may have caught locked.
+    """
+
+    def __init__(self, *, threads: int = 1) -> None:
+        rows.check_threads(threads)
+        self._handle = _native("open")(threads, rows.STREAM_ABOVE_BYTES)
+        if not self._handle:
+            raise Unavailable("the system has no thread left for a copy lane")
+        self._order = threading.Lock()
+        self._pending: deque[_Job] = deque()
+        self._last = _Job(0, (ctypes.c_int64 * 2)(), [])
+        weakref.finalize(self, _release, self._handle, self._pending)
+
+    def submit(self, copies: Sequence[RowCopy]) -> Event:
+        checked = [check(copy) for copy in copies]
+        packed = (rows.NativeCopy * len(checked))(*map(rows.pack, checked))
+        times, fault = (ctypes.c_int64 * 2)(), rows.NativeFault()
+        completed = self.completed()
+        with self._order:
+            sequence = _native("submit")(
+                self._handle, packed, len(checked), times, ctypes.byref(fault)
+            )
+            if sequence <= 0:
+                raise _refusal(sequence) if sequence else fault.error(checked)
+            self._pending.append(_Job(sequence, times, checked))
+            self._last = _Job(sequence, times, [])
+            self._forget(completed)
+        return WorkerEvent(self, sequence, times)
+
+    def mark(self) -> Event:
+        return WorkerEvent(self, self._last.sequence, self._last.times)
+
+    def close(self) -> None:
+        """In a forked child there is nothing to finish: the parent's lane stays as it is."""
+        _native("close")(self._handle)
+        completed = _native("completed")(self._handle)
+        if completed >= 0:
+            with self._order:
+                self._forget(completed)
+
+    def completed(self) -> int:
+        """The sequence number of the last complete job; jobs count from 1."""
+        return _answer(_native("completed")(self._handle))
+
+    def wait(self, sequence: int, timeout_s: float) -> bool:
+        """Whether job `sequence` is complete."""
+        done = _answer(_native("wait")(self._handle, sequence, int(timeout_s * 1e9)))
+        if done:
+            with self._order:
+                self._forget(sequence)
+        return bool(done)
+
+    def _forget(self, completed: int) -> None:
+        while self._pending and self._pending[0].sequence <= completed:
+            self._pending.popleft()
+
+    def __enter__(self) -> WorkerLane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class WorkerEvent:
+    def __init__(self, lane: WorkerLane, sequence: int, times: ctypes.Array[ctypes.c_int64]):
+        self._lane = lane
+        self._sequence = sequence
+        self._times = times
+
+    def done(self) -> bool:
+        return self._lane.completed() >= self._sequence
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._lane.wait(
+            self._sequence, max(0.0, min(SLICE_S, ends_s - time.monotonic()))
+        ):
+            if time.monotonic() >= ends_s:
+                raise TimeoutError(f"copy job {self._sequence} is not done after {timeout_s} s")
+
+    @property
+    def started_ns(self) -> int:
+        return self._time_ns(0)
+
+    @property
+    def finished_ns(self) -> int:
+        return self._time_ns(1)
+
+    def _time_ns(self, end: int) -> int:
+        if not self.done():
+            raise BadState(f"copy job {self._sequence} is not done: it has no times yet")
+        return self._times[end]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    sequence: int
+    times: ctypes.Array[ctypes.c_int64]
+    copies: list[CheckedCopy]
+
+
+def _release(handle: int, pending: deque[_Job]) -> None:
+    _native("close")(handle)
+    _native("free")(handle)
+    pending.clear()
+
+
+def _answer(value: int) -> int:
+    if value < 0:
+        raise _refusal(value)
+    return value
+
+
+def _refusal(answer: int) -> Exception:
+    match answer:
+        case -1:
+            return closed_lane()
+        case -2:
+            return BadState("the copy lane belongs to the process that forked this one")
+        case _:
+            return MemoryError("no memory for the index lists of a copy job")
+
+
+@functools.cache
+def _native(name: str) -> Callable[..., Any]:
+    lane = ctypes.c_void_p
+    signatures: dict[str, tuple[list[Any], Any]] = {
+        "open": ([ctypes.c_int32, ctypes.c_int64], lane),
+        "submit": ([lane, lane, ctypes.c_int64, lane, lane], ctypes.c_int64),
+        "wait": ([lane, ctypes.c_int64, ctypes.c_int64], ctypes.c_int64),
+        "completed": ([lane], ctypes.c_int64),
+        "close": ([lane], None),
+        "free": ([lane], None),
+    }
+    return native.function(f"ess_lane_{name}", *signatures[name])

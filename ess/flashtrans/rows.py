@@ -1,0 +1,135 @@
+"""Copies of many small rows in one call. Native where it is built, NumPy otherwise: same results.
+
+A call checks everything first: when it raises, nothing has been copied. The GIL is released.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from ess.errors import BadInput
+from ess.flashtrans.views import CheckedCopy, Side, check
+from ess.kernels import native
+from ess.kernels.streams import IndexList, RowCopy, RowMatrix
+
+# Half of a 32 MiB last-level cache: from here on stores past the caches win (docs/log.md).
+STREAM_ABOVE_BYTES: Final = 16 << 20
+
+
+def gather_rows(
+    *, source: RowMatrix, source_rows: IndexList, target: RowMatrix, threads: int = 1
+) -> None:
+    """Row source_rows[i] of `source` goes to row i of `target`."""
+    copy_rows(source=source, source_rows=source_rows, target=target, threads=threads)
+
+
+def scatter_rows(
+    *, source: RowMatrix, target: RowMatrix, target_rows: IndexList, threads: int = 1
+) -> None:
+    """Row i of `source` goes to row target_rows[i] of `target`."""
+    copy_rows(source=source, target=target, target_rows=target_rows, threads=threads)
+
+
+def copy_rows(
+    *,
+    source: RowMatrix,
+    source_rows: IndexList = None,
+    target: RowMatrix,
+    target_rows: IndexList = None,
+    threads: int = 1,
+) -> None:
+    """See RowCopy for what matrices and lists may be. `threads` share the rows of large copies."""
+    check_threads(threads)
+    copy = RowCopy(source=source, source_rows=source_rows, target=target, target_rows=target_rows)
+    run(check(copy), threads=threads)
+
+
+def check_threads(threads: int) -> None:
+    if not 1 <= threads <= 1024:
+        raise BadInput(f"threads is {threads}, must be 1..1024")
+
+
+def run(copy: CheckedCopy, *, threads: int = 1, stream_above: int = STREAM_ABOVE_BYTES) -> None:
+    if not native.available():
+        check_row_numbers(copy)
+        run_numpy(copy)
+        return
+    fault = NativeFault()
+    packed = pack(copy)
+    if _native_copy()(ctypes.byref(packed), threads, stream_above, ctypes.byref(fault)):
+        raise fault.error([copy])
+
+
+def run_numpy(copy: CheckedCopy) -> None:
+    """The obvious way; indices have been checked."""
+    source_rows, target_rows = copy.source.row_numbers(), copy.target.row_numbers()
+    kept = (source_rows >= 0) & (target_rows >= 0)
+    copy.target.as_bytes()[target_rows[kept]] = copy.source.as_bytes()[source_rows[kept]]
+
+
+def check_row_numbers(copy: CheckedCopy) -> None:
+    for side in (copy.source, copy.target):
+        rows = side.row_numbers()
+        wrong = np.flatnonzero((rows < -1) | (rows >= side.row_count))
+        if wrong.size:
+            raise side.fault(int(wrong[0]), int(rows[wrong[0]]))
+
+
+class _NativeSide(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("row_count", ctypes.c_int64),
+        ("list", ctypes.c_void_p),
+        ("index_bytes", ctypes.c_int64),
+    )
+
+
+class NativeCopy(ctypes.Structure):
+    """RowCopy of csrc/cpu/rows.h."""
+
+    _fields_ = (
+        ("source", _NativeSide),
+        ("target", _NativeSide),
+        ("count", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+    )
+
+
+class NativeFault(ctypes.Structure):
+    """Fault of csrc/cpu/rows.h."""
+
+    _fields_ = (
+        ("copy", ctypes.c_int64),
+        ("side", ctypes.c_int64),
+        ("place", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+    )
+
+    def error(self, copies: Sequence[CheckedCopy]) -> BadInput:
+        copy = copies[self.copy]
+        side: Side = copy.target if self.side else copy.source
+        return side.fault(int(self.place), int(self.row))
+
+
+def pack(copy: CheckedCopy) -> NativeCopy:
+    source, target = _pack_side(copy.source), _pack_side(copy.target)
+    return NativeCopy(source, target, copy.count, copy.source.row_bytes)
+
+
+def _pack_side(side: Side) -> _NativeSide:
+    if side.rows is None:
+        return _NativeSide(side.address, side.stride_bytes, side.row_count, None, 0)
+    start = native.address(side.rows)
+    return _NativeSide(side.address, side.stride_bytes, side.row_count, start, side.rows.itemsize)
+
+
+@functools.cache
+def _native_copy() -> Callable[..., int]:
+    arguments = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p]
+    return native.function("ess_rows_copy", arguments, ctypes.c_int32)

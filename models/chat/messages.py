@@ -1,0 +1,157 @@
+"""Messages of a conversation, checked once, from the OpenAI form that clients send."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, cast
+
+from ess.errors import BadInput
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the model made; `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    response_format: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the model said. `flaw` says what was wrong with its markup, if anything was."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    flaw: str | None = None
+
+
+def read_messages(
+    raw: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[Message]:
+    """Messages from a chat request. The request's tools go to the leading system message, which is
+    made, empty, if there is none."""
+    messages = [_message(index, item) for index, item in enumerate(raw)]
+    if not messages:
+        raise BadInput("messages is empty")
+    if tools:
+        if messages[0].role != "system":
+            messages.insert(0, Message(role="system"))
+        messages[0] = replace(messages[0], tools=messages[0].tools + _tools("tools", tools))
+    return messages
+
+
+def text_of(content: Any, *, where: str) -> str:
+    """A content is a string, nothing, or a list of text parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadInput(f"{where} is a {type(content).__name__}, expected text")
+    parts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise BadInput(f"{where} has a part of type {str(kind)[:40]!r}, only 'text' is served")
+        parts.append(_text(part.get("text"), where))
+    return "".join(parts)
+
+
+def _message(index: int, item: Any) -> Message:
+    where = f"messages[{index}]"
+    if not isinstance(item, Mapping):
+        raise BadInput(f"{where} is a {type(item).__name__}, expected an object")
+    role = item.get("role")
+    if role not in ROLES:
+        raise BadInput(f"{where}.role is {str(role)[:40]!r}, expected one of {ROLES}")
+    reasoning = item.get("reasoning_content") or item.get("reasoning")
+    response_format = item.get("response_format")
+    if response_format is not None and not isinstance(response_format, Mapping):
+        raise BadInput(f"{where}.response_format is not an object")
+    return Message(
+        role=cast(Role, role),
+        content=text_of(item.get("content"), where=f"{where}.content"),
+        reasoning=text_of(reasoning, where=f"{where}.reasoning_content"),
+        tool_calls=_tool_calls(where, item.get("tool_calls")),
+        tools=_tools(f"{where}.tools", item.get("tools") or ()),
+        response_format=response_format,
+    )
+
+
+def _tools(where: str, raw: Any) -> tuple[Mapping[str, Any], ...]:
+    """The function descriptions out of {"type": "function", "function": {...}}."""
+    if not isinstance(raw, Sequence) or isinstance(raw, str):
+        raise BadInput(f"{where} is not a list")
+    found = []
+    for index, tool in enumerate(raw):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadInput(f"{where}[{index}] is not a function with a name")
+        found.append(function)
+    return tuple(found)
+
+
+def _tool_calls(where: str, raw: Any) -> tuple[ToolCall, ...]:
+    if raw is None:
+        return ()
+    if not isinstance(raw, list):
+        raise BadInput(f"{where}.tool_calls is not a list")
+    return tuple(_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(raw))
+
+
+def _tool_call(where: str, call: Any) -> ToolCall:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise BadInput(f"{where} has no function")
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, Mapping):
+        arguments = write_json(arguments)
+    name = _text(function.get("name"), f"{where}.function.name")
+    call_id = call.get("id")
+    return ToolCall(
+        name=name,
+        arguments=_text(arguments, f"{where}.function.arguments"),
+        id=None if call_id is None else _text(call_id, f"{where}.id"),
+    )
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise BadInput(f"{where} is a {type(value).__name__}, expected text")
+    return value
+
+
+def arguments_of(call: ToolCall) -> dict[str, Any]:
+    """A call's arguments as an object, or BadInput that names the call."""
+    try:
+        found = json.loads(call.arguments)
+    except (ValueError, RecursionError) as error:
+        shown = str(error)[:100]
+        raise BadInput(
+            f"the call of {call.name!r} has arguments that are not JSON: {shown}"
+        ) from None
+    if not isinstance(found, dict):
+        raise BadInput(f"the call of {call.name!r} has arguments that are not a JSON object")
+    return found
+
+
+def write_json(value: object) -> str:
+    """JSON as prompts have it: letters of all scripts as they are."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,129 @@
+"""The chat format of a checkpoint: how its prompts are written and its replies read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from ess.errors import BadInput
+from ess.models.chat import deepseek_v32, dsml, glm_reply
+from ess.models.chat.deepseek_v32_reply import DeepSeekParser
+from ess.models.chat.glm_reply import GlmParser
+from ess.models.chat.messages import Message, arguments_of
+from ess.models.chat.reply import PlainParser, ReplyParser
+from ess.models.chat.template import SOURCE_BYTES_MAX, ChatTemplate
+from ess.models.tokenizer import Tokenizer
+from ess.models.weights.folder import Folder, Links
+
+TEMPLATE_FILE: Final = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
+
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class ChatStyle(Protocol):
+    """`stops` are strings at which a reply ends, beside the model's own end token."""
+
+    stops: tuple[str, ...]
+
+    def encode(self, messages: Sequence[Message], *, thinking: bool) -> str: ...
+
+    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser: ...
+
+
+class DeepSeekStyle:
+    stops: tuple[str, ...] = (dsml.END,)
+
+    def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
+        return deepseek_v32.encode(messages, thinking=thinking)
+
+    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
+        return DeepSeekParser(thinking=thinking)
+
+
+class PlainStyle:
+    """For models without a format of their own, as the embedded one: a line per turn."""
+
+    stops: tuple[str, ...] = ("\nuser:",)
+
+    def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
+        if any(message.tools or message.tool_calls for message in messages):
+            raise BadInput("this model knows no tools")
+        return "".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:"
+
+    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
+        return PlainParser()
+
+
+class TemplateStyle:
+    """A checkpoint's own Jinja template; `glm` says how its replies are marked up, if at all."""
+
+    stops: tuple[str, ...] = ()
+
+    def __init__(self, source: str, *, glm: bool) -> None:
+        self._template = ChatTemplate(source)
+        self._glm = glm
+
+    def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
+        tools = [{"type": "function", "function": dict(t)} for m in messages for t in m.tools]
+        return self._template.render(
+            {
+                "messages": [_as_openai(message) for message in messages],
+                "tools": tools or None,
+                "add_generation_prompt": True,
+                "enable_thinking": thinking,
+            }
+        )
+
+    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
+        return GlmParser(thinking=thinking, tools=tools) if self._glm else PlainParser()
+
+    def close(self) -> None:
+        self._template.close()
+
+
+def style_of(
+    path: str | os.PathLike[str], tokenizer: Tokenizer, *, links: Links = "refuse"
+) -> ChatStyle:
+    """DeepSeek's if the vocabulary has its marks, else the folder's template, else plain."""
+    if tokenizer.id_of(dsml.USER) is not None and tokenizer.id_of(dsml.ASSISTANT) is not None:
+        return DeepSeekStyle()
+    folder = Folder(path, links=links)
+    try:
+        source = _template_source(folder)
+    finally:
+        folder.close()
+    if source is None:
+        return PlainStyle()
+    return TemplateStyle(source, glm=tokenizer.id_of(glm_reply.KEY) is not None)
+
+
+def _template_source(folder: Folder) -> str | None:
+    names = folder.names()
+    if TEMPLATE_FILE in names:
+        raw = folder.read(TEMPLATE_FILE, bytes_max=SOURCE_BYTES_MAX)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeError as error:
+            raise BadInput(f"{TEMPLATE_FILE} is not UTF-8: {error}") from None
+    if TOKENIZER_CONFIG_FILE not in names:
+        return None
+    source = folder.read_json(TOKENIZER_CONFIG_FILE).get("chat_template")
+    if source is not None and not isinstance(source, str):
+        raise BadInput(f"{TOKENIZER_CONFIG_FILE}: chat_template is a {type(source).__name__}")
+    return source
+
+
+def _as_openai(message: Message) -> Mapping[str, Any]:
+    """The form that templates expect: arguments as an object."""
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"type": "function", "function": {"name": c.name, "arguments": arguments_of(c)}}
+            for c in message.tool_calls
+        ]
+    return found

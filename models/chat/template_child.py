@@ -1,0 +1,95 @@
+"""Renders one chat template in a process of its own. Run by path; imports nothing of ESS.
+
+A template is a program from the checkpoint. Jinja's sandbox keeps it from Python's objects, but not
+from running for ever or from asking for a terabyte of text. So it runs here, where memory is
+limited by the system and time by the parent, who kills this process.
+
+    in:  8 bytes length, then JSON {"source": ...} once, then {"names": {...}} for each rendering
+    out: 8 bytes length, then JSON {"text": ...} or {"error": ...}
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import sys
+from typing import Any, BinaryIO
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY_BYTES_MAX = 512 << 20
+TEXT_CHARS_MAX = 16 << 20
+
+
+def receive(stream: BinaryIO) -> dict[str, Any] | None:
+    prefix = stream.read(8)
+    if len(prefix) < 8:
+        return None
+    found: dict[str, Any] = json.loads(stream.read(int.from_bytes(prefix, "little")))
+    return found
+
+
+def send(stream: BinaryIO, answer: dict[str, str]) -> None:
+    raw = json.dumps(answer).encode()
+    stream.write(len(raw).to_bytes(8, "little") + raw)
+    stream.flush()
+
+
+def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    """Plain JSON: Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def refuse(sentence: str) -> str:
+    raise TemplateError(sentence)
+
+
+def now(form: str) -> str:
+    return datetime.datetime.now(tz=datetime.UTC).strftime(form)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """As Hugging Face templates expect it."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    made.filters["tojson"] = to_json
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = now
+    return made
+
+
+def render(template: Any, names: dict[str, Any]) -> dict[str, str]:
+    try:
+        text = template.render(**names)
+    except MemoryError:
+        return {"error": f"needs more than {MEMORY_BYTES_MAX >> 20} MiB"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    if len(text) > TEXT_CHARS_MAX:
+        return {"error": f"makes {len(text):,} characters; the bound is {TEXT_CHARS_MAX:,}"}
+    return {"text": text}
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    first = receive(requests)
+    if first is None:
+        return
+    try:
+        template = environment().from_string(first["source"])
+    except Exception as error:
+        send(answers, {"error": f"{type(error).__name__}: {str(error)[:300]}"})
+        return
+    send(answers, {"text": ""})
+    while (request := receive(requests)) is not None:
+        send(answers, render(template, request["names"]))
+
+
+if __name__ == "__main__":
+    main()

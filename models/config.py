@@ -1,0 +1,271 @@
+"""A Hugging Face config.json as a typed, validated value. Needs no torch.
+
+Field names are ours; `msgspec.field(name=...)` says what the file calls them. The family's file
+adds its defaults; this module accepts both spellings of rope, drops nulls and checks what must fit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from ess.errors import BadInput
+from ess.layout import IndexCodec, IndexForm, ModelLayout, RopeStyle, RowCodec, RowForm
+
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Layers = Annotated[int, Meta(ge=1, le=4096)]
+Count = Annotated[int, Meta(ge=0, le=1 << 24)]
+Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
+Share = Annotated[float, Meta(ge=0.0, le=1e6)]
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    kind: Literal["default", "yarn"] = field(name="rope_type", default="default")
+    theta: Positive = field(name="rope_theta", default=10000.0)
+    factor: Annotated[float, Meta(ge=1.0, le=1e6)] = 1.0
+    positions_trained: Count = field(name="original_max_position_embeddings", default=0)
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: Share = 0.0
+    mscale_all_dim: Share = 0.0
+    attention_factor: Share = 0.0
+
+    def _magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+    @property
+    def rotation_scale(self) -> float:
+        """YaRN's factor on cos and sin; 1 for all published configurations."""
+        if self.kind == "default":
+            return 1.0
+        if self.attention_factor:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def softmax_scale(self) -> float:
+        """YaRN's factor on attention scores."""
+        if self.kind == "default" or not self.mscale_all_dim:
+            return 1.0
+        return self._magnitude(self.mscale_all_dim) ** 2
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    family: str = field(name="model_type")
+    vocab_size: Size
+    hidden_dim: Size = field(name="hidden_size")
+    layer_count: Layers = field(name="num_hidden_layers")
+    mtp_layer_count: Annotated[int, Meta(ge=0, le=1)] = field(
+        name="num_nextn_predict_layers", default=0
+    )
+    positions_max: Annotated[int, Meta(ge=1, le=1 << 32)] = field(
+        name="max_position_embeddings", default=163840
+    )
+    norm_eps: Positive = field(name="rms_norm_eps", default=1e-6)
+    latent_norm_eps: Positive | None = None
+    tie_head: bool = field(name="tie_word_embeddings", default=False)
+    eos_ids: int | tuple[int, ...] = field(name="eos_token_id", default=())
+    rope: Rope = field(name="rope_parameters")
+
+    head_count: Size = field(name="num_attention_heads")
+    query_rank: Size = field(name="q_lora_rank")
+    latent_dim: Size = field(name="kv_lora_rank")
+    nope_dim: Size = field(name="qk_nope_head_dim")
+    rope_dim: Size = field(name="qk_rope_head_dim")
+    value_dim: Size = field(name="v_head_dim")
+
+    index_head_count: Size = field(name="index_n_heads")
+    index_dim: Size = field(name="index_head_dim")
+    top_k: Size = field(name="index_topk")
+    index_rope_interleaved: bool = field(name="indexer_rope_interleave")
+    index_freq: Size = field(name="index_topk_freq", default=1)
+    index_skip_offset: Count = field(name="index_skip_topk_offset", default=2)
+    indexer_kinds: tuple[Literal["full", "shared"], ...] = field(name="indexer_types", default=())
+    mtp_shares_selection: bool = field(name="index_share_for_mtp_iteration", default=False)
+
+    dense_dim: Size = field(name="intermediate_size")
+    dense_layer_count: Count = field(name="first_k_dense_replace", default=3)
+    mlp_kinds: tuple[Literal["dense", "sparse"], ...] = field(name="mlp_layer_types", default=())
+    expert_dim: Size = field(name="moe_intermediate_size")
+    expert_count: Size = field(name="n_routed_experts")
+    shared_expert_count: Count = field(name="n_shared_experts", default=1)
+    experts_per_token: Size = field(name="num_experts_per_tok")
+    expert_group_count: Size = field(name="n_group", default=1)
+    expert_groups_kept: Size = field(name="topk_group", default=1)
+    expert_scale: Positive = field(name="routed_scaling_factor", default=1.0)
+    expert_weights_normed: bool = field(name="norm_topk_prob", default=True)
+
+    hidden_act: Literal["silu"] = "silu"
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    moe_layer_freq: Literal[1] = 1
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_attention()
+        self._check_experts()
+        self._check_layers()
+
+    def _require(self, condition: bool, sentence: str) -> None:
+        if not condition:
+            raise BadInput(f"config.json of {self.family}: {sentence}")
+
+    def _check_attention(self) -> None:
+        self._require(self.rope_dim % 2 == 0, f"qk_rope_head_dim {self.rope_dim} is odd")
+        self._require(
+            self.rope_dim <= self.index_dim,
+            f"qk_rope_head_dim {self.rope_dim} exceeds index_head_dim {self.index_dim}",
+        )
+        self._require(
+            self.rope.kind == "default" or self.rope.positions_trained > 0,
+            "yarn needs original_max_position_embeddings",
+        )
+        self._require(not self.attention_bias, "attention_bias true is not supported")
+        self._require(not self.mlp_bias, "mlp_bias true is not supported")
+
+    def _check_experts(self) -> None:
+        experts, groups = self.expert_count, self.expert_group_count
+        kept = self.expert_groups_kept
+        self._require(
+            experts % groups == 0, f"n_routed_experts {experts} is not a multiple of {groups}"
+        )
+        self._require(kept <= groups, f"topk_group {kept} exceeds n_group {groups}")
+        self._require(
+            groups == 1 or experts // groups >= 2, f"{groups} groups of {experts} experts: need 2"
+        )
+        self._require(
+            self.experts_per_token <= kept * (experts // groups),
+            f"num_experts_per_tok {self.experts_per_token} exceeds the "
+            f"{kept * (experts // groups)} experts of the kept groups",
+        )
+
+    def _check_layers(self) -> None:
+        for name, kinds in (
+            ("mlp_layer_types", self.mlp_kinds),
+            ("indexer_types", self.indexer_kinds),
+        ):
+            self._require(
+                len(kinds) in (0, self.layer_count),
+                f"{name} has {len(kinds)} entries for {self.layer_count} layers",
+            )
+        self._require(self.has_indexer(0), "layer 0 must have an indexer of its own")
+
+    def has_indexer(self, layer: int) -> bool:
+        """The MTP layer always has one; others as listed, or by frequency and offset."""
+        if layer >= self.layer_count:
+            return True
+        if self.indexer_kinds:
+            return self.indexer_kinds[layer] == "full"
+        return max(layer - self.index_skip_offset + 1, 0) % self.index_freq == 0
+
+    def has_experts(self, layer: int) -> bool:
+        if self.mlp_kinds and layer < self.layer_count:
+            return self.mlp_kinds[layer] == "sparse"
+        return layer >= min(self.dense_layer_count, self.layer_count)
+
+    @property
+    def groups(self) -> Groups:
+        """Layers that share one selection; the MTP layer is the last group."""
+        starts = [n for n in range(self.layer_total) if self.has_indexer(n)]
+        ends = [*starts[1:], self.layer_total]
+        return tuple(tuple(range(a, b)) for a, b in zip(starts, ends, strict=True))
+
+    @property
+    def layer_total(self) -> int:
+        return self.layer_count + self.mtp_layer_count
+
+    @property
+    def row_dim(self) -> int:
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def index_rope_style(self) -> RopeStyle:
+        return "interleaved" if self.index_rope_interleaved else "half"
+
+    @property
+    def query_latent_eps(self) -> float:
+        """Eps of the norms on the two latents: the model's, as inference servers use it.
+
+        transformers keeps 1e-6 there whatever rms_norm_eps says; to compare with it, set
+        latent_norm_eps.
+        """
+        return self.norm_eps if self.latent_norm_eps is None else self.latent_norm_eps
+
+    @property
+    def attention_scale(self) -> float:
+        return float((self.nope_dim + self.rope_dim) ** -0.5 * self.rope.softmax_scale)
+
+    def layout(
+        self, *, name: str = "", row: RowForm = "fp8", index: IndexForm = "fp8"
+    ) -> ModelLayout:
+        """What the pools need to know. The slot floor is 25/8 of top_k, at least 1,024."""
+        return ModelLayout(
+            name=name or self.family,
+            layer_count=self.layer_count,
+            groups=self.groups,
+            row=RowCodec(form=row, latent_dim=self.latent_dim, rope_dim=self.rope_dim),
+            index=IndexCodec(
+                form=index,
+                key_dim=self.index_dim,
+                head_count=self.index_head_count,
+                rope_style=self.index_rope_style,
+            ),
+            top_k=self.top_k,
+            mtp_layer_count=self.mtp_layer_count,
+            head_count=self.head_count,
+            hidden_dim=self.hidden_dim,
+            nope_dim=self.nope_dim,
+            value_dim=self.value_dim,
+            query_rank=self.query_rank,
+            slot_floor=max(1024, 25 * self.top_k // 8),
+        )
+
+
+def parse(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> ModelConfig:
+    """`raw` is config.json as a dict; `defaults` are the family's. Nulls count as absent."""
+    given = {**defaults, **{k: v for k, v in raw.items() if v is not None}}
+    given["rope_parameters"] = _rope(given)
+    if isinstance(pattern := given.get("index_topk_pattern"), str):
+        given.setdefault("indexer_types", _indexer_kinds(pattern))
+    try:
+        return msgspec.convert(given, ModelConfig)
+    except msgspec.ValidationError as error:
+        sentence = f"config.json of {given.get('model_type')}: {error}{_offender(given, error)}"
+        raise BadInput(sentence) from None
+
+
+def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_parameters (new) or rope_scaling beside rope_theta (old), `type` or `rope_type`."""
+    name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
+    rope = given.get(name, {})
+    if not isinstance(rope, Mapping):
+        raise BadInput(f"config.json: {name} is {rope!r:.80}, expected an object")
+    found = {k: v for k, v in rope.items() if v is not None}
+    if "type" in found:
+        found.setdefault("rope_type", found["type"])
+    if "rope_theta" in given:
+        found.setdefault("rope_theta", given["rope_theta"])
+    return found
+
+
+def _indexer_kinds(pattern: str) -> list[str]:
+    return [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+
+
+def _offender(given: Mapping[str, Any], error: msgspec.ValidationError) -> str:
+    path = re.search(r"`\$\.(\w+)(?:\.(\w+))?", str(error))
+    if path is None:
+        return ""
+    value = given.get(path[1])
+    if path[2] is not None and isinstance(value, Mapping):
+        value = value.get(path[2])
+    return f", got {value!r:.60}"

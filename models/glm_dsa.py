@@ -1,0 +1,26 @@
+"""GLM-5, 5.1, 5.2, 5.3: interleaved rope everywhere; from 5.2 on, layers share indexers.
+
+Which layers own an indexer comes from indexer_types, index_topk_pattern, or frequency and offset;
+index_share_for_mtp_iteration makes later draft passes reuse the selection of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ess.models.config import ModelConfig, parse
+
+if TYPE_CHECKING:
+    from ess.models.layers import TensorSource
+    from ess.models.model import Model
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    return parse(raw, defaults={"indexer_rope_interleave": True})
+
+
+def build(config: ModelConfig, tensor: TensorSource) -> Model:
+    from ess.models.model import Model
+
+    return Model(config, tensor)

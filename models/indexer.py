@@ -1,0 +1,105 @@
+"""The lightning indexer: cheap scores of every cached token, from which the top-k are kept.
+
+score(t, s) = sum over heads j of w[t, j] * relu(q[t, j] . k[s]), with k a layer-normed key, one per
+token, roped on its first `rope_dim` values; the factors heads^-0.5 and dim^-0.5 are folded into w.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ess.models.config import ModelConfig
+from ess.models.layers import Rotation, Source, linear, rotate_part
+
+KEY_NORM_EPS: Final = 1e-6
+SCORE_ELEMENTS: Final = 1 << 20
+
+
+class Probe(NamedTuple):
+    """What the index stage hands on: queries [tokens, heads, dim], float32 weights, new keys."""
+
+    queries: Tensor
+    weights: Tensor
+    keys: Tensor
+
+
+class Indexer:
+    def __init__(self, config: ModelConfig, source: Source) -> None:
+        c = config
+        self._config = c
+        self._scale = c.index_head_count**-0.5 * c.index_dim**-0.5
+        self._query_up = source.matrix("wq_b", c.index_head_count * c.index_dim, c.query_rank)
+        self._key = source.matrix("wk", c.index_dim, c.hidden_dim)
+        self._key_weight = source.vector("k_norm.weight", c.index_dim)
+        self._key_bias = source.vector("k_norm.bias", c.index_dim)
+        self._head = source.matrix("weights_proj", c.index_head_count, c.hidden_dim).float()
+
+    def probe(self, hidden: Tensor, query: Tensor, rotation: Rotation) -> Probe:
+        """From the normed hidden state and the normed low-rank query of the new tokens."""
+        c = self._config
+        queries = linear(query, self._query_up).view(-1, c.index_head_count, c.index_dim)
+        weights = F.linear(hidden.float(), self._head) * self._scale
+        return Probe(self._turn(queries, rotation), weights, self._keys(hidden, rotation))
+
+    def _keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        keys = linear(hidden, self._key)
+        normed = F.layer_norm(
+            keys.float(), (keys.shape[-1],), self._key_weight, self._key_bias, KEY_NORM_EPS
+        )
+        return self._turn(normed.to(keys.dtype), rotation)
+
+    def _turn(self, x: Tensor, rotation: Rotation) -> Tensor:
+        style = self._config.index_rope_style
+        return rotate_part(x, rotation, style, at=0, dim=self._config.rope_dim)
+
+
+def select(probe: Probe, keys: Tensor, lengths: Tensor, k: int) -> Tensor:
+    """The selection of each query among the first `lengths` keys, some queries at a time."""
+    step = max(1, SCORE_ELEMENTS // keys.shape[0])
+    parts = [
+        top_k(index_scores(q, w, keys), n, k)
+        for q, w, n in zip(
+            torch.split(probe.queries, step),
+            torch.split(probe.weights, step),
+            torch.split(lengths, step),
+            strict=True,
+        )
+    ]
+    return torch.cat(parts)
+
+
+def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """float32 [tokens, keys]; tiled over queries so that the per-head products stay small."""
+    step = max(1, SCORE_ELEMENTS // (queries.shape[1] * keys.shape[0]))
+    flat = keys.float().T
+    parts = [
+        torch.bmm(w[:, None], (q.float() @ flat).relu_()).squeeze(1)
+        for q, w in zip(torch.split(queries, step), torch.split(weights, step), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def top_k(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
+    """The k best of the first `lengths` scores: int32 [rows, k], ascending, padded with -1.
+
+    Everything above the k-th best score is in; among the scores equal to it, the lowest positions
+    fill what is left. So the result does not depend on how a sort treats ties. NaN counts as
+    infinite, so that it is seen.
+    """
+    seen = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
+    visible = scores.masked_fill(scores.isnan(), torch.inf).masked_fill(~seen, -torch.inf)
+    width = min(k, scores.shape[1])
+    floor = visible.topk(width, sorted=True).values[:, -1:]
+    above = visible > floor
+    level = (visible == floor) & seen
+    room = width - above.sum(1, keepdim=True)
+    chosen = above | (level & (level.cumsum(1) <= room))
+    picked = torch.full((scores.shape[0], k), -1, dtype=torch.int32, device=scores.device)
+    row, position = chosen.nonzero(as_tuple=True)
+    rank = chosen.cumsum(1) - 1
+    picked[row, rank[row, position]] = position.int()
+    return picked

@@ -1,0 +1,110 @@
+"""What every family is made of: named weights, norms, linear maps, rotary positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ess.errors import BadInput
+from ess.layout import RopeStyle
+from ess.models.config import ModelConfig
+
+TensorSource = Callable[[str], Tensor]
+WEIGHT_DTYPES: Final = (torch.float32, torch.bfloat16)
+
+
+class Source:
+    """Weights by name below a prefix; shape and dtype are checked here and nowhere else."""
+
+    def __init__(self, tensor: TensorSource, prefix: str = "") -> None:
+        self._tensor = tensor
+        self._prefix = prefix
+
+    def under(self, part: str) -> Source:
+        return Source(self._tensor, f"{self._prefix}{part}.")
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        full_name = self._prefix + name
+        weight = self._tensor(full_name)
+        if tuple(weight.shape) != shape:
+            raise BadInput(f"{full_name} has shape {tuple(weight.shape)}, expected {shape}")
+        if weight.dtype not in WEIGHT_DTYPES:
+            raise BadInput(f"{full_name} is {weight.dtype}, expected float32 or bfloat16")
+        return weight
+
+    def matrix(self, name: str, out_dim: int, in_dim: int) -> Tensor:
+        return self.take(f"{name}.weight", out_dim, in_dim)
+
+    def vector(self, name: str, dim: int) -> Tensor:
+        """Norm weights and biases are kept in float32 whatever the file holds."""
+        return self.take(name, dim).float()
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.to(weight.dtype), weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+
+
+class Rotation(NamedTuple):
+    """cos and sin of some positions, float32 [tokens, rope_dim / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RotaryPositions:
+    def __init__(self, config: ModelConfig) -> None:
+        self._frequencies = rope_frequencies(config)
+        self._scale = config.rope.rotation_scale
+
+    def at(self, positions: Tensor) -> Rotation:
+        frequencies = self._frequencies.to(positions.device)
+        angles = positions.float()[:, None] * frequencies
+        return Rotation(angles.cos() * self._scale, angles.sin() * self._scale)
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """YaRN keeps the fast dimensions, divides the slow ones by `factor`, blends between them."""
+    rope, dim = config.rope, config.rope_dim
+    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    if rope.kind == "default":
+        return plain
+
+    def turning_dim(turns: float) -> float:
+        length = rope.positions_trained / (turns * 2 * math.pi)
+        return dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(turning_dim(rope.beta_fast)), 0)
+    high = min(math.ceil(turning_dim(rope.beta_slow)), dim - 1)
+    slow = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain / rope.factor * slow + plain * (1 - slow)
+
+
+def rotate(x: Tensor, rotation: Rotation, style: RopeStyle) -> Tensor:
+    """Turn the pairs of the last dimension of x [tokens, ..., rope_dim], in float32.
+
+    A pair is (2i, 2i + 1) when interleaved, (i, i + dim / 2) when half-split; the result keeps the
+    layout of the input, so interleaved keys stay as DeepSeek's cache format stores them.
+    """
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (x.shape[-1] // 2,)
+    cos, sin = rotation.cos.view(shape), rotation.sin.view(shape)
+    y = x.float()
+    if style == "half":
+        a, b = y.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    a, b = y[..., 0::2], y[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype)
+
+
+def rotate_part(x: Tensor, rotation: Rotation, style: RopeStyle, *, at: int, dim: int) -> Tensor:
+    """x with only the `dim` values from `at` on rotated."""
+    before, turned, after = torch.split(x, [at, dim, x.shape[-1] - at - dim], -1)
+    return torch.cat((before, rotate(turned, rotation, style), after), -1)

@@ -1,0 +1,102 @@
+"""Multi-head latent attention, absorbed: queries meet the cached latent rows directly.
+
+A head's key is W_k c for the latent c of a row, so its score q.(W_k c) is (W_k^T q).c: `queries`
+moves W_k to the query, `output` applies W_v after the weighted sum of latents. Both are exact
+identities; what the cache holds is one row [latent | rope key] per token for all heads.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ess.models.config import ModelConfig
+from ess.models.layers import Rotation, Source, linear, rms_norm, rotate
+
+GATHER_ELEMENTS: Final = 1 << 20
+
+
+class Mla:
+    def __init__(self, config: ModelConfig, source: Source) -> None:
+        c = config
+        self._config = c
+        self._down = torch.cat(
+            (
+                source.matrix("q_a_proj", c.query_rank, c.hidden_dim),
+                source.matrix("kv_a_proj_with_mqa", c.row_dim, c.hidden_dim),
+            )
+        )
+        self._query_norm = source.vector("q_a_layernorm.weight", c.query_rank)
+        self._latent_norm = source.vector("kv_a_layernorm.weight", c.latent_dim)
+        self._query_up = source.matrix(
+            "q_b_proj", c.head_count * (c.nope_dim + c.rope_dim), c.query_rank
+        )
+        up = source.matrix("kv_b_proj", c.head_count * (c.nope_dim + c.value_dim), c.latent_dim)
+        per_head = up.view(c.head_count, c.nope_dim + c.value_dim, c.latent_dim)
+        self._key_up, self._value_up = torch.split(per_head, [c.nope_dim, c.value_dim], 1)
+        self._out = source.matrix("o_proj", c.hidden_dim, c.head_count * c.value_dim)
+
+    def down(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed hidden -> (normed low-rank query, latent and rope key before norm and rope)."""
+        both = linear(hidden, self._down)
+        query, row = torch.split(both, [self._config.query_rank, self._config.row_dim], -1)
+        return rms_norm(query, self._query_norm, self._config.query_latent_eps), row
+
+    def queries(self, query: Tensor, rotation: Rotation) -> Tensor:
+        """[tokens, query_rank] -> [tokens, heads, latent + rope]."""
+        c = self._config
+        heads = linear(query, self._query_up).view(-1, c.head_count, c.nope_dim + c.rope_dim)
+        nope, rope = torch.split(heads, [c.nope_dim, c.rope_dim], -1)
+        absorbed = torch.bmm(nope.transpose(0, 1), self._key_up).transpose(0, 1)
+        return torch.cat((absorbed, rotate(rope, rotation, "interleaved")), -1)
+
+    def rows(self, row: Tensor, rotation: Rotation) -> Tensor:
+        """The new rows [tokens, latent + rope], ready to be encoded and stored."""
+        c = self._config
+        latent, rope = torch.split(row, [c.latent_dim, c.rope_dim], -1)
+        normed = rms_norm(latent, self._latent_norm, c.query_latent_eps)
+        return torch.cat((normed, rotate(rope, rotation, "interleaved")), -1)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """Attended latents, float32 [tokens, heads, latent] -> [tokens, hidden]."""
+        latents = attended.to(self._value_up.dtype).transpose(0, 1)
+        values = torch.bmm(latents, self._value_up.transpose(1, 2)).transpose(0, 1)
+        return linear(values.flatten(1), self._out)
+
+
+def attend(
+    queries: Tensor, rows: Tensor, selection: Tensor, *, latent_dim: int, scale: float
+) -> Tensor:
+    """Plain float32 attention of each query over its selected rows; -1 in a selection is a pad."""
+    step = max(1, GATHER_ELEMENTS // (selection.shape[1] * rows.shape[1]))
+    parts = [
+        _attend_gathered(q, rows, s, latent_dim, scale)
+        for q, s in zip(torch.split(queries, step), torch.split(selection, step), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _attend_gathered(
+    queries: Tensor, rows: Tensor, selection: Tensor, latent_dim: int, scale: float
+) -> Tensor:
+    chosen = selection.clamp_min(0).flatten()
+    gathered = rows.index_select(0, chosen).view(*selection.shape, -1)
+    scores = torch.bmm(queries.float(), gathered.transpose(1, 2)) * scale
+    weights = scores.masked_fill((selection < 0)[:, None], -torch.inf).softmax(-1)
+    return torch.bmm(weights, gathered[..., :latent_dim])
+
+
+def attend_dense(
+    queries: Tensor, rows: Tensor, positions: Tensor, *, latent_dim: int, scale: float
+) -> Tensor:
+    """Plain float32 attention of each query over all rows up to its own position."""
+    step = max(1, GATHER_ELEMENTS // (queries.shape[1] * rows.shape[0]))
+    seen = torch.arange(rows.shape[0], device=rows.device)
+    parts = []
+    for q, p in zip(torch.split(queries, step), torch.split(positions, step), strict=True):
+        scores = (q.float() @ rows.T) * scale
+        weights = scores.masked_fill((seen > p[:, None])[:, None], -torch.inf).softmax(-1)
+        parts.append(weights @ rows[:, :latent_dim])
+    return torch.cat(parts)

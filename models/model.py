@@ -1,0 +1,41 @@
+"""A whole model: embedding, decoder layers, final norm, head and the optional MTP module."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ess.models.config import ModelConfig
+from ess.models.decoder import DecoderLayer
+from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
+from ess.models.mtp import Mtp
+
+
+class Model:
+    def __init__(self, config: ModelConfig, tensor: TensorSource) -> None:
+        c, source = config, Source(tensor)
+        self.config = c
+        self._embedding = source.matrix("model.embed_tokens", c.vocab_size, c.hidden_dim)
+        self.layers = tuple(
+            DecoderLayer(c, source.under(f"model.layers.{number}"), number)
+            for number in range(c.layer_count)
+        )
+        self._norm = source.vector("model.norm.weight", c.hidden_dim)
+        self._head = (
+            self._embedding if c.tie_head else source.matrix("lm_head", c.vocab_size, c.hidden_dim)
+        )
+        self.mtp = Mtp(c, source) if c.mtp_layer_count else None
+        self._positions = RotaryPositions(c)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embedding[tokens]
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Shared by all layers of a step; positions int [tokens]."""
+        return self._positions.at(positions)
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The final norm: what the head and the MTP module read."""
+        return rms_norm(hidden, self._norm, self.config.norm_eps)
+
+    def logits(self, finished: Tensor) -> Tensor:
+        return linear(finished, self._head).float()

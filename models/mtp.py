@@ -1,0 +1,38 @@
+"""The multi-token-prediction module: one decoder layer that guesses the token after next.
+
+Its row p pairs the main model's finished hidden state of position p with the embedding of token
+p + 1, at rope position p. For further drafts its own finished state takes the main model's place.
+Embedding and head are the main model's; stored copies of them are not read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ess.models.config import ModelConfig
+from ess.models.decoder import DecoderLayer
+from ess.models.layers import Source, linear, rms_norm
+
+
+class Mtp:
+    def __init__(self, config: ModelConfig, source: Source) -> None:
+        number, dim = config.layer_count, config.hidden_dim
+        own = source.under(f"model.layers.{number}")
+        self.layer = DecoderLayer(config, own, number)
+        self._eps = config.norm_eps
+        self._embedding_norm = own.vector("enorm.weight", dim)
+        self._hidden_norm = own.vector("hnorm.weight", dim)
+        self._join = own.matrix("eh_proj", dim, 2 * dim)
+        self._norm = own.vector("shared_head.norm.weight", dim)
+
+    def join(self, embedded: Tensor, finished: Tensor) -> Tensor:
+        """Next tokens' embeddings and this position's finished state -> the layer's input."""
+        parts = (
+            rms_norm(embedded, self._embedding_norm, self._eps),
+            rms_norm(finished, self._hidden_norm, self._eps),
+        )
+        return linear(torch.cat(parts, -1), self._join)
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self._norm, self._eps)

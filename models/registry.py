@@ -1,0 +1,49 @@
+"""Model families by the `model_type` of config.json. A family is one file and one line here.
+
+A family's module offers `read(raw) -> ModelConfig` without torch and `build(config, tensor)`, which
+brings torch in when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from ess.models.layers import TensorSource
+    from ess.models.model import Model
+
+MODULES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "deepseek_v32": "ess.models.deepseek_v32",
+        "glm_moe_dsa": "ess.models.glm_dsa",
+    }
+)
+
+
+class Family(Protocol):
+    def read(self, raw: Mapping[str, Any]) -> ModelConfig: ...
+
+    def build(self, config: ModelConfig, tensor: TensorSource) -> Model: ...
+
+
+def family(model_type: object) -> Family:
+    if not isinstance(model_type, str) or model_type not in MODULES:
+        known = ", ".join(sorted(MODULES))
+        raise BadInput(f"model_type {model_type!r:.60} is not supported; supported: {known}")
+    return cast(Family, importlib.import_module(MODULES[model_type]))
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """config.json as a dict -> a validated ModelConfig."""
+    return family(raw.get("model_type")).read(raw)
+
+
+def build(config: ModelConfig, tensor: TensorSource) -> Model:
+    """The model over `tensor(name)`, which gives each weight under its checkpoint name."""
+    return family(config.family).build(config, tensor)

@@ -1,0 +1,115 @@
+"""Text to ids and back, from the `tokenizers` library's JSON file.
+
+Only byte-level vocabularies are read, which is what the served families have: there a token *is* a
+string of bytes, so a stream of ids can be turned into text exactly, without decoding a window of
+tokens again at every step (`ess.models.detokenizer`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable
+from typing import Any, Final
+
+import tokenizers
+
+from ess.errors import BadInput
+from ess.models.weights.folder import Folder, Links
+from ess.models.weights.strict_json import parse_object
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+
+
+class Tokenizer:
+    """The vocabulary of a checkpoint folder."""
+
+    def __init__(self, path: str | os.PathLike[str], *, links: Links = "refuse") -> None:
+        folder = Folder(path, links=links)
+        try:
+            raw = folder.read(TOKENIZER_FILE)
+        finally:
+            folder.close()
+        description = parse_object(raw, what=TOKENIZER_FILE)
+        _check_byte_level(description.get("decoder"))
+        self._library = _load(raw.decode("utf-8"))
+        self._added = dict(self._library.get_added_tokens_decoder())
+        self.special_ids = frozenset(
+            token_id for token_id, token in self._added.items() if token.special
+        )
+        self._bytes_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        """Ids are below this, added tokens included."""
+        return int(self._library.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """`add_special` also adds what the file's post-processor wants, such as a first token."""
+        try:
+            return list(self._library.encode(text, add_special_tokens=add_special).ids)
+        except (TypeError, UnicodeError) as error:
+            raise BadInput(f"the text cannot be encoded: {error}") from None
+
+    def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
+        """The text of all ids at once; bytes that are not UTF-8 become U+FFFD."""
+        skipped = frozenset() if keep_special else self.special_ids
+        joined = b"".join(self.bytes_of(token_id) for token_id in ids if token_id not in skipped)
+        return joined.decode("utf-8", "replace")
+
+    def id_of(self, token: str) -> int | None:
+        found = self._library.token_to_id(token)
+        return None if found is None else int(found)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token; none for an id without a token (a padded vocabulary has some)."""
+        found = self._bytes_of.get(token_id)
+        if found is None:
+            found = self._bytes_of[token_id] = self._look_up(token_id)
+        return found
+
+    def _look_up(self, token_id: int) -> bytes:
+        if not 0 <= token_id < 1 << 31:
+            raise BadInput(f"{token_id} is not a token id")
+        if token_id in self._added:
+            return str(self._added[token_id].content).encode("utf-8")
+        token = self._library.id_to_token(token_id)
+        if token is None:
+            return b""
+        alphabet = byte_alphabet()
+        if all(char in alphabet for char in token):
+            return bytes(alphabet[char] for char in token)
+        return str(token).encode("utf-8")
+
+
+@functools.cache
+def byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: a visible Latin-1 character stands for itself, the
+    other 68 bytes, in order, for the characters from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {
+        chr(0x100 + place): byte for place, byte in enumerate(hidden)
+    }
+
+
+def _check_byte_level(decoder: Any) -> None:
+    steps = decoder.get("decoders") if _kind(decoder) == "Sequence" else [decoder]
+    kinds = [_kind(step) for step in steps] if isinstance(steps, list) else []
+    if "ByteLevel" not in kinds or not set(kinds) <= {"ByteLevel", "Fuse"}:
+        raise BadInput(
+            f"{TOKENIZER_FILE} decodes by {kinds}; only byte-level ones ('ByteLevel') are read"
+        )
+
+
+def _kind(decoder: Any) -> str:
+    return str(decoder.get("type"))[:40] if isinstance(decoder, dict) else "nothing"
+
+
+def _load(text: str) -> tokenizers.Tokenizer:
+    """The library panics on some malformed files; a panic is not an Exception."""
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise BadInput(f"{TOKENIZER_FILE} is not a vocabulary: {str(error)[:200]}") from None

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints, read as untrusted input: headers, shapes, slices, tensors."""

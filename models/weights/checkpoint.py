@@ -1,0 +1,177 @@
+"""A Hugging Face checkpoint as it lies on disk: opened whole, read tensor by tensor.
+
+Opening reads config.json, the index and every header, and proves that names, shapes and dtypes
+are what the configuration promises. No tensor byte is read until a tensor is asked for; then the
+file is mapped and the tensor is a view into the mapping.
+
+The mapping is private and copy-on-write: torch wants writable memory, and a write into a view by
+mistake changes this process only, never the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+
+from ess.errors import BadInput, BadState
+from ess.models.weights.blocks import as_scale
+from ess.models.weights.dims import Dims, read_dims
+from ess.models.weights.folder import Folder, Links, check_plain_name
+from ess.models.weights.header import DTYPE_BYTES, Entry, read_header
+from ess.models.weights.shapes import Spec
+from ess.models.weights.verify import FP8, verify
+
+INDEX_FILE: Final = "model.safetensors.index.json"
+SINGLE_FILE: Final = "model.safetensors"
+_PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# Not in Python 3.11's mmap module. Without it Linux may refuse a private mapping larger than RAM.
+_NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0
+_TORCH: Final = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+}
+
+
+class Checkpoint:
+    """An open checkpoint. Views of its tensors stay valid after `close`: they hold the mapping."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mtp: bool | None = None,
+        links: Links = "refuse",
+    ) -> None:
+        """`mtp` None loads the MTP layer if the configuration has one."""
+        self._files: dict[str, int] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        self._folder = Folder(path, links=links)
+        try:
+            self.config: Mapping[str, Any] = self._folder.read_json("config.json")
+            self.dims: Dims = read_dims(self.config)
+            self.mtp = self.dims.mtp_count > 0 if mtp is None else mtp
+            if self.mtp and not self.dims.mtp_count:
+                raise BadInput("config.json: num_nextn_predict_layers is 0, but MTP was asked for")
+            self._entries = self._open_files()
+            where = str(self._folder.path)
+            self.specs: Mapping[str, Spec] = verify(
+                self._entries, self.dims, mtp=self.mtp, where=where
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def entry(self, name: str) -> Entry:
+        """Where a tensor lies, or BadInput."""
+        if name not in self._entries:
+            raise BadInput(f"{self._folder.path} has no tensor {name[:200]!r}")
+        return self._entries[name]
+
+    def blocked(self, name: str) -> bool:
+        """Is this weight stored in fp8 blocks?"""
+        return self.entry(name).dtype == FP8
+
+    def stored(self, name: str) -> torch.Tensor:
+        """The tensor as it is stored: a view of the file, or a copy where it is not aligned."""
+        entry = self.entry(name)
+        dtype = _TORCH[entry.dtype]
+        mapped = self._map(entry.file)
+        if entry.begin % DTYPE_BYTES[entry.dtype]:
+            copied = bytearray(mapped[entry.begin : entry.end])
+            return torch.frombuffer(copied, dtype=dtype).view(entry.shape)
+        count = entry.bytes // DTYPE_BYTES[entry.dtype]
+        flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.begin)
+        return flat.view(entry.shape)
+
+    def scale(self, name: str) -> torch.Tensor:
+        """The f32 scales of an fp8 weight, checked."""
+        scale_name = self.specs[name].scale_name
+        return as_scale(self.stored(scale_name), what=str(self.entry(scale_name)))
+
+    def close(self) -> None:
+        """Close every descriptor. Idempotent."""
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+        self._maps.clear()
+        self._folder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open_files(self) -> dict[str, Entry]:
+        """Every tensor of every file, each in exactly the file where the index puts it."""
+        placed = self._placement()
+        files = [SINGLE_FILE] if placed is None else sorted(set(placed.values()))
+        where = str(self._folder.path) if placed is None else INDEX_FILE
+        entries: dict[str, Entry] = {}
+        for file in files:
+            self._files[file] = self._folder.open(file, where=where)
+            for name, entry in read_header(self._files[file], file=file).items():
+                if placed is not None and placed.get(name) != file:
+                    raise BadInput(f"{entry} is not placed in this file by {INDEX_FILE}")
+                entries[name] = entry
+        for name, file in (placed or {}).items():
+            if name not in entries:
+                raise BadInput(f"{INDEX_FILE} places tensor {name[:200]!r} in {file}: not there")
+        return entries
+
+    def _placement(self) -> dict[str, str] | None:
+        """Tensor name -> file by the index; None for a single file. `total_size` is not read: in
+        the published V3.2 index it is twice the number of values, not bytes."""
+        names = self._folder.names()
+        if INDEX_FILE not in names:
+            self._check_single(names)
+            return None
+        placed = self._folder.read_json(INDEX_FILE).get("weight_map")
+        if not isinstance(placed, dict) or not placed:
+            raise BadInput(f"{INDEX_FILE} has no weight_map")
+        for name, file in placed.items():
+            where = f"{INDEX_FILE}: tensor {name[:200]!r}"
+            if not check_plain_name(file, where=where).endswith(".safetensors"):
+                raise BadInput(f"{where} is in {file!r}; {_why_not(file)}")
+        return placed
+
+    def _check_single(self, names: list[str]) -> None:
+        if SINGLE_FILE in names:
+            return
+        pickled = next((name for name in names if name.endswith(_PICKLED)), None)
+        if pickled is not None:
+            raise BadInput(f"{self._folder.path} holds {pickled!r}; {_why_not(pickled)}")
+        raise BadInput(f"{self._folder.path} has neither {INDEX_FILE} nor {SINGLE_FILE}")
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            if file not in self._files:
+                raise BadState(f"{self._folder.path} is closed")
+            self._maps[file] = mmap.mmap(
+                self._files[file],
+                0,
+                flags=mmap.MAP_PRIVATE | _NORESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        return self._maps[file]
+
+
+def _why_not(file: str) -> str:
+    if file.endswith(_PICKLED):
+        return "pickled weights can run code when they are read; convert them to safetensors"
+    return "only .safetensors files are read"

@@ -1,0 +1,44 @@
+"""JSON from strangers: bounded before it is parsed, one meaning per key, no NaN."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from ess.errors import BadInput
+
+VALUES_MAX: Final = 2_000_000
+
+
+def parse_object(raw: bytes, *, what: str) -> dict[str, Any]:
+    """An object, or BadInput that names `what`.
+
+    The parsed form of a JSON text can be fifty times its size ("[0,0,0..." is two bytes a value),
+    so the number of values is bounded by the number of commas before any of them is made.
+    """
+    if raw.count(b",") > VALUES_MAX:
+        raise BadInput(f"{what} has more than {VALUES_MAX:,} JSON values")
+    try:
+        found = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+        )
+    except RecursionError:
+        raise BadInput(f"{what} is nested too deeply to be a checkpoint's JSON") from None
+    except ValueError as error:
+        raise BadInput(f"{what} is not readable JSON: {str(error)[:200]}") from None
+    if not isinstance(found, dict):
+        raise BadInput(f"{what} is a JSON {type(found).__name__}, expected an object")
+    return found
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in found if names.count(key) > 1)
+        raise ValueError(f"the key {twice[:200]!r} appears twice")
+    return found
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")

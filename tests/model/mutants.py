@@ -1,0 +1,238 @@
+"""Mechanical mutants of the deciders: does a test die when one comparison or line is wrong?
+
+    python -m tests.model.mutants [--module ess.pool.lru] [--sample 40] [--seed 0]
+
+Each mutant changes one thing in one module: a comparison, an arithmetic sign, a constant, a
+condition, or it drops a statement. A forked child loads the mutated source under the module's name
+and runs the module's tests until the first failure. Asserts, audits (`check`) and error texts are
+not mutated: they watch, they do not decide. A mutant that runs into the time limit counts as
+killed. Survivors are printed with the changed line: each is a missing test or an equivalent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.util
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder, SourceLoader
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 90
+OFFLOAD = "tests/model/test_offload.py"
+SUITES = {
+    "ess.pool.lru": ["tests/unit/test_lru.py", "tests/kernels/test_planner.py"],
+    "ess.pool.pages": ["tests/unit/test_pages.py"],
+    "ess.pool.prefix": ["tests/unit/test_prefix.py", "tests/unit/test_latent.py"],
+    "ess.pool.latent": ["tests/unit/test_latent.py", "tests/unit/test_door.py", OFFLOAD],
+    "ess.pool.index": ["tests/unit/test_index.py", "tests/unit/test_door.py", OFFLOAD],
+    "ess.pool.sparse": ["tests/unit/test_sparse.py", "tests/unit/test_door.py", OFFLOAD],
+    "ess.pool.warmup": ["tests/unit/test_warmup.py", "tests/unit/test_door.py"],
+    "ess.pool.ledger": ["tests/unit/test_ledger.py"],
+}
+FLIPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.USub: ast.UAdd,
+}
+DROPPED = (ast.Assign, ast.AugAssign, ast.Expr)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    module: str
+    line: int
+    change: str
+    source: str
+
+
+def mutants_of(module: str) -> Iterator[Mutant]:
+    text = source_of(module)
+    lines = text.splitlines()
+    count = len(list(sites(ast.parse(text))))
+    for number in range(count):
+        tree = ast.parse(text)
+        node, field, index = list(sites(tree))[number]
+        line = getattr(node, "lineno", 0)
+        change = apply(node, field, index)
+        mutated = ast.unparse(ast.fix_missing_locations(tree))
+        yield Mutant(module, line, f"{change}: {lines[line - 1].strip()}", mutated)
+
+
+def source_of(module: str) -> str:
+    return (ROOT / (module.replace(".", "/") + ".py")).read_text()
+
+
+def sites(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int]]:
+    """Every place that can be changed, as (node, field, index in the field)."""
+    for node in deciding(tree):
+        if isinstance(node, ast.Compare):
+            yield from ((node, "ops", i) for i, op in enumerate(node.ops) if type(op) in FLIPS)
+        elif isinstance(node, (ast.BinOp, ast.AugAssign, ast.BoolOp, ast.UnaryOp)):
+            if type(node.op) in FLIPS:
+                yield node, "op", 0
+        elif isinstance(node, ast.Constant) and type(node.value) is int:
+            yield node, "value", 0
+        elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
+            yield node, "test", 0
+        for name in ("body", "orelse"):
+            block = getattr(node, name, None)
+            if isinstance(block, list) and isinstance(node, (ast.FunctionDef, ast.If, ast.For)):
+                yield from (
+                    (node, name, i)
+                    for i, statement in enumerate(block)
+                    if isinstance(statement, DROPPED) and not is_docstring(statement)
+                )
+
+
+def deciding(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of function bodies, without asserts, audits, errors, texts and annotations."""
+    for function in functions(tree):
+        if not function.name.lstrip("_").startswith(("check", "assert", "refus")):
+            yield function
+            for statement in function.body:
+                yield from walk(statement)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            yield from functions(node)
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    silent = (ast.Assert, ast.Raise, ast.JoinedStr, ast.FunctionDef)
+    if isinstance(node, silent) or is_docstring(node):
+        return
+    yield node
+    for name, child in ast.iter_fields(node):
+        for each in child if isinstance(child, list) else [child]:
+            if isinstance(each, ast.AST) and name not in ("annotation", "returns"):
+                yield from walk(each)
+
+
+def is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def apply(node: ast.AST, field: str, index: int) -> str:
+    """Changes the tree in place and says what was done."""
+    value = getattr(node, field)
+    if field == "ops":
+        old = type(value[index])
+        value[index] = FLIPS[old]()
+        return f"{old.__name__} -> {FLIPS[old].__name__}"
+    if field == "op":
+        setattr(node, field, FLIPS[type(value)]())
+        return f"{type(value).__name__} -> {FLIPS[type(value)].__name__}"
+    if field == "value":
+        setattr(node, field, value + 1)
+        return f"{value} -> {value + 1}"
+    if field == "test":
+        setattr(node, field, ast.UnaryOp(ast.Not(), copy.deepcopy(value)))
+        return "condition negated"
+    dropped = ast.unparse(value[index])
+    value[index] = ast.copy_location(ast.Pass(), value[index])
+    return f"dropped `{dropped[:60]}` in"
+
+
+class Impostor(MetaPathFinder, SourceLoader):
+    """Serves a mutated source under the name of the real module."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self._mutant.module:
+            return None
+        return importlib.util.spec_from_loader(name, self, origin="mutant")
+
+    def get_data(self, path):
+        return self._mutant.source.encode()
+
+    def get_filename(self, name):
+        return str(ROOT / "mutant.py")
+
+    def path_stats(self, path):
+        raise OSError
+
+
+def survives(mutant: Mutant) -> bool:
+    """Runs the module's tests on the mutant in a forked child."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(LIMIT_S)
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, 1)
+            os.dup2(silence, 2)
+            sys.meta_path.insert(0, Impostor(mutant))
+            suite = [str(ROOT / name) for name in SUITES[mutant.module]]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+            status = int(pytest.main([*options, *suite]))
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def campaign(modules: list[str], *, sample: int | None, seed: int) -> tuple[int, list[Mutant]]:
+    """(how many were tried, which survived)."""
+    assert not any(name.startswith("ess") for name in sys.modules), "import ess in children only"
+    for module in modules:
+        sound = Mutant(module, 0, "none", source_of(module))
+        assert survives(sound), f"the tests of {module} fail on the unchanged module"
+    tried = [mutant for module in modules for mutant in mutants_of(module)]
+    if sample is not None:
+        tried = random.Random(seed).sample(tried, min(sample, len(tried)))
+    survivors = []
+    for mutant in tried:
+        if survives(mutant):
+            survivors.append(mutant)
+            print(f"  survived {mutant.module}:{mutant.line} {mutant.change}", flush=True)
+    return len(tried), survivors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--module", action="append", choices=sorted(SUITES))
+    parser.add_argument("--sample", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    for module in asked.module or sorted(SUITES):
+        tried, survivors = campaign([module], sample=asked.sample, seed=asked.seed)
+        killed = tried - len(survivors)
+        print(f"{module}: {killed} of {tried} killed, {killed / max(tried, 1):.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Chained drafts against the un-absorbed module; speculative greedy against plain greedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ess.models.model import Model
+from ess.models.plain import Drafter, Plain, PlainDrafter, greedy, greedy_mtp
+from tests.support import checkpoints
+from tests.support.unabsorbed import Unabsorbed
+
+RAWS = [checkpoints.TINY_V32, checkpoints.TINY_GLM]
+
+
+@pytest.fixture(params=RAWS, ids=["deepseek_v32", "glm_moe_dsa"])
+def raw(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = request.param
+    return found
+
+
+@pytest.mark.parametrize("length", [6, 40], ids=["dense", "sparse"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_chained_drafts_equal_the_unabsorbed_module(
+    raw: dict[str, Any], length: int, shares: bool
+) -> None:
+    raw = {**raw, "index_share_for_mtp_iteration": shares}
+    model = checkpoints.model(raw)
+    reference = Unabsorbed(raw, checkpoints.tensors(model.config))
+    for seed in range(3):
+        tokens = checkpoints.tokens(length, 128, seed=seed)
+        outcome = Plain(model).run(tokens)
+        known = int(outcome.logits[-1].argmax())
+        drafts = PlainDrafter(model).draft([*tokens[1:], known], outcome.hidden, 5)
+        assert drafts == reference.drafts(tokens, known, 5)
+
+
+def test_sharing_the_selection_changes_late_drafts(raw: dict[str, Any]) -> None:
+    """Otherwise the test above could not tell the two ways apart."""
+    differ = 0
+    for seed in range(4):
+        tokens = checkpoints.tokens(40, 128, seed=seed)
+        drafts = []
+        for shares in (False, True):
+            model = checkpoints.model(raw, mtp_shares_selection=shares)
+            hidden = Plain(model).run(tokens).hidden
+            drafts.append(PlainDrafter(model).draft([*tokens[1:], 3], hidden, 8))
+        assert drafts[0][0] == drafts[1][0]
+        differ += drafts[0] != drafts[1]
+    assert differ > 0
+
+
+class Prompter:
+    """Knows the true continuation; says something else wherever `wrong` says so."""
+
+    def __init__(self, model: Model, truth: list[int], wrong: list[bool]) -> None:
+        self._own = PlainDrafter(model)
+        self._truth = truth
+        self._wrong = wrong
+        self._at = 0
+        self.rows = self._own.layer.rows
+
+    def draft(self, tokens: Sequence[int], hidden: torch.Tensor, count: int) -> list[int]:
+        self._own.draft(tokens, hidden, count)
+        self._at += len(tokens) if self._at else 1
+        true = self._truth[self._at : self._at + count]
+        wrong = self._wrong[self._at : self._at + count]
+        return [(t + w) % 128 for t, w in zip(true, wrong, strict=True)]
+
+
+def steps_needed(wrong: list[bool], count: int, verified: int) -> int:
+    """Each step yields one token and all drafts before the first wrong one."""
+    at, step_count = 1, 0
+    while at < count:
+        drafts = wrong[at : at + verified - 1]
+        at += 1 + (drafts.index(True) if True in drafts else len(drafts))
+        step_count += 1
+    return step_count
+
+
+@pytest.mark.parametrize("verified", [1, 2, 3, 5])
+def test_greedy_with_mtp_equals_greedy(raw: dict[str, Any], verified: int) -> None:
+    model = checkpoints.model(raw)
+    prompt = checkpoints.tokens(40, 128, seed=7)
+    expected = greedy(model, prompt, 24)
+    tokens, _ = greedy_mtp(model, prompt, 24, verified=verified)
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("verified", [2, 4])
+def test_greedy_with_good_and_bad_drafts(raw: dict[str, Any], verified: int) -> None:
+    """Some drafts are accepted, some are not; the tokens and the module's rows stay true."""
+    model = checkpoints.model(raw)
+    prompt = checkpoints.tokens(40, 128, seed=7)
+    truth = greedy(model, prompt, 40)
+    wrong = [number % 5 == 0 for number in range(40)]
+    drafter: Drafter = Prompter(model, truth, wrong)
+    tokens, step_count = greedy_mtp(model, prompt, 24, verified=verified, drafter=drafter)
+    assert tokens == truth[:24]
+    assert step_count == steps_needed(wrong, 24, verified)
+    assert isinstance(drafter, Prompter)
+    fresh = PlainDrafter(model)
+    known = [*prompt[1:], *truth][: drafter.rows.length]
+    hidden = Plain(model).run([*prompt, *truth]).hidden[: len(known)]
+    fresh.draft(known, hidden, 1)
+    assert torch.allclose(fresh.layer.rows.filled, drafter.rows.filled, atol=1e-5)

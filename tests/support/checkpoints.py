@@ -1,0 +1,187 @@
+"""Random checkpoints under real names, the same on every machine and with every NumPy.
+
+RandomState's uniform stream is frozen by NumPy's own promise, so a golden file can hold results
+without the weights. Every norm, bias and correction is random: a loader that skips one is seen.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ess.models.config import ModelConfig
+from ess.models.model import Model
+from ess.models.registry import build, read_config
+
+V32: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 16,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "index_topk": 64,
+    "index_head_dim": 128,
+    "index_n_heads": 16,
+    "first_k_dense_replace": 1,
+}
+
+GLM: dict[str, Any] = {
+    **{k: v for k, v in V32.items() if k not in ("rope_scaling", "rope_theta")},
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "v_head_dim": 48,
+    "qk_nope_head_dim": 40,
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "index_topk_freq": 2,
+    "index_skip_topk_offset": 2,
+    "index_share_for_mtp_iteration": True,
+}
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "index_topk": 16,
+}
+TINY_V32 = {**V32, **_TINY}
+TINY_GLM = {**GLM, **_TINY}
+
+
+def tensors(config: ModelConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Matrices have the deviation 0.8 / sqrt(hidden): 0.05 for 256, and logits of about 1."""
+    reach = 0.8 * (3 / config.hidden_dim) ** 0.5
+    return {name: _draw(name, shape, seed, reach) for name, shape in shapes(config)}
+
+
+def _draw(name: str, shape: tuple[int, ...], seed: int, reach: float) -> torch.Tensor:
+    state = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode()))
+    unit = state.random_sample(shape) * 2 - 1
+    if len(shape) == 2:
+        values = unit * reach
+    elif name.endswith("bias"):
+        values = unit * 0.17
+    else:
+        values = 1 + unit / 2
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    c = config
+    yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_dim)
+    yield "model.norm.weight", (c.hidden_dim,)
+    yield "lm_head.weight", (c.vocab_size, c.hidden_dim)
+    for layer in range(c.layer_total):
+        prefix = f"model.layers.{layer}."
+        for name, shape in _layer(c, layer):
+            yield prefix + name, shape
+
+
+def _layer(c: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "input_layernorm.weight", (c.hidden_dim,)
+    yield "post_attention_layernorm.weight", (c.hidden_dim,)
+    for name, shape in _attention(c):
+        yield "self_attn." + name, shape
+    if c.has_indexer(layer):
+        for name, shape in _indexer(c):
+            yield "self_attn.indexer." + name, shape
+    if c.has_experts(layer):
+        for name, shape in _experts(c):
+            yield "mlp." + name, shape
+    else:
+        yield from _mlp("mlp.", c.dense_dim, c.hidden_dim)
+    if layer == c.layer_count:
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            yield f"{name}.weight", (c.hidden_dim,)
+        yield "eh_proj.weight", (c.hidden_dim, 2 * c.hidden_dim)
+
+
+def _attention(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "q_a_proj.weight", (c.query_rank, c.hidden_dim)
+    yield "q_a_layernorm.weight", (c.query_rank,)
+    yield "q_b_proj.weight", (c.head_count * (c.nope_dim + c.rope_dim), c.query_rank)
+    yield "kv_a_proj_with_mqa.weight", (c.latent_dim + c.rope_dim, c.hidden_dim)
+    yield "kv_a_layernorm.weight", (c.latent_dim,)
+    yield "kv_b_proj.weight", (c.head_count * (c.nope_dim + c.value_dim), c.latent_dim)
+    yield "o_proj.weight", (c.hidden_dim, c.head_count * c.value_dim)
+
+
+def _indexer(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "wq_b.weight", (c.index_head_count * c.index_dim, c.query_rank)
+    yield "wk.weight", (c.index_dim, c.hidden_dim)
+    yield "k_norm.weight", (c.index_dim,)
+    yield "k_norm.bias", (c.index_dim,)
+    yield "weights_proj.weight", (c.index_head_count, c.hidden_dim)
+
+
+def _experts(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "gate.weight", (c.expert_count, c.hidden_dim)
+    yield "gate.e_score_correction_bias", (c.expert_count,)
+    for number in range(c.expert_count):
+        yield from _mlp(f"experts.{number}.", c.expert_dim, c.hidden_dim)
+    yield from _mlp("shared_experts.", c.expert_dim * c.shared_expert_count, c.hidden_dim)
+
+
+def _mlp(prefix: str, inner: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield prefix + "gate_proj.weight", (inner, hidden)
+    yield prefix + "up_proj.weight", (inner, hidden)
+    yield prefix + "down_proj.weight", (hidden, inner)
+
+
+def tokens(count: int, vocab_size: int, *, seed: int) -> list[int]:
+    state = np.random.RandomState(seed)
+    return [int(token) for token in state.randint(0, vocab_size, count)]
+
+
+def model(raw: dict[str, Any], **changes: Any) -> Model:
+    """The random model of `raw`; `changes` are fields of ModelConfig."""
+    config = msgspec.structs.replace(read_config(raw), **changes)
+    return build(config, tensors(config).__getitem__)

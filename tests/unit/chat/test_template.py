@@ -1,0 +1,165 @@
+"""Templates are programs of strangers: rendered right, or ended, within their bounds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from ess.errors import BadInput
+from ess.models.chat.messages import read_messages
+from ess.models.chat.reply import parse
+from ess.models.chat.styles import ChatStyle, DeepSeekStyle, PlainStyle, TemplateStyle, style_of
+from ess.models.chat.template import ChatTemplate
+from ess.models.tokenizer import Tokenizer
+
+# In the manner of GLM's, which is the model's own and not repeated here.
+TEMPLATE = """[gMASK]<sop>
+{%- if tools %}<|system|>
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}<|assistant|>{{ '</think>' + m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}
+{%- for key, value in call.function.arguments.items() %}<arg_key>{{ key }}</arg_key>
+{%- set text = value if value is string else value | tojson(ensure_ascii=False) %}
+<arg_value>{{ text }}</arg_value>{% endfor %}</tool_call>{% endfor %}
+{%- elif m.role == 'tool' %}<|observation|><tool_response>{{ m.content }}</tool_response>
+{%- else %}<|{{ m.role }}|>{{ m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{{ '<think>' if enable_thinking else '</think>' }}
+{%- endif %}"""
+
+TOOL = {"type": "function", "function": {"name": "tide", "description": "<Höhe>"}}
+
+
+@pytest.fixture
+def style() -> Iterator[TemplateStyle]:
+    made = TemplateStyle(TEMPLATE, glm=True)
+    yield made
+    made.close()
+
+
+def test_a_conversation(style: TemplateStyle) -> None:
+    calls = [{"function": {"name": "tide", "arguments": '{"city": "Ulm", "days": [2]}'}}]
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Wie höch?"},
+        {"role": "assistant", "content": "Moment.", "tool_calls": calls},
+        {"role": "tool", "content": "3 m"},
+    ]
+    text = style.encode(read_messages(messages, tools=[TOOL]), thinking=True)
+    assert text == (
+        "[gMASK]<sop><|system|>\n# Tools\n"
+        '{"type": "function", "function": {"name": "tide", "description": "<Höhe>"}}\n'
+        "<|system|>S<|user|>Wie höch?<|assistant|></think>Moment.<tool_call>tide"
+        "<arg_key>city</arg_key><arg_value>Ulm</arg_value>"
+        "<arg_key>days</arg_key><arg_value>[2]</arg_value></tool_call>"
+        "<|observation|><tool_response>3 m</tool_response><|assistant|><think>"
+    )
+    plain = style.encode(read_messages(messages[:2]), thinking=False)
+    assert plain == "[gMASK]<sop><|system|>S<|user|>Wie höch?<|assistant|></think>"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{% for", "TemplateSyntaxError"),
+        ("{{ missing.attribute }}", "UndefinedError"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% include '/etc/passwd' %}", "TypeError"),
+        ("{{ 'a' * 100000000000 }}", "needs more than 512 MiB"),
+        ("{% for i in range(999999999) %}{% endfor %}", "OverflowError"),
+        ("{{ 'a' * 17000000 }}", "makes 17,000,000 characters"),
+        ("{{ '%1000000000000d' % 1 }}", "chat template"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_a_bad_template_is_refused(source: str, says: str) -> None:
+    template = ChatTemplate(source)
+    with pytest.raises(BadInput, match=says):
+        template.render({"messages": []})
+    template.close()
+
+
+def test_a_template_that_never_ends_is_ended() -> None:
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    source = "{% if slow %}" + loops + "{% else %}quick{% endif %}"
+    template = ChatTemplate(source, timeout_s=1.0)
+    begin = time.monotonic()
+    with pytest.raises(BadInput, match="ran longer than 1 s"):
+        template.render({"slow": True})
+    assert time.monotonic() - begin < 5.0
+    template.close()
+    patient = ChatTemplate(source, timeout_s=30.0)
+    assert patient.render({"slow": False}) == "quick"
+    patient.close()
+
+
+def test_after_an_error_the_template_still_renders(style: TemplateStyle) -> None:
+    template = ChatTemplate("{{ 1 // n }}", timeout_s=30.0)
+    with pytest.raises(BadInput, match="ZeroDivisionError"):
+        template.render({"n": 0})
+    assert template.render({"n": 1}) == "1"
+    template.close()
+    assert template.render({"n": 1}) == "1"
+    template.close()
+
+
+def test_a_huge_template_is_refused() -> None:
+    with pytest.raises(BadInput, match="larger than"):
+        ChatTemplate("x" * ((1 << 20) + 1))
+
+
+def vocabulary(folder: Path, *tokens: str) -> Tokenizer:
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(list(tokens))
+    library.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def test_the_style_follows_the_checkpoint(tmp_path: Path) -> None:
+    deepseek = vocabulary(tmp_path, "<｜User｜>", "<｜Assistant｜>")
+    assert isinstance(style_of(tmp_path, deepseek), DeepSeekStyle)
+    other = vocabulary(tmp_path)
+    assert isinstance(style_of(tmp_path, other), PlainStyle)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    ask(style_of(tmp_path, other), "hi!")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    ask(style_of(tmp_path, other), "hi?")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(BadInput, match="not UTF-8"):
+        style_of(tmp_path, other)
+    (tmp_path / "chat_template.jinja").unlink()
+    config.write_text('{"chat_template": [1]}')
+    with pytest.raises(BadInput, match="chat_template is a list"):
+        style_of(tmp_path, other)
+
+
+def ask(style: ChatStyle, text: str) -> None:
+    assert isinstance(style, TemplateStyle)
+    assert style.encode(read_messages([{"role": "user", "content": "hi"}]), thinking=False) == text
+    style.close()
+
+
+def test_the_plain_style() -> None:
+    style = PlainStyle()
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "hi"},
+    ]
+    encoded = style.encode(read_messages(messages), thinking=False)
+    assert encoded == "system: S\nuser: hi\nassistant:"
+    assert parse(style.parser(thinking=False), " yes").content == " yes"
+    with pytest.raises(BadInput, match="no tools"):
+        style.encode(read_messages(messages, tools=[TOOL]), thinking=False)

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ess.layout import ModelLayout, RowCodec
+from ess.pool.arena import Split
+from ess.pool.sparse import FIRST_STEP, SparsePool, even_owners, share_out
+
+GROUPED = ModelLayout(
+    name="t",
+    layer_count=7,
+    groups=((0,), (1, 2, 3, 4), (5, 6)),
+    row=RowCodec(form="opaque", opaque_bytes=8),
+    index=None,
+    top_k=8,
+)
+ROW_IDS = 256
+
+
+def pool(chunks: int = 5, poison: bool = False) -> SparsePool:
+    memory = np.zeros(chunks * 4 * 64 * 8, np.uint8)
+    return SparsePool(GROUPED, memory, row_id_count=ROW_IDS, poison=poison)
+
+
+def ids(*rows: int) -> np.ndarray:
+    return np.array(rows, np.int32)
+
+
+def select(sparse: SparsePool, group: int, *rows: int):
+    split = Split.create(query_count=1, top_k=8)
+    line = np.full((1, 8), -1, np.int32)
+    line[0, : len(rows)] = rows
+    return sparse.plan(group, line, split), split
+
+
+def test_groups_get_about_the_same_number_of_slots():
+    owners = even_owners(GROUPED, 100)
+    per_chunk = [4, 1, 2]
+    slots = [int((owners == g).sum()) * per_chunk[g] for g in range(3)]
+    assert max(slots) - min(slots) <= 4
+    assert np.bincount(owners).sum() == 100
+
+
+def test_shares_are_whole_at_least_one_and_all_given_out():
+    for count in range(3, 40):
+        shares = share_out(np.array([0.25, 1.0, 0.5]), count)
+        assert sum(shares) == count
+        assert min(shares) >= 1
+    assert share_out(np.array([1.0, 1.0]), 7) == [4, 3]
+    assert share_out(np.array([0.0, 1.0]), 6) == [1, 5]
+
+
+def test_blocks_of_a_group_leave_room_for_its_layers():
+    sparse = pool(3)
+    assert [sparse.slot_count(g) for g in range(3)] == [256, 64, 128]
+    sparse.begin_step()
+    plans = [select(sparse, group, 1, 2)[0] for group in range(3)]
+    assert [plan.slots.tolist() for plan in plans] == [[0, 1], [256, 257], [512, 513]]
+    for plan in plans:
+        sparse.commit(plan)
+    many = np.arange(100, 200, dtype=np.int32)
+    slots = sparse.claim_new(2, many[:100])
+    assert slots is not None
+    assert set(slots.tolist()) == set(range(514, 576)) | set(range(640, 678))
+    sparse.check()
+
+
+def test_a_plan_is_in_flight_until_it_is_committed():
+    sparse = pool()
+    sparse.begin_step()
+    plan, split = select(sparse, 0, 3, 4)
+    assert plan.is_pending
+    assert split.miss_count[0] == 2
+    again, split = select(sparse, 0, 4, 5)
+    assert (again.late_ticket, again.rows.tolist()) == (plan.ticket, [5])
+    assert split.miss_count[0] == 2
+    late, _ = select(sparse, 0, 4)
+    assert late.is_pending
+    assert len(late.rows) == 0
+    sparse.commit(plan)
+    hit, split = select(sparse, 0, 3, 4)
+    assert not hit.is_pending
+    assert (hit.hit_count, split.hit_count[0], split.miss_count[0]) == (2, 2, 0)
+    sparse.commit(again)
+    sparse.check()
+
+
+def test_plans_own_their_arrays():
+    sparse = pool()
+    sparse.begin_step()
+    first, _ = select(sparse, 0, 1)
+    second, _ = select(sparse, 1, 9)
+    assert (first.rows.tolist(), second.rows.tolist()) == ([1], [9])
+
+
+def test_used_slots_are_counted_through_every_change():
+    sparse = pool(3)
+    sparse.begin_step()
+    assert sparse.step == FIRST_STEP + 1
+    sparse.commit(select(sparse, 1, 1, 2, 3)[0])
+    assert sparse.used_count(1) == 3
+    sparse.claim_new(1, ids(3, 10, 11))
+    assert sparse.used_count(1) == 5
+    sparse.drop(1, ids(3, 99))
+    assert sparse.used_count(1) == 4
+    sparse.commit(sparse.fill(1, np.arange(100, 180, dtype=np.int32)))
+    assert sparse.used_count(1) == 64, "filled to the brim, nobody gave way"
+    sparse.begin_step()
+    plan, _ = select(sparse, 1, 200, 201)
+    assert (plan.evicted_count, sparse.used_count(1)) == (2, 64)
+    assert sparse.used_count(0) == sparse.used_count(2) == 0
+    sparse.commit(plan)
+    sparse.check()
+    sparse.drop_pages(ids(0, 1, 2, 3))
+    assert sparse.used_count(1) == 0
+    sparse.check()
+
+
+def test_new_rows_that_find_no_slot_change_nothing():
+    sparse = pool(3)
+    sparse.begin_step()
+    assert sparse.claim_new(1, np.arange(64, dtype=np.int32)) is not None
+    assert sparse.claim_new(1, ids(64)) is None
+    assert sparse.used_count(1) == 64
+    sparse.check()
+
+
+def test_claimed_slots_are_poisoned_in_every_layer_of_the_group():
+    sparse = pool(3, poison=True)
+    sparse.slab.fill(0)
+    sparse.begin_step()
+    slots = sparse.claim_new(2, ids(7))
+    assert slots is not None
+    touched = np.flatnonzero((sparse.slab == 0xFF).all(axis=1))
+    assert touched.tolist() == [int(slots[0]), int(slots[0]) + 64]
+
+
+def test_a_settled_slot_may_give_way_a_dirty_one_not():
+    sparse = pool(3)
+    sparse.begin_step()
+    slots = sparse.claim_new(1, np.arange(64, dtype=np.int32))
+    sparse.begin_step()
+    plan, split = select(sparse, 1, 100)
+    assert (plan.place_count, split.place[0, 0], len(plan.rows)) == (1, 100, 0)
+    sparse.settle(1, slots[5:6])
+    plan, _ = select(sparse, 1, 100)
+    assert plan.slots.tolist() == slots[5:6].tolist()
+
+
+def test_a_budget_moves_with_its_chunk_and_leaves_one_behind():
+    sparse = pool(5)
+    counts = sparse.chunk_counts()
+    assert sum(counts) == 5
+    giver = int(np.argmax(counts))
+    taker = (giver + 1) % 3
+    sparse.begin_step()
+    slots = np.arange(sparse.slot_count(giver), dtype=np.int32)[:ROW_IDS]
+    sparse.commit(sparse.fill(giver, slots))
+    used = sparse.used_count(giver)
+    sparse.begin_step()
+    assert sparse.move_chunk(giver, taker)
+    assert sparse.used_count(giver) < used
+    assert sparse.chunk_counts()[giver] == counts[giver] - 1
+    assert sparse.chunk_counts()[taker] == counts[taker] + 1
+    sparse.check()
+    while sparse.chunk_counts()[giver] > 1:
+        assert sparse.move_chunk(giver, taker)
+    assert not sparse.move_chunk(giver, taker)
+    sparse.check()
+
+
+@pytest.mark.parametrize("held", ["selected", "dirty", "in flight"])
+def test_a_chunk_in_use_does_not_move(held):
+    sparse = pool(4)
+    giver = int(np.argmax(sparse.chunk_counts()))
+    assert sparse.chunk_counts()[giver] == 2
+    count = sparse.slot_count(giver)
+    rows = np.arange(count, dtype=np.int32)
+    sparse.begin_step()
+    if held == "dirty":
+        assert sparse.claim_new(giver, rows) is not None
+        sparse.begin_step()
+    else:
+        plan = sparse.fill(giver, rows)
+        if held == "selected":
+            sparse.commit(plan)
+            sparse.begin_step()
+            last = [int(rows[-1])]
+            sparse.commit(select(sparse, giver, *last)[0])
+            assert sparse.used_count(giver) == count
+    assert not sparse.move_chunk(giver, (giver + 1) % 3)
+    assert sparse.used_count(giver) == count
+    sparse.check()
+
+
+def test_tickets_start_over_when_none_is_in_flight(monkeypatch):
+    monkeypatch.setattr("ess.pool.sparse.TICKET_MAX", 3)
+    sparse = pool()
+    sparse.begin_step()
+    plans = [select(sparse, 0, row)[0] for row in range(5)]
+    assert [plan.ticket for plan in plans] == [1, 2, 3, 4, 5]
+    sparse.begin_step()
+    assert select(sparse, 0, 90)[0].ticket == 6, "copies are in flight"
+    for plan in [*plans, sparse.fill(1, ids(1))]:
+        sparse.commit(plan)
+    sparse.drop(0, ids(90))
+    sparse.begin_step()
+    assert select(sparse, 0, 91)[0].ticket == 1
+
+
+def test_hit_ages_are_counted():
+    sparse = pool()
+    sparse.begin_step()
+    sparse.commit(select(sparse, 0, 1)[0])
+    for _ in range(3):
+        sparse.begin_step()
+    select(sparse, 0, 1)
+    ages = sparse.hit_age(0)
+    assert ages[3] == 1
+    assert ages.sum() == 1
+    ages[:] = 0
+    assert sparse.hit_age(0).sum() == 1, "readers get a copy"

@@ -1,0 +1,125 @@
+"""Small checkpoints of both families, written name by name with random values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ess.models.weights.dims import read_dims
+from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
+
+SMALL: dict[str, Any] = {
+    "model_type": "deepseek_v32",
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+GLM: dict[str, Any] = {
+    **{key: value for key, value in SMALL.items() if key != "quantization_config"},
+    "model_type": "glm_moe_dsa",
+    "num_hidden_layers": 6,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+}
+EMBEDDED: dict[str, Any] = {
+    **SMALL,
+    "vocab_size": 4096,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 192,
+    "num_hidden_layers": 6,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+}
+
+Write = Callable[..., Path]
+
+
+def random_tensors(spec: Spec, *, fp8: bool, seed: torch.Generator) -> dict[str, torch.Tensor]:
+    values = torch.randn(spec.shape, generator=seed)
+    if spec.role == "correction" or (spec.role == "norm" and fp8):
+        return {spec.name: values}
+    if spec.role != "linear" or not fp8:
+        return {spec.name: values.bfloat16()}
+    exponents = torch.randint(-8, 3, scale_shape(spec.shape), generator=seed)
+    return {
+        spec.name: values.to(torch.float8_e4m3fn),
+        spec.scale_name: torch.exp2(exponents.float()),
+    }
+
+
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], *, shard_count: int = 2
+) -> dict[str, torch.Tensor]:
+    """A checkpoint of `shard_count` files (1: no index); returns what was written."""
+    seed = torch.Generator().manual_seed(7)
+    dims = read_dims(config)
+    tensors: dict[str, torch.Tensor] = {}
+    for spec in expected_tensors(dims):
+        tensors |= random_tensors(spec, fp8=dims.fp8, seed=seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shard_count == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return tensors
+    placed = {name: i * shard_count // len(tensors) + 1 for i, name in enumerate(tensors)}
+    files = {name: f"model-{n:05}-of-{shard_count:05}.safetensors" for name, n in placed.items()}
+    for file in set(files.values()):
+        save_file({n: t for n, t in tensors.items() if files[n] == file}, folder / file)
+    index = {"metadata": {"total_size": 2 * len(tensors)}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def small() -> dict[str, Any]:
+    return SMALL
+
+
+@pytest.fixture(scope="session")
+def glm() -> dict[str, Any]:
+    return GLM
+
+
+@pytest.fixture(scope="session")
+def embedded() -> dict[str, Any]:
+    return EMBEDDED
+
+
+@pytest.fixture(scope="session")
+def write() -> Callable[..., dict[str, torch.Tensor]]:
+    return write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def written(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """One small fp8 checkpoint in two shards, for tests that only read it."""
+    folder = tmp_path_factory.mktemp("small")
+    return folder, write_checkpoint(folder, SMALL)
