@@ -299,6 +299,38 @@ def test_the_oldest_among_many(slot_count, wanted):
     np.testing.assert_array_equal(splits[1].slots, splits[0].slots)
 
 
+def test_a_copy_lands_only_where_its_ticket_still_is():
+    twins = Twins()
+    claims = twins.fetch("plan", 0, ids([range(20)]))
+    twins.both("drop", 0, ids(range(10)))
+    twins.fetch("plan", 0, ids([range(30, 35)]))
+    assert set(twins.arenas[0].ticket_of[claims["slots"]].tolist()) == {0, 1, 2}
+    twins.land(0)
+    assert set(twins.arenas[0].ticket_of[claims["slots"]].tolist()) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [range(16, 48), range(0, 96, 3), [*range(16, 31), 90], [5], range(80, 60, -1), [7] * 20],
+    ids=["run", "strided", "broken run", "one", "descending", "repeated"],
+)
+def test_rows_leave_in_whatever_order_they_are_named(rows):
+    twins = Twins()
+    twins.fetch("plan", 0, ids([range(40, 100)]))
+    gone = len({row for row in rows if 40 <= row < 100})
+    assert twins.both("drop", 0, ids(rows))["result"] == gone
+
+
+@pytest.mark.parametrize("age", [1, 253, 254, 255, 256])
+def test_warm_ages_around_saturation(age):
+    twins = Twins((1, 1))
+    twins.fetch("plan", 0, ids([range(64)]))
+    twins.land(0)
+    twins.step += 255
+    claims = twins.fetch("warm", 0, ids(range(100, 110)), ids([age] * 10))
+    assert claims["slots"].size == (10 if age < 255 else 0)
+
+
 BAD_TRANSLATIONS = {"below": (0, 0, -2), "past the end": (1, 3, 130), "no page": (1, 0, 70)}
 
 
