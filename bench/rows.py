@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ess.flashtrans import gather_rows, scatter_rows
-from ess.flashtrans.rows import pack
+from ess.flashtrans.rows import pack, run
 from ess.flashtrans.views import check
 from ess.kernels import native
 from ess.kernels.memory import host_memory
@@ -64,8 +63,8 @@ def rows_benchmark(*, smoke: bool) -> list[dict[str, Any]]:
         target = host_memory(row_count * ROW_BYTES, touch_threads=1).reshape(-1, ROW_BYTES)
         for threads in (1, 2):
             shape = Shape(pool_bytes, row_count, samples, threads)
-            results += _compare("gather", shape, _gather_arms(pool, target, threads))
-            results += _compare("scatter", shape, _scatter_arms(pool, target, threads))
+            for verb in ("gather", "scatter"):
+                results += _compare(verb, shape, _arms(verb, pool, target, threads))
     return results
 
 
@@ -120,34 +119,25 @@ def _gigabytes(shape: Shape, arm: Arm) -> list[float]:
     return [shape.row_count * ROW_BYTES / seconds / 1e9 for seconds in arm.samples_s]
 
 
-def _gather_arms(pool: Bytes, target: Bytes, threads: int) -> list[Arm]:
-    def ours(rows: Rows) -> None:
-        gather_rows(source=pool, source_rows=rows, target=target, threads=threads)
+def _arms(verb: str, pool: Bytes, target: Bytes, threads: int) -> list[Arm]:
+    gather = verb == "gather"
 
-    def big(rows: Rows) -> None:
-        first = int(rows[0]) % (len(pool) - len(target))
-        ctypes.memmove(native.address(target), native.address(pool[first:]), target.nbytes)
-
-    def loop(rows: Rows) -> RowCopy:
-        return RowCopy(source=pool, source_rows=rows, target=target)
-
-    torch_arm = _torch_arm(pool, target, threads, gather=True)
-    return [Arm("ours", ours), *_loop_arms(loop), *torch_arm, Arm("one memcpy", big)]
-
-
-def _scatter_arms(pool: Bytes, target: Bytes, threads: int) -> list[Arm]:
-    def ours(rows: Rows) -> None:
-        scatter_rows(source=target, target=pool, target_rows=rows, threads=threads)
-
-    def big(rows: Rows) -> None:
-        first = int(rows[0]) % (len(pool) - len(target))
-        ctypes.memmove(native.address(pool[first:]), native.address(target), target.nbytes)
-
-    def loop(rows: Rows) -> RowCopy:
+    def row_copy(rows: Rows) -> RowCopy:
+        if gather:
+            return RowCopy(source=pool, source_rows=rows, target=target)
         return RowCopy(source=target, target=pool, target_rows=rows)
 
-    torch_arm = _torch_arm(pool, target, threads, gather=False)
-    return [Arm("ours", ours), *_loop_arms(loop), *torch_arm, Arm("one memcpy", big)]
+    def one_memcpy(rows: Rows) -> None:
+        first = int(rows[0]) % (len(pool) - len(target))
+        region, dense = native.address(pool[first:]), native.address(target)
+        ctypes.memmove(*((dense, region) if gather else (region, dense)), target.nbytes)
+
+    return [
+        Arm("ours", lambda rows: run(check(row_copy(rows)), threads=threads)),
+        *_loop_arms(row_copy),
+        *_torch_arm(pool, target, threads, gather=gather),
+        Arm("one memcpy", one_memcpy),
+    ]
 
 
 def _loop_arms(of: Callable[[Rows], RowCopy]) -> list[Arm]:
@@ -187,6 +177,6 @@ def _torch_arm(pool: Bytes, target: Bytes, threads: int, *, gather: bool) -> lis
         torch.set_num_threads(threads)
         torch_pool.index_copy_(0, torch.from_numpy(rows), torch_target)
 
-    if gather:
-        return [Arm("torch.index_select", index_select)]
-    return [Arm("torch.index_copy_", index_copy)]
+    return [
+        Arm("torch.index_select", index_select) if gather else Arm("torch.index_copy_", index_copy)
+    ]
