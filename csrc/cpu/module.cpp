@@ -11,7 +11,7 @@ namespace ess {
 
 static Isa detect() {
     Isa best = Isa::portable;
-    if (__builtin_cpu_supports("avx2")) best = Isa::avx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = Isa::avx2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl"))
         best = Isa::avx512;
@@ -24,6 +24,12 @@ static Isa detect() {
 Isa isa() {
     static const Isa chosen = detect();
     return chosen;
+}
+
+bool has_bf16() {
+    static const bool has = isa() == Isa::avx512 && __builtin_cpu_supports("avx512bf16") &&
+                            !std::getenv("ESS_ISA");
+    return has;
 }
 
 }  // namespace ess

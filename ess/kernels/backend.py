@@ -32,6 +32,18 @@ class Ops(Protocol):
     def sparse_attention(
         self, queries: Tensor, rows: Tensor, slots: Tensor, *, latent_dim: int, scale: float
     ) -> Partial: ...
+    def attend(
+        self,
+        queries: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        codec: RowCodec,
+        *,
+        scale: float,
+        placed: Tensor | None = None,
+        into: Partial | None = None,
+        threads: int = 1,
+    ) -> Partial: ...
     def index_logits(
         self,
         queries: Tensor,
@@ -40,8 +52,32 @@ class Ops(Protocol):
         page_table: Tensor,
         lengths: Tensor,
         codec: IndexCodec,
+        *,
+        out: Tensor | None = None,
+        threads: int = 1,
     ) -> Tensor: ...
-    def top_k(self, logits: Tensor, lengths: Tensor, *, k: int) -> Tensor: ...
+    def index_top_k(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        codec: IndexCodec,
+        *,
+        k: int,
+        out: Tensor | None = None,
+        threads: int = 1,
+    ) -> Tensor: ...
+    def top_k(
+        self,
+        logits: Tensor,
+        lengths: Tensor,
+        *,
+        k: int,
+        out: Tensor | None = None,
+        threads: int = 1,
+    ) -> Tensor: ...
     def merge(self, first: Partial, second: Partial, *, into: Partial | None = None) -> Partial: ...
 
 

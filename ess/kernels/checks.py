@@ -77,6 +77,34 @@ def check_attention(queries: Shaped, rows: Shaped, slots: Shaped, latent_dim: in
         raise BadInput(f"latent_dim {latent_dim} is outside 1..{rows.shape[1]}")
 
 
+def check_attend(
+    queries: Shaped,
+    rows: Shaped,
+    slots: Shaped,
+    codec: RowCodec,
+    placed: Shaped | None,
+    into: tuple[Shaped, Shaped] | None,
+) -> None:
+    if codec.form == "opaque":
+        raise BadInput("an opaque row is attended by its owner only")
+    require("rows", rows, (None, codec.row_bytes), BYTES)
+    if placed is not None:
+        require("placed", placed, (None, codec.row_bytes), BYTES)
+    require("queries", queries, (None, None, codec.latent_dim + codec.rope_dim), QUERIES)
+    count, heads = queries.shape[0], queries.shape[1]
+    require("slots", slots, (count, None), COUNTS)
+    if into is not None:
+        require("into.out", into[0], (count, heads, codec.latent_dim), SINGLE)
+        require("into.lse", into[1], (count, heads), SINGLE)
+
+
+def check_top_k(logits: Shaped, lengths: Shaped, k: int) -> None:
+    require("logits", logits, (None, None), SINGLE)
+    require("lengths", lengths, (logits.shape[0],), COUNTS)
+    if k < 1:
+        raise BadInput(f"k is {k}, must be positive")
+
+
 def check_index(
     queries: Shaped, weights: Shaped, page_table: Shaped, lengths: Shaped, codec: IndexCodec
 ) -> None:

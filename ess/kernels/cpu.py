@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.kernels import rowcodec
-from ess.kernels.reference import (
-    Keys,
-    hadamard,
-    index_logits,
-    merge,
-    read_keys,
-    sparse_attention,
-    top_k,
-    write_keys,
-)
+from ess.kernels import native, reference, rowcodec
+from ess.kernels.checks import check_attention
+from ess.kernels.merge import Partial
+from ess.kernels.reference import Keys, hadamard, read_keys, write_keys
 from ess.kernels.spec import Array
-from ess.layout import IndexCodec, RowCodec
+from ess.layout import IndexCodec, RowCodec, RowForm
+
+if native.available():
+    from ess.kernels.attend import attend, merge
+    from ess.kernels.index import index_logits, index_top_k, top_k
+else:
+    from ess.kernels.merge import merge
+    from ess.kernels.reference import attend, index_logits, index_top_k, top_k
+
+PLAIN_FORMS: Final[dict[torch.dtype, RowForm]] = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 __all__ = [
+    "attend",
     "decode_rows",
     "encode_keys",
     "encode_rows",
     "hadamard",
     "implementation",
     "index_logits",
+    "index_top_k",
     "merge",
     "read_keys",
     "sparse_attention",
@@ -37,7 +43,22 @@ __all__ = [
 
 
 def implementation() -> str:
-    return f"rows and keys {rowcodec.implementation()}, attention, index and merge torch"
+    compute = f"native {native.kernels()}" if native.available() else "torch"
+    return f"rows and keys {rowcodec.implementation()}, attention, index and merge {compute}"
+
+
+def sparse_attention(
+    queries: Tensor, rows: Tensor, slots: Tensor, *, latent_dim: int, scale: float
+) -> Partial:
+    """Over plain rows [slot, dim]: those of float32 and bfloat16 are encoded as they lie."""
+    check_attention(queries, rows, slots, latent_dim)
+    form = PLAIN_FORMS.get(rows.dtype)
+    if form is None or rows.shape[1] * rows.element_size() % 4:
+        return reference.sparse_attention(queries, rows, slots, latent_dim=latent_dim, scale=scale)
+    codec = RowCodec(form=form, latent_dim=latent_dim, rope_dim=rows.shape[1] - latent_dim)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    return attend(queries, rows.view(torch.uint8), slots, codec, scale=scale)
 
 
 def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> Tensor:

@@ -40,10 +40,7 @@ Pair = tuple[Tensor, Tensor]
 
 def merge(first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
     """Any two (out, lse) pairs; `into` may be one of them."""
-    first, second = Partial(*first), Partial(*second)
-    for name, partial in (("first", first), ("second", second), ("into", into or first)):
-        require(f"{name}.out", partial.out, (*first.lse.shape, first.out.shape[-1]), SINGLE)
-        require(f"{name}.lse", partial.lse, first.lse.shape, SINGLE)
+    first, second = check_merge(first, second, into)
     first_empty, second_empty = first.lse == -math.inf, second.lse == -math.inf
     top = torch.maximum(first.lse, second.lse)
     first_weight, second_weight = (first.lse - top).exp_(), (second.lse - top).exp_()
@@ -58,6 +55,14 @@ def merge(first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
     if into is None:
         return merged
     return Partial(into.out.copy_(merged.out), into.lse.copy_(merged.lse))
+
+
+def check_merge(first: Pair, second: Pair, into: Partial | None) -> tuple[Partial, Partial]:
+    first, second = Partial(*first), Partial(*second)
+    for name, partial in (("first", first), ("second", second), ("into", into or first)):
+        require(f"{name}.out", partial.out, (*first.lse.shape, first.out.shape[-1]), SINGLE)
+        require(f"{name}.lse", partial.lse, first.lse.shape, SINGLE)
+    return first, second
 
 
 def _pass_over(

@@ -57,5 +57,11 @@ def isa() -> str:
     return str(name.decode())
 
 
+def kernels() -> str:
+    """The set of compute kernels: `isa()`, or `avx512_bf16` where that is there too."""
+    name = function("ess_kernels_name", [], ctypes.c_char_p)()
+    return str(name.decode())
+
+
 def contiguous(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> bool:
     return array.dtype == np.dtype(dtype) and array.flags.c_contiguous

@@ -17,11 +17,13 @@ from ess.kernels.checks import (
     COUNTS,
     PLAIN,
     SINGLE,
+    check_attend,
     check_attention,
     check_index,
     check_keys,
     check_pages,
     check_rows,
+    check_top_k,
     require,
     require_ids,
 )
@@ -31,12 +33,14 @@ from ess.units import PAGE_ROWS
 
 __all__ = [
     "Keys",
+    "attend",
     "decode_rows",
     "encode_keys",
     "encode_rows",
     "hadamard",
     "implementation",
     "index_logits",
+    "index_top_k",
     "merge",
     "read_keys",
     "sparse_attention",
@@ -179,16 +183,58 @@ def sparse_attention(
     """
     check_attention(queries, rows, slots, latent_dim)
     _require_in_range("slots", slots, low=-1, limit=len(rows))
+    partial = _new_partial(queries, latent_dim)
+    for q in range(len(queries)):
+        keys = rows[slots[q, slots[q] >= 0].long()]
+        partial.out[q], partial.lse[q] = _attend_one(queries[q], keys, latent_dim, scale)
+    return partial
+
+
+def attend(
+    queries: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    codec: RowCodec,
+    *,
+    scale: float,
+    placed: Tensor | None = None,
+    into: Partial | None = None,
+    threads: int = 1,
+) -> Partial:
+    """`sparse_attention` over encoded rows [slot, row_bytes], some of them elsewhere.
+
+    A slot of -2 or less names row -2 - slot of `placed`. `into` is written and returned.
+    """
+    check_attend(queries, rows, slots, codec, placed, into)
+    low = -1 if placed is None else -1 - len(placed)
+    _require_in_range("slots", slots, low=low, limit=len(rows))
+    partial = into or _new_partial(queries, codec.latent_dim)
+    elsewhere = rows if placed is None else placed
+    for q in range(len(queries)):
+        slot = slots[q, slots[q] != -1].long()
+        chosen = rows.new_empty(len(slot), codec.row_bytes)
+        chosen[slot >= 0], chosen[slot < 0] = rows[slot[slot >= 0]], elsewhere[-2 - slot[slot < 0]]
+        keys = torch.empty(len(slot), codec.latent_dim + codec.rope_dim, device=rows.device)
+        decode_rows(chosen, codec, keys)
+        partial.out[q], partial.lse[q] = _attend_one(queries[q], keys, codec.latent_dim, scale)
+    return partial
+
+
+def _new_partial(queries: Tensor, latent_dim: int) -> Partial:
     count, heads = queries.shape[:2]
-    out = torch.empty(count, heads, latent_dim, device=rows.device)
-    lse = torch.empty(count, heads, device=rows.device)
-    for q in range(count):
-        keys = rows[slots[q, slots[q] >= 0].long()].double()
-        logits = queries[q].double() @ keys.T * scale
-        total = logits.logsumexp(dim=-1)
-        lse[q] = total
-        out[q] = (logits - total[:, None]).exp() @ keys[:, :latent_dim]
-    return Partial(out, lse)
+    device = queries.device
+    out = torch.empty(count, heads, latent_dim, device=device)
+    return Partial(out, torch.empty(count, heads, device=device))
+
+
+def _attend_one(
+    query: Tensor, keys: Tensor, latent_dim: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Query [heads, dim] over keys [n, dim]."""
+    logits = query.double() @ keys.double().T * scale
+    total = logits.logsumexp(dim=-1)
+    out = (logits - total[:, None]).exp() @ keys[:, :latent_dim].double()
+    return out.float(), total.float()
 
 
 def index_logits(
@@ -198,6 +244,9 @@ def index_logits(
     page_table: Tensor,
     lengths: Tensor,
     codec: IndexCodec,
+    *,
+    out: Tensor | None = None,
+    threads: int = 1,
 ) -> Tensor:
     """Logits [q, 64 * table width]: key scale * sum over heads of weight * relu(query . key).
 
@@ -208,7 +257,11 @@ def index_logits(
     check_index(queries, weights, page_table, lengths, codec)
     width = page_table.shape[1] * PAGE_ROWS
     _require_in_range("lengths", lengths, low=0, limit=width + 1)
-    logits = queries.new_full((len(queries), width), -math.inf, dtype=torch.float32)
+    seen = torch.arange(0, width, PAGE_ROWS, device=pages.device) < lengths[:, None]
+    _require_in_range("page_table", page_table[seen], low=0, limit=len(pages))
+    if out is not None:
+        require("out", out, (len(queries), width), SINGLE)
+    logits = torch.full((len(queries), width), -math.inf, device=pages.device)
     for q, length in enumerate(lengths.tolist()):
         position = torch.arange(length, device=pages.device)
         page = page_table[q, position // PAGE_ROWS].long()
@@ -216,7 +269,7 @@ def index_logits(
         dots = queries[q].double() @ _key_values(keys, codec).T
         total = (weights[q].double()[:, None] * dots.relu()).sum(dim=0)
         logits[q, :length] = (total * keys.scales.double()).float()
-    return logits
+    return logits if out is None else out.copy_(logits)
 
 
 def _key_values(keys: Keys, codec: IndexCodec) -> Tensor:
@@ -225,15 +278,31 @@ def _key_values(keys: Keys, codec: IndexCodec) -> Tensor:
     return keys.values.view(form).double()
 
 
-def top_k(logits: Tensor, lengths: Tensor, *, k: int) -> Tensor:
+def index_top_k(
+    queries: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    codec: IndexCodec,
+    *,
+    k: int,
+    out: Tensor | None = None,
+    threads: int = 1,
+) -> Tensor:
+    """`index_logits`, then `top_k`."""
+    logits = index_logits(queries, weights, pages, page_table, lengths, codec)
+    return top_k(logits, lengths, k=k, out=out)
+
+
+def top_k(
+    logits: Tensor, lengths: Tensor, *, k: int, out: Tensor | None = None, threads: int = 1
+) -> Tensor:
     """The positions [q, k] of the k greatest of the first lengths[q] logits, ascending, then -1.
 
     Equal logits go to the lowest position first. NaN counts as the greatest, so that it is seen.
     """
-    require("logits", logits, (None, None), SINGLE)
-    require("lengths", lengths, (logits.shape[0],), COUNTS)
-    if k < 1:
-        raise BadInput(f"k is {k}, must be positive")
+    check_top_k(logits, lengths, k)
     count, width = logits.shape
     _require_in_range("lengths", lengths, low=0, limit=width + 1)
     beyond = torch.arange(width, device=logits.device) >= lengths[:, None]
@@ -242,6 +311,8 @@ def top_k(logits: Tensor, lengths: Tensor, *, k: int) -> Tensor:
         torch.arange(min(k, width), device=logits.device) >= lengths[:, None], width
     )
     ascending = chosen.sort(dim=-1).values.to(torch.int32)
-    selection = ascending.new_full((count, k), -1)
+    selection = ascending.new_empty((count, k)) if out is None else out
+    require("out", selection, (count, k), ("torch.int32",))
+    selection.fill_(-1)
     selection[:, : min(k, width)] = ascending.masked_fill(ascending == width, -1)
     return selection

@@ -112,7 +112,7 @@ def test_one_key_returns_its_value(ops: backend.Ops) -> None:
     ours = ops.sparse_attention(queries, rows, slots, latent_dim=8, scale=0.3)
     assert torch.equal(ours.out, rows[:5, None, :8].expand(5, 2, 8))
     want = 0.3 * torch.einsum("qhd,qd->qh", queries.double(), rows[:5].double())
-    assert torch.equal(ours.lse, want.float())
+    torch.testing.assert_close(ours.lse, want.float(), atol=0 if ops is reference else 1e-6, rtol=0)
 
 
 def test_great_logits_do_not_overflow(ops: backend.Ops) -> None:
@@ -244,7 +244,7 @@ def test_index_bad_input(ops: backend.Ops, case: IndexCase) -> None:
         case.run(ops)
     case.lengths = torch.tensor([0, 1, 64, 65, 192])
     case.table[4, 2] = -1
-    with pytest.raises(BadInput, match="row_ids holds -64"):
+    with pytest.raises(BadInput, match=r"page_table holds -1..\d+, outside 0..11"):
         case.run(ops)
     case.weights = case.weights[:, :2]
     with pytest.raises(BadInput, match=r"weights has shape \(5, 2\), must be \(5, 3\)"):

@@ -1,0 +1,320 @@
+// Sparse attention over encoded rows, one query and a range of its heads at a time.
+//
+// Slots that name a row are taken in the order of the list, kTile at a time, whatever pads lie
+// between them: so the blocks of the sums follow from the rows and their order alone, and the same
+// rows give the same bits wherever they lie, whichever matrix holds them, and whoever is computed
+// beside them. A head is a lane throughout: no sum crosses heads, and a block of heads is as good
+// as all.
+//
+// Per tile: decode the rows (requesting the next ones from memory meanwhile), multiply with the
+// query, rescale what is there to the new greatest logit, multiply with the values.
+//
+// Products are taken in bf16 only where both sides are: the query is bf16 and the rows are fp8 or
+// bf16. Weights are rounded to bf16 there as well. Everything else is float32 with fused
+// multiply-add. Sums are float32.
+//
+// NaN: a comparison that NaN loses keeps it out of the greatest logit but not out of the weights,
+// so a broken row that is named breaks out and lse of its query, and only those. Where tiles have
+// rows to spare they hold what was there before; their weights are never used.
+#pragma once
+
+constexpr int64_t kTile = 64;
+constexpr int64_t kKeys = 8;     // block of the first product: keys by vectors of heads
+constexpr int64_t kHeads = 4;    // block of the second: heads by vectors of values
+constexpr int64_t kVectors = 4;
+constexpr int64_t kColumns = kVectors * kLanes;
+constexpr int64_t kAhead = 12;   // rows
+constexpr float kLowest = -3.402823466e38f;
+
+// exp(x) for x <= 0, within 2 units in the last place; 0 below -87, NaN for NaN.
+ESS_LANE Floats exponential(Floats x) {
+    const Floats low = all(-87.0f);
+    const Ints tiny = x < low;
+    x = tiny ? low : x;
+    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
+    Floats power = multiply_add(x, all(1.44269504f), magic);
+    const Ints exponent = ((Ints)power - (Ints)magic) << 23;
+    power -= magic;
+    Floats r = multiply_add(power, all(-0.693359375f), x);
+    r = multiply_add(power, all(2.12194440e-4f), r);
+    Floats sum = all(1.9875691500e-4f);
+    sum = multiply_add(sum, r, all(1.3981999507e-3f));
+    sum = multiply_add(sum, r, all(8.3334519073e-3f));
+    sum = multiply_add(sum, r, all(4.1665795894e-2f));
+    sum = multiply_add(sum, r, all(1.6666665459e-1f));
+    sum = multiply_add(sum, r, all(5.0000001201e-1f));
+    sum = multiply_add(sum, r * r, r) + 1.0f;
+    const Floats whole = (Floats)(exponent + (Ints)all(1.0f));
+    return tiny ? Floats{} : sum * whole;
+}
+
+// What one piece works in; all of it in this thread's scratch.
+template <bool half>
+struct Work {
+    const Packing query;
+    const int64_t head_rows;     // heads in whole blocks
+    const int64_t columns;       // values in whole blocks
+    const int64_t row_words;     // of a decoded row
+    const int64_t value_stride;  // words between rows of values
+    const uint8_t** named;
+    uint32_t* packed;
+    uint32_t* rows;
+    uint32_t* values;
+    float* logits;  // [key, lane]; weights after the softmax, in float32
+    uint32_t* weights;  // the same in words, [key or pair of keys, lane]
+    float* greatest;
+    float* sum;
+    float* fade;
+    float* out;  // [block of columns, head, kColumns]
+
+    Work(const Attend& call, int64_t heads)
+        : query(heads, call.head_count, (call.latent_dim + call.rope_dim) / (half ? 2 : 1)),
+          head_rows(round_up(heads, kHeads)), columns(round_up(call.latent_dim, kColumns)),
+          row_words(round_up(query.words > columns ? query.words : columns, 16)),
+          value_stride(half ? columns : row_words) {
+        uint8_t* at = nullptr;
+        carve(at, call.slot_count);
+        at = (uint8_t*)scratch(Use::attend, at - (uint8_t*)nullptr);
+        carve(at, call.slot_count);
+    }
+
+private:
+    template <typename T>
+    static void take(uint8_t*& at, T*& array, int64_t count) {
+        array = (T*)at;
+        at += round_up(count * int64_t(sizeof(T)), 64);
+    }
+
+    void carve(uint8_t*& at, int64_t slot_count) {
+        take(at, named, slot_count);
+        take(at, packed, query.word_count());
+        take(at, rows, kTile * row_words);
+        take(at, values, half ? kTile / 2 * columns : 0);
+        take(at, logits, kTile * query.width);
+        take(at, weights, half ? kTile / 2 * query.width : 0);
+        take(at, greatest, query.width);
+        take(at, sum, query.width);
+        take(at, fade, query.width);
+        take(at, out, head_rows * columns);
+        if constexpr (!half) {
+            values = rows;
+            weights = (uint32_t*)logits;
+        }
+    }
+};
+
+ESS_LANE int64_t find_named(const Attend& call, int64_t query, const uint8_t** named) {
+    const int32_t* slots = call.slots + query * call.slot_stride;
+    int64_t count = 0;
+    for (int64_t i = 0; i < call.slot_count; i++) {
+        const int64_t slot = slots[i];
+        const Matrix& from = slot >= 0 ? call.rows : call.placed;
+        named[count] = from.base + (slot >= 0 ? slot : -2 - slot) * from.stride;
+        count += slot != -1;
+    }
+    return count;
+}
+
+template <bool half>
+ESS_LANE void decode_row(const Attend& call, const uint8_t* row, char* to) {
+    const int64_t size = half ? 2 : 4, dim = call.latent_dim + call.rope_dim;
+    if (call.row_form == Form::f32 || (half && call.row_form == Form::bf16)) {
+        __builtin_memcpy(to, row, dim * size);
+        return;
+    }
+    const int64_t groups = call.row_form == Form::fp8 ? call.latent_dim / 128 : 0;
+    const uint8_t* tail = row + groups * 132;
+    for (int64_t group = 0; group < groups; group++) {
+        float scale;
+        __builtin_memcpy(&scale, row + groups * 128 + 4 * group, 4);
+        ESS_DECODE_GROUP<half>(row + group * 128, scale, 128, to + group * 128 * size);
+    }
+    to += groups * 128 * size;
+    const int64_t rest = dim - groups * 128;
+    if constexpr (half)
+        __builtin_memcpy(to, tail, rest * 2);
+    else
+        for (int64_t i = 0; i < rest; i++)
+            ((float_any*)to)[i] = bf16_widen(((const half_any*)tail)[i]);
+}
+
+#if ESS_HALF
+// Two rows of bf16 become one row of words, each with both numbers of a column.
+ESS_LANE void pair_rows(const uint32_t* even, const uint32_t* odd, int64_t columns,
+                        uint32_t* to) {
+    const __m512i step = _mm512_setr_epi32(0x200000, 0x210001, 0x220002, 0x230003, 0x240004,
+                                           0x250005, 0x260006, 0x270007, 0x280008, 0x290009,
+                                           0x2A000A, 0x2B000B, 0x2C000C, 0x2D000D, 0x2E000E,
+                                           0x2F000F);
+    const __m512i later = _mm512_add_epi32(step, _mm512_set1_epi32(0x100010));
+    for (int64_t i = 0; i < columns; i += 32) {
+        __m512i a = _mm512_loadu_si512(even + i / 2), b = _mm512_loadu_si512(odd + i / 2);
+        _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16(a, step, b));
+        _mm512_storeu_si512(to + i + 16, _mm512_permutex2var_epi16(a, later, b));
+    }
+}
+
+// Two vectors of weights become one of words, even weight first.
+ESS_LANE Ints pair(Floats even, Floats odd) {
+    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
+    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
+    return (Ints)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+#endif
+
+template <bool half>
+ESS_LANE void decode_tile(const Attend& call, const Work<half>& work, int64_t first,
+                          int64_t count, int64_t named_count) {
+    const int64_t bytes = call.row_form == Form::fp8
+                              ? call.latent_dim / 128 * 132 + 2 * call.rope_dim
+                              : (call.latent_dim + call.rope_dim) * (call.row_form == 1 ? 2 : 4);
+    for (int64_t i = 0; i < count; i++) {
+        if (first + i + kAhead < named_count) {
+            const uint8_t* ahead = work.named[first + i + kAhead];
+            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + at);
+        }
+        decode_row<half>(call, work.named[first + i], (char*)(work.rows + i * work.row_words));
+    }
+#if ESS_HALF
+    if constexpr (half) {
+        if (count & 1) __builtin_memset(work.rows + count * work.row_words, 0, work.row_words * 4);
+        for (int64_t i = 0; i < count; i += 2)
+            pair_rows(work.rows + i * work.row_words, work.rows + (i + 1) * work.row_words,
+                      work.columns, work.values + i / 2 * work.columns);
+    }
+#endif
+}
+
+template <bool half, int spread, int vectors>
+ESS_LANE void logits_block(const Work<half>& work, float scale, int64_t key, int64_t lane) {
+    Floats sums[kKeys][vectors] = {};
+    multiply<half, spread>({work.rows + key * work.row_words, work.row_words, spread},
+                           work.packed + lane, work.query.width, work.query.steps(), sums);
+    for (int64_t i = 0; i < kKeys; i++)
+        for (int v = 0; v < vectors; v++)
+            store(work.logits + (key + i) * work.query.width + lane + v * kLanes,
+                  fold<spread>(sums[i][v]) * scale);
+}
+
+template <bool half, int spread>
+ESS_LANE void logits_tile(const Work<half>& work, float scale, int64_t count) {
+    int64_t lane = 0;
+    for (; lane + 2 * kLanes <= work.query.width; lane += 2 * kLanes)
+        for (int64_t key = 0; key < count; key += kKeys)
+            logits_block<half, spread, 2>(work, scale, key, lane);
+    if (lane < work.query.width)
+        for (int64_t key = 0; key < count; key += kKeys)
+            logits_block<half, spread, 1>(work, scale, key, lane);
+}
+
+template <bool half>
+ESS_LANE void softmax_tile(const Work<half>& work, int64_t count) {
+    const int64_t width = work.query.width;
+    for (int64_t lane = 0; lane < width; lane += kLanes) {
+        float* logits = work.logits + lane;
+        const Floats before = load<Floats>(work.greatest + lane);
+        Floats top = before;
+        for (int64_t i = 0; i < count; i++) {
+            const Floats logit = load<Floats>(logits + i * width);
+            top = logit > top ? logit : top;
+        }
+        const Floats fade = exponential(before - top);
+        Floats sum = load<Floats>(work.sum + lane) * fade;
+        for (int64_t i = 0; i < count; i++) {
+            const Floats weight = exponential(load<Floats>(logits + i * width) - top);
+            store(logits + i * width, weight);
+            sum += weight;
+        }
+        store(work.greatest + lane, top);
+        store(work.fade + lane, fade);
+        store(work.sum + lane, sum);
+#if ESS_HALF
+        if constexpr (half) {
+            if (count & 1) store(logits + count * width, Floats{});
+            for (int64_t i = 0; i < count; i += 2)
+                store(work.weights + i / 2 * width + lane,
+                      pair(load<Floats>(logits + i * width),
+                           load<Floats>(logits + (i + 1) * width)));
+        }
+#endif
+    }
+}
+
+template <bool half>
+ESS_LANE void values_tile(const Work<half>& work, int64_t count, bool is_first) {
+    const int64_t steps = half ? (count + 1) / 2 : count, spread = work.query.spread;
+    float* out = work.out;
+    for (int64_t column = 0; column < work.columns; column += kColumns)
+        for (int64_t head = 0; head < work.head_rows; head += kHeads, out += kHeads * kColumns) {
+            Floats sums[kHeads][kVectors];
+            for (int64_t i = 0; i < kHeads; i++)
+                for (int64_t v = 0; v < kVectors; v++)
+                    sums[i][v] = is_first ? Floats{}
+                                          : load<Floats>(out + i * kColumns + v * kLanes) *
+                                                work.fade[(head + i) * spread];
+            multiply<half, 1>({work.weights + head * spread, spread, work.query.width},
+                              work.values + column, work.value_stride, steps, sums);
+            for (int64_t i = 0; i < kHeads; i++)
+                for (int64_t v = 0; v < kVectors; v++)
+                    store(out + i * kColumns + v * kLanes, sums[i][v]);
+        }
+}
+
+template <bool half>
+ESS_LANE void finish(const Attend& call, const Work<half>& work, int64_t query, int64_t head,
+                     int64_t lane, bool is_empty) {
+    const int64_t at = query * call.head_count + head;
+    float* out = call.out + at * call.latent_dim;
+    if (is_empty) {
+        call.lse[at] = -__builtin_inff();
+        __builtin_memset(out, 0, call.latent_dim * 4);
+        return;
+    }
+    const float sum = work.sum[lane * work.query.spread];
+    call.lse[at] = float(work.greatest[lane * work.query.spread] + ::log(double(sum)));
+    for (int64_t column = 0; column < call.latent_dim; column += kColumns) {
+        const float* from = work.out + column * work.head_rows + lane * kColumns;
+        const int64_t rest = call.latent_dim - column;
+        for (int64_t i = 0; i < (rest < kColumns ? rest : kColumns); i++)
+            out[column + i] = from[i] / sum;
+    }
+}
+
+template <bool half, int spread>
+void attend_spread(const Attend& call, const Work<half>& work, int64_t named_count) {
+    for (int64_t lane = 0; lane < work.query.width; lane++) {
+        work.greatest[lane] = kLowest;
+        work.sum[lane] = 0;
+    }
+    for (int64_t first = 0; first < named_count; first += kTile) {
+        const int64_t count = named_count - first < kTile ? named_count - first : kTile;
+        decode_tile<half>(call, work, first, count, named_count);
+        logits_tile<half, spread>(work, call.scale, count);
+        softmax_tile<half>(work, count);
+        values_tile<half>(work, count, first == 0);
+    }
+}
+
+template <bool half>
+void attend_in(const Attend& call, int64_t query, int64_t first_head, int64_t last_head) {
+    const Work<half> work(call, last_head - first_head);
+    pack<half>(work.query, call.queries + query * call.query_stride + first_head * call.head_stride,
+               call.query_form, call.head_stride, work.packed);
+    const int64_t named_count = find_named(call, query, work.named);
+    if (work.query.spread == 4)
+        attend_spread<half, 4>(call, work, named_count);
+    else if (work.query.spread == 2)
+        attend_spread<half, 2>(call, work, named_count);
+    else
+        attend_spread<half, 1>(call, work, named_count);
+    for (int64_t head = first_head; head < last_head; head++)
+        finish<half>(call, work, query, head, head - first_head, named_count == 0);
+}
+
+void attend(const Attend& call, int64_t query, int64_t first_head, int64_t last_head) {
+#if ESS_HALF
+    if (call.row_form != Form::f32 && call.query_form == Form::bf16)
+        return attend_in<true>(call, query, first_head, last_head);
+#endif
+    attend_in<false>(call, query, first_head, last_head);
+}

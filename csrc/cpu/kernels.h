@@ -1,0 +1,91 @@
+// The compute kernels: what a call is, and one table of functions per instruction set.
+//
+// The same sources (tile.h, attend.h, index.h, topk.h, merge.h) are compiled once for each set, in
+// kernels_<set>.cpp; they hold nothing but internal names, so that no function made for a wide set
+// can be linked in place of a narrow one. The ctypes twins are ess/kernels/attend.py and index.py.
+//
+// Nothing here depends on the number of threads: a piece of work is computed alike whoever does it
+// and whatever is computed beside it.
+#pragma once
+
+#include "native.h"
+
+namespace ess {
+
+enum Form : int64_t { fp8 = 0, bf16 = 1, f32 = 2 };
+
+// Rows of bytes, any distance apart.
+struct Matrix {
+    const uint8_t* base;
+    int64_t stride;
+    int64_t count;
+};
+
+// Sparse attention. A slot s >= 0 is row s of `rows`, s <= -2 is row -2 - s of `placed`, -1 is
+// nobody. Queries [query, head, latent + rope] are f32 or bf16, dense along the last axis.
+struct Attend {
+    int64_t query_count;
+    int64_t head_count;
+    int64_t latent_dim;
+    int64_t rope_dim;
+    int64_t row_form;
+    int64_t query_form;
+    int64_t query_stride;
+    int64_t head_stride;
+    int64_t slot_count;
+    int64_t slot_stride;
+    Matrix rows;
+    Matrix placed;
+    const uint8_t* queries;
+    const int32_t* slots;
+    float* out;  // [query, head, latent], dense
+    float* lse;  // [query, head], dense
+    float scale;
+};
+
+// Index logits. Pages hold 64 keys, then (fp8) 64 scales.
+struct Index {
+    int64_t query_count;
+    int64_t head_count;
+    int64_t key_dim;
+    int64_t key_form;
+    int64_t query_form;
+    int64_t query_stride;
+    int64_t head_stride;
+    int64_t table_width;
+    int64_t table_stride;
+    Matrix pages;
+    const uint8_t* queries;
+    const float* weights;  // [query, head], dense
+    const int32_t* table;
+    const int32_t* lengths;
+};
+
+struct Merge {
+    int64_t count;
+    int64_t dim;
+    const float* out[2];
+    const float* lse[2];
+    float* into_out;
+    float* into_lse;
+};
+
+struct Kernels {
+    const char* name;
+    void (*attend)(const Attend& call, int64_t query, int64_t first_head, int64_t last_head);
+    // Logits of pages first .. last - 1 of a query; logits[0] is that of the first of their keys.
+    void (*index)(const Index& call, int64_t query, int64_t first, int64_t last, float* logits);
+    void (*top_k)(const float* logits, int64_t count, int64_t k, int32_t* out);
+    void (*merge)(const Merge& call);
+};
+
+extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+
+// Those of the widest set that this machine has and ESS_ISA allows.
+const Kernels& kernels();
+
+// Memory of this thread, 64-byte aligned, kept for the next call. Each use has its own.
+enum class Use { attend, index, select, logits, count };
+void* scratch(Use use, int64_t bytes);
+
+}  // namespace ess

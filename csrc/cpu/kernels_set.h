@@ -1,0 +1,53 @@
+// The kernels of one instruction set: its numbers are defined by the file that includes this one.
+// Every header from elsewhere comes before the target changes, so that nothing shared is compiled
+// for it.
+#include <math.h>
+
+#include <initializer_list>
+
+#include "codec.h"
+#include "kernels.h"
+
+#ifdef ESS_TARGET
+#define ESS_PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define ESS_BEGIN(set) \
+    ESS_PRAGMA(clang attribute push(__attribute__((target(set))), apply_to = function))
+ESS_BEGIN(ESS_TARGET)
+#else
+#pragma GCC push_options
+#define ESS_BEGIN(set) ESS_PRAGMA(GCC target(set))
+ESS_BEGIN(ESS_TARGET)
+#endif
+#endif
+
+namespace ess {
+namespace {
+namespace ESS_SET {
+
+#include "tile.h"
+
+#include "attend.h"
+#include "index.h"
+#include "merge.h"
+#include "topk.h"
+
+}  // namespace ESS_SET
+}  // namespace
+
+#define ESS_JOIN(a, b) a##b
+#define ESS_TABLE(set) ESS_JOIN(kernels_, set)
+#define ESS_TEXT(set) ESS_STRING(set)
+#define ESS_STRING(set) #set
+const Kernels ESS_TABLE(ESS_SET) = {ESS_TEXT(ESS_SET), ESS_SET::attend, ESS_SET::index,
+                                    ESS_SET::top_k, ESS_SET::merge};
+
+}  // namespace ess
+
+#ifdef ESS_TARGET
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
