@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ess.door import Offload, Resolution, Step
-from ess.engine.attend import Rows, attend
 from ess.errors import BadState
 from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial, merge
@@ -58,7 +57,6 @@ class LayerStep:
         self._probe: Probe | None = None
         self._queries: Tensor | None = None
         self._selected: dict[range, Tensor] = {}
-        self._rows = rows_of(batch.offload, layer.number)
 
     def parts(self, count: int) -> list[range]:
         counts = self._batch.step.query_counts
@@ -85,17 +83,8 @@ class LayerStep:
         if part in self._selected:
             return self._selected[part]
         batch, span = self._batch, slice(part.start, part.stop)
-        codec = batch.layout.index
-        assert codec is not None, "an indexer without an index codec"
-        logits = batch.ops.index_logits(
-            self._probe.queries[span].float(),
-            self._probe.weights[span],
-            batch.offload.key_pages(self._layer.number),
-            batch.page_table[span],
-            batch.lengths[span],
-            codec,
-        )
-        chosen = batch.ops.top_k(logits, batch.lengths[span], k=batch.layout.top_k)
+        mine = Probe(self._probe.queries[span], self._probe.weights[span], self._probe.keys)
+        chosen = select(batch, self._layer.number, mine, span)
         self._selected[part] = chosen
         return chosen
 
@@ -140,12 +129,34 @@ class LayerStep:
     def attend_codes(self, part: range, codes: Tensor) -> Partial:
         if self._queries is None:
             raise BadState("pre_attn comes before attention")
-        queries = self._queries[part.start : part.stop]
-        return attend(queries, codes, self._rows, scale=self._batch.scale, ops=self._batch.ops)
+        return attend(self._batch, self._layer.number, self._queries[part.start : part.stop], codes)
 
 
-def rows_of(offload: Offload, layer: int) -> Rows:
-    return Rows(slab=offload.slots(layer), host=offload.host(layer), codec=offload.layout.row)
+def select(batch: Batch, layer: int, probe: Probe, queries: slice | list[int]) -> Tensor:
+    """The selection of some of the step's queries: logits over the index pages, then top-k."""
+    codec = batch.layout.index
+    assert codec is not None, "an indexer without an index codec"
+    return batch.ops.index_top_k(
+        probe.queries.float().contiguous(),
+        probe.weights.contiguous(),
+        batch.offload.key_pages(layer),
+        batch.page_table[queries],
+        batch.lengths[queries],
+        codec,
+        k=batch.layout.top_k,
+    )
+
+
+def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
+    """One pass over `codes`: a slot, -1 for padding, or -2 - host row for a row in place."""
+    return batch.ops.attend(
+        queries.contiguous(),
+        batch.offload.slots(layer),
+        codes.contiguous(),
+        batch.layout.row,
+        scale=batch.scale,
+        placed=batch.offload.host(layer),
+    )
 
 
 def row_bytes(values: Tensor, layout: ModelLayout, ops: Ops) -> Tensor:

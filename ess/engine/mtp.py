@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ess.engine.attend import attend
-from ess.engine.layer import Batch, rows_of, turned
+from ess.engine.layer import Batch, attend, select, turned
 from ess.engine.runner import Runner
 from ess.kernels.merge import Partial, merge
+from ess.models.indexer import Probe
 from ess.models.mtp import Mtp
 
 
@@ -65,27 +65,14 @@ class Chain:
         self._own.append(layer.mla.rows(entry.row, rotation).float())
         queries = layer.mla.queries(entry.query, rotation)
         probe = turned(layer.index(entry, rotation), self._batch.layout, runner.ops)
-        partial = merge(
-            self._over_pool(queries, probe.queries, probe.weights), self._over_own(queries)
-        )
+        partial = merge(self._over_pool(queries, probe), self._over_own(queries))
         return self._mtp.finish(layer.mlp(layer.output(hidden, partial.out)))
 
-    def _over_pool(self, queries: Tensor, index_queries: Tensor, weights: Tensor) -> Partial:
+    def _over_pool(self, queries: Tensor, probe: Probe) -> Partial:
         batch, number = self._batch, self._mtp.layer.number
-        codec = batch.layout.index
-        assert codec is not None, "an indexer without an index codec"
-        logits = batch.ops.index_logits(
-            index_queries.float(),
-            weights,
-            batch.offload.key_pages(number),
-            batch.page_table[self._last],
-            self._lengths,
-            codec,
-        )
-        selection = batch.ops.top_k(logits, self._lengths, k=batch.layout.top_k)
+        selection = select(batch, number, probe, self._last)
         slots = batch.offload.locate(number, selection, batch.step, queries=self._last)
-        rows = rows_of(batch.offload, number)
-        return attend(queries, slots, rows, scale=batch.scale, ops=batch.ops)
+        return attend(batch, number, queries, slots)
 
     def _over_own(self, queries: Tensor) -> Partial:
         rows = torch.stack(self._own, dim=1)

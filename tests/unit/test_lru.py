@@ -167,6 +167,12 @@ def test_translate_goes_through_the_page_table():
     assert out.tolist() == [[192, 255, -1], [0, 576, 638]]
 
 
+def test_translate_refuses_position_0_too_when_its_page_has_no_id():
+    out = np.zeros((1, 1), np.int32)
+    with pytest.raises(BadInput, match="position 0, which lies in a page without an id"):
+        lru.translate(np.array([[0]], np.int32), ids(-1)[None], ids(0), ids(64), out=out)
+
+
 @pytest.mark.parametrize(
     ("position", "sentence"),
     [
