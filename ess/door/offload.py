@@ -16,7 +16,7 @@ from ess.door.pools import Pools, PoolSizes, build_pools
 from ess.door.sequence import Sequence
 from ess.door.stats import Counters, Stats
 from ess.door.step import Resolution, Step
-from ess.door.transit import member_slab
+from ess.door.transit import differing_slots, member_slab
 from ess.door.workspace import Part, make_part
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
@@ -134,6 +134,12 @@ class Offload:
 
     def stats(self) -> Stats:
         return self._counters.read(self._pools)
+
+    def verify(self, layer: int) -> list[tuple[int, int]]:
+        """(slot, row id) of every clean slot whose bytes are not those of its row on the host."""
+        self.layout.check_layer(layer)
+        slots, rows = differing_slots(self._pools, layer)
+        return list(zip(slots.tolist(), rows.tolist(), strict=True))
 
     def check(self) -> None:
         """Audit every pool; raises AssertionError with coordinates."""
@@ -273,6 +279,14 @@ class Offload:
             in_range("a query", query, 0, step.query_count - 1)
         numbers = np.array(chosen, np.int32)
         return torch.from_numpy(stepping.locate(self._pools, step, layer, array, numbers))
+
+    def host_codes(self, layer: int, selection: Any, step: Step) -> torch.Tensor:
+        """The selection as codes that read the host's rows, whatever is resident: for checks."""
+        self._require_step(step)
+        self.layout.check_layer(layer)
+        shape = (step.query_count, self.layout.top_k)
+        array = as_array(selection, "selection", "int32", shape)
+        return torch.from_numpy(stepping.host_codes(self._pools, step, layer, array))
 
     def _part_for(self, step: Step, group: int) -> Part:
         used = sum(1 for other, _ in step.resolved if other == group)

@@ -126,6 +126,23 @@ def locate(pools: Pools, step: Step, layer: int, selection: Rows, queries: Rows)
     return pools.sparse.locate(group, rows)
 
 
+def host_codes(pools: Pools, step: Step, layer: int, selection: Rows) -> Rows:
+    """Codes that read the truth: -2 - host row, or the slot of a row that is newer than its host.
+
+    What attends these codes depends on no residency decision: verify mode compares with it.
+    """
+    rows = np.empty_like(selection)
+    lengths = step.lengths(layer)
+    planner.translate(selection, pools.tables.lines, step.query_line, lengths, out=rows)
+    codes = np.full_like(rows, -1)
+    chosen = rows >= 0
+    codes[chosen] = -2 - pools.index.host_rows(rows[chosen])
+    slots = pools.sparse.locate(pools.layout.group_of(layer), rows)
+    newer = (slots >= 0) & pools.sparse.is_dirty(slots)
+    codes[newer] = slots[newer]
+    return codes
+
+
 def _refuse_unwritten(pools: Pools, plan: FetchPlan, part: Part, query_count: int) -> None:
     """Rows nobody ever wrote cannot be fetched: give their slots up again and say which."""
     place = part.split.place[:query_count]

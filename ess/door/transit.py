@@ -29,6 +29,17 @@ def check_stored(pools: Pools, group: int, host_rows: Rows) -> None:
             )
 
 
+def differing_slots(pools: Pools, layer: int) -> tuple[Rows, Rows]:
+    """Slots whose bytes are not those of their row on the host, and these rows. None, if all is
+    well: a clean landed slot is a copy."""
+    group = pools.layout.group_of(layer)
+    slots, rows = pools.sparse.copies(group)
+    slab = member_slab(pools, pools.layout.groups[group].index(layer))
+    truth = pools.latent.rows[layer][pools.index.host_rows(rows)]
+    differs = (slab[slots] != truth).any(axis=1)
+    return slots[differs], rows[differs]
+
+
 def fetch_copies(pools: Pools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy]:
     """One copy per layer of the plan's group, the leader first."""
     return [

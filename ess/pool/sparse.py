@@ -241,6 +241,17 @@ class SparsePool:
 
     # ---- audit
 
+    def copies(self, group: int) -> tuple[SlotIds, RowIds]:
+        """Slots that must hold what the host holds, and their rows: landed and not dirty."""
+        slots = self._arenas[group].slots
+        clean = (self._dirty[slots] == 0) & (self._ticket_of[slots] == 0)
+        slots = slots[clean & (self._row_of[slots] >= 0)].astype(np.int32)
+        return slots, self._row_of[slots]
+
+    def is_dirty(self, slots: SlotIds) -> npt.NDArray[np.bool_]:
+        dirty: npt.NDArray[np.bool_] = self._dirty[slots] != 0
+        return dirty
+
     def check(self) -> None:
         blocks: list[int] = []
         for group, arena in enumerate(self._arenas):

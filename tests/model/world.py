@@ -361,6 +361,7 @@ class World:
 
     def check(self) -> None:
         self.offload.check()
+        assert self.offload.verify(self.random.randrange(self.layout.layer_total)) == []
         assert {twin.real.state for twin in self.active} <= {"active"}
         assert {twin.real.state for twin in self.preempted} <= {"preempted"}
 
