@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ess.errors import BadInput
 from ess.models.marks import first_mark, held_chars
-from ess.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ess.models.tokenizer import Tokenizer
 
 STOPS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 256

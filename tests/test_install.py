@@ -56,8 +56,13 @@ def torch_free_modules() -> list[str]:
     for name in listed["source_modules"]:
         folder = ROOT / name.replace(".", "/")
         inner = sorted(folder.rglob("*.py")) if folder.is_dir() else []
-        found += [name, *(module_name(path) for path in inner if path.stem != "__init__")]
+        found += [name, *(module_name(path) for path in inner if not is_program(path))]
     return found
+
+
+def is_program(path: Path) -> bool:
+    """A package's own file stands for itself; a child process is a program, not a module."""
+    return path.stem == "__init__" or path.stem.endswith("_child")
 
 
 def module_name(path: Path) -> str:

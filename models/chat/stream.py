@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from ess.errors import BadInput
 from ess.models.chat.messages import write_json
 from ess.models.chat.reply import CallArguments, Content, Event, Flaw, Reasoning
 from ess.models.marks import first_mark, held_chars
@@ -151,4 +152,4 @@ def as_json(text: str) -> str:
 
 
 def _refuse(text: str) -> None:
-    raise ValueError(text)
+    raise BadInput(f"{text} is not JSON")

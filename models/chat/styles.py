@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ess.errors import BadInput
 from ess.models.chat import deepseek_v32, dsml, glm_reply
@@ -13,8 +13,10 @@ from ess.models.chat.glm_reply import GlmParser
 from ess.models.chat.messages import Message, arguments_of
 from ess.models.chat.reply import PlainParser, ReplyParser
 from ess.models.chat.template import SOURCE_BYTES_MAX, ChatTemplate
-from ess.models.tokenizer import Tokenizer
 from ess.models.weights.folder import Folder, Links
+
+if TYPE_CHECKING:
+    from ess.models.tokenizer import Tokenizer
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"

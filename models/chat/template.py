@@ -93,10 +93,10 @@ def _exchange(child: subprocess.Popen[bytes], raw: bytes, *, deadline: float) ->
     child.stdin.flush()
     count = int.from_bytes(_read(child.stdout, 8, deadline), "little")
     if count > _ANSWER_BYTES_MAX:
-        raise ValueError(f"an answer of {count:,} bytes")
+        raise BadInput(f"an answer of {count:,} bytes is too long")
     found = json.loads(_read(child.stdout, count, deadline))
     if not isinstance(found, dict):
-        raise ValueError("the answer is no object")
+        raise BadInput("the answer is no object")
     return found
 
 
@@ -108,6 +108,6 @@ def _read(stream: IO[bytes], count: int, deadline: float) -> bytes:
             raise TimeoutError
         piece = os.read(stream.fileno(), count - len(found))
         if not piece:
-            raise ValueError("no answer")
+            raise BadInput("the child gave no answer")
         found += piece
     return bytes(found)

@@ -38,7 +38,7 @@ def send(stream: BinaryIO, answer: dict[str, str]) -> None:
     stream.flush()
 
 
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None) -> str:
     """Plain JSON: Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 

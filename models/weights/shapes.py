@@ -127,7 +127,8 @@ def _indexer(dims: Dims, layer: int, prefix: str) -> Iterator[Spec]:
         ("k_norm.bias", (key_dim,), "norm"),
         ("weights_proj.weight", (heads, dims.hidden_size), "table"),
     ):
-        yield Spec(name=prefix + name, shape=shape, role=role, layer=layer)  # type: ignore[arg-type]
+        full_name = prefix + name
+        yield Spec(name=full_name, shape=shape, role=role, layer=layer)  # type: ignore[arg-type]
 
 
 def _mlp(

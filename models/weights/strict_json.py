@@ -36,9 +36,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [key for key, _ in pairs]
         twice = next(key for key in found if names.count(key) > 1)
-        raise ValueError(f"the key {twice[:200]!r} appears twice")
+        raise BadInput(f"the key {twice[:200]!r} appears twice")
     return found
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
+    raise BadInput(f"{text} is not JSON")

@@ -54,13 +54,15 @@ def test_text_survives(tokenizer: Tokenizer, text: str) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_a_stream_equals_the_whole(tokenizer: Tokenizer, folder: Path, data: st.DataObject) -> None:
+@given(draws=st.data())
+def test_a_stream_equals_the_whole(
+    tokenizer: Tokenizer, folder: Path, draws: st.DataObject
+) -> None:
     """Over any ids, valid text or not, and against the library's own decoder."""
     ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=30)
     text = st.text(max_size=20).map(tokenizer.encode)
-    found = data.draw(st.one_of(ids, text))
-    keep = data.draw(st.booleans())
+    found = draws.draw(st.one_of(ids, text))
+    keep = draws.draw(st.booleans())
     stream = Detokenizer(tokenizer, keep_special=keep)
     pieces = []
     for token_id in found:

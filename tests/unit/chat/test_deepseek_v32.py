@@ -72,7 +72,8 @@ def test_the_published_example() -> None:
 
 def test_the_tools_preamble_is_frozen() -> None:
     """The text that the model was trained on, up to the schemas; one changed byte fails."""
-    preamble, _, rest = write_tools([TOOL["function"]]).partition('{"name"')  # type: ignore[list-item]
+    written = write_tools([TOOL["function"]])  # type: ignore[list-item]
+    preamble, _, rest = written.partition('{"name"')
     frozen = "963a72ee9be43f07d21bec2348ed2d7e45185e4b502f2a4da35a540299dc2b03"
     assert hashlib.sha256(preamble.encode()).hexdigest() == frozen
     assert rest == ': "tide", "description": "Höhe", "parameters": {}}\n</functions>\n'

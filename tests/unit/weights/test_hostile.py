@@ -126,7 +126,8 @@ def test_a_name_twice(copy: Path) -> None:
 def test_tensors_that_are_not_aligned(copy: Path, written: Written) -> None:
     """Legal, if unkind: such tensors are copied instead of viewed."""
     for odd in (0, 1, 3):
-        edit_header(copy / FIRST, lambda header: None, dumps=lambda h: json.dumps(h) + " " * odd)  # noqa: B023
+        pad = " " * odd
+        edit_header(copy / FIRST, lambda header: None, dumps=lambda h, pad=pad: json.dumps(h) + pad)
         with Checkpoint(copy) as checkpoint:
             for name in ("lm_head.weight", NAME, "model.layers.0.input_layernorm.weight"):
                 got, want = checkpoint.stored(name), written[1][name]
