@@ -1,0 +1,30 @@
+"""From a checkpoint folder to a model that runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final, Literal
+
+from ess.models.model import Model
+from ess.models.registry import build, read_config
+from ess.models.weights.checkpoint import Checkpoint
+from ess.models.weights.folder import Links
+from ess.models.weights.rank import RankWeights
+
+EMBEDDED: Final = Path(__file__).parent / "tiny" / "checkpoint"
+
+
+def load_model(
+    path: str | os.PathLike[str] = EMBEDDED,
+    *,
+    form: Literal["bf16", "f32"] = "bf16",
+    links: Links = "refuse",
+) -> Model:
+    """Every tensor is checked on the way; the files are closed when this returns.
+
+    Without a path it is the small model in the box.
+    """
+    with Checkpoint(path, links=links) as checkpoint:
+        weights = RankWeights(checkpoint, form=form)
+        return build(read_config(checkpoint.config), weights.tensor)
