@@ -20,6 +20,7 @@ from ess.engine.batch import Chunk, Line, Made, StepPlan, StepResult
 from ess.engine.request import Request
 from ess.engine.runner import Forward, Runner
 from ess.engine.sampling import Sampling, draw
+from ess.engine.verify import Verifier
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
 from ess.models.model import Model
@@ -27,7 +28,10 @@ from ess.models.model import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """`mtp` is how many tokens a step verifies per request; 1 means no drafts."""
+    """`mtp` is how many tokens a step verifies per request; 1 means no drafts.
+
+    `verify_every` n checks one layer of every n-th step against the host's rows.
+    """
 
     modes: str | Sequence[str] = "none"
     mtp: int = 1
@@ -36,6 +40,8 @@ class EngineConfig:
     chunk_tokens: int = 512
     warm: bool = True
     backend: BackendName = "cpu"
+    verify_every: int = 0
+    verify_fatal: bool = False
 
 
 class Engine:
@@ -48,7 +54,10 @@ class Engine:
         self.refusal: PoolFull | None = None
         self.step_count = 0
         self._config = config
-        self._runner = Runner(model, offload, ops(config.backend), config.modes)
+        self.verifier = Verifier(every=config.verify_every, is_fatal=config.verify_fatal)
+        self._runner = Runner(
+            model, offload, ops(config.backend), modes=config.modes, verifier=self.verifier
+        )
         self._requests: list[Request] = []
         self._added_count = 0
 

@@ -33,6 +33,7 @@ class Batch:
     lengths: Tensor
     scale: float
     located: dict[int, Tensor | None] = field(default_factory=dict)
+    selected: dict[int, dict[range, Tensor]] = field(default_factory=dict)
 
     @property
     def layout(self) -> ModelLayout:
@@ -53,10 +54,14 @@ class LayerStep:
     def __init__(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> None:
         self._batch = batch
         self._layer = layer
+        self._group = batch.layout.group_of(layer.number)
         self._entry = layer.enter(hidden)
         self._probe: Probe | None = None
         self._queries: Tensor | None = None
-        self._selected: dict[range, Tensor] = {}
+
+    @property
+    def number(self) -> int:
+        return self._layer.number
 
     def parts(self, count: int) -> list[range]:
         counts = self._batch.step.query_counts
@@ -80,12 +85,13 @@ class LayerStep:
         """The part's selection; None when the group's first layer has made it already."""
         if self._probe is None:
             return None
-        if part in self._selected:
-            return self._selected[part]
+        selected = self._batch.selected.setdefault(self._group, {})
+        if part in selected:
+            return selected[part]
         batch, span = self._batch, slice(part.start, part.stop)
         mine = Probe(self._probe.queries[span], self._probe.weights[span], self._probe.keys)
         chosen = select(batch, self._layer.number, mine, span)
-        self._selected[part] = chosen
+        selected[part] = chosen
         return chosen
 
     def resolve(self, part: range) -> Found:
@@ -98,7 +104,7 @@ class LayerStep:
     def locate(self) -> Tensor | None:
         """Every selected row's slot without a plan; None when one of them has no slot."""
         batch, number = self._batch, self._layer.number
-        group = batch.layout.group_of(number)
+        group = self._group
         [whole] = self.parts(1)
         selection = self.select(whole)
         if selection is not None:
@@ -125,6 +131,13 @@ class LayerStep:
 
     def merge(self, resident: Partial, fetched: Partial) -> Partial:
         return merge(resident, fetched)
+
+    def attend_truth(self) -> Tensor:
+        """What this layer's attention is over the host's own rows: for verify mode."""
+        batch, parts = self._batch, self._batch.selected[self._group]
+        selection = torch.cat([parts[part] for part in sorted(parts, key=lambda p: p.start)])
+        codes = batch.offload.host_codes(self.number, selection, batch.step)
+        return self.attend_codes(range(len(codes)), codes).out
 
     def attend_codes(self, part: range, codes: Tensor) -> Partial:
         if self._queries is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ess.door import Offload, Step
 from ess.engine.layer import Batch, LayerStep
+from ess.engine.verify import Verifier
 from ess.errors import BadInput
 from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
@@ -67,13 +68,25 @@ class Forward:
 
 
 class Runner:
-    def __init__(self, model: Model, offload: Offload, ops: Ops, modes: str | Sequence[str]):
+    def __init__(
+        self,
+        model: Model,
+        offload: Offload,
+        ops: Ops,
+        *,
+        modes: str | Sequence[str],
+        verifier: Verifier,
+    ) -> None:
         self.model = model
         self.offload = offload
         self.ops = ops
+        self.verifier = verifier
+        self.verified_layer: int | None = None
         self._schedules = schedules_for(modes, offload.layout.layer_total)
 
     def batch(self, step: Step) -> Batch:
+        layer_total = self.offload.layout.layer_total
+        self.verified_layer = self.verifier.layer_for(step.number, layer_total)
         line_of = torch.repeat_interleave(
             torch.arange(len(step.sequences)), torch.tensor(step.query_counts)
         )
@@ -96,6 +109,9 @@ class Runner:
         return Forward(self.model.logits(finished), finished)
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        partials = self._schedules[layer.number](LayerStep(batch, layer, hidden))
+        stages = LayerStep(batch, layer, hidden)
+        partials = self._schedules[layer.number](stages)
         attended = torch.cat([partial.out for partial in partials])
+        if self.verified_layer == layer.number:
+            self.verifier.check(batch, stages, attended)
         return layer.mlp(layer.output(hidden, attended))
