@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 90
+LIMIT_S = 240
 OFFLOAD = "tests/model/test_offload.py"
 SUITES = {
     "ess.pool.lru": ["tests/unit/test_lru.py", "tests/kernels/test_planner.py"],
