@@ -1,0 +1,1 @@
+"""Order: the stages of a layer, the schedules none, DA and DBA, and who chooses among them."""
