@@ -37,11 +37,13 @@ class Benchmark:
 BENCHMARKS: Final = (
     Benchmark(suite="kernels", name="rows", home="ess.bench.rows:rows_benchmark"),
     Benchmark(suite="kernels", name="planner", home="ess.bench.planner:planner_benchmark"),
+    Benchmark(suite="paper", name="paper", home="ess.bench.paper:paper_benchmark"),
     Benchmark(suite="trace", name="trace", home="ess.bench.trace:trace_benchmark"),
 )
 
 SUITES: Final = {
     "kernels": "Row movers and the residency planner.",
+    "paper": "The published tables and figures, ours beside theirs.",
     "trace": "The trace format against raw int32 and zlib.",
     "all": "Every suite.",
 }

@@ -1,1 +1,1 @@
-"""Overlap orders: the stages of a layer as schedules that hide the fetch."""
+"""Order: the stages of a layer, the schedules none, DA and DBA, and who chooses among them."""

@@ -1,0 +1,95 @@
+"""What offload adds to a layer: the arithmetic that policy, engine and simulator share.
+
+A layer whose selection misses m rows in each of b requests moves T = m * b * row_bytes / rate
+through the host link. What of T shows depends on what runs beside it:
+
+    none   everything waits: T
+    DA     pre-attention and attention over resident rows run beside the fetch, a window of W;
+           two partials instead of one cost c_da:                         max(c_da, T - W)
+    DBA    the second half of the indexer hides the first half's fetch too;
+           two half indexers cost more than a whole one:       max(c_dba, T - W - W_index / 2)
+
+W is a net window: what DA hides less what it costs, so that the two branches meet. A window is
+attention over resident rows, so it shrinks as misses grow: `Hiding` belongs to a miss count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+BYTES_PER_GIB: Final = 1 << 30
+
+
+class Exposed(NamedTuple):
+    """Microseconds that a layer takes longer than without offload, by schedule."""
+
+    none: float
+    da: float
+    dba: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hiding:
+    """What one layer can hide behind, and what splitting costs, in microseconds."""
+
+    window_us: float
+    index_us: float
+    da_cost_us: float
+    dba_cost_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Constants of one model on one machine, from which `hiding` follows for any batch.
+
+    Times are `fixed + each * queries`; the indexer also reads every key of every request.
+    """
+
+    pre_attn_fixed_us: float
+    pre_attn_query_us: float
+    attend_query_us: float
+    index_fixed_us: float
+    index_key_us: float
+    da_fixed_us: float
+    da_query_us: float
+    dba_extra_us: float
+
+
+def transfer_us(
+    *, miss_count: float, request_count: float, row_bytes: int, bytes_per_us: float
+) -> float:
+    """How long the missing rows of one layer are on the link; misses are per request.
+
+    >>> round(transfer_us(miss_count=128, request_count=80, row_bytes=656, bytes_per_us=39728))
+    169
+    """
+    return miss_count * request_count * row_bytes / bytes_per_us
+
+
+def bytes_per_us(gib_per_s: float) -> float:
+    return gib_per_s * BYTES_PER_GIB / 1e6
+
+
+def hiding(
+    constants: Calibration, *, query_count: int, key_count: int, missing_share: float
+) -> Hiding:
+    """`key_count` is the keys read, over all requests; `missing_share` of the attention waits."""
+    resident_us = constants.attend_query_us * query_count * (1.0 - missing_share)
+    pre_us = constants.pre_attn_fixed_us + constants.pre_attn_query_us * query_count
+    da_us = constants.da_fixed_us + constants.da_query_us * query_count
+    return Hiding(
+        window_us=max(0.0, pre_us + resident_us - da_us),
+        index_us=constants.index_fixed_us + constants.index_key_us * key_count,
+        da_cost_us=da_us,
+        dba_cost_us=da_us + constants.dba_extra_us,
+    )
+
+
+def exposed(moved_us: float, behind: Hiding) -> Exposed:
+    hidden_us = behind.window_us + behind.index_us / 2
+    return Exposed(
+        none=moved_us,
+        da=max(behind.da_cost_us, moved_us - behind.window_us),
+        dba=max(behind.dba_cost_us, moved_us - hidden_us),
+    )

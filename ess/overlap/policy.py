@@ -1,0 +1,185 @@
+"""Which schedule each layer runs: chosen from live counters, changed only when it clearly pays.
+
+A change of vector costs a captured graph, so it must be worth it and must last. `advance` is pure:
+state and one step's observation in, state out; the same observations give the same vectors on
+every rank. A vector gives way when the best one has been predicted at least `WIN` cheaper for
+`PATIENCE` steps in a row; which one is best may shift meanwhile (a layer on the edge between two
+schedules), the latest is taken. Misses, link rate and windows are exponential averages, so a
+single odd step neither starts a change nor stops one.
+
+RESIDENT is not weighed: it is right exactly when the ledger knows that every row of the batch is
+resident, and wrong otherwise, so it follows the ledger at once and leaves the state alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ess.cost import Exposed, Hiding, exposed, transfer_us
+from ess.errors import BadInput
+
+WIN: Final = 0.05
+PATIENCE: Final = 64
+WEIGHT: Final = 1 / 16
+
+
+class Mode(enum.IntEnum):
+    """How a layer runs. Among equals the earlier one is simpler and is taken."""
+
+    RESIDENT = 0
+    NONE = 1
+    DA = 2
+    DBA = 3
+
+
+Vector = tuple[Mode, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One step's counters. Misses are per request and layer; None where nothing was measured."""
+
+    misses: tuple[float, ...]
+    request_count: int
+    bytes_per_us: float | None = None
+    hiding: Hiding | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyState:
+    """Averages that live counters move, the vector in force, and how long another has won."""
+
+    row_bytes: int
+    misses: tuple[float, ...]
+    bytes_per_us: float
+    hiding: Hiding
+    vector: Vector
+    lead_count: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.misses) != len(self.vector) or not self.misses:
+            counts = f"{len(self.misses)} miss rates, {len(self.vector)} modes"
+            raise BadInput(f"a policy needs one miss rate and one mode a layer, got {counts}")
+
+
+def start(
+    *,
+    misses: Sequence[float],
+    request_count: int,
+    row_bytes: int,
+    bytes_per_us: float,
+    hiding: Hiding,
+) -> PolicyState:
+    """From calibration: expected misses, link rate and windows; the best vector at once."""
+    _check_rate(bytes_per_us)
+    _check_counts(misses, request_count)
+    first = PolicyState(
+        row_bytes=row_bytes,
+        misses=tuple(misses),
+        bytes_per_us=bytes_per_us,
+        hiding=hiding,
+        vector=(Mode.NONE,) * len(misses),
+    )
+    return replace(first, vector=best_vector(layer_costs(first, request_count)))
+
+
+def layer_costs(state: PolicyState, request_count: int) -> tuple[Exposed, ...]:
+    moved = (
+        transfer_us(
+            miss_count=miss_count,
+            request_count=request_count,
+            row_bytes=state.row_bytes,
+            bytes_per_us=state.bytes_per_us,
+        )
+        for miss_count in state.misses
+    )
+    return tuple(exposed(moved_us, state.hiding) for moved_us in moved)
+
+
+def best_mode(cost: Exposed) -> Mode:
+    """The cheapest schedule, the simplest among equals.
+
+    >>> best_mode(Exposed(none=20.0, da=30.0, dba=36.0)).name
+    'NONE'
+    """
+    assert all(us >= 0 for us in cost), f"negative exposure {cost}"
+    return min((Mode.NONE, Mode.DA, Mode.DBA), key=lambda mode: exposed_us(cost, mode))
+
+
+def best_vector(costs: Sequence[Exposed]) -> Vector:
+    return tuple(best_mode(cost) for cost in costs)
+
+
+def exposed_us(cost: Exposed, mode: Mode) -> float:
+    match mode:
+        case Mode.RESIDENT:
+            return 0.0
+        case Mode.NONE:
+            return cost.none
+        case Mode.DA:
+            return cost.da
+        case Mode.DBA:
+            return cost.dba
+
+
+def vector_us(costs: Sequence[Exposed], vector: Vector) -> float:
+    assert len(costs) == len(vector), f"{len(costs)} layers, {len(vector)} modes"
+    return math.fsum(exposed_us(cost, mode) for cost, mode in zip(costs, vector, strict=True))
+
+
+def advance(state: PolicyState, seen: Observation) -> PolicyState:
+    """One step further: averages follow, and the vector changes when another has won for long."""
+    if len(seen.misses) != len(state.misses):
+        raise BadInput(f"misses of {len(seen.misses)} layers, the policy has {len(state.misses)}")
+    _check_counts(seen.misses, seen.request_count)
+    if seen.bytes_per_us is not None:
+        _check_rate(seen.bytes_per_us)
+    followed = replace(
+        state,
+        misses=tuple(map(_follow, state.misses, seen.misses)),
+        bytes_per_us=_follow(state.bytes_per_us, seen.bytes_per_us or state.bytes_per_us),
+        hiding=_follow_hiding(state.hiding, seen.hiding or state.hiding),
+    )
+    costs = layer_costs(followed, seen.request_count)
+    best = best_vector(costs)
+    wins = vector_us(costs, best) < (1 - WIN) * vector_us(costs, state.vector)
+    lead_count = state.lead_count + 1 if wins else 0
+    assert lead_count <= PATIENCE, f"a vector led for {lead_count} steps and was not taken"
+    if lead_count == PATIENCE:
+        return replace(followed, vector=best, lead_count=0)
+    return replace(followed, lead_count=lead_count)
+
+
+def modes(state: PolicyState, *, all_resident: bool) -> Vector:
+    """What this step runs."""
+    return (Mode.RESIDENT,) * len(state.vector) if all_resident else state.vector
+
+
+def _check_counts(misses: Sequence[float], request_count: int) -> None:
+    wrong = [miss for miss in misses if not (miss >= 0 and math.isfinite(miss))]
+    if wrong:
+        raise BadInput(f"a layer misses {wrong[0]} rows a request; counts are finite, 0 or more")
+    if request_count < 0:
+        raise BadInput(f"a step of {request_count} requests; counts are 0 or more")
+
+
+def _check_rate(bytes_per_us: float) -> None:
+    if not (bytes_per_us > 0 and math.isfinite(bytes_per_us)):
+        raise BadInput(f"a link of {bytes_per_us} bytes per microsecond; rates are above 0")
+
+
+def _follow(average: float, value: float) -> float:
+    return average + WEIGHT * (value - average)
+
+
+def _follow_hiding(average: Hiding, value: Hiding) -> Hiding:
+    return Hiding(
+        window_us=_follow(average.window_us, value.window_us),
+        index_us=_follow(average.index_us, value.index_us),
+        da_cost_us=_follow(average.da_cost_us, value.da_cost_us),
+        dba_cost_us=_follow(average.dba_cost_us, value.dba_cost_us),
+    )

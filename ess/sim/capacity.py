@@ -1,0 +1,109 @@
+"""How many requests fit: the ledger's own arithmetic over slots, index pages and host pages.
+
+Device memory for the latent working set and the index is one amount; how it is divided between the
+two is ours to choose, so for a batch the index gets exactly what its pages need and slots get the
+rest. The ledger then says whether the batch is admitted, and if not, which account is short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from ess.errors import BadInput, PoolFull
+from ess.layout import ModelLayout
+from ess.pool.ledger import Account, Ledger
+from ess.units import PAGE_ROWS, div_ceil
+
+SLOTS: Final = "slots"
+INDEX_PAGES: Final = "index pages"
+HOST_PAGES: Final = "host pages"
+BATCH_MAX: Final = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """One GPU's memory for latent slots and index, and its share of host memory.
+
+    `count_map` adds the row -> slot map (4 bytes per token and group) to an index page; published
+    tables leave it out.
+    """
+
+    layout: ModelLayout = field(default_factory=ModelLayout.deepseek_v32)
+    device_bytes: int
+    host_bytes: int | None = None
+    count_map: bool = True
+
+    @property
+    def slot_bytes(self) -> int:
+        """One slot in every layer."""
+        return self.layout.layer_total * self.layout.row_bytes
+
+    @property
+    def index_page_bytes(self) -> int:
+        if self.count_map:
+            return self.layout.index_page_bytes
+        keys = 0 if self.layout.index is None else self.layout.index.page_bytes
+        return self.layout.key_layer_count * keys
+
+    def index_bytes(self, *, context: int, batch: int) -> int:
+        return batch * div_ceil(context, PAGE_ROWS) * self.index_page_bytes
+
+    def slots_each(self, *, context: int, batch: int) -> int:
+        """Slots per layer group that every request of this batch can have; 0 if none are left."""
+        left = self.device_bytes - self.index_bytes(context=context, batch=batch)
+        return min(context, max(0, left) // self.slot_bytes // max(batch, 1))
+
+    def books(self, *, context: int, batch: int) -> Ledger:
+        """A ledger divided for this batch; unlimited host pages when no host memory is given."""
+        pages = div_ceil(context, PAGE_ROWS)
+        whole = self.layout.host_page_bytes
+        host_pages = batch * pages if self.host_bytes is None else self.host_bytes // whole
+        affordable = self.device_bytes // self.index_page_bytes
+        index_pages = min(batch * pages, affordable)
+        left = self.device_bytes - index_pages * self.index_page_bytes
+        return Ledger(
+            [
+                Account(
+                    name=SLOTS,
+                    unit="slots",
+                    times=f" x {self.layout.group_count} groups",
+                    unit_bytes=self.slot_bytes,
+                    capacity=left // self.slot_bytes,
+                ),
+                Account(
+                    name=INDEX_PAGES,
+                    unit="index pages",
+                    unit_bytes=self.index_page_bytes,
+                    capacity=index_pages,
+                ),
+                Account(name=HOST_PAGES, unit="host pages", unit_bytes=whole, capacity=host_pages),
+            ]
+        )
+
+    def admit(self, *, context: int, batch: int, slots_each: int) -> None:
+        """PoolFull, with the limiter and the numbers, unless the whole batch is admitted."""
+        pages = div_ceil(context, PAGE_ROWS)
+        needs = {SLOTS: batch * slots_each, INDEX_PAGES: batch * pages, HOST_PAGES: batch * pages}
+        books = self.books(context=context, batch=batch)
+        books.reserve(needs)
+        books.check()
+
+    def refusal(self, *, context: int, batch: int, slots_each: int) -> PoolFull | None:
+        try:
+            self.admit(context=context, batch=batch, slots_each=slots_each)
+        except PoolFull as full:
+            return full
+        return None
+
+    def batch_max(self, *, context: int, slots_each: int, multiple: int = 1) -> int:
+        """The largest admitted batch, in whole multiples; 0 when not one request fits."""
+        if context < 1 or slots_each < 0 or multiple < 1:
+            asked = f"context {context}, slots {slots_each}, multiple {multiple}"
+            raise BadInput(f"{asked}: no batch has this shape")
+        fits, fails = 0, BATCH_MAX
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            short = self.refusal(context=context, batch=middle, slots_each=slots_each)
+            fits, fails = (middle, fails) if short is None else (fits, middle)
+        return fits // multiple * multiple

@@ -1,0 +1,77 @@
+"""Published results of ESS (arXiv 2512.10576), as numbers to reproduce.
+
+Throughput is per node of 8 GPUs. `throughput.csv` is Table 2 as printed; `unlimited.csv` (Fig. 1),
+`overhead.csv` (Fig. 7) and the miss curves (Figs. 5, 8 and 9) were read off the plots: one per cent
+on throughput, 4 us on overhead, 5 misses on a layer. Two layers hidden in the plot at 128K carry
+the mean of the others.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ess.cost import Exposed
+
+FOLDER: Final = Path(__file__).resolve().parent
+NODE_GPUS: Final = 8
+OVERHEAD_READING_US: Final = 4.0
+DEVICE_BYTES: Final = 80 << 30
+"""The one memory budget under which every printed pair of batch and ratio fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """One row of Table 2; `ratio` is slots over context, 1 without offload."""
+
+    queries_each: int
+    accepted: float
+    context: int
+    tbo: bool
+    batch: int
+    ratio: float
+    node_tokens_per_s: float
+
+    @property
+    def is_resident(self) -> bool:
+        return self.ratio == 1.0
+
+    @property
+    def step_us(self) -> float:
+        return step_us(self.batch, self.accepted, self.node_tokens_per_s)
+
+
+def step_us(batch: int, accepted: float, node_tokens_per_s: float) -> float:
+    return NODE_GPUS * batch * accepted / node_tokens_per_s * 1e6
+
+
+def throughput() -> tuple[Throughput, ...]:
+    return tuple(
+        Throughput(
+            queries_each=int(queries),
+            accepted=accepted,
+            context=int(context),
+            tbo=bool(tbo),
+            batch=int(batch),
+            ratio=ratio,
+            node_tokens_per_s=tokens,
+        )
+        for queries, accepted, context, tbo, batch, ratio, tokens in _rows("throughput.csv")
+    )
+
+
+def unlimited() -> dict[int, float]:
+    """Batch to tokens per second and node: MTP 2, 32K, unlimited memory."""
+    return {int(batch): tokens for batch, tokens in _rows("unlimited.csv")}
+
+
+def overhead() -> dict[int, Exposed]:
+    """Misses per request to added microseconds a layer: 128K, batch 160 in two halves, MTP 2."""
+    return {int(miss): Exposed(none, da, dba) for miss, none, da, dba in _rows("overhead.csv")}
+
+
+def _rows(name: str) -> list[tuple[float, ...]]:
+    with (FOLDER / name).open(newline="") as lines:
+        return [tuple(map(float, line)) for line in list(csv.reader(lines))[1:]]

@@ -1,0 +1,53 @@
+"""Lanes and an event queue: when each stage of a step runs, and on what.
+
+A lane is a resource that does one thing at a time, in the order in which things were given to it:
+a stream. A task starts when its lane is free and all it waits for has ended. Since tasks of a lane
+keep their order and may only wait for tasks that were added before, one pass in order of addition
+is the event queue run to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ess.errors import BadInput
+
+COMPUTE = "compute"
+EXCHANGE = "exchange"
+FETCH = "fetch"
+STORE = "store"
+
+
+class Span(NamedTuple):
+    """A busy interval of a lane, in microseconds from the start of the step."""
+
+    lane: str
+    name: str
+    start_us: float
+    end_us: float
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Spans in order of addition; a task is named by its place among them."""
+
+    spans: list[Span] = field(default_factory=list)
+    free_us: dict[str, float] = field(default_factory=dict)
+
+    def add(self, lane: str, name: str, duration_us: float, after: Iterable[int] = ()) -> int:
+        if not duration_us >= 0:
+            raise BadInput(f"{name} on {lane} would take {duration_us} us")
+        ready_us = max((self.spans[task].end_us for task in after), default=0.0)
+        start_us = max(ready_us, self.free_us.get(lane, 0.0))
+        self.spans.append(Span(lane, name, start_us, start_us + duration_us))
+        self.free_us[lane] = start_us + duration_us
+        return len(self.spans) - 1
+
+    @property
+    def end_us(self) -> float:
+        return max((span.end_us for span in self.spans), default=0.0)
+
+    def busy_us(self, lane: str) -> float:
+        return sum(span.end_us - span.start_us for span in self.spans if span.lane == lane)
