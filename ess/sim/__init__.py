@@ -1,0 +1,1 @@
+"""Predictions with the same deciders that serve: workloads, policies, pipelines, steps."""
