@@ -32,6 +32,7 @@ from ess.sim.selections import Ints
 from ess.sim.workloads import Workload
 
 Curve = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,7 +86,7 @@ class _Recency:
         self._count = np.zeros(workload.step_count + 1, np.int64)
         self._count[0] = filled.size
 
-    def stamp(self, rows: Ints, number: int) -> npt.NDArray[np.int64]:
+    def stamp(self, rows: Ints, number: int) -> Places:
         """Rows, each once, move to the front; returns the places they had, in no order."""
         self._marked[rows] = True
         found = self._marked[self._stack]
@@ -98,7 +99,7 @@ class _Recency:
         self._count[number + 1] += rows.size
         return np.concatenate([places, np.full(rows.size - places.size, self._absent)])
 
-    def bounds(self, rows: Ints, number: int) -> tuple[Ints, Ints]:
+    def bounds(self, rows: Ints, number: int) -> tuple[Places, Places]:
         """The least and the greatest place that any tie rule can give each row."""
         last = self._last[rows]
         oldest = max(0, number + 1 - AGE_MAX)
