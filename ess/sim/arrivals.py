@@ -43,14 +43,13 @@ def read_arrivals(path: str | os.PathLike[str], *, length_scale: float = 1.0) ->
     """Either form, told apart by its first byte, in order of time; lengths scaled, at least 1."""
     if not (length_scale > 0 and math.isfinite(length_scale)):
         raise BadInput(f"length_scale {length_scale} must be above 0 and finite")
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        first = file.read(1)
-        file.seek(0)
-        reader = read_mooncake if first == "{" else read_azure
-        try:
-            arrivals = list(reader(file))
-        except (BadInput, UnicodeDecodeError) as error:
-            raise BadInput(f"{os.fspath(path)}, {error}") from None
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            first = file.read(1)
+            file.seek(0)
+            arrivals = list((read_mooncake if first == "{" else read_azure)(file))
+    except (BadInput, UnicodeDecodeError) as error:
+        raise BadInput(f"{os.fspath(path)}, {error}") from None
     if not arrivals:
         raise BadInput(f"{os.fspath(path)} holds no request")
     start = min(one.at_s for one in arrivals)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from ess.bench import brute
 from ess.errors import BadInput
 from ess.sim import laboratory
 from ess.sim.curves import distinct, miss_curve
@@ -38,44 +38,6 @@ def random_steps(seed: int, *, rows: int, picks: int, count: int) -> list[list[l
     return [[sorted(rng.permutation(rows)[:picks].tolist())] for _ in range(count)]
 
 
-def brute_lru(workload: Workload, slots: int, windows=()) -> list[int]:
-    """A dictionary of slots; ages by subtraction; free slots first, then oldest, then lowest."""
-    held: dict[int, list[int]] = {}
-    missed = []
-
-    def place(row: int, now: int, pinned: set[int]) -> None:
-        free = [slot for slot in range(slots) if slot not in held]
-        old = [
-            (-min(now - used, 255), slot)
-            for slot, (other, used) in held.items()
-            if used < now and other not in pinned
-        ]
-        if free or old:
-            held[free[0] if free else min(old)[1]] = [row, now]
-
-    def touch(rows: list[int], now: int) -> int:
-        where = {row: slot for slot, (row, _) in held.items()}
-        for row in rows:
-            if row in where:
-                held[where[row]][1] = now
-        absent = [row for row in rows if row not in where]
-        for row in absent:
-            place(row, now, set(rows))
-        return len(absent)
-
-    now = 0
-    for window in windows:
-        now += 1
-        touch([int(row) for row in window if row >= 0], now)
-    for step in workload.steps():
-        now += 1
-        for row in step.fresh.tolist():
-            touch([row], now)
-        order = dict.fromkeys(int(row) for row in step.rows.reshape(-1) if row >= 0)
-        missed.append(touch(list(order), now))
-    return missed
-
-
 def lru_misses(workload: Workload, slots: int, *, warm: bool = False) -> list[int]:
     policy = PlannerLru(workload, slots=slots, top_k=32)
     return laboratory.run(workload, {"lru": policy}, start=Start(warm=warm))["lru"].misses
@@ -84,26 +46,9 @@ def lru_misses(workload: Workload, slots: int, *, warm: bool = False) -> list[in
 @pytest.mark.parametrize("slots", [64, 128, 192])
 def test_planner_lru_is_the_lru_of_a_dictionary(slots: int) -> None:
     workload = generated(SMALL, QUIET)
-    expected = brute_lru(workload, slots)
+    expected = brute.lru_misses(workload, slots=slots)
     assert lru_misses(workload, slots) == expected
     assert sum(expected[5:]) > 0
-
-
-def best_by_search(workload: Workload, slots: int, *, bypass: bool) -> int:
-    """The fewest misses of any policy, over all sets that an arena could hold after each step."""
-    costs = {frozenset[int](): 0}
-    for step in workload.steps():
-        wanted = frozenset(distinct(step.rows).tolist())
-        after: dict[frozenset[int], int] = {}
-        for held, cost in costs.items():
-            missing = len(wanted - held)
-            seen = sorted(held | wanted)
-            for kept in itertools.combinations(seen, min(slots, len(seen))):
-                state = frozenset(kept)
-                if bypass or wanted <= state:
-                    after[state] = min(after.get(state, 10**9), cost + missing)
-        costs = after
-    return min(costs.values())
 
 
 @pytest.mark.parametrize("bypass", [False, True])
@@ -115,7 +60,7 @@ def test_min_is_optimal_by_exhaustive_search(seed: int, *, bypass: bool) -> None
         future = next_uses(workload)
         policy = Min(workload, slots=slots, future=future, bypass=bypass)
         found = sum(laboratory.run(workload, {"min": policy})["min"].misses)
-        assert found == best_by_search(workload, slots, bypass=bypass)
+        assert found == brute.fewest_misses(workload, slots=slots, bypass=bypass)
 
 
 def test_bypass_needs_no_more_than_forced_and_both_no_more_than_lru() -> None:
@@ -165,8 +110,8 @@ class BruteSieve:
 def test_sieve_is_a_hand_that_walks_a_list(slots: int, seed: int) -> None:
     steps = random_steps(seed, rows=40, picks=5, count=200)
     workload = workload_of(steps, row_count=40)
-    brute = BruteSieve(slots)
-    expected = [brute.access(rows[0]) for rows in steps]
+    sieve = BruteSieve(slots)
+    expected = [sieve.access(rows[0]) for rows in steps]
     found = laboratory.run(workload, {"sieve": Sieve(workload, slots=slots)})["sieve"].misses
     assert found == expected
     assert len(set(expected)) > 1
@@ -217,7 +162,7 @@ def test_warm_up_removes_the_cold_start_and_fetching_ahead_is_counted() -> None:
     policy = PlannerLru(workload, slots=128, top_k=32)
     cold, warm = lru_misses(workload, 128), lru_misses(workload, 128, warm=True)
     assert warm[0] < cold[0] / 2
-    replayed = brute_lru(workload, 128, workload.windows)
+    replayed = brute.lru_misses(workload, slots=128, warm=True)
     assert warm[0] == replayed[0], "the same rows at the same ages, though in other slots"
     assert sum(warm) == pytest.approx(sum(replayed), rel=0.05)
     start = Start(warm=True, ahead=6)
