@@ -27,11 +27,15 @@ SUMMARY: Final = "Benchmarks that print a ratio against a named baseline."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """`home` is "module:function"; the function takes `smoke` and returns rows."""
+    """`home` is "module:function"; the function takes `smoke` and returns rows.
+
+    One that `takes_trace` also takes `trace`, a recorded trace to work on or None.
+    """
 
     suite: str
     name: str
     home: str
+    takes_trace: bool = False
 
 
 BENCHMARKS: Final = (
@@ -39,12 +43,23 @@ BENCHMARKS: Final = (
     Benchmark(suite="kernels", name="planner", home="ess.bench.planner:planner_benchmark"),
     Benchmark(suite="paper", name="paper", home="ess.bench.paper:paper_benchmark"),
     Benchmark(suite="trace", name="trace", home="ess.bench.trace:trace_benchmark"),
+    Benchmark(
+        suite="policies",
+        name="policies",
+        home="ess.bench.policies:policies_benchmark",
+        takes_trace=True,
+    ),
+    Benchmark(
+        suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
+    ),
 )
 
 SUITES: Final = {
     "kernels": "Row movers and the residency planner.",
     "paper": "The published tables and figures, ours beside theirs.",
     "trace": "The trace format against raw int32 and zlib.",
+    "policies": "Which row gives way: policies, miss curves and budgets on generated selections.",
+    "prefill-model": "Chunked pipeline prefill, predicted against published rows.",
     "all": "Every suite.",
 }
 
@@ -63,7 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _suite_command(members: Sequence[Benchmark]) -> Callable[..., int]:
     def command(
-        *, smoke: bool = False, json: bool = False, only: str | None = None, out: Path | None = None
+        *,
+        smoke: bool = False,
+        json: bool = False,
+        only: str | None = None,
+        out: Path | None = None,
+        trace: Path | None = None,
     ) -> int:
         """Run the benchmarks of this suite.
 
@@ -77,11 +97,16 @@ def _suite_command(members: Sequence[Benchmark]) -> Callable[..., int]:
             Run this one benchmark.
         out
             Also write the JSON document to this file.
+        trace
+            Work on this recorded trace, where a benchmark can.
         """
         chosen = _choose(members, only)
+        if trace is not None and not any(one.takes_trace for one in chosen):
+            names = ", ".join(one.name for one in chosen)
+            raise BadInput(f"--trace {trace}: {names} cannot work on a recorded trace")
         if out is not None and not out.absolute().parent.is_dir():
             raise BadInput(f"--out {out}: the folder {out.parent} does not exist; make it first")
-        return _run_suite(chosen, smoke=smoke, json=json, out=out)
+        return _run_suite(chosen, smoke=smoke, json=json, out=out, trace=trace)
 
     return command
 
@@ -95,7 +120,12 @@ def _choose(members: Sequence[Benchmark], only: str | None) -> Sequence[Benchmar
 
 
 def _run_suite(
-    benchmarks: Sequence[Benchmark], *, smoke: bool, json: bool, out: Path | None
+    benchmarks: Sequence[Benchmark],
+    *,
+    smoke: bool,
+    json: bool,
+    out: Path | None,
+    trace: Path | None,
 ) -> int:
     """Rows of those that ran are reported even when another failed; then the exit code says so."""
     from ess.bench import machine, report
@@ -105,7 +135,7 @@ def _run_suite(
     measured_on = machine.machine()
     for one in benchmarks:
         try:
-            rows += _run_benchmark(one, smoke=smoke)
+            rows += _run_benchmark(one, smoke=smoke, trace=trace)
         except Exception:
             traceback.print_exc(file=sys.stderr)
             failed.append(one.name)
@@ -121,14 +151,16 @@ def _run_suite(
     return console.FAILED if failed else console.OK
 
 
-def _run_benchmark(benchmark: Benchmark, *, smoke: bool) -> list[Row]:
+def _run_benchmark(benchmark: Benchmark, *, smoke: bool, trace: Path | None) -> list[Row]:
     """Whatever a benchmark prints goes to stderr: stdout is for the document."""
     from ess.bench.report import as_row
 
     console.note(f"{benchmark.suite}/{benchmark.name}{' (smoke)' if smoke else ''} ...")
-    module, _, function = benchmark.home.partition(":")
+    module, _, name = benchmark.home.partition(":")
+    function = getattr(importlib.import_module(module), name)
     with contextlib.redirect_stdout(sys.stderr):
-        rows: Iterable[Any] = getattr(importlib.import_module(module), function)(smoke=smoke)
+        given = {"trace": trace} if benchmark.takes_trace else {}
+        rows: Iterable[Any] = function(smoke=smoke, **given)
     return [as_row(row) for row in rows]
 
 

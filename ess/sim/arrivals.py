@@ -1,0 +1,133 @@
+"""Arrivals of requests from public traces: Mooncake JSONL and Azure CSV, as lengths and times.
+
+Both readers stream, count times from the first request, and refuse a file by naming the line.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from ess.errors import BadInput
+
+AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_BLOCK_TOKENS: Final = 512
+TOKENS_MAX: Final = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request. `prefix_blocks` name its 512-token blocks: equal names are equal prefixes."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_blocks: tuple[int, ...] = ()
+
+
+class _MooncakeLine(msgspec.Struct, frozen=True):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_arrivals(path: str | os.PathLike[str], *, length_scale: float = 1.0) -> list[Arrival]:
+    """Either form, told apart by its first byte, in order of time; lengths scaled, at least 1."""
+    if not (length_scale > 0 and math.isfinite(length_scale)):
+        raise BadInput(f"length_scale {length_scale} must be above 0 and finite")
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            first = file.read(1)
+            file.seek(0)
+            arrivals = list((read_mooncake if first == "{" else read_azure)(file))
+    except (BadInput, UnicodeDecodeError) as error:
+        raise BadInput(f"{os.fspath(path)}, {error}") from None
+    if not arrivals:
+        raise BadInput(f"{os.fspath(path)} holds no request")
+    start = min(one.at_s for one in arrivals)
+    moved = [_moved(one, start, length_scale) for one in arrivals]
+    return sorted(moved, key=lambda one: one.at_s)
+
+
+def read_mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
+    """`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`; one JSON a line."""
+    decoder = msgspec.json.Decoder(_MooncakeLine)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            one = decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise BadInput(f"line {number}: {error}") from None
+        _check(number, one.timestamp, one.input_length, one.output_length)
+        yield Arrival(
+            at_s=one.timestamp / 1e3,
+            prompt_tokens=one.input_length,
+            output_tokens=one.output_length,
+            prefix_blocks=one.hash_ids,
+        )
+
+
+def read_azure(lines: Iterable[str]) -> Iterator[Arrival]:
+    """CSV with the columns TIMESTAMP (UTC where nothing else is said) and two token counts."""
+    reader = csv.DictReader(lines, strict=True)
+    try:
+        missing = [name for name in AZURE_COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise BadInput(f"line 1: no column {', '.join(missing)}; Azure traces have these")
+        for record in reader:
+            yield _azure_arrival(reader.line_num, record)
+    except csv.Error as error:
+        raise BadInput(f"line {reader.line_num}: {error}") from None
+
+
+def _azure_arrival(number: int, record: dict[str, Any]) -> Arrival:
+    when, *counts = (record[name] for name in AZURE_COLUMNS)
+    try:
+        at_s = _seconds(when)
+        prompt, output = map(int, counts)
+    except (TypeError, ValueError):
+        raise BadInput(
+            f"line {number}: {record} has no time or no two whole numbers where they belong"
+        ) from None
+    _check(number, at_s, prompt, output)
+    return Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output)
+
+
+def _seconds(when: str) -> float:
+    """Azure writes seven digits after the second; `datetime` takes six."""
+    head, dot, fraction = when.strip().partition(".")
+    digits = len(fraction) - len(fraction.lstrip("0123456789"))
+    stamp = datetime.datetime.fromisoformat(
+        head + dot + fraction[: min(digits, 6)] + fraction[digits:]
+    )
+    zoned = stamp if stamp.tzinfo else stamp.replace(tzinfo=datetime.UTC)
+    return zoned.timestamp()
+
+
+def _check(number: int, at_s: float, prompt: int, output: int) -> None:
+    if not math.isfinite(at_s):
+        raise BadInput(f"line {number}: the time {at_s} is not finite")
+    if not (0 < prompt < TOKENS_MAX and 0 <= output < TOKENS_MAX):
+        raise BadInput(
+            f"line {number}: {prompt} prompt and {output} output tokens; a prompt has at least one "
+            f"and neither reaches {TOKENS_MAX}"
+        )
+
+
+def _moved(one: Arrival, start: float, scale: float) -> Arrival:
+    blocks = math.ceil(len(one.prefix_blocks) * min(scale, 1.0))
+    return Arrival(
+        at_s=one.at_s - start,
+        prompt_tokens=max(1, round(one.prompt_tokens * scale)),
+        output_tokens=max(1, round(one.output_tokens * scale)),
+        prefix_blocks=one.prefix_blocks[:blocks],
+    )

@@ -1,0 +1,69 @@
+"""Slots per layer: exhaustive search on convex curves, limits, and the digitised profile."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ess.bench import budgets
+from ess.errors import BadInput
+from ess.sim.curves import divide
+
+
+def convex_curve(rng: np.random.Generator, size: int) -> np.ndarray:
+    falls = np.sort(rng.exponential(10, size - 1))[::-1]
+    return 1000 - np.concatenate([[0], np.cumsum(falls)])
+
+
+def total(curves: list[np.ndarray], slots: tuple[int, ...]) -> float:
+    return sum(float(curve[count]) for curve, count in zip(curves, slots, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_division_of_convex_curves_is_better(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    curves = [convex_curve(rng, 9) for _ in range(3)]
+    found = divide(curves, total_slots=12, slots_min=1, block=1)
+    assert sum(found) == 12
+    assert min(found) >= 1
+    best = min(
+        total(curves, slots)
+        for slots in itertools.product(range(1, 9), repeat=3)
+        if sum(slots) <= 12
+    )
+    assert total(curves, found) == pytest.approx(best)
+
+
+def test_a_cliff_is_taken_whole_or_not_at_all() -> None:
+    cliff = np.array([100.0] * 5 + [0.0] * 4)
+    slope = 60.0 - 10 * np.arange(9)
+    assert divide([cliff, slope], total_slots=6, slots_min=0, block=1) == (5, 1)
+    assert divide([cliff, slope], total_slots=5, slots_min=0, block=1) == (5, 0)
+
+
+def test_blocks_minimum_and_leftovers() -> None:
+    flat = np.full(1000, 7.0)
+    assert divide([flat, flat], total_slots=300, slots_min=65, block=64) in ((128, 128), (256, 0))
+    assert sum(divide([flat[:129]], total_slots=10_000, slots_min=64)) == 128, "no use for more"
+    with pytest.raises(BadInput, match="need 256 slots, there are 255"):
+        divide([flat, flat], total_slots=255, slots_min=128)
+
+
+def test_the_digitised_curves_pass_through_their_points() -> None:
+    for bent in (False, True):
+        curve = budgets.digitised_curve(17, bent=bent)
+        assert curve[round(0.2 * budgets.CONTEXT)] == pytest.approx(605, rel=1e-3)
+        assert curve[round(0.3 * budgets.CONTEXT)] == pytest.approx(349, rel=1e-3)
+    curves = [budgets.digitised_curve(layer, bent=True) for layer in range(61)]
+    at_01 = np.mean([curve[round(0.1 * budgets.CONTEXT)] for curve in curves])
+    assert at_01 == pytest.approx(640, rel=0.03)
+
+
+def test_the_two_point_law_saves_a_fifth_of_the_misses() -> None:
+    curves = [budgets.digitised_curve(layer, bent=False) for layer in range(61)]
+    slots = divide(curves, total_slots=61 * budgets.SLOTS, slots_min=budgets.TOP_K)
+    assert sum(slots) <= 61 * budgets.SLOTS
+    uniform = (budgets.SLOTS,) * 61
+    assert total(curves, slots) <= 0.8 * total(curves, uniform)
