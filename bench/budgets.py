@@ -16,7 +16,7 @@ import numpy as np
 
 from ess.bench.fidelity import Sample
 from ess.bench.report import Row
-from ess.sim import published
+from ess.sim import profiles
 from ess.sim.curves import Curve, MissCurve, divide
 
 CONTEXT: Final = 32 * 1024
@@ -27,7 +27,7 @@ HIDDEN_MISSES: Final = 219
 
 
 def budget_rows(sample: Sample, curves_32k: Mapping[int, MissCurve]) -> list[Row]:
-    layers = range(published.LAYER_COUNT)
+    layers = range(profiles.LAYER_COUNT)
     laws = [digitised_curve(layer, bent=False) for layer in layers]
     bent = [digitised_curve(layer, bent=True) for layer in layers]
     exact = [
@@ -46,13 +46,13 @@ def budget_rows(sample: Sample, curves_32k: Mapping[int, MissCurve]) -> list[Row
 
 def digitised_curve(layer: int, *, bent: bool) -> Curve:
     """misses = m(0.2) (ratio / 0.2)^-p with p from the two points of the layer."""
-    at_02, at_03 = published.MISSES_32K_AT_02[layer], published.MISSES_32K_AT_03[layer]
+    at_02, at_03 = profiles.MISSES_32K_AT_02[layer], profiles.MISSES_32K_AT_03[layer]
     power = np.log(at_02 / at_03) / np.log(0.3 / 0.2)
     ratio = np.maximum(np.arange(CONTEXT + 1), 1) / CONTEXT / 0.2
     curve: Curve = at_02 * ratio**-power
     if bent:
-        mean_02 = np.mean(published.MISSES_32K_AT_02)
-        steep = np.log2(published.MEAN_MISSES[CONTEXT][0] / mean_02)
+        mean_02 = np.mean(profiles.MISSES_32K_AT_02)
+        steep = np.log2(profiles.MEAN_MISSES[CONTEXT][0] / mean_02)
         curve = np.where(ratio < 1, np.maximum(curve, at_02 * ratio**-steep), curve)
     return curve
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ess.bench.agreement import agreement
 from ess.bench.report import Row
-from ess.sim import published
+from ess.sim import profiles
 from ess.sim.curves import MissCurve, miss_curve
 from ess.sim.selections import LayerStream, Load
 from ess.sim.similarity import step_similarity
@@ -37,7 +37,7 @@ class Sample:
 
     @classmethod
     def full(cls) -> Sample:
-        return cls(contexts=tuple(published.MEAN_MISSES), weight=4, step_count=150, skip=50)
+        return cls(contexts=tuple(profiles.MEAN_MISSES), weight=4, step_count=150, skip=50)
 
     @classmethod
     def smoke(cls) -> Sample:
@@ -45,12 +45,12 @@ class Sample:
 
     def layers(self) -> tuple[int, ...]:
         """The sampled layers, and layer 17 at the end."""
-        ordinary = [i for i in range(published.LAYER_COUNT) if i != published.STRANGE_LAYER]
-        ordinary.sort(key=lambda layer: published.MISSES_32K_AT_02[layer])
-        return (*ordinary[self.weight // 2 :: self.weight], published.STRANGE_LAYER)
+        ordinary = [i for i in range(profiles.LAYER_COUNT) if i != profiles.STRANGE_LAYER]
+        ordinary.sort(key=lambda layer: profiles.MISSES_32K_AT_02[layer])
+        return (*ordinary[self.weight // 2 :: self.weight], profiles.STRANGE_LAYER)
 
     def weight_of(self, layer: int) -> int:
-        return 1 if layer == published.STRANGE_LAYER else self.weight
+        return 1 if layer == profiles.STRANGE_LAYER else self.weight
 
     def load(self, context: int) -> Load:
         return Load(context=context, step_count=self.step_count, query_count=QUERY_COUNT, seed=SEED)
@@ -61,7 +61,7 @@ def layer_curves(sample: Sample, context: int) -> dict[int, MissCurve]:
     curves = {}
     for layer in sample.layers():
         workload = generated(
-            sample.load(context), published.profile(layer), layer=layer, window_count=0
+            sample.load(context), profiles.profile(layer), layer=layer, window_count=0
         )
         filled = np.random.default_rng([SEED, layer]).permutation(workload.row_count)
         curves[layer] = miss_curve(workload, skip=sample.skip, filled=filled.astype(np.int32))
@@ -79,7 +79,7 @@ def curve_rows(sample: Sample, curves_32k: Mapping[int, MissCurve]) -> list[Row]
     for context in sample.contexts:
         curves = curves_32k if context == 32 * 1024 else layer_curves(sample, context)
         for ratio in SHOWN_RATIOS:
-            wanted = published.MEAN_MISSES[context][published.RATIOS.index(ratio)]
+            wanted = profiles.MEAN_MISSES[context][profiles.RATIOS.index(ratio)]
             rows.append(
                 agreement(
                     name="misses per layer and step, generated",
@@ -94,7 +94,7 @@ def curve_rows(sample: Sample, curves_32k: Mapping[int, MissCurve]) -> list[Row]
 
 
 def strange_rows(curves_32k: Mapping[int, MissCurve]) -> list[Row]:
-    curve = curves_32k[published.STRANGE_LAYER]
+    curve = curves_32k[profiles.STRANGE_LAYER]
     return [
         agreement(
             name="misses of layer 17, generated",
@@ -104,7 +104,7 @@ def strange_rows(curves_32k: Mapping[int, MissCurve]) -> list[Row]:
             tolerance=TOLERANCE,
             config={"context": 32 * 1024, "ratio": ratio},
         )
-        for ratio, wanted in published.STRANGE_LAYER_32K.items()
+        for ratio, wanted in profiles.STRANGE_LAYER_32K.items()
     ]
 
 
@@ -113,14 +113,14 @@ def similarity_row(sample: Sample) -> Row:
     load = sample.load(32 * 1024)
     found = []
     for layer in sample.layers():
-        stream = LayerStream(load, published.profile(layer), layer=layer)
+        stream = LayerStream(load, profiles.profile(layer), layer=layer)
         alike = step_similarity(stream.step().selection for _ in range(10))
         found += [alike] * sample.weight_of(layer)
     return agreement(
         name="intra-layer similarity, generated",
         unit="",
         ours=float(np.mean(found)),
-        published=("ESS paper", published.MEAN_SIMILARITY_32K),
+        published=("ESS paper", profiles.MEAN_SIMILARITY_32K),
         tolerance=TOLERANCE,
         config={"context": 32 * 1024},
     )

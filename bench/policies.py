@@ -15,7 +15,7 @@ from ess.bench.budgets import budget_rows
 from ess.bench.fidelity import Sample, curve_rows, layer_curves, similarity_row, strange_rows
 from ess.bench.replay import recorded_rows, replay_row
 from ess.bench.report import Row, compare
-from ess.sim import laboratory, published
+from ess.sim import laboratory, profiles
 from ess.sim.laboratory import Outcome, Start
 from ess.sim.oracles import Min, Sieve, next_uses
 from ess.sim.policies import Fifo, PlannerLru, Policy, Random, ScoreEma, SelectionEma
@@ -88,9 +88,9 @@ def other_model_rows(step_count: int) -> list[Row]:
             published=("GLM-5.1", wanted),
             config=config,
         )
-        for name, wanted in published.POLICY_MISS_PERCENT.items()
+        for name, wanted in profiles.POLICY_MISS_PERCENT.items()
     ]
-    order = sorted(published.POLICY_MISS_PERCENT, key=published.POLICY_MISS_PERCENT.__getitem__)
+    order = sorted(profiles.POLICY_MISS_PERCENT, key=profiles.POLICY_MISS_PERCENT.__getitem__)
     right = sum(percent[a] < percent[b] for a, b in itertools.pairwise(order))
     return [
         *rows,
@@ -199,7 +199,7 @@ def neighbour_rows(*, smoke: bool) -> list[Row]:
     found = [
         neighbour_fetch(
             load,
-            (published.profile(layer - 1), published.profile(layer)),
+            (profiles.profile(layer - 1), profiles.profile(layer)),
             layer=layer,
             slots=SLOTS,
             skip=10,
@@ -223,7 +223,7 @@ def _neighbour_report(
             name="inter-layer prefetch, rows fetched per step, generated",
             unit="rows",
             ours=fetched,
-            published=("ESS authors", published.USELESS_ROWS_MEAN),
+            published=("ESS authors", profiles.USELESS_ROWS_MEAN),
             tolerance=tolerance,
             config=shown,
         ),
@@ -231,7 +231,7 @@ def _neighbour_report(
             name="inter-layer prefetch, most rows in a step, generated",
             unit="rows",
             ours=max(one.fetched_max for one in found),
-            published=("ESS authors", published.USELESS_ROWS_MAX),
+            published=("ESS authors", profiles.USELESS_ROWS_MAX),
             tolerance=tolerance,
             config=shown,
         ),

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess import console
-from ess.sim import published
+from ess.sim import profiles
 from ess.sim.curves import miss_curve
 from ess.sim.selections import LayerProfile, Load
 from ess.sim.workloads import generated
@@ -46,7 +46,7 @@ def misses_at(profile: LayerProfile, ratios: tuple[float, ...]) -> list[float]:
 def measure_grid() -> Grid:
     """[ratios, hots, colds]"""
     rows = [
-        [misses_at(published.restless(hot=hot, cold=cold), FITTED_RATIOS) for cold in COLDS]
+        [misses_at(profiles.restless(hot=hot, cold=cold), FITTED_RATIOS) for cold in COLDS]
         for hot in HOTS
     ]
     return np.moveaxis(np.array(rows), -1, 0)
@@ -70,9 +70,9 @@ def _interpolated(plane: Grid, hots: Grid, colds: Grid) -> Grid:
 
 def main() -> None:
     grid = measure_grid()
-    pairs = zip(published.MISSES_32K_AT_02, published.MISSES_32K_AT_03, strict=True)
+    pairs = zip(profiles.MISSES_32K_AT_02, profiles.MISSES_32K_AT_03, strict=True)
     fitted = [fit(grid, pair) for pair in pairs]
-    fitted[published.STRANGE_LAYER] = (0, 0)
+    fitted[profiles.STRANGE_LAYER] = (0, 0)
     console.note("hot  " + " ".join(str(hot) for hot, _ in fitted))
     console.note("cold " + " ".join(str(cold) for _, cold in fitted))
 

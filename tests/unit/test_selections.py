@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.sim import laboratory, published
+from ess.sim import laboratory, profiles
 from ess.sim.curves import miss_curve
 from ess.sim.policies import PlannerLru
 from ess.sim.selections import COLD_SCORE, LayerProfile, LayerStream, Load
@@ -82,17 +82,17 @@ def test_the_default_layer_reproduces_the_published_misses_at_32k() -> None:
     filled = np.random.default_rng(1).permutation(workload.row_count).astype(np.int32)
     curve = miss_curve(workload, skip=30, filled=filled)
     for ratio in (0.2, 0.3, 0.5, 0.9):
-        wanted = published.MEAN_MISSES[32_768][published.RATIOS.index(ratio)]
+        wanted = profiles.MEAN_MISSES[32_768][profiles.RATIOS.index(ratio)]
         assert curve.at(int(ratio * 32_768)) == pytest.approx(wanted, rel=0.2)
 
 
 def test_published_tables_are_whole() -> None:
-    assert len(published.MISSES_32K_AT_02) == len(published.MISSES_32K_AT_03) == 61
-    assert len(published.HOT) == len(published.COLD) == 61
-    assert np.mean(published.MISSES_32K_AT_02) == pytest.approx(182, abs=1)
-    assert np.mean(published.MISSES_32K_AT_03) == pytest.approx(104, abs=1)
-    assert published.profile(17).hot_count(65_536) == round(0.42 * 65_536)
-    assert all(published.profile(layer).hot_count(32_768) >= 2048 for layer in range(61))
+    assert len(profiles.MISSES_32K_AT_02) == len(profiles.MISSES_32K_AT_03) == 61
+    assert len(profiles.HOT) == len(profiles.COLD) == 61
+    assert np.mean(profiles.MISSES_32K_AT_02) == pytest.approx(182, abs=1)
+    assert np.mean(profiles.MISSES_32K_AT_03) == pytest.approx(104, abs=1)
+    assert profiles.profile(17).hot_count(65_536) == round(0.42 * 65_536)
+    assert all(profiles.profile(layer).hot_count(32_768) >= 2048 for layer in range(61))
 
 
 def test_the_neighbours_selection_is_a_poor_hint() -> None:
