@@ -6,8 +6,8 @@
 // beside them. A head is a lane throughout: no sum crosses heads, and a block of heads is as good
 // as all.
 //
-// Per tile: decode the rows (requesting the next ones from memory meanwhile), multiply with the
-// query, rescale what is there to the new greatest logit, multiply with the values.
+// Per tile: decode the rows, multiply with the query (requesting the next rows from memory
+// meanwhile), rescale what is there to the new greatest logit, multiply with the values.
 //
 // Products are taken in bf16 only where both sides are: the query is bf16 and the rows are fp8 or
 // bf16. Weights are rounded to bf16 there as well. Everything else is float32 with fused
@@ -23,7 +23,6 @@ constexpr int64_t kKeys = 8;     // block of the first product: keys by vectors 
 constexpr int64_t kHeads = 4;    // block of the second: heads by vectors of values
 constexpr int64_t kVectors = 4;
 constexpr int64_t kColumns = kVectors * kLanes;
-constexpr int64_t kAhead = 12;   // rows
 constexpr float kLowest = -3.402823466e38f;
 
 // exp(x) for x <= 0, within 2 units in the last place; 0 below -87, NaN for NaN.
@@ -164,17 +163,9 @@ ESS_LANE Ints pair(Floats even, Floats odd) {
 
 template <bool half>
 ESS_LANE void decode_tile(const Attend& call, const Work<half>& work, int64_t first,
-                          int64_t count, int64_t named_count) {
-    const int64_t bytes = call.row_form == Form::fp8
-                              ? call.latent_dim / 128 * 132 + 2 * call.rope_dim
-                              : (call.latent_dim + call.rope_dim) * (call.row_form == 1 ? 2 : 4);
-    for (int64_t i = 0; i < count; i++) {
-        if (first + i + kAhead < named_count) {
-            const uint8_t* ahead = work.named[first + i + kAhead];
-            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + at);
-        }
+                          int64_t count) {
+    for (int64_t i = 0; i < count; i++)
         decode_row<half>(call, work.named[first + i], (char*)(work.rows + i * work.row_words));
-    }
 #if ESS_HALF
     if constexpr (half) {
         if (count & 1) __builtin_memset(work.rows + count * work.row_words, 0, work.row_words * 4);
@@ -185,26 +176,56 @@ ESS_LANE void decode_tile(const Attend& call, const Work<half>& work, int64_t fi
 #endif
 }
 
-template <bool half, int spread, int vectors>
-ESS_LANE void logits_block(const Work<half>& work, float scale, int64_t key, int64_t lane) {
+ESS_LANE int64_t line_count(const Attend& call) {
+    const int64_t dim = call.latent_dim + call.rope_dim;
+    const int64_t bytes = call.row_form == Form::fp8    ? dim + call.rope_dim + dim / 32
+                          : call.row_form == Form::bf16 ? 2 * dim
+                                                        : 4 * dim;
+    return bytes / 64 + 1;
+}
+
+// Some rows of the next tile, a line of one of them at a time, into the second-level cache: many
+// requests at once would find its entries taken.
+struct NextTile {
+    const uint8_t* const* rows;
+    int64_t count;
+    int64_t lines;
+
+    __attribute__((always_inline)) void request(int64_t step) const {
+        const int64_t row = step % kKeys, line = step / kKeys;
+        if (row < count && line < lines) __builtin_prefetch(rows[row] + 64 * line, 0, 2);
+    }
+    NextTile behind(int64_t row) const { return {rows + row, count - row, lines}; }
+    void request_all(int64_t step) const {
+        for (; step < kKeys * lines; step++) request(step);
+    }
+};
+
+template <bool half, int spread, int vectors, typename Later>
+ESS_LANE void logits_block(const Work<half>& work, float scale, int64_t key, int64_t lane,
+                           const Later& later) {
     Floats sums[kKeys][vectors] = {};
     multiply<half, spread>({work.rows + key * work.row_words, work.row_words, spread},
-                           work.packed + lane, work.query.width, work.query.steps(), sums);
+                           work.packed + lane, work.query.width, work.query.steps(), sums, later);
+    later.request_all(work.query.steps());
     for (int64_t i = 0; i < kKeys; i++)
         for (int v = 0; v < vectors; v++)
             store(work.logits + (key + i) * work.query.width + lane + v * kLanes,
                   fold<spread>(sums[i][v]) * scale);
 }
 
-template <bool half, int spread>
-ESS_LANE void logits_tile(const Work<half>& work, float scale, int64_t count) {
-    int64_t lane = 0;
-    for (; lane + 2 * kLanes <= work.query.width; lane += 2 * kLanes)
+template <bool half, int spread, int vectors>
+ESS_LANE void logits_tile(const Work<half>& work, float scale, int64_t count, const NextTile& next) {
+    for (int64_t key = 0; key < count; key += kKeys)
+        logits_block<half, spread, vectors>(work, scale, key, 0, next.behind(key));
+    constexpr int64_t width = vectors * kLanes;
+    int64_t lane = width;
+    for (; lane + width <= work.query.width; lane += width)
         for (int64_t key = 0; key < count; key += kKeys)
-            logits_block<half, spread, 2>(work, scale, key, lane);
+            logits_block<half, spread, vectors>(work, scale, key, lane, Nothing{});
     if (lane < work.query.width)
         for (int64_t key = 0; key < count; key += kKeys)
-            logits_block<half, spread, 1>(work, scale, key, lane);
+            logits_block<half, spread, 1>(work, scale, key, lane, Nothing{});
 }
 
 template <bool half>
@@ -286,10 +307,15 @@ void attend_spread(const Attend& call, const Work<half>& work, int64_t named_cou
         work.greatest[lane] = kLowest;
         work.sum[lane] = 0;
     }
+    const int64_t lines = line_count(call);
     for (int64_t first = 0; first < named_count; first += kTile) {
-        const int64_t count = named_count - first < kTile ? named_count - first : kTile;
-        decode_tile<half>(call, work, first, count, named_count);
-        logits_tile<half, spread>(work, call.scale, count);
+        const int64_t rest = named_count - first, count = rest < kTile ? rest : kTile;
+        const NextTile next{work.named + first + kTile, rest - kTile, lines};
+        decode_tile<half>(call, work, first, count);
+        if (work.query.width == kLanes)
+            logits_tile<half, spread, 1>(work, call.scale, count, next);
+        else
+            logits_tile<half, spread, 2>(work, call.scale, count, next);
         softmax_tile<half>(work, count);
         values_tile<half>(work, count, first == 0);
     }
@@ -298,9 +324,11 @@ void attend_spread(const Attend& call, const Work<half>& work, int64_t named_cou
 template <bool half>
 void attend_in(const Attend& call, int64_t query, int64_t first_head, int64_t last_head) {
     const Work<half> work(call, last_head - first_head);
+    const int64_t named_count = find_named(call, query, work.named);
+    for (int64_t i = 0; i < named_count && i < kTile; i += kKeys)
+        NextTile{work.named + i, named_count - i, line_count(call)}.request_all(0);
     pack<half>(work.query, call.queries + query * call.query_stride + first_head * call.head_stride,
                call.query_form, call.head_stride, work.packed);
-    const int64_t named_count = find_named(call, query, work.named);
     if (work.query.spread == 4)
         attend_spread<half, 4>(call, work, named_count);
     else if (work.query.spread == 2)

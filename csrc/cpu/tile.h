@@ -88,9 +88,13 @@ ESS_LANE Floats fold(Floats sum) {
 }
 
 ESS_LANE float total(Floats vector) {
+#if ESS_LANES == 16
+    return _mm512_reduce_add_ps((__m512)vector);
+#else
     for (int64_t half = kLanes / 2; half; half /= 2)
         for (int64_t i = 0; i < half; i++) vector[i] += vector[i + half];
     return vector[0];
+#endif
 }
 
 // One factor of a product, read word by word: word (row, step) at from[row * stride + step * next].
@@ -100,11 +104,18 @@ struct Factor {
     int64_t next;
 };
 
-// sums[row][column] += rows of `left` times columns of `right`, [step, vector of columns].
-template <bool half, int spread, int rows, int vectors>
+struct Nothing {
+    __attribute__((always_inline)) void request(int64_t) const {}
+    void request_all(int64_t) const {}
+};
+
+// sums[row][column] += rows of `left` times columns of `right`, [step, vector of columns]. What
+// will be needed later is requested from memory meanwhile, a little at every step.
+template <bool half, int spread, int rows, int vectors, typename Later = Nothing>
 ESS_LANE void multiply(Factor left, const uint32_t* right, int64_t right_stride, int64_t steps,
-                       Floats (&sums)[rows][vectors]) {
+                       Floats (&sums)[rows][vectors], const Later& later = {}) {
     for (int64_t step = 0; step < steps; step++) {
+        later.request(step);
         Ints columns[vectors];
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) columns[v] = load<Ints>(right + v * kLanes);
@@ -144,8 +155,14 @@ ESS_LANE float number(const uint8_t* from, int64_t form, int64_t i) {
     return ((const float_any*)from)[i];
 }
 
+// What already is as it should be is taken word by word.
 template <bool half>
 ESS_LANE uint32_t word(const uint8_t* from, int64_t form, int64_t i) {
+    if (form == (half ? Form::bf16 : Form::f32)) {
+        uint32_t plain;
+        __builtin_memcpy(&plain, from + 4 * i, 4);
+        return plain;
+    }
     if constexpr (!half) return as_bits(number(from, form, i));
     return bf16_round(number(from, form, 2 * i)) |
            uint32_t(bf16_round(number(from, form, 2 * i + 1))) << 16;
@@ -154,9 +171,12 @@ ESS_LANE uint32_t word(const uint8_t* from, int64_t form, int64_t i) {
 template <bool half>
 ESS_LANE void pack(const Packing& p, const uint8_t* query, int64_t form, int64_t head_stride,
                    uint32_t* words) {
-    __builtin_memset(words, 0, p.word_count() * 4);
-    for (int64_t head = 0; head < p.head_count; head++)
-        for (int64_t i = 0; i < p.words; i++)
-            words[i / p.spread * p.width + head * p.spread + i % p.spread] =
-                word<half>(query + head * head_stride, form, i);
+    const int64_t used = p.head_count * p.spread;
+    for (int64_t i = 0; i < p.words; i += p.spread, words += p.width) {
+        for (int64_t head = 0; head < p.head_count; head++)
+            for (int64_t part = 0; part < p.spread; part++)
+                words[head * p.spread + part] =
+                    word<half>(query + head * head_stride, form, i + part);
+        __builtin_memset(words + used, 0, (p.width - used) * 4);
+    }
 }

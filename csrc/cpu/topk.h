@@ -116,6 +116,34 @@ inline float likely_least(const float* logits, int64_t count, int64_t k, const C
     return as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
+// The k positions above the threshold or among the first equal to it.
+ESS_LANE void take(const Candidates& kept, int64_t found, Threshold threshold, int64_t k,
+                   int32_t* out) {
+    int64_t taken = 0, i = 0;
+#if ESS_LANES == 16
+    const __m512i key = _mm512_set1_epi32(int(threshold.key));
+    for (; i + 16 <= found; i += 16) {
+        const __m512i here = _mm512_loadu_si512(kept.keys + i);
+        uint32_t equal = _mm512_cmpeq_epi32_mask(here, key);
+        while (__builtin_popcount(equal) > threshold.equal_count)
+            equal ^= 1u << (31 - __builtin_clz(equal));
+        threshold.equal_count -= __builtin_popcount(equal);
+        const __mmask16 takes = __mmask16(equal) | _mm512_cmpgt_epu32_mask(here, key);
+        const int count = __builtin_popcount(takes);
+        const __m512i positions = _mm512_loadu_si512(kept.positions + i);
+        _mm512_mask_storeu_epi32(out + taken, __mmask16((1u << count) - 1),
+                                 _mm512_maskz_compress_epi32(takes, positions));
+        taken += count;
+    }
+#endif
+    for (; taken < k; i++) {
+        const bool equal = kept.keys[i] == threshold.key && threshold.equal_count > 0;
+        threshold.equal_count -= equal;
+        out[taken] = kept.positions[i];
+        taken += kept.keys[i] > threshold.key || equal;
+    }
+}
+
 void top_k(const float* logits, int64_t count, int64_t k, int32_t* out) {
     int64_t taken = 0;
     if (k >= count) {
@@ -130,11 +158,5 @@ void top_k(const float* logits, int64_t count, int64_t k, int32_t* out) {
     int64_t found = keep_from(logits, count, least, kept);
     if (found < k) found = keep_from(logits, count, -__builtin_inff(), kept);
     keys_of(kept.keys, found, kept.keys);
-    Threshold threshold = threshold_of(kept.keys, found, k, kept.spare);
-    for (int64_t i = 0; taken < k; i++) {
-        const bool equal = kept.keys[i] == threshold.key && threshold.equal_count > 0;
-        threshold.equal_count -= equal;
-        out[taken] = kept.positions[i];
-        taken += kept.keys[i] > threshold.key || equal;
-    }
+    take(kept, found, threshold_of(kept.keys, found, k, kept.spare), k, out);
 }
