@@ -16,6 +16,7 @@ from ess.bench.fidelity import Sample, curve_rows, layer_curves, similarity_row,
 from ess.bench.replay import recorded_rows, replay_row
 from ess.bench.report import Row, compare
 from ess.sim import laboratory, published
+from ess.sim.curves import miss_curve
 from ess.sim.laboratory import Outcome, Start
 from ess.sim.oracles import Min, Sieve, next_uses
 from ess.sim.policies import Fifo, PlannerLru, Policy, Random, ScoreEma, SelectionEma
@@ -175,6 +176,13 @@ def brute_rows() -> list[Row]:
     wanted = brute.lru_misses(workload, slots=64)
     same = sum(a == b for a, b in zip(found, wanted, strict=True))
     rows = [_equal("planner LRU, steps that miss as a dictionary does", same, len(wanted))]
+    curve = miss_curve(workload)
+    sizes = range(curve.slots_min, workload.row_count + 1, 9)
+    exact = sum(
+        round(curve.at(slots) * load.step_count) == sum(brute.recency_misses(workload, slots=slots))
+        for slots in sizes
+    )
+    rows.append(_equal("exact curve, sizes that equal a simulation", exact, len(sizes)))
     tiny = generated(
         Load(context=8, step_count=9, top_k=3, seed=6), LayerProfile(hot=7, cold=1, drift=0.2)
     )
