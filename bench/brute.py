@@ -1,7 +1,7 @@
 """LRU and MIN on small workloads, written a second time and sharing no code with the product.
 
-The planner's LRU is a dictionary with slots that are searched, the curves' is a list; MIN is the cheapest of all sets that an arena
-could hold after each step, by exhaustive search.
+The planner's LRU is a dictionary with slots that are searched, that of the curves is a list, and
+MIN is the cheapest of all sets that an arena could hold after each step, by exhaustive search.
 """
 
 from __future__ import annotations

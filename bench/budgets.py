@@ -66,6 +66,7 @@ def _row(what: str, curves: Sequence[Curve], kind: str, target: float | None) ->
         "slots_mean": round(sum(slots) / len(slots)),
         "least": min(slots),
         "most": max(slots),
+        "uniform_at_0.1": round(float(np.mean([curve[CONTEXT // 10] for curve in curves]))),
         "saved": f"{1 - divided / len(curves) / uniform:.0%}",
     }
     ours = divided / len(curves)
