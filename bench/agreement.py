@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from ess.bench.report import Row
+
+ROUNDING: Final = 1e-9
 
 
 def agreement(
@@ -31,6 +33,6 @@ def agreement(
         baseline_value=float(value),
         ratio=min(ours, value) / max(ours, value),
         target=None if tolerance is None else 1 - tolerance,
-        met=None if tolerance is None else abs(error) <= tolerance,
+        met=None if tolerance is None else abs(error) <= tolerance + ROUNDING,
         config={"error": f"{error:+.1%}", **(config or {})},
     )

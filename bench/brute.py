@@ -1,7 +1,7 @@
 """LRU and MIN on small workloads, written a second time and sharing no code with the product.
 
-LRU is a dictionary with slots that are searched; MIN is the cheapest of all sets that an arena
-could hold after each step, by exhaustive search.
+The planner's LRU is a dictionary with slots that are searched, that of the curves is a list, and
+MIN is the cheapest of all sets that an arena could hold after each step, by exhaustive search.
 """
 
 from __future__ import annotations
@@ -64,11 +64,27 @@ def lru_misses(workload: Workload, *, slots: int, warm: bool = False) -> list[in
     return [arena.step(step) for step in workload.steps()]
 
 
-def fewest_misses(workload: Workload, *, slots: int, bypass: bool) -> int:
-    """Over all policies. Forced: every selected row is resident after its step.
+def recency_misses(workload: Workload, *, slots: int) -> list[int]:
+    """Batch LRU as a list, newest first, where the lower row id of a step is the younger."""
+    held: list[int] = []
+    missed = []
+    for step in workload.steps():
+        selected = sorted(_in_order(step))
+        held = _to_front(step.fresh.tolist(), held)[:slots]
+        missed.append(len(set(selected) - set(held)))
+        held = _to_front(selected, held)[:slots]
+    return missed
 
-    Rows that a step writes itself are there without a fetch, and may stay or go. Slots must suffice
-    for what one step writes and selects.
+
+def _to_front(rows: list[int], held: list[int]) -> list[int]:
+    named = set(rows)
+    return [*rows, *(row for row in held if row not in named)]
+
+
+def fewest_misses(workload: Workload, *, slots: int, bypass: bool) -> int:
+    """Over all policies. Forced: what a step writes and selects is resident after it, if it fits.
+
+    Rows that a step writes itself are there without a fetch.
     """
     costs: dict[frozenset[int], int] = {frozenset(): 0}
     for step in workload.steps():
@@ -78,7 +94,7 @@ def fewest_misses(workload: Workload, *, slots: int, bypass: bool) -> int:
             total, seen = cost + len(wanted - held - fresh), held | wanted | fresh
             for kept in itertools.combinations(seen, min(slots, len(seen))):
                 state = frozenset(kept)
-                if bypass or wanted <= state:
+                if bypass or wanted | fresh <= state:
                     after[state] = min(after.get(state, total), total)
         costs = after
     return min(costs.values())

@@ -1,6 +1,6 @@
 """Slots per layer by equal marginal benefit against the same total spread evenly, at 32K.
 
-Three curves per layer, from the most to the least extrapolated. The power law through each layer's
+Three curves per layer, the most extrapolated first. The power law through each layer's
 two published points, followed below the smaller one down to one selection. The same law, bent below
 that point to the published mean at a ratio of 0.1. And the generator's exact curves, which have a
 cliff there. The law alone lets quiet layers give up slots at little cost; the published mean says
@@ -63,9 +63,10 @@ def _row(what: str, curves: Sequence[Curve], kind: str, target: float | None) ->
     divided = sum(float(curve[count]) for curve, count in zip(curves, slots, strict=True))
     config: dict[str, Any] = {
         "curves": kind,
-        "slots_mean": SLOTS,
+        "slots_mean": round(sum(slots) / len(slots)),
         "least": min(slots),
         "most": max(slots),
+        "uniform_at_0.1": round(float(np.mean([curve[CONTEXT // 10] for curve in curves]))),
         "saved": f"{1 - divided / len(curves) / uniform:.0%}",
     }
     ours = divided / len(curves)

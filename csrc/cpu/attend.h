@@ -215,7 +215,8 @@ ESS_LANE void logits_block(const Work<half>& work, float scale, int64_t key, int
 }
 
 template <bool half, int spread, int vectors>
-ESS_LANE void logits_tile(const Work<half>& work, float scale, int64_t count, const NextTile& next) {
+ESS_LANE void logits_tile(const Work<half>& work, float scale, int64_t count,
+                          const NextTile& next) {
     for (int64_t key = 0; key < count; key += kKeys)
         logits_block<half, spread, vectors>(work, scale, key, 0, next.behind(key));
     constexpr int64_t width = vectors * kLanes;

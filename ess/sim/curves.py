@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ import numpy.typing as npt
 from ess.errors import BadInput
 from ess.pool.arena import AGE_MAX, BLOCK_SLOTS
 from ess.sim.selections import Ints
-from ess.sim.workloads import Workload
+from ess.sim.workloads import Workload, distinct
 
 Curve = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
@@ -119,19 +118,14 @@ class _Recency:
             self._stack = self._stack[(self._stack < start) | (self._stack >= stop)]
 
 
-def distinct(rows: npt.NDArray[Any]) -> Ints:
-    """The rows that some query selected, ascending, each once."""
-    present: Ints = np.unique(rows[rows >= 0]).astype(np.int32)
-    return present
-
-
 def divide(
     curves: Sequence[Curve], *, total_slots: int, slots_min: int, block: int = BLOCK_SLOTS
 ) -> tuple[int, ...]:
     """Slots per layer, whole blocks, so that the next block would save as much in every layer.
 
     Curves are replaced by their lower convex hulls, on which taking the steepest piece anywhere is
-    optimal; where a curve is not convex the result is a bound that whole pieces reach.
+    optimal; a curve that is not convex is met wherever a whole piece was taken. Slots that would
+    save nothing are given to nobody.
     """
     first = -(-slots_min // block)
     left = total_slots // block - first * len(curves)
@@ -149,8 +143,8 @@ def divide(
             for start, end in itertools.pairwise(corners)
         ]
     blocks = [first] * len(curves)
-    for _, layer, size in sorted(pieces):
-        taken = min(size, left)
+    for gain, layer, size in sorted(pieces):
+        taken = min(size, left) if gain < 0 else 0
         blocks[layer] += taken
         left -= taken
     return tuple(count * block for count in blocks)

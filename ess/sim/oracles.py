@@ -8,10 +8,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ess.sim.curves import distinct
 from ess.sim.policies import Ranked
 from ess.sim.selections import Ints
-from ess.sim.workloads import Step, Workload
+from ess.sim.workloads import Step, Workload, distinct
 
 NEVER: Final = 2**31 - 1
 

@@ -18,9 +18,8 @@ from ess.errors import BadInput
 from ess.pool import planner
 from ess.pool.arena import BLOCK_SLOTS, Arena, Split
 from ess.pool.warmup import last_windows, warm_set
-from ess.sim.curves import distinct
 from ess.sim.selections import COLD_SCORE, Ints
-from ess.sim.workloads import Step, Workload
+from ess.sim.workloads import Step, Workload, distinct
 
 EMA_WEIGHT: Final = 0.2
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +93,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """One step of one layer: what each query picked, ascending; scores over all positions."""
+    """One step of one layer: what each query picked, ascending, and a score for every position.
+
+    Cold picks get the least score that was enough, all else that is not hot `COLD_SCORE`.
+    """
 
     length: int
     selection: Ints
@@ -123,6 +126,15 @@ class _Walk:
         self.order[leaving], self.order[joining] = self.order[joining], self.order[leaving]
 
 
+class _Query(NamedTuple):
+    """What one query picked, the members with their scores, and the least score that was enough."""
+
+    selection: Ints
+    members: Ints
+    scores: Floats
+    threshold: float
+
+
 class LayerStream:
     """The selections of one layer, step by step; windows, if wanted, are drawn before."""
 
@@ -145,7 +157,7 @@ class LayerStream:
 
     def windows(self, count: int) -> Ints:
         """What the last `count` queries of a prefill pick, oldest first."""
-        picks = [self._query()[0] for _ in range(count)]
+        picks = [self._query().selection for _ in range(count)]
         return np.stack(picks) if picks else np.empty((0, self._load.top_k), np.int32)
 
     def __iter__(self) -> Iterator[Drawn]:
@@ -156,23 +168,27 @@ class LayerStream:
         scores = np.full(self._load.context_end, COLD_SCORE, np.float32)
         for _ in range(self._load.query_count):
             self._length += 1
-            selection, places, fresh_scores = self._query()
-            picks.append(selection)
-            scores[places] = np.maximum(scores[places], fresh_scores)
-            scores[selection] = np.maximum(scores[selection], self._threshold)
+            query = self._query()
+            picks.append(query.selection)
+            scores[query.members] = np.maximum(scores[query.members], query.scores)
+            scores[query.selection] = np.maximum(scores[query.selection], query.threshold)
         return Drawn(length=start, selection=np.stack(picks), scores=scores)
 
-    def _query(self) -> tuple[Ints, Ints, Floats]:
-        """One query: its selection, and the members with their scores."""
+    def _query(self) -> _Query:
         profile, load = self._profile, self._load
         scores = self._advance()
         places = self._own.order[: scores.size]
         if self._common is not None:
             places = self._common.order[places]
         wanted = max(0, min(load.top_k - profile.cold - load.recent, scores.size))
-        top = np.argpartition(scores, scores.size - wanted)[scores.size - wanted :]
-        self._threshold = float(scores[top].min()) if wanted else 0.0
-        return self._with_cold(places[top]), places, scores
+        split = scores.size - wanted
+        top = np.argpartition(scores, min(split, scores.size - 1))[split:]
+        return _Query(
+            selection=self._with_cold(places[top]),
+            members=places,
+            scores=scores,
+            threshold=float(scores[top].min(initial=scores.max())),
+        )
 
     def _advance(self) -> Floats:
         profile = self._profile

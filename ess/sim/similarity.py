@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ess.sim.curves import distinct
 from ess.sim.policies import PlannerLru
 from ess.sim.selections import LayerProfile, Load
-from ess.sim.workloads import generated
+from ess.sim.workloads import distinct, generated
 
 
 def containment(other: npt.NDArray[Any], selection: npt.NDArray[Any]) -> float:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ess.errors import BadInput
 from ess.pool.warmup import WINDOW_MAX
@@ -46,6 +48,12 @@ class Workload:
     step_count: int
     windows: Ints
     steps: Callable[[], Iterator[Step]] = field(repr=False)
+
+
+def distinct(rows: npt.NDArray[Any]) -> Ints:
+    """The rows that some query selected, ascending, each once."""
+    present: Ints = np.unique(rows[rows >= 0]).astype(np.int32)
+    return present
 
 
 def generated(

@@ -44,9 +44,11 @@ def test_a_cliff_is_taken_whole_or_not_at_all() -> None:
 
 
 def test_blocks_minimum_and_leftovers() -> None:
-    flat = np.full(1000, 7.0)
-    assert divide([flat, flat], total_slots=300, slots_min=65, block=64) in ((128, 128), (256, 0))
-    assert sum(divide([flat[:129]], total_slots=10_000, slots_min=64)) == 128, "no use for more"
+    flat, falling = np.full(1000, 7.0), 1000.0 - np.arange(1000)
+    assert divide([flat, flat], total_slots=300, slots_min=65) == (128, 128)
+    assert divide([flat, falling], total_slots=700, slots_min=64) == (64, 576)
+    assert divide([falling[:129]], total_slots=10_000, slots_min=64) == (128,), "no use for more"
+    assert divide([flat], total_slots=10_000, slots_min=64) == (64,), "nothing saved, nothing given"
     with pytest.raises(BadInput, match="need 256 slots, there are 255"):
         divide([flat, flat], total_slots=255, slots_min=128)
 

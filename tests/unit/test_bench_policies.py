@@ -1,0 +1,110 @@
+"""The benchmark's own parts: closeness, recorded traces through the command, and campaigns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ess.bench import brute, cli, policies, replay
+from ess.bench.agreement import agreement
+from ess.sim import laboratory
+from ess.sim.oracles import Min, next_uses
+from ess.sim.policies import PlannerLru
+from ess.sim.selections import LayerProfile, Load
+from ess.sim.workloads import generated, write_trace
+
+
+@pytest.mark.parametrize(("ours", "met"), [(100, True), (110, True), (90, True), (89, False)])
+def test_agreement_is_met_inside_the_tolerance(ours: float, met: bool) -> None:
+    row = agreement(name="x", unit="rows", ours=ours, published=("paper", 100), tolerance=0.1)
+    assert (row.met, row.target) == (met, 0.9)
+    assert row.ratio is not None
+    assert row.ratio <= 1
+    assert row.config["error"] == f"{ours - 100:+.1f}%"
+    free = agreement(name="x", unit="rows", ours=ours, published=("paper", 100))
+    assert (free.met, free.target) == (None, None)
+
+
+def test_a_written_trace_replays_to_the_same_misses(tmp_path: Path) -> None:
+    row = replay.replay_row(tmp_path / "t")
+    assert row.met
+    assert row.value > 0
+
+
+def test_the_small_comparisons_with_brute_force_are_exact() -> None:
+    assert [row.met for row in policies.brute_rows()] == [True] * 4
+
+
+def test_a_recorded_trace_through_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = Load(context=2000, step_count=40, query_count=2, top_k=64, seed=1)
+    profiles = [LayerProfile(hot=200, cold=3), LayerProfile(hot=400, cold=6)]
+    write_trace(tmp_path / "t", load, profiles, layout="x")
+    assert cli.main(["policies", "--json", "--trace", str(tmp_path / "t")]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    by_name = {
+        (row["name"], row["config"]["group"], row["config"].get("slots")): row for row in rows
+    }
+    slots = sorted({row["config"]["slots"] for row in rows if "slots" in row["config"]})
+    assert len(slots) >= 4
+    for group in (0, 1):
+        for count in slots:
+            least = by_name.get(("misses per step, min with bypass warmed", group, count))
+            if least is not None:
+                assert least["ratio"] >= 1, "nobody beats MIN"
+            exact = by_name.get(("misses per step, exact curve from cold", group, count))
+            if exact is not None:
+                cold = by_name["misses per step, lru from cold", group, count]
+                assert cold["value"] == pytest.approx(exact["value"], rel=0.05)
+    assert ("inter-layer similarity", 1, None) in by_name
+
+
+def test_a_trace_is_refused_where_it_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["prefill-model", "--trace", str(tmp_path / "t")]) == 2
+    assert "prefill-model cannot work on a recorded trace" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_campaign_planner_lru_is_the_lru_of_a_dictionary(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    load = Load(
+        context=int(rng.integers(100, 900)),
+        step_count=300,
+        query_count=int(rng.integers(1, 4)),
+        top_k=int(rng.integers(8, 48)),
+        recent=int(rng.integers(0, 8)),
+        seed=seed,
+    )
+    profile = LayerProfile(hot=int(rng.integers(30, 100)), cold=int(rng.integers(0, 8)), drift=1.0)
+    workload = generated(load, profile)
+    for slots in (64, 128, 256):
+        arena = PlannerLru(workload, slots=slots, top_k=load.top_k)
+        found = laboratory.run(workload, {"lru": arena})["lru"].misses
+        assert found == brute.lru_misses(workload, slots=slots)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_campaign_min_is_optimal_by_exhaustive_search(seed: int) -> None:
+    load = Load(context=7, step_count=8, top_k=3, seed=seed)
+    workload = generated(load, replace(LayerProfile(), hot=6, cold=1, drift=0.3))
+    for bypass in (False, True):
+        policy = Min(workload, slots=5, future=next_uses(workload), bypass=bypass)
+        found = sum(laboratory.run(workload, {"min": policy})["min"].misses)
+        assert found == brute.fewest_misses(workload, slots=5, bypass=bypass)
+
+
+@pytest.mark.slow
+def test_campaign_the_smoke_benchmark_meets_what_it_can() -> None:
+    """Only the budgets on curves with a cliff miss their target; docs/log.md says why."""
+    missed = [row for row in policies.policies_benchmark(smoke=True) if row.met is False]
+    assert {row.name for row in missed} == {"misses per layer and step, divided budgets"}
+    assert {row.config["curves"] for row in missed} == {"generated", "law bent to the mean at 0.1"}
