@@ -24,22 +24,23 @@ from typing import Final, Literal
 from ess.errors import BadInput, Unavailable
 
 Role = Literal["train", "held-out"]
-Form = Literal["sources", "html"]
 
 DOCUMENT_END: Final = "\x00"
 PARAGRAPH_LENGTH_MIN: Final = 40
 LINE_LENGTH_MIN: Final = 60
 DOCUMENT_BYTES_MAX: Final = 4 << 20
+NOT_PAGES: Final = frozenset(
+    {"genindex.html", "genindex-all.html", "search.html", "py-modindex.html"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One Debian package: its text's licence, its side, and where its text lies."""
+    """One Debian package: its text's licence, its side, and where its pages lie."""
 
     name: str
     licence: str
     role: Role
-    form: Form
     under: tuple[str, ...] = ("usr/share",)
 
 
@@ -58,36 +59,73 @@ RUST_BOOKS: Final = tuple(
 APACHE_ENGLISH: Final = "usr/share/doc/apache2-doc/manual/en"
 
 PACKAGES: Final = (
-    Package("python3.11-doc", "PSF-2.0", "train", "sources"),
-    Package("python-django-doc", "BSD-3-Clause", "train", "html"),
-    Package("postgresql-doc-15", "PostgreSQL", "train", "html"),
-    Package("sqlite3-doc", "public domain", "train", "html"),
-    Package("rust-doc", "MIT or Apache-2.0", "train", "html", under=RUST_BOOKS),
-    Package("llvm-14-doc", "Apache-2.0 with LLVM exception", "train", "sources"),
-    Package("python-sqlalchemy-doc", "MIT", "train", "html"),
-    Package("apache2-doc", "Apache-2.0", "train", "html", under=(APACHE_ENGLISH,)),
-    Package("cmake-doc", "BSD-3-Clause", "train", "sources"),
-    Package("nodejs-doc", "MIT", "train", "html"),
-    Package("nova-doc", "Apache-2.0", "train", "sources"),
-    Package("swift-doc", "Apache-2.0", "train", "sources"),
-    Package("sphinx-doc", "BSD-2-Clause", "train", "sources"),
-    Package("python-flask-doc", "BSD-3-Clause", "train", "sources"),
-    Package("python-werkzeug-doc", "BSD-3-Clause", "train", "sources"),
-    Package("python-jinja2-doc", "BSD-3-Clause", "train", "sources"),
-    Package("python-aiohttp-doc", "Apache-2.0", "train", "sources"),
-    Package("python-cryptography-doc", "BSD-3-Clause or Apache-2.0", "train", "sources"),
-    Package("python-pytest-doc", "MIT", "held-out", "sources"),
-    Package("python-tornado-doc", "Apache-2.0", "held-out", "sources"),
-    Package("cython-doc", "Apache-2.0", "held-out", "sources"),
-    Package("python-pymongo-doc", "Apache-2.0", "held-out", "sources"),
-    Package("varnish-doc", "BSD-2-Clause", "held-out", "sources"),
+    Package("python3.11-doc", "PSF-2.0", "train"),
+    Package("python-django-doc", "BSD-3-Clause", "train"),
+    Package("postgresql-doc-15", "PostgreSQL", "train"),
+    Package("sqlite3-doc", "public domain", "train"),
+    Package("rust-doc", "MIT or Apache-2.0", "train", under=RUST_BOOKS),
+    Package("llvm-14-doc", "Apache-2.0 with LLVM exception", "train"),
+    Package("python-sqlalchemy-doc", "MIT", "train"),
+    Package("apache2-doc", "Apache-2.0", "train", under=(APACHE_ENGLISH,)),
+    Package("cmake-doc", "BSD-3-Clause", "train"),
+    Package("nodejs-doc", "MIT", "train"),
+    Package("nova-doc", "Apache-2.0", "train"),
+    Package("swift-doc", "Apache-2.0", "train"),
+    Package("sphinx-doc", "BSD-2-Clause", "train"),
+    Package("python-flask-doc", "BSD-3-Clause", "train"),
+    Package("python-werkzeug-doc", "BSD-3-Clause", "train"),
+    Package("python-jinja2-doc", "BSD-3-Clause", "train"),
+    Package("python-aiohttp-doc", "Apache-2.0", "train"),
+    Package("python-cryptography-doc", "BSD-3-Clause or Apache-2.0", "train"),
+    Package("glance-doc", "Apache-2.0", "train"),
+    Package("cinder-doc", "Apache-2.0", "train"),
+    Package("heat-doc", "Apache-2.0", "train"),
+    Package("keystone-doc", "Apache-2.0", "train"),
+    Package("python-click-doc", "BSD-3-Clause", "train"),
+    Package("python-scrapy-doc", "BSD-3-Clause", "train"),
+    Package("python-gevent-doc", "MIT", "train"),
+    Package("python-kombu-doc", "BSD-3-Clause", "train"),
+    Package("python-bottle-doc", "MIT", "train"),
+    Package("python-peewee-doc", "MIT", "train"),
+    Package("python-pil-doc", "HPND", "train"),
+    Package("python-djangorestframework-doc", "BSD-3-Clause", "train"),
+    Package("python-cherrypy3-doc", "BSD-3-Clause", "train"),
+    Package("python-webob-doc", "MIT", "train"),
+    Package("python-wtforms-doc", "BSD-3-Clause", "train"),
+    Package("python-mako-doc", "MIT", "train"),
+    Package("python-markdown-doc", "BSD-3-Clause", "train"),
+    Package("python-babel-doc", "BSD-3-Clause", "train"),
+    Package("python-requests-doc", "Apache-2.0", "train"),
+    Package("python-setuptools-doc", "MIT", "train"),
+    Package("python-attr-doc", "MIT", "train"),
+    Package("python-mongoengine-doc", "MIT", "train"),
+    Package("python-coverage-doc", "Apache-2.0", "train"),
+    Package("python-eventlet-doc", "MIT", "train"),
+    Package("python-structlog-doc", "MIT or Apache-2.0", "train"),
+    Package("python-cffi-doc", "MIT", "train"),
+    Package("alembic", "MIT", "train"),
+    Package("python-ipython-doc", "BSD-3-Clause", "train"),
+    Package("python-notebook-doc", "BSD-3-Clause", "train"),
+    Package("python-jupyter-client-doc", "BSD-3-Clause", "train"),
+    Package("python-pytest-doc", "MIT", "held-out"),
+    Package("python-tornado-doc", "Apache-2.0", "held-out"),
+    Package("cython-doc", "Apache-2.0", "held-out"),
+    Package("python-pymongo-doc", "Apache-2.0", "held-out"),
+    Package("varnish-doc", "BSD-2-Clause", "held-out"),
 )
 
 
 class _Stripper(html.parser.HTMLParser):
-    """Text of a page: block elements break lines, <pre> keeps its spaces, furniture is left out."""
+    """Text of a page: block elements break lines, <pre> keeps its spaces, furniture is left out.
+
+    Furniture is some elements by name, and whatever says by role or class that it is navigation;
+    `_skipped` is the open elements below one of them, so that its end is found again.
+    """
 
     SKIPPED = frozenset({"script", "style", "head", "nav", "footer", "header", "button", "svg"})
+    ROLES = frozenset({"navigation", "search", "contentinfo", "note"})
+    CLASSES = frozenset({"sphinxsidebar", "related", "footer", "headerlink", "linenos", "lineno"})
+    VOID = frozenset({"br", "hr", "img", "input", "link", "meta", "col", "wbr", "area", "source"})
     BLOCKS = frozenset(
         {"p", "div", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "dl", "table", "pre"}
         | {"section", "article", "blockquote", "hr", "main"}
@@ -97,11 +135,18 @@ class _Stripper(html.parser.HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
-        self._skip_depth = 0
+        self._skipped: list[str] = []
         self._pre_depth = 0
 
+    def _is_furniture(self, tag: str, attrs: list[tuple[str, str | None]]) -> bool:
+        held = {name: value or "" for name, value in attrs}
+        classes = self.CLASSES.intersection(held.get("class", "").split())
+        return tag in self.SKIPPED or held.get("role") in self.ROLES or bool(classes)
+
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._skip_depth += tag in self.SKIPPED
+        if (self._skipped or self._is_furniture(tag, attrs)) and tag not in self.VOID:
+            self._skipped.append(tag)
+            return
         self._pre_depth += tag == "pre"
         if tag in self.BLOCKS:
             self.parts.append("\n\n")
@@ -109,7 +154,11 @@ class _Stripper(html.parser.HTMLParser):
             self.parts.append("\n* " if tag == "li" else "\n")
 
     def handle_endtag(self, tag: str) -> None:
-        self._skip_depth = max(0, self._skip_depth - (tag in self.SKIPPED))
+        if self._skipped:
+            if tag in self._skipped:
+                while self._skipped.pop() != tag:
+                    pass
+            return
         self._pre_depth = max(0, self._pre_depth - (tag == "pre"))
         if tag in self.BLOCKS:
             self.parts.append("\n\n")
@@ -117,7 +166,7 @@ class _Stripper(html.parser.HTMLParser):
             self.parts.append(" ")
 
     def handle_data(self, data: str) -> None:
-        if not self._skip_depth:
+        if not self._skipped:
             self.parts.append(data if self._pre_depth else re.sub(r"\s+", " ", data))
 
 
@@ -132,6 +181,8 @@ def tidy(text: str) -> str:
     """One document without padding: trailing spaces, column fill, ruled lines, empty lines."""
     text = text.replace(DOCUMENT_END, "").replace("\r\n", "\n").replace("\u00b6", "")
     text = re.sub(r"[ \t]+\n", "\n", text)
+    text = re.sub(r"(?m)^\*\s+(?=\S)", "* ", text)
+    text = re.sub(r"(?m)^ (?=\S)", "", text)
     text = re.sub(r"(?<=\S)[ \t]{3,}", "  ", text)
     text = re.sub(r"(?m)^[ \t]{24,}", " " * 24, text)
     text = re.sub(r"([-=~^*_.#+])\1{7,}", r"\1" * 8, text)
@@ -143,20 +194,19 @@ def _read(path: Path) -> str:
     return raw[:DOCUMENT_BYTES_MAX].decode("utf-8", errors="replace")
 
 
-def _wanted(path: Path, form: Form) -> bool:
+def _wanted(path: Path) -> bool:
+    """Pages that people wrote: no listings of source code, no indexes."""
     name = path.name.removesuffix(".gz")
-    if form == "sources":
-        return "_sources" in path.parts and name.endswith((".txt", ".rst", ".md"))
-    return name.endswith((".html", ".htm", ".html.en"))
+    listing = any(part in ("_modules", "_static", "_sources") for part in path.parts)
+    return name.endswith((".html", ".htm")) and name not in NOT_PAGES and not listing
 
 
 def documents(root: Path, package: Package) -> Iterator[str]:
     """The texts of one unpacked package in path order, so that a corpus is reproducible."""
     found = {path for part in package.under for path in (root / part).rglob("*")}
     for path in sorted(found):
-        if path.is_file() and not path.is_symlink() and _wanted(path, package.form):
-            text = _read(path)
-            yield tidy(strip_html(text) if package.form == "html" else text)
+        if path.is_file() and not path.is_symlink() and _wanted(path):
+            yield tidy(strip_html(_read(path)))
 
 
 def text_documents(root: Path) -> Iterator[str]:
@@ -221,7 +271,7 @@ def _write_side(
             texts = [sieve.keep(text) for text in documents(fetch(package, folder), package)]
             texts = [text for text in texts if len(text) >= PARAGRAPH_LENGTH_MIN]
             if not texts:
-                raise BadInput(f"package {package.name} holds no text of form {package.form}")
+                raise BadInput(f"package {package.name} holds no pages")
             out.writelines(text + DOCUMENT_END for text in texts)
             size = sum(len(text.encode()) for text in texts)
             report.append(

@@ -1,25 +1,44 @@
 """The elementwise chains of a training step, compiled where a C++ compiler is at hand.
 
-Everything works without one, a fifth slower. `torch.compiler.set_stance("force_eager")` turns it
-off, which is what a short run wants: the first calls cost half a minute.
+Small tensors run as written, because compiling a chain costs seconds; so does everything on a
+machine without a compiler, a fifth slower. Nothing is compiled, or even imported for it, before
+the first large call.
 """
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import torch
-import torch._dynamo.config
+from torch import Tensor
+
+WORTH_FUSING: Final = 1 << 17
+CHAIN_VARIANTS_MAX: Final = 64
+
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-CHAIN_VARIANTS_MAX = 64
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    torch._dynamo.config.recompile_limit = CHAIN_VARIANTS_MAX
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        return function
-    return torch.compile(function, dynamic=True)
+    """Compile `function` for calls whose first tensor has at least 128K elements."""
+
+    @functools.cache
+    def compiled() -> Callable[Arguments, Result]:
+        if shutil.which("g++") is None and shutil.which("clang++") is None:
+            return function
+        import torch._dynamo.config as dynamo
+
+        dynamo.recompile_limit = CHAIN_VARIANTS_MAX
+        return torch.compile(function, dynamic=True)
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
+        first = args[0]
+        large = isinstance(first, Tensor) and first.numel() >= WORTH_FUSING
+        return (compiled() if large else function)(*args, **named)
+
+    return call

@@ -23,6 +23,7 @@ MUON_DECAY: Final = 0.01
 ADAM_BETAS: Final = (0.9, 0.95)
 ADAM_EPS: Final = 1e-8
 JOB_MATRICES_MAX: Final = 40
+ROW_STACKS: Final = {"gate_up": 2, "kv_b_proj.weight": Shape().head_count}
 NEWTON_SCHULZ: Final = ((3.4445, -4.7750, 2.0315),) * 5
 
 
@@ -60,13 +61,14 @@ def pieces_of(network: nn.Module) -> list[Piece]:
 
 
 def _matrix_shape(piece: Piece) -> tuple[int, int] | None:
-    """The matrices Muon sees in a piece; gate and up of stacked experts count separately."""
+    """The matrices Muon sees in a piece: gate and up apart, kv_b head by head."""
     if len(piece.shape) < 2 or any(
         part in piece.name for part in ("embed", "lm_head", "gate.weight", "weights_proj")
     ):
         return None
     rows, columns = piece.shape[-2:]
-    return (rows // 2, columns) if piece.name.endswith("gate_up") else (rows, columns)
+    stacked = next((n for end, n in ROW_STACKS.items() if piece.name.endswith(end)), 1)
+    return rows // stacked, columns
 
 
 def jobs_of(pieces: list[Piece]) -> list[Job]:

@@ -6,21 +6,15 @@ gives other logits. Matrices keep the scale of their input, so logits stay of or
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ess.errors import BadInput
 from ess.models.tiny import names
-from ess.models.tiny.blocks import quantise_blocks
 from ess.models.tiny.shape import FP8
-
-Form = Literal["f32", "bf16", "fp8"]
-FORMS: Final = ("f32", "bf16", "fp8")
+from ess.models.tiny.stored import Form, stored_form, write_checkpoint
 
 TINY_V32: Final[dict[str, Any]] = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -106,49 +100,6 @@ def random_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor
         elif name.endswith("shared_head.head.weight"):
             made[name] = made["lm_head.weight"].clone()
     return made
-
-
-def stored_form(
-    config: dict[str, Any], tensors: dict[str, Tensor], form: Form
-) -> dict[str, Tensor]:
-    """The tensors as a checkpoint of this form holds them; fp8 adds the `_scale_inv` tensors."""
-    if form not in FORMS:
-        raise BadInput(f"form {form!r} is not one of {FORMS}")
-    held: dict[str, Tensor] = {}
-    for tensor in names.checkpoint_tensors(config):
-        weight = tensors[tensor.name]
-        if form == "f32" or tensor.storage == "exact":
-            held[tensor.name] = weight.float()
-        elif form == "bf16" or tensor.storage == "plain":
-            held[tensor.name] = weight.bfloat16()
-        else:
-            values, scale = quantise_blocks(weight)
-            held[tensor.name], held[f"{tensor.name}_scale_inv"] = values, scale
-    return held
-
-
-def write_checkpoint(
-    folder: Path, config: dict[str, Any], held: dict[str, Tensor], *, shards: int = 1
-) -> None:
-    """config.json, safetensors files, and their index when there is more than one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    ordered = sorted(held)
-    if not 1 <= shards <= len(ordered):
-        raise BadInput(f"shards is {shards}, need 1..{len(ordered)}")
-    where: dict[str, str] = {}
-    for shard in range(shards):
-        file = "model.safetensors"
-        if shards > 1:
-            file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        part = ordered[shard::shards]
-        tensors = {name: held[name].contiguous() for name in part}
-        save_file(tensors, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(part, file)
-    if shards > 1:
-        size = sum(held[name].numel() * held[name].element_size() for name in ordered)
-        index = {"metadata": {"total_size": size}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
 def random_checkpoint(

@@ -34,11 +34,11 @@ class Stage:
 
 
 STAGES: Final = (
-    Stage(name="short", kind="lm", trains="trunk", share=0.45, length=256, rows=4, parts=4),
-    Stage(name="long", kind="lm", trains="trunk", share=0.24, length=512, rows=4, parts=4),
-    Stage(name="warm-up", kind="warm", trains="indexer", share=0.05, length=1024, rows=1, parts=2),
+    Stage(name="short", kind="lm", trains="trunk", share=0.40, length=256, rows=4, parts=4),
+    Stage(name="long", kind="lm", trains="trunk", share=0.34, length=512, rows=4, parts=4),
+    Stage(name="warm-up", kind="warm", trains="indexer", share=0.04, length=1024, rows=1, parts=2),
     Stage(name="sparse", kind="sparse", trains="all", share=0.12, length=1024, rows=2, parts=4),
-    Stage(name="mtp", kind="mtp", trains="mtp", share=0.14, length=512, rows=4, parts=2),
+    Stage(name="mtp", kind="mtp", trains="mtp", share=0.10, length=512, rows=4, parts=2),
 )
 DECAY_START: Final = 0.35
 RAMP_STEPS: Final = 30

@@ -12,8 +12,11 @@ The balance of the experts is counted per worker and applied by the first one.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -141,8 +144,17 @@ class Worker:
         self.common.grads[self.rank].zero_()
 
 
+def _end_with_parent() -> None:
+    """A worker whose team was killed would wait at a barrier for ever."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _work(common: Common, rank: int) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     worker = Worker(common, rank)
     while True:
         common.barrier.wait(STEP_DEADLINE_S)

@@ -110,7 +110,14 @@ class Run:
     """One training run: steps until the stages' time is used up, reporting as it goes."""
 
     def __init__(
-        self, *, folder: Path, minutes: float, seed: int, workers: int, device: str
+        self,
+        *,
+        folder: Path,
+        minutes: float,
+        seed: int,
+        workers: int,
+        device: str,
+        start: Path | None,
     ) -> None:
         self.folder, self.minutes = folder, minutes
         self.common = gather_common(
@@ -121,13 +128,25 @@ class Run:
             device=torch.device(device),
         )
         self.state = folder / "state.safetensors"
-        self.place = load_state(self.state, self.common) if self.state.exists() else Place()
+        self.place = self._begin(start)
         self.team = Team(self.common)
         self.said_at = self.saved_at = self.weighed_at = time.monotonic()
         self.recent: deque[float] = deque(maxlen=50)
 
+    def _begin(self, start: Path | None) -> Place:
+        """Where an interrupted run was; else the beginning, perhaps with another run's weights."""
+        if self.state.exists():
+            return load_state(self.state, self.common)
+        if start is None:
+            return Place()
+        before = load_state(start, self.common)
+        self.common.flats.first.zero_()
+        self.common.flats.second.zero_()
+        return Place(tokens=before.tokens)
+
     def say(self, **words: Any) -> None:
         line = {"time": round(time.time(), 1), **_fields(self.place), **words}
+        line |= {"minutes": self.minutes, "workers": self.common.worker_count}
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
 
@@ -202,6 +221,7 @@ def main(
     seed: int = 0,
     workers: int | None = None,
     device: str = "cpu",
+    start: Path | None = None,
 ) -> None:
     """Train all stages, or go on with a run that was interrupted.
 
@@ -212,12 +232,13 @@ def main(
     seed: of the first weights and of the order of the text.
     workers: processes of one thread each; default: one per core on cpu.
     device: cpu, or cuda for one GPU.
+    start: the state of an earlier run whose weights a new run begins with.
     """
     if minutes <= 0:
         raise BadInput(f"minutes is {minutes}, must be positive")
     count = workers or (1 if device != "cpu" else os.cpu_count() or 1)
     torch.set_num_threads(1)
-    Run(folder=folder, minutes=minutes, seed=seed, workers=count, device=device).run()
+    Run(folder=folder, minutes=minutes, seed=seed, workers=count, device=device, start=start).run()
 
 
 if __name__ == "__main__":

@@ -77,14 +77,18 @@ def encode_file(tokenizer: Tokenizer, path: Path) -> npt.NDArray[np.uint16]:
     return np.concatenate(parts)
 
 
-def main(*, folder: Path) -> None:
+def main(*, folder: Path, tokenizer_file: Path | None = None) -> None:
     """Train the tokenizer on train.txt and encode both sides.
 
     Parameters
     ----------
     folder: where corpus.py wrote its two files, and where the results go.
+    tokenizer_file: encode with this tokenizer.json instead of training one.
     """
-    tokenizer = train_tokenizer(folder / "train.txt")
+    if tokenizer_file is None:
+        tokenizer = train_tokenizer(folder / "train.txt")
+    else:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.save(str(folder / "tokenizer.json"))
     for side in ("train", "held_out"):
         text = folder / f"{side}.txt"
