@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ess.models.tiny.shape import Shape
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def small() -> Shape:
+    return Shape(
+        vocabulary=96,
+        hidden=32,
+        layer_count=2,
+        query_rank=16,
+        latent=32,
+        nope=16,
+        rope=16,
+        value=32,
+        dense_width=48,
+        expert_width=24,
+        index_head_count=8,
+        index_dim=32,
+        top_k=8,
+    )

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ess.errors import BadInput
+from ess.models.tiny import names
+from ess.models.tiny.blocks import quantise_blocks, restore_blocks
+from ess.models.tiny.random_checkpoint import (
+    TINY_GLM,
+    TINY_V32,
+    random_checkpoint,
+    random_tensors,
+)
+from ess.models.tiny.shape import Shape
+from ess.units import div_ceil
+
+V32 = TINY_V32 | {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "index_n_heads": 64,
+    "first_k_dense_replace": 3,
+}
+GLM_52 = TINY_GLM | {
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 256,
+    "index_n_heads": 32,
+    "first_k_dense_replace": 3,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+}
+
+
+def test_names_close_on_the_published_deepseek_v32() -> None:
+    tensors = names.checkpoint_tensors(V32)
+    blocks = [tensor for tensor in tensors if tensor.storage == "block"]
+    assert len(tensors) + len(blocks) == 92_425
+    scales = sum(4 * math.prod(div_ceil(size, 128) for size in each.shape) for each in blocks)
+    width = {"block": 1, "plain": 2, "exact": 4}
+    weights = sum(width[each.storage] * math.prod(each.shape) for each in tensors)
+    assert weights + scales == 689_471_107_200
+
+
+def test_names_close_on_the_published_glm_52() -> None:
+    tensors = names.checkpoint_tensors(GLM_52)
+    assert len(tensors) == 59_585
+    assert sum(math.prod(tensor.shape) for tensor in tensors) == 753_329_940_480
+
+
+@pytest.mark.parametrize("config", [TINY_V32, TINY_GLM], ids=["v32", "glm"])
+def test_everything_is_random(config: dict[str, object]) -> None:
+    for name, tensor in random_tensors(config).items():
+        assert tensor.std() > 0.01, name
+
+
+def test_seed_decides(tmp_path: Path) -> None:
+    first, again, other = (random_tensors(TINY_V32, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_fp8_checkpoint_is_the_f32_one_within_a_block_step(tmp_path: Path) -> None:
+    plain = load_file(random_checkpoint(tmp_path / "f32", TINY_V32) / "model.safetensors")
+    held = load_file(
+        random_checkpoint(tmp_path / "fp8", TINY_V32, form="fp8") / "model.safetensors"
+    )
+    scaled = [name for name in held if name.endswith("_scale_inv")]
+    assert len(held) == len(plain) + len(scaled)
+    assert held["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 2)
+    for name in scaled:
+        weight = name.removesuffix("_scale_inv")
+        restored = restore_blocks(held[weight], held[name])
+        torch.testing.assert_close(restored, plain[weight], rtol=1 / 16, atol=2e-4)
+    assert held["model.norm.weight"].dtype == torch.float32
+    assert held["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+
+
+def test_shards_have_an_index(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, TINY_GLM, form="bf16", shards=3)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file in set(index["weight_map"].values()):
+        held = load_file(folder / file)
+        assert set(held) == {name for name, at in index["weight_map"].items() if at == file}
+    assert len(index["weight_map"]) == len(names.checkpoint_tensors(TINY_GLM))
+    assert not any("layers.2.self_attn.indexer" in name for name in index["weight_map"])
+
+
+def test_embedded_config_has_its_own_tensors() -> None:
+    tensors = names.checkpoint_tensors(Shape().config(fp8=True))
+    assert sum(math.prod(tensor.shape) for tensor in tensors) < 20_000_000
+
+
+@pytest.mark.parametrize("size", [(1, 1), (128, 128), (576, 256), (130, 300)])
+def test_blocks_round_trip(size: tuple[int, int]) -> None:
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(3))
+    weight[0] = 0
+    values, scale = quantise_blocks(weight)
+    assert scale.shape == (div_ceil(size[0], 128), div_ceil(size[1], 128))
+    assert torch.equal(scale, torch.exp2(torch.log2(scale).round()))
+    torch.testing.assert_close(restore_blocks(values, scale), weight, rtol=1 / 16, atol=1e-4)
+
+
+def test_bad_input_names_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"needs scales \(1, 1\), got \(2, 1\)"):
+        restore_blocks(torch.zeros(3, 3), torch.ones(2, 1))
+    with pytest.raises(BadInput, match="finite"):
+        quantise_blocks(torch.full((2, 2), torch.nan))
+    with pytest.raises(BadInput, match="llama"):
+        names.checkpoint_tensors(TINY_V32 | {"model_type": "llama"})
+    with pytest.raises(BadInput, match="shards is 0"):
+        random_checkpoint(tmp_path, TINY_V32, shards=0)
