@@ -153,10 +153,9 @@ class Operators:
         share = VOCABULARY / HEAD_COLUMNS
         return share * self.tables.gemm[HEAD_COLUMNS, HIDDEN_DIM].at(tokens)
 
-    def hiding(self, shape: Shape, *, missing_share: float) -> Hiding:
-        """The windows of DA and DBA for a layer of this shape, splitting costs netted out."""
-        stages = self.stages(shape)
-        da_us = self.split_us(shape.query_count)
+    def hiding(self, stages: Stages, *, query_count: float, missing_share: float) -> Hiding:
+        """The windows of DA and DBA in a layer of these stages, splitting costs netted out."""
+        da_us = self.split_us(query_count)
         window_us = stages.pre_attn + stages.attend * (1.0 - missing_share) - da_us
         return Hiding(
             window_us=max(0.0, window_us),
