@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Final
 
 from ess.errors import BadInput
+from ess.sim.operators import TOP_K
 from ess.sim.tables import Curve
 
 FOLDER: Final = Path(__file__).resolve().parent / "published"
 PUBLISHED_QUERIES: Final = 2
 COLD: Final = 130.0
-TOP_K: Final = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

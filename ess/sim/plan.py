@@ -93,7 +93,7 @@ class Point:
 class Plan:
     """`resident` is the best without offload; None when not one whole request fits.
 
-    `break_even_batch` is the least batch with offload that beats it, `index_wall` the batch at
+    `break_even_batch` is the least batch tried that beats it, `index_wall` the batch at
     which index keys alone fill the device, `floor_batch` the one at which slots reach their floor.
     """
 

@@ -19,12 +19,12 @@ from typing import Final
 from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
 from ess.overlap.policy import Mode, best_mode
-from ess.sim.operators import TOP_K, Operators, Shape, Stages
+from ess.sim.operators import LAYOUT, TOP_K, Operators, Shape, Stages
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 
-LAYERS: Final = 61
+LAYERS: Final = LAYOUT.layer_count
 DENSE_LAYERS: Final = 3
-ROW_BYTES: Final = 656
+ROW_BYTES: Final = LAYOUT.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

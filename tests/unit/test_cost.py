@@ -41,12 +41,12 @@ def test_hiding_from_constants():
         attend_query_us=1.5,
         index_fixed_us=5.0,
         index_key_us=1e-5,
-        da_fixed_us=2.0,
-        da_query_us=0.25,
-        dba_extra_us=6.0,
+        split_fixed_us=2.0,
+        split_query_us=0.25,
+        index_split_us=6.0,
     )
-    half = cost.hiding(constants, query_count=100, key_count=1_000_000, missing_share=0.5)
+    half = constants.hiding(query_count=100, key_count=1_000_000, missing_share=0.5)
     assert half == Hiding(window_us=60.0 + 75.0 - 27.0, index_us=15.0, da_cost_us=27.0,
                           dba_cost_us=33.0)  # fmt: skip
-    nothing = cost.hiding(constants, query_count=1, key_count=0, missing_share=1.0)
+    nothing = constants.hiding(query_count=1, key_count=0, missing_share=1.0)
     assert nothing.window_us == pytest.approx(10.5 - 2.25)
