@@ -7,6 +7,7 @@ read off a plot carry their reading error: Fig. 7 is within 4 us, so a short bar
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -247,11 +248,11 @@ def overhead_us(operators: Operators, miss_count: float, mode: Mode) -> float:
 
 def crossover(operators: Operators) -> int:
     """The fewest misses at which DBA costs less than DA."""
-    return next(
-        count
-        for count in range(32, 1024, 4)
-        if overhead_us(operators, count, Mode.DBA) < overhead_us(operators, count, Mode.DA)
-    )
+
+    def is_beyond(count: int) -> bool:
+        return overhead_us(operators, count, Mode.DBA) < overhead_us(operators, count, Mode.DA)
+
+    return 1 + bisect.bisect_left(range(1, 1024), True, key=is_beyond)
 
 
 def _crossover_row(operators: Operators) -> Row:

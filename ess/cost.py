@@ -41,9 +41,9 @@ class Hiding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Constants of one model on one machine, from which `hiding` follows for any batch.
+    """Constants of one model on one machine, from which windows follow for any batch.
 
-    Times are `fixed + each * queries`; the indexer also reads every key of every request.
+    Times are `fixed + each * queries`; the indexer's follow the keys read, over all requests.
     """
 
     pre_attn_fixed_us: float
@@ -51,9 +51,19 @@ class Calibration:
     attend_query_us: float
     index_fixed_us: float
     index_key_us: float
-    da_fixed_us: float
-    da_query_us: float
-    dba_extra_us: float
+    split_fixed_us: float
+    split_query_us: float
+    index_split_us: float
+
+    def hiding(self, *, query_count: int, key_count: int, missing_share: float) -> Hiding:
+        return hiding(
+            pre_attn_us=self.pre_attn_fixed_us + self.pre_attn_query_us * query_count,
+            attend_us=self.attend_query_us * query_count,
+            index_us=self.index_fixed_us + self.index_key_us * key_count,
+            split_us=self.split_fixed_us + self.split_query_us * query_count,
+            index_split_us=self.index_split_us,
+            missing_share=missing_share,
+        )
 
 
 def transfer_us(
@@ -72,17 +82,20 @@ def bytes_per_us(gib_per_s: float) -> float:
 
 
 def hiding(
-    constants: Calibration, *, query_count: int, key_count: int, missing_share: float
+    *,
+    pre_attn_us: float,
+    attend_us: float,
+    index_us: float,
+    split_us: float,
+    index_split_us: float,
+    missing_share: float,
 ) -> Hiding:
-    """`key_count` is the keys read, over all requests; `missing_share` of the attention waits."""
-    resident_us = constants.attend_query_us * query_count * (1.0 - missing_share)
-    pre_us = constants.pre_attn_fixed_us + constants.pre_attn_query_us * query_count
-    da_us = constants.da_fixed_us + constants.da_query_us * query_count
+    """From the stages of one layer; `missing_share` of its attention waits for the fetch."""
     return Hiding(
-        window_us=max(0.0, pre_us + resident_us - da_us),
-        index_us=constants.index_fixed_us + constants.index_key_us * key_count,
-        da_cost_us=da_us,
-        dba_cost_us=da_us + constants.dba_extra_us,
+        window_us=max(0.0, pre_attn_us + attend_us * (1.0 - missing_share) - split_us),
+        index_us=index_us,
+        da_cost_us=split_us,
+        dba_cost_us=split_us + index_split_us,
     )
 
 

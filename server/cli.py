@@ -18,6 +18,11 @@ COMMANDS: Final = (
         summary="What a token of a model costs, and what fits in given memory.",
     ),
     Command(
+        name="plan",
+        home="ess.server.plan:plan",
+        summary="What fits on given GPUs, how fast, and what limits it.",
+    ),
+    Command(
         name="version",
         home="ess.server.about:version",
         summary="The version of ESS and of what it runs on.",

@@ -96,8 +96,10 @@ def test_the_base_installation_imports_what_needs_no_torch(tmp_path: Path) -> No
         "ess.server.cli:--help",
         "ess.server.cli:version --json",
         "ess.server.cli:layout deepseek-v3.2",
+        "ess.server.cli:plan --ctx 32k --batch 64",
         "ess.bench.cli:--help",
         "ess.bench.cli:trace --smoke --json",
+        "ess.bench.cli:paper --smoke --json",
     ],
 )
 def test_console_scripts_run_without_torch(call: str, tmp_path: Path) -> None:
@@ -163,6 +165,8 @@ def test_a_wheel_made_through_the_sdist_has_one_import_name(tmp_path: Path) -> N
     assert sources <= set(names), sources - set(names)
     assert any(name.startswith("ess/_native") for name in names)
     assert "ess/py.typed" in names
+    assert {"ess/sim/h200/attention.csv", "ess/sim/h200/fitted.json"} <= set(names)
+    assert "ess/sim/published/throughput.csv" in names
     python(
         ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), wheel]
     )

@@ -41,7 +41,10 @@ Vector = tuple[Mode, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One step's counters. Misses are per request and layer; None where nothing was measured."""
+    """One step's counters. Misses are per request and layer; None where nothing was measured.
+
+    `hiding` is measured over the layers of a step: one pair of windows for all of them.
+    """
 
     misses: tuple[float, ...]
     request_count: int
@@ -146,9 +149,11 @@ def advance(state: PolicyState, seen: Observation) -> PolicyState:
     )
     costs = layer_costs(followed, seen.request_count)
     best = best_vector(costs)
+    assert vector_us(costs, best) <= vector_us(costs, state.vector), "the best is not the cheapest"
+    assert Mode.RESIDENT not in best, "RESIDENT follows the ledger, it is never chosen"
     wins = vector_us(costs, best) < (1 - WIN) * vector_us(costs, state.vector)
     lead_count = state.lead_count + 1 if wins else 0
-    assert lead_count <= PATIENCE, f"a vector led for {lead_count} steps and was not taken"
+    assert 0 <= lead_count <= PATIENCE, f"a vector led for {lead_count} steps and was not taken"
     if lead_count == PATIENCE:
         return replace(followed, vector=best, lead_count=0)
     return replace(followed, lead_count=lead_count)
@@ -173,6 +178,7 @@ def _check_rate(bytes_per_us: float) -> None:
 
 
 def _follow(average: float, value: float) -> float:
+    assert math.isfinite(average), f"an average became {average}"
     return average + WEIGHT * (value - average)
 
 

@@ -4,10 +4,9 @@ The mean over layers was published for four contexts and nine ratios of slots to
 over the layers for three contexts; both for two queries per request and step. Between contexts the
 mean is taken at equal slots, since it is the working set in slots that makes misses (a cliff at
 about 3,200 slots, whatever the context). Between ratios its logarithm is linear, and goes on so
-below the smallest ratio. Beyond the published contexts misses keep the nearest one's count for as
-many slots, and `COLD` of them follow the share of the context that has no slot: the authors' curves
-are a hot part that depends on slots alone and such a tail. Misses grow with queries per step: as
-many tokens, as much drift.
+below the smallest ratio. The curves are a hot part, which depends on slots alone, and a cold tail:
+`COLD` times the share of the context without a slot. Beyond the published contexts the hot part is
+that of the nearest one. Misses grow with queries per step: as many tokens, as much drift.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from pathlib import Path
 from typing import Final
 
 from ess.errors import BadInput
+from ess.sim.operators import TOP_K
 from ess.sim.tables import Curve
 
 FOLDER: Final = Path(__file__).resolve().parent / "published"
 PUBLISHED_QUERIES: Final = 2
 COLD: Final = 130.0
-TOP_K: Final = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +45,11 @@ class MissCurves:
         above = min(known for known in contexts if known >= inside)
         share = 0.0 if above == below else (inside - below) / (above - below)
         low, high = self._at(below, slots), self._at(above, slots)
-        cold = COLD * (min(slots / inside, 1.0) - slots / context)
-        return max(0.0, low + share * (high - low) + cold)
+        known = low + share * (high - low)
+        if inside == context:
+            return known
+        hot = max(0.0, known - COLD * (1.0 - min(slots / inside, 1.0)))
+        return hot + COLD * (1.0 - slots / context)
 
     def _at(self, context: int, slots: float) -> float:
         ratio = min(slots / context, 1.0)

@@ -30,26 +30,33 @@ from typing import Any, Final
 from ess import cost
 from ess.cost import Hiding
 from ess.errors import BadInput
+from ess.layout import ModelLayout
 from ess.sim.tables import Curve, Tables
 
 FITTED_FILE: Final = Path(__file__).resolve().parent / "h200" / "fitted.json"
-HIDDEN_DIM: Final = 7168
+LAYOUT: Final = ModelLayout.deepseek_v32()
+HIDDEN_DIM: Final = LAYOUT.hidden_dim
 VOCABULARY: Final = 129_280
 HEAD_COLUMNS: Final = 65_536
-TOP_K: Final = 2048
+TOP_K: Final = LAYOUT.top_k
 DENSE_DIM: Final = 18_432
 MODULE_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NODE_RANKS: Final = 8
 SPLIT_LAUNCHES: Final = 2
 
-FLOP_PER_QUERY: Final = 2 * 128 * TOP_K * (576 + 512)
-"""128 heads score 576 dimensions and sum 512 over 2,048 rows."""
+LATENT_DIM: Final = LAYOUT.row.latent_dim
+ROPE_DIM: Final = LAYOUT.row.rope_dim
+SCORE_DIM: Final = LATENT_DIM + ROPE_DIM
+HEADS: Final = LAYOUT.head_count
+
+FLOP_PER_QUERY: Final = 2 * HEADS * TOP_K * (SCORE_DIM + LATENT_DIM)
+"""Every head scores all dimensions of the selected rows and sums the latent ones."""
 
 ELEMENTWISE_LAUNCHES: Final = 4
-ELEMENTWISE_BYTES: Final = 2 * 2 * 128 * (576 + 64)
-"""Between q_b and attention: quantise, rope (64 of 576), assemble the query, store the row."""
+ELEMENTWISE_BYTES: Final = 2 * 2 * HEADS * (SCORE_DIM + ROPE_DIM)
+"""Between q_b and attention: quantise, rope, assemble the query, store the row."""
 
-MERGE_BYTES: Final = 128 * 512 * (4 + 4 + 2)
+MERGE_BYTES: Final = HEADS * LATENT_DIM * (4 + 4 + 2)
 """Two fp32 partials read, one bf16 result written, per query."""
 
 
@@ -57,7 +64,6 @@ MERGE_BYTES: Final = 128 * 512 * (4 + 4 + 2)
 class Machine:
     """What is not measured: nominal rates, in bytes or FLOP per microsecond, and memory."""
 
-    name: str = "h200"
     memory_bytes: int = 151_397_597_184
     hbm_rate: float = 0.8 * 4.8e6
     fp8_rate: float = 1978e6
@@ -153,16 +159,14 @@ class Operators:
         share = VOCABULARY / HEAD_COLUMNS
         return share * self.tables.gemm[HEAD_COLUMNS, HIDDEN_DIM].at(tokens)
 
-    def hiding(self, shape: Shape, *, missing_share: float) -> Hiding:
-        """The windows of DA and DBA for a layer of this shape, splitting costs netted out."""
-        stages = self.stages(shape)
-        da_us = self.split_us(shape.query_count)
-        window_us = stages.pre_attn + stages.attend * (1.0 - missing_share) - da_us
-        return Hiding(
-            window_us=max(0.0, window_us),
+    def hiding(self, stages: Stages, *, query_count: float, missing_share: float) -> Hiding:
+        return cost.hiding(
+            pre_attn_us=stages.pre_attn,
+            attend_us=stages.attend,
             index_us=stages.index,
-            da_cost_us=da_us,
-            dba_cost_us=da_us + self.index_split_us,
+            split_us=self.split_us(query_count),
+            index_split_us=self.index_split_us,
+            missing_share=missing_share,
         )
 
     def split_us(self, tokens: float) -> float:

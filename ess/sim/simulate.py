@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ess.cost import Hiding, exposed, transfer_us
+from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
 from ess.overlap.policy import Mode, best_mode
-from ess.sim.operators import TOP_K, Operators, Shape, Stages
+from ess.sim.operators import LAYOUT, TOP_K, Operators, Shape, Stages
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 
-LAYERS: Final = 61
+LAYERS: Final = LAYOUT.layer_count
 DENSE_LAYERS: Final = 3
-ROW_BYTES: Final = 656
+ROW_BYTES: Final = LAYOUT.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,25 +88,24 @@ class LayerFetch:
     index_split_us: float
 
 
+NO_FETCHES: Final[Sequence[LayerFetch | None]] = (None,) * LAYERS
+
+
 def simulate(operators: Operators, scenario: Scenario) -> Prediction:
-    fetches = [_layer_fetch(operators, scenario, layer) for layer in range(LAYERS)]
-    timeline = _lay_out(operators, scenario, fetches)
+    sparse = operators.stages(scenario.shape)
+    fetches = [_layer_fetch(operators, scenario, sparse, miss) for miss in scenario.misses or ()]
+    timeline = _lay_out(operators, scenario, sparse, fetches or NO_FETCHES)
     layers_us = timeline.end_us
     resident_us = layers_us
-    if scenario.misses is not None:
-        whole = replace(scenario, misses=None)
-        resident_us = _lay_out(operators, whole, [None] * LAYERS).end_us
+    if fetches:
+        resident_us = _lay_out(operators, scenario, sparse, NO_FETCHES).end_us
     return Prediction(
         step_us=layers_us + _around_us(operators, scenario),
         exposed_us=layers_us - resident_us,
         fetch_us=timeline.busy_us(FETCH),
-        modes=tuple(fetch.mode if fetch else Mode.RESIDENT for fetch in fetches),
+        modes=tuple(fetch.mode for fetch in fetches) or (Mode.RESIDENT,) * LAYERS,
         timeline=timeline,
     )
-
-
-def layer_hiding(operators: Operators, scenario: Scenario, miss_count: float) -> Hiding:
-    return operators.hiding(scenario.shape, missing_share=_share(scenario, miss_count))
 
 
 def _share(scenario: Scenario, miss_count: float) -> float:
@@ -114,10 +113,10 @@ def _share(scenario: Scenario, miss_count: float) -> float:
     return min(1.0, miss_count / (scenario.queries_each * TOP_K))
 
 
-def _layer_fetch(operators: Operators, scenario: Scenario, layer: int) -> LayerFetch | None:
-    if scenario.misses is None:
-        return None
-    miss_count = scenario.misses[layer]
+def _layer_fetch(
+    operators: Operators, scenario: Scenario, stages: Stages, miss_count: float
+) -> LayerFetch:
+    query_count, share = scenario.shape.query_count, _share(scenario, miss_count)
     moved_us = transfer_us(
         miss_count=miss_count,
         request_count=scenario.shape.request_count,
@@ -126,21 +125,24 @@ def _layer_fetch(operators: Operators, scenario: Scenario, layer: int) -> LayerF
     )
     mode = scenario.mode
     if mode is None:
-        mode = best_mode(exposed(moved_us, layer_hiding(operators, scenario, miss_count)))
+        behind = operators.hiding(stages, query_count=query_count, missing_share=share)
+        mode = best_mode(exposed(moved_us, behind))
     return LayerFetch(
         mode=mode,
         moved_us=moved_us,
-        missing_share=_share(scenario, miss_count),
-        split_us=operators.split_us(scenario.shape.query_count),
+        missing_share=share,
+        split_us=operators.split_us(query_count),
         index_split_us=operators.index_split_us,
     )
 
 
 def _lay_out(
-    operators: Operators, scenario: Scenario, fetches: Sequence[LayerFetch | None]
+    operators: Operators,
+    scenario: Scenario,
+    sparse: Stages,
+    fetches: Sequence[LayerFetch | None],
 ) -> Timeline:
     timeline = Timeline()
-    sparse = operators.stages(scenario.shape)
     dense = operators.stages(scenario.shape, dense=True)
     stored_us = scenario.shape.query_count * ROW_BYTES / operators.machine.store_rate
     before: list[tuple[int, ...]] = [()] * scenario.half_count

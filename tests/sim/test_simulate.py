@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ess.cost import exposed, transfer_us
+from ess.errors import BadInput
+from ess.overlap.policy import Mode
+from ess.sim import tables
+from ess.sim.operators import Fitted, Operators, Shape
+from ess.sim.simulate import LAYERS, Scenario, simulate
+from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
+
+
+@pytest.fixture(scope="module")
+def operators() -> Operators:
+    return Operators(tables=tables.load(), fitted=Fitted.shipped())
+
+
+def scenario(miss_count: float | None, mode: Mode | None = None, **changes: int) -> Scenario:
+    misses = None if miss_count is None else (miss_count,) * LAYERS
+    sizes = {"batch": 160, "queries_each": 2, "context": 131_072} | changes
+    return Scenario(**sizes, misses=misses, mode=mode)
+
+
+def test_a_task_waits_for_its_lane_and_for_what_it_needs():
+    timeline = Timeline()
+    first = timeline.add(COMPUTE, "index", 10)
+    copy = timeline.add(FETCH, "fetch", 30, (first,))
+    timeline.add(COMPUTE, "pre_attn", 5)
+    last = timeline.add(COMPUTE, "attend", 1, (copy,))
+    assert timeline.spans[last].start_us == 40
+    assert (timeline.end_us, timeline.busy_us(COMPUTE)) == (41, 16)
+    with pytest.raises(BadInput, match="would take nan"):
+        timeline.add(COMPUTE, "index", float("nan"))
+
+
+def test_a_lane_does_one_thing_at_a_time_and_time_is_conserved(operators: Operators):
+    found = simulate(operators, scenario(200.0))
+    for lane in (COMPUTE, EXCHANGE, FETCH, STORE):
+        spans = [span for span in found.timeline.spans if span.lane == lane]
+        assert spans, lane
+        assert all(a.end_us <= b.start_us for a, b in itertools.pairwise(spans))
+    whole = simulate(operators, scenario(None))
+    assert found.step_us - whole.step_us == pytest.approx(found.exposed_us)
+    moved = transfer_us(
+        miss_count=200, request_count=80, row_bytes=656, bytes_per_us=operators.machine.link_rate
+    )
+    assert found.fetch_us == pytest.approx(2 * LAYERS * moved)
+
+
+@pytest.mark.parametrize("miss_count", [32.0, 128.0, 256.0, 512.0])
+@pytest.mark.parametrize("mode", [Mode.NONE, Mode.DA, Mode.DBA])
+def test_lanes_and_formula_agree(operators: Operators, miss_count: float, mode: Mode):
+    """The timeline and the cost model were written apart: what they expose is the same."""
+    asked = scenario(miss_count, mode)
+    moved = transfer_us(
+        miss_count=miss_count,
+        request_count=80,
+        row_bytes=656,
+        bytes_per_us=operators.machine.link_rate,
+    )
+    behind = operators.hiding(
+        operators.stages(asked.shape), query_count=160, missing_share=miss_count / 4096
+    )
+    said = exposed(moved, behind)
+    formula = {Mode.NONE: said.none, Mode.DA: said.da, Mode.DBA: said.dba}[mode]
+    timeline = simulate(operators, asked).exposed_us / (2 * LAYERS)
+    assert timeline == pytest.approx(formula, abs=0.03 * formula + operators.index_split_us)
+
+
+def test_the_policy_is_never_worse_than_a_forced_mode(operators: Operators):
+    chosen = simulate(operators, scenario(180.0)).exposed_us
+    forced = [
+        simulate(operators, scenario(180.0, mode)).exposed_us
+        for mode in (Mode.NONE, Mode.DA, Mode.DBA)
+    ]
+    assert chosen <= min(forced) + 1e-6
+
+
+def test_stages_add_up_to_the_module(operators: Operators):
+    """At a measured point: base x scale, plus what the context adds."""
+    found = operators.stages(Shape(request_count=128, queries_each=1, context=131_072))
+    parts = found.project + found.pre_attn + found.attend + found.output
+    measured = operators.tables.attention
+    assert parts == pytest.approx(operators.fitted.compute_scale * measured.at(128, 2048))
+    assert found.index == pytest.approx(measured.at(128, 131_072) - measured.at(128, 2048))
+
+
+def test_two_halves_pay_at_large_batches_only(operators: Operators):
+    def step(batch: int, *, tbo: bool) -> float:
+        asked = Scenario(batch=batch, queries_each=2, context=32_768, tbo=tbo)
+        return simulate(operators, asked).step_us
+
+    assert step(8, tbo=True) > step(8, tbo=False)
+    assert step(256, tbo=True) < step(256, tbo=False)
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 64, 256])
+def test_other_expert_parallel_sizes(operators: Operators, ranks: int):
+    assert simulate(operators, scenario(50.0, ranks=ranks)).step_us > 0
+
+
+def test_bad_scenarios_are_refused(operators: Operators):
+    with pytest.raises(BadInput, match="batch, queries and context"):
+        scenario(None, batch=0)
+    with pytest.raises(BadInput, match="misses of 2 layers"):
+        Scenario(batch=1, queries_each=1, context=1, misses=(1.0, 2.0))
+    with pytest.raises(BadInput, match="no expert table for 24 ranks"):
+        simulate(operators, scenario(None, ranks=24))

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from ess.errors import BadInput
+from ess.sim import misses, tables
+from ess.sim.tables import SHIPPED, Curve, Surface
+
+
+def test_curves_interpolate_extrapolate_and_never_go_below_a_launch():
+    curve = Curve((1.0, 2.0, 4.0), (10.0, 20.0, 30.0))
+    assert [curve.at(size) for size in (0.5, 1, 1.5, 3, 4, 6)] == [10, 10, 15, 25, 30, 40]
+
+
+def test_surfaces_agree_with_their_points():
+    surface = Surface((1.0, 3.0), (Curve((1.0, 2.0), (1.0, 2.0)), Curve((1.0, 2.0), (5.0, 9.0))))
+    assert surface.at(1, 1) == 1.0
+    assert surface.at(2, 3) == 9.0
+    assert surface.at(1.5, 2) == pytest.approx((1.5 + 7.0) / 2)
+
+
+def test_shipped_tables_hold_what_was_measured():
+    found = tables.load()
+    assert found.attention.at(128, 131_072) == pytest.approx(1088, abs=1)
+    assert found.attention.at(16, 32_768) == pytest.approx(279, abs=1)
+    assert found.experts[32, "uniform"].at(4096) == pytest.approx(124.2)
+    assert (found.dispatch[4].at(128), found.combine[4].at(128)) == (143.0, 263.3)
+    assert found.gemm[7168, 16_384].at(128) == pytest.approx(59.7)
+
+
+def test_shipped_tables_are_small():
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 200_000
+
+
+def test_a_package_that_is_not_one_is_refused(tmp_path: Path):
+    with pytest.raises(BadInput, match="unpack the package"):
+        tables.load(tmp_path)
+
+
+def test_misses_at_published_points():
+    curves = misses.published()
+    assert curves.mean(context=32_768, slots=0.2 * 32_768) == pytest.approx(190)
+    assert curves.mean(context=131_072, slots=0.1 * 131_072) == pytest.approx(137)
+    layers = curves.layers(context=32_768, slots=6553.6, queries_each=2)
+    assert sum(layers) / 61 == pytest.approx(190, rel=1e-3)
+    assert max(range(61), key=layers.__getitem__) == 17
+    assert layers[17] == pytest.approx(605 * 190 / 181.75, rel=1e-3)
+
+
+@pytest.mark.parametrize("context", [8192, 32_768, 50_000, 131_072, 1_000_000])
+def test_more_slots_never_miss_more_and_all_slots_miss_nothing(context: int):
+    curves = misses.published()
+    counts = [curves.mean(context=context, slots=context * part / 50) for part in range(1, 51)]
+    assert counts[-1] == 0.0
+    assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(counts))
+
+
+def test_misses_grow_with_queries_up_to_the_selection():
+    curves = misses.published()
+    two, four = (curves.layers(context=32_768, slots=8192, queries_each=n) for n in (2, 4))
+    assert four == pytest.approx([2 * miss for miss in two])
+    assert max(curves.layers(context=32_768, slots=64, queries_each=1)) == 2048
