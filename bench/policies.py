@@ -185,7 +185,7 @@ def brute_rows() -> list[Row]:
     )
     rows.append(_equal("exact curve, sizes that equal a simulation", exact, len(sizes)))
     tiny = generated(
-        Load(context=8, step_count=9, top_k=3, seed=6), LayerProfile(hot=7, cold=1, drift=0.2)
+        Load(context=7, step_count=6, top_k=3, seed=6), LayerProfile(hot=6, cold=1, drift=0.2)
     )
     for bypass in (False, True):
         policy = Min(tiny, slots=5, future=next_uses(tiny), bypass=bypass)

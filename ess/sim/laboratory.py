@@ -90,7 +90,8 @@ class _Lane:
         if step.scores is None:
             raise BadInput("this workload carries no indexer scores: nothing says what to fetch")
         scores = np.where(self._policy.resident(), COLD_SCORE, step.scores)
-        best = np.argpartition(scores, scores.size - count)[scores.size - count :]
+        split = max(0, scores.size - count)
+        best = np.argpartition(scores, min(split, scores.size - 1))[split:]
         best = best[scores[best] > COLD_SCORE]
         chosen: Ints = best[np.argsort(-scores[best], kind="stable")].astype(np.int32)
         return chosen

@@ -1,16 +1,18 @@
 """What a layer group is asked for, step by step: drawn by the generator, or read from a trace.
 
-A row id is request * context + position, so that all requests of a trace share one pool, as they
-do in the engine. In every step the positions of its query tokens are written first; then the
-queries select. A request that no later step names has ended, and its rows leave the pools.
+A row id is place * context + position, where requests of a trace that live at the same time have
+different places, so that all share one pool, as they do in the engine. In every step the positions
+of its query tokens are written first; then the queries select. A request that no later step names
+has ended: its rows leave the pools and its place is free for the next.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,8 @@ from ess.errors import BadInput
 from ess.pool.warmup import WINDOW_MAX
 from ess.sim.selections import Floats, Ints, LayerProfile, LayerStream, Load
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
+
+ROWS_MAX: Final = 1 << 27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,14 +91,14 @@ def recorded(reader: TraceReader, *, group: int = 0, lead_steps: int = 0) -> Wor
         raise BadInput(f"lead_steps {lead_steps} of a trace with {len(reader)} steps: none is left")
     requests = [step.requests for step in reader]
     context = reader.header.context
-    places = _places(requests)
-    row_count = max(1, len(places)) * context
-    if row_count >= 1 << 31:
-        raise BadInput(
-            f"{len(places)} requests x context {context} make {row_count} rows, more than a row id "
-            f"can name; cut the trace"
-        )
     last_step = {one.request: number for number, step in enumerate(requests) for one in step}
+    places = _places(requests, last_step)
+    row_count = (1 + max(places.values(), default=0)) * context
+    if row_count > ROWS_MAX:
+        raise BadInput(
+            f"{row_count // context} requests at once x context {context} make {row_count} rows, "
+            f"at most {ROWS_MAX} can be simulated; cut the trace"
+        )
 
     def replay(place: int) -> Step:
         step = reader.step(place)
@@ -149,10 +153,19 @@ def write_trace(
     return header
 
 
-def _places(requests: Sequence[Sequence[RequestStep]]) -> dict[int, int]:
-    """Requests numbered in the order in which they appear."""
-    names = dict.fromkeys(one.request for step in requests for one in step)
-    return {name: place for place, name in enumerate(names)}
+def _places(requests: Sequence[Sequence[RequestStep]], last_step: dict[int, int]) -> dict[int, int]:
+    """The lowest free place when a request begins; one that has ended leaves its own to others."""
+    places: dict[int, int] = {}
+    free: list[int] = []
+    for number, step in enumerate(requests):
+        for one in step:
+            if one.request not in places:
+                new = heapq.heappop(free) if free else 1 + max(places.values(), default=-1)
+                places[one.request] = new
+        for one in step:
+            if last_step[one.request] == number:
+                heapq.heappush(free, places[one.request])
+    return places
 
 
 def _fresh_rows(requests: Sequence[RequestStep], base: dict[int, int]) -> Ints:

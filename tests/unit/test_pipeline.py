@@ -79,8 +79,9 @@ def test_the_tuner_finds_what_exhaustive_search_finds(stages: int, overhead: flo
 
 def test_the_published_rows() -> None:
     """Static rows are met by the fit; of the others, those that were reached stay reached."""
-    errors = {one.name: one.error for one in prefill_rows.predictions() if not one.fitted}
-    fitted = [one for one in prefill_rows.predictions() if one.fitted]
+    rows = prefill_rows.predictions()
+    errors = {one.name: one.error for one in rows if not one.fitted}
+    fitted = [one for one in rows if one.fitted]
     assert all(abs(one.error) < 1e-3 for one in fitted)
     deepseek = [error for name, error in errors.items() if name.startswith("DeepSeek")]
     assert len(deepseek) == 4
