@@ -196,9 +196,7 @@ struct NextTile {
         if (row < count && line < lines) __builtin_prefetch(rows[row] + 64 * line, 0, 2);
     }
     NextTile behind(int64_t row) const { return {rows + row, count - row, lines}; }
-    void request_all(int64_t step) const {
-        for (; step < kKeys * lines; step++) request(step);
-    }
+    bool wants(int64_t step) const { return step < kKeys * lines; }
 };
 
 template <bool half, int spread, int vectors, typename Later>
@@ -207,7 +205,6 @@ ESS_LANE void logits_block(const Work<half>& work, float scale, int64_t key, int
     Floats sums[kKeys][vectors] = {};
     multiply<half, spread>({work.rows + key * work.row_words, work.row_words, spread},
                            work.packed + lane, work.query.width, work.query.steps(), sums, later);
-    later.request_all(work.query.steps());
     for (int64_t i = 0; i < kKeys; i++)
         for (int v = 0; v < vectors; v++)
             store(work.logits + (key + i) * work.query.width + lane + v * kLanes,
@@ -326,8 +323,9 @@ template <bool half>
 void attend_in(const Attend& call, int64_t query, int64_t first_head, int64_t last_head) {
     const Work<half> work(call, last_head - first_head);
     const int64_t named_count = find_named(call, query, work.named);
-    for (int64_t i = 0; i < named_count && i < kTile; i += kKeys)
-        NextTile{work.named + i, named_count - i, line_count(call)}.request_all(0);
+    for (int64_t i = 0; i < named_count && i < kTile; i++)
+        for (int64_t line = 0; line < line_count(call); line++)
+            __builtin_prefetch(work.named[i] + 64 * line, 0, 2);
     pack<half>(work.query, call.queries + query * call.query_stride + first_head * call.head_stride,
                call.query_form, call.head_stride, work.packed);
     if (work.query.spread == 4)

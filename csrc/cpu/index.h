@@ -31,11 +31,23 @@ ESS_LANE const uint32_t* page_words(const Index& call, const uint8_t* page, uint
     return to;
 }
 
-template <bool half, int spread, int vectors>
+// An eighth of the next page, line by line.
+struct NextPage {
+    const uint8_t* from;
+    int64_t lines;
+
+    __attribute__((always_inline)) void request(int64_t step) const {
+        if (step < lines) __builtin_prefetch(from + 64 * step, 0, 2);
+    }
+    bool wants(int64_t step) const { return step < lines; }
+};
+
+template <bool half, int spread, int vectors, typename Later>
 ESS_LANE void index_block(const Packing& query, const uint32_t* keys, const uint32_t* packed,
-                          const float* weights, Floats (&totals)[kKeys]) {
+                          const float* weights, const Later& later, Floats (&totals)[kKeys]) {
     Floats sums[kKeys][vectors] = {};
-    multiply<half, spread>({keys, query.words, spread}, packed, query.width, query.steps(), sums);
+    multiply<half, spread>({keys, query.words, spread}, packed, query.width, query.steps(), sums,
+                           later);
     for (int64_t i = 0; i < kKeys; i++)
         for (int v = 0; v < vectors; v++) {
             const Floats logit = fold<spread>(sums[i][v]);
@@ -44,19 +56,21 @@ ESS_LANE void index_block(const Packing& query, const uint32_t* keys, const uint
         }
 }
 
-template <bool half, int spread>
+template <bool half, int spread, int vectors>
 ESS_LANE void index_page(const Packing& query, const IndexWork& work, const uint32_t* keys,
-                         float* logits) {
-    for (int64_t key = 0; key < kPageKeys; key += kKeys) {
+                         NextPage next, float* logits) {
+    for (int64_t key = 0; key < kPageKeys; key += kKeys, next.from += 64 * next.lines) {
         Floats totals[kKeys] = {};
         const uint32_t* from = keys + key * query.words;
-        int64_t lane = 0;
-        for (; lane + 2 * kLanes <= query.width; lane += 2 * kLanes)
-            index_block<half, spread, 2>(query, from, work.packed + lane, work.weights + lane,
-                                         totals);
+        index_block<half, spread, vectors>(query, from, work.packed, work.weights, next, totals);
+        constexpr int64_t width = vectors * kLanes;
+        int64_t lane = width;
+        for (; lane + width <= query.width; lane += width)
+            index_block<half, spread, vectors>(query, from, work.packed + lane,
+                                               work.weights + lane, Nothing{}, totals);
         if (lane < query.width)
             index_block<half, spread, 1>(query, from, work.packed + lane, work.weights + lane,
-                                         totals);
+                                         Nothing{}, totals);
         for (int64_t i = 0; i < kKeys; i++) logits[key + i] = total(totals[i]);
     }
 }
@@ -70,16 +84,24 @@ void index_in(const Index& call, int64_t query, int64_t first, int64_t last, flo
     __builtin_memset(work.weights, 0, packing.width * 4);
     for (int64_t head = 0; head < call.head_count; head++)
         work.weights[head * packing.spread] = call.weights[query * call.head_count + head];
+    const auto page_at = [&](int64_t i) {
+        return call.pages.base + call.table[query * call.table_stride + i] * call.pages.stride;
+    };
+    const int64_t page_bytes = kPageKeys * (call.key_form == Form::f32 ? 4 * call.key_dim
+                                                                       : call.key_dim + 4);
     for (int64_t i = first; i < last; i++, logits += kPageKeys) {
-        const int64_t page = call.table[query * call.table_stride + i];
-        const uint8_t* from = call.pages.base + page * call.pages.stride;
+        const uint8_t* from = page_at(i);
+        const NextPage next{page_at(i + 1 < last ? i + 1 : i),
+                            i + 1 < last ? (page_bytes / 64 + kKeys - 1) / kKeys : 0};
         const uint32_t* keys = page_words<half>(call, from, work.keys);
         if (packing.spread == 4)
-            index_page<half, 4>(packing, work, keys, logits);
+            index_page<half, 4, 1>(packing, work, keys, next, logits);
         else if (packing.spread == 2)
-            index_page<half, 2>(packing, work, keys, logits);
+            index_page<half, 2, 1>(packing, work, keys, next, logits);
+        else if (packing.width == kLanes)
+            index_page<half, 1, 1>(packing, work, keys, next, logits);
         else
-            index_page<half, 1>(packing, work, keys, logits);
+            index_page<half, 1, 2>(packing, work, keys, next, logits);
         if (call.key_form == Form::f32) continue;
         const float_any* scales = (const float_any*)(from + kPageKeys * call.key_dim);
         for (int64_t key = 0; key < kPageKeys; key++) logits[key] *= scales[key];

@@ -106,7 +106,7 @@ struct Factor {
 
 struct Nothing {
     __attribute__((always_inline)) void request(int64_t) const {}
-    void request_all(int64_t) const {}
+    bool wants(int64_t) const { return false; }
 };
 
 // sums[row][column] += rows of `left` times columns of `right`, [step, vector of columns]. What
@@ -129,6 +129,7 @@ ESS_LANE void multiply(Factor left, const uint32_t* right, int64_t right_stride,
         left.from += left.next;
         right += right_stride;
     }
+    for (int64_t step = steps; later.wants(step); step++) later.request(step);
 }
 
 // How many lanes each head takes: with few heads, neighbouring words of a sum fill the vector.

@@ -136,7 +136,7 @@ ESS_LANE void take(const Candidates& kept, int64_t found, Threshold threshold, i
         taken += count;
     }
 #endif
-    for (; taken < k; i++) {
+    for (; i < found && taken < k; i++) {
         const bool equal = kept.keys[i] == threshold.key && threshold.equal_count > 0;
         threshold.equal_count -= equal;
         out[taken] = kept.positions[i];

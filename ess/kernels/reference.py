@@ -232,9 +232,8 @@ def _attend_one(
 ) -> tuple[Tensor, Tensor]:
     """Query [heads, dim] over keys [n, dim]."""
     logits = query.double() @ keys.double().T * scale
-    total = logits.logsumexp(dim=-1)
-    out = (logits - total[:, None]).exp() @ keys[:, :latent_dim].double()
-    return out.float(), total.float()
+    out = logits.softmax(dim=-1) @ keys[:, :latent_dim].double()
+    return out.float(), logits.logsumexp(dim=-1).float()
 
 
 def index_logits(

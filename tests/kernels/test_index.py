@@ -1,0 +1,254 @@
+"""Index logits and top-k at size: against float64 and the sort, and bits that stay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ess.errors import BadInput, Unavailable
+from ess.kernels import backend, native, reference
+from ess.layout import IndexCodec
+from tests.kernels.test_attend import Recorded
+from tests.kernels.test_rows import another_thread_runs_during
+
+FORMS = {
+    "fp8 under fp8": ("fp8", torch.float8_e4m3fn),
+    "fp8 under bf16": ("fp8", torch.bfloat16),
+    "fp8 under f32": ("fp8", torch.float32),
+    "f32 under f32": ("f32", torch.float32),
+    "f32 under bf16": ("f32", torch.bfloat16),
+}
+HEADS = (1, 3, 4, 8, 11, 16, 33, 64)
+LENGTHS = (0, 1, 64, 300, 4097)
+PAGES = 90
+needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+
+
+@pytest.fixture(params=["reference", "cpu", "cuda"])
+def ops(request: pytest.FixtureRequest) -> backend.Ops:
+    try:
+        return backend.ops(request.param)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@dataclass
+class Case:
+    codec: IndexCodec
+    queries: torch.Tensor
+    weights: torch.Tensor
+    pages: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+    def run(self, op: Any, **changes: Any) -> torch.Tensor:
+        names = ("queries", "weights", "pages", "table", "lengths")
+        options = {name: value for name, value in changes.items() if name not in names}
+        return op(*(changes.get(n, getattr(self, n)) for n in names), self.codec, **options)
+
+
+def make(form: str, *, heads: int = 5, key_dim: int = 128, seed: int = 0) -> Case:
+    """Five queries over shared pages in no order; pages have gaps, and what is not written or lies
+    behind the greatest length of its page is 0xFF."""
+    key_form, dtype = FORMS[form]
+    codec = IndexCodec(form=key_form, key_dim=key_dim, head_count=heads)
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.full((PAGES, codec.page_bytes + 12), 0xFF, dtype=torch.uint8)
+    pages = whole[:, 4 : 4 + codec.page_bytes]
+    dense = torch.full((PAGES, codec.page_bytes), 0xFF, dtype=torch.uint8)
+    order = torch.randperm(PAGES, generator=generator)[: -(-max(LENGTHS) // 64)]
+    position = torch.arange(max(LENGTHS))
+    plain = torch.randn(len(position), key_dim, generator=generator)
+    row_ids = order[position // 64] * 64 + position % 64
+    reference.write_keys(dense, row_ids, reference.encode_keys(plain, codec), codec)
+    pages.copy_(dense)
+    table = torch.full((len(LENGTHS), len(order) + 2), -1, dtype=torch.int32)
+    for q, length in enumerate(LENGTHS):
+        used = -(-length // 64)
+        table[q, :used] = order[:used]
+    queries = torch.randn(len(LENGTHS), heads, key_dim, generator=generator).to(dtype)
+    weights = torch.randn(len(LENGTHS), heads, generator=generator)
+    return Case(codec, queries, weights, pages, table, torch.tensor(LENGTHS, dtype=torch.int32))
+
+
+def exact(case: Case) -> torch.Tensor:
+    want = torch.full((len(LENGTHS), case.table.shape[1] * 64), -math.inf, dtype=torch.float64)
+    for q, length in enumerate(LENGTHS):
+        position = torch.arange(length)
+        row_ids = case.table[q].long()[position // 64] * 64 + position % 64
+        keys = reference.read_keys(case.pages.contiguous(), row_ids, case.codec)
+        form = torch.float32 if case.codec.form == "f32" else torch.float8_e4m3fn
+        dots = case.queries[q].double() @ keys.values.view(form).double().T
+        total = (case.weights[q].double()[:, None] * dots.clamp(min=0)).sum(dim=0)
+        want[q, :length] = total * keys.scales.double()
+    return want
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_agree(ops: backend.Ops, form: str) -> None:
+    for heads, key_dim in [(heads, 128) for heads in HEADS] + [(3, 4), (8, 36), (5, 64)]:
+        case = make(form, heads=heads, key_dim=key_dim)
+        want = exact(case)
+        great = want[want.isfinite()].abs().max().item()
+        ours = case.run(ops.index_logits).double()
+        torch.testing.assert_close(ours, want, atol=1e-6 * great, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("heads", [3, 8, 33])
+def test_bits_depend_on_the_query_and_its_keys_alone(
+    ops: backend.Ops, form: str, heads: int
+) -> None:
+    case = make(form, heads=heads)
+    want = case.run(ops.index_logits)
+    for _ in range(20 if ops is not reference and heads == 3 else 2):
+        same_bits(case.run(ops.index_logits), want)
+    for threads in (2, 7):
+        same_bits(case.run(ops.index_logits, threads=threads), want)
+    turn = torch.tensor([4, 2, 0, 1, 3])
+    names = ("queries", "weights", "table", "lengths")
+    turned = {name: getattr(case, name)[turn] for name in names}
+    same_bits(case.run(ops.index_logits, **turned), want[turn])
+    at = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3))
+    moved = torch.empty_like(case.pages)
+    moved[at] = case.pages
+    table = torch.where(case.table < 0, -1, at[case.table.long()]).int()
+    same_bits(case.run(ops.index_logits, pages=moved, table=table), want)
+    wide = torch.full((5, want.shape[1] + 9), 7.0)
+    out = wide[:, 3 : 3 + want.shape[1]]
+    assert case.run(ops.index_logits, out=out) is out
+    same_bits(out, want)
+    assert (wide[:, :3] == 7).all()
+    assert (wide[:, -6:] == 7).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_in_one_are_one_after_the_other(ops: backend.Ops, form: str) -> None:
+    case = make(form)
+    logits = case.run(ops.index_logits)
+    for k in (1, 64, 300, 2048, 5000):
+        want = ops.top_k(logits, case.lengths, k=k)
+        for threads in (1, 3, 9):
+            assert torch.equal(case.run(ops.index_top_k, k=k, threads=threads), want)
+    out = torch.empty_like(want)
+    assert case.run(ops.index_top_k, k=5000, out=out, lengths=case.lengths.long()) is out
+    assert torch.equal(out, want)
+
+
+def test_index_bad_input(ops: backend.Ops) -> None:
+    case = make("fp8 under fp8")
+    out, chosen = torch.full((5, 67 * 64), 7.0), torch.full((5, 9), 7, dtype=torch.int32)
+    outside = case.table.clone()
+    outside[3, 2] = PAGES
+    for changes, says in (
+        ({"table": outside}, rf"page_table holds \d+..{PAGES}, outside 0..{PAGES - 1}"),
+        ({"lengths": case.lengths * 2}, "lengths holds 0..8194, outside 0..4288"),
+        ({"lengths": case.lengths - 1}, "lengths holds -1..4096"),
+        ({"queries": case.queries[:, :4]}, r"weights has shape \(5, 5\), must be \(5, 4\)"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            case.run(ops.index_logits, out=out, **changes)
+        with pytest.raises(BadInput, match=says):
+            case.run(ops.index_top_k, k=9, out=chosen, **changes)
+    with pytest.raises(BadInput, match=r"out has shape \(5, 4224\), must be \(5, 4288\)"):
+        case.run(ops.index_logits, out=out[:, :-64])
+    with pytest.raises(BadInput, match=r"out has shape \(5, 9\), must be \(5, 8\)"):
+        case.run(ops.index_top_k, k=8, out=chosen)
+    with pytest.raises(BadInput, match="k is 0"):
+        case.run(ops.index_top_k, k=0)
+    assert (out == 7).all()
+    assert (chosen == 7).all()
+
+
+# ---- top-k at size ----
+
+
+def hard_lists(count: int) -> dict[str, np.ndarray]:
+    """What could mislead a guess from a sample, a histogram of bits, or a comparison of floats."""
+    rng = np.random.default_rng(count)
+    normal = rng.standard_normal(count, dtype=np.float32)
+    hidden = normal - np.float32(1000) * (np.arange(count) % 7 == 3)
+    seen = normal.copy()
+    seen[np.arange(1024) * count // 1024] += 1000  # what a sample in even steps looks at
+    unseen = normal + 1000
+    unseen[np.arange(1024) * count // 1024] -= 2000
+    specials = normal.copy()
+    specials[rng.integers(0, count, count // 50 + 1)] = np.nan
+    specials[rng.integers(0, count, count // 50 + 1)] = np.inf
+    specials[rng.integers(0, count, count // 9 + 1)] = -np.inf
+    bits = rng.integers(0, 1 << 32, count, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    zeros = np.copysign(np.zeros(count, np.float32), normal)
+    tiny = (rng.integers(-3, 4, count) * np.float32(1e-45)).astype(np.float32)
+    return {
+        "normal": normal, "few levels": np.round(normal * 2), "equal": np.full_like(normal, 3),
+        "rising": np.sort(normal), "falling": -np.sort(normal), "hidden": hidden, "seen": seen,
+        "unseen": unseen, "specials": specials, "bits": bits, "zeros": zeros, "tiny": tiny,
+        "near": 1 + normal * np.float32(1e-6), "nan": np.full_like(normal, np.nan),
+    }  # fmt: skip
+
+
+def greatest(values: np.ndarray, k: int) -> np.ndarray:
+    """By sorting: NaN first, then by value, then by position."""
+    is_nan = np.isnan(values)
+    order = np.lexsort((np.arange(len(values)), -np.where(is_nan, 0, values), ~is_nan))
+    return np.sort(order[:k])
+
+
+@pytest.mark.parametrize("count", [17, 1000, 4096, 20_011, 131_072])
+def test_top_k_is_exact_for_hard_lists(ops: backend.Ops, count: int) -> None:
+    lists = hard_lists(count)
+    logits = torch.from_numpy(np.stack([*lists.values()]))
+    lengths = torch.full((len(lists),), count, dtype=torch.int32)
+    for k in {1, count // 64 + 1, min(2048, count - 1), count - 1, count, count + 5}:
+        ours = ops.top_k(logits, lengths, k=k)
+        for (name, values), row in zip(lists.items(), ours.numpy(), strict=True):
+            assert np.array_equal(row[: min(k, count)], greatest(values, k)), (name, k)
+            assert (row[count:] == -1).all()
+    assert torch.equal(ops.top_k(logits, lengths, k=k, threads=4), ours)
+
+
+@needs_native
+def test_top_k_shapes() -> None:
+    ops = backend.ops("cpu")
+    logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([400, 0, 33])
+    want = reference.top_k(logits, lengths, k=50)
+    wide = torch.zeros(6, 450)
+    wide[::2, 20:420] = logits
+    assert torch.equal(ops.top_k(wide[::2, 20:420], lengths, k=50), want)
+    assert torch.equal(ops.top_k(logits.T.contiguous().T, lengths, k=50), want)
+    out = torch.full((3, 50), 7, dtype=torch.int32)
+    for bad, says in ((out.long(), "out has type"), (torch.cat([out, out], 1)[:, ::2], "out")):
+        with pytest.raises(BadInput, match=says):
+            ops.top_k(logits, lengths, k=50, out=bad)
+    with pytest.raises(BadInput, match="threads is -1"):
+        ops.top_k(logits, lengths, k=50, threads=-1)
+    assert ops.top_k(logits, lengths, k=50, out=out) is out
+    assert torch.equal(out, want)
+
+
+@needs_native
+def test_native_with_room_given_torch_makes_nothing() -> None:
+    ops, case = backend.ops("cpu"), make("fp8 under fp8")
+    logits = case.run(ops.index_logits)
+    chosen = ops.top_k(logits, case.lengths, k=40)
+    with Recorded() as recorded:
+        case.run(ops.index_logits, out=logits)
+        ops.top_k(logits, case.lengths, k=40, out=chosen)
+        case.run(ops.index_top_k, k=40, out=chosen)
+    assert recorded.calls == []
+
+
+@needs_native
+def test_native_lets_the_gil_go() -> None:
+    ops, case = backend.ops("cpu"), make("fp8 under fp8", heads=64)
+    assert another_thread_runs_during(lambda: case.run(ops.index_top_k, k=2048))
