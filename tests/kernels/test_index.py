@@ -203,7 +203,9 @@ def greatest(values: np.ndarray, k: int) -> np.ndarray:
     return np.sort(order[:k])
 
 
-@pytest.mark.parametrize("count", [17, 1000, 4096, 20_011, 131_072])
+@pytest.mark.parametrize(
+    "count", [17, 1000, 4096, 20_011, pytest.param(131_072, marks=pytest.mark.slow)]
+)
 def test_top_k_is_exact_for_hard_lists(ops: backend.Ops, count: int) -> None:
     lists = hard_lists(count)
     logits = torch.from_numpy(np.stack([*lists.values()]))

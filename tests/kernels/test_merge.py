@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,14 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ess.errors import BadInput
-from ess.kernels import reference
+from ess.kernels import cpu, reference
 from ess.kernels.merge import Partial, adapt, merge, merge_all
+
+Merge = Callable[..., Partial]
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 LSE = st.one_of(st.just(-math.inf), st.floats(-50, 50, width=32), FINITE)
 LSE_NEAR = st.one_of(st.just(-math.inf), st.floats(-50, 50, width=32))
 NEAR = st.floats(-8, 8, width=32)
 WIDTH = 5
+both = pytest.mark.parametrize("merge", [reference.merge, cpu.merge], ids=["reference", "cpu"])
 
 
 def partials(outs: st.SearchStrategy[float], lses: st.SearchStrategy[float]) -> object:
@@ -97,7 +101,8 @@ def wild_partial(seed: int, count: int) -> Partial:
     return Partial(out.masked_fill((lse == -math.inf)[:, None], 0.0), lse)
 
 
-def test_the_algebra_holds_for_many_wild_partials() -> None:
+@both
+def test_the_algebra_holds_for_many_wild_partials(merge: Merge) -> None:
     first, second = wild_partial(1, 200_000), wild_partial(2, 200_000)
     merged = merge(first, second)
     same_bits(merged, merge(second, first))
@@ -111,7 +116,8 @@ def test_the_algebra_holds_for_many_wild_partials() -> None:
     assert torch.all((merged.out >= low - slack) & (merged.out <= high + slack) | ~both[:, None])
 
 
-def test_by_hand() -> None:
+@both
+def test_by_hand(merge: Merge) -> None:
     first = Partial(torch.tensor([[1.0, 2.0]]), torch.tensor([0.0]))
     second = Partial(torch.tensor([[5.0, -2.0]]), torch.tensor([math.log(3.0)]))
     merged = merge(first, second)
@@ -119,7 +125,8 @@ def test_by_hand() -> None:
     torch.testing.assert_close(merged.lse, torch.tensor([math.log(4.0)]))
 
 
-def test_outs_near_the_end_of_float32_do_not_overflow() -> None:
+@both
+def test_outs_near_the_end_of_float32_do_not_overflow(merge: Merge) -> None:
     great = Partial(torch.tensor([[3e38, -3e38]]), torch.tensor([1.0]))
     same_bits(Partial(merge(great, great).out, great.lse), great)
 
@@ -148,7 +155,8 @@ def test_attention_in_parts_is_attention(part_count: int) -> None:
         same_bits(Partial(merged.out[0], merged.lse[0]), Partial(whole.out[0], whole.lse[0]))
 
 
-def test_into_may_be_a_side() -> None:
+@both
+def test_into_may_be_a_side(merge: Merge) -> None:
     _, (first, second) = attention_in_parts(2, 9)
     want = merge(first, second)
     fresh = Partial(torch.full_like(first.out, 7), torch.full_like(first.lse, 7))
@@ -162,18 +170,34 @@ def test_into_may_be_a_side() -> None:
     same_bits(second, want)
 
 
-def test_strided_sides() -> None:
+@both
+def test_strided_sides(merge: Merge) -> None:
     _, (first, second) = attention_in_parts(2, 4)
     turned = Partial(first.out.transpose(0, 1).contiguous().transpose(0, 1), first.lse.T.clone().T)
     assert not turned.out.is_contiguous()
     same_bits(merge(turned, second), merge(first, second))
 
 
-def test_plus_infinity_is_loud() -> None:
+@both
+def test_plus_infinity_is_loud(merge: Merge) -> None:
     ordinary = Partial(torch.ones(1, 2), torch.zeros(1))
     foreign = Partial(torch.zeros(1, 2), torch.full((1,), math.inf))
     assert merge(ordinary, foreign).out.isnan().all()
     assert merge(foreign, ordinary).lse.isnan().all()
+
+
+def test_both_merges_are_near_each_other() -> None:
+    for width in (1, 5, 16, 512):
+        generator = torch.Generator().manual_seed(width)
+        sides = [
+            Partial(
+                torch.randn(40, width, generator=generator), torch.randn(40, generator=generator)
+            )
+            for _ in range(2)
+        ]
+        ours, want = cpu.merge(*sides), merge(*sides)
+        torch.testing.assert_close(ours.out, want.out, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(ours.lse, want.lse, atol=1e-6, rtol=1e-6)
 
 
 def test_adapt_converts_at_the_door() -> None:
@@ -192,7 +216,8 @@ def test_adapt_converts_at_the_door() -> None:
         adapt(garbage, lse, base="10", empty="+inf")
 
 
-def test_bad_input() -> None:
+@both
+def test_bad_input(merge: Merge) -> None:
     one = Partial(torch.zeros(4, 2), torch.zeros(4))
     into = Partial(torch.full((4, 2), 7.0), torch.full((4,), 7.0))
     for other in (
