@@ -37,11 +37,12 @@ class Benchmark:
 BENCHMARKS: Final = (
     Benchmark(suite="kernels", name="rows", home="ess.bench.rows:rows_benchmark"),
     Benchmark(suite="kernels", name="planner", home="ess.bench.planner:planner_benchmark"),
+    Benchmark(suite="kernels", name="attend", home="ess.bench.attend:attend_benchmark"),
     Benchmark(suite="trace", name="trace", home="ess.bench.trace:trace_benchmark"),
 )
 
 SUITES: Final = {
-    "kernels": "Row movers and the residency planner.",
+    "kernels": "Row movers, the residency planner, attention and the indexer.",
     "trace": "The trace format against raw int32 and zlib.",
     "all": "Every suite.",
 }
