@@ -21,7 +21,7 @@ from ess.bench.report import Row, compare
 from ess.bench.timing import Arm, Samples, measure
 from ess.kernels import cpu, native, reference
 from ess.kernels.memory import host_memory
-from ess.layout import IndexCodec, RowCodec
+from ess.layout import IndexCodec, IndexForm, RowCodec, RowForm
 from ess.units import PAGE_ROWS
 
 REPEATS: Final = 9
@@ -137,10 +137,11 @@ def _widen(codes: Tensor) -> Tensor:
 
 
 def _attention_rows(roof: Roof, *, smoke: bool) -> list[Row]:
+    cases: list[tuple[RowForm, int, int]]
     cases = [("fp8", heads, count) for heads in (4, 16, 128) for count in (1, 16)]
-    cases += [(form, 16, 1) for form in ("bf16", "f32")]
+    cases += [("bf16", 16, 1), ("f32", 16, 1)]
     return [
-        _attention_row(roof, RowCodec(form=form), heads, count, smoke=smoke)  # type: ignore[arg-type]
+        _attention_row(roof, RowCodec(form=form), heads, count, smoke=smoke)
         for form, heads, count in cases
         if not smoke or heads == 4
     ]
@@ -195,9 +196,10 @@ def _row(
 
 
 def _index_rows(roof: Roof, *, smoke: bool) -> list[Row]:
+    cases: list[tuple[IndexForm, int, int]]
     cases = [("fp8", 64, 32_768), ("fp8", 8, 4096), ("fp8", 8, 32_768), ("f32", 8, 4096)]
     return [
-        _index_row(roof, IndexCodec(form=form, head_count=heads), 4096 if smoke else context)  # type: ignore[arg-type]
+        _index_row(roof, IndexCodec(form=form, head_count=heads), 4096 if smoke else context)
         for form, heads, context in cases[2 if smoke else 0 :]
     ]
 

@@ -374,6 +374,6 @@ def test_every_instruction_set(isa: str) -> None:
 
 
 @needs_native
-def test_the_set_is_the_one_that_was_asked_for() -> None:
+def test_native_set_is_the_one_that_was_asked_for() -> None:
     asked = os.environ.get("ESS_ISA")
     assert native.kernels() in ((asked,) if asked else (*ISAS, "avx512_bf16"))
