@@ -41,6 +41,7 @@ class Benchmark:
 BENCHMARKS: Final = (
     Benchmark(suite="kernels", name="rows", home="ess.bench.rows:rows_benchmark"),
     Benchmark(suite="kernels", name="planner", home="ess.bench.planner:planner_benchmark"),
+    Benchmark(suite="kernels", name="attend", home="ess.bench.attend:attend_benchmark"),
     Benchmark(suite="paper", name="paper", home="ess.bench.paper:paper_benchmark"),
     Benchmark(suite="trace", name="trace", home="ess.bench.trace:trace_benchmark"),
     Benchmark(
@@ -55,7 +56,7 @@ BENCHMARKS: Final = (
 )
 
 SUITES: Final = {
-    "kernels": "Row movers and the residency planner.",
+    "kernels": "Row movers, the residency planner, attention and the indexer.",
     "paper": "The published tables and figures, ours beside theirs.",
     "trace": "The trace format against raw int32 and zlib.",
     "policies": "Which row gives way: policies, miss curves and budgets on generated selections.",

@@ -140,7 +140,7 @@ def declared_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield node.arg, node.lineno
             case ast.Name(ctx=ast.Store()):
                 yield node.id, node.lineno
-            case ast.Attribute(ctx=ast.Store()):
+            case ast.Attribute(ctx=ast.Store(), value=ast.Name(id="self")):
                 yield node.attr, node.lineno
             case ast.alias(asname=str()):
                 yield node.asname, node.lineno

@@ -19,13 +19,13 @@
 #pragma once
 
 constexpr int64_t kTile = 64;
-constexpr int64_t kKeys = 8;     // block of the first product: keys by vectors of heads
-constexpr int64_t kHeads = 4;    // block of the second: heads by vectors of values
+constexpr int64_t kKeys = 8;  // block of the first product: keys by vectors of heads
+constexpr int64_t kHeads = kHeadBlock;  // block of the second: heads by vectors of values
 constexpr int64_t kVectors = 4;
 constexpr int64_t kColumns = kVectors * kLanes;
 constexpr float kLowest = -3.402823466e38f;
 
-// exp(x) for x <= 0, within 2 units in the last place; 0 below -87, NaN for NaN.
+// exp(x) for x <= 0, within a unit in the last place; 0 below -87, NaN for NaN.
 ESS_LANE Floats exponential(Floats x) {
     const Floats low = all(-87.0f);
     const Ints tiny = x < low;
@@ -71,20 +71,19 @@ struct Work {
           head_rows(round_up(heads, kHeads)), columns(round_up(call.latent_dim, kColumns)),
           row_words(round_up(query.words > columns ? query.words : columns, 16)),
           value_stride(half ? columns : row_words) {
-        uint8_t* at = nullptr;
-        carve(at, call.slot_count);
-        at = (uint8_t*)scratch(Use::attend, at - (uint8_t*)nullptr);
-        carve(at, call.slot_count);
+        const uintptr_t bytes = carve(0, call.slot_count);
+        carve((uintptr_t)scratch(Use::attend, int64_t(bytes)), call.slot_count);
     }
 
 private:
     template <typename T>
-    static void take(uint8_t*& at, T*& array, int64_t count) {
+    static void take(uintptr_t& at, T*& array, int64_t count) {
         array = (T*)at;
         at += round_up(count * int64_t(sizeof(T)), 64);
     }
 
-    void carve(uint8_t*& at, int64_t slot_count) {
+    // Lays the arrays out from `at` on; returns where they end.
+    uintptr_t carve(uintptr_t at, int64_t slot_count) {
         take(at, named, slot_count);
         take(at, packed, query.word_count());
         take(at, rows, kTile * row_words);
@@ -99,6 +98,7 @@ private:
             values = rows;
             weights = (uint32_t*)logits;
         }
+        return at;
     }
 };
 

@@ -1,9 +1,9 @@
 // Index logits: scale of the key * sum over heads of weight * relu(query . key).
 //
-// A page is decoded once per query and multiplied in blocks of eight keys by one or two vectors
-// of heads. Heads are lanes; what they weigh is added lane by lane over the vectors and across
-// lanes at the end, always in the same order. Keys behind the query's length are computed with the
-// rest of their page, whatever they hold, and dropped by the caller.
+// A page is decoded once per query and multiplied in blocks of eight keys by a vector or two of
+// heads. Heads are lanes; what they weigh is added lane by lane over the vectors and across lanes
+// at the end, always in the same order. Keys behind the query's length are computed with the rest
+// of their page, whatever they hold, and dropped by the caller.
 //
 // Products are taken in bf16 where both sides fit: fp8 keys, and queries in fp8 or bf16.
 #pragma once

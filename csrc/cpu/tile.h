@@ -132,10 +132,14 @@ ESS_LANE void multiply(Factor left, const uint32_t* right, int64_t right_stride,
     for (int64_t step = steps; later.wants(step); step++) later.request(step);
 }
 
+constexpr int64_t kHeadBlock = 4;
+
 // How many lanes each head takes: with few heads, neighbouring words of a sum fill the vector.
+// Heads are counted in whole blocks, so that the lanes of a block are always there.
 ESS_LANE int64_t spread_of(int64_t heads, int64_t words) {
+    const int64_t whole = round_up(heads, kHeadBlock);
     int64_t spread = kLanes >= 8 ? 4 : 1;
-    while (spread > 1 && (heads * spread > kLanes || words % spread)) spread /= 2;
+    while (spread > 1 && (whole * spread > kLanes || words % spread)) spread /= 2;
     return spread;
 }
 

@@ -165,9 +165,9 @@ class _Stripper(html.parser.HTMLParser):
         elif tag in ("td", "th"):
             self.parts.append(" ")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, text: str) -> None:
         if not self._skipped:
-            self.parts.append(data if self._pre_depth else re.sub(r"\s+", " ", data))
+            self.parts.append(text if self._pre_depth else re.sub(r"\s+", " ", text))
 
 
 def strip_html(page: str) -> str:

@@ -127,7 +127,8 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(inner)  # type: ignore[no-any-return]
 
 
 class Moe(nn.Module):
@@ -144,5 +145,6 @@ class Moe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.view(-1, x.shape[-1])
         share, chosen = self.gate(flat)
-        routed = _Experts.apply(flat, share, chosen, self.gate_up, self.down)  # type: ignore[no-untyped-call]
+        run = _Experts.apply
+        routed = run(flat, share, chosen, self.gate_up, self.down)  # type: ignore[no-untyped-call]
         return (routed + self.shared_experts(flat)).view(x.shape)  # type: ignore[no-any-return]

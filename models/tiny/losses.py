@@ -67,7 +67,10 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
     """Mean nats per token, with gradients to the hidden states and the head."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _CrossEntropy.apply(flat, head, target.reshape(-1))  # type: ignore[no-any-return,no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, head, target.reshape(-1)
+    )
+    return loss
 
 
 def soft_cross_entropy(hidden: Tensor, head: Tensor, teacher: Tensor) -> Tensor:

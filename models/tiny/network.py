@@ -155,7 +155,8 @@ class Attention(nn.Module):
             chosen = self._select(x, latent_q, q, k, cos, sin, mode, trace)
             mask = chosen if mode == "sparse" else mask
         out = attend(q, k, v, mask, scale=self.scale)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+        heads = out.transpose(1, 2).reshape(batch, length, -1)
+        return self.o_proj(heads)  # type: ignore[no-any-return]
 
     def _select(
         self,
@@ -250,7 +251,8 @@ class MtpLayer(Layer):
         self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, mode: Mode, trace: Trace
     ) -> Tensor:
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
-        return self.shared_head.norm(self(joined, cos, sin, mode, trace))  # type: ignore[no-any-return]
+        finished = self(joined, cos, sin, mode, trace)
+        return self.shared_head.norm(finished)  # type: ignore[no-any-return]
 
 
 class Trunk(nn.Module):

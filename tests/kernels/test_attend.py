@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -270,6 +271,20 @@ def test_layouts_in_memory(ops: backend.Ops) -> None:
     same_bits(into, want)
 
 
+@needs_native
+def test_rows_past_four_gibibytes() -> None:
+    """Addresses beyond 32 bits, in matrices that are almost all untouched."""
+    codec, count = CODECS["2304"], 2_000_000
+    rows, placed = (torch.from_numpy(np.zeros((count, 2304), np.uint8)) for _ in range(2))
+    rows[-1].view(torch.float32).fill_(3.0)
+    placed[-1].view(torch.float32).fill_(5.0)
+    queries = torch.zeros(2, 2, 576)
+    slots = torch.tensor([[count - 1], [-1 - count]], dtype=torch.int32)
+    ours = backend.ops("cpu").attend(queries, rows, slots, codec, placed=placed, scale=1.0)
+    assert (ours.out[0] == 3).all()
+    assert (ours.out[1] == 5).all()
+
+
 def test_bad_input_changes_nothing(ops: backend.Ops) -> None:
     case = make(CODECS["656"])
     into = Partial(torch.full((3, 4, 512), 7.0), torch.full((3, 4), 7.0))
@@ -359,6 +374,6 @@ def test_every_instruction_set(isa: str) -> None:
 
 
 @needs_native
-def test_the_set_is_the_one_that_was_asked_for() -> None:
+def test_native_set_is_the_one_that_was_asked_for() -> None:
     asked = os.environ.get("ESS_ISA")
     assert native.kernels() in ((asked,) if asked else (*ISAS, "avx512_bf16"))
