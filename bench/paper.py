@@ -1,8 +1,9 @@
 """The published results of ESS beside ours: Table 2, Fig. 1 and Fig. 7, from one simulator.
 
 `value` is ours and `baseline_value` the paper's. Here `ratio` is agreement, 1 - |ours - theirs| /
-theirs, and `target` the least agreement wanted. Nothing is fitted to a row with offload. Numbers
-read off a plot carry their reading error: Fig. 7 is within 4 us, so a short bar may miss by that.
+theirs, and `target` the least agreement wanted. Rows that the constants were fitted on say
+`in_fit`: they show how well the model can bend, not how well it predicts. No row with offload is
+among them. Fig. 7 was read off a plot to 4 us; where that is coarser than the target, it counts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ess.layout import ModelLayout
 from ess.overlap.policy import Mode
 from ess.sim import misses, published, tables
 from ess.sim.capacity import Budget
+from ess.sim.fit import BATCH_MIN
 from ess.sim.operators import Fitted, Operators
 from ess.sim.published import Throughput
 from ess.sim.simulate import LAYERS, Prediction, Scenario, simulate
@@ -49,10 +51,12 @@ def paper_benchmark(*, smoke: bool) -> list[Row]:
     """The same in smoke size: it takes about a second."""
     operators = Operators(tables=tables.load(), fitted=Fitted.shipped())
     table = reproduce_table(operators)
+    held_out = [one for one in table if not one.row.is_resident]
     return [
         *_capacity_rows(table),
         *map(_throughput_row, table),
-        _mean_row(table),
+        _mean_row("table 2 mean agreement", table),
+        _mean_row("table 2 mean agreement, held out", held_out),
         *gain_rows(table),
         *_unlimited_rows(operators),
         *_overhead_rows(operators),
@@ -127,6 +131,7 @@ def _config(row: Throughput) -> dict[str, Any]:
         "accepted": row.accepted,
         "batch": row.batch,
         "slot_ratio": row.ratio,
+        "in_fit": row.is_resident,
     }
 
 
@@ -165,12 +170,10 @@ def _throughput_row(one: Reproduced) -> Row:
     )
 
 
-def _mean_row(table: Sequence[Reproduced]) -> Row:
+def _mean_row(name: str, table: Sequence[Reproduced]) -> Row:
     errors = [abs(one.node_tokens_per_s / one.row.node_tokens_per_s - 1) for one in table]
     mean = 1.0 - statistics.mean(errors)
-    return agreement(
-        "table 2 mean agreement", "of 1", mean, 1.0, target=MEAN_AGREEMENT, config={"rows": 18}
-    )
+    return agreement(name, "of 1", mean, 1.0, target=MEAN_AGREEMENT, config={"rows": len(table)})
 
 
 def gain_rows(table: Sequence[Reproduced]) -> list[Row]:
@@ -209,7 +212,7 @@ def _unlimited_rows(operators: Operators) -> list[Row]:
             ).tokens_per_s(batch=batch, accepted=1.7),
             theirs,
             target=FIG1_AGREEMENT,
-            config={**FIG1, "batch": batch},
+            config={**FIG1, "batch": batch, "in_fit": batch >= BATCH_MIN},
         )
         for batch, theirs in published.unlimited().items()
     ]

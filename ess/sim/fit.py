@@ -27,7 +27,14 @@ BATCH_MIN: Final = 8
 UNLIMITED_ACCEPTED: Final = 1.7
 UNLIMITED_CONTEXT: Final = 32_768
 ROUNDS: Final = 2
-BALANCES: Final = ("uniform", "power_law_0.6", "power_law_0.8", "power_law_1.01", "power_law_1.2")
+BALANCES: Final = (
+    "uniform",
+    "power_law_0.6",
+    "power_law_0.8",
+    "power_law_1.01",
+    "power_law_1.02",
+    "power_law_1.2",
+)
 REPEATS: Final = (0.0, 0.25, 0.5)
 FIRST: Final = (0.9, 14.0)
 NUDGE: Final = 1e-2
