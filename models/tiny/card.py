@@ -76,9 +76,9 @@ python -m ess.models.tiny.export --folder FOLDER
 python -m ess.models.tiny.evaluate --folder FOLDER --card
 ```
 
-`minutes` is processor time of each of {workers} workers. The context limit of 131,072 tokens is a
-path through the system (YaRN x 32, trained with from the first step): sequences in training had
-256 to 1,024 tokens, and quality beyond that is not claimed.
+`minutes` is processor time of each of {workers} workers. {note}The context limit
+of 131,072 tokens is a path through the system (YaRN x 32, trained with from the first step):
+sequences in training had 256 to 1,024 tokens, and quality beyond that is not claimed.
 """
 
 
@@ -90,8 +90,8 @@ def _row(values: list[str]) -> str:
     return " | ".join(values)
 
 
-def card_text(numbers: dict[str, Any], training: dict[str, Any]) -> str:
-    """The card. `training` has tokens, minutes and workers of the run."""
+def card_text(numbers: dict[str, Any], training: dict[str, Any], note: str) -> str:
+    """The card. `training` has tokens, minutes and workers of the run; `note` its history."""
     recall, corpus = numbers["recall"], numbers["corpus"]
     names = [f"{row['layer']}" for row in recall[:-1]] + ["MTP"]
     packages = [
@@ -112,6 +112,7 @@ def card_text(numbers: dict[str, Any], training: dict[str, Any]) -> str:
         tokens_seen=training["tokens"] / 1e6,
         minutes=training["minutes"],
         workers=training["workers"],
+        note=f"{note} " if note else "",
         packages="\n".join(packages),
         layers=_row(names),
         dashes="---|" * (len(names) - 1) + "---",
@@ -122,5 +123,5 @@ def card_text(numbers: dict[str, Any], training: dict[str, Any]) -> str:
     )
 
 
-def write_card(path: Path, numbers: dict[str, Any], training: dict[str, Any]) -> None:
-    path.write_text(card_text(numbers, training))
+def write_card(path: Path, numbers: dict[str, Any], training: dict[str, Any], note: str) -> None:
+    path.write_text(card_text(numbers, training, note))

@@ -226,6 +226,7 @@ def main(
     f32: bool = False,
     share: float = 1.0,
     card: bool = False,
+    note: str = "",
 ) -> None:
     """Measure a checkpoint on the held-out packages and print its numbers.
 
@@ -237,6 +238,7 @@ def main(
     share: of the held-out windows to score, spread evenly; xz always takes all of the text.
     f32: compute in f32 in place of bf16.
     card: also write the model card, README.md, into the checkpoint folder.
+    note: what the card says about the history of the weights, if they had more than one run.
     """
     torch.set_num_threads(threads)
     dtype = torch.float32 if f32 else torch.bfloat16
@@ -244,7 +246,7 @@ def main(
     print(json.dumps({name: held for name, held in numbers.items() if name != "corpus"}, indent=1))
     if card:
         training = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
-        write_card(checkpoint / "README.md", numbers, training)
+        write_card(checkpoint / "README.md", numbers, training, note)
 
 
 if __name__ == "__main__":
