@@ -51,7 +51,7 @@ most any {top_k} positions hold):
 |---|{dashes}|
 | indexer | {captured} |
 | best | {best} |
-
+{peaked}
 ## Two lines of what it says
 
 {samples}
@@ -81,6 +81,11 @@ of 131,072 tokens is a path through the system (YaRN x 32, trained with from the
 sequences in training had 256 to 1,024 tokens, and quality beyond that is not claimed.
 """
 
+_PEAKED = """
+Read these with care: attention of this model is peaked, {top_k} positions hold all of it in every
+layer of the trunk, so a high recall is easier here than in a large model.
+"""
+
 
 def _quote(sample: str) -> str:
     return "> " + " ".join(sample.split()) + "\n"
@@ -93,6 +98,7 @@ def _row(values: list[str]) -> str:
 def card_text(numbers: dict[str, Any], training: dict[str, Any], note: str) -> str:
     """The card. `training` has tokens, minutes and workers of the run; `note` its history."""
     recall, corpus = numbers["recall"], numbers["corpus"]
+    bests = [row["best"] for row in recall[:-1]]
     names = [f"{row['layer']}" for row in recall[:-1]] + ["MTP"]
     packages = [
         f"| this model, {p['package']} | {p['bits_per_byte']:.3f} |" for p in numbers["packages"]
@@ -112,6 +118,7 @@ def card_text(numbers: dict[str, Any], training: dict[str, Any], note: str) -> s
         tokens_seen=training["tokens"] / 1e6,
         minutes=training["minutes"],
         workers=training["workers"],
+        peaked=_PEAKED.format(top_k=numbers["top_k"]) if min(bests) > 0.999 else "",
         note=f"{note} " if note else "",
         packages="\n".join(packages),
         layers=_row(names),

@@ -53,3 +53,9 @@ def test_card_says_the_numbers_it_was_given() -> None:
     ):
         assert said in card, said
     assert "{" not in card
+    assert "is peaked" not in card
+
+
+def test_card_warns_where_recall_is_easy() -> None:
+    easy = [{"layer": layer, "captured": 0.99, "best": 1.0} for layer in range(2)]
+    assert "is peaked, 256 positions" in card_text(NUMBERS | {"recall": easy}, TRAINING, "")
