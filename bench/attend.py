@@ -47,9 +47,11 @@ def attend_benchmark(*, smoke: bool) -> list[Row]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        roof, rows = _roof(smoke=smoke)
-        rows += _attention_rows(roof, smoke=smoke) + _index_rows(roof, smoke=smoke)
-        return rows + _top_k_rows(smoke=smoke) + [_merge_row(smoke=smoke)]
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            roof, rows = _roof(smoke=smoke)
+            rows += _attention_rows(roof, smoke=smoke) + _index_rows(roof, smoke=smoke)
+            return rows + _top_k_rows(smoke=smoke) + [_merge_row(smoke=smoke)]
     finally:
         torch.set_num_threads(before)
 
@@ -160,7 +162,8 @@ def _attention_row(roof: Roof, codec: RowCodec, heads: int, queries: int, *, smo
         smoke=smoke,
     )
     sides[1].slots = sides[0].slots
-    torch.testing.assert_close(sides[0].native(), sides[1].torch(), atol=0.02, rtol=0)
+    # torch rounds its logits to bf16
+    torch.testing.assert_close(sides[0].native(), sides[1].torch(), atol=0.1, rtol=0)
     flops = 2.0 * queries * heads * TOP_K * (2 * codec.latent_dim + codec.rope_dim)
     roof_us = roof.time_us(flops, queries * TOP_K * codec.row_bytes, form=codec.form)
     config = {"form": codec.form, "heads": heads, "queries": queries, "top_k": TOP_K}
@@ -221,7 +224,8 @@ def _index_row(roof: Roof, codec: IndexCodec, context: int) -> Row:
     def rival() -> Tensor:
         return _torch_logits(queries, weights, pages.index_select(0, table[0]), codec)
 
-    torch.testing.assert_close(ours(), rival(), atol=0.5, rtol=0.05)
+    great = float(ours().abs().max())  # torch rounds its dots to bf16
+    torch.testing.assert_close(ours(), rival(), atol=0.02 * great, rtol=0)
     samples = _measure(
         {"native": Arm(name="native", run=ours), "torch": Arm(name="torch", run=rival)},
         smoke=context == 4096,
