@@ -390,7 +390,7 @@ ALLOWED = [
     (module_state, "def f():\n    seen = []\n    seen.append(1)\n    return seen"),
     (positional_flags, "def f(a: int, *, deep: bool = True) -> bool: ...\ndef _g(x: bool): ..."),
     (vague_errors, "raise BadInput(f'row {row} is outside 0..{count}')\nraise BadInput(sentence)"),
-    (local_paths, "/proc/cpuinfo and https://example.org/work/x and ess/work/y"),
+    (local_paths, "/proc/cpuinfo and https://example.org/home/x and ess/home/y"),
 ]
 
 
