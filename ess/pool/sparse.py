@@ -200,8 +200,7 @@ class SparsePool:
         planner.settle(self._arenas[group], slots)
 
     def drop(self, group: int, rows: RowIds) -> None:
-        self._used_count[group] -= self._resident_count(group, rows)
-        planner.drop(self._arenas[group], rows)
+        self._used_count[group] -= planner.drop(self._arenas[group], rows)
 
     def drop_pages(self, active: PageIds) -> None:
         """All rows of these pages leave every group: their ids may be used again."""
