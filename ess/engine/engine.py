@@ -17,9 +17,10 @@ import torch
 from ess.door import Offload
 from ess.engine import mtp, prompt, scheduler
 from ess.engine.batch import Chunk, Line, Made, StepPlan, StepResult
+from ess.engine.choice import choose
 from ess.engine.request import Request
-from ess.engine.runner import Forward, Runner
-from ess.engine.sampling import Sampling, draw
+from ess.engine.runner import Runner
+from ess.engine.sampling import Sampling
 from ess.engine.verify import Verifier
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
@@ -175,7 +176,10 @@ class Engine:
         batch = self._runner.batch(step)
         forward = self._runner.decode(batch, [token for line in lines for token in line.tokens])
         firsts = [sum(counts[:i]) for i in range(len(counts))]
-        targets = [_verify(line, forward, at) for line, at in zip(lines, firsts, strict=True)]
+        targets = [
+            choose(line, forward.logits[at : at + len(line.tokens)])
+            for line, at in zip(lines, firsts, strict=True)
+        ]
         drafts: list[list[int]] = [[] for _ in lines]
         if self._config.mtp > 1:
             following = [0] * step.query_count
@@ -210,21 +214,3 @@ class Engine:
         if request.sequence is not None:
             request.sequence.close()
             request.sequence = None
-
-
-def _verify(line: Line, forward: Forward, at: int) -> list[int]:
-    """The tokens this step makes: each target, as long as the draft before it was right."""
-    request = line.request
-    tokens, made = list(request.tokens), []
-    for offset in range(len(line.tokens)):
-        token = draw(
-            forward.logits[at + offset],
-            request.sampling,
-            tokens=tokens,
-            prompt_count=len(request.prompt),
-        )
-        made.append(token)
-        tokens.append(token)
-        if offset + 1 < len(line.tokens) and line.tokens[offset + 1] != token:
-            break
-    return made

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ess.engine.layer import Batch, attend, select, turned
+from ess.engine.rows import Batch, attend, select, turned
 from ess.engine.runner import Runner
 from ess.kernels.merge import Partial, merge
 from ess.models.indexer import Probe

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ess.door import Sequence as Opened
-from ess.engine.layer import key_records, row_bytes, turned
+from ess.engine.rows import key_records, row_bytes, turned
 from ess.engine.runner import Runner
 from ess.models.decoder import DecoderLayer, Entry
 from ess.models.indexer import Probe, select

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ess.door import Offload, Step
-from ess.engine.layer import Batch, LayerStep
+from ess.engine.layer import LayerStep
+from ess.engine.rows import Batch
 from ess.engine.verify import Verifier
 from ess.errors import BadInput
 from ess.kernels.backend import Ops

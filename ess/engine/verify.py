@@ -14,7 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ess.engine.layer import Batch, LayerStep
+from ess.engine.layer import LayerStep
+from ess.engine.rows import Batch
 from ess.errors import EssError
 
 TOLERANCE: Final = 1e-3
