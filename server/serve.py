@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from ess.errors import BadInput
+from ess.errors import BadInput, Unavailable
 
 
 @Parameter(name="*")
@@ -129,6 +129,8 @@ def serve(
     for name in ("pp_size", "tp_size"):
         if given.pop(name, 1) != 1:
             raise BadInput(f"{name} must be 1: one process holds the whole model")
-    from ess.server.launch import serve_flags
-
+    try:
+        from ess.server.launch import serve_flags
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"{error.name} is missing: install ess[serve]") from None
     return serve_flags({**given, "model": model}, config=config, json=json)
