@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from ess.errors import BadInput, EssError
 from ess.server import about_routes, chat, completions, generate, text_routes
-from ess.server.answers import Absent, answer, error_answer
+from ess.server.answers import Absent, error_answer
 from ess.server.gate import Gate
 from ess.server.service import Service
 
@@ -52,7 +52,7 @@ def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
     ]
     app = Starlette(
         routes=routes,
-        exception_handlers={EssError: _on_error, HTTPException: _on_http, Exception: _on_failure},
+        exception_handlers={EssError: _on_error, HTTPException: _on_http},
     )
     app.router.redirect_slashes = False
     app.state.service = service
@@ -60,11 +60,16 @@ def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
 
 
 def _named(handler: Handler) -> Handler:
-    """Counts by route, never by a path that a client made up."""
+    """Counts by route, never by a path that a client made up; a failure of ours is an answer."""
 
     async def handle(request: Request) -> Response:
         request.scope["route_name"] = request.scope["path"]
-        return await handler(request)
+        try:
+            return await handler(request)
+        except (EssError, HTTPException):
+            raise
+        except Exception as error:
+            return _failed(request, error)
 
     return handle
 
@@ -84,17 +89,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     return made
 
 
-async def _on_failure(request: Request, error: Exception) -> Response:
+def _failed(request: Request, error: Exception) -> Response:
     """What went wrong goes to the log, never to the client."""
     logging.getLogger("ess").error("request %s failed", request.state.request_id, exc_info=error)
-    return answer(
-        {
-            "error": {
-                "message": "the server failed; its log says how",
-                "type": "server_error",
-                "param": None,
-                "code": None,
-            }
-        },
-        status=500,
-    )
+    return error_answer(EssError())

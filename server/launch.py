@@ -251,6 +251,7 @@ def uvicorn_config(found: Settings, service: Service) -> uvicorn.Config:
         http=protocol,
         ws="none",
         lifespan="off",
+        proxy_headers=False,
         log_config=None,
         access_log=False,
         server_header=False,

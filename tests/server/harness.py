@@ -232,6 +232,7 @@ class Served:
             http=self._protocol,
             ws="none",
             lifespan="off",
+            proxy_headers=False,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=1,
