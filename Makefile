@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q setuptools wheel
-	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+	$(BIN)/pip install -q --no-build-isolation -e '.[dev,oracle]'
 	touch $@
 
 serve: $(STAMP)
