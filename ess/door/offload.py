@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Many
 from types import TracebackType
 from typing import Any
@@ -41,6 +42,7 @@ class Offload:
         self._query_max = query_max
         self._counters = Counters(pools.layout.group_count)
         self._step: Step | None = None
+        self._sealed: deque[Step] = deque()
         self._opened_count = 0
         self._is_open = True
 
@@ -166,7 +168,7 @@ class Offload:
 
     def _close_sequence(self, sequence: Sequence) -> None:
         """Its full stored pages stay as prefix cache while there is room."""
-        if sequence.step_number is not None and self._step is not None:
+        if self._step is not None and sequence in self._step.sequences:
             self.abandon(self._step)
         life.close(self._pools, sequence)
 
@@ -219,10 +221,16 @@ class Offload:
     # ---- a step
 
     def begin(self, sequences: Many[Sequence], *, query_counts: Many[int]) -> Step:
-        """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit."""
+        """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit.
+
+        One earlier step may be sealed and not learned: pages are provided for the most that it can
+        have accepted, and positions follow the device's own lengths.
+        """
         self._require_open()
         if self._step is not None:
             raise BadState(f"step {self._step.number} is not committed")
+        if len(self._sealed) > 1:
+            raise BadState(f"step {self._sealed[0].number} is not learned")
         listed = counts("query_counts", query_counts, len(sequences))
         in_range("the queries of a step", sum(listed), 1, self._query_max)
         self._step = stepping.begin(self._pools, tuple(sequences), listed)
@@ -306,14 +314,37 @@ class Offload:
         `tokens` are the ids that the kept rows were computed from; pages whose ids are known
         become prefix cache.
         """
+        if self._sealed:
+            raise BadState(f"step {self._sealed[0].number} is not learned")
         self._require_step(step)
+        stepping.check_tokens(step, self._accepted(step, accepted), tokens)
+        self.seal(step, accepted=accepted)
+        self.learn(step, accepted=accepted, tokens=tokens)
+
+    def seal(self, step: Step, *, accepted: Many[int]) -> None:
+        """The device's half of `commit`: rows leave or go, the next step may begin."""
+        self._require_step(step)
+        stored = stepping.seal(self._pools, step, self._accepted(step, accepted))
+        self._step = None
+        self._sealed.append(step)
+        for group, byte_count in stored.items():
+            self._counters.stored(group, byte_count)
+
+    def learn(
+        self, step: Step, *, accepted: Many[int], tokens: Many[Many[int]] | None = None
+    ) -> None:
+        """The host's half of `commit`, for sealed steps in their order."""
+        self._require_open()
+        if not self._sealed or self._sealed[0] is not step:
+            raise BadState(f"step {step.number} is not the oldest sealed step")
+        stepping.learn(self._pools, step, self._accepted(step, accepted), tokens)
+        self._sealed.popleft()
+
+    def _accepted(self, step: Step, accepted: Many[int]) -> list[int]:
         listed = counts("accepted", accepted, len(step.sequences))
         for kept, brought in zip(listed, step.query_counts, strict=True):
             in_range("accepted", kept, 0, brought)
-        stored = stepping.commit(self._pools, step, listed, tokens)
-        self._step = None
-        for group, byte_count in stored.items():
-            self._counters.stored(group, byte_count)
+        return listed
 
     def abandon(self, step: Step) -> None:
         """Give the step up: none of its rows are kept."""

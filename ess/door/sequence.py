@@ -33,8 +33,10 @@ State = Literal["active", "preempted", "closed"]
 class Sequence:
     """One request's rows. Made by `Offload.open`; read its fields, let the offload change them.
 
-    `length` counts the leading positions whose rows every main layer has; `cached_count` of them
-    came from the prefix cache. `tokens` are what page hashes are made of, as far as known.
+    `length` counts the leading positions whose rows every main layer has, as far as the host has
+    learned; `cached_count` of them came from the prefix cache. `tokens` are what page hashes are
+    made of, as far as known. Steps in `step_numbers` are not learned yet; they may have added up to
+    `ahead_count` rows more.
     """
 
     number: int
@@ -49,7 +51,8 @@ class Sequence:
     reservation: Reservation | None = None
     published_count: int = 0
     is_arriving: bool = False
-    step_number: int | None = None
+    step_numbers: tuple[int, ...] = ()
+    ahead_count: int = 0
     closer: Callable[[Sequence], None] | None = None
 
     def close(self) -> None:
@@ -64,10 +67,20 @@ class Sequence:
             self.close()
 
     def require(self, *states: State) -> None:
+        self.require_state(*states)
+        if self.step_numbers:
+            raise BadState(
+                f"sequence {self.number} is in step {self.step_numbers[0]}; commit it first"
+            )
+
+    def require_state(self, *states: State) -> None:
         if self.state not in states:
             raise BadState(f"sequence {self.number} is {self.state}, not {' or '.join(states)}")
-        if self.step_number is not None:
-            raise BadState(f"sequence {self.number} is in step {self.step_number}; commit it first")
+
+    @property
+    def length_bound(self) -> int:
+        """Where the next step starts at most."""
+        return self.length + self.ahead_count
 
     @property
     def page_count(self) -> int:
@@ -85,8 +98,15 @@ def open_sequence(
         )
     pools.inflight.settle()
     prefix, text_hash = _cached_prefix(pools, tokens, salt)
+    cached_count = len(prefix) * PAGE_ROWS
     sequence = Sequence(
-        number=number, tokens=list(tokens), length_max=length_max, text_hash=text_hash
+        number=number,
+        tokens=list(tokens),
+        length_max=length_max,
+        text_hash=text_hash,
+        cached_count=cached_count,
+        length=cached_count,
+        published_count=len(prefix),
     )
     pools.latent.hold(prefix)
     try:
@@ -94,8 +114,6 @@ def open_sequence(
     except PoolFull:
         pools.latent.drop(prefix)
         raise
-    sequence.cached_count = sequence.length = len(prefix) * PAGE_ROWS
-    sequence.published_count = len(prefix)
     return sequence
 
 
@@ -154,6 +172,7 @@ def _activate(pools: Pools, sequence: Sequence) -> None:
     pools.ledger.draw(sequence.reservation, INDEX_PAGES, new_count)
     sequence.line = pools.tables.take()
     pools.tables.lines[sequence.line, : len(active)] = active
+    pools.tables.lengths[sequence.line] = sequence.length
     sequence.state = "active"
 
 
@@ -265,6 +284,7 @@ def refresh(pools: Pools, sequence: Sequence) -> None:
     if sequence.is_arriving:
         sequence.is_arriving = False
         sequence.length = pools.latent.leading_count(sequence.host_pages)
+        pools.tables.lengths[sequence.line] = sequence.length
         publish(pools, sequence)
 
 
