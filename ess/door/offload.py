@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from ess.clock import Clock, RealClock
 from ess.door import arrival, stepping
 from ess.door import sequence as life
 from ess.door.checks import as_array, counts, in_range
 from ess.door.pools import Pools, PoolSizes, build_pools
+from ess.door.residency import Residency
 from ess.door.sequence import Sequence
 from ess.door.stats import Counters, Stats
 from ess.door.step import Resolution, Step
+from ess.door.timings import Timings
 from ess.door.transit import differing_slots, member_slab
 from ess.door.workspace import Part, make_part
 from ess.errors import BadInput, BadState
-from ess.flashtrans.lanes import open_lane
+from ess.flashtrans.lanes import InlineLane, open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS, parse_size
@@ -35,12 +38,19 @@ class Offload:
     own, but an Offload is not to be shared between threads. A context manager.
     """
 
-    def __init__(self, pools: Pools, parts: list[Part], lane: Lane, query_max: int) -> None:
+    def __init__(
+        self, pools: Pools, parts: list[Part], lane: Lane, query_max: int, clock: Clock
+    ) -> None:
         self._pools = pools
         self._parts = parts
         self._lane = lane
         self._query_max = query_max
+        self.clock = clock
         self._counters = Counters(pools.layout.group_count)
+        self._timings = Timings(
+            layout=pools.layout, clock=clock, is_inline=isinstance(lane, InlineLane)
+        )
+        self._residency = Residency(pools)
         self._step: Step | None = None
         self._sealed: deque[Step] = deque()
         self._opened_count = 0
@@ -61,13 +71,14 @@ class Offload:
         part_max: int = 2,
         slot_floor: int | None = None,
         lane: Lane | None = None,
+        clock: Clock | None = None,
         poison: bool = False,
     ) -> Offload:
         """Allocates everything it will ever use.
 
         `query_max` bounds the queries of one step, `part_max` the parts one layer is resolved in.
-        Copies run beside compute unless another `lane` is given. `poison` fills freed and
-        unwritten rows with 0xFF, which is NaN: for tests.
+        Copies run beside compute unless another `lane` is given; waits for them are timed on
+        `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         """
         for name, value in (
             ("sequence_max", sequence_max),
@@ -86,7 +97,8 @@ class Offload:
         )
         opened = lane or open_lane(device=device)
         parts = [make_part(query_max, layout.top_k) for _ in range(part_max)]
-        return cls(build_pools(layout, sizes, opened), parts, opened, query_max)
+        pools = build_pools(layout, sizes, opened)
+        return cls(pools, parts, opened, query_max, clock or RealClock())
 
     # ---- what may be read
 
@@ -135,7 +147,16 @@ class Offload:
         return torch.from_numpy(self._pools.tables.rows(sequence.line, start, count))
 
     def stats(self) -> Stats:
-        return self._counters.read(self._pools)
+        return self._counters.read(self._pools, self._timings)
+
+    def all_resident(self, sequences: Many[Sequence]) -> bool:
+        """Every row of these sequences is in a slot, in every layer."""
+        return self._residency.all_resident(sequences)
+
+    @property
+    def is_scarce(self) -> bool:
+        """Slots are running out: selections must be stamped (`resolve`), `locate` does not."""
+        return self._residency.is_scarce()
 
     def verify(self, layer: int) -> list[tuple[int, int]]:
         """(slot, row id) of every clean slot whose bytes are not those of its row on the host."""
@@ -270,7 +291,8 @@ class Offload:
             self._counters.planned(plan, self._group_row_bytes(group))
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
-        return stepping.resolution(self._pools, step, layer, key)
+        found = stepping.resolution(self._pools, step, layer, key)
+        return self._timings.timed(layer, first_query, found)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -326,6 +348,7 @@ class Offload:
         self._require_step(step)
         stored = stepping.seal(self._pools, step, self._accepted(step, accepted))
         self._step = None
+        self._timings.landed(step)
         self._sealed.append(step)
         for group, byte_count in stored.items():
             self._counters.stored(group, byte_count)

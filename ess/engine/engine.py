@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from ess.engine.choice import choose
 from ess.engine.request import Request
 from ess.engine.runner import Runner
 from ess.engine.sampling import Sampling
+from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
@@ -31,10 +33,13 @@ from ess.models.model import Model
 class EngineConfig:
     """`mtp` is how many tokens a step verifies per request; 1 means no drafts.
 
+    `modes` is "layerwise" (per layer from live counters, from `calibration` on if there is one),
+    "resident", "none", "da", "dba", or a list with one of these four per layer.
     `verify_every` n checks one layer of every n-th step against the host's rows.
     """
 
-    modes: str | Sequence[str] = "none"
+    modes: str | Sequence[str] = "layerwise"
+    calibration: str | Path | None = None
     mtp: int = 1
     batch_max: int = 16
     query_max: int = 64
@@ -56,8 +61,9 @@ class Engine:
         self.step_count = 0
         self._config = config
         self.verifier = Verifier(every=config.verify_every, is_fatal=config.verify_fatal)
+        self.tuning = Tuning(offload, config.modes, calibration=config.calibration)
         self._runner = Runner(
-            model, offload, ops(config.backend), modes=config.modes, verifier=self.verifier
+            model, offload, ops(config.backend), tuning=self.tuning, verifier=self.verifier
         )
         self._requests: list[Request] = []
         self._added_count = 0
