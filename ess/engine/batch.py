@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ess.engine.chances import Chance
 from ess.engine.request import Request
 
 
@@ -40,11 +41,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The new tokens of one request in one step, and its guesses for the next one."""
+    """The new tokens of one request in one step, and its guesses for the next one.
+
+    Tokens behind one that ends the request are surplus. `chances` are of each token, if asked for.
+    """
 
     request: Request
     tokens: tuple[int, ...]
     drafts: tuple[int, ...]
+    chances: tuple[Chance, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

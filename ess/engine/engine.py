@@ -18,7 +18,8 @@ import torch
 from ess.door import Offload
 from ess.engine import mtp, prompt, scheduler
 from ess.engine.batch import Chunk, Line, Made, StepPlan, StepResult
-from ess.engine.choice import choose
+from ess.engine.choice import choose_all
+from ess.engine.entry import Entry
 from ess.engine.request import Request
 from ess.engine.runner import Runner
 from ess.engine.sampling import Sampling
@@ -27,6 +28,7 @@ from ess.engine.verify import Verifier
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
 from ess.models.model import Model
+from ess.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,16 @@ class EngineConfig:
 
 
 class Engine:
-    def __init__(self, model: Model, offload: Offload, config: EngineConfig) -> None:
+    """A tokenizer is needed by requests with stop strings or a grammar, and by no others."""
+
+    def __init__(
+        self,
+        model: Model,
+        offload: Offload,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         if config.mtp > 1 and not (model.mtp and offload.layout.mtp_layer_count):
             raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")
         if not 1 <= config.mtp <= 8:
@@ -65,6 +76,7 @@ class Engine:
         self._runner = Runner(
             model, offload, ops(config.backend), tuning=self.tuning, verifier=self.verifier
         )
+        self._entry = Entry(model.config, tokenizer)
         self._requests: list[Request] = []
         self._added_count = 0
 
@@ -82,6 +94,7 @@ class Engine:
             raise BadInput(
                 f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
             )
+        self._entry.equip(request)
         self._added_count += 1
         self._requests.append(request)
         return request
@@ -182,10 +195,8 @@ class Engine:
         batch = self._runner.batch(step)
         forward = self._runner.decode(batch, [token for line in lines for token in line.tokens])
         firsts = [sum(counts[:i]) for i in range(len(counts))]
-        targets = [
-            choose(line, forward.logits[at : at + len(line.tokens)])
-            for line, at in zip(lines, firsts, strict=True)
-        ]
+        choices = choose_all(lines, forward.logits)
+        targets = [choice.tokens for choice in choices]
         drafts: list[list[int]] = [[] for _ in lines]
         if self._config.mtp > 1:
             following = [0] * step.query_count
@@ -199,8 +210,8 @@ class Engine:
         kept = [line.tokens[:count] for line, count in zip(lines, accepted, strict=True)]
         self.offload.commit(step, accepted=accepted, tokens=kept)
         return tuple(
-            Made(line.request, tuple(target), tuple(guesses))
-            for line, target, guesses in zip(lines, targets, drafts, strict=True)
+            Made(line.request, choice.tokens, tuple(guesses), choice.chances)
+            for line, choice, guesses in zip(lines, choices, drafts, strict=True)
         )
 
     def _commit(self, result: StepResult) -> None:
