@@ -76,5 +76,6 @@ class Whole(Offload):
         self._require_step(step)
         for sequence, count in zip(step.sequences, accepted, strict=True):
             sequence.length += count
-            sequence.step_number = None
+            sequence.step_numbers, sequence.ahead_count = (), 0
+            self._pools.tables.lengths[sequence.line] = sequence.length
         self._step = None
