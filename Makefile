@@ -20,14 +20,14 @@ serve: $(STAMP)
 	$(BIN)/python docs/examples/own_engine.py
 
 test: check
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "slow and not gpu"
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy --strict -p ess
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 bench: $(STAMP)
 	$(BIN)/ess-bench all --smoke
