@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ess.door import Sequence
 from ess.engine.request import Request
 
 
@@ -21,21 +22,38 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a decode batch and how many tokens it has verified: no more is planned."""
+
+    request: Request
+    count: int
+
+    @property
+    def sequence(self) -> Sequence:
+        assert self.request.sequence is not None, f"request {self.request.number} has no rows"
+        return self.request.sequence
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a decode batch: its last token, then the drafts to verify."""
+    """A turn in device order: its newest token, then the drafts to verify, from `position` on."""
 
     request: Request
     tokens: tuple[int, ...]
+    position: int
+
+    @property
+    def history(self) -> list[int]:
+        """All tokens up to the newest. Those that the host has not learned stand as 0: who looks
+        at them does not overlap (`future.depth_reasons`)."""
+        known = self.request.tokens
+        return known + [0] * (self.position + 1 - len(known))
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    lines: tuple[Line, ...]
+    turns: tuple[Turn, ...]
     chunk: Chunk | None
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.lines and self.chunk is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +67,13 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """What the host has learned in this step, and what it has put under way."""
+
     made: tuple[Made, ...]
     chunk: Chunk | None
+    turn_count: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing could run and nothing was under way."""
+        return not self.made and self.chunk is None and self.turn_count == 0

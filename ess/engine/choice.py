@@ -11,7 +11,7 @@ from ess.engine.sampling import draw
 def choose(line: Line, logits: Tensor) -> list[int]:
     """From logits [queries, vocabulary]: each target, as long as the draft before it was right."""
     request = line.request
-    tokens, made = list(request.tokens), []
+    tokens, made = line.history, []
     for offset in range(len(line.tokens)):
         token = draw(
             logits[offset],

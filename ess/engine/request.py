@@ -1,10 +1,12 @@
 """A request's life: its states, the legal moves between them, and why it ended.
 
 waiting --> prefilling --> decoding --> finished
-                |           |   ^
-                |           v   |
-                |         preempted
-                `-----------+----------> finished (cancelled)
+                ^  |        |   ^
+                |  v        v   |
+                `- preempted ---'
+
+From every state to finished: cancelled, or refused while it waits. A step that was launched before
+the host knew of an ending still runs; its sequence is closed when that step is learned.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
         ("waiting", "prefilling"),
         ("waiting", "finished"),
         ("prefilling", "decoding"),
+        ("prefilling", "preempted"),
         ("prefilling", "finished"),
         ("decoding", "preempted"),
         ("decoding", "finished"),
+        ("preempted", "prefilling"),
         ("preempted", "decoding"),
         ("preempted", "finished"),
     }
@@ -37,7 +41,11 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`prompt` and `sampling` come from outside; everything else is the engine's."""
+    """`prompt` and `sampling` come from outside; everything else is the engine's.
+
+    `output` is what the host has learned. `flight_count` steps that it has not learned may have
+    made up to `ahead_count` tokens more; `draft_count` drafts wait on the device for the next one.
+    """
 
     number: int
     prompt: list[int]
@@ -47,7 +55,10 @@ class Request:
     reason: Reason | None = None
     sequence: Sequence | None = None
     prefilled_count: int = 0
-    drafts: list[int] = field(default_factory=list)
+    draft_count: int = 0
+    flight_count: int = 0
+    ahead_count: int = 0
+    is_held: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -69,6 +80,11 @@ class Request:
     def left_count(self) -> int:
         """Tokens that may still be made."""
         return self.sampling.tokens_max - len(self.output)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """The last prompt token is left to decode."""
+        return self.prefilled_count == len(self.prompt) - 1
 
     def take(self, made: list[int]) -> list[int]:
         """Append new tokens up to the first that ends the request; returns those kept."""

@@ -53,9 +53,12 @@ class Sampling:
         return self.temperature == 0.0 and not self.changes_logits
 
     @property
+    def penalises(self) -> bool:
+        return any((self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0))
+
+    @property
     def changes_logits(self) -> bool:
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0)
-        return any(penalties) or bool(self.logit_bias) or self.tokens_min > 0
+        return self.penalises or bool(self.logit_bias) or self.tokens_min > 0
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
