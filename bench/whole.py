@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ess.door import Offload, Sequence, Step, stepping
+from ess.door import Offload, Promise, Sequence, Step, stepping
 from ess.door.arrival import key_group
 from ess.door.checks import as_array
 from ess.pool import planner
@@ -36,9 +36,14 @@ class Whole(Offload):
         return rows[layer]
 
     def open(
-        self, tokens: Many[int], *, length_max: int | None = None, salt: bytes = b""
+        self,
+        tokens: Many[int],
+        *,
+        length_max: int | None = None,
+        promise: Promise = "all",
+        salt: bytes = b"",
     ) -> Sequence:
-        opened = super().open(tokens, length_max=length_max, salt=salt)
+        opened = super().open(tokens, length_max=length_max, promise=promise, salt=salt)
         count = opened.cached_count
         active = self.active_rows(opened, 0, count).long()
         on_host = self.host_rows(opened, 0, count).long()
@@ -70,12 +75,9 @@ class Whole(Offload):
         planner.translate(array, self._pools.tables.lines, lines, lengths, out=rows)
         return torch.from_numpy(rows)
 
-    def commit(
-        self, step: Step, *, accepted: Many[int], tokens: Many[Many[int]] | None = None
-    ) -> None:
+    def seal(self, step: Step, *, accepted: Many[int]) -> None:
         self._require_step(step)
-        for sequence, count in zip(step.sequences, accepted, strict=True):
-            sequence.length += count
-            sequence.step_numbers, sequence.ahead_count = (), 0
-            self._pools.tables.lengths[sequence.line] = sequence.length
+        lines = [sequence.line for sequence in step.sequences]
+        self._pools.tables.lengths[lines] += np.array(accepted, np.int32)
         self._step = None
+        self._sealed.append(step)

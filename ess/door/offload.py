@@ -16,7 +16,7 @@ from ess.door import sequence as life
 from ess.door.checks import as_array, counts, in_range
 from ess.door.pools import Pools, PoolSizes, build_pools
 from ess.door.residency import Residency
-from ess.door.sequence import Sequence
+from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
 from ess.door.step import Resolution, Step
 from ess.door.timings import Timings
@@ -111,6 +111,11 @@ class Offload:
         """The longest sequence that may be opened."""
         return self._pools.sizes.length_max
 
+    @property
+    def sequence_max(self) -> int:
+        """How many sequences can be active; their lines are 0 up to this."""
+        return self._pools.sizes.sequence_max
+
     def slots(self, layer: int) -> torch.Tensor:
         """[slab rows, row_bytes]: where the hits and misses of this layer are."""
         group = self.layout.group_of(layer)
@@ -171,17 +176,28 @@ class Offload:
     # ---- sequences
 
     def open(
-        self, tokens: Many[int], *, length_max: int | None = None, salt: bytes = b""
+        self,
+        tokens: Many[int],
+        *,
+        length_max: int | None = None,
+        promise: Promise = "all",
+        salt: bytes = b"",
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
         Rows of the longest cached prefix are there already (`cached_count`); import the rest. With
         `length_max` all of its growth is promised now; without, growth may meet PoolFull later.
+        `promise="some"` promises the growth on the host only: device pages may meet PoolFull.
         Sequences with different `salt` never share rows.
         """
         self._require_open()
         opened = life.open_sequence(
-            self._pools, self._opened_count, tokens, length_max=length_max, salt=salt
+            self._pools,
+            self._opened_count,
+            tokens,
+            length_max=length_max,
+            salt=salt,
+            promise=promise,
         )
         self._opened_count += 1
         opened.closer = self._close_sequence

@@ -54,6 +54,11 @@ class Step:
     def query_count(self) -> int:
         return len(self.rows)
 
+    @property
+    def firsts(self) -> list[int]:
+        """The first query of each sequence."""
+        return [sum(self.query_counts[:i]) for i in range(len(self.query_counts))]
+
     def lengths(self, layer: int) -> Rows:
         """What each query may select: up to itself once this layer's new rows are there."""
         if layer in self.appended:
