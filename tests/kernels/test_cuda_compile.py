@@ -13,13 +13,12 @@ needs_nvrtc = pytest.mark.skipif(
 )
 EVERY = [*catalogue.programs(), *catalogue.trial_programs()]
 SMALL = Program(file="rival.cu", defines=(("ESS_ROW_BYTES", 32), ("ESS_LOAD", 0), ("ESS_STORE", 0)))
-SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(float* at) {
-    float held[96];
+SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(volatile float* at) {
+    float held[96], total = 0;
 #pragma unroll
-    for (int i = 0; i < 96; i++) held[i] = at[i * 32];
-    __syncthreads();
+    for (int i = 0; i < 96; i++) total += held[i] = at[i];
 #pragma unroll
-    for (int i = 0; i < 96; i++) at[i * 33] = held[i] * held[95 - i];
+    for (int i = 0; i < 96; i++) at[i] = held[i] * total;
 }"""
 
 
