@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from ess.errors import Unavailable
 
-HEADERS: Final = ("device.cuh", "move.cuh", "resolve.cuh")
+HEADERS: Final = ("device.cuh", "move.cuh", "phases.cuh", "resolve.cuh")
 ARCHITECTURES: Final = ("sm_90a", "sm_100a")
 
 _ENTRY: Final = re.compile(r"Compiling entry function '(\w+)'")
