@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import ess
-from ess.engine.messages import Wish
+from ess.engine.sampling import Sampling
 from ess.errors import Unavailable
 from ess.server.answering import Answer
 from ess.server.answers import answer, error_answer
@@ -107,7 +107,7 @@ async def health_generate(request: Request) -> Response:
     """Healthy enough to make one token."""
     service = _service(request)
     prompt = service.tokenizer.encode("a") or [0]
-    call = service.begin(request.state.request_id, [(prompt, Wish(tokens_max=1))])
+    call = service.begin(request.state.request_id, [(prompt, Sampling(tokens_max=1))])
     grown = Answer(service, call, [Generation(service.tokenizer, Ending())])
     try:
         async with asyncio.timeout(service.limits.probe_s):

@@ -65,8 +65,8 @@ class Answer:
         """A piece to text; what a stop string ended is ended at the engine too."""
         index = piece.number - self.call.numbers.start
         generation = self.generations[index]
-        if piece.reason == "refused":
-            raise _refusal(piece.sentence)
+        if piece.reason in ("refused", "failed"):
+            raise _refusal(piece)
         delta = generation.feed(piece)
         if generation.is_stopped_early:
             self.service.link.abort_one(self.call, piece.number)
@@ -108,8 +108,9 @@ class Times:
         self._tally.whole.add(self._clock.now_s() - self._began_s)
 
 
-def _refusal(sentence: str) -> BadInput:
-    return BadInput(sentence or "the engine refused the request")
+def _refusal(piece: Piece) -> BadInput:
+    what = "the grammar" if piece.reason == "failed" else "the engine"
+    return BadInput(piece.sentence or f"{what} refused the request")
 
 
 async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> bool:
@@ -226,8 +227,8 @@ async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:
     if not await first_of(wait(), gone(receive)):
         return _lost(grown)
     for piece in first:
-        if piece.reason == "refused":
-            raise _refusal(piece.sentence)
+        if piece.reason in ("refused", "failed"):
+            raise _refusal(piece)
     return EventStream(grown, writer, first)
 
 

@@ -41,7 +41,7 @@ async def chat(request: Request) -> Response:
     tools = offered_tools(ask.tools, ask.tool_choice)
     thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
     prompt = await encode_chat(service, ask.messages, tools, thinking=thinking)
-    made, ending = wishes.wishes(service, _wanted(service, ask), [prompt])
+    made, ending = wishes.samplings(service, _wanted(service, ask), [prompt])
     call = service.begin(request.state.request_id, made)
     generations = [Generation(service.tokenizer, ending) for _ in made]
     grown = Answer(service, call, generations)

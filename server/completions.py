@@ -34,7 +34,7 @@ async def completions(request: Request) -> Response:
     wanted = wishes.wanted_of_openai(
         ask, tokens_max=16 if ask.max_tokens is None else ask.max_tokens, logprobs=ask.logprobs
     )
-    made, ending = wishes.wishes(service, wanted, prompts)
+    made, ending = wishes.samplings(service, wanted, prompts)
     call = service.begin(request.state.request_id, made)
     generations = [Generation(service.tokenizer, ending) for _ in made]
     grown = Answer(service, call, generations)

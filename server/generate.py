@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ess.engine.messages import Grammar, GrammarKind
+from ess.engine.grammar import Grammar, Kind
 from ess.errors import BadInput
 from ess.server import asks, wishes
 from ess.server.answering import Answer, event, respond
@@ -24,7 +24,7 @@ async def generate(request: Request) -> Response:
     service.check_model(ask.model)
     prompts = await _prompts(service, ask)
     sampling = ask.sampling_params or asks.SglangSampling()
-    made, ending = wishes.wishes(service, _wanted(ask, sampling), prompts)
+    made, ending = wishes.samplings(service, _wanted(ask, sampling), prompts)
     request_id = ask.rid if isinstance(ask.rid, str) and ask.rid else request.state.request_id
     call = service.begin(request_id, made)
     grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
@@ -47,7 +47,7 @@ async def _prompts(service: Service, ask: asks.GenerateAsk) -> list[list[int]]:
 
 
 def _wanted(ask: asks.GenerateAsk, sampling: asks.SglangSampling) -> wishes.Wanted:
-    asked: tuple[tuple[GrammarKind, str | None], ...] = (
+    asked: tuple[tuple[Kind, str | None], ...] = (
         ("json_schema", sampling.json_schema),
         ("regex", sampling.regex),
         ("lark", sampling.ebnf),
@@ -152,7 +152,7 @@ async def generate_tokens(request: Request) -> Response:
         logprobs=sampling.logprobs,
         grammar=wishes.one_grammar([*wishes.grammars_of(sampling.structured_outputs)]),
     )
-    made, ending = wishes.wishes(service, wanted, [ask.token_ids])
+    made, ending = wishes.samplings(service, wanted, [ask.token_ids])
     call = service.begin(ask.request_id or request.state.request_id, made)
     grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
     shape = TokensShape(service, ask, grown)

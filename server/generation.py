@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ess.engine.messages import Chance, Piece, Reason
-from ess.models.detokenizer import Detokenizer, StopStrings
+from ess.engine.stops import StopText
+from ess.models.detokenizer import Detokenizer
 from ess.models.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "abort"]
@@ -16,6 +17,7 @@ FINISH_OF: Final[Mapping[Reason, Finish]] = {
     "stop": "stop",
     "cancelled": "abort",
     "refused": "abort",
+    "failed": "abort",
 }
 
 
@@ -54,16 +56,17 @@ class Generation:
     chances: list[Chance] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)
     _text: Detokenizer = field(init=False)
-    _stops: StopStrings = field(init=False)
+    _stops: StopText = field(init=False)
+    _stopped: str | None = None
 
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.tokenizer, keep_special=self.ending.keep_special)
-        self._stops = StopStrings(self.ending.stops)
+        self._stops = StopText(self.ending.stops, keep=self.ending.keep_stop)
 
     @property
     def is_stopped_early(self) -> bool:
         """A stop string ended it, and the engine does not know."""
-        return self._stops.hit is not None
+        return self._stopped is not None
 
     @property
     def made_count(self) -> int:
@@ -95,22 +98,21 @@ class Generation:
         text = ""
         for count, token in enumerate(shown, start=1):
             fresh = self._text.push((token,))
-            is_early = self.made_count + count <= self.ending.tokens_min
-            text += fresh if is_early else self._stops.push(fresh)
-            if self._stops.hit is not None:
-                return self._stop(piece, text, count)
+            if self.made_count + count <= self.ending.tokens_min:
+                text += fresh
+                continue
+            released = self._stops.feed(fresh)
+            text += released.text
+            if released.stopped is not None:
+                self._stopped = released.stopped
+                kept, chances = piece.tokens[:count], piece.chances[:count]
+                return Delta(text, kept, chances, "stop", released.stopped)
         return self._end(piece, text)
-
-    def _stop(self, piece: Piece, text: str, count: int) -> Delta:
-        hit = self._stops.hit
-        assert hit is not None, "called when a stop string is complete"
-        kept = text + hit if self.ending.keep_stop else text
-        return Delta(kept, piece.tokens[:count], piece.chances[:count], "stop", hit)
 
     def _end(self, piece: Piece, text: str) -> Delta:
         if piece.reason is None:
             return Delta(text, piece.tokens, piece.chances)
-        text += self._stops.push(self._text.finish()) + self._stops.finish()
+        text += self._stops.feed(self._text.finish()).text + self._stops.flush()
         last = piece.tokens[-1] if piece.reason == "stop" and piece.tokens else None
         named = last if last in self.ending.stop_ids else None
         return Delta(text, piece.tokens, piece.chances, FINISH_OF[piece.reason], named)

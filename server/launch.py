@@ -228,6 +228,7 @@ def launch_of(found: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Laun
         form=found.form,
         row=found.row,
         modes=found.overlap,
+        promise=found.promise,
         mtp=found.mtp,
         batch_max=found.max_running,
         chunk_tokens=found.chunk_tokens,

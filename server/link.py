@@ -29,8 +29,8 @@ from ess.engine.messages import (
     Status,
     Stop,
     ToEngine,
-    Wish,
 )
+from ess.engine.sampling import Sampling
 from ess.errors import Unavailable
 from ess.server.board import Board
 
@@ -108,16 +108,16 @@ class EngineLink:
     def open_count(self) -> int:
         return len(self._calls)
 
-    def start(self, request_id: str, prompts: Sequence[tuple[list[int], Wish]]) -> Call:
+    def start(self, request_id: str, prompts: Sequence[tuple[list[int], Sampling]]) -> Call:
         """One engine request per prompt, all in one call."""
         if self.state == "lost":
             raise Unavailable(f"the engine is gone: {self.why_lost}")
         numbers = range(self._next_number, self._next_number + len(prompts))
         self._next_number = numbers.stop
         call = Call(request_id, numbers)
-        for number, (prompt, wish) in zip(numbers, prompts, strict=True):
+        for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
             self._calls[number] = call
-            self._send(Add(number, prompt, wish))
+            self._send(Add(number, prompt, sampling))
         return call
 
     def abort(self, call: Call) -> None:

@@ -58,8 +58,10 @@ class ServeFlags:
         int | None, Parameter(name=["--chunk-tokens", "--chunked-prefill-size"])
     ] = None
     "Prompt tokens run beside one decode step."
-    overlap: Literal["da", "dba", "none", "resident"] | None = None
+    overlap: Literal["layerwise", "da", "dba", "none", "resident"] | None = None
     "How fetches hide behind compute."
+    promise: Literal["all", "some"] | None = None
+    "Device pages of a request: all at its start, or some, and more as it grows."
     mtp: int | None = None
     "Tokens verified per step; 1 drafts none."
     form: Annotated[Literal["bf16", "f32"] | None, Parameter(name=["--form", "--dtype"])] = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ess.clock import Clock
-from ess.engine.messages import Wish
-from ess.errors import BadInput, Unavailable
+from ess.engine.sampling import Sampling
+from ess.errors import Unavailable
 from ess.models.chat.styles import ChatStyle
 from ess.models.tokenizer import Tokenizer
 from ess.server.answers import Absent, Refused
@@ -86,13 +86,9 @@ class Service:
         if model and model != "unknown" and model not in self.names:
             raise Absent(f"the model {model!r:.80} is not served here; {self.name!r} is")
 
-    def begin(self, request_id: str, prompts: Sequence[tuple[list[int], Wish]]) -> Call:
+    def begin(self, request_id: str, prompts: Sequence[tuple[list[int], Sampling]]) -> Call:
         """Hand the prompts to the engine, or say why not."""
         self.check_state()
-        lacks = self.link.ready.lacks if self.link.ready is not None else ()
-        for name in lacks:
-            if any(getattr(wish, name) is not None for _, wish in prompts):
-                raise BadInput(f"this engine does not serve {name} yet")
         self._check_room(len(prompts))
         return self.link.start(request_id, prompts)
 

@@ -43,7 +43,8 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     slot_bytes: str = "auto"
     index_bytes: str = "auto"
     chunk_tokens: int = 512
-    overlap: Literal["da", "dba", "none", "resident"] = "dba"
+    overlap: Literal["layerwise", "da", "dba", "none", "resident"] = "layerwise"
+    promise: Literal["all", "some"] = "all"
     mtp: int = 2
     form: Literal["bf16", "f32"] = "bf16"
     row: Literal["fp8", "bf16", "f32"] = "fp8"

@@ -96,10 +96,10 @@ def _room(plan: MemoryPlan, settings: Settings, layout: ModelLayout, length: int
     chunk_bytes = layout.group_count * layout.group_layers_max * layout.page_bytes
     slots = plan.slot_bytes // chunk_bytes * PAGE_ROWS
     counts = {
+        "max_running": settings.max_running,
         "host_bytes": plan.token_capacity // PAGE_ROWS // pages,
         "index_bytes": plan.index_bytes // layout.index_page_bytes // pages,
         "slot_bytes": slots // min(length, layout.slot_floor),
-        "max_running": settings.max_running,
     }
     limiter = min(counts, key=lambda name: counts[name])
     return Room(length=length, count=counts[limiter], limiter=limiter)

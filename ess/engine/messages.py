@@ -9,44 +9,21 @@ again, so a late answer can only meet a request that is gone.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
+from ess.engine.sampling import Sampling
 from ess.errors import BadInput
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
-Reason = Literal["length", "stop", "cancelled", "refused"]
-
-
-class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    kind: GrammarKind
-    text: str
-
-
-class Wish(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How one request is sampled: the fields of `ess.engine.sampling.Sampling`."""
-
-    tokens_max: int
-    tokens_min: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    stop_ids: tuple[int, ...] = ()
-    seed: int = 0
-    logprobs: int | None = None
-    grammar: Grammar | None = None
+Reason = Literal["length", "stop", "cancelled", "refused", "failed"]
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
     prompt: list[int]
-    wish: Wish
+    sampling: Sampling
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -70,7 +47,8 @@ class Chance(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """What a step did for one request. `cached_count` comes with the first piece only."""
+    """What a step did for one request. `cached_count` comes with the first piece only; `sentence`
+    says why it was refused or has failed."""
 
     number: int
     tokens: tuple[int, ...] = ()
@@ -90,8 +68,6 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
     vocabulary: int
     length_max: int
     load_s: float
-    lacks: tuple[str, ...] = ()
-    """Fields of `Wish` that this engine does not serve."""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -99,9 +75,14 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """The engine at one moment: counts since it started, per layer group where a list."""
+    """The engine at one moment: counts since it started; lists are per layer group.
+
+    `modes` says how often each layer ran RESIDENT, NONE, DA and DBA. Per layer too: microseconds of
+    fetches, and of those what was waited for. `turn_count` is one per request and step.
+    """
 
     step_count: int = 0
+    turn_count: int = 0
     step_s: float = 0.0
     running_count: int = 0
     waiting_count: int = 0
@@ -118,6 +99,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     stored_bytes: tuple[int, ...] = ()
     slots_used: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
+    modes: tuple[tuple[int, ...], ...] = ()
+    transfer_us: tuple[int, ...] = ()
+    exposed_us: tuple[int, ...] = ()
+    verified_count: int = 0
+    mismatch_count: int = 0
 
     @property
     def fullness(self) -> float:
@@ -145,7 +131,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     row: Literal["fp8", "bf16", "f32"] = "fp8"
     index: Literal["fp8", "f32"] = "fp8"
     backend: Literal["cpu", "reference"] = "cpu"
-    modes: str = "dba"
+    modes: str = "layerwise"
+    promise: Literal["all", "some"] = "all"
     mtp: int = 1
     batch_max: int = 16
     chunk_tokens: int = 512
@@ -166,7 +153,7 @@ class Packer:
     """Messages to bytes and back; one encoder and decoder are kept for all."""
 
     def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_as_dict)
         self._to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
@@ -184,3 +171,9 @@ class Packer:
             return self._from_engine.decode(raw)
         except msgspec.MsgspecError as error:
             raise BadInput(f"a message from the engine is malformed: {error}") from None
+
+
+def _as_dict(value: object) -> object:
+    """The one kind of value in our messages that msgpack does not know."""
+    assert isinstance(value, MappingProxyType), f"a message holds a {type(value).__name__}"
+    return dict(value)

@@ -25,6 +25,7 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.messages import (
     Abort,
     Add,
+    Chance,
     Fault,
     Flush,
     Flushed,
@@ -36,26 +37,24 @@ from ess.engine.messages import (
     Status,
     Stop,
     ToEngine,
-    Wish,
 )
 from ess.engine.request import Request
-from ess.engine.sampling import Sampling
 from ess.engine.wire import SocketWire, Wire
-from ess.errors import BadInput
+from ess.errors import EssError
 from ess.models.load import load_model
+from ess.models.tokenizer import Tokenizer
 
 STATUS_EVERY_S: Final = 0.1
 IDLE_S: Final = 0.25
 BLOCKED_S: Final = 0.01
-LACKS: Final = ("logprobs", "grammar")
 
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A request of the server's, and how much of it the server has been told."""
+    """A request of the server's."""
 
+    number: int
     request: Request
-    told_count: int = 0
     is_admitted: bool = False
 
 
@@ -68,7 +67,7 @@ class EngineLoop:
         self._clock = clock
         self._engine = build()
         self._live: dict[int, Live] = {}
-        self._made_count = self._prompt_count = self._cached_count = 0
+        self._made_count = self._prompt_count = self._cached_count = self._turn_count = 0
         self._step_s = 0.0
         self._told_at_s = clock.now_s() - STATUS_EVERY_S
         self._is_blocked = False
@@ -108,12 +107,12 @@ class EngineLoop:
     def _add(self, message: Add) -> None:
         assert message.number not in self._live, f"number {message.number} is used twice"
         try:
-            request = self._engine.add(message.prompt, sampling_of(message.wish))
-        except BadInput as error:
+            request = self._engine.add(message.prompt, message.sampling)
+        except EssError as error:
             refused = Piece(message.number, reason="refused", sentence=str(error))
             self._wire.give(Progress((refused,)))
             return
-        self._live[message.number] = Live(request)
+        self._live[message.number] = Live(message.number, request)
         self._prompt_count += len(request.prompt)
 
     def _flush(self) -> str:
@@ -130,27 +129,37 @@ class EngineLoop:
         began_s = self._clock.now_s()
         result = self._engine.step()
         self._step_s = self._clock.now_s() - began_s
-        self._is_blocked = not result.made and result.chunk is None
+        self._is_blocked = result.is_empty
+        self._turn_count += result.turn_count
         pieces = self._pieces(result)
         if pieces:
             self._wire.give(Progress(tuple(pieces)))
 
     def _pieces(self, result: StepResult) -> list[Piece]:
-        made_of = {id(made.request): made for made in result.made}
+        """A request may be in two steps that were learned at once: its tokens come in one piece."""
+        made_of: dict[int, list[Made]] = {}
+        for made in result.made:
+            made_of.setdefault(id(made.request), []).append(made)
         pieces = []
-        for number, live in list(self._live.items()):
-            cached_count = self._admitted(live)
-            request = live.request
-            fresh = tuple(request.output[live.told_count :])
-            if fresh or cached_count is not None or request.reason is not None:
-                chances = _chances(made_of.get(id(request)), len(fresh))
-                sentence = self._why_refused() if request.reason == "refused" else ""
-                pieces.append(Piece(number, fresh, request.reason, cached_count, chances, sentence))
-            live.told_count += len(fresh)
-            self._made_count += len(fresh)
-            if request.reason is not None:
-                del self._live[number]
+        for live in list(self._live.values()):
+            piece = self._piece(live, made_of.get(id(live.request), []))
+            if piece.tokens or piece.cached_count is not None or piece.reason is not None:
+                pieces.append(piece)
+            if piece.reason is not None:
+                del self._live[live.number]
         return pieces
+
+    def _piece(self, live: Live, mades: list[Made]) -> Piece:
+        tokens = tuple(token for made in mades for token in made.tokens)
+        self._made_count += len(tokens)
+        return Piece(
+            live.number,
+            tokens,
+            live.request.reason,
+            self._admitted(live),
+            tuple(Chance(one.logprob, one.rank, one.top) for made in mades for one in made.chances),
+            self._why(live.request),
+        )
 
     def _admitted(self, live: Live) -> int | None:
         """Tokens found in the prefix cache, once, when the request has left the queue."""
@@ -163,8 +172,14 @@ class EngineLoop:
         self._cached_count += count
         return count
 
-    def _why_refused(self) -> str:
-        return str(self._engine.refusal or "the request can never fit into the pools")
+    def _why(self, request: Request) -> str:
+        if request.reason == "failed" and request.matcher is not None:
+            return request.matcher.failure
+        if request.reason != "refused":
+            return ""
+        refusal = self._engine.refusal
+        is_it = refusal is not None and refusal.retry_after_s is None
+        return str(refusal) if is_it else "the request needs more than the pools hold"
 
     def _report(self) -> None:
         now_s = self._clock.now_s()
@@ -173,11 +188,13 @@ class EngineLoop:
             self._wire.give(self.status())
 
     def status(self) -> Status:
+        engine = self._engine
         states = [live.request.state for live in self._live.values()]
-        refusal = self._engine.refusal
-        stats = self._engine.offload.stats()
+        refusal = engine.refusal
+        stats = engine.offload.stats()
         return Status(
-            step_count=self._engine.step_count,
+            step_count=engine.step_count,
+            turn_count=self._turn_count,
             step_s=self._step_s,
             running_count=states.count("prefilling") + states.count("decoding"),
             waiting_count=states.count("waiting"),
@@ -205,34 +222,12 @@ class EngineLoop:
             stored_bytes=tuple(stats.stored_bytes.tolist()),
             slots_used=tuple(stats.used_slot_count.tolist()),
             slots=tuple(stats.slot_count.tolist()),
+            modes=tuple(tuple(counts) for counts in engine.tuning.mode_counts.tolist()),
+            transfer_us=tuple((stats.transfer_ns // 1000).tolist()),
+            exposed_us=tuple((stats.exposed_ns // 1000).tolist()),
+            verified_count=engine.verifier.checked_count,
+            mismatch_count=engine.verifier.mismatch_count,
         )
-
-
-def _chances(made: Made | None, count: int) -> tuple[()]:
-    """The engine reports no chances yet (`LACKS`); one per fresh token goes here when it does."""
-    assert made is None or count <= len(made.tokens), "more tokens were kept than made"
-    return ()
-
-
-def sampling_of(wish: Wish) -> Sampling:
-    if wish.logprobs is not None:
-        raise BadInput("this engine does not report logprobs yet")
-    if wish.grammar is not None:
-        raise BadInput("this engine does not follow grammars yet")
-    return Sampling(
-        tokens_max=wish.tokens_max,
-        tokens_min=wish.tokens_min,
-        temperature=wish.temperature,
-        top_p=wish.top_p,
-        top_k=wish.top_k,
-        min_p=wish.min_p,
-        repetition_penalty=wish.repetition_penalty,
-        presence_penalty=wish.presence_penalty,
-        frequency_penalty=wish.frequency_penalty,
-        logit_bias=wish.logit_bias,
-        stop_ids=frozenset(wish.stop_ids),
-        seed=wish.seed,
-    )
 
 
 def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
@@ -241,6 +236,7 @@ def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
 
     torch.set_num_threads(launch.threads)
     model = load_model(launch.model, form=launch.form)
+    tokenizer = Tokenizer(launch.model)
     config = model.config
     if launch.mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
@@ -262,6 +258,7 @@ def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
             offload,
             EngineConfig(
                 modes=launch.modes,
+                promise=launch.promise,
                 mtp=launch.mtp,
                 batch_max=launch.batch_max,
                 query_max=query_max,
@@ -270,6 +267,7 @@ def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
                 backend=launch.backend,
                 verify_every=launch.verify_every,
             ),
+            tokenizer=tokenizer,
         )
 
     return build, model.config.vocab_size
@@ -286,7 +284,6 @@ def serve(launch: Launch, wire: Wire, clock: Clock) -> None:
                 vocabulary=vocabulary,
                 length_max=launch.length_max,
                 load_s=time.monotonic() - began_s,
-                lacks=LACKS,
             )
         )
         loop.run()

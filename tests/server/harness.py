@@ -67,7 +67,6 @@ class PacedEngine:
     pace_s: float = 0.0
     per_step: int = 1
     cached_count: int = 0
-    lacks: tuple[str, ...] = ()
     says_ready: bool = True
     status: Status = field(default_factory=Status)
     adds: list[Add] = field(default_factory=list)
@@ -82,7 +81,7 @@ class PacedEngine:
         context = zmq.Context()
         wire = SocketWire(context, endpoint)
         if self.says_ready:
-            wire.give(Ready(vocabulary=VOCABULARY, length_max=4096, load_s=0.0, lacks=self.lacks))
+            wire.give(Ready(vocabulary=VOCABULARY, length_max=4096, load_s=0.0))
         self.held.set()
         told_at_s = 0.0
         while not self._ended.is_set():
@@ -117,18 +116,18 @@ class PacedEngine:
 
     def _pieces(self) -> Iterator[Piece]:
         for number, going in list(self._going.items()):
-            wish = going.add.wish
+            sampling = going.add.sampling
             tokens, reason = [], None
             while going.left and len(tokens) < self.per_step and reason is None:
                 tokens.append(going.left.popleft())
                 going.made += 1
-                if tokens[-1] in wish.stop_ids and going.made >= wish.tokens_min:
+                if tokens[-1] in sampling.stop_ids and going.made >= sampling.tokens_min:
                     reason = "stop"
-                elif going.made >= wish.tokens_max or not going.left:
+                elif going.made >= sampling.tokens_max or not going.left:
                     reason = "length"
             chances = ()
-            if wish.logprobs is not None:
-                chances = tuple(chance(token, wish.logprobs) for token in tokens)
+            if sampling.logprobs is not None:
+                chances = tuple(chance(token, sampling.logprobs) for token in tokens)
             cached = None if going.told else self.cached_count
             going.told = True
             if reason is not None:

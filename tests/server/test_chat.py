@@ -161,17 +161,8 @@ def test_a_results_turn_goes_back_into_the_prompt(calling: Served):
 )
 def test_a_response_format_reaches_the_engine(plain: Served, form, kind, text):
     create(plain, response_format=form)
-    grammar = plain.engine.adds[-1].wish.grammar
+    grammar = plain.engine.adds[-1].sampling.grammar
     assert (grammar.kind, grammar.text) == (kind, text)
-
-
-def test_what_the_engine_lacks_is_refused_by_name():
-    with Served(PacedEngine(saying("x"), lacks=("grammar", "logprobs"))) as served:
-        with pytest.raises(openai.BadRequestError, match="does not serve grammar"):
-            create(served, response_format={"type": "json_object"})
-        with pytest.raises(openai.BadRequestError, match="does not serve logprobs"):
-            create(served, logprobs=True)
-        assert served.engine.adds == []
 
 
 @pytest.mark.parametrize(
@@ -199,6 +190,6 @@ def test_a_wrong_conversation_is_explained(plain: Served, changed, says):
 
 def test_max_completion_tokens_is_the_newer_name(plain: Served):
     create(plain, max_tokens=openai.omit, max_completion_tokens=5)
-    assert plain.engine.adds[-1].wish.tokens_max == 5
+    assert plain.engine.adds[-1].sampling.tokens_max == 5
     create(plain, max_tokens=openai.omit)
-    assert plain.engine.adds[-1].wish.tokens_max == plain.service.limits.tokens_default
+    assert plain.engine.adds[-1].sampling.tokens_max == plain.service.limits.tokens_default

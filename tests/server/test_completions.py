@@ -24,8 +24,8 @@ def served() -> Iterator[Served]:
         yield made
 
 
-def last_wish(served: Served):
-    return served.engine.adds[-1].wish
+def last_sampling(served: Served):
+    return served.engine.adds[-1].sampling
 
 
 def test_a_text_and_its_usage(served: Served):
@@ -109,7 +109,7 @@ def test_several_prompts_and_choices_each_have_their_seed(served: Served):
     )
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
     adds = served.engine.adds[before:]
-    assert [add.wish.seed for add in adds] == [7, 8, 7, 8]
+    assert [add.sampling.seed for add in adds] == [7, 8, 7, 8]
     assert adds[0].prompt == adds[1].prompt != adds[2].prompt
     assert made.usage.prompt_tokens == len(adds[0].prompt) + len(adds[2].prompt)
     assert made.usage.completion_tokens == 16
@@ -141,21 +141,26 @@ def test_every_sampling_field_reaches_the_engine(served: Served):
             "stop_token_ids": [99],
         },
     )
-    wish = last_wish(served)
-    assert (wish.tokens_max, wish.tokens_min) == (9, 2)
-    assert (wish.temperature, wish.top_p, wish.top_k, wish.min_p) == (0.3, 0.8, 40, 0.05)
-    assert (wish.presence_penalty, wish.frequency_penalty) == (0.1, 0.2)
-    assert wish.repetition_penalty == 1.1
-    assert wish.logit_bias == {17: -100.0}
-    assert set(wish.stop_ids) == {99, EOS}
-    assert 0 <= wish.seed < 1 << 38
+    sampling = last_sampling(served)
+    assert (sampling.tokens_max, sampling.tokens_min) == (9, 2)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
+        0.3,
+        0.8,
+        40,
+        0.05,
+    )
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.2)
+    assert sampling.repetition_penalty == 1.1
+    assert sampling.logit_bias == {17: -100.0}
+    assert sampling.stop_ids == {99, EOS}
+    assert sampling.seed == -1
 
 
 def test_ignore_eos_and_the_length(served: Served):
     made = client(served).completions.create(
         model="test-model", prompt="x", max_tokens=3, extra_body={"ignore_eos": True}
     )
-    assert last_wish(served).stop_ids == ()
+    assert last_sampling(served).stop_ids == frozenset()
     assert made.choices[0].finish_reason == "length"
     assert made.usage.completion_tokens == 3
 
@@ -180,7 +185,7 @@ def test_echo_and_logprobs(served: Served):
     [
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 5000}, "positions are left"),
-        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": -1}, "temperature is -1.0"),
         ({"temperature": "hot"}, "$.temperature"),
         ({"top_p": 0}, "top_p is 0"),
         ({"top_k": -2}, "top_k is -2"),
@@ -191,14 +196,16 @@ def test_echo_and_logprobs(served: Served):
         ({"prompt": [4096]}, "0..4095"),
         ({"prompt": [[1], "x"]}, "prompt must be"),
         ({"prompt": [1] * 4096}, "4,096 tokens"),
-        ({"stop": ["x"] * 17}, "stop has 17"),
-        ({"stop": ""}, "0 characters"),
+        ({"stop": [str(i) for i in range(17)]}, "17 stop strings"),
+        ({"stop": ""}, "stop string of 0 characters"),
         ({"logit_bias": {"x": 1}}, "not a token id"),
-        ({"logit_bias": {"4096": 1}}, "token 4096"),
-        ({"logit_bias": {"1": 101}}, "-100..100"),
+        ({"logit_bias": {"4096": 1}}, "logit_bias id 4096"),
+        ({"logit_bias": {"1": 101}}, "-100.0..100.0"),
         ({"logprobs": 21}, "logprobs is 21"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop id -1"),
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens is 6"),
+        ({"regex": ""}, "without a text"),
+        ({"ignore_eos": True, "regex": "a"}, "ignore_eos with a grammar"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "beam"),

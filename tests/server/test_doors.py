@@ -66,7 +66,7 @@ def test_generate_speaks_sglang(served: Served):
     meant = found["meta_info"]
     assert meant["finish_reason"] == {"type": "stop", "matched": None}
     assert (meant["completion_tokens"], meant["cached_tokens"]) == (len(found["output_ids"]), 4)
-    assert served.engine.adds[-1].wish.seed == 3
+    assert served.engine.adds[-1].sampling.seed == 3
 
 
 def test_generate_streams_everything_so_far(served: Served):
@@ -161,7 +161,7 @@ def test_probes(served: Served):
     assert ask(served, "/ready") == {"status": "ready"}
     before = len(served.engine.adds)
     assert ask(served, "/health_generate") == {"status": "ok"}
-    assert served.engine.adds[before].wish.tokens_max == 1
+    assert served.engine.adds[before].sampling.tokens_max == 1
 
 
 def test_loads(served: Served):
