@@ -53,6 +53,7 @@ BENCHMARKS: Final = (
         suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
     ),
     Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
+    Benchmark(suite="serve", name="serve", home="ess.bench.serve:serve_benchmark"),
 )
 
 COMMANDS: Final = (
@@ -71,6 +72,7 @@ SUITES: Final = {
     "policies": "Which row gives way: policies, miss curves and budgets on generated selections.",
     "prefill-model": "Chunked pipeline prefill, predicted against published rows.",
     "engine": "The engine on the embedded model: what residency costs and what it hides.",
+    "serve": "The HTTP server alone: events per core, and from the engine to the socket.",
     "all": "Every suite.",
 }
 

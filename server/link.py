@@ -38,17 +38,24 @@ State = Literal["starting", "ready", "lost"]
 
 
 class Call:
-    """The engine's requests of one HTTP request. `pending` counts those that have not ended."""
+    """The engine's requests of one HTTP request.
+
+    `pending` are those that have not ended; `made_at_s` is when the oldest piece that was taken
+    last left the engine, 0 if nobody knows.
+    """
 
     def __init__(self, request_id: str, numbers: range) -> None:
         self.request_id = request_id
         self.numbers = numbers
         self.pending = set(numbers)
         self.error: str | None = None
+        self.made_at_s = 0.0
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: Piece, *, at_s: float = 0.0) -> None:
+        if not self._pieces:
+            self.made_at_s = at_s
         self._pieces.append(piece)
         if piece.reason is not None:
             self.pending.discard(piece.number)
@@ -184,9 +191,9 @@ class EngineLink:
 
     def _hear(self, message: FromEngine) -> None:
         match message:
-            case Progress(pieces):
+            case Progress(pieces, at_s):
                 for piece in pieces:
-                    self._deliver(piece)
+                    self._deliver(piece, at_s)
             case Status():
                 self._board.publish(message)
             case Ready():
@@ -198,10 +205,10 @@ class EngineLink:
             case Fault(sentence):
                 self.lose(sentence)
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, piece: Piece, at_s: float) -> None:
         call = self._calls.get(piece.number)
         if call is None:
             return
         if piece.reason is not None:
             del self._calls[piece.number]
-        call.put(piece)
+        call.put(piece, at_s=at_s)
