@@ -31,6 +31,7 @@ from ess.engine.messages import (
     ToEngine,
 )
 from ess.engine.sampling import Sampling
+from ess.engine.wire import UNREAD_MAX
 from ess.errors import Unavailable
 from ess.server.board import Board
 
@@ -98,7 +99,8 @@ class EngineLink:
         self._clock = clock
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, UNREAD_MAX)
         self._socket.bind(endpoint)
         self._calls: dict[int, Call] = {}
         self._next_number = 0
@@ -161,10 +163,13 @@ class EngineLink:
     # ---- for the one who runs it
 
     async def run(self) -> None:
+        """One message, then everybody's turn: a message that is there is received without waiting,
+        so an engine that is faster than the readers would otherwise keep them from ever running."""
         while True:
             raw = await self._socket.recv()
             self.heard_at_s = self._clock.now_s()
             self._hear(self._packer.for_server(raw))
+            await asyncio.sleep(0)
 
     def lose(self, sentence: str) -> None:
         """The engine is gone: every call ends with an error, no other may start."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,14 +40,23 @@ from ess.engine.wire import SocketWire, Wire
 IDLE_S: Final = 0.02
 STATUS_EVERY_S: Final = 0.1
 
-Script = Callable[[Add], Sequence[int]]
+Script = Callable[[Add], Iterable[int]]
 
 
 @dataclass(slots=True, eq=False)
 class Going:
+    """`ahead` is the token that comes next, None behind the last."""
+
     add: Add
-    left: deque[int]
+    left: Iterator[int]
+    ahead: int | None
     made_count: int = 0
+
+    def take(self) -> int:
+        token, self.ahead = self.ahead, next(self.left, None)
+        assert token is not None, f"request {self.add.number} has ended"
+        self.made_count += 1
+        return token
 
 
 class PacedEngine:
@@ -94,7 +102,8 @@ class PacedEngine:
     def obey(self, message: ToEngine, wire: Wire) -> None:
         match message:
             case Add():
-                self._going[message.number] = Going(message, deque(self._script(message)))
+                left = iter(self._script(message))
+                self._going[message.number] = Going(message, left, next(left))
                 self._prompt_count += len(message.prompt)
             case Abort(number):
                 self._going.pop(number, None)
@@ -121,12 +130,10 @@ class PacedEngine:
         reason: Reason | None = None
         cached_count = None if going.made_count else self._cached_count
         while reason is None and len(tokens) < self._per_step:
-            token = going.left.popleft()
-            tokens.append(token)
-            going.made_count += 1
-            if token in sampling.stop_ids and going.made_count >= sampling.tokens_min:
+            tokens.append(going.take())
+            if tokens[-1] in sampling.stop_ids and going.made_count >= sampling.tokens_min:
                 reason = "stop"
-            elif not going.left or going.made_count >= sampling.tokens_max:
+            elif going.ahead is None or going.made_count >= sampling.tokens_max:
                 reason = "length"
         if reason is not None:
             del self._going[going.add.number]
@@ -146,9 +153,9 @@ def walking(vocabulary: int) -> Script:
     first = min(300, vocabulary // 2)
     span = vocabulary - first
 
-    def script(add: Add) -> Sequence[int]:
+    def script(add: Add) -> Iterator[int]:
         start = len(add.prompt) + add.number
-        return [first + (start + 7919 * i) % span for i in range(add.sampling.tokens_max)]
+        return (first + (start + 7919 * i) % span for i in range(add.sampling.tokens_max))
 
     return script
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import tempfile
 import threading
@@ -219,7 +220,7 @@ def saying(text: str, *, ends: bool = True) -> paced.Script:
 def counting(count: int) -> paced.Script:
     """`count` times the token for one letter."""
     [letter] = TOKENIZER.encode("a")
-    return lambda add: [letter] * count
+    return lambda add: itertools.repeat(letter, count)
 
 
 @contextlib.contextmanager
