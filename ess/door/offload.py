@@ -13,6 +13,7 @@ import torch
 from ess.clock import Clock, RealClock
 from ess.door import arrival, stepping
 from ess.door import sequence as life
+from ess.door.budgets import Budgets
 from ess.door.checks import as_array, counts, in_range
 from ess.door.pools import Pools, PoolSizes, build_pools
 from ess.door.residency import Residency
@@ -51,6 +52,7 @@ class Offload:
             layout=pools.layout, clock=clock, is_inline=isinstance(lane, InlineLane)
         )
         self._residency = Residency(pools)
+        self._budgets = Budgets(pools, query_max)
         self._step: Step | None = None
         self._sealed: deque[Step] = deque()
         self._opened_count = 0
@@ -397,13 +399,29 @@ class Offload:
     # ---- budgets and the end
 
     def move_budget(self, *, source: int, target: int) -> bool:
-        """One chunk of slots from group `source` to group `target`; False if all are in use."""
+        """One chunk of slots from group `source` to group `target`.
+
+        False if all are in use, or promised to running sequences.
+        """
         for name, group in (("source", source), ("target", target)):
             in_range(name, group, 0, self.layout.group_count - 1)
         if source == target:
             raise BadInput(f"source and target are both group {source}")
+        if self._pools.sparse.chunk_counts()[source] <= self._budgets.floor(source):
+            return False
         self._pools.inflight.settle()
         return self._pools.sparse.move_chunk(source, target)
+
+    def rebalance(self) -> int:
+        """Move some slots to the groups whose misses they save most; returns how many chunks.
+
+        Decided from what has happened since the last call, so call it every some dozen steps.
+        """
+        self._require_open()
+        if self._step is not None or self._sealed:
+            raise BadState("budgets move between steps, when all are learned")
+        self._pools.inflight.settle()
+        return self._budgets.rebalance(self._counters.misses())
 
     def drain(self) -> None:
         """Wait until every copy under way has landed."""
