@@ -31,7 +31,10 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """A batch of sequences and how many new rows each brings. Made by `Offload.begin`."""
+    """A batch of sequences and how many new rows each brings. Made by `Offload.begin`.
+
+    `appended` layers and `keyed` groups are complete; the counts say how many queries have theirs.
+    """
 
     number: int
     sequences: tuple[Sequence, ...]
@@ -43,6 +46,8 @@ class Step:
     claimed: dict[int, Rows] = field(default_factory=dict)
     appended: set[int] = field(default_factory=set)
     keyed: set[int] = field(default_factory=set)
+    row_counts: dict[int, int] = field(default_factory=dict)
+    key_counts: dict[int, int] = field(default_factory=dict)
     resolved: dict[tuple[int, int], Resolved] = field(default_factory=dict)
 
     @property
@@ -50,10 +55,11 @@ class Step:
         return len(self.rows)
 
     def lengths(self, layer: int) -> Rows:
-        """What each query may select: up to itself once this layer's new rows are there."""
-        if layer in self.appended:
-            return self.query_start + self.query_offset + np.int32(1)
-        return self.query_start
+        """What each query may select: up to itself once its new row of this layer is there."""
+        count = self.row_counts.get(layer, 0)
+        lengths = self.query_start.copy()
+        lengths[:count] += self.query_offset[:count] + np.int32(1)
+        return lengths
 
 
 def new_step(number: int, sequences: tuple[Sequence, ...], counts: list[int], rows: Rows) -> Step:
