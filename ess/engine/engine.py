@@ -27,6 +27,8 @@ from ess.engine.verify import Verifier
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
 from ess.models.model import Model
+from ess.overlap.sbo import Sbo
+from ess.overlap.tbo import Tbo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +36,16 @@ class EngineConfig:
     """`mtp` is how many tokens a step verifies per request; 1 means no drafts.
 
     `modes` is "layerwise" (per layer from live counters, from `calibration` on if there is one),
-    "resident", "none", "da", "dba", or a list with one of these four per layer.
+    "resident", "none", "da", "dba", or a list with one of these four per layer. `tbo` runs steps
+    in two halves: "off", "on", "auto", or the least tokens of a step for it; `sbo` says what the
+    experts' communication runs beside.
     `verify_every` n checks one layer of every n-th step against the host's rows.
     """
 
     modes: str | Sequence[str] = "layerwise"
     calibration: str | Path | None = None
+    tbo: Tbo = "off"
+    sbo: Sbo = "off"
     mtp: int = 1
     batch_max: int = 16
     query_max: int = 64
@@ -61,7 +67,13 @@ class Engine:
         self.step_count = 0
         self._config = config
         self.verifier = Verifier(every=config.verify_every, is_fatal=config.verify_fatal)
-        self.tuning = Tuning(offload, config.modes, calibration=config.calibration)
+        self.tuning = Tuning(
+            offload,
+            config.modes,
+            calibration=config.calibration,
+            tbo=config.tbo,
+            sbo=config.sbo,
+        )
         self._runner = Runner(
             model, offload, ops(config.backend), tuning=self.tuning, verifier=self.verifier
         )
