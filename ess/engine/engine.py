@@ -41,6 +41,8 @@ from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
 from ess.models.model import Model
 from ess.models.tokenizer import Tokenizer
+from ess.overlap.sbo import Sbo
+from ess.overlap.tbo import Tbo
 
 PAUSE_STEPS: Final = 16
 
@@ -50,7 +52,9 @@ class EngineConfig:
     """`mtp` is how many tokens a step verifies per request; 1 means no drafts.
 
     `modes` is "layerwise" (per layer from live counters, from `calibration` on if there is one),
-    "resident", "none", "da", "dba", or a list with one of these four per layer.
+    "resident", "none", "da", "dba", or a list with one of these four per layer. `tbo` runs steps
+    in two halves: "off", "on", "auto", or the least tokens of a step for it; `sbo` says what the
+    experts' communication runs beside.
     `depth` 1 plans and launches a step before the one before is learned. `promise` says whether a
     request's device pages are promised to its full length, or as it grows. `verify_every` n checks
     one layer of every n-th step against the host's rows.
@@ -58,6 +62,8 @@ class EngineConfig:
 
     modes: str | Sequence[str] = "layerwise"
     calibration: str | Path | None = None
+    tbo: Tbo = "off"
+    sbo: Sbo = "off"
     mtp: int = 1
     depth: int = 0
     promise: Promise = "all"
@@ -95,7 +101,13 @@ class Engine:
         self.preempted_count = 0
         self._config = config
         self.verifier = Verifier(every=config.verify_every, is_fatal=config.verify_fatal)
-        self.tuning = Tuning(offload, config.modes, calibration=config.calibration)
+        self.tuning = Tuning(
+            offload,
+            config.modes,
+            calibration=config.calibration,
+            tbo=config.tbo,
+            sbo=config.sbo,
+        )
         self._runner = Runner(
             model, offload, ops(config.backend), tuning=self.tuning, verifier=self.verifier
         )

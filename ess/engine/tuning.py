@@ -27,6 +27,8 @@ from ess.layout import ModelLayout
 from ess.overlap import policy
 from ess.overlap.calibration import DEFAULT, load
 from ess.overlap.policy import Mode, Observation, PolicyState, Vector
+from ess.overlap.sbo import Sbo, check_sbo
+from ess.overlap.tbo import Tbo, check_tbo, reasons_off
 from ess.overlap.timeline import Timeline
 
 LAYERWISE: Final = "layerwise"
@@ -65,18 +67,30 @@ class _Before:
 
 
 class Tuning:
-    """`mode_counts[layer, mode]` says how often each layer ran how; `kept` are the vectors so far,
-    the latest last."""
+    """`mode_counts[layer, mode]` says how often each layer ran how, `kept` are the vectors so far,
+    the latest last, `split_count` steps ran in two halves, `reasons` say why the latest did not."""
 
     def __init__(
-        self, offload: Offload, modes: Modes, *, calibration: str | Path | None = None
+        self,
+        offload: Offload,
+        modes: Modes,
+        *,
+        calibration: str | Path | None = None,
+        tbo: Tbo = "off",
+        sbo: Sbo = "off",
     ) -> None:
+        check_tbo(tbo)
+        check_sbo(sbo)
+        self.sbo = sbo
+        self.split_count = 0
+        self.reasons: tuple[str, ...] = ()
         self.timeline = Timeline(clock=offload.clock)
         self.mode_counts: npt.NDArray[np.int64] = np.zeros(
             (offload.layout.layer_total, len(Mode)), np.int64
         )
         self.kept: tuple[Vector, ...] = ()
         self._offload = offload
+        self._tbo = tbo
         self._fixed = fixed_vector(modes, offload.layout)
         self._calibrated = load(calibration) if calibration is not None else DEFAULT
         self._state: PolicyState | None = None
@@ -99,6 +113,14 @@ class Tuning:
             else ((Mode.NONE,) * len(state.vector))
         )
 
+    def reasons_whole(self, step: Step, vector: Vector, *, has_experts: bool) -> tuple[str, ...]:
+        """Why this step is not run in two halves; none if it is."""
+        self.reasons = reasons_off(
+            self._tbo, counts=step.query_counts, vector=vector, has_experts=has_experts
+        )
+        self.split_count += not self.reasons
+        return self.reasons
+
     def ran(self, layer: int, mode: Mode) -> None:
         self.mode_counts[layer, mode] += 1
 
@@ -113,6 +135,8 @@ class Tuning:
             "transfer_us": (stats.transfer_ns // 1000).tolist(),
             "exposed_us": (stats.exposed_ns // 1000).tolist(),
             "hidden_us": (stats.hidden_ns // 1000).tolist(),
+            "split_count": self.split_count,
+            "whole_because": list(self.reasons),
             "vectors": [[mode.name for mode in vector] for vector in self.kept],
         }
 
