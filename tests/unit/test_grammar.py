@@ -19,6 +19,8 @@ from ess.models.tokenizer import Tokenizer
 pytest.importorskip("llguidance")
 CHECKPOINT = Path(ess.models.__file__).parent / "tiny" / "checkpoint"
 END = 1
+EXPLOSIVE = "start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | "x"\n' for i in range(1000))
+EXPLOSIVE += 'r1000: "y"\n'
 VOCABULARY = 4100
 
 
@@ -108,10 +110,12 @@ def test_a_long_chain_of_rules_does_not_end_the_process():
 
 
 def test_a_grammar_that_is_too_much_work_ends_the_text():
-    wide = "".join(f'b{i}: "x" b{i} | "y"\n' for i in range(2100))
-    chosen = "start: " + "|".join(f"b{i}" for i in range(2100)) + "\n"
-    follower = matcher("lark", chosen + wide)
-    assert texts(follower.allowed([], [])[0]) == {"<|end|>"}
+    follower, output = matcher("lark", EXPLOSIVE), []
+    while not follower.failure:
+        assert len(output) < 4, "the limits are not at work"
+        [mask] = follower.allowed(output, [])
+        output.append(int(np.flatnonzero(mask)[-1]))
+    assert texts(mask) == texts(follower.allowed(output, [])[0]) == {"<|end|>"}
     assert "max is 2000" in follower.failure
 
 
