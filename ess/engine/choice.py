@@ -51,7 +51,7 @@ def choose_all(lines: Sequence[Line], logits: Tensor) -> list[Choice]:
 def _positions(lines: Sequence[Line]) -> list[int]:
     positions: list[int] = []
     for line in lines:
-        first = len(line.request.prompt) + len(line.request.output)
+        first = line.position + 1
         positions.extend(range(first, first + len(line.tokens)))
     return positions
 

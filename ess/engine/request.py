@@ -1,10 +1,12 @@
 """A request's life: its states, the legal moves between them, and why it ended.
 
 waiting --> prefilling --> decoding --> finished
-                |           |   ^
-                |           v   |
-                |         preempted
-                `-----------+----------> finished (cancelled)
+                ^  |        |   ^
+                |  v        v   |
+                `- preempted ---'
+
+From every state to finished: cancelled, or refused while it waits. A step that was launched before
+the host knew of an ending still runs; its sequence is closed when that step is learned.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
         ("waiting", "prefilling"),
         ("waiting", "finished"),
         ("prefilling", "decoding"),
+        ("prefilling", "preempted"),
         ("prefilling", "finished"),
         ("decoding", "preempted"),
         ("decoding", "finished"),
+        ("preempted", "prefilling"),
         ("preempted", "decoding"),
         ("preempted", "finished"),
     }
@@ -44,6 +48,9 @@ class Request:
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
     when its grammar could not be followed to the end: `matcher.failure` says why.
+
+    `output` is what the host has learned. `flight_count` steps that it has not learned may have
+    made up to `ahead_count` tokens more; `draft_count` drafts wait on the device for the next one.
     """
 
     number: int
@@ -54,12 +61,15 @@ class Request:
     reason: Reason | None = None
     sequence: Sequence | None = None
     prefilled_count: int = 0
-    drafts: list[int] = field(default_factory=list)
     ends: frozenset[int] = frozenset()
     ended_by: int | str | None = None
     reader: Reader | None = None
     matcher: Matcher | None = None
     tally: Tally | None = None
+    draft_count: int = 0
+    flight_count: int = 0
+    ahead_count: int = 0
+    is_held: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -81,6 +91,11 @@ class Request:
     def left_count(self) -> int:
         """Tokens that may still be made."""
         return self.sampling.tokens_max - len(self.output)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """The last prompt token is left to decode."""
+        return self.prefilled_count == len(self.prompt) - 1
 
     def take(self, made: list[int]) -> list[int]:
         """Append new tokens up to the first that ends the request; returns those kept."""
