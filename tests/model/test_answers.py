@@ -54,7 +54,9 @@ def ids(text: str) -> list[int]:
     return tokenizer().encode(text)
 
 
-def engine(*, mtp: int = 1, mode: str = "none", with_tokenizer: bool = True) -> Engine:
+def engine(
+    *, mtp: int = 1, depth: int = 0, mode: str = "none", with_tokenizer: bool = True
+) -> Engine:
     layout = model().config.layout(row="f32", index="f32")
     offload = Offload.create(
         layout,
@@ -66,7 +68,7 @@ def engine(*, mtp: int = 1, mode: str = "none", with_tokenizer: bool = True) -> 
     return Engine(
         model(),
         offload,
-        EngineConfig(modes=mode, mtp=mtp),
+        EngineConfig(modes=mode, mtp=mtp, depth=depth),
         tokenizer=tokenizer() if with_tokenizer else None,
     )
 
@@ -79,7 +81,8 @@ def answers(wishes: list[Sampling], *, preempt: bool = False, **config) -> list[
         if preempt and number % 3 == 1 and requests[0].state == "decoding":
             made.preempt(requests[0])
             made.step()
-            made.resume(requests[0])
+            if requests[0].state == "preempted":
+                made.resume(requests[0])
     made.offload.drain()
     assert made.offload.stats().used_slot_count.sum() == 0
     made.offload.close()
@@ -131,7 +134,7 @@ def test_answers_follow_their_grammars():
 
 @pytest.mark.parametrize(
     "config",
-    [{"mtp": 3}, {"mtp": 4, "mode": "dba"}, {"preempt": True}, {"preempt": True, "mtp": 3}],
+    [{"mtp": 3}, {"mtp": 4, "mode": "dba", "depth": 1}, {"preempt": True, "mtp": 2}],
 )
 def test_answers_depend_on_nothing_else(config):
     for expected, found in zip(plainly(), answers(WISHES, **config), strict=True):
@@ -149,24 +152,24 @@ def test_a_grammar_that_fails_says_so_and_ends():
     assert len(other.output) == 6, "nobody else is touched"
 
 
-@pytest.mark.parametrize("mtp", [1, 3])
-def test_a_stop_string_ends_a_request_where_it_is_complete(mtp):
+@pytest.mark.parametrize(("mtp", "depth"), [(1, 1), (3, 0)])
+def test_a_stop_string_ends_a_request_where_it_is_complete(mtp, depth):
     [free] = answers([Sampling(tokens_max=28, ignore_eos=True)])
     stop = said(free)[20:26]
     wishes = [
         Sampling(tokens_max=28, ignore_eos=True, stop=(stop, "\x00never")),
-        Sampling(tokens_max=28, ignore_eos=True, stop=(stop,), tokens_min=27),
         Sampling(tokens_max=5, ignore_eos=True, stop=(said(free)[:60],)),
     ]
-    stopped, late, short = answers(wishes, mtp=mtp)
+    stopped, short = answers(wishes, mtp=mtp, depth=depth)
     assert (stopped.reason, stopped.ended_by) == ("stop", stop)
     assert stopped.reader is not None
     assert stopped.reader.text == said(free)[: said(free).index(stop)]
     assert stop in said(stopped)
     assert stop not in tokenizer().decode(stopped.output[:-1]), "it ends with that very token"
-    assert len(late.output) == 28
     assert short.reader is not None
     assert short.reader.text == said(short), "what was held back is given out at the end"
+    [late] = answers([Sampling(tokens_max=28, ignore_eos=True, stop=(stop,), tokens_min=27)])
+    assert len(late.output) == 28
 
 
 def test_the_model_s_end_ends_unless_it_is_ignored():
@@ -189,7 +192,7 @@ def test_the_model_s_end_ends_unless_it_is_ignored():
 
 
 def test_chances_come_with_the_tokens():
-    made = engine(mtp=3)
+    made = engine(mtp=3, depth=1)
     request = made.add(ids("The module named"), Sampling(tokens_max=8, logprobs=4, ignore_eos=True))
     found = [chance for step in made.run() for one in step.made for chance in one.chances]
     assert len(found) >= 8

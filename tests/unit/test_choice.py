@@ -36,9 +36,13 @@ def asked(prompt=(0,), output=(), ends=(), number=0, **wishes) -> Request:
     return request
 
 
+def line_of(request: Request, *tokens: int) -> Line:
+    return Line(request, tokens, len(request.tokens) - 1)
+
+
 def pick(logits: list[float], **given) -> int:
     request = asked(**given)
-    return choose(Line(request, (request.tokens[-1],)), torch.tensor([logits])).tokens[0]
+    return choose(line_of(request, request.tokens[-1]), torch.tensor([logits])).tokens[0]
 
 
 def changed_by_definition(logits: Tensor, request: Request, output: list[int]) -> Tensor:
@@ -83,11 +87,11 @@ def test_a_batch_with_drafts_gives_what_one_token_at_a_time_gives(seed, right):
         rows = torch.randn(len(requests), 4, 9, generator=generator) * 2
         lines = []
         for request, logits in zip(requests, rows, strict=True):
-            line = Line(request, (request.tokens[-1],))
+            line = line_of(request, request.tokens[-1])
             for query in range(3):
                 wanted = choose_by_definition(line, logits[: query + 1])[-1]
                 draft = wanted if right[(query + step) % 6] else (wanted + 1) % 9
-                line = Line(request, (*line.tokens, draft))
+                line = line_of(request, *line.tokens, draft)
             lines.append(line)
         before = rows.clone()
         choices = choose_all(lines, rows.flatten(0, 1))
@@ -144,9 +148,9 @@ class Counted(list):
 def test_chances_are_of_the_model_s_own_distribution(count):
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1)) * 2
     request = asked([4], (), temperature=0.3, top_k=2, logit_bias={9: 100.0}, logprobs=count)
-    [token, *rest] = choose(Line(request, (4,)), logits[:1]).tokens
+    [token, *rest] = choose(line_of(request, 4), logits[:1]).tokens
     assert (token, rest) == (9, []), "the bias decides what is drawn"
-    [chance] = choose(Line(request, (4,)), logits[:1]).chances
+    [chance] = choose(line_of(request, 4), logits[:1]).chances
     scores = logits[0].double().log_softmax(0)
     assert math.isclose(chance.logprob, scores[9], rel_tol=1e-5), "and not how likely it was"
     assert chance.rank == 1 + int((logits[0] > logits[0, 9]).sum())
@@ -165,5 +169,5 @@ def test_chances_break_ties_by_id_and_come_with_every_accepted_token():
     assert [token for token, _ in found[0].top] == [7, 0, 1, 2, 3, 4, 5, 6, *range(8, 20)]
     assert len(chances(logits[:1, :5], [3], 20)[0].top) == 5
     request = asked([4], logprobs=0)
-    assert len(choose(Line(request, (4, 7, 8)), logits).chances) == 2
-    assert choose(Line(asked([4]), (4, 7, 8)), logits).chances == ()
+    assert len(choose(line_of(request, 4, 7, 8), logits).chances) == 2
+    assert choose(line_of(asked([4]), 4, 7, 8), logits).chances == ()
