@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ess.door import Offload, Step
 from ess.engine.layer import LayerStep
-from ess.engine.rows import Batch
+from ess.engine.rows import Batch, back, logits
 from ess.engine.verify import Verifier
 from ess.errors import BadInput
 from ess.kernels.backend import Ops
@@ -107,7 +107,7 @@ class Runner:
         for layer in self.model.layers:
             hidden = self.layer(batch, layer, hidden)
         finished = self.model.finish(hidden)
-        return Forward(self.model.logits(finished), finished)
+        return Forward(logits(batch, self.model, finished), finished)
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
         stages = LayerStep(batch, layer, hidden)
@@ -115,4 +115,4 @@ class Runner:
         attended = torch.cat([partial.out for partial in partials])
         if self.verified_layer == layer.number:
             self.verifier.check(batch, stages, attended)
-        return layer.mlp(layer.output(hidden, attended))
+        return back(batch, layer, hidden, attended)
