@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Many
 from types import TracebackType
 from typing import Any
@@ -9,17 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from ess.clock import Clock, RealClock
 from ess.door import arrival, stepping
 from ess.door import sequence as life
 from ess.door.checks import as_array, counts, in_range
 from ess.door.pools import Pools, PoolSizes, build_pools
-from ess.door.sequence import Sequence
+from ess.door.residency import Residency
+from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
 from ess.door.step import Resolution, Step
+from ess.door.timings import Timings
 from ess.door.transit import differing_slots, member_slab
 from ess.door.workspace import Part, make_part
 from ess.errors import BadInput, BadState
-from ess.flashtrans.lanes import open_lane
+from ess.flashtrans.lanes import InlineLane, open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS, parse_size
@@ -34,13 +38,21 @@ class Offload:
     own, but an Offload is not to be shared between threads. A context manager.
     """
 
-    def __init__(self, pools: Pools, parts: list[Part], lane: Lane, query_max: int) -> None:
+    def __init__(
+        self, pools: Pools, parts: list[Part], lane: Lane, query_max: int, clock: Clock
+    ) -> None:
         self._pools = pools
         self._parts = parts
         self._lane = lane
         self._query_max = query_max
+        self.clock = clock
         self._counters = Counters(pools.layout.group_count)
+        self._timings = Timings(
+            layout=pools.layout, clock=clock, is_inline=isinstance(lane, InlineLane)
+        )
+        self._residency = Residency(pools)
         self._step: Step | None = None
+        self._sealed: deque[Step] = deque()
         self._opened_count = 0
         self._is_open = True
 
@@ -59,13 +71,14 @@ class Offload:
         part_max: int = 2,
         slot_floor: int | None = None,
         lane: Lane | None = None,
+        clock: Clock | None = None,
         poison: bool = False,
     ) -> Offload:
         """Allocates everything it will ever use.
 
         `query_max` bounds the queries of one step, `part_max` the parts one layer is resolved in.
-        Copies run beside compute unless another `lane` is given. `poison` fills freed and
-        unwritten rows with 0xFF, which is NaN: for tests.
+        Copies run beside compute unless another `lane` is given; waits for them are timed on
+        `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         """
         for name, value in (
             ("sequence_max", sequence_max),
@@ -84,7 +97,8 @@ class Offload:
         )
         opened = lane or open_lane(device=device)
         parts = [make_part(query_max, layout.top_k) for _ in range(part_max)]
-        return cls(build_pools(layout, sizes, opened), parts, opened, query_max)
+        pools = build_pools(layout, sizes, opened)
+        return cls(pools, parts, opened, query_max, clock or RealClock())
 
     # ---- what may be read
 
@@ -96,6 +110,11 @@ class Offload:
     def length_max(self) -> int:
         """The longest sequence that may be opened."""
         return self._pools.sizes.length_max
+
+    @property
+    def sequence_max(self) -> int:
+        """How many sequences can be active; their lines are 0 up to this."""
+        return self._pools.sizes.sequence_max
 
     def slots(self, layer: int) -> torch.Tensor:
         """[slab rows, row_bytes]: where the hits and misses of this layer are."""
@@ -133,7 +152,16 @@ class Offload:
         return torch.from_numpy(self._pools.tables.rows(sequence.line, start, count))
 
     def stats(self) -> Stats:
-        return self._counters.read(self._pools)
+        return self._counters.read(self._pools, self._timings)
+
+    def all_resident(self, sequences: Many[Sequence]) -> bool:
+        """Every row of these sequences is in a slot, in every layer."""
+        return self._residency.all_resident(sequences)
+
+    @property
+    def is_scarce(self) -> bool:
+        """Slots are running out: selections must be stamped (`resolve`), `locate` does not."""
+        return self._residency.is_scarce()
 
     def verify(self, layer: int) -> list[tuple[int, int]]:
         """(slot, row id) of every clean slot whose bytes are not those of its row on the host."""
@@ -148,17 +176,28 @@ class Offload:
     # ---- sequences
 
     def open(
-        self, tokens: Many[int], *, length_max: int | None = None, salt: bytes = b""
+        self,
+        tokens: Many[int],
+        *,
+        length_max: int | None = None,
+        promise: Promise = "all",
+        salt: bytes = b"",
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
         Rows of the longest cached prefix are there already (`cached_count`); import the rest. With
         `length_max` all of its growth is promised now; without, growth may meet PoolFull later.
+        `promise="some"` promises the growth on the host only: device pages may meet PoolFull.
         Sequences with different `salt` never share rows.
         """
         self._require_open()
         opened = life.open_sequence(
-            self._pools, self._opened_count, tokens, length_max=length_max, salt=salt
+            self._pools,
+            self._opened_count,
+            tokens,
+            length_max=length_max,
+            salt=salt,
+            promise=promise,
         )
         self._opened_count += 1
         opened.closer = self._close_sequence
@@ -166,7 +205,7 @@ class Offload:
 
     def _close_sequence(self, sequence: Sequence) -> None:
         """Its full stored pages stay as prefix cache while there is room."""
-        if sequence.step_number is not None and self._step is not None:
+        if self._step is not None and sequence in self._step.sequences:
             self.abandon(self._step)
         life.close(self._pools, sequence)
 
@@ -219,10 +258,16 @@ class Offload:
     # ---- a step
 
     def begin(self, sequences: Many[Sequence], *, query_counts: Many[int]) -> Step:
-        """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit."""
+        """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit.
+
+        One earlier step may be sealed and not learned: pages are provided for the most that it can
+        have accepted, and positions follow the device's own lengths.
+        """
         self._require_open()
         if self._step is not None:
             raise BadState(f"step {self._step.number} is not committed")
+        if len(self._sealed) > 1:
+            raise BadState(f"step {self._sealed[0].number} is not learned")
         listed = counts("query_counts", query_counts, len(sequences))
         in_range("the queries of a step", sum(listed), 1, self._query_max)
         self._step = stepping.begin(self._pools, tuple(sequences), listed)
@@ -262,7 +307,8 @@ class Offload:
             self._counters.planned(plan, self._group_row_bytes(group))
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
-        return stepping.resolution(self._pools, step, layer, key)
+        found = stepping.resolution(self._pools, step, layer, key)
+        return self._timings.timed(layer, first_query, found)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -306,14 +352,38 @@ class Offload:
         `tokens` are the ids that the kept rows were computed from; pages whose ids are known
         become prefix cache.
         """
+        if self._sealed:
+            raise BadState(f"step {self._sealed[0].number} is not learned")
         self._require_step(step)
+        stepping.check_tokens(step, self._accepted(step, accepted), tokens)
+        self.seal(step, accepted=accepted)
+        self.learn(step, accepted=accepted, tokens=tokens)
+
+    def seal(self, step: Step, *, accepted: Many[int]) -> None:
+        """The device's half of `commit`: rows leave or go, the next step may begin."""
+        self._require_step(step)
+        stored = stepping.seal(self._pools, step, self._accepted(step, accepted))
+        self._step = None
+        self._timings.landed(step)
+        self._sealed.append(step)
+        for group, byte_count in stored.items():
+            self._counters.stored(group, byte_count)
+
+    def learn(
+        self, step: Step, *, accepted: Many[int], tokens: Many[Many[int]] | None = None
+    ) -> None:
+        """The host's half of `commit`, for sealed steps in their order."""
+        self._require_open()
+        if not self._sealed or self._sealed[0] is not step:
+            raise BadState(f"step {step.number} is not the oldest sealed step")
+        stepping.learn(self._pools, step, self._accepted(step, accepted), tokens)
+        self._sealed.popleft()
+
+    def _accepted(self, step: Step, accepted: Many[int]) -> list[int]:
         listed = counts("accepted", accepted, len(step.sequences))
         for kept, brought in zip(listed, step.query_counts, strict=True):
             in_range("accepted", kept, 0, brought)
-        stored = stepping.commit(self._pools, step, listed, tokens)
-        self._step = None
-        for group, byte_count in stored.items():
-            self._counters.stored(group, byte_count)
+        return listed
 
     def abandon(self, step: Step) -> None:
         """Give the step up: none of its rows are kept."""

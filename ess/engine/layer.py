@@ -6,7 +6,9 @@ one and nothing that outlives the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,20 +18,49 @@ from ess.engine.rows import Batch, attend, front, queries, select
 from ess.errors import BadState
 from ess.kernels.merge import Partial, merge
 from ess.models.decoder import DecoderLayer, Front
+from ess.overlap.policy import Mode
+from ess.overlap.timeline import Timeline
+
+A = ParamSpec("A")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A part of the batch and where its rows are."""
+    """A part of the batch and where its rows are; no resolution when they were only located."""
 
     part: range
-    where: Resolution
+    slots: Tensor
+    where: Resolution | None = None
+
+    @property
+    def resolution(self) -> Resolution:
+        assert self.where is not None, "rows that were only located are attended in one pass"
+        return self.where
+
+
+def timed(
+    stage: Callable[Concatenate[LayerStep, A], T],
+) -> Callable[Concatenate[LayerStep, A], T]:
+    """The stage's time goes to the step's timeline under its name."""
+
+    def noted(self: LayerStep, /, *args: A.args, **kwargs: A.kwargs) -> T:
+        started_ns = self.timeline.now_ns()
+        result = stage(self, *args, **kwargs)
+        self.timeline.note(self.number, self.first_query, stage.__name__, started_ns)
+        return result
+
+    return noted
 
 
 class LayerStep:
     """`Stages` for a layer: made with the layer's input, asked by a schedule, then dropped."""
 
-    def __init__(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> None:
+    def __init__(
+        self, batch: Batch, layer: DecoderLayer, hidden: Tensor, timeline: Timeline
+    ) -> None:
+        self.timeline = timeline
+        self.first_query = 0
         self._batch = batch
         self._layer = layer
         self._group = batch.layout.group_of(layer.number)
@@ -48,12 +79,14 @@ class LayerStep:
         cut = sum(counts[: len(counts) // 2])
         return [range(cut), range(cut, sum(counts))]
 
+    @timed
     def index(self) -> None:
         """The new rows and keys go to their slots first: a token may select itself."""
         batch = self._batch
         self._front = made = front(batch, self._layer, self._hidden)
         batch.offload.append(self._layer.number, made.rows, batch.step, keys=made.keys)
 
+    @timed
     def select(self, part: range) -> Tensor | None:
         """The part's selection; None when the group's first layer has made it already."""
         if self._front is None or self._front.queries is None or self._front.weights is None:
@@ -68,42 +101,58 @@ class LayerStep:
         return chosen
 
     def resolve(self, part: range) -> Found:
+        selection = self.select(part)
+        where = self.plan(part, selection)
+        return Found(part, where.slots, where)
+
+    @timed
+    def plan(self, part: range, selection: Tensor | None) -> Resolution:
         batch = self._batch
-        where = batch.offload.resolve(
-            self._layer.number, self.select(part), batch.step, first_query=part.start
-        )
-        return Found(part, where)
+        return batch.offload.resolve(self.number, selection, batch.step, first_query=part.start)
 
-    def locate(self) -> Tensor | None:
+    def locate(self, part: range) -> Found | None:
         """Every selected row's slot without a plan; None when one of them has no slot."""
-        batch, number = self._batch, self._layer.number
-        group = self._group
-        [whole] = self.parts(1)
-        selection = self.select(whole)
+        batch, group = self._batch, self._group
+        selection = self.select(part)
         if selection is not None:
-            slots = batch.offload.locate(number, selection, batch.step)
+            slots = batch.offload.locate(self.number, selection, batch.step)
             batch.located[group] = slots if ((slots >= 0) == (selection >= 0)).all() else None
-        return batch.located[group]
+        located = batch.located[group]
+        return None if located is None else Found(part, located)
 
+    def ran(self, mode: Mode) -> Mode:
+        """What a layer that was to run so did run."""
+        if mode is Mode.RESIDENT and self._batch.located[self._group] is None:
+            return Mode.NONE
+        return mode
+
+    @timed
     def wait(self, found: Found) -> None:
-        found.where.wait()
+        if found.where is not None:
+            found.where.wait()
 
+    @timed
     def pre_attn(self) -> None:
         if self._front is None:
             raise BadState("index comes before pre_attn")
         self._queries = queries(self._batch, self._layer, self._front.query)
 
+    @timed
     def attend_all(self, found: Found) -> Partial:
-        return self.attend_codes(found.part, found.where.slots)
+        return self.attend_codes(found.part, found.slots)
 
+    @timed
     def attend_resident(self, found: Found) -> Partial:
         """Hits, and rows in place: both can be read before the fetch has landed."""
-        codes = torch.where(found.where.place >= 0, -2 - found.where.place, -1)
-        return self.attend_codes(found.part, torch.cat((found.where.hit, codes), dim=1))
+        place = found.resolution.place
+        codes = torch.where(place >= 0, -2 - place, -1)
+        return self.attend_codes(found.part, torch.cat((found.resolution.hit, codes), dim=1))
 
+    @timed
     def attend_fetched(self, found: Found) -> Partial:
-        return self.attend_codes(found.part, found.where.miss)
+        return self.attend_codes(found.part, found.resolution.miss)
 
+    @timed
     def merge(self, resident: Partial, fetched: Partial) -> Partial:
         return merge(resident, fetched)
 

@@ -1,6 +1,6 @@
 """The runner runs a model over an offload: decode batches and prompt chunks.
 
-It owns the weights. Which schedule a layer runs is given by the caller, per layer.
+It owns the weights. Which schedule a layer runs is decided per step by `tuning`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from ess.door import Offload, Step
 from ess.engine.layer import LayerStep
 from ess.engine.rows import Batch, back, logits
+from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
-from ess.errors import BadInput
 from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
 from ess.models.decoder import DecoderLayer
@@ -25,39 +25,14 @@ from ess.models.model import Model
 from ess.overlap.da import da
 from ess.overlap.dba import dba
 from ess.overlap.none import none
+from ess.overlap.policy import Mode, Vector
+from ess.overlap.resident import resident
+from ess.overlap.stages import Run, finish
 
-
-def resident(stages: LayerStep) -> Sequence[Partial]:
-    """No plan, no fetch, no merge: for a step whose rows are all in slots; else as NONE.
-
-    compute  | index | locate | pre_attn | attend_all |
-    """
-    stages.index()
-    slots = stages.locate()
-    if slots is None:
-        [whole] = stages.parts(1)
-        found = stages.resolve(whole)
-        stages.wait(found)
-        slots = found.where.slots
-    stages.pre_attn()
-    return [stages.attend_codes(range(len(slots)), slots)]
-
-
-Schedule = Callable[[Any], Sequence[Partial]]
-SCHEDULES: Final[Mapping[str, Schedule]] = MappingProxyType(
-    {"resident": resident, "none": none, "da": da, "dba": dba}
+Schedule = Callable[[Any], Run[Sequence[Partial]]]
+SCHEDULES: Final[Mapping[Mode, Schedule]] = MappingProxyType(
+    {Mode.RESIDENT: resident, Mode.NONE: none, Mode.DA: da, Mode.DBA: dba}
 )
-
-
-def schedules_for(modes: str | Sequence[str], layer_count: int) -> tuple[Schedule, ...]:
-    """One mode for all layers, or one per layer."""
-    names = [modes] * layer_count if isinstance(modes, str) else list(modes)
-    if len(names) != layer_count:
-        raise BadInput(f"{len(names)} modes for {layer_count} layers")
-    for name in names:
-        if name not in SCHEDULES:
-            raise BadInput(f"mode {name!r} is not one of {', '.join(SCHEDULES)}")
-    return tuple(SCHEDULES[name] for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +50,7 @@ class Runner:
         offload: Offload,
         ops: Ops,
         *,
-        modes: str | Sequence[str],
+        tuning: Tuning,
         verifier: Verifier,
     ) -> None:
         self.model = model
@@ -83,11 +58,13 @@ class Runner:
         self.ops = ops
         self.verifier = verifier
         self.verified_layer: int | None = None
-        self._schedules = schedules_for(modes, offload.layout.layer_total)
+        self.tuning = tuning
+        self._vector: Vector = ()
 
     def batch(self, step: Step) -> Batch:
         layer_total = self.offload.layout.layer_total
         self.verified_layer = self.verifier.layer_for(step.number, layer_total)
+        self._vector = self.tuning.vector(step)
         line_of = torch.repeat_interleave(
             torch.arange(len(step.sequences)), torch.tensor(step.query_counts)
         )
@@ -110,9 +87,11 @@ class Runner:
         return Forward(logits(batch, self.model, finished), finished)
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        stages = LayerStep(batch, layer, hidden)
-        partials = self._schedules[layer.number](stages)
+        mode = self._vector[layer.number]
+        stages = LayerStep(batch, layer, hidden, self.tuning.timeline)
+        partials = finish(SCHEDULES[mode](stages))
         attended = torch.cat([partial.out for partial in partials])
+        self.tuning.ran(layer.number, stages.ran(mode))
         if self.verified_layer == layer.number:
             self.verifier.check(batch, stages, attended)
         return back(batch, layer, hidden, attended)

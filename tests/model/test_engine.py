@@ -66,7 +66,11 @@ def run(eng: Engine) -> None:
     for _ in eng.run():
         eng.offload.check()
     eng.offload.drain()
-    assert eng.offload.stats().used_slot_count.sum() == 0
+    stats = eng.offload.stats()
+    assert stats.used_slot_count.sum() == 0
+    assert stats.free_host_page_count == stats.host_page_count
+    assert stats.free_index_page_count == stats.index_page_count
+    assert eng._future.is_empty, "a token or an outcome was left on the device"
 
 
 @pytest.mark.parametrize("family", ["v32", "glm"])
@@ -164,7 +168,7 @@ def test_requests_that_make_no_sense_are_refused_by_name():
     with pytest.raises(BadInput, match="2 modes for 3 layers"):
         engine("v32", modes=["none", "da"])
     waiting = eng.add(prompt(5))
-    with pytest.raises(BadState, match="waiting, not decoding"):
+    with pytest.raises(BadState, match="waiting, not running"):
         eng.preempt(waiting)
     with pytest.raises(BadState, match="waiting, not preempted"):
         eng.resume(waiting)
