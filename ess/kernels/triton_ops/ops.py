@@ -29,7 +29,7 @@ from ess.kernels.checks import (
     require_ids,
 )
 from ess.kernels.merge import Pair, Partial, check_merge
-from ess.kernels.reference import Keys, hadamard, read_keys, write_keys
+from ess.kernels.reference import Keys, hadamard, has_stages, read_keys, write_keys
 from ess.kernels.triton_ops import attend as attention
 from ess.kernels.triton_ops import index, rows
 from ess.kernels.triton_ops.launch import interpreted, require_device
@@ -45,6 +45,7 @@ __all__ = [
     "encode_keys",
     "encode_rows",
     "hadamard",
+    "has_stages",
     "implementation",
     "index_logits",
     "index_top_k",
