@@ -53,6 +53,7 @@ BENCHMARKS: Final = (
         suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
     ),
     Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
+    Benchmark(suite="engine", name="paced", home="ess.bench.paced:paced_benchmark"),
 )
 
 COMMANDS: Final = (
@@ -60,6 +61,11 @@ COMMANDS: Final = (
         name="step",
         home="ess.bench.step:step",
         summary="Decode steps of the embedded model: offload against everything resident.",
+    ),
+    Command(
+        name="paced",
+        home="ess.bench.paced:paced",
+        summary="DA and DBA against NONE on a slowed link: what is hidden, what was predicted.",
     ),
 )
 """Benchmarks with options of their own; `all` runs their BENCHMARKS line in smoke or full size."""
