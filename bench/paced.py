@@ -4,7 +4,7 @@ The embedded model, its selections widened to the 2,048 rows of a large model, d
 row resident; then a number of selected rows is dropped before each layer is resolved, and the lane
 takes the time that a link of the set rate would take for them. Times are of whole steps:
 
-    base       NONE at the lane's full speed, less what it waited
+    base       NONE at the lane's full speed, in the same minute, less what it waited
     added      (step - base) / layers: what a layer takes longer than if nothing had to be fetched
     T          the time the link was busy, per layer
     hidden     1 - added / T
@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -51,10 +51,10 @@ CROSSING: Final = 0.75
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     context: int = 8192
-    batch: int = 8
+    batch: int = 4
     mtp: int = 2
     misses: Sequence[int] = (32, 64, 128, 256, 512)
-    steps: int = 7
+    steps: int = 5
     top_k: int = 2048
     bytes_per_us: float | None = None
 
@@ -69,11 +69,11 @@ def paced_benchmark(*, smoke: bool) -> list[Row]:
 def paced(
     *,
     ctx: str = "8k",
-    batch: int = 8,
+    batch: int = 4,
     mtp: int = 2,
     misses: str = "32,64,128,256,512",
     gbps: float | None = None,
-    steps: int = 7,
+    steps: int = 5,
     json: bool = False,
     out: Path | None = None,
 ) -> None:
@@ -140,8 +140,6 @@ def rows_of(plan: Plan, *, folder: Path | None) -> list[Row]:
     prefix = _prefix(plan, folder)
     runs = [_Run(prefix, plan, mode) for mode in MODES]
     try:
-        for run in runs:
-            run.steps(1)
         fast = {miss: measured(runs, plan, miss, None) for miss in plan.misses}
         rate = plan.bytes_per_us or crossing_rate(fast, plan, prefix.layout.row_bytes)
         slow = {miss: measured(runs, plan, miss, rate) for miss in plan.misses}
@@ -158,55 +156,61 @@ def _prefix(plan: Plan, folder: Path | None) -> Prefix:
     return build_prefix(model, layout, ids, length=plan.context, text=name, folder=folder)
 
 
+class Step(NamedTuple):
+    """Microseconds, the jobs that the step gave to the lane, and the rows it missed."""
+
+    us: float
+    jobs: list[Job]
+    missed: int
+
+
 class _Run:
     """One mode's engine, whose misses and link can be set between steps."""
 
     def __init__(self, prefix: Prefix, plan: Plan, mode: str) -> None:
-        cells = 2 * len(plan.misses) * (plan.steps + 1) + 2
+        cells = 2 * (len(plan.misses) + 1) * (plan.steps + 1)
         shape = Shape(context=plan.context, batch=plan.batch, mtp=plan.mtp, steps=cells)
+        self.mode = mode
         self.layers = prefix.layout.layer_total
         self.lane = TimedLane()
         way = Way(name=mode, mode=mode, ratio=1.0, warm=True)
         self.arm = Arm(prefix, shape, way, lane=self.lane, kind=Forced)
         self.offload: Any = self.arm.offload
 
-    def steps(self, count: int) -> list[tuple[float, list[Job], int]]:
-        """Of each step: microseconds, the jobs it gave to the lane, and the rows it missed."""
-        found = []
-        for _ in range(count):
-            self.offload.drain()
-            self.lane.take_jobs()
-            self.arm.step()
-            seconds = self.arm.taken.seconds[-1]
-            missed = int(self.arm.taken.misses[-1].sum())
-            found.append((seconds * 1e6, self.lane.take_jobs(), missed))
-        return found
+    def step(self) -> Step:
+        self.offload.drain()
+        self.lane.take_jobs()
+        self.arm.step()
+        missed = int(self.arm.taken.misses[-1].sum())
+        return Step(self.arm.taken.seconds[-1] * 1e6, self.lane.take_jobs(), missed)
 
 
-def measured(runs: Sequence[_Run], plan: Plan, miss: int, rate: float | None) -> dict[str, Cell]:
-    """The modes in turn, step by step; the first round does not count."""
+def measured(
+    runs: Sequence[_Run], plan: Plan, miss: int, rate: float | None
+) -> tuple[dict[str, Cell], dict[str, Cell]]:
+    """Every mode at full speed and slowed, all in turn, step by step; the first round is thrown
+    away. So what is compared has met the same machine, whatever else that did."""
     for run in runs:
         run.offload.drain()
         run.offload.miss_count = miss
-        run.lane.pace(rate)
-    found: dict[str, list[tuple[float, list[Job], int]]] = {mode: [] for mode in MODES}
+    turns = [(run, pace) for run in runs for pace in (None, rate)]
+    found: dict[tuple[str, float | None], list[Step]] = {}
     for number in range(plan.steps + 1):
-        for place in range(len(runs)):
-            at = (number + place) % len(runs)
-            step = runs[at].steps(1)
+        for place in range(len(turns)):
+            run, pace = turns[(number + place) % len(turns)]
+            run.lane.pace(pace)
+            step = run.step()
             if number:
-                found[MODES[at]] += step
-    for run in runs:
-        run.offload.drain()
-    return {
-        mode: _cell(steps, runs[0].layers, plan.batch, parts=2 if mode == "dba" else 1)
-        for mode, steps in found.items()
+                found.setdefault((run.mode, pace), []).append(step)
+    cells = {
+        key: _cell(steps, runs[0].layers, plan.batch, parts=2 if key[0] == "dba" else 1)
+        for key, steps in found.items()
     }
+    fast, slow = ({mode: cells[mode, pace] for mode in MODES} for pace in (None, rate))
+    return fast, slow
 
 
-def _cell(
-    steps: list[tuple[float, list[Job], int]], layers: int, batch: int, *, parts: int
-) -> Cell:
+def _cell(steps: list[Step], layers: int, batch: int, *, parts: int) -> Cell:
     """Jobs that nobody waited for are stores: they are behind everything. The window of a layer in
     two parts is that of its first part, whose fetch the second part's indexer hides."""
     fetches = [[job for job in jobs if job.waits_ns] for _, jobs, _ in steps]
@@ -224,11 +228,15 @@ def _cell(
     )
 
 
-def crossing_rate(fast: dict[int, dict[str, Cell]], plan: Plan, row_bytes: int) -> float:
-    """Bytes per microsecond at which the middle of the grid takes `CROSSING` of DA's window."""
+def _crossing_rate(runs: Sequence[_Run], plan: Plan, row_bytes: int) -> float:
     middle = sorted(plan.misses)[len(plan.misses) // 2]
-    window_us = fast[middle]["da"].window_us
-    return fast[middle]["da"].fetched * plan.batch * row_bytes / (CROSSING * window_us)
+    fast, _ = measured(runs, plan, middle, None)
+    return crossing_rate(fast["da"], plan.batch * row_bytes)
+
+
+def crossing_rate(da: Cell, bytes_each: int) -> float:
+    """Bytes per microsecond at which these misses take `CROSSING` of DA's window."""
+    return da.fetched * bytes_each / (CROSSING * da.window_us)
 
 
 def hiding(fast: dict[str, Cell]) -> Hiding:
@@ -244,9 +252,7 @@ def hiding(fast: dict[str, Cell]) -> Hiding:
     )
 
 
-def _rows(
-    plan: Plan, miss: int, rate: float, fast: dict[str, Cell], slow: dict[str, Cell]
-) -> list[Row]:
+def _rows(miss: int, rate: float, fast: dict[str, Cell], slow: dict[str, Cell]) -> list[Row]:
     base_us = fast["none"].step_us - fast["none"].waited_us
     behind = hiding(fast)
     rows = []
@@ -260,16 +266,15 @@ def _rows(
             "T_us": round(moved_us),
             "added_us": round(added_us),
             "waited_us": round(cell.waited_us),
+            "window_us": round(fast[mode].window_us),
             "hidden": f"{1 - added_us / moved_us:.0%}",
             "predicted": f"{1 - predicted_us / moved_us:.0%}",
         }
-        rows.append(_cell_row(plan, miss, mode, slow, config | {"GB_per_s": round(rate / 1e3, 3)}))
+        rows.append(_cell_row(miss, mode, slow, config | {"GB_per_s": round(rate / 1e3, 3)}))
     return rows
 
 
-def _cell_row(
-    plan: Plan, miss: int, mode: str, slow: dict[str, Cell], config: dict[str, Any]
-) -> Row:
+def _cell_row(miss: int, mode: str, slow: dict[str, Cell], config: dict[str, Any]) -> Row:
     mine, none = slow[mode].step_us, slow["none"].step_us
     return Row(
         name=f"step at {miss} misses, {mode.upper()}",

@@ -103,7 +103,7 @@ def test_windows_and_costs_come_from_runs_at_full_speed():
     assert (behind.window_us, behind.index_us) == (273, 400)
     assert exposed(400, behind).da == 127
     assert exposed(400, behind).dba == 50
-    rate = crossing_rate({64: fast}, Plan(misses=(64,), batch=8), ROW)
+    rate = crossing_rate(fast["da"], 8 * ROW)
     assert 64 * 8 * ROW / rate == pytest.approx(0.75 * 300)
 
 
