@@ -140,13 +140,16 @@ def rows_of(plan: Plan, *, folder: Path | None) -> list[Row]:
     prefix = _prefix(plan, folder)
     runs = [_Run(prefix, plan, mode) for mode in MODES]
     try:
-        fast = {miss: measured(runs, plan, miss, None) for miss in plan.misses}
-        rate = plan.bytes_per_us or crossing_rate(fast, plan, prefix.layout.row_bytes)
-        slow = {miss: measured(runs, plan, miss, rate) for miss in plan.misses}
+        rate = plan.bytes_per_us or _crossing_rate(runs, plan, prefix.layout.row_bytes)
+        console.note(f"a link of {rate / 1e3:.3f} GB/s")
+        return [
+            row
+            for miss in plan.misses
+            for row in _rows(miss, rate, *measured(runs, plan, miss, rate))
+        ]
     finally:
         for run in runs:
             run.arm.close()
-    return [row for miss in plan.misses for row in _rows(plan, miss, rate, fast[miss], slow[miss])]
 
 
 def _prefix(plan: Plan, folder: Path | None) -> Prefix:
