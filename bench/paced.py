@@ -28,10 +28,11 @@ import torch
 from ess import console, cost
 from ess.bench import machine, report
 from ess.bench.arms import Arm, Shape, Way
+from ess.bench.folders import default_folder
 from ess.bench.forced import Forced
 from ess.bench.lanes import Job, TimedLane
 from ess.bench.lists import sizes
-from ess.bench.prefix import Prefix, build_prefix, default_folder
+from ess.bench.prefix import Prefix, build_prefix
 from ess.bench.report import Row
 from ess.bench.step import compute_threads
 from ess.bench.text import token_ids

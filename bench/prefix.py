@@ -39,7 +39,7 @@ from ess.layout import ModelLayout
 from ess.models.layers import Rotation, rotate, rotate_part
 from ess.models.load import EMBEDDED
 from ess.models.model import Model
-from ess.units import PAGE_ROWS, format_bytes
+from ess.units import PAGE_ROWS
 
 SEGMENT: Final = 4096
 DISTINCT: Final = 16384
@@ -179,11 +179,6 @@ def build_prefix(
     )
 
 
-def default_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "ess" / "prefix"
-
-
 def _kept_or_made(
     model: Model, layout: ModelLayout, ids: list[int], folder: Path | None
 ) -> Segment:
@@ -263,7 +258,3 @@ def _taken(offload: Offload, request: Request, layout: ModelLayout, count: int) 
         keys.append(torch.cat(parts, dim=1))
     rows = tuple(offload.host(layer)[on_host].clone() for layer in range(layout.layer_total))
     return Segment(tokens=tuple(request.prompt[:count]), rows=rows, keys=tuple(keys))
-
-
-def size_text(layout: ModelLayout, length: int) -> str:
-    return format_bytes(-(-length // PAGE_ROWS) * layout.host_page_bytes)
