@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,28 +25,39 @@ from ess.kernels.backend import chosen
 from ess.models.load import load_model
 from ess.units import PAGE_ROWS
 
+PREFIX_SHARE: Final = 0.4
+
 
 def measure(
     found: Found, plan: Plan, folder: Path | None, text: Path | None, *, with_spans: bool
 ) -> None:
     torch.set_num_threads(compute_threads())
-    until = time.monotonic() + plan.seconds
+    until, is_begun = time.monotonic() + plan.seconds, False
     ids, name = token_ids(text)
     model = load_model()
     for context in plan.contexts:
         console.note(f"context {context:,}: prefilling, or reading what an earlier run kept ...")
         layout = model.config.layout(name="ess-embedded")
-        prefix = build_prefix(model, layout, ids, length=context, text=name, folder=folder)
+        prefix = build_prefix(
+            model,
+            layout,
+            ids,
+            length=context,
+            text=name,
+            folder=folder,
+            seconds=plan.seconds * PREFIX_SHARE,
+        )
         found.rows.extend([configuration_row(prefix, plan), prefix_row(prefix, context)])
         for mtp in plan.mtps:
             for batch in plan.batches:
-                if time.monotonic() > until:
+                if time.monotonic() > until and is_begun:
                     console.note(f"left out: context {context:,}, batch {batch}, mtp {mtp}: late")
                     continue
                 console.note(f"context {context:,}, batch {batch}, mtp {mtp} ...")
                 steps = plan.repetitions * plan.steps + 2
                 shape = Shape(context=context, batch=batch, mtp=mtp, steps=steps)
                 found.rows.extend(measured_rows(prefix, shape, plan))
+                is_begun = True
             if time.monotonic() < until:
                 _check_tables(found, prefix, plan, mtp, with_spans=with_spans)
 

@@ -74,18 +74,19 @@ def draw_locality(found: Locality, folder: Path) -> None:
 
 
 def draw_curves(curves: Curves, folder: Path) -> None:
+    ways = (("with offload", curves.points, OURS), ("resident", curves.resident, THEIRS))
+
     def throughput(axes: Any) -> None:
-        _line(axes, curves.batches, curves.tokens_per_s, OURS, "with offload")
-        _line(axes, curves.resident_batches, curves.resident_tokens_per_s, THEIRS, "resident")
+        for name, points, color in ways:
+            _line(axes, [(one.batch, one.tokens_per_s) for one in points], color, name)
         axes.axvline(curves.index_wall, color=LOUD, linestyle="--", label="index wall")
         axes.axvline(curves.floor_batch, color=LOUD, linestyle=":", label="slot floor")
         axes.set_xlabel("requests per GPU")
         axes.set_ylabel("tokens/s per GPU")
 
     def pareto(axes: Any) -> None:
-        _line(axes, curves.user_rates, curves.tokens_per_s, OURS, "with offload")
-        rates = curves.resident_user_rates
-        _line(axes, rates, curves.resident_tokens_per_s, THEIRS, "resident")
+        for name, points, color in ways:
+            _line(axes, [(1e6 / one.token_us, one.tokens_per_s) for one in points], color, name)
         axes.set_xlabel("tokens/s per user")
         axes.set_ylabel("tokens/s per GPU")
 
@@ -116,8 +117,9 @@ def _layer_names(count: int) -> list[str]:
     return [*(f"{layer}" for layer in range(count - 1)), "MTP"]
 
 
-def _line(axes: Any, x: Sequence[float], y: Sequence[float], color: str, label: str) -> None:
-    if x:
+def _line(axes: Any, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
+    if points:
+        x, y = zip(*points, strict=True)
         axes.plot(x, y, marker="o", markersize=3, color=color, label=label)
 
 

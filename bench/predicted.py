@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -14,24 +14,21 @@ from ess.layout import ModelLayout
 from ess.sim import misses, tables
 from ess.sim.operators import Fitted, Operators
 from ess.sim.plan import Ask, Planner, Point
+from ess.sim.plan import Plan as Answer
 from ess.sim.simulate import Scenario, simulate
 from ess.sim.timeline import Span
 
 USER_RATES: Final = (15.0, 20.0, 30.0)
-CURVE_POINTS: Final = 16
+CURVE_POINTS: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """Throughput over batch, with offload and without; for the plots."""
+    """One GPU over its batches, with offload and without."""
 
     title: str
-    batches: list[float]
-    tokens_per_s: list[float]
-    user_rates: list[float]
-    resident_batches: list[float]
-    resident_tokens_per_s: list[float]
-    resident_user_rates: list[float]
+    points: list[Point]
+    resident: list[Point]
     index_wall: int
     floor_batch: int
 
@@ -44,48 +41,56 @@ def predict(found: Found, plan: Plan, context: int, mtp: int) -> None:
         ask=ask,
         layout=ModelLayout.deepseek_v32(),
     )
-    for name, rate in (("most tokens", None), *((f"{r:g} tokens/s/user", r) for r in USER_RATES)):
-        found.rows.extend(predicted_rows(planner, plan, name, rate))
-    found.curves.append(curves_of(planner, plan))
-    found.timelines.append(predicted_timeline(planner, plan))
-
-
-def predicted_rows(planner: Planner, plan: Plan, name: str, rate: float | None) -> list[Row]:
-    """The best batch, or the best that gives every user at least `rate`."""
-    asked = replace(planner.ask, token_us_max=None if rate is None else 1e6 / rate)
-    title = f"{plan.model} on {plan.gpu}, {name}"
+    title = f"{plan.model} on {plan.gpu}"
     try:
-        answer = replace(planner, ask=asked).plan()
+        answer = planner.plan()
     except BadInput as refusal:
-        return [
-            Row(
-                name=title,
-                value=0.0,
-                unit="tokens/s/GPU",
-                config={"half": "predicted", "ctx": asked.context, "refused": str(refusal)},
-            )
-        ]
-    chosen, resident = answer.chosen, answer.resident
-    config = _point_config(planner, chosen) | {"limited_by": answer.limiter}
-    if resident is None:
-        return [
-            Row(
-                name=title,
-                value=chosen.tokens_per_s,
-                unit="tokens/s/GPU",
-                config=config | {"resident": "not one request in time" if rate else "none fits"},
-            )
-        ]
-    return [
-        compare(
-            name=title,
-            unit="tokens/s/GPU",
-            ours=[chosen.tokens_per_s],
-            baseline=(f"resident, batch {resident.batch}", [resident.tokens_per_s]),
-            better="higher",
-            config=config,
+        found.rows.append(_refused(title, context, str(refusal)))
+        return
+    curves = curves_of(planner, plan, answer)
+    best = _row(planner, f"{title}, most tokens", answer.chosen, answer.resident)
+    best.config["limited_by"] = answer.limiter
+    found.rows.append(best)
+    found.rows.extend(pareto_row(planner, title, curves, rate) for rate in USER_RATES)
+    found.curves.append(curves)
+    found.timelines.append(predicted_timeline(planner, plan, answer.chosen))
+
+
+def pareto_row(planner: Planner, title: str, curves: Curves, rate: float) -> Row:
+    """The batch with the most tokens among those that give every user at least `rate`."""
+    name = f"{title}, {rate:g} tokens/s/user"
+    chosen, resident = (
+        max(
+            (one for one in points if 1e6 / one.token_us >= rate),
+            key=lambda one: one.tokens_per_s,
+            default=None,
         )
-    ]
+        for points in (curves.points, curves.resident)
+    )
+    if chosen is None:
+        fastest = max(1e6 / one.token_us for one in curves.points)
+        return _refused(name, planner.ask.context, f"{fastest:.1f} tokens/s/user at most")
+    return _row(planner, name, chosen, resident)
+
+
+def _refused(name: str, context: int, reason: str) -> Row:
+    config = {"half": "predicted", "ctx": context, "refused": reason}
+    return Row(name=name, value=0.0, unit="tokens/s/GPU", config=config)
+
+
+def _row(planner: Planner, name: str, chosen: Point, resident: Point | None) -> Row:
+    config = _point_config(planner, chosen)
+    if resident is None:
+        config["resident"] = "not one request"
+        return Row(name=name, value=chosen.tokens_per_s, unit="tokens/s/GPU", config=config)
+    return compare(
+        name=name,
+        unit="tokens/s/GPU",
+        ours=[chosen.tokens_per_s],
+        baseline=(f"resident, batch {resident.batch}", [resident.tokens_per_s]),
+        better="higher",
+        config=config,
+    )
 
 
 def _point_config(planner: Planner, point: Point) -> dict[str, Any]:
@@ -109,24 +114,16 @@ def _point_config(planner: Planner, point: Point) -> dict[str, Any]:
     }
 
 
-def curves_of(planner: Planner, plan: Plan) -> Curves:
+def curves_of(planner: Planner, plan: Plan, answer: Answer) -> Curves:
     ask, budget = planner.ask, planner.budget
-    answer = planner.plan()
-    batches = _spread(answer.floor_batch)
-    points = [
-        planner.point(batch, budget.slots_each(context=ask.context, batch=batch))
-        for batch in batches
-    ]
     most = budget.batch_max(context=ask.context, slots_each=ask.context)
-    whole = [planner.point(batch, ask.context) for batch in _spread(most)]
     return Curves(
         title=f"{plan.model} on {plan.gpu}, {ask.context:,} tokens, mtp {ask.queries_each}",
-        batches=[float(one.batch) for one in points],
-        tokens_per_s=[one.tokens_per_s for one in points],
-        user_rates=[1e6 / one.token_us for one in points],
-        resident_batches=[float(one.batch) for one in whole],
-        resident_tokens_per_s=[one.tokens_per_s for one in whole],
-        resident_user_rates=[1e6 / one.token_us for one in whole],
+        points=[
+            planner.point(batch, budget.slots_each(context=ask.context, batch=batch))
+            for batch in _spread(answer.floor_batch)
+        ],
+        resident=[planner.point(batch, ask.context) for batch in _spread(most)],
         index_wall=answer.index_wall,
         floor_batch=answer.floor_batch,
     )
@@ -136,8 +133,8 @@ def _spread(most: int) -> list[int]:
     return sorted({round(one) for one in np.linspace(1, most, CURVE_POINTS)}) if most else []
 
 
-def predicted_timeline(planner: Planner, plan: Plan) -> tuple[str, list[Span]]:
-    ask, chosen = planner.ask, planner.plan().chosen
+def predicted_timeline(planner: Planner, plan: Plan, chosen: Point) -> tuple[str, list[Span]]:
+    ask = planner.ask
     layers = planner.curves.layers(
         context=ask.context, slots=chosen.slots_each, queries_each=ask.queries_each
     )

@@ -16,6 +16,7 @@ A segment that was computed is kept as a safetensors file, named by all that it 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -156,8 +157,12 @@ def build_prefix(
     segment: int = SEGMENT,
     distinct: int = DISTINCT,
     folder: Path | None = None,
+    seconds: float = math.inf,
 ) -> Prefix:
-    """Computes what `folder` does not hold yet; a folder of None keeps nothing."""
+    """Computes what `folder` does not hold yet; a folder of None keeps nothing.
+
+    After `seconds` no further segment is begun: those there are must do.
+    """
     if model.config.rope.rotation_scale != 1.0:
         raise BadInput("a model that scales its rotations cannot have rows turned")
     each = min(segment, length)
@@ -165,10 +170,10 @@ def build_prefix(
     if len(ids) < count * each + 1:
         raise BadInput(f"{text} has {len(ids)} tokens, the prefix needs {count * each + 1}")
     started = time.perf_counter()
-    segments = [
-        _kept_or_made(model, layout, list(ids[at * each : (at + 1) * each + 1]), folder)
-        for at in range(count)
-    ]
+    segments: list[Segment] = []
+    while len(segments) < count and (not segments or time.perf_counter() - started < seconds):
+        at = len(segments) * each
+        segments.append(_kept_or_made(model, layout, list(ids[at : at + each + 1]), folder))
     return Prefix(
         model=model,
         layout=layout,
