@@ -15,6 +15,7 @@ import cyclopts
 
 import ess
 from ess import console
+from ess.bench.headline import headline
 from ess.console import Command
 from ess.errors import BadInput
 
@@ -53,6 +54,8 @@ BENCHMARKS: Final = (
         suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
     ),
     Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
+    Benchmark(suite="engine", name="paced", home="ess.bench.paced:paced_benchmark"),
+    Benchmark(suite="engine", name="locality", home="ess.bench.locality:locality_benchmark"),
 )
 
 COMMANDS: Final = (
@@ -60,6 +63,16 @@ COMMANDS: Final = (
         name="step",
         home="ess.bench.step:step",
         summary="Decode steps of the embedded model: offload against everything resident.",
+    ),
+    Command(
+        name="paced",
+        home="ess.bench.paced:paced",
+        summary="DA and DBA against NONE on a slowed link: what is hidden, what was predicted.",
+    ),
+    Command(
+        name="locality",
+        home="ess.bench.locality:locality",
+        summary="Similarity, misses, warm-up and MTP acceptance on real text.",
     ),
 )
 """Benchmarks with options of their own; `all` runs their BENCHMARKS line in smoke or full size."""
@@ -88,7 +101,12 @@ def make_app(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return console.run(make_app(BENCHMARKS, SUITES, COMMANDS), arguments)
+    """Options without a suite are the headline's; a word is a suite, or a slip that gets a hint."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    app = make_app(BENCHMARKS, SUITES, COMMANDS)
+    if given and given[0].startswith("-"):
+        app.default(headline)
+    return console.run(app, given)
 
 
 def _suite_command(members: Sequence[Benchmark]) -> Callable[..., int]:

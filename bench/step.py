@@ -19,8 +19,9 @@ import torch
 from ess import console
 from ess.bench import machine, report
 from ess.bench.arms import Arm, Shape, Way, slots_each
+from ess.bench.folders import default_folder
 from ess.bench.lists import shares, sizes
-from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix, default_folder
+from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
 from ess.bench.report import Row, compare
 from ess.bench.text import token_ids
 from ess.errors import BadInput
