@@ -201,8 +201,10 @@ inline void launch(void (*run)(const void*), const void* record, i32 blocks, i32
 
 }  // namespace emulated
 
-// A launch from Python: the record, the grid, the threads of a block, its shared bytes, a seed.
+// A launch from Python: the record, the grid, the threads of a block, its shared bytes, a seed. The
+// size of the record is for whoever must copy it.
 #define ESS_EMULATE(kernel, Record)                                                             \
+    extern "C" __attribute__((visibility("default"))) const i32 bytes_##kernel = sizeof(Record); \
     extern "C" __attribute__((visibility("default"))) void emulate_##kernel(                    \
         const Record* record, i32 blocks, i32 threads, i32 shared_bytes, u64 seed) {            \
         emulated::launch([](const void* at) { kernel(*(const Record*)at); }, record, blocks,    \
