@@ -16,8 +16,7 @@ $(STAMP): pyproject.toml $(NATIVE)
 	touch $@
 
 serve: $(STAMP)
-	@echo "The HTTP server is not here yet: this is the library example, one engine of your own."
-	$(BIN)/python docs/examples/own_engine.py
+	$(BIN)/ess serve
 
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile -m "slow and not gpu"
