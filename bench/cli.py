@@ -53,6 +53,7 @@ BENCHMARKS: Final = (
     Benchmark(
         suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
     ),
+    Benchmark(suite="calibrate", name="calibrate", home="ess.bench.calibrate:calibrate_benchmark"),
 )
 
 SUITES: Final = {
@@ -61,6 +62,7 @@ SUITES: Final = {
     "trace": "The trace format against raw int32 and zlib.",
     "policies": "Which row gives way: policies, miss curves and budgets on generated selections.",
     "prefill-model": "Chunked pipeline prefill, predicted against published rows.",
+    "calibrate": "What the layerwise policy starts from; --out FILE writes it for the engine.",
     "all": "Every suite.",
 }
 
