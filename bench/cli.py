@@ -56,6 +56,7 @@ BENCHMARKS: Final = (
     Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
     Benchmark(suite="engine", name="paced", home="ess.bench.paced:paced_benchmark"),
     Benchmark(suite="engine", name="locality", home="ess.bench.locality:locality_benchmark"),
+    Benchmark(suite="calibrate", name="calibrate", home="ess.bench.calibrate:calibrate_benchmark"),
 )
 
 COMMANDS: Final = (
@@ -84,6 +85,7 @@ SUITES: Final = {
     "policies": "Which row gives way: policies, miss curves and budgets on generated selections.",
     "prefill-model": "Chunked pipeline prefill, predicted against published rows.",
     "engine": "The engine on the embedded model: what residency costs and what it hides.",
+    "calibrate": "What the layerwise policy starts from; --out FILE writes it for the engine.",
     "all": "Every suite.",
 }
 
