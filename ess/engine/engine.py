@@ -158,7 +158,8 @@ class Engine:
         """Nothing runs, waits or is under way; requests preempted by hand may be left."""
         running = sum(self._roster.count(one) for one in ("waiting", "prefilling", "decoding"))
         preempted = self._roster.of("preempted")
-        return running == 0 and not self._flights and all(one.is_held for one in preempted)
+        is_told = not self._flights and not self._made
+        return running == 0 and is_told and all(one.is_held for one in preempted)
 
     def depth_reasons(self) -> tuple[str, ...]:
         """Why the next step runs at depth 0 whatever the configuration; none if it need not."""
