@@ -53,9 +53,21 @@ BENCHMARKS: Final = (
         suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
     ),
     Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
+    Benchmark(suite="engine", name="overhead", home="ess.bench.overhead:overhead_benchmark"),
+    Benchmark(suite="engine", name="rival", home="ess.bench.rival:rival_benchmark"),
 )
 
 COMMANDS: Final = (
+    Command(
+        name="overhead",
+        home="ess.bench.overhead:overhead",
+        summary="The share of a decode step that is not model math.",
+    ),
+    Command(
+        name="rival",
+        home="ess.bench.rival:rival",
+        summary="Decode beside the transformers implementation of the same model.",
+    ),
     Command(
         name="step",
         home="ess.bench.step:step",
