@@ -57,9 +57,21 @@ BENCHMARKS: Final = (
     Benchmark(suite="engine", name="paced", home="ess.bench.paced:paced_benchmark"),
     Benchmark(suite="engine", name="locality", home="ess.bench.locality:locality_benchmark"),
     Benchmark(suite="calibrate", name="calibrate", home="ess.bench.calibrate:calibrate_benchmark"),
+    Benchmark(suite="engine", name="overhead", home="ess.bench.overhead:overhead_benchmark"),
+    Benchmark(suite="engine", name="rival", home="ess.bench.rival:rival_benchmark"),
 )
 
 COMMANDS: Final = (
+    Command(
+        name="overhead",
+        home="ess.bench.overhead:overhead",
+        summary="The share of a decode step that is not model math.",
+    ),
+    Command(
+        name="rival",
+        home="ess.bench.rival:rival",
+        summary="Decode beside the transformers implementation of the same model.",
+    ),
     Command(
         name="step",
         home="ess.bench.step:step",

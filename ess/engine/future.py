@@ -66,7 +66,7 @@ class Outcome:
     @property
     def verified(self) -> tuple[int, int]:
         """Drafts that were checked and how many were right."""
-        return len(self.line.tokens) - 1, len(self.targets) - 1
+        return len(self.line.tokens) - 1, len(self.choice.tokens) - 1
 
 
 class FutureMap:
