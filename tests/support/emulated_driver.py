@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from ess.kernels.cuda import program
 from tests.support.emulate import DEVICE, ROOT, build, source_of
 
@@ -62,22 +60,3 @@ def begin() -> None:
         return str(library).encode() + b"\0"
 
     program.cubin = emulated_cubin
-
-
-class DeviceTensor:
-    """What a lane asks of a CUDA tensor, over memory of this process."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        self.shape = array.shape
-        self.dtype = f"torch.{array.dtype}"
-        self.device = type("device", (), {"type": "cuda", "index": 0})()
-
-    def data_ptr(self) -> int:
-        return int(self.array.__array_interface__["data"][0])
-
-    def element_size(self) -> int:
-        return self.array.itemsize
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(step // self.array.itemsize for step in self.array.strides)

@@ -117,13 +117,16 @@ def fault(name: str, status: int) -> Unavailable | BadState:
 
 
 def constant(kind: str, name: str) -> Any:
-    """CU_DEVICE_ATTRIBUTE_X from ("CUdevice_attribute", "X")."""
-    owner = getattr(_driver(), kind)
+    """An attribute by its name without the prefix that all of its kind have."""
     prefix = {
         "CUdevice_attribute": "CU_DEVICE_ATTRIBUTE",
         "CUfunction_attribute": "CU_FUNC_ATTRIBUTE",
     }
-    return getattr(owner, f"{prefix[kind]}_{name}")
+    return enumerated(kind, f"{prefix[kind]}_{name}")
+
+
+def enumerated(kind: str, name: str) -> Any:
+    return getattr(getattr(_driver(), kind), name)
 
 
 def why_missing() -> str | None:

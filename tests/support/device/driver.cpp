@@ -36,8 +36,18 @@ struct Work {
     std::function<void()> run;
 };
 
+struct Graph {
+    std::vector<Work> work;
+};
+
 struct Stream {
     std::deque<Work> queue;
+    Graph* capturing = nullptr;
+
+    void take(Work one) {
+        if (capturing) capturing->work.push_back(one);
+        else queue.push_back(one);
+    }
 };
 
 struct Function {
@@ -84,7 +94,7 @@ Stream* stream_of(void* handle) { return handle ? (Stream*)handle : &world().leg
 
 Result queue(void* stream, std::function<void()> run) {
     if (!world().current) return kNoContext;
-    stream_of(stream)->queue.push_back({[] { return true; }, run});
+    stream_of(stream)->take({[] { return true; }, run});
     return kOk;
 }
 
@@ -169,6 +179,24 @@ EXPORT Result cuStreamWaitEvent(void* stream, void* handle, unsigned) {
     return kOk;
 }
 
+EXPORT Result cuStreamBeginCapture_v2(void* stream, int) {
+    return stream_of(stream)->capturing = new Graph, kOk;
+}
+EXPORT Result cuStreamEndCapture(void* stream, void** graph) {
+    *graph = stream_of(stream)->capturing;
+    stream_of(stream)->capturing = nullptr;
+    return *graph ? kOk : kInvalid;
+}
+EXPORT Result cuGraphInstantiateWithFlags(void** executable, void* graph, uint64_t) {
+    return *executable = new Graph(*(Graph*)graph), kOk;
+}
+EXPORT Result cuGraphDestroy(void* graph) { return delete (Graph*)graph, kOk; }
+EXPORT Result cuGraphExecDestroy(void*) { return kOk; }
+EXPORT Result cuGraphLaunch(void* executable, void* stream) {
+    for (const Work& one : ((Graph*)executable)->work) stream_of(stream)->queue.push_back(one);
+    return kOk;
+}
+
 EXPORT Result cuEventCreate(void** event, unsigned) { return *event = new Event, kOk; }
 EXPORT Result cuEventDestroy(void*) { return kOk; }
 EXPORT Result cuEventRecord(void* handle, void* stream) {
@@ -227,6 +255,9 @@ EXPORT Result cuMemcpyHtoDAsync(Address to, const void* from, size_t bytes, void
     if (!inside(world().registered, Address(from), bytes)) return kInvalid;
     return queue(stream, [=] { std::memcpy((void*)to, from, bytes); });
 }
+EXPORT Result cuMemcpyDtoHAsync(void* to, Address from, size_t bytes, void* stream) {
+    return queue(stream, [=] { std::memcpy(to, (void*)from, bytes); });
+}
 EXPORT Result cuMemsetD32Async(Address at, unsigned value, size_t count, void* stream) {
     return queue(stream, [=] {
         for (size_t i = 0; i < count; i++) ((unsigned*)at)[i] = value;
@@ -234,10 +265,8 @@ EXPORT Result cuMemsetD32Async(Address at, unsigned value, size_t count, void* s
 }
 
 EXPORT Result cuGetProcAddress_v2(const char* name, void** function, int, uint64_t, void*) {
-    *function = dlsym(RTLD_DEFAULT, name);
-    if (!*function) {
-        static void* self = dlopen(nullptr, RTLD_NOW);
-        *function = dlsym(self, name);
-    }
-    return *function ? kOk : kNotFound;
+    for (const std::string& form : {std::string(name), name + std::string("_v2"),
+                                    name + std::string("WithFlags")})
+        if ((*function = dlsym(RTLD_DEFAULT, form.c_str()))) return kOk;
+    return kNotFound;
 }
