@@ -15,10 +15,14 @@ def _keys(pages, page, is_key, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     at = place[:, None] * DIM + column[None, :]
     if IS_FP8:
         found = from_e4m3(tl.load(pages + page + at, mask=mask, other=0), INTERPRETED)
+        keys = found.to(tl.bfloat16) if IN_BF16 else found
         scales = (pages + page + 64 * DIM + 4 * place).to(tl.pointer_type(tl.float32))
-        return found.to(tl.bfloat16) if IN_BF16 else found, tl.load(scales, is_key, other=0.0)
-    plain = (pages + page + 4 * at).to(tl.pointer_type(tl.float32))
-    return tl.load(plain, mask=mask, other=0.0), tl.full((64,), 1.0, tl.float32)
+        scales = tl.load(scales, mask=is_key, other=0.0)
+    else:
+        plain = (pages + page + 4 * at).to(tl.pointer_type(tl.float32))
+        keys = tl.load(plain, mask=mask, other=0.0)
+        scales = tl.full((64,), 1.0, tl.float32)
+    return keys, scales
 
 
 @triton.jit
@@ -26,11 +30,13 @@ def _query(queries, at, mask, FORM: tl.constexpr, IN_BF16: tl.constexpr,
            INTERPRETED: tl.constexpr):  # fmt: skip
     found = tl.load(queries + at, mask=mask, other=0)
     if FORM == "f32":
-        return found
-    if FORM == "bf16":
-        return found.to(tl.bfloat16, bitcast=True) if IN_BF16 else widen(found)
-    values = from_e4m3(found, INTERPRETED)
-    return values.to(tl.bfloat16) if IN_BF16 else values
+        values = found
+    elif FORM == "bf16":
+        values = found.to(tl.bfloat16, bitcast=True) if IN_BF16 else widen(found)
+    else:
+        values = from_e4m3(found, INTERPRETED)
+        values = values.to(tl.bfloat16) if IN_BF16 else values
+    return values
 
 
 @triton.jit
