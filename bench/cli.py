@@ -59,6 +59,7 @@ BENCHMARKS: Final = (
     Benchmark(suite="calibrate", name="calibrate", home="ess.bench.calibrate:calibrate_benchmark"),
     Benchmark(suite="engine", name="overhead", home="ess.bench.overhead:overhead_benchmark"),
     Benchmark(suite="engine", name="rival", home="ess.bench.rival:rival_benchmark"),
+    Benchmark(suite="serve", name="serve", home="ess.bench.serve:serve_benchmark"),
 )
 
 COMMANDS: Final = (
@@ -98,6 +99,7 @@ SUITES: Final = {
     "prefill-model": "Chunked pipeline prefill, predicted against published rows.",
     "engine": "The engine on the embedded model: what residency costs and what it hides.",
     "calibrate": "What the layerwise policy starts from; --out FILE writes it for the engine.",
+    "serve": "The HTTP server alone: events per core, and from the engine to the socket.",
     "all": "Every suite.",
 }
 

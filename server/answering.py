@@ -182,6 +182,10 @@ class EventStream(Response):
         self._is_quiet, self._is_sending = False, True
         await send({"type": "http.response.body", "body": ready, "more_body": True})
         self._is_sending = False
+        made_at_s = self._answer.call.made_at_s
+        if made_at_s and ready is not KEEP_ALIVE:
+            service = self._answer.service
+            service.tally.to_socket.add(service.clock.now_s() - made_at_s)
 
     async def _tick(self) -> None:
         """Nudge a stream that was quiet; ends when the reader has taken nothing for too long."""

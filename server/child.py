@@ -19,11 +19,11 @@ class EngineChild:
         self._process = process
 
     @classmethod
-    async def start(cls, launch: Launch, endpoint: str) -> EngineChild:
+    async def start(cls, program: str, launch: Launch, endpoint: str) -> EngineChild:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "ess.engine.process",
+            program,
             endpoint,
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,

@@ -38,6 +38,7 @@ from ess.server.settings import Resolved, Settings
 from ess.server.sizing import MemoryPlan, plan_memory
 
 EMBEDDED: Final = "ess-embedded"
+PROGRAM: Final = {"model": "ess.engine.process", "paced": "ess.engine.paced"}
 IDLE_CONNECTION_S: Final = 75  # longer than load balancers keep theirs
 
 
@@ -174,7 +175,9 @@ async def _serve(
     try:
         service = make_service(resolved, checkpoint, plan, link=link, board=board)
         server = QuietServer(uvicorn_config(found, service))
-        child = await EngineChild.start(launch_of(found, checkpoint, plan), endpoint)
+        child = await EngineChild.start(
+            PROGRAM[found.engine], launch_of(found, checkpoint, plan), endpoint
+        )
         running = Running(service, server, child, settings=found, clock=clock)
         return await running.run(listener)
     finally:
@@ -239,6 +242,7 @@ def launch_of(found: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Laun
         threads=found.threads,
         warm=found.warmup,
         verify_every=found.verify,
+        pace_s=found.pace_ms / 1e3,
     )
 
 

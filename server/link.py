@@ -31,6 +31,7 @@ from ess.engine.messages import (
     ToEngine,
 )
 from ess.engine.sampling import Sampling
+from ess.engine.wire import UNREAD_MAX
 from ess.errors import Unavailable
 from ess.server.board import Board
 
@@ -38,17 +39,24 @@ State = Literal["starting", "ready", "lost"]
 
 
 class Call:
-    """The engine's requests of one HTTP request. `pending` counts those that have not ended."""
+    """The engine's requests of one HTTP request.
+
+    `pending` are those that have not ended; `made_at_s` is when the oldest piece that was taken
+    last left the engine, 0 if nobody knows.
+    """
 
     def __init__(self, request_id: str, numbers: range) -> None:
         self.request_id = request_id
         self.numbers = numbers
         self.pending = set(numbers)
         self.error: str | None = None
+        self.made_at_s = 0.0
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: Piece, *, at_s: float = 0.0) -> None:
+        if not self._pieces:
+            self.made_at_s = at_s
         self._pieces.append(piece)
         if piece.reason is not None:
             self.pending.discard(piece.number)
@@ -91,7 +99,8 @@ class EngineLink:
         self._clock = clock
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, UNREAD_MAX)
         self._socket.bind(endpoint)
         self._calls: dict[int, Call] = {}
         self._next_number = 0
@@ -154,10 +163,13 @@ class EngineLink:
     # ---- for the one who runs it
 
     async def run(self) -> None:
+        """One message, then everybody's turn: a message that is there is received without waiting,
+        so an engine that is faster than the readers would otherwise keep them from ever running."""
         while True:
             raw = await self._socket.recv()
             self.heard_at_s = self._clock.now_s()
             self._hear(self._packer.for_server(raw))
+            await asyncio.sleep(0)
 
     def lose(self, sentence: str) -> None:
         """The engine is gone: every call ends with an error, no other may start."""
@@ -184,9 +196,9 @@ class EngineLink:
 
     def _hear(self, message: FromEngine) -> None:
         match message:
-            case Progress(pieces):
+            case Progress(pieces, at_s):
                 for piece in pieces:
-                    self._deliver(piece)
+                    self._deliver(piece, at_s)
             case Status():
                 self._board.publish(message)
             case Ready():
@@ -198,10 +210,10 @@ class EngineLink:
             case Fault(sentence):
                 self.lose(sentence)
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, piece: Piece, at_s: float) -> None:
         call = self._calls.get(piece.number)
         if call is None:
             return
         if piece.reason is not None:
             del self._calls[piece.number]
-        call.put(piece)
+        call.put(piece, at_s=at_s)

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 import ess
 from ess.server.service import Service
-from ess.server.tally import WAIT_BOUNDS_S, Waits
+from ess.server.tally import WAIT_BOUNDS_S, Tally, Waits
 from ess.units import PAGE_ROWS
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -42,7 +42,7 @@ class Written(Collector):
         yield from _own(service)
         yield from _pools(service)
         yield from _groups(service)
-        yield from _waits("ess_%s", service)
+        yield from _waits(service.tally)
         for name in service.compat:
             yield from COMPAT[name](service)
 
@@ -58,6 +58,9 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _gauge("ess_tokens_per_second", "tokens made, of late", service.board.tokens_per_s)
     yield _gauge("ess_step_seconds", "the last step's duration", status.step_s)
     yield _count("ess_steps", "engine steps", status.step_count)
+    yield _count("ess_turns", "requests in steps", status.turn_count)
+    yield _count("ess_verified_layers", "layers checked", status.verified_count)
+    yield _count("ess_verify_mismatch", "checks that failed", status.mismatch_count)
     yield _count("ess_tokens", "tokens made", status.made_count)
     yield _count("ess_prompt_tokens", "prompt tokens taken", status.prompt_count)
     yield _count("ess_cached_tokens", "prompt tokens found in the prefix", status.cached_count)
@@ -72,6 +75,7 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _labelled("ess_limiter", "1 for what waiting requests are short of", ["limiter"], shown)
 
 
+MODES: Final = ("resident", "none", "da", "dba")
 LIMITERS: Final = ("slots", "index pages", "host pages", "sequences")
 
 
@@ -96,6 +100,19 @@ def _groups(service: Service) -> Iterator[Metric]:
         for group, value in enumerate(values):
             metric.add_metric([str(group)], value)
         yield metric
+    modes = CounterMetricFamily("ess_layer_mode", "how layers ran", labels=["layer", "mode"])
+    for layer, counts in enumerate(status.modes):
+        for mode, count in zip(MODES, counts, strict=True):
+            modes.add_metric([str(layer), mode], count)
+    yield modes
+    for name, sentence, values in (
+        ("ess_transfer_us", "microseconds of fetches", status.transfer_us),
+        ("ess_exposed_us", "of those waited for", status.exposed_us),
+    ):
+        metric = CounterMetricFamily(name, sentence, labels=["layer"])
+        for layer, value in enumerate(values):
+            metric.add_metric([str(layer)], value)
+        yield metric
     for name, sentence, values in (
         ("ess_slots_used", "slots that hold a row", status.slots_used),
         ("ess_slots", "slots there are", status.slots),
@@ -104,11 +121,14 @@ def _groups(service: Service) -> Iterator[Metric]:
         yield _labelled(name, sentence, ["group"], shown)
 
 
-def _waits(form: str, service: Service) -> Iterator[Metric]:
-    tally = service.tally
-    yield _histogram(form % "first_token_seconds", "from request to token", tally.first_token)
-    yield _histogram(form % "between_tokens_seconds", "between tokens", tally.between_tokens)
-    yield _histogram(form % "request_seconds", "whole requests", tally.whole)
+def _waits(tally: Tally) -> Iterator[Metric]:
+    for name, sentence, waits in (
+        ("ess_first_token_seconds", "from request to token", tally.first_token),
+        ("ess_between_tokens_seconds", "between tokens", tally.between_tokens),
+        ("ess_request_seconds", "whole requests", tally.whole),
+        ("ess_token_to_socket_seconds", "from the engine to the socket", tally.to_socket),
+    ):
+        yield _histogram(name, sentence, waits)
 
 
 def _as_vllm(service: Service) -> Iterator[Metric]:

@@ -98,6 +98,10 @@ class ServeFlags:
     "The longest request line and headers."
     metrics_compat: str | None = None
     "Whose metric names stand beside ours: vllm,sglang."
+    engine: Literal["model", "paced"] | None = None
+    "paced makes tokens without a model, to try servers, routers and clients."
+    pace_ms: float | None = None
+    "Milliseconds of a step of the paced engine."
     pp_size: Annotated[
         int, Parameter(name=["--pp-size", "--pipeline-parallel-size"], show=False)
     ] = 1

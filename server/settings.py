@@ -58,6 +58,8 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     watchdog_s: float = 120.0
     body_bytes: str = "32MiB"
     header_bytes: str = "32KiB"
+    engine: Literal["model", "paced"] = "model"
+    pace_ms: float = 0.0
     metrics_compat: str = "vllm,sglang"
 
 
@@ -154,6 +156,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "stall_s": (0.01, 86400.0),
     "drain_s": (0.0, 86400.0),
     "drain_grace_s": (0.0, 3600.0),
+    "pace_ms": (0.0, 60_000.0),
     "watchdog_s": (0.1, 86400.0),
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 WAIT_BOUNDS_S: Final = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
 
@@ -42,3 +42,4 @@ class Tally:
     first_token: Waits = field(default_factory=Waits)
     between_tokens: Waits = field(default_factory=Waits)
     whole: Waits = field(default_factory=Waits)
+    to_socket: Waits = field(default_factory=Waits)

@@ -71,7 +71,10 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A step's pieces, and the monotonic clock when they left: both processes read the same."""
+
     pieces: tuple[Piece, ...]
+    at_s: float = 0.0
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -143,6 +146,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     warm: bool = True
     verify_every: int = 0
+    pace_s: float = 0.0
+    """For the engine without a model: the least time of a step."""
 
 
 ToEngine = Add | Abort | Flush | Stop

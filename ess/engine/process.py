@@ -133,7 +133,7 @@ class EngineLoop:
         self._turn_count += result.turn_count
         pieces = self._pieces(result)
         if pieces:
-            self._wire.give(Progress(tuple(pieces)))
+            self._wire.give(Progress(tuple(pieces), self._clock.now_s()))
 
     def _pieces(self, result: StepResult) -> list[Piece]:
         """A request may be in two steps that were learned at once: its tokens come in one piece."""

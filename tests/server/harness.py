@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import uvicorn
 import uvloop
@@ -22,7 +21,8 @@ import zmq
 import zmq.asyncio
 
 from ess.clock import RealClock
-from ess.engine.messages import Abort, Add, Chance, Flush, Flushed, Piece, Progress, Ready, Status
+from ess.engine import paced
+from ess.engine.messages import Abort, Add, Flush, Piece, Progress, Ready, Status, ToEngine
 from ess.engine.wire import SocketWire
 from ess.models.chat.styles import ChatStyle, PlainStyle
 from ess.models.tokenizer import Tokenizer
@@ -38,8 +38,6 @@ VOCABULARY = 4096
 EOS = 1
 DEADLINE_S = 10.0
 
-Script = Callable[[Add], Sequence[int]]
-
 
 def until(true: Callable[[], bool], what: str = "it") -> None:
     deadline_s = time.monotonic() + DEADLINE_S
@@ -48,57 +46,48 @@ def until(true: Callable[[], bool], what: str = "it") -> None:
         time.sleep(0.005)
 
 
-@dataclass(eq=False)
-class Going:
-    add: Add
-    left: deque[int]
-    told: bool = False
-    made: int = 0
+class PacedEngine(paced.PacedEngine):
+    """Notes what it is asked, can be held, and refuses everything if told to."""
 
+    def __init__(
+        self,
+        script: paced.Script,
+        *,
+        says_ready: bool = True,
+        status: Status | None = None,
+        refuse: str = "",
+        **given: object,
+    ) -> None:
+        super().__init__(script, **given)
+        self.says_ready = says_ready
+        self.refuse = refuse
+        self.adds: list[Add] = []
+        self.aborted: list[int] = []
+        self.flushes = 0
+        self.held = threading.Event()
+        self.held.set()
+        self._shown = status
 
-@dataclass(eq=False)
-class PacedEngine:
-    """Gives every request the next token of its script, all in one message, `pace_s` apart.
+    def hold(self) -> None:
+        """From now on it takes requests and says nothing; a turn under way ends first."""
+        self.held.clear()
+        time.sleep(3 * paced.IDLE_S)
 
-    A script that runs out ends the request with `stop` if its last token is one of the stop ids.
-    """
-
-    script: Script
-    pace_s: float = 0.0
-    per_step: int = 1
-    cached_count: int = 0
-    says_ready: bool = True
-    status: Status = field(default_factory=Status)
-    adds: list[Add] = field(default_factory=list)
-    aborted: list[int] = field(default_factory=list)
-    flushes: int = 0
-    held: threading.Event = field(default_factory=threading.Event)
-    refuse: str = ""
-    _ended: threading.Event = field(default_factory=threading.Event)
-    _going: dict[int, Going] = field(default_factory=dict)
-
-    def run(self, endpoint: str) -> None:
+    def serve(self, endpoint: str) -> None:
         context = zmq.Context()
         wire = SocketWire(context, endpoint)
         if self.says_ready:
             wire.give(Ready(vocabulary=VOCABULARY, length_max=4096, load_s=0.0))
-        self.held.set()
-        told_at_s = 0.0
-        while not self._ended.is_set():
-            for message in wire.take(timeout_s=0.0 if self._going else 0.01):
-                self._obey(message, wire)
-            if not self.held.wait(0.01):
-                continue
-            if self._going:
-                wire.give(Progress(tuple(self._pieces())))
-                time.sleep(self.pace_s)
-            if time.monotonic() - told_at_s > 0.05:
-                told_at_s = time.monotonic()
-                wire.give(self.status)
+        while not self.is_stopped:
+            if self.held.is_set():
+                self.turn(wire)
+            else:
+                for message in wire.take(timeout_s=0.01):
+                    self.obey(message, wire)
         wire.close()
         context.term()
 
-    def _obey(self, message: object, wire: SocketWire) -> None:
+    def obey(self, message: ToEngine, wire: SocketWire) -> None:
         match message:
             case Add():
                 self.adds.append(message)
@@ -106,41 +95,14 @@ class PacedEngine:
                     refused = Piece(message.number, reason="refused", sentence=self.refuse)
                     wire.give(Progress((refused,)))
                     return
-                self._going[message.number] = Going(message, deque(self.script(message)))
             case Abort(number):
                 self.aborted.append(number)
-                self._going.pop(number, None)
             case Flush():
                 self.flushes += 1
-                wire.give(Flushed("" if not self._going else "busy"))
+        super().obey(message, wire)
 
-    def _pieces(self) -> Iterator[Piece]:
-        for number, going in list(self._going.items()):
-            sampling = going.add.sampling
-            tokens, reason = [], None
-            while going.left and len(tokens) < self.per_step and reason is None:
-                tokens.append(going.left.popleft())
-                going.made += 1
-                if tokens[-1] in sampling.stop_ids and going.made >= sampling.tokens_min:
-                    reason = "stop"
-                elif going.made >= sampling.tokens_max or not going.left:
-                    reason = "length"
-            chances = ()
-            if sampling.logprobs is not None:
-                chances = tuple(chance(token, sampling.logprobs) for token in tokens)
-            cached = None if going.told else self.cached_count
-            going.told = True
-            if reason is not None:
-                del self._going[number]
-            yield Piece(number, tuple(tokens), reason, cached, chances)
-
-    def stop(self) -> None:
-        self._ended.set()
-
-
-def chance(token: int, count: int) -> Chance:
-    top = tuple((token + i, -0.5 - i) for i in range(count))
-    return Chance(-0.5, 1, top)
+    def status(self) -> Status:
+        return self._shown or super().status()
 
 
 class Served:
@@ -176,7 +138,7 @@ class Served:
         self._thread = threading.Thread(target=self._run, args=(endpoint,))
         self._thread.start()
         assert self._up.wait(DEADLINE_S)
-        self._engine_thread = threading.Thread(target=self.engine.run, args=(endpoint,))
+        self._engine_thread = threading.Thread(target=self.engine.serve, args=(endpoint,))
         self._engine_thread.start()
         if self.engine.says_ready:
             until(lambda: self.service.link.state == "ready", "the engine")
@@ -184,7 +146,7 @@ class Served:
 
     def __exit__(self, *error: object) -> None:
         self.engine.held.set()
-        self.engine.stop()
+        self.engine.is_stopped = True
         self._engine_thread.join(DEADLINE_S)
         self._loop.call_soon_threadsafe(self._end)
         self._thread.join(DEADLINE_S)
@@ -249,16 +211,16 @@ class Served:
 TOKENIZER = Tokenizer(embedded_path())
 
 
-def saying(text: str, *, ends: bool = True) -> Script:
+def saying(text: str, *, ends: bool = True) -> paced.Script:
     """The same text for everybody, then the end token."""
     ids = TOKENIZER.encode(text)
     return lambda add: [*ids, *([EOS] if ends else [])]
 
 
-def counting(count: int) -> Script:
+def counting(count: int) -> paced.Script:
     """`count` times the token for one letter."""
     [letter] = TOKENIZER.encode("a")
-    return lambda add: [letter] * count
+    return lambda add: itertools.repeat(letter, count)
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ def test_who_leaves_is_cancelled_also_while_waiting_for_the_first_token(stream: 
     engine = PacedEngine(counting(10**6), pace_s=0.005)
     with Served(engine, limits=LIMITS) as served:
         if held:
-            engine.held.clear()
+            engine.hold()
         made = opened(served, completion(stream=stream))
         until(lambda: len(engine.adds) == 1, "the request")
         if stream and not held:
@@ -199,7 +199,7 @@ def test_who_leaves_is_cancelled_also_while_waiting_for_the_first_token(stream: 
 def test_silence_is_broken_by_comments():
     engine = PacedEngine(saying("late"))
     with Served(engine, limits=LIMITS) as served:
-        engine.held.clear()
+        engine.hold()
         with opened(served, completion(stream=True)) as made:
             time.sleep(0.5)
             engine.held.set()
