@@ -2,9 +2,10 @@
 
 Fixed modes run as they are. "layerwise" starts from a calibration, then follows live counters: once
 per step the misses, the link's rate and the stages' times since the step before go to the policy,
-which decides when another vector has won for long enough. A step whose rows are all in slots runs
-RESIDENT and teaches nothing. When slots run out such a step still finds all its rows, but they must
-be stamped, or the first to be evicted would be the ones in use: it runs NONE, whose plan stamps.
+which decides when another vector has won for long enough. Without a calibration the first step runs
+NONE and the averages start at what it shows. A step whose rows are all in slots runs RESIDENT and
+teaches nothing. When slots run out such a step still finds all its rows, but they must be stamped,
+or the first to be evicted would be the ones in use: it runs NONE, whose plan stamps.
 
 A captured graph belongs to a vector, so no more than `VECTOR_MAX` of them are kept.
 """
@@ -12,7 +13,7 @@ A captured graph belongs to a vector, so no more than `VECTOR_MAX` of them are k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,7 +93,8 @@ class Tuning:
         self._offload = offload
         self._tbo = tbo
         self._fixed = fixed_vector(modes, offload.layout)
-        self._calibrated = load(calibration) if calibration is not None else DEFAULT
+        self._is_guessed = calibration is None
+        self._calibrated = DEFAULT if calibration is None else load(calibration)
         self._state: PolicyState | None = None
         self._before: _Before | None = None
 
@@ -166,7 +168,17 @@ class Tuning:
         before, stats = self._before, self._offload.stats()
         seen = None if before is None else self._observed(before, stats)
         self.timeline.restart()
-        return state if seen is None else policy.advance(state, seen)
+        if seen is None:
+            return state
+        if self._is_guessed:
+            self._is_guessed = False
+            state = replace(
+                state,
+                misses=seen.misses,
+                bytes_per_us=seen.bytes_per_us or state.bytes_per_us,
+                hiding=seen.hiding or state.hiding,
+            )
+        return policy.advance(state, seen)
 
     def _observed(self, before: _Before, stats: Stats) -> Observation:
         layout = self._offload.layout
@@ -180,7 +192,9 @@ class Tuning:
             misses=tuple(count / before.request_count for count in per_layer),
             request_count=before.request_count,
             bytes_per_us=moved_bytes / moved_us if moved_us and moved_bytes else None,
-            hiding=self._windows(before.query_count, missed.sum() / max(1, asked.sum())),
+            hiding=self._windows(
+                before.query_count, float(missed.sum()) / max(1, int(asked.sum()))
+            ),
         )
 
     def _windows(self, query_count: int, missing_share: float) -> Hiding | None:
