@@ -263,14 +263,12 @@ class Offload:
         in_range("first_query", first_query, 0, step.query_count - 1)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
         in_range("the rows of a part", len(array), 1, step.query_count - first_query)
-        if keys is None:
-            stepping.append(self._pools, step, layer, array, first_query)
-            return
-        group = arrival.key_group(self.layout, layer)
-        shape = (len(array), self._pools.index.keys.key_bytes)
-        listed = as_array(keys, "keys", "uint8", shape)
-        stepping.append(self._pools, step, layer, array, first_query)
-        stepping.append_keys(self._pools, step, group, listed, first_query)
+        listed = None
+        if keys is not None:
+            arrival.key_group(self.layout, layer)
+            shape = (len(array), self._pools.index.keys.key_bytes)
+            listed = as_array(keys, "keys", "uint8", shape)
+        stepping.append(self._pools, step, layer, array, listed, first_query)
 
     def resolve(
         self,

@@ -31,6 +31,7 @@ from ess.overlap.policy import Mode, Observation, PolicyState, Vector
 from ess.overlap.sbo import Sbo, check_sbo
 from ess.overlap.tbo import Tbo, check_tbo, reasons_off
 from ess.overlap.timeline import Timeline
+from ess.units import div_ceil
 
 LAYERWISE: Final = "layerwise"
 VECTOR_MAX: Final = 3
@@ -84,7 +85,7 @@ class Tuning:
         check_sbo(sbo)
         self.sbo = sbo
         self.split_count = 0
-        self.reasons: tuple[str, ...] = ()
+        self.reasons: tuple[str, ...] = ("no step has run",)
         self.timeline = Timeline(clock=offload.clock)
         self.mode_counts: npt.NDArray[np.int64] = np.zeros(
             (offload.layout.layer_total, len(Mode)), np.int64
@@ -103,17 +104,16 @@ class Tuning:
         if self._fixed is not None:
             self.timeline.restart()
             return self._fixed
-        state = self._state = self._learn(self._state or self._start(step))
+        stats = self._offload.stats()
+        state = self._state = self._learn(self._state or self._start(step), stats)
         self._keep(state.vector)
         if not self._offload.all_resident(step.sequences):
-            self._before = _Before(self._offload.stats(), len(step.sequences), step.query_count)
+            self._before = _Before(stats, len(step.sequences), step.query_count)
             return state.vector
         self._before = None
-        return (
-            policy.modes(state, all_resident=True)
-            if not self._offload.is_scarce
-            else ((Mode.NONE,) * len(state.vector))
-        )
+        if self._offload.is_scarce:
+            return (Mode.NONE,) * len(state.vector)
+        return policy.modes(state, all_resident=True)
 
     def reasons_whole(self, step: Step, vector: Vector, *, has_experts: bool) -> tuple[str, ...]:
         """Why this step is not run in two halves; none if it is."""
@@ -164,9 +164,8 @@ class Tuning:
             hiding=behind,
         )
 
-    def _learn(self, state: PolicyState) -> PolicyState:
-        before, stats = self._before, self._offload.stats()
-        seen = None if before is None else self._observed(before, stats)
+    def _learn(self, state: PolicyState, stats: Stats) -> PolicyState:
+        seen = None if self._before is None else self._observed(self._before, stats)
         self.timeline.restart()
         if seen is None:
             return state
@@ -181,7 +180,8 @@ class Tuning:
         return policy.advance(state, seen)
 
     def _observed(self, before: _Before, stats: Stats) -> Observation:
-        layout = self._offload.layout
+        """Of a step in two halves: what one half had to move, and beside what."""
+        layout, half_count = self._offload.layout, 1 if self.reasons else 2
         missed = stats.miss_count - before.stats.miss_count
         asked = missed + stats.hit_count - before.stats.hit_count
         asked += stats.place_count - before.stats.place_count
@@ -190,10 +190,11 @@ class Tuning:
         moved_bytes = sum(per_layer) * layout.row_bytes
         return Observation(
             misses=tuple(count / before.request_count for count in per_layer),
-            request_count=before.request_count,
+            request_count=div_ceil(before.request_count, half_count),
             bytes_per_us=moved_bytes / moved_us if moved_us and moved_bytes else None,
             hiding=self._windows(
-                before.query_count, float(missed.sum()) / max(1, int(asked.sum()))
+                div_ceil(before.query_count, half_count),
+                float(missed.sum()) / max(1, int(asked.sum())),
             ),
         )
 

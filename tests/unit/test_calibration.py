@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ess.bench.calibrate import Times, fitted, line
+from ess.bench.calibrate import Times, calibrate_benchmark, fitted, line
 from ess.cost import Calibration
 from ess.errors import BadInput
+from ess.models.load import load_model
 from ess.overlap.calibration import DEFAULT, load
 
 NAMES = [one.name for one in fields(Calibration)]
@@ -115,3 +116,15 @@ def test_constants_are_differences_between_schedules():
     )
     for name in NAMES:
         assert getattr(found, name) == pytest.approx(getattr(expected, name)), name
+
+
+@pytest.mark.slow
+def test_what_the_benchmark_measures_is_what_the_policy_reads(tmp_path):
+    measured = calibrate_benchmark(smoke=True)
+    found = load(written(tmp_path, [msgspec.to_builtins(row) for row in measured]))
+    layers = load_model().config.layout().layer_total
+    [misses] = found.misses.values()
+    assert len(misses) == layers
+    assert min(misses) > 0
+    assert found.bytes_per_us > 10
+    assert found.constants.attend_query_us > 1
