@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import cyclopts
-import msgspec
 
 import ess
 from ess import console
+from ess.console import Command
 from ess.errors import BadInput
 
 if TYPE_CHECKING:
-    from ess.bench.report import Document, Row
+    from ess.bench.report import Row
 
 SUMMARY: Final = "Benchmarks that print a ratio against a named baseline."
 
@@ -53,7 +52,17 @@ BENCHMARKS: Final = (
     Benchmark(
         suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
     ),
+    Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
 )
+
+COMMANDS: Final = (
+    Command(
+        name="step",
+        home="ess.bench.step:step",
+        summary="Decode steps of the embedded model: offload against everything resident.",
+    ),
+)
+"""Benchmarks with options of their own; `all` runs their BENCHMARKS line in smoke or full size."""
 
 SUITES: Final = {
     "kernels": "Row movers, the residency planner, attention and the indexer.",
@@ -61,12 +70,17 @@ SUITES: Final = {
     "trace": "The trace format against raw int32 and zlib.",
     "policies": "Which row gives way: policies, miss curves and budgets on generated selections.",
     "prefill-model": "Chunked pipeline prefill, predicted against published rows.",
+    "engine": "The engine on the embedded model: what residency costs and what it hides.",
     "all": "Every suite.",
 }
 
 
-def make_app(benchmarks: Sequence[Benchmark], suites: Mapping[str, str]) -> cyclopts.App:
-    app = console.make_app("ess-bench", summary=SUMMARY, version=ess.__version__, commands=())
+def make_app(
+    benchmarks: Sequence[Benchmark],
+    suites: Mapping[str, str],
+    commands: Sequence[Command] = (),
+) -> cyclopts.App:
+    app = console.make_app("ess-bench", summary=SUMMARY, version=ess.__version__, commands=commands)
     for suite, summary in suites.items():
         members = [one for one in benchmarks if suite in ("all", one.suite)]
         app.command(_suite_command(members), name=suite, help=summary)
@@ -74,7 +88,7 @@ def make_app(benchmarks: Sequence[Benchmark], suites: Mapping[str, str]) -> cycl
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return console.run(make_app(BENCHMARKS, SUITES), arguments)
+    return console.run(make_app(BENCHMARKS, SUITES, COMMANDS), arguments)
 
 
 def _suite_command(members: Sequence[Benchmark]) -> Callable[..., int]:
@@ -105,8 +119,7 @@ def _suite_command(members: Sequence[Benchmark]) -> Callable[..., int]:
         if trace is not None and not any(one.takes_trace for one in chosen):
             names = ", ".join(one.name for one in chosen)
             raise BadInput(f"--trace {trace}: {names} cannot work on a recorded trace")
-        if out is not None and not out.absolute().parent.is_dir():
-            raise BadInput(f"--out {out}: the folder {out.parent} does not exist; make it first")
+        console.check_folder("--out", out)
         return _run_suite(chosen, smoke=smoke, json=json, out=out, trace=trace)
 
     return command
@@ -141,12 +154,7 @@ def _run_suite(
             traceback.print_exc(file=sys.stderr)
             failed.append(one.name)
     document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
-    if out is not None:
-        _write(document, out)
-    if json:
-        console.print_json(document)
-    else:
-        report.print_table(document)
+    report.present(document, json=json, out=out)
     if failed:
         console.note(f"failed: {', '.join(failed)}; the reason is above")
     return console.FAILED if failed else console.OK
@@ -163,11 +171,3 @@ def _run_benchmark(benchmark: Benchmark, *, smoke: bool, trace: Path | None) -> 
         given = {"trace": trace} if benchmark.takes_trace else {}
         rows: Iterable[Any] = function(smoke=smoke, **given)
     return [as_row(row) for row in rows]
-
-
-def _write(document: Document, out: Path) -> None:
-    """The whole file or none of it."""
-    draft = out.with_name(out.name + ".part")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    os.replace(draft, out)
-    console.note(f"written: {out}")

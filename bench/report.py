@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
@@ -107,6 +109,19 @@ def _plain(number: Any) -> Any:
     if isinstance(number, np.generic):
         return number.item()
     raise BadInput(f"{type(number).__name__} {number!r} is not a plain value")
+
+
+def present(document: Document, *, json: bool, out: Path | None) -> None:
+    """For people a table, for programs the document; `out` gets the whole file or none of it."""
+    if out is not None:
+        draft = out.with_name(out.name + ".part")
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+        os.replace(draft, out)
+        console.note(f"written: {out}")
+    if json:
+        console.print_json(document)
+    else:
+        print_table(document)
 
 
 def print_table(document: Document) -> None:

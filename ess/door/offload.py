@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from ess.clock import Clock, RealClock
 from ess.door import arrival, stepping
 from ess.door import sequence as life
 from ess.door.budgets import Budgets
 from ess.door.checks import as_array, counts, in_range
 from ess.door.pools import Pools, PoolSizes, build_pools
+from ess.door.residency import Residency
 from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
 from ess.door.step import Resolution, Step
+from ess.door.timings import Timings
 from ess.door.transit import differing_slots, member_slab
 from ess.door.workspace import Part, make_part
 from ess.errors import BadInput, BadState
-from ess.flashtrans.lanes import open_lane
+from ess.flashtrans.lanes import InlineLane, open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS, parse_size
@@ -36,12 +39,19 @@ class Offload:
     own, but an Offload is not to be shared between threads. A context manager.
     """
 
-    def __init__(self, pools: Pools, parts: list[Part], lane: Lane, query_max: int) -> None:
+    def __init__(
+        self, pools: Pools, parts: list[Part], lane: Lane, query_max: int, clock: Clock
+    ) -> None:
         self._pools = pools
         self._parts = parts
         self._lane = lane
         self._query_max = query_max
+        self.clock = clock
         self._counters = Counters(pools.layout.group_count)
+        self._timings = Timings(
+            layout=pools.layout, clock=clock, is_inline=isinstance(lane, InlineLane)
+        )
+        self._residency = Residency(pools)
         self._budgets = Budgets(pools, query_max)
         self._step: Step | None = None
         self._sealed: deque[Step] = deque()
@@ -60,16 +70,17 @@ class Offload:
         sequence_max: int = 64,
         length_max: int | str = "128k",
         query_max: int = 256,
-        part_max: int = 2,
+        part_max: int = 4,
         slot_floor: int | None = None,
         lane: Lane | None = None,
+        clock: Clock | None = None,
         poison: bool = False,
     ) -> Offload:
         """Allocates everything it will ever use.
 
-        `query_max` bounds the queries of one step, `part_max` the parts one layer is resolved in.
-        Copies run beside compute unless another `lane` is given. `poison` fills freed and
-        unwritten rows with 0xFF, which is NaN: for tests.
+        `query_max` bounds the queries of one step, `part_max` the parts under way at once.
+        Copies run beside compute unless another `lane` is given; waits for them are timed on
+        `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         """
         for name, value in (
             ("sequence_max", sequence_max),
@@ -88,7 +99,8 @@ class Offload:
         )
         opened = lane or open_lane(device=device)
         parts = [make_part(query_max, layout.top_k) for _ in range(part_max)]
-        return cls(build_pools(layout, sizes, opened), parts, opened, query_max)
+        pools = build_pools(layout, sizes, opened)
+        return cls(pools, parts, opened, query_max, clock or RealClock())
 
     # ---- what may be read
 
@@ -142,7 +154,16 @@ class Offload:
         return torch.from_numpy(self._pools.tables.rows(sequence.line, start, count))
 
     def stats(self) -> Stats:
-        return self._counters.read(self._pools)
+        return self._counters.read(self._pools, self._timings)
+
+    def all_resident(self, sequences: Many[Sequence]) -> bool:
+        """Every row of these sequences is in a slot, in every layer."""
+        return self._residency.all_resident(sequences)
+
+    @property
+    def is_scarce(self) -> bool:
+        """Slots are running out: selections must be stamped (`resolve`), `locate` does not."""
+        return self._residency.is_scarce()
 
     def verify(self, layer: int) -> list[tuple[int, int]]:
         """(slot, row id) of every clean slot whose bytes are not those of its row on the host."""
@@ -255,25 +276,43 @@ class Offload:
         self._counters.step_count += 1
         return self._step
 
-    def append(self, layer: int, rows: Any, step: Step, *, keys: Any = None) -> None:
-        """The step's new rows of this layer, [queries, row_bytes], and their index keys."""
+    def append(
+        self, layer: int, rows: Any, step: Step, *, keys: Any = None, first_query: int = 0
+    ) -> None:
+        """New rows of this layer, [queries, row_bytes], and their index keys.
+
+        Those of all queries of the step, or, in batch order, of a part of them from `first_query`.
+        """
         self._require_step(step)
         self.layout.check_layer(layer)
-        array = as_array(rows, "rows", "uint8", (step.query_count, self.layout.row_bytes))
-        stepping.append(self._pools, step, layer, array)
-        if keys is not None:
-            shape = (step.query_count, self._pools.index.keys.key_bytes)
-            group = arrival.key_group(self.layout, layer)
-            stepping.append_keys(self._pools, step, group, as_array(keys, "keys", "uint8", shape))
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
+        in_range("the rows of a part", len(array), 1, step.query_count - first_query)
+        if keys is None:
+            stepping.append(self._pools, step, layer, array, first_query)
+            return
+        group = arrival.key_group(self.layout, layer)
+        shape = (len(array), self._pools.index.keys.key_bytes)
+        listed = as_array(keys, "keys", "uint8", shape)
+        stepping.append(self._pools, step, layer, array, first_query)
+        stepping.append_keys(self._pools, step, group, listed, first_query)
 
     def resolve(
-        self, layer: int, selection: Any, step: Step, *, first_query: int = 0
+        self,
+        layer: int,
+        selection: Any,
+        step: Step,
+        *,
+        first_query: int = 0,
+        part: int | None = None,
     ) -> Resolution:
         """Where the selected positions are; the missing ones are under way when this returns.
 
         `selection` is int32 [queries, k], ascending, -1 padded, for the queries from `first_query`
         on: parts are resolved in batch order. Layers that share a selection pass None after their
-        group's first layer has been resolved.
+        group's first layer has been resolved. The answer lies in workspace number `part`, by
+        default how many parts of this group came before: name it when two halves of a step are in
+        different layers at once, so that neither takes the other's.
         """
         self._require_step(step)
         self.layout.check_layer(layer)
@@ -283,12 +322,13 @@ class Offload:
         if self.layout.groups[group][0] == layer:
             array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
             in_range("selection rows", len(array), 1, step.query_count - first_query)
-            part = self._part_for(step, group)
-            plan = stepping.resolve(self._pools, step, layer, array, first_query, part)
+            room = self._part_for(step, group, part)
+            plan = stepping.resolve(self._pools, step, layer, array, first_query, room)
             self._counters.planned(plan, self._group_row_bytes(group))
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
-        return stepping.resolution(self._pools, step, layer, key)
+        found = stepping.resolution(self._pools, step, layer, key)
+        return self._timings.timed(layer, first_query, found)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -306,19 +346,26 @@ class Offload:
         numbers = np.array(chosen, np.int32)
         return torch.from_numpy(stepping.locate(self._pools, step, layer, array, numbers))
 
-    def host_codes(self, layer: int, selection: Any, step: Step) -> torch.Tensor:
+    def host_codes(
+        self, layer: int, selection: Any, step: Step, *, first_query: int = 0
+    ) -> torch.Tensor:
         """The selection as codes that read the host's rows, whatever is resident: for checks."""
         self._require_step(step)
         self.layout.check_layer(layer)
-        shape = (step.query_count, self.layout.top_k)
-        array = as_array(selection, "selection", "int32", shape)
-        return torch.from_numpy(stepping.host_codes(self._pools, step, layer, array))
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
+        in_range("selection rows", len(array), 1, step.query_count - first_query)
+        codes = stepping.host_codes(self._pools, step, layer, array, first_query)
+        return torch.from_numpy(codes)
 
-    def _part_for(self, step: Step, group: int) -> Part:
-        used = sum(1 for other, _ in step.resolved if other == group)
-        if used >= len(self._parts):
-            raise BadInput(f"group {group} is resolved in more than part_max={len(self._parts)}")
-        return self._parts[used]
+    def _part_for(self, step: Step, group: int, number: int | None) -> Part:
+        taken = [one.part for (other, _), one in step.resolved.items() if other == group]
+        chosen = len(taken) if number is None else number
+        if not 0 <= chosen < len(self._parts):
+            raise BadInput(f"part {chosen} of group {group}: part_max is {len(self._parts)}")
+        if self._parts[chosen] in taken:
+            raise BadState(f"part {chosen} of group {group} is resolved already")
+        return self._parts[chosen]
 
     def commit(
         self,
@@ -344,6 +391,7 @@ class Offload:
         self._require_step(step)
         stored = stepping.seal(self._pools, step, self._accepted(step, accepted))
         self._step = None
+        self._timings.landed(step)
         self._sealed.append(step)
         for group, byte_count in stored.items():
             self._counters.stored(group, byte_count)

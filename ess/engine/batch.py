@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ess.door import Sequence
+from ess.engine.chances import Chance
 from ess.engine.request import Request
 
 
@@ -42,13 +43,6 @@ class Line:
     tokens: tuple[int, ...]
     position: int
 
-    @property
-    def history(self) -> list[int]:
-        """All tokens up to the newest. Those that the host has not learned stand as 0: who looks
-        at them does not overlap (`future.depth_reasons`)."""
-        known = self.request.tokens
-        return known + [0] * (self.position + 1 - len(known))
-
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -58,11 +52,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The new tokens of one request in one step, and its guesses for the next one."""
+    """The new tokens of one request in one step, and its guesses for the next one.
+
+    `chances` are of each token, if asked for.
+    """
 
     request: Request
     tokens: tuple[int, ...]
     drafts: tuple[int, ...]
+    chances: tuple[Chance, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

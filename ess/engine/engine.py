@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -28,6 +29,7 @@ from ess.clock import Clock, RealClock
 from ess.door import Offload, Promise
 from ess.engine import pace, prompt, scheduler
 from ess.engine.batch import Chunk, Made, StepPlan, StepResult
+from ess.engine.entry import Entry
 from ess.engine.future import FutureMap, Outcome, depth_reasons
 from ess.engine.launch import Flight, launch
 from ess.engine.pace import Seen, drafts_of
@@ -35,10 +37,14 @@ from ess.engine.request import Reason, Request
 from ess.engine.roster import Roster
 from ess.engine.runner import Runner
 from ess.engine.sampling import Sampling
+from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
 from ess.models.model import Model
+from ess.models.tokenizer import Tokenizer
+from ess.overlap.sbo import Sbo
+from ess.overlap.tbo import Tbo
 
 PAUSE_STEPS: Final = 16
 TPOT: Final = "time per token"
@@ -48,6 +54,10 @@ TPOT: Final = "time per token"
 class EngineConfig:
     """`mtp` is how many tokens a step verifies per request; 1 means no drafts.
 
+    `modes` is "layerwise" (per layer from live counters, from `calibration` on if there is one),
+    "resident", "none", "da", "dba", or a list with one of these four per layer. `tbo` runs steps
+    in two halves: "off", "on", "auto", or the least tokens of a step for it; `sbo` says what the
+    experts' communication runs beside.
     `depth` 1 plans and launches a step before the one before is learned. `promise` says whether a
     request's device pages are promised to its full length, or as it grows. With `tpot_ms` requests
     and chunks are admitted so that a token takes no longer; with it or with `mtp_auto` steps verify
@@ -56,7 +66,10 @@ class EngineConfig:
     rows.
     """
 
-    modes: str | Sequence[str] = "none"
+    modes: str | Sequence[str] = "layerwise"
+    calibration: str | Path | None = None
+    tbo: Tbo = "off"
+    sbo: Sbo = "off"
     mtp: int = 1
     depth: int = 0
     promise: Promise = "all"
@@ -83,8 +96,16 @@ class EngineConfig:
 
 
 class Engine:
+    """A tokenizer is needed by requests with stop strings or a grammar, and by no others."""
+
     def __init__(
-        self, model: Model, offload: Offload, config: EngineConfig, *, clock: Clock | None = None
+        self,
+        model: Model,
+        offload: Offload,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if config.mtp > 1 and not (model.mtp and offload.layout.mtp_layer_count):
             raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")
@@ -102,9 +123,17 @@ class Engine:
         self._clock = clock or RealClock()
         self._config = config
         self.verifier = Verifier(every=config.verify_every, is_fatal=config.verify_fatal)
-        self._runner = Runner(
-            model, offload, ops(config.backend), modes=config.modes, verifier=self.verifier
+        self.tuning = Tuning(
+            offload,
+            config.modes,
+            calibration=config.calibration,
+            tbo=config.tbo,
+            sbo=config.sbo,
         )
+        self._runner = Runner(
+            model, offload, ops(config.backend), tuning=self.tuning, verifier=self.verifier
+        )
+        self._entry = Entry(model.config, tokenizer)
         self._roster = Roster()
         self._future = FutureMap(line_max=offload.sequence_max, token_max=config.mtp)
         self._flights: deque[Flight] = deque()
@@ -127,6 +156,7 @@ class Engine:
             raise BadInput(
                 f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
             )
+        self._entry.equip(request)
         self._added_count += 1
         self._roster.add(request)
         return request
@@ -328,7 +358,7 @@ class Engine:
         while len(self._flights) > flight_max:
             flight = self._flights.popleft()
             outcomes = self._future.learn(flight.step.number)
-            kept = [list(one.line.tokens[: len(one.targets)]) for one in outcomes]
+            kept = [list(one.line.tokens[: len(one.choice.tokens)]) for one in outcomes]
             self.offload.learn(flight.step, accepted=[len(ids) for ids in kept], tokens=kept)
             self._observe(flight.seen([outcome.verified for outcome in outcomes]))
             for outcome in outcomes:
@@ -346,8 +376,9 @@ class Engine:
         if request.state == "finished":
             self._close(request)
             return
-        kept = request.take(list(outcome.targets))
-        self._made.append(Made(request, tuple(kept), outcome.drafts))
+        choice = outcome.choice
+        kept = tuple(request.take(list(choice.tokens)))
+        self._made.append(Made(request, kept, outcome.drafts, choice.chances[: len(kept)]))
         if request.reason is not None:
             self._finish(request, request.reason)
 

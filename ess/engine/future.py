@@ -29,6 +29,7 @@ from typing import Final
 import numpy as np
 
 from ess.engine.batch import Line
+from ess.engine.choice import Choice
 from ess.engine.request import Request
 
 ABSENT: Final = -1
@@ -39,6 +40,7 @@ DEPTH_REASONS: Final[Mapping[str, Callable[[Request], bool]]] = MappingProxyType
         "min_tokens is not reached": lambda request: (
             len(request.output) < request.sampling.tokens_min
         ),
+        "a grammar follows the output": lambda request: request.matcher is not None,
     }
 )
 
@@ -58,13 +60,13 @@ class Outcome:
     """What a step has said for one line: the targets up to the first wrong draft, new drafts."""
 
     line: Line
-    targets: tuple[int, ...]
+    choice: Choice
     drafts: tuple[int, ...]
 
     @property
     def verified(self) -> tuple[int, int]:
         """Drafts that were checked and how many were right."""
-        return len(self.line.tokens) - 1, len(self.targets) - 1
+        return len(self.line.tokens) - 1, len(self.choice.tokens) - 1
 
 
 class FutureMap:

@@ -13,7 +13,7 @@ from ess.clock import Clock
 from ess.door import Step
 from ess.engine import mtp
 from ess.engine.batch import Line, Turn
-from ess.engine.choice import choose
+from ess.engine.choice import choose_all
 from ess.engine.future import FutureMap, Outcome
 from ess.engine.pace import Seen
 from ess.engine.rows import Batch
@@ -58,21 +58,19 @@ def launch(
     ]
     batch = runner.batch(step)
     forward = runner.decode(batch, [token for line in lines for token in line.tokens])
-    targets = [
-        choose(line, forward.logits[at : at + len(line.tokens)])
-        for line, at in zip(lines, firsts, strict=True)
-    ]
+    choices = choose_all(lines, forward.logits)
+    targets = [choice.tokens for choice in choices]
     drafts = _draft(runner, batch, forward, targets, draft_count)
     runner.offload.seal(step, accepted=[len(target) for target in targets])
     for turn, target, guesses in zip(turns, targets, drafts, strict=True):
         future.stash(turn.sequence.line, [target[-1], *guesses])
-    outcomes = zip(lines, map(tuple, targets), map(tuple, drafts), strict=True)
+    outcomes = zip(lines, choices, map(tuple, drafts), strict=True)
     future.tell(step.number, (Outcome(*each) for each in outcomes))
     return Flight(turns, step, draft_count, clock.now_s() - started_s)
 
 
 def _draft(
-    runner: Runner, batch: Batch, forward: Forward, targets: Sequence[list[int]], count: int
+    runner: Runner, batch: Batch, forward: Forward, targets: Sequence[tuple[int, ...]], count: int
 ) -> list[list[int]]:
     """Behind each line's last target; before the seal, for drafting makes the MTP layer's rows."""
     if not runner.offload.layout.mtp_layer_count or count == 0:

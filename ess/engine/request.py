@@ -19,9 +19,12 @@ from ess.errors import BadInput
 
 if TYPE_CHECKING:
     from ess.door import Sequence
+    from ess.engine.grammar import Matcher
+    from ess.engine.stops import Reader
+    from ess.engine.tally import Tally
 
 State = Literal["waiting", "prefilling", "decoding", "preempted", "finished"]
-Reason = Literal["length", "stop", "cancelled", "refused"]
+Reason = Literal["length", "stop", "cancelled", "refused", "failed"]
 
 MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
     {
@@ -43,6 +46,9 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
 class Request:
     """`prompt` and `sampling` come from outside; everything else is the engine's.
 
+    `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
+    when its grammar could not be followed to the end: `matcher.failure` says why.
+
     `output` is what the host has learned. `flight_count` steps that it has not learned may have
     made up to `ahead_count` tokens more; `draft_count` drafts wait on the device for the next one.
     """
@@ -55,6 +61,11 @@ class Request:
     reason: Reason | None = None
     sequence: Sequence | None = None
     prefilled_count: int = 0
+    ends: frozenset[int] = frozenset()
+    ended_by: int | str | None = None
+    reader: Reader | None = None
+    matcher: Matcher | None = None
+    tally: Tally | None = None
     draft_count: int = 0
     flight_count: int = 0
     ahead_count: int = 0
@@ -90,10 +101,22 @@ class Request:
         """Append new tokens up to the first that ends the request; returns those kept."""
         for count, token in enumerate(made, start=1):
             self.output.append(token)
-            if token in self.sampling.stop_ids and len(self.output) >= self.sampling.tokens_min:
-                self.reason = "stop"
-            elif self.left_count == 0:
-                self.reason = "length"
+            self.reason = self._reason_after(token)
             if self.reason is not None:
+                if self.reader is not None:
+                    self.reader.finish()
                 return made[:count]
         return made
+
+    def _reason_after(self, token: int) -> Reason | None:
+        if self.matcher is not None and self.matcher.failure:
+            return "failed"
+        self.ended_by = token if token in self.ends else self._stop_string(token)
+        if self.ended_by is not None:
+            return "stop"
+        return "length" if self.left_count == 0 else None
+
+    def _stop_string(self, token: int) -> str | None:
+        if self.reader is None:
+            return None
+        return self.reader.read(token, may_stop=len(self.output) > self.sampling.tokens_min)

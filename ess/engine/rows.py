@@ -42,13 +42,14 @@ def select(batch: Batch, layer: int, probe: Probe, queries: slice | list[int]) -
     codec = batch.layout.index
     assert codec is not None, "an indexer without an index codec"
     return batch.ops.index_top_k(
-        probe.queries.float().contiguous(),
-        probe.weights.contiguous(),
+        probe.queries,
+        probe.weights,
         batch.offload.key_pages(layer),
         batch.page_table[queries],
         batch.lengths[queries],
         codec,
         k=batch.layout.top_k,
+        threads=torch.get_num_threads(),
     )
 
 
@@ -61,6 +62,7 @@ def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
         batch.layout.row,
         scale=batch.scale,
         placed=batch.offload.host(layer),
+        threads=torch.get_num_threads(),
     )
 
 
@@ -74,9 +76,8 @@ def turned(probe: Probe, layout: ModelLayout, ops: Ops) -> Probe:
     codec = layout.index
     if codec is None or codec.form == "f32" or not codec.hadamard:
         return probe
-    return Probe(
-        ops.hadamard(probe.queries.float()), probe.weights, ops.hadamard(probe.keys.float())
-    )
+    queries = ops.hadamard(probe.queries.float()).bfloat16()
+    return Probe(queries, probe.weights, ops.hadamard(probe.keys.float()))
 
 
 def key_records(keys: Tensor, layout: ModelLayout, ops: Ops) -> Tensor:

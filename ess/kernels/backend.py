@@ -91,8 +91,17 @@ def ops(name: BackendName) -> Ops:
 
         return cpu
     if name == "cuda":
-        raise Unavailable("the cuda ops are not part of this version: use the cpu ops")
+        return _cuda()
     raise BadInput(f"there are no {name!r} ops; there are {', '.join(get_args(BackendName))}")
+
+
+def _cuda() -> Ops:
+    try:
+        from ess.kernels.triton_ops import ops as triton_ops
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"the cuda ops need {error.name}: install ess[cuda]") from None
+    triton_ops.require_device()
+    return triton_ops
 
 
 def chosen(name: BackendName) -> str:
