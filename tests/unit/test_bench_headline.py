@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ess.bench import cli, headline, plots
+from ess.bench import cli, halves, plots
 from ess.bench.chrome import chrome_events
 from ess.bench.cputables import CpuTables
-from ess.bench.headline import Found, Plan
+from ess.bench.halves import Found, Plan
 from ess.bench.lanes import Job
 from ess.bench.predicted import predict
 from ess.bench.report import Row, compare
@@ -142,7 +142,7 @@ def test_forms_for_people_and_for_spreadsheets(
     found.rows.append(
         compare(name="gpu", unit="t/s", ours=[8], baseline=("resident", [16]), config=config)
     )
-    monkeypatch.setattr(headline, "run", lambda *given, **named: found)
+    monkeypatch.setattr(halves, "run", lambda *given, **named: found)
     markdown = run(capsys)
     assert "context: prefilled whole" in markdown
     assert "**measured**\n\n| benchmark | tokens/s | ctx | per_user |" in markdown
@@ -179,7 +179,7 @@ def test_curves_and_timelines_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
     found = Found(rows=[], timelines=[], curves=[])
     predict(found, Plan(contexts=(131_072,)), 131_072, 2)
-    headline._draw(found, tmp_path)
+    halves._draw(found, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"throughput.png", "pareto.png", "timeline.png"}
     assert plots.DPI > 72
