@@ -56,9 +56,23 @@ BENCHMARKS: Final = (
     Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
     Benchmark(suite="engine", name="paced", home="ess.bench.paced:paced_benchmark"),
     Benchmark(suite="engine", name="locality", home="ess.bench.locality:locality_benchmark"),
+    Benchmark(suite="calibrate", name="calibrate", home="ess.bench.calibrate:calibrate_benchmark"),
+    Benchmark(suite="engine", name="overhead", home="ess.bench.overhead:overhead_benchmark"),
+    Benchmark(suite="engine", name="rival", home="ess.bench.rival:rival_benchmark"),
+    Benchmark(suite="serve", name="serve", home="ess.bench.serve:serve_benchmark"),
 )
 
 COMMANDS: Final = (
+    Command(
+        name="overhead",
+        home="ess.bench.overhead:overhead",
+        summary="The share of a decode step that is not model math.",
+    ),
+    Command(
+        name="rival",
+        home="ess.bench.rival:rival",
+        summary="Decode beside the transformers implementation of the same model.",
+    ),
     Command(
         name="step",
         home="ess.bench.step:step",
@@ -84,6 +98,8 @@ SUITES: Final = {
     "policies": "Which row gives way: policies, miss curves and budgets on generated selections.",
     "prefill-model": "Chunked pipeline prefill, predicted against published rows.",
     "engine": "The engine on the embedded model: what residency costs and what it hides.",
+    "calibrate": "What the layerwise policy starts from; --out FILE writes it for the engine.",
+    "serve": "The HTTP server alone: events per core, and from the engine to the socket.",
     "all": "Every suite.",
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ess.door import Offload, Sequence, Step, stepping
+from ess.door import Offload, Promise, Sequence, Step, stepping
 from ess.door.arrival import key_group
 from ess.door.checks import as_array
 from ess.pool import planner
@@ -36,9 +36,14 @@ class Whole(Offload):
         return rows[layer]
 
     def open(
-        self, tokens: Many[int], *, length_max: int | None = None, salt: bytes = b""
+        self,
+        tokens: Many[int],
+        *,
+        length_max: int | None = None,
+        promise: Promise = "all",
+        salt: bytes = b"",
     ) -> Sequence:
-        opened = super().open(tokens, length_max=length_max, salt=salt)
+        opened = super().open(tokens, length_max=length_max, promise=promise, salt=salt)
         count = opened.cached_count
         active = self.active_rows(opened, 0, count).long()
         on_host = self.host_rows(opened, 0, count).long()
@@ -50,14 +55,20 @@ class Whole(Offload):
         super().import_rows(sequence, layer=layer, start=start, rows=rows)
         self._whole(layer)[self.active_rows(sequence, start, len(rows)).long()] = rows
 
-    def append(self, layer: int, rows: Any, step: Step, *, keys: Any = None) -> None:
+    def append(
+        self, layer: int, rows: Any, step: Step, *, keys: Any = None, first_query: int = 0
+    ) -> None:
         self._require_step(step)
-        self._whole(layer)[torch.from_numpy(step.rows).long()] = rows
-        step.appended.add(layer)
+        stop = first_query + len(rows)
+        self._whole(layer)[torch.from_numpy(step.rows[first_query:stop]).long()] = rows
+        step.row_counts[layer] = stop
+        if stop == step.query_count:
+            step.appended.add(layer)
         if keys is not None:
-            shape = (step.query_count, self._pools.index.keys.key_bytes)
+            shape = (len(rows), self._pools.index.keys.key_bytes)
             group = key_group(self.layout, layer)
-            stepping.append_keys(self._pools, step, group, as_array(keys, "keys", "uint8", shape))
+            array = as_array(keys, "keys", "uint8", shape)
+            stepping.append_keys(self._pools, step, group, array, first_query)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -70,11 +81,9 @@ class Whole(Offload):
         planner.translate(array, self._pools.tables.lines, lines, lengths, out=rows)
         return torch.from_numpy(rows)
 
-    def commit(
-        self, step: Step, *, accepted: Many[int], tokens: Many[Many[int]] | None = None
-    ) -> None:
+    def seal(self, step: Step, *, accepted: Many[int]) -> None:
         self._require_step(step)
-        for sequence, count in zip(step.sequences, accepted, strict=True):
-            sequence.length += count
-            sequence.step_number = None
+        lines = [sequence.line for sequence in step.sequences]
+        self._pools.tables.lengths[lines] += np.array(accepted, np.int32)
         self._step = None
+        self._sealed.append(step)
