@@ -35,7 +35,7 @@ class Plan:
     mtps: Sequence[int] = (2,)
     batches: Sequence[int] = (1,)
     ratios: Sequence[float] = (0.2,)
-    mode: str = "none"
+    mode: str = "layerwise"
     repetitions: int = 5
     steps: int = 8
     model: str = "deepseek-v3.2"

@@ -19,7 +19,7 @@ def headline(
     mtp: str = "2",
     batch: str = "1",
     ratio: str = "0.2",
-    mode: str = "none",
+    mode: str = "layerwise",
     repetitions: int = 5,
     model: str = "deepseek-v3.2",
     gpu: str = "h200",
@@ -45,7 +45,7 @@ def headline(
     ratio
         Slots over context of the measured half, a list.
     mode
-        How layers fetch in the measured half.
+        How layers fetch in the measured half: layerwise, none, da or dba.
     repetitions
         Repetitions behind every mean.
     model
