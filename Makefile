@@ -12,22 +12,21 @@ $(STAMP): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q setuptools wheel
-	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+	$(BIN)/pip install -q --no-build-isolation -e '.[dev,oracle]'
 	touch $@
 
 serve: $(STAMP)
-	@echo "The HTTP server is not here yet: this is the library example, one engine of your own."
-	$(BIN)/python docs/examples/own_engine.py
+	$(BIN)/ess serve
 
 test: check
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "slow and not gpu"
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy --strict -p ess
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 bench: $(STAMP)
 	$(BIN)/ess-bench all --smoke

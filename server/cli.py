@@ -23,6 +23,11 @@ COMMANDS: Final = (
         summary="What fits on given GPUs, how fast, and what limits it.",
     ),
     Command(
+        name="serve",
+        home="ess.server.serve:serve",
+        summary="Serve a model over HTTP.",
+    ),
+    Command(
         name="version",
         home="ess.server.about:version",
         summary="The version of ESS and of what it runs on.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Many
 from types import TracebackType
 from typing import Any
@@ -9,17 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from ess.clock import Clock, RealClock
 from ess.door import arrival, stepping
 from ess.door import sequence as life
+from ess.door.budgets import Budgets
 from ess.door.checks import as_array, counts, in_range
 from ess.door.pools import Pools, PoolSizes, build_pools
-from ess.door.sequence import Sequence
+from ess.door.residency import Residency
+from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
 from ess.door.step import Resolution, Step
+from ess.door.timings import Timings
 from ess.door.transit import differing_slots, member_slab
 from ess.door.workspace import Part, make_part
 from ess.errors import BadInput, BadState
-from ess.flashtrans.lanes import open_lane
+from ess.flashtrans.lanes import InlineLane, open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS, parse_size
@@ -34,13 +39,22 @@ class Offload:
     own, but an Offload is not to be shared between threads. A context manager.
     """
 
-    def __init__(self, pools: Pools, parts: list[Part], lane: Lane, query_max: int) -> None:
+    def __init__(
+        self, pools: Pools, parts: list[Part], lane: Lane, query_max: int, clock: Clock
+    ) -> None:
         self._pools = pools
         self._parts = parts
         self._lane = lane
         self._query_max = query_max
+        self.clock = clock
         self._counters = Counters(pools.layout.group_count)
+        self._timings = Timings(
+            layout=pools.layout, clock=clock, is_inline=isinstance(lane, InlineLane)
+        )
+        self._residency = Residency(pools)
+        self._budgets = Budgets(pools, query_max)
         self._step: Step | None = None
+        self._sealed: deque[Step] = deque()
         self._opened_count = 0
         self._is_open = True
 
@@ -56,16 +70,17 @@ class Offload:
         sequence_max: int = 64,
         length_max: int | str = "128k",
         query_max: int = 256,
-        part_max: int = 2,
+        part_max: int = 4,
         slot_floor: int | None = None,
         lane: Lane | None = None,
+        clock: Clock | None = None,
         poison: bool = False,
     ) -> Offload:
         """Allocates everything it will ever use.
 
-        `query_max` bounds the queries of one step, `part_max` the parts one layer is resolved in.
-        Copies run beside compute unless another `lane` is given. `poison` fills freed and
-        unwritten rows with 0xFF, which is NaN: for tests.
+        `query_max` bounds the queries of one step, `part_max` the parts under way at once.
+        Copies run beside compute unless another `lane` is given; waits for them are timed on
+        `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         """
         for name, value in (
             ("sequence_max", sequence_max),
@@ -84,7 +99,8 @@ class Offload:
         )
         opened = lane or open_lane(device=device)
         parts = [make_part(query_max, layout.top_k) for _ in range(part_max)]
-        return cls(build_pools(layout, sizes, opened), parts, opened, query_max)
+        pools = build_pools(layout, sizes, opened)
+        return cls(pools, parts, opened, query_max, clock or RealClock())
 
     # ---- what may be read
 
@@ -96,6 +112,11 @@ class Offload:
     def length_max(self) -> int:
         """The longest sequence that may be opened."""
         return self._pools.sizes.length_max
+
+    @property
+    def sequence_max(self) -> int:
+        """How many sequences can be active; their lines are 0 up to this."""
+        return self._pools.sizes.sequence_max
 
     def slots(self, layer: int) -> torch.Tensor:
         """[slab rows, row_bytes]: where the hits and misses of this layer are."""
@@ -133,7 +154,16 @@ class Offload:
         return torch.from_numpy(self._pools.tables.rows(sequence.line, start, count))
 
     def stats(self) -> Stats:
-        return self._counters.read(self._pools)
+        return self._counters.read(self._pools, self._timings)
+
+    def all_resident(self, sequences: Many[Sequence]) -> bool:
+        """Every row of these sequences is in a slot, in every layer."""
+        return self._residency.all_resident(sequences)
+
+    @property
+    def is_scarce(self) -> bool:
+        """Slots are running out: selections must be stamped (`resolve`), `locate` does not."""
+        return self._residency.is_scarce()
 
     def verify(self, layer: int) -> list[tuple[int, int]]:
         """(slot, row id) of every clean slot whose bytes are not those of its row on the host."""
@@ -148,17 +178,28 @@ class Offload:
     # ---- sequences
 
     def open(
-        self, tokens: Many[int], *, length_max: int | None = None, salt: bytes = b""
+        self,
+        tokens: Many[int],
+        *,
+        length_max: int | None = None,
+        promise: Promise = "all",
+        salt: bytes = b"",
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
         Rows of the longest cached prefix are there already (`cached_count`); import the rest. With
         `length_max` all of its growth is promised now; without, growth may meet PoolFull later.
+        `promise="some"` promises the growth on the host only: device pages may meet PoolFull.
         Sequences with different `salt` never share rows.
         """
         self._require_open()
         opened = life.open_sequence(
-            self._pools, self._opened_count, tokens, length_max=length_max, salt=salt
+            self._pools,
+            self._opened_count,
+            tokens,
+            length_max=length_max,
+            salt=salt,
+            promise=promise,
         )
         self._opened_count += 1
         opened.closer = self._close_sequence
@@ -166,7 +207,7 @@ class Offload:
 
     def _close_sequence(self, sequence: Sequence) -> None:
         """Its full stored pages stay as prefix cache while there is room."""
-        if sequence.step_number is not None and self._step is not None:
+        if self._step is not None and sequence in self._step.sequences:
             self.abandon(self._step)
         life.close(self._pools, sequence)
 
@@ -219,35 +260,59 @@ class Offload:
     # ---- a step
 
     def begin(self, sequences: Many[Sequence], *, query_counts: Many[int]) -> Step:
-        """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit."""
+        """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit.
+
+        One earlier step may be sealed and not learned: pages are provided for the most that it can
+        have accepted, and positions follow the device's own lengths.
+        """
         self._require_open()
         if self._step is not None:
             raise BadState(f"step {self._step.number} is not committed")
+        if len(self._sealed) > 1:
+            raise BadState(f"step {self._sealed[0].number} is not learned")
         listed = counts("query_counts", query_counts, len(sequences))
         in_range("the queries of a step", sum(listed), 1, self._query_max)
         self._step = stepping.begin(self._pools, tuple(sequences), listed)
         self._counters.step_count += 1
         return self._step
 
-    def append(self, layer: int, rows: Any, step: Step, *, keys: Any = None) -> None:
-        """The step's new rows of this layer, [queries, row_bytes], and their index keys."""
+    def append(
+        self, layer: int, rows: Any, step: Step, *, keys: Any = None, first_query: int = 0
+    ) -> None:
+        """New rows of this layer, [queries, row_bytes], and their index keys.
+
+        Those of all queries of the step, or, in batch order, of a part of them from `first_query`.
+        """
         self._require_step(step)
         self.layout.check_layer(layer)
-        array = as_array(rows, "rows", "uint8", (step.query_count, self.layout.row_bytes))
-        stepping.append(self._pools, step, layer, array)
-        if keys is not None:
-            shape = (step.query_count, self._pools.index.keys.key_bytes)
-            group = arrival.key_group(self.layout, layer)
-            stepping.append_keys(self._pools, step, group, as_array(keys, "keys", "uint8", shape))
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
+        in_range("the rows of a part", len(array), 1, step.query_count - first_query)
+        if keys is None:
+            stepping.append(self._pools, step, layer, array, first_query)
+            return
+        group = arrival.key_group(self.layout, layer)
+        shape = (len(array), self._pools.index.keys.key_bytes)
+        listed = as_array(keys, "keys", "uint8", shape)
+        stepping.append(self._pools, step, layer, array, first_query)
+        stepping.append_keys(self._pools, step, group, listed, first_query)
 
     def resolve(
-        self, layer: int, selection: Any, step: Step, *, first_query: int = 0
+        self,
+        layer: int,
+        selection: Any,
+        step: Step,
+        *,
+        first_query: int = 0,
+        part: int | None = None,
     ) -> Resolution:
         """Where the selected positions are; the missing ones are under way when this returns.
 
         `selection` is int32 [queries, k], ascending, -1 padded, for the queries from `first_query`
         on: parts are resolved in batch order. Layers that share a selection pass None after their
-        group's first layer has been resolved.
+        group's first layer has been resolved. The answer lies in workspace number `part`, by
+        default how many parts of this group came before: name it when two halves of a step are in
+        different layers at once, so that neither takes the other's.
         """
         self._require_step(step)
         self.layout.check_layer(layer)
@@ -257,12 +322,13 @@ class Offload:
         if self.layout.groups[group][0] == layer:
             array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
             in_range("selection rows", len(array), 1, step.query_count - first_query)
-            part = self._part_for(step, group)
-            plan = stepping.resolve(self._pools, step, layer, array, first_query, part)
+            room = self._part_for(step, group, part)
+            plan = stepping.resolve(self._pools, step, layer, array, first_query, room)
             self._counters.planned(plan, self._group_row_bytes(group))
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
-        return stepping.resolution(self._pools, step, layer, key)
+        found = stepping.resolution(self._pools, step, layer, key)
+        return self._timings.timed(layer, first_query, found)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -280,19 +346,26 @@ class Offload:
         numbers = np.array(chosen, np.int32)
         return torch.from_numpy(stepping.locate(self._pools, step, layer, array, numbers))
 
-    def host_codes(self, layer: int, selection: Any, step: Step) -> torch.Tensor:
+    def host_codes(
+        self, layer: int, selection: Any, step: Step, *, first_query: int = 0
+    ) -> torch.Tensor:
         """The selection as codes that read the host's rows, whatever is resident: for checks."""
         self._require_step(step)
         self.layout.check_layer(layer)
-        shape = (step.query_count, self.layout.top_k)
-        array = as_array(selection, "selection", "int32", shape)
-        return torch.from_numpy(stepping.host_codes(self._pools, step, layer, array))
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
+        in_range("selection rows", len(array), 1, step.query_count - first_query)
+        codes = stepping.host_codes(self._pools, step, layer, array, first_query)
+        return torch.from_numpy(codes)
 
-    def _part_for(self, step: Step, group: int) -> Part:
-        used = sum(1 for other, _ in step.resolved if other == group)
-        if used >= len(self._parts):
-            raise BadInput(f"group {group} is resolved in more than part_max={len(self._parts)}")
-        return self._parts[used]
+    def _part_for(self, step: Step, group: int, number: int | None) -> Part:
+        taken = [one.part for (other, _), one in step.resolved.items() if other == group]
+        chosen = len(taken) if number is None else number
+        if not 0 <= chosen < len(self._parts):
+            raise BadInput(f"part {chosen} of group {group}: part_max is {len(self._parts)}")
+        if self._parts[chosen] in taken:
+            raise BadState(f"part {chosen} of group {group} is resolved already")
+        return self._parts[chosen]
 
     def commit(
         self,
@@ -306,14 +379,38 @@ class Offload:
         `tokens` are the ids that the kept rows were computed from; pages whose ids are known
         become prefix cache.
         """
+        if self._sealed:
+            raise BadState(f"step {self._sealed[0].number} is not learned")
         self._require_step(step)
+        stepping.check_tokens(step, self._accepted(step, accepted), tokens)
+        self.seal(step, accepted=accepted)
+        self.learn(step, accepted=accepted, tokens=tokens)
+
+    def seal(self, step: Step, *, accepted: Many[int]) -> None:
+        """The device's half of `commit`: rows leave or go, the next step may begin."""
+        self._require_step(step)
+        stored = stepping.seal(self._pools, step, self._accepted(step, accepted))
+        self._step = None
+        self._timings.landed(step)
+        self._sealed.append(step)
+        for group, byte_count in stored.items():
+            self._counters.stored(group, byte_count)
+
+    def learn(
+        self, step: Step, *, accepted: Many[int], tokens: Many[Many[int]] | None = None
+    ) -> None:
+        """The host's half of `commit`, for sealed steps in their order."""
+        self._require_open()
+        if not self._sealed or self._sealed[0] is not step:
+            raise BadState(f"step {step.number} is not the oldest sealed step")
+        stepping.learn(self._pools, step, self._accepted(step, accepted), tokens)
+        self._sealed.popleft()
+
+    def _accepted(self, step: Step, accepted: Many[int]) -> list[int]:
         listed = counts("accepted", accepted, len(step.sequences))
         for kept, brought in zip(listed, step.query_counts, strict=True):
             in_range("accepted", kept, 0, brought)
-        stored = stepping.commit(self._pools, step, listed, tokens)
-        self._step = None
-        for group, byte_count in stored.items():
-            self._counters.stored(group, byte_count)
+        return listed
 
     def abandon(self, step: Step) -> None:
         """Give the step up: none of its rows are kept."""
@@ -327,13 +424,29 @@ class Offload:
     # ---- budgets and the end
 
     def move_budget(self, *, source: int, target: int) -> bool:
-        """One chunk of slots from group `source` to group `target`; False if all are in use."""
+        """One chunk of slots from group `source` to group `target`.
+
+        False if all are in use, or promised to running sequences.
+        """
         for name, group in (("source", source), ("target", target)):
             in_range(name, group, 0, self.layout.group_count - 1)
         if source == target:
             raise BadInput(f"source and target are both group {source}")
+        if self._pools.sparse.chunk_counts()[source] <= self._budgets.floor(source):
+            return False
         self._pools.inflight.settle()
         return self._pools.sparse.move_chunk(source, target)
+
+    def rebalance(self) -> int:
+        """Move some slots to the groups whose misses they save most; returns how many chunks.
+
+        Decided from what has happened since the last call, so call it every some dozen steps.
+        """
+        self._require_open()
+        if self._step is not None or self._sealed:
+            raise BadState("budgets move between steps, when all are learned")
+        self._pools.inflight.settle()
+        return self._budgets.rebalance(self._counters.misses())
 
     def drain(self) -> None:
         """Wait until every copy under way has landed."""

@@ -1,4 +1,4 @@
-"""What the offload did, per layer group, since it was made."""
+"""What the offload did, per layer group and per layer, since it was made."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.door.pools import Pools
+from ess.door.timings import Timings
 from ess.pool.sparse import FetchPlan
 
 Counts = npt.NDArray[np.int64]
@@ -15,7 +16,11 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Counts per layer group; bytes over all layers of the group."""
+    """Counts per layer group; bytes over all layers of the group.
+
+    Times and counts of fetches are per layer: `transfer_ns` on the lane, of which `exposed_ns` was
+    waited for and `hidden_ns` was not; `ahead_count` fetches had started before their layer asked.
+    """
 
     hit_count: Counts
     miss_count: Counts
@@ -25,6 +30,11 @@ class Stats:
     stored_bytes: Counts
     used_slot_count: Counts
     slot_count: Counts
+    transfer_ns: Counts
+    exposed_ns: Counts
+    hidden_ns: Counts
+    fetch_count: Counts
+    ahead_count: Counts
     step_count: int
     host_page_count: int
     free_host_page_count: int
@@ -68,10 +78,14 @@ class Counters:
     def stored(self, group: int, byte_count: int) -> None:
         self._counts["stored_bytes"][group] += byte_count
 
-    def read(self, pools: Pools) -> Stats:
+    def misses(self) -> Counts:
+        return self._counts["miss_count"] + self._counts["place_count"]
+
+    def read(self, pools: Pools, timings: Timings) -> Stats:
         groups = range(pools.layout.group_count)
         return Stats(
             **{name: counts.copy() for name, counts in self._counts.items()},
+            **{name: counts.copy() for name, counts in timings.counts.items()},
             used_slot_count=np.array([pools.sparse.used_count(g) for g in groups], np.int64),
             slot_count=np.array([pools.sparse.slot_count(g) for g in groups], np.int64),
             step_count=self.step_count,

@@ -1,6 +1,7 @@
 """The runner runs a model over an offload: decode batches and prompt chunks.
 
-It owns the weights. Which schedule a layer runs is given by the caller, per layer.
+It owns the weights. Which schedule a layer runs, and whether the batch runs in two halves, is
+decided per step by `tuning`.
 """
 
 from __future__ import annotations
@@ -14,49 +15,29 @@ import torch
 from torch import Tensor
 
 from ess.door import Offload, Step
-from ess.engine.layer import Batch, LayerStep
+from ess.engine.experts import ExpertStep
+from ess.engine.half import Half, halves, whole
+from ess.engine.layer import LayerStep
+from ess.engine.rows import Batch, back, logits
+from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
-from ess.errors import BadInput
 from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
+from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer
 from ess.models.model import Model
+from ess.overlap import sbo, tbo
 from ess.overlap.da import da
 from ess.overlap.dba import dba
 from ess.overlap.none import none
+from ess.overlap.policy import Mode, Vector
+from ess.overlap.resident import resident
+from ess.overlap.stages import Run, finish
 
-
-def resident(stages: LayerStep) -> Sequence[Partial]:
-    """No plan, no fetch, no merge: for a step whose rows are all in slots; else as NONE.
-
-    compute  | index | locate | pre_attn | attend_all |
-    """
-    stages.index()
-    slots = stages.locate()
-    if slots is None:
-        [whole] = stages.parts(1)
-        found = stages.resolve(whole)
-        stages.wait(found)
-        slots = found.where.slots
-    stages.pre_attn()
-    return [stages.attend_codes(range(len(slots)), slots)]
-
-
-Schedule = Callable[[Any], Sequence[Partial]]
-SCHEDULES: Final[Mapping[str, Schedule]] = MappingProxyType(
-    {"resident": resident, "none": none, "da": da, "dba": dba}
+Schedule = Callable[[Any], Run[Sequence[Partial]]]
+SCHEDULES: Final[Mapping[Mode, Schedule]] = MappingProxyType(
+    {Mode.RESIDENT: resident, Mode.NONE: none, Mode.DA: da, Mode.DBA: dba}
 )
-
-
-def schedules_for(modes: str | Sequence[str], layer_count: int) -> tuple[Schedule, ...]:
-    """One mode for all layers, or one per layer."""
-    names = [modes] * layer_count if isinstance(modes, str) else list(modes)
-    if len(names) != layer_count:
-        raise BadInput(f"{len(names)} modes for {layer_count} layers")
-    for name in names:
-        if name not in SCHEDULES:
-            raise BadInput(f"mode {name!r} is not one of {', '.join(SCHEDULES)}")
-    return tuple(SCHEDULES[name] for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +55,7 @@ class Runner:
         offload: Offload,
         ops: Ops,
         *,
-        modes: str | Sequence[str],
+        tuning: Tuning,
         verifier: Verifier,
     ) -> None:
         self.model = model
@@ -82,11 +63,14 @@ class Runner:
         self.ops = ops
         self.verifier = verifier
         self.verified_layer: int | None = None
-        self._schedules = schedules_for(modes, offload.layout.layer_total)
+        self.tuning = tuning
+        self._runs = layer_runs(model.layers, offload.layout)
+        self._vector: Vector = ()
 
     def batch(self, step: Step) -> Batch:
         layer_total = self.offload.layout.layer_total
         self.verified_layer = self.verifier.layer_for(step.number, layer_total)
+        self._vector = self.tuning.vector(step)
         line_of = torch.repeat_interleave(
             torch.arange(len(step.sequences)), torch.tensor(step.query_counts)
         )
@@ -103,15 +87,71 @@ class Runner:
 
     def decode(self, batch: Batch, tokens: Sequence[int]) -> Forward:
         hidden = self.model.embed(torch.tensor(tokens))
-        for layer in self.model.layers:
-            hidden = self.layer(batch, layer, hidden)
+        pair = self._halves(batch)
+        for can_split, layers in self._runs:
+            if pair is not None and can_split:
+                hidden = self._in_turn(pair, layers, hidden)
+            else:
+                for layer in layers:
+                    hidden = self.layer(batch, layer, hidden)
         finished = self.model.finish(hidden)
-        return Forward(self.model.logits(finished), finished)
+        return Forward(logits(batch, self.model, finished), finished)
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        stages = LayerStep(batch, layer, hidden)
-        partials = self._schedules[layer.number](stages)
+        return finish(self._stages(whole(batch), layer, hidden))
+
+    def _halves(self, batch: Batch) -> tuple[Half, Half] | None:
+        """Rows that were located only are not held, and the other half may evict: NONE plans."""
+        has_experts = any(can_split for can_split, _ in self._runs)
+        if self.tuning.reasons_whole(batch.step, self._vector, has_experts=has_experts):
+            return None
+        self._vector = tuple(max(mode, Mode.NONE) for mode in self._vector)
+        return halves(batch, tbo.decode_cut(batch.step.query_counts))
+
+    def _in_turn(
+        self, pair: tuple[Half, Half], layers: Sequence[DecoderLayer], hidden: Tensor
+    ) -> Tensor:
+        first, second = (
+            self._through(half, layers, hidden[half.queries.start : half.queries.stop])
+            for half in pair
+        )
+        return torch.cat(tbo.interleave(first, second))
+
+    def _through(self, half: Half, layers: Sequence[DecoderLayer], hidden: Tensor) -> Run[Tensor]:
+        for layer in layers:
+            hidden = yield from self._stages(half, layer, hidden, in_stages=True)
+            yield
+        return hidden
+
+    def _stages(
+        self, half: Half, layer: DecoderLayer, hidden: Tensor, *, in_stages: bool = False
+    ) -> Run[Tensor]:
+        timeline, mode = self.tuning.timeline, self._vector[layer.number]
+        stages = LayerStep(half, layer, hidden, timeline)
+        partials = yield from SCHEDULES[mode](stages)
         attended = torch.cat([partial.out for partial in partials])
+        self.tuning.ran(layer.number, stages.ran(mode))
         if self.verified_layer == layer.number:
-            self.verifier.check(batch, stages, attended)
-        return layer.mlp(layer.output(hidden, attended))
+            self.verifier.check(half.batch, stages, attended)
+        if layer.experts is None or (self.tuning.sbo == "off" and not in_stages):
+            return back(half.batch, layer, hidden, attended)
+        output = layer.output(hidden, attended)
+        experts = ExpertStep(layer, output, timeline, half.queries.start)
+        yield from sbo.SCHEDULES[self.tuning.sbo](experts)
+        return experts.result()
+
+
+def layer_runs(
+    layers: Sequence[DecoderLayer], layout: ModelLayout
+) -> list[tuple[bool, list[DecoderLayer]]]:
+    """Consecutive layers, and whether two halves may run through them: layers with experts, from
+    the first of a layer group on, since followers take their leader's parts as they are."""
+    runs: list[tuple[bool, list[DecoderLayer]]] = []
+    for layer in layers:
+        leads = layout.groups[layout.group_of(layer.number)][0] == layer.number
+        goes_on = bool(runs) and runs[-1][0]
+        can_split = layer.experts is not None and (leads or goes_on)
+        if not runs or can_split != goes_on:
+            runs.append((can_split, []))
+        runs[-1][1].append(layer)
+    return runs

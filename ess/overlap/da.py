@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ess.overlap.stages import P, Stages, Where
+from ess.overlap.stages import P, Run, Stages, Where
 
 
-def da(stages: Stages[Where, P]) -> Sequence[P]:
+def da(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     stages.index()
     [whole] = stages.parts(1)
     where = stages.resolve(whole)
+    yield
     stages.pre_attn()
     resident = stages.attend_resident(where)
     stages.wait(where)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ess.overlap.stages import P, Stages, Where
+from ess.overlap.stages import P, Run, Stages, Where
 
 
-def dba(stages: Stages[Where, P]) -> Sequence[P]:
+def dba(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     stages.index()
     halves = [stages.resolve(half) for half in stages.parts(2)]
+    yield
     stages.pre_attn()
     residents = [stages.attend_resident(where) for where in halves]
     merged = []

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ess.overlap.stages import P, Stages, Where
+from ess.overlap.stages import P, Run, Stages, Where
 
 
-def none(stages: Stages[Where, P]) -> Sequence[P]:
+def none(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     stages.index()
     [whole] = stages.parts(1)
     where = stages.resolve(whole)
+    yield
     stages.wait(where)
     stages.pre_attn()
     return [stages.attend_all(where)]

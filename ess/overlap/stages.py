@@ -1,6 +1,7 @@
 """What a schedule may ask of one layer of one step; who answers is the engine's business.
 
     index       new rows and keys are in their slots, the indexer's queries are ready
+    locate      logits and top-k, then the slots of the selected rows; None when one has no slot
     resolve     logits and top-k of a part of the batch, then where its rows are: from here on the
                 fetch of the part's missing rows is under way
     wait        the fetched rows have landed; what passes here is exposed transfer time
@@ -9,16 +10,22 @@
     merge       two partials over disjoint rows make one
 
 A part is a range of the step's queries. Parts are resolved in batch order.
+
+A schedule is a generator. It yields where something it has started is under way and what comes next
+would wait for it: there another half of the batch may run. Nothing depends on what happens at a
+yield, so `finish` (nobody else runs) and `interleave` (another half does) give the same answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Generator, Sequence
+from typing import Protocol, TypeAlias, TypeVar
 
 Where = TypeVar("Where")
 Part = range
 P = TypeVar("P")
+R = TypeVar("R")
+Run: TypeAlias = Generator[None, None, R]
 
 
 class Stages(Protocol[Where, P]):
@@ -26,6 +33,7 @@ class Stages(Protocol[Where, P]):
         """The batch in at most `count` parts, no sequence cut in two."""
 
     def index(self) -> None: ...
+    def locate(self, part: Part) -> Where | None: ...
     def resolve(self, part: Part) -> Where: ...
     def wait(self, where: Where) -> None:
         """Returns when the fetch of this part has landed."""
@@ -35,3 +43,13 @@ class Stages(Protocol[Where, P]):
     def attend_resident(self, where: Where) -> P: ...
     def attend_fetched(self, where: Where) -> P: ...
     def merge(self, resident: P, fetched: P) -> P: ...
+
+
+def finish(run: Run[R]) -> R:
+    """Without a pause to its end."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            result: R = end.value
+            return result

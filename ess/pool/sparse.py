@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ess.layout import ModelLayout
 from ess.pool import planner
-from ess.pool.arena import Arena, Claims, Split, make_scratch
+from ess.pool.arena import AGE_MAX, Arena, Claims, Split, make_scratch
 from ess.pool.index import page_rows
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
@@ -61,6 +61,9 @@ class FetchPlan:
 
 
 class SparsePool:
+    """`departed_count` rows have left under pressure or with their page: residency that was known
+    at one count holds while the count stands."""
+
     def __init__(
         self, layout: ModelLayout, memory: Bytes, *, row_id_count: int, poison: bool = False
     ) -> None:
@@ -83,6 +86,7 @@ class SparsePool:
         self._used_count = [0] * layout.group_count
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
         self.step = FIRST_STEP
+        self.departed_count = 0
         self._ticket = 0
 
     def _arena(self, group: int) -> Arena:
@@ -118,6 +122,17 @@ class SparsePool:
     def hit_age(self, group: int) -> npt.NDArray[np.int64]:
         """Hits found at each age since the start: the miss-ratio curve of exact batch LRU."""
         return self._arenas[group].hit_age.copy()
+
+    def resident_age(self, group: int) -> npt.NDArray[np.int64]:
+        """Rows in slots by the age that they will have in the next step."""
+        slots = self._arenas[group].slots
+        last_use = self._last_use[slots[self._row_of[slots] >= 0]]
+        ages = np.minimum(self.step + 1 - last_use, AGE_MAX)
+        return np.bincount(ages, minlength=AGE_MAX + 1)
+
+    def chunk_slots(self, group: int) -> int:
+        """Slots that one chunk gives to this group."""
+        return len(self._chunk_blocks(group, 0)) * PAGE_ROWS
 
     def chunk_counts(self) -> list[int]:
         counts = np.bincount(self._owner_of, minlength=self.layout.group_count)
@@ -163,6 +178,7 @@ class SparsePool:
 
     def _fetch_plan(self, group: int, ticket: int, claims: Claims) -> FetchPlan:
         self._used_count[group] += len(claims.slots) - claims.evicted_count
+        self.departed_count += claims.evicted_count
         return FetchPlan(
             group=group,
             ticket=ticket,
@@ -186,7 +202,9 @@ class SparsePool:
         slots = np.empty(len(rows), np.int32)
         if not planner.claim_new(arena, rows, step=self.step, out=slots):
             return None
-        self._used_count[group] += min(len(rows) - before, free_before)
+        taken_count = min(len(rows) - before, free_before)
+        self._used_count[group] += taken_count
+        self.departed_count += len(rows) - before - taken_count
         if self._poison:
             self._poison_slots(group, slots)
         return slots
@@ -205,8 +223,10 @@ class SparsePool:
     def drop_pages(self, active: PageIds) -> None:
         """All rows of these pages leave every group: their ids may be used again."""
         rows = page_rows(active)
+        used_before = sum(self._used_count)
         for group in range(self.layout.group_count):
             self.drop(group, rows)
+        self.departed_count += used_before - sum(self._used_count)
 
     def _resident_count(self, group: int, rows: RowIds) -> int:
         return int((self.slot_of[group, rows] >= 0).sum())
@@ -236,6 +256,7 @@ class SparsePool:
             cleared = planner.clear_block(self._arenas[group], block, step=self.step)
             assert cleared, f"block {block} is held after all"
         self._used_count[group] -= int(used.sum())
+        self.departed_count += int(used.sum())
         return True
 
     # ---- audit

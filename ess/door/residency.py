@@ -1,0 +1,73 @@
+"""Whether every row of a batch is in a slot, known for sure and almost for free.
+
+A sequence that was looked up row by row and found resident stays so until some row leaves the pool
+under pressure or with its page: new rows enter slots first, and a rejected draft was never part of
+the length. So one number, the pool's `departed_count`, tells whether an earlier answer still holds.
+(Not so in the MTP module, whose row may lag or lack: its group is not looked at.)
+A sequence with absent rows is not looked up again for `PATIENCE` steps: under pressure the answer
+stays no, and asking costs a pass over all its rows. Rows in flight are another matter: they will be
+there soon, so the next step asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from ess.door.pools import Pools
+from ess.door.sequence import Sequence
+
+PATIENCE: Final = 16
+SCARCE: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Resident while no row departs, or absent until a step."""
+
+    is_resident: bool
+    departed_count: int
+    until_step: int
+
+
+@dataclass(slots=True)
+class Residency:
+    pools: Pools
+    _answers: dict[int, _Answer] = field(default_factory=dict)
+
+    def all_resident(self, sequences: Iterable[Sequence]) -> bool:
+        """All rows of the main model's layers have landed. Remembers the latest batch only."""
+        self._answers = {one.number: self._answer(one) for one in sequences}
+        return all(answer.is_resident for answer in self._answers.values())
+
+    def is_scarce(self) -> bool:
+        """Less than a tenth of some group's slots is free: from here on, ages matter."""
+        sparse = self.pools.sparse
+        slots = [sparse.slot_count(group) for group in range(self.pools.layout.group_count)]
+        return any(
+            (count - sparse.used_count(group)) * SCARCE < count for group, count in enumerate(slots)
+        )
+
+    def _answer(self, sequence: Sequence) -> _Answer:
+        sparse = self.pools.sparse
+        known = self._answers.get(sequence.number)
+        if known is not None and known.is_resident:
+            if known.departed_count == sparse.departed_count:
+                return known
+        elif known is not None and sparse.step < known.until_step:
+            return known
+        rows = self.pools.tables.rows(sequence.line, 0, sequence.length)
+        groups = self._groups()
+        is_absent = any((sparse.slot_of[group, rows] < 0).any() for group in groups)
+        is_resident = not is_absent and all(
+            (sparse.locate(group, rows) >= 0).all() for group in groups
+        )
+        until_step = sparse.step + PATIENCE if is_absent else sparse.step
+        return _Answer(is_resident, sparse.departed_count, until_step)
+
+    def _groups(self) -> list[int]:
+        """Of the main model, fewest rows first: the likeliest to lack one."""
+        layout, used_count = self.pools.layout, self.pools.sparse.used_count
+        main = [g for g, (first, *_) in enumerate(layout.groups) if first < layout.layer_count]
+        return sorted(main, key=used_count)

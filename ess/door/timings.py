@@ -1,0 +1,86 @@
+"""How long fetches took per layer, and how much of it was waited for.
+
+A layer's fetch is on the lane from `started_ns` to `finished_ns` of its event: its transfer time.
+What the owner's thread spent waiting for that event is exposed, the rest of the transfer is hidden.
+A wait may also sit out what the lane had before (a store, another layer's fetch): the time is lost
+to the layer all the same, so exposed may exceed transfer, and hidden never goes below zero. A lane
+that copies at submission hides nothing, though nobody ever waits for it.
+
+Followers of a group are fetched with their leader. `ahead_count` says how many of a layer's fetches
+had started before the layer itself asked for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.clock import Clock
+from ess.door.step import Resolution, Step
+from ess.kernels.streams import Event
+from ess.layout import ModelLayout
+
+Counts = npt.NDArray[np.int64]
+Fetch = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One layer's fetch of one part: when the layer asked, how long it has waited."""
+
+    asked_ns: int
+    waited_ns: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Timings:
+    """Sums per layer since the start; what the open step has seen so far."""
+
+    layout: ModelLayout
+    clock: Clock
+    is_inline: bool
+    counts: dict[str, Counts] = field(init=False)
+    _seen: dict[Fetch, _Seen] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = ("transfer_ns", "exposed_ns", "hidden_ns", "fetch_count", "ahead_count")
+        self.counts = {name: np.zeros(self.layout.layer_total, np.int64) for name in names}
+
+    def timed(self, layer: int, first_query: int, found: Resolution) -> Resolution:
+        """The resolution with a stopwatch on its wait."""
+        seen = self._seen.setdefault((layer, first_query), _Seen(self._now_ns()))
+
+        def settle(event: Event) -> None:
+            started_ns = self._now_ns()
+            found._settle(event)
+            seen.waited_ns += self._now_ns() - started_ns
+
+        return replace(found, _settle=settle)
+
+    def landed(self, step: Step) -> None:
+        """The step is committed, its fetches are over."""
+        for (group, first_query), resolved in step.resolved.items():
+            layers = self.layout.groups[group]
+            for layer, event in zip(layers, resolved.events, strict=True):
+                seen = self._seen.get((layer, first_query))
+                if event is not None and seen is not None and event.done():
+                    self._count(layer, event, seen)
+        self._seen.clear()
+
+    def _count(self, layer: int, event: Event, seen: _Seen) -> None:
+        transfer_ns = event.finished_ns - event.started_ns
+        assert transfer_ns >= 0, f"a fetch of layer {layer} ended before it started"
+        exposed_ns = transfer_ns if self.is_inline else seen.waited_ns
+        for name, value in (
+            ("transfer_ns", transfer_ns),
+            ("exposed_ns", exposed_ns),
+            ("hidden_ns", max(0, transfer_ns - exposed_ns)),
+            ("fetch_count", 1),
+            ("ahead_count", int(event.started_ns < seen.asked_ns)),
+        ):
+            self.counts[name][layer] += value
+
+    def _now_ns(self) -> int:
+        return int(self.clock.now_s() * 1e9)

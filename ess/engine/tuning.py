@@ -1,0 +1,200 @@
+"""Which schedule every layer runs in a step, and what the step teaches the next one.
+
+Fixed modes run as they are. "layerwise" starts from a calibration, then follows live counters: once
+per step the misses, the link's rate and the stages' times since the step before go to the policy,
+which decides when another vector has won for long enough. A step whose rows are all in slots runs
+RESIDENT and teaches nothing. When slots run out such a step still finds all its rows, but they must
+be stamped, or the first to be evicted would be the ones in use: it runs NONE, whose plan stamps.
+
+A captured graph belongs to a vector, so no more than `VECTOR_MAX` of them are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.cost import Hiding, hiding
+from ess.door import Offload, Step
+from ess.door.stats import Stats
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.overlap import policy
+from ess.overlap.calibration import DEFAULT, load
+from ess.overlap.policy import Mode, Observation, PolicyState, Vector
+from ess.overlap.sbo import Sbo, check_sbo
+from ess.overlap.tbo import Tbo, check_tbo, reasons_off
+from ess.overlap.timeline import Timeline
+
+LAYERWISE: Final = "layerwise"
+VECTOR_MAX: Final = 3
+ATTENTION: Final = ("attend_all", "attend_resident", "attend_fetched", "merge")
+
+Modes = str | Sequence[str]
+
+
+def fixed_vector(modes: Modes, layout: ModelLayout) -> Vector | None:
+    """One mode for all layers, or one per layer and the same within a group; None: layerwise."""
+    if modes == LAYERWISE:
+        return None
+    names = [modes] * layout.layer_total if isinstance(modes, str) else list(modes)
+    if len(names) != layout.layer_total:
+        raise BadInput(f"{len(names)} modes for {layout.layer_total} layers")
+    known = {mode.name.lower(): mode for mode in Mode}
+    for name in names:
+        if name not in known:
+            raise BadInput(f"mode {name!r} is not one of {', '.join((*known, LAYERWISE))}")
+    for group in layout.groups:
+        if len({names[layer] for layer in group}) > 1:
+            raise BadInput(
+                f"layers {group[0]}..{group[-1]} share a selection, so they share a mode"
+            )
+    return tuple(known[name] for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The step that the next observation is about."""
+
+    stats: Stats
+    request_count: int
+    query_count: int
+
+
+class Tuning:
+    """`mode_counts[layer, mode]` says how often each layer ran how, `kept` are the vectors so far,
+    the latest last, `split_count` steps ran in two halves, `reasons` say why the latest did not."""
+
+    def __init__(
+        self,
+        offload: Offload,
+        modes: Modes,
+        *,
+        calibration: str | Path | None = None,
+        tbo: Tbo = "off",
+        sbo: Sbo = "off",
+    ) -> None:
+        check_tbo(tbo)
+        check_sbo(sbo)
+        self.sbo = sbo
+        self.split_count = 0
+        self.reasons: tuple[str, ...] = ()
+        self.timeline = Timeline(clock=offload.clock)
+        self.mode_counts: npt.NDArray[np.int64] = np.zeros(
+            (offload.layout.layer_total, len(Mode)), np.int64
+        )
+        self.kept: tuple[Vector, ...] = ()
+        self._offload = offload
+        self._tbo = tbo
+        self._fixed = fixed_vector(modes, offload.layout)
+        self._calibrated = load(calibration) if calibration is not None else DEFAULT
+        self._state: PolicyState | None = None
+        self._before: _Before | None = None
+
+    def vector(self, step: Step) -> Vector:
+        """What this step runs. Asked once per step, before its first layer."""
+        if self._fixed is not None:
+            self.timeline.restart()
+            return self._fixed
+        state = self._state = self._learn(self._state or self._start(step))
+        self._keep(state.vector)
+        if not self._offload.all_resident(step.sequences):
+            self._before = _Before(self._offload.stats(), len(step.sequences), step.query_count)
+            return state.vector
+        self._before = None
+        return (
+            policy.modes(state, all_resident=True)
+            if not self._offload.is_scarce
+            else ((Mode.NONE,) * len(state.vector))
+        )
+
+    def reasons_whole(self, step: Step, vector: Vector, *, has_experts: bool) -> tuple[str, ...]:
+        """Why this step is not run in two halves; none if it is."""
+        self.reasons = reasons_off(
+            self._tbo, counts=step.query_counts, vector=vector, has_experts=has_experts
+        )
+        self.split_count += not self.reasons
+        return self.reasons
+
+    def ran(self, layer: int, mode: Mode) -> None:
+        self.mode_counts[layer, mode] += 1
+
+    def report(self) -> dict[str, Any]:
+        """For people and metrics: what each layer ran, how often, and its transfer so far."""
+        stats = self._offload.stats()
+        return {
+            "modes": [
+                {mode.name: int(count) for mode, count in zip(Mode, counts, strict=True) if count}
+                for counts in self.mode_counts
+            ],
+            "transfer_us": (stats.transfer_ns // 1000).tolist(),
+            "exposed_us": (stats.exposed_ns // 1000).tolist(),
+            "hidden_us": (stats.hidden_ns // 1000).tolist(),
+            "split_count": self.split_count,
+            "whole_because": list(self.reasons),
+            "vectors": [[mode.name for mode in vector] for vector in self.kept],
+        }
+
+    def _keep(self, vector: Vector) -> None:
+        others = tuple(one for one in self.kept if one != vector)
+        self.kept = (*others, vector)[-VECTOR_MAX:]
+
+    def _start(self, step: Step) -> PolicyState:
+        layout, known = self._offload.layout, self._calibrated
+        lengths = step.query_start + step.query_offset + 1
+        misses = known.misses_at(int(lengths.max()), layout.layer_total)
+        per_query = float(np.mean(misses)) * len(step.sequences) / step.query_count
+        behind = known.constants.hiding(
+            query_count=step.query_count,
+            key_count=int(lengths.sum()),
+            missing_share=min(1.0, per_query / layout.top_k),
+        )
+        return policy.start(
+            misses=misses,
+            request_count=len(step.sequences),
+            row_bytes=layout.row_bytes,
+            bytes_per_us=known.bytes_per_us,
+            hiding=behind,
+        )
+
+    def _learn(self, state: PolicyState) -> PolicyState:
+        before, stats = self._before, self._offload.stats()
+        seen = None if before is None else self._observed(before, stats)
+        self.timeline.restart()
+        return state if seen is None else policy.advance(state, seen)
+
+    def _observed(self, before: _Before, stats: Stats) -> Observation:
+        layout = self._offload.layout
+        missed = stats.miss_count - before.stats.miss_count
+        asked = missed + stats.hit_count - before.stats.hit_count
+        asked += stats.place_count - before.stats.place_count
+        per_layer = [int(missed[layout.group_of(layer)]) for layer in range(layout.layer_total)]
+        moved_us = float((stats.transfer_ns - before.stats.transfer_ns).sum()) / 1e3
+        moved_bytes = sum(per_layer) * layout.row_bytes
+        return Observation(
+            misses=tuple(count / before.request_count for count in per_layer),
+            request_count=before.request_count,
+            bytes_per_us=moved_bytes / moved_us if moved_us and moved_bytes else None,
+            hiding=self._windows(before.query_count, missed.sum() / max(1, asked.sum())),
+        )
+
+    def _windows(self, query_count: int, missing_share: float) -> Hiding | None:
+        """One pair of windows for all layers: the step's mean. What splitting costs is calibrated,
+        since a step runs a layer one way only."""
+        timeline, constants = self.timeline, self._calibrated.constants
+        run_count = timeline.run_count["pre_attn"]
+        if run_count == 0:
+            return None
+        return hiding(
+            pre_attn_us=timeline.total_us("pre_attn") / run_count,
+            attend_us=timeline.total_us(*ATTENTION) / run_count,
+            index_us=timeline.total_us("select") / run_count,
+            split_us=constants.split_fixed_us + constants.split_query_us * query_count,
+            index_split_us=constants.index_split_us,
+            missing_share=missing_share,
+        )

@@ -1,0 +1,81 @@
+"""Who was busy when: how long each stage of a step took, and if asked, every single span."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from ess.clock import Clock
+
+A = ParamSpec("A")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stage of one layer for the queries from `first_query` on."""
+
+    layer: int
+    first_query: int
+    stage: str
+    started_ns: int
+    finished_ns: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Timeline:
+    """`total_ns` and `run_count` per stage until `restart`; spans only if `keeps_spans`."""
+
+    clock: Clock
+    keeps_spans: bool = False
+    total_ns: Counter[str] = field(default_factory=Counter)
+    run_count: Counter[str] = field(default_factory=Counter)
+    spans: list[Span] = field(default_factory=list)
+
+    def now_ns(self) -> int:
+        return int(self.clock.now_s() * 1e9)
+
+    def note(self, layer: int, first_query: int, stage: str, started_ns: int) -> None:
+        """A stage that started then ends now."""
+        now_ns = self.now_ns()
+        assert started_ns <= now_ns, f"{stage} of layer {layer} ends before it starts"
+        self.total_ns[stage] += now_ns - started_ns
+        self.run_count[stage] += 1
+        if self.keeps_spans:
+            self.spans.append(Span(layer, first_query, stage, started_ns, now_ns))
+
+    def total_us(self, *stages: str) -> float:
+        return sum(self.total_ns[stage] for stage in stages) / 1e3
+
+    def restart(self) -> None:
+        self.total_ns.clear()
+        self.run_count.clear()
+        self.spans.clear()
+
+
+class Watched(Protocol):
+    """Stages of one layer for the queries from `first_query` on."""
+
+    @property
+    def timeline(self) -> Timeline: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def first_query(self) -> int: ...
+
+
+W = TypeVar("W", bound=Watched)
+
+
+def timed(stage: Callable[Concatenate[W, A], T]) -> Callable[Concatenate[W, A], T]:
+    """The stage's time goes to the timeline under the method's name."""
+
+    def noted(self: W, /, *args: A.args, **kwargs: A.kwargs) -> T:
+        started_ns = self.timeline.now_ns()
+        result = stage(self, *args, **kwargs)
+        self.timeline.note(self.number, self.first_query, stage.__name__, started_ns)
+        return result
+
+    return noted
