@@ -258,6 +258,9 @@ EXPORT Result cuMemcpyHtoDAsync(Address to, const void* from, size_t bytes, void
 EXPORT Result cuMemcpyDtoHAsync(void* to, Address from, size_t bytes, void* stream) {
     return queue(stream, [=] { std::memcpy(to, (void*)from, bytes); });
 }
+EXPORT Result cuMemcpyDtoDAsync(Address to, Address from, size_t bytes, void* stream) {
+    return queue(stream, [=] { std::memcpy((void*)to, (void*)from, bytes); });
+}
 EXPORT Result cuMemsetD32Async(Address at, unsigned value, size_t count, void* stream) {
     return queue(stream, [=] {
         for (size_t i = 0; i < count; i++) ((unsigned*)at)[i] = value;
