@@ -185,7 +185,7 @@ def test_index_logits_compile(form: Any, kind: str, dtype: torch.dtype, tmp_path
     binary = compiled(
         device.logits,
         LOGITS | {"queries": kind},
-        constants | {"HEADS": 64, "HEADS_PADDED": 64, "RUN": index.RUN_PAGES},
+        constants | {"HEADS": 64, "HEADS_PADDED": 64} | index.blocks(is_half=form == "fp8"),
         num_warps=4,
     )
     assert "wgmma.mma_async" in binary.asm["ptx"]
