@@ -141,8 +141,8 @@ def _random_rows(count: int, device: torch.device) -> Tensor:
     block[:, scales_to:].view(torch.bfloat16).fill_(0.125)
     shape, is_host = (count, ROWS.row_bytes), device.type == "cpu"
     rows = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=is_host)
-    for part in rows.split(BLOCK_ROWS):
-        part.copy_(block[: len(part)])
+    for start in range(0, count, BLOCK_ROWS):
+        rows[start : start + BLOCK_ROWS] = block[: count - start]
     return rows
 
 
