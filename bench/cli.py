@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import cyclopts
-import msgspec
 
 import ess
 from ess import console
+from ess.bench.headline import headline
+from ess.console import Command
 from ess.errors import BadInput
 
 if TYPE_CHECKING:
-    from ess.bench.report import Document, Row
+    from ess.bench.report import Row
 
 SUMMARY: Final = "Benchmarks that print a ratio against a named baseline."
 
@@ -53,8 +53,43 @@ BENCHMARKS: Final = (
     Benchmark(
         suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
     ),
+    Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
+    Benchmark(suite="engine", name="paced", home="ess.bench.paced:paced_benchmark"),
+    Benchmark(suite="engine", name="locality", home="ess.bench.locality:locality_benchmark"),
     Benchmark(suite="calibrate", name="calibrate", home="ess.bench.calibrate:calibrate_benchmark"),
+    Benchmark(suite="engine", name="overhead", home="ess.bench.overhead:overhead_benchmark"),
+    Benchmark(suite="engine", name="rival", home="ess.bench.rival:rival_benchmark"),
+    Benchmark(suite="serve", name="serve", home="ess.bench.serve:serve_benchmark"),
 )
+
+COMMANDS: Final = (
+    Command(
+        name="overhead",
+        home="ess.bench.overhead:overhead",
+        summary="The share of a decode step that is not model math.",
+    ),
+    Command(
+        name="rival",
+        home="ess.bench.rival:rival",
+        summary="Decode beside the transformers implementation of the same model.",
+    ),
+    Command(
+        name="step",
+        home="ess.bench.step:step",
+        summary="Decode steps of the embedded model: offload against everything resident.",
+    ),
+    Command(
+        name="paced",
+        home="ess.bench.paced:paced",
+        summary="DA and DBA against NONE on a slowed link: what is hidden, what was predicted.",
+    ),
+    Command(
+        name="locality",
+        home="ess.bench.locality:locality",
+        summary="Similarity, misses, warm-up and MTP acceptance on real text.",
+    ),
+)
+"""Benchmarks with options of their own; `all` runs their BENCHMARKS line in smoke or full size."""
 
 SUITES: Final = {
     "kernels": "Row movers, the residency planner, attention and the indexer.",
@@ -62,13 +97,19 @@ SUITES: Final = {
     "trace": "The trace format against raw int32 and zlib.",
     "policies": "Which row gives way: policies, miss curves and budgets on generated selections.",
     "prefill-model": "Chunked pipeline prefill, predicted against published rows.",
+    "engine": "The engine on the embedded model: what residency costs and what it hides.",
     "calibrate": "What the layerwise policy starts from; --out FILE writes it for the engine.",
+    "serve": "The HTTP server alone: events per core, and from the engine to the socket.",
     "all": "Every suite.",
 }
 
 
-def make_app(benchmarks: Sequence[Benchmark], suites: Mapping[str, str]) -> cyclopts.App:
-    app = console.make_app("ess-bench", summary=SUMMARY, version=ess.__version__, commands=())
+def make_app(
+    benchmarks: Sequence[Benchmark],
+    suites: Mapping[str, str],
+    commands: Sequence[Command] = (),
+) -> cyclopts.App:
+    app = console.make_app("ess-bench", summary=SUMMARY, version=ess.__version__, commands=commands)
     for suite, summary in suites.items():
         members = [one for one in benchmarks if suite in ("all", one.suite)]
         app.command(_suite_command(members), name=suite, help=summary)
@@ -76,7 +117,12 @@ def make_app(benchmarks: Sequence[Benchmark], suites: Mapping[str, str]) -> cycl
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return console.run(make_app(BENCHMARKS, SUITES), arguments)
+    """Options without a suite are the headline's; a word is a suite, or a slip that gets a hint."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    app = make_app(BENCHMARKS, SUITES, COMMANDS)
+    if given and given[0].startswith("-"):
+        app.default(headline)
+    return console.run(app, given)
 
 
 def _suite_command(members: Sequence[Benchmark]) -> Callable[..., int]:
@@ -107,8 +153,7 @@ def _suite_command(members: Sequence[Benchmark]) -> Callable[..., int]:
         if trace is not None and not any(one.takes_trace for one in chosen):
             names = ", ".join(one.name for one in chosen)
             raise BadInput(f"--trace {trace}: {names} cannot work on a recorded trace")
-        if out is not None and not out.absolute().parent.is_dir():
-            raise BadInput(f"--out {out}: the folder {out.parent} does not exist; make it first")
+        console.check_folder("--out", out)
         return _run_suite(chosen, smoke=smoke, json=json, out=out, trace=trace)
 
     return command
@@ -143,12 +188,7 @@ def _run_suite(
             traceback.print_exc(file=sys.stderr)
             failed.append(one.name)
     document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
-    if out is not None:
-        _write(document, out)
-    if json:
-        console.print_json(document)
-    else:
-        report.print_table(document)
+    report.present(document, json=json, out=out)
     if failed:
         console.note(f"failed: {', '.join(failed)}; the reason is above")
     return console.FAILED if failed else console.OK
@@ -165,11 +205,3 @@ def _run_benchmark(benchmark: Benchmark, *, smoke: bool, trace: Path | None) -> 
         given = {"trace": trace} if benchmark.takes_trace else {}
         rows: Iterable[Any] = function(smoke=smoke, **given)
     return [as_row(row) for row in rows]
-
-
-def _write(document: Document, out: Path) -> None:
-    """The whole file or none of it."""
-    draft = out.with_name(out.name + ".part")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    os.replace(draft, out)
-    console.note(f"written: {out}")

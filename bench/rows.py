@@ -100,8 +100,6 @@ def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> dict[str, Any]:
             "isa": native.isa() if native.available() else "numpy",
             "clock": "thread" if shape.threads == 1 else "wall",
             "rows": "cold: random, new for every sample",
-            "value_best": max(value),
-            "baseline_best": max(other),
         },
         "samples": value,
     }

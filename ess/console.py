@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import cyclopts
@@ -68,6 +69,12 @@ def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
 
 def print_json(document: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Before the work that would be lost: a file can only be written into a folder that exists."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise BadInput(f"{option} {path}: the folder {path.parent} does not exist; make it first")
 
 
 def tables() -> Console:

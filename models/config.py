@@ -241,6 +241,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> ModelConfig:
     """`raw` is config.json as a dict; `defaults` are the family's. Nulls count as absent."""
+    if raw.get("auto_map"):
+        raise BadInput(
+            "config.json has auto_map, which runs code from the checkpoint: ESS never does."
+            " Remove the key if the model is of a known type without that code"
+        )
     given = {**defaults, **{k: v for k, v in raw.items() if v is not None}}
     given["rope_parameters"] = _rope(given)
     if isinstance(pattern := given.get("index_topk_pattern"), str):

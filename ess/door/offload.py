@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Many
 from types import TracebackType
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from ess.clock import Clock, RealClock
 from ess.door import arrival, stepping
 from ess.door import sequence as life
+from ess.door.budgets import Budgets
 from ess.door.checks import as_array, counts, in_range
 from ess.door.pools import Pools, PoolSizes, build_pools
 from ess.door.residency import Residency
-from ess.door.sequence import Sequence
+from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
 from ess.door.step import Resolution, Step
 from ess.door.timings import Timings
@@ -50,7 +52,9 @@ class Offload:
             layout=pools.layout, clock=clock, is_inline=isinstance(lane, InlineLane)
         )
         self._residency = Residency(pools)
+        self._budgets = Budgets(pools, query_max)
         self._step: Step | None = None
+        self._sealed: deque[Step] = deque()
         self._opened_count = 0
         self._is_open = True
 
@@ -108,6 +112,11 @@ class Offload:
     def length_max(self) -> int:
         """The longest sequence that may be opened."""
         return self._pools.sizes.length_max
+
+    @property
+    def sequence_max(self) -> int:
+        """How many sequences can be active; their lines are 0 up to this."""
+        return self._pools.sizes.sequence_max
 
     def slots(self, layer: int) -> torch.Tensor:
         """[slab rows, row_bytes]: where the hits and misses of this layer are."""
@@ -169,17 +178,28 @@ class Offload:
     # ---- sequences
 
     def open(
-        self, tokens: Many[int], *, length_max: int | None = None, salt: bytes = b""
+        self,
+        tokens: Many[int],
+        *,
+        length_max: int | None = None,
+        promise: Promise = "all",
+        salt: bytes = b"",
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
         Rows of the longest cached prefix are there already (`cached_count`); import the rest. With
         `length_max` all of its growth is promised now; without, growth may meet PoolFull later.
+        `promise="some"` promises the growth on the host only: device pages may meet PoolFull.
         Sequences with different `salt` never share rows.
         """
         self._require_open()
         opened = life.open_sequence(
-            self._pools, self._opened_count, tokens, length_max=length_max, salt=salt
+            self._pools,
+            self._opened_count,
+            tokens,
+            length_max=length_max,
+            salt=salt,
+            promise=promise,
         )
         self._opened_count += 1
         opened.closer = self._close_sequence
@@ -187,7 +207,7 @@ class Offload:
 
     def _close_sequence(self, sequence: Sequence) -> None:
         """Its full stored pages stay as prefix cache while there is room."""
-        if sequence.step_number is not None and self._step is not None:
+        if self._step is not None and sequence in self._step.sequences:
             self.abandon(self._step)
         life.close(self._pools, sequence)
 
@@ -241,10 +261,16 @@ class Offload:
     # ---- a step
 
     def begin(self, sequences: Many[Sequence], *, query_counts: Many[int]) -> Step:
-        """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit."""
+        """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit.
+
+        One earlier step may be sealed and not learned: pages are provided for the most that it can
+        have accepted, and positions follow the device's own lengths.
+        """
         self._require_open()
         if self._step is not None:
             raise BadState(f"step {self._step.number} is not committed")
+        if len(self._sealed) > 1:
+            raise BadState(f"step {self._sealed[0].number} is not learned")
         listed = counts("query_counts", query_counts, len(sequences))
         in_range("the queries of a step", sum(listed), 1, self._query_max)
         self._step = stepping.begin(self._pools, tuple(sequences), listed)
@@ -352,15 +378,38 @@ class Offload:
         `tokens` are the ids that the kept rows were computed from; pages whose ids are known
         become prefix cache.
         """
+        if self._sealed:
+            raise BadState(f"step {self._sealed[0].number} is not learned")
         self._require_step(step)
+        stepping.check_tokens(step, self._accepted(step, accepted), tokens)
+        self.seal(step, accepted=accepted)
+        self.learn(step, accepted=accepted, tokens=tokens)
+
+    def seal(self, step: Step, *, accepted: Many[int]) -> None:
+        """The device's half of `commit`: rows leave or go, the next step may begin."""
+        self._require_step(step)
+        stored = stepping.seal(self._pools, step, self._accepted(step, accepted))
+        self._step = None
+        self._timings.landed(step)
+        self._sealed.append(step)
+        for group, byte_count in stored.items():
+            self._counters.stored(group, byte_count)
+
+    def learn(
+        self, step: Step, *, accepted: Many[int], tokens: Many[Many[int]] | None = None
+    ) -> None:
+        """The host's half of `commit`, for sealed steps in their order."""
+        self._require_open()
+        if not self._sealed or self._sealed[0] is not step:
+            raise BadState(f"step {step.number} is not the oldest sealed step")
+        stepping.learn(self._pools, step, self._accepted(step, accepted), tokens)
+        self._sealed.popleft()
+
+    def _accepted(self, step: Step, accepted: Many[int]) -> list[int]:
         listed = counts("accepted", accepted, len(step.sequences))
         for kept, brought in zip(listed, step.query_counts, strict=True):
             in_range("accepted", kept, 0, brought)
-        stored = stepping.commit(self._pools, step, listed, tokens)
-        self._step = None
-        self._timings.landed(step)
-        for group, byte_count in stored.items():
-            self._counters.stored(group, byte_count)
+        return listed
 
     def abandon(self, step: Step) -> None:
         """Give the step up: none of its rows are kept."""
@@ -374,13 +423,29 @@ class Offload:
     # ---- budgets and the end
 
     def move_budget(self, *, source: int, target: int) -> bool:
-        """One chunk of slots from group `source` to group `target`; False if all are in use."""
+        """One chunk of slots from group `source` to group `target`.
+
+        False if all are in use, or promised to running sequences.
+        """
         for name, group in (("source", source), ("target", target)):
             in_range(name, group, 0, self.layout.group_count - 1)
         if source == target:
             raise BadInput(f"source and target are both group {source}")
+        if self._pools.sparse.chunk_counts()[source] <= self._budgets.floor(source):
+            return False
         self._pools.inflight.settle()
         return self._pools.sparse.move_chunk(source, target)
+
+    def rebalance(self) -> int:
+        """Move some slots to the groups whose misses they save most; returns how many chunks.
+
+        Decided from what has happened since the last call, so call it every some dozen steps.
+        """
+        self._require_open()
+        if self._step is not None or self._sealed:
+            raise BadState("budgets move between steps, when all are learned")
+        self._pools.inflight.settle()
+        return self._budgets.rebalance(self._counters.misses())
 
     def drain(self) -> None:
         """Wait until every copy under way has landed."""

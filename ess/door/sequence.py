@@ -27,20 +27,24 @@ from ess.pool.prefix import page_hash, page_hashes, root_hash
 from ess.units import PAGE_ROWS, div_ceil
 
 State = Literal["active", "preempted", "closed"]
+Promise = Literal["all", "some"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """One request's rows. Made by `Offload.open`; read its fields, let the offload change them.
 
-    `length` counts the leading positions whose rows every main layer has; `cached_count` of them
-    came from the prefix cache. `tokens` are what page hashes are made of, as far as known.
+    `length` counts the leading positions whose rows every main layer has, as far as the host has
+    learned; `cached_count` of them came from the prefix cache. `tokens` are what page hashes are
+    made of, as far as known. Steps in `step_numbers` are not learned yet; they may have added up to
+    `ahead_count` rows more.
     """
 
     number: int
     tokens: list[int]
     length_max: int | None
     text_hash: bytes
+    promise: Promise = "all"
     cached_count: int = 0
     length: int = 0
     line: int = -1
@@ -49,7 +53,8 @@ class Sequence:
     reservation: Reservation | None = None
     published_count: int = 0
     is_arriving: bool = False
-    step_number: int | None = None
+    step_numbers: tuple[int, ...] = ()
+    ahead_count: int = 0
     closer: Callable[[Sequence], None] | None = None
 
     def close(self) -> None:
@@ -64,10 +69,20 @@ class Sequence:
             self.close()
 
     def require(self, *states: State) -> None:
+        self.require_state(*states)
+        if self.step_numbers:
+            raise BadState(
+                f"sequence {self.number} is in step {self.step_numbers[0]}; commit it first"
+            )
+
+    def require_state(self, *states: State) -> None:
         if self.state not in states:
             raise BadState(f"sequence {self.number} is {self.state}, not {' or '.join(states)}")
-        if self.step_number is not None:
-            raise BadState(f"sequence {self.number} is in step {self.step_number}; commit it first")
+
+    @property
+    def length_bound(self) -> int:
+        """Where the next step starts at most."""
+        return self.length + self.ahead_count
 
     @property
     def page_count(self) -> int:
@@ -75,7 +90,13 @@ class Sequence:
 
 
 def open_sequence(
-    pools: Pools, number: int, tokens: Many[int], *, length_max: int | None, salt: bytes
+    pools: Pools,
+    number: int,
+    tokens: Many[int],
+    *,
+    length_max: int | None,
+    salt: bytes,
+    promise: Promise,
 ) -> Sequence:
     longest = pools.sizes.length_max
     if not 0 < len(tokens) <= (length_max or longest) <= longest:
@@ -85,8 +106,16 @@ def open_sequence(
         )
     pools.inflight.settle()
     prefix, text_hash = _cached_prefix(pools, tokens, salt)
+    cached_count = len(prefix) * PAGE_ROWS
     sequence = Sequence(
-        number=number, tokens=list(tokens), length_max=length_max, text_hash=text_hash
+        number=number,
+        tokens=list(tokens),
+        length_max=length_max,
+        text_hash=text_hash,
+        promise=promise,
+        cached_count=cached_count,
+        length=cached_count,
+        published_count=len(prefix),
     )
     pools.latent.hold(prefix)
     try:
@@ -94,8 +123,6 @@ def open_sequence(
     except PoolFull:
         pools.latent.drop(prefix)
         raise
-    sequence.cached_count = sequence.length = len(prefix) * PAGE_ROWS
-    sequence.published_count = len(prefix)
     return sequence
 
 
@@ -124,10 +151,12 @@ def _enter(pools: Pools, sequence: Sequence, held: PageIds, fresh_count: int) ->
             free=0,
             sentence=f"all {pools.sizes.sequence_max} sequences are active",
         )
+    index_max = page_max if sequence.promise == "all" else len(held) + fresh_count
+    pools.ledger.require({INDEX_PAGES: page_max})
     needs = {
         SLOTS: pools.slot_need(sequence.length_max),
         HOST_PAGES: page_max - len(held),
-        INDEX_PAGES: page_max - len(held) + pools.index.new_count(held),
+        INDEX_PAGES: index_max - len(held) + pools.index.new_count(held),
     }
     sequence.reservation = _reserve(pools, needs)
     fresh = pools.latent.take(fresh_count)
@@ -154,6 +183,7 @@ def _activate(pools: Pools, sequence: Sequence) -> None:
     pools.ledger.draw(sequence.reservation, INDEX_PAGES, new_count)
     sequence.line = pools.tables.take()
     pools.tables.lines[sequence.line, : len(active)] = active
+    pools.tables.lengths[sequence.line] = sequence.length
     sequence.state = "active"
 
 
@@ -161,22 +191,24 @@ def grow(pools: Pools, growths: Iterable[tuple[Sequence, int]]) -> None:
     """Pages for each sequence up to its new length: all of them, or PoolFull and none."""
     missing = [(seq, div_ceil(length, PAGE_ROWS) - seq.page_count) for seq, length in growths]
     missing = [(seq, count) for seq, count in missing if count > 0]
-    short = sum(max(0, count - _promised(seq)) for seq, count in missing)
-    if short:
-        pools.ledger.release(_reserve(pools, {HOST_PAGES: short, INDEX_PAGES: short}))
-    for sequence, count in missing:
-        _add_pages(pools, sequence, count)
+    shorts = [_short(sequence, count) for sequence, count in missing]
+    total = {name: sum(short[name] for short in shorts) for name in (HOST_PAGES, INDEX_PAGES)}
+    if any(total.values()):
+        pools.ledger.release(_reserve(pools, total))
+    for (sequence, count), short in zip(missing, shorts, strict=True):
+        _add_pages(pools, sequence, count, short)
 
 
-def _promised(sequence: Sequence) -> int:
+def _short(sequence: Sequence, count: int) -> dict[str, int]:
+    """What `count` more pages need beyond what was promised."""
     assert sequence.reservation is not None
-    return sequence.reservation.promised[HOST_PAGES]
+    promised = sequence.reservation.promised
+    return {name: max(0, count - promised[name]) for name in (HOST_PAGES, INDEX_PAGES)}
 
 
-def _add_pages(pools: Pools, sequence: Sequence, count: int) -> None:
+def _add_pages(pools: Pools, sequence: Sequence, count: int, short: dict[str, int]) -> None:
     assert sequence.reservation is not None
-    short = max(0, count - _promised(sequence))
-    pools.ledger.extend(sequence.reservation, {HOST_PAGES: short, INDEX_PAGES: short})
+    pools.ledger.extend(sequence.reservation, short)
     fresh = pools.latent.take(count)
     active = pools.index.activate(fresh, pools.latent)
     pools.ledger.draw(sequence.reservation, HOST_PAGES, count)
@@ -238,6 +270,7 @@ def fork(pools: Pools, parent: Sequence, number: int) -> Sequence:
         number=number,
         tokens=parent.tokens[: parent.length],
         length_max=parent.length_max,
+        promise=parent.promise,
         text_hash=parent.text_hash,
         cached_count=len(shared) * PAGE_ROWS,
         length=parent.length,
@@ -265,6 +298,7 @@ def refresh(pools: Pools, sequence: Sequence) -> None:
     if sequence.is_arriving:
         sequence.is_arriving = False
         sequence.length = pools.latent.leading_count(sequence.host_pages)
+        pools.tables.lengths[sequence.line] = sequence.length
         publish(pools, sequence)
 
 

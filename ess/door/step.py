@@ -13,6 +13,7 @@ from ess.door.sequence import Sequence
 from ess.door.workspace import Part
 from ess.kernels.streams import Event
 from ess.pool.arena import Split
+from ess.pool.index import PageTables
 from ess.pool.sparse import FetchPlan
 
 Rows = npt.NDArray[np.int32]
@@ -33,6 +34,8 @@ class Resolved:
 class Step:
     """A batch of sequences and how many new rows each brings. Made by `Offload.begin`.
 
+    The counts are the host's. The arrays are the device's: they follow from lengths that the host
+    may not have learned yet.
     `appended` layers and `keyed` groups are complete; the counts say how many queries have theirs.
     """
 
@@ -54,6 +57,11 @@ class Step:
     def query_count(self) -> int:
         return len(self.rows)
 
+    @property
+    def firsts(self) -> list[int]:
+        """The first query of each sequence."""
+        return [sum(self.query_counts[:i]) for i in range(len(self.query_counts))]
+
     def lengths(self, layer: int) -> Rows:
         """What each query may select: up to itself once its new row of this layer is there."""
         count = self.row_counts.get(layer, 0)
@@ -62,19 +70,24 @@ class Step:
         return lengths
 
 
-def new_step(number: int, sequences: tuple[Sequence, ...], counts: list[int], rows: Rows) -> Step:
+def new_step(
+    number: int, sequences: tuple[Sequence, ...], counts: list[int], tables: PageTables
+) -> Step:
+    """Rows behind the device's own lengths, in pages that the host has provided for its bound."""
     per_query = np.repeat(np.arange(len(counts)), counts)
-    lines = np.array([sequence.line for sequence in sequences], np.int32)
-    starts = np.array([sequence.length for sequence in sequences], np.int32)
     firsts = np.cumsum([0, *counts[:-1]]).astype(np.int32)
+    lines = np.array([sequence.line for sequence in sequences], np.int32)[per_query]
+    offsets = np.arange(len(per_query), dtype=np.int32) - firsts[per_query]
+    starts = tables.lengths[lines]
+    assert (starts >= 0).all(), "a line without a length"
     return Step(
         number=number,
         sequences=sequences,
         query_counts=tuple(counts),
-        rows=rows,
-        query_line=lines[per_query],
-        query_start=starts[per_query],
-        query_offset=np.arange(len(rows), dtype=np.int32) - firsts[per_query],
+        rows=tables.rows_at(lines, starts + offsets),
+        query_line=lines,
+        query_start=starts,
+        query_offset=offsets,
     )
 
 

@@ -3,7 +3,15 @@
     begin    pages for the new rows; a new age
     append   new rows of a layer into dirty slots: their truth until they are stored
     resolve  a selection becomes hits, misses under way and rows read in place from the host
-    commit   accepted rows leave for the host behind the step, rejected ones are gone
+    seal     accepted rows leave for the host behind the step, rejected ones are gone
+    learn    the host takes notice of what was accepted
+
+Seal and learn together are a commit. Between them the device is ahead of the host, so that the next
+step may begin before anybody has read what this one accepted: `begin` provides pages for the most
+that unlearned steps can have added, and takes its positions from the device's own lengths. The
+accepted rows are stored at the end of their own step, not at the head of the next: a sequence that
+is in no next step would otherwise need a store of its own, and slots of rejected rows are free for
+the next step's claims. Nothing that an unlearned step touches may leave: `Sequence.require`.
 
 Within a group the first call, append or resolve, claims the slots of the step's new rows, before
 any selection can age-protect the whole arena: so any arena that holds the new rows is enough. A
@@ -39,25 +47,26 @@ def begin(pools: Pools, sequences: tuple[Sequence, ...], counts: list[int]) -> S
     if sum(counts) > slots_min:
         raise BadInput(f"{sum(counts)} new rows do not fit a group of {slots_min} slots")
     pools.inflight.settle()
-    for sequence, count in zip(sequences, counts, strict=True):
-        sequence.require("active")
-        refresh(pools, sequence)
-        limit = sequence.length_max or pools.sizes.length_max
-        if count < 1 or sequence.length + count > limit:
-            raise BadInput(
-                f"sequence {sequence.number}: {count} new rows after {sequence.length}, "
-                f"must be at least 1 and end within {limit}"
-            )
-    ends = [seq.length + count for seq, count in zip(sequences, counts, strict=True)]
+    ends = [_end(pools, *each) for each in zip(sequences, counts, strict=True)]
     grow(pools, zip(sequences, ends, strict=True))
-    rows = [
-        pools.tables.rows(sequence.line, sequence.length, count)
-        for sequence, count in zip(sequences, counts, strict=True)
-    ]
-    step = new_step(pools.sparse.begin_step(), sequences, counts, np.concatenate(rows))
-    for sequence in sequences:
-        sequence.step_number = step.number
+    step = new_step(pools.sparse.begin_step(), sequences, counts, pools.tables)
+    for sequence, count in zip(sequences, counts, strict=True):
+        sequence.step_numbers = (*sequence.step_numbers, step.number)
+        sequence.ahead_count += count
     return step
+
+
+def _end(pools: Pools, sequence: Sequence, count: int) -> int:
+    """How long the sequence can be after a step that brings `count` rows."""
+    sequence.require_state("active")
+    refresh(pools, sequence)
+    limit = sequence.length_max or pools.sizes.length_max
+    if count < 1 or sequence.length_bound + count > limit:
+        raise BadInput(
+            f"sequence {sequence.number}: {count} new rows after {sequence.length_bound}, "
+            f"must be at least 1 and end within {limit}"
+        )
+    return sequence.length_bound + count
 
 
 def _claim(pools: Pools, step: Step, group: int) -> Rows:
@@ -181,10 +190,9 @@ def resolution(pools: Pools, step: Step, layer: int, key: tuple[int, int]) -> Re
     )
 
 
-def commit(pools: Pools, step: Step, accepted: list[int], tokens: Tokens) -> dict[int, int]:
-    """Returns the bytes that each group sends to the host."""
+def seal(pools: Pools, step: Step, accepted: list[int]) -> dict[int, int]:
+    """The device's half of a commit; returns the bytes that each group sends to the host."""
     _require_complete(pools, step, accepted)
-    _take_tokens(step, accepted, tokens)
     for resolved in step.resolved.values():
         for event in resolved.events:
             if event is not None:
@@ -194,10 +202,24 @@ def commit(pools: Pools, step: Step, accepted: list[int], tokens: Tokens) -> dic
     for group in step.claimed:
         is_whole = step.appended.issuperset(pools.layout.groups[group])
         pools.sparse.drop(group, step.rows[~kept] if is_whole else step.rows)
-    for sequence, count in zip(step.sequences, accepted, strict=True):
-        sequence.length += count
-        sequence.step_number = None
+    lines = [sequence.line for sequence in step.sequences]
+    pools.tables.lengths[lines] += np.array(accepted, np.int32)
     return stored
+
+
+def learn(pools: Pools, step: Step, accepted: list[int], tokens: Tokens) -> None:
+    """The host's half of a commit. Steps of a sequence are learned in their order."""
+    check_tokens(step, accepted, tokens)
+    for index, sequence in enumerate(step.sequences):
+        assert sequence.step_numbers[0] == step.number, "steps are learned in order"
+        if tokens is not None and len(sequence.tokens) >= sequence.length:
+            known_count = len(sequence.tokens) - sequence.length
+            sequence.tokens.extend(int(token) for token in tokens[index][known_count:])
+        sequence.length += accepted[index]
+        sequence.ahead_count -= step.query_counts[index]
+        sequence.step_numbers = sequence.step_numbers[1:]
+        assert sequence.ahead_count >= 0, "rows were learned that no step brought"
+        publish(pools, sequence)
 
 
 def _require_complete(pools: Pools, step: Step, accepted: list[int]) -> None:
@@ -210,8 +232,8 @@ def _require_complete(pools: Pools, step: Step, accepted: list[int]) -> None:
         )
 
 
-def _take_tokens(step: Step, accepted: list[int], tokens: Tokens) -> None:
-    """Check all, then extend: what the kept rows were computed from must match what is known."""
+def check_tokens(step: Step, accepted: list[int], tokens: Tokens) -> None:
+    """What the kept rows were computed from must match what is known."""
     if tokens is None:
         return
     if [len(ids) for ids in tokens] != accepted:
@@ -222,10 +244,6 @@ def _take_tokens(step: Step, accepted: list[int], tokens: Tokens) -> None:
             raise BadInput(
                 f"sequence {sequence.number}: tokens differ from those it was opened with"
             )
-    for sequence, ids in zip(step.sequences, tokens, strict=True):
-        if len(sequence.tokens) >= sequence.length:
-            known_count = len(sequence.tokens) - sequence.length
-            sequence.tokens.extend(int(token) for token in ids[known_count:])
 
 
 def _store(pools: Pools, step: Step, kept: npt.NDArray[np.bool_]) -> dict[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ess.door import Sequence
+from ess.engine.chances import Chance
 from ess.engine.request import Request
 
 
@@ -21,33 +23,55 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a decode batch and how many tokens it has verified: no more is planned."""
+
+    request: Request
+    count: int
+
+    @property
+    def sequence(self) -> Sequence:
+        assert self.request.sequence is not None, f"request {self.request.number} has no rows"
+        return self.request.sequence
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a decode batch: its last token, then the drafts to verify."""
+    """A turn in device order: its newest token, then the drafts to verify, from `position` on."""
 
     request: Request
     tokens: tuple[int, ...]
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    lines: tuple[Line, ...]
+    turns: tuple[Turn, ...]
     chunk: Chunk | None
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.lines and self.chunk is None
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The new tokens of one request in one step, and its guesses for the next one."""
+    """The new tokens of one request in one step, and its guesses for the next one.
+
+    `chances` are of each token, if asked for.
+    """
 
     request: Request
     tokens: tuple[int, ...]
     drafts: tuple[int, ...]
+    chances: tuple[Chance, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """What the host has learned in this step, and what it has put under way."""
+
     made: tuple[Made, ...]
     chunk: Chunk | None
+    turn_count: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing could run and nothing was under way."""
+        return not self.made and self.chunk is None and self.turn_count == 0

@@ -1,25 +1,40 @@
 """The engine: continuous batching over an offload, one step at a time.
 
-    step: plan (who runs) -> run (model, door, kernels) -> commit (tokens, states, endings)
+    step: plan (who runs) -> launch (model, door, kernels) -> learn (tokens, states, endings)
 
 A request waits until the ledger admits it, is prefilled chunk by chunk beside the decode batch,
-decodes, may be preempted and resumed, and ends. Nothing here is concurrent: copies run on the
-offload's lane, everything else in the caller's thread.
+decodes, may be preempted and resumed, and ends. At depth 0 a step learns what it has launched; at
+depth 1 it learns what the step before has launched (`future`). Nothing here is concurrent: copies
+run on the offload's lane, everything else in the caller's thread.
+
+Under `promise="some"` a request is admitted with index pages for its prompt only, so more requests
+run, and growth may find no page. Then the youngest that runs gives up its slots and pages, and goes
+on later without recompute. No livelock: the oldest never gives way, admission refuses what could
+not run alone, and host pages, which preemption does not free, are promised in full. So the oldest
+always makes its tokens and ends. No thrashing: nobody comes back before `PAUSE_STEPS` steps without
+a shortage, unless nothing else runs.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from ess.door import Offload
-from ess.engine import mtp, prompt, scheduler
-from ess.engine.batch import Chunk, Line, Made, StepPlan, StepResult
-from ess.engine.choice import choose
-from ess.engine.request import Request
+from ess.clock import Clock, RealClock
+from ess.door import Offload, Promise
+from ess.engine import pace, prompt, scheduler
+from ess.engine.batch import Chunk, Made, StepPlan, StepResult
+from ess.engine.entry import Entry
+from ess.engine.future import FutureMap, Outcome, depth_reasons
+from ess.engine.launch import Flight, launch
+from ess.engine.pace import Seen, drafts_of
+from ess.engine.request import Reason, Request
+from ess.engine.roster import Roster
 from ess.engine.runner import Runner
 from ess.engine.sampling import Sampling
 from ess.engine.tuning import Tuning
@@ -27,8 +42,12 @@ from ess.engine.verify import Verifier
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
 from ess.models.model import Model
+from ess.models.tokenizer import Tokenizer
 from ess.overlap.sbo import Sbo
 from ess.overlap.tbo import Tbo
+
+PAUSE_STEPS: Final = 16
+TPOT: Final = "time per token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +58,12 @@ class EngineConfig:
     "resident", "none", "da", "dba", or a list with one of these four per layer. `tbo` runs steps
     in two halves: "off", "on", "auto", or the least tokens of a step for it; `sbo` says what the
     experts' communication runs beside.
-    `verify_every` n checks one layer of every n-th step against the host's rows.
+    `depth` 1 plans and launches a step before the one before is learned. `promise` says whether a
+    request's device pages are promised to its full length, or as it grows. With `tpot_ms` requests
+    and chunks are admitted so that a token takes no longer; with it or with `mtp_auto` steps verify
+    as many tokens as pay, `mtp` at most. Every `budget_every` steps slots move to the layer groups
+    that miss most; 0 never. `verify_every` n checks one layer of every n-th step against the host's
+    rows.
     """
 
     modes: str | Sequence[str] = "layerwise"
@@ -47,6 +71,11 @@ class EngineConfig:
     tbo: Tbo = "off"
     sbo: Sbo = "off"
     mtp: int = 1
+    depth: int = 0
+    promise: Promise = "all"
+    tpot_ms: float | None = None
+    mtp_auto: bool = False
+    budget_every: int = 64
     batch_max: int = 16
     query_max: int = 64
     chunk_tokens: int = 512
@@ -55,16 +84,43 @@ class EngineConfig:
     verify_every: int = 0
     verify_fatal: bool = False
 
+    def __post_init__(self) -> None:
+        for name, high in (("mtp", 8), ("depth", 1)):
+            value, low = getattr(self, name), 1 if name == "mtp" else 0
+            if not low <= value <= high:
+                raise BadInput(f"{name} is {value}, must be {low}..{high}")
+
+    @property
+    def is_paced(self) -> bool:
+        return self.mtp_auto or self.tpot_ms is not None
+
 
 class Engine:
-    def __init__(self, model: Model, offload: Offload, config: EngineConfig) -> None:
+    """A tokenizer is needed by requests with stop strings or a grammar, and by no others."""
+
+    def __init__(
+        self,
+        model: Model,
+        offload: Offload,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         if config.mtp > 1 and not (model.mtp and offload.layout.mtp_layer_count):
             raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")
-        if not 1 <= config.mtp <= 8:
-            raise BadInput(f"mtp is {config.mtp}, must be 1..8")
         self.offload = offload
         self.refusal: PoolFull | None = None
         self.step_count = 0
+        self.preempted_count = 0
+        self.moved_count = 0
+        self.pace = pace.start(
+            target_ms=config.tpot_ms,
+            verified_max=config.mtp,
+            batch_max=config.batch_max,
+            chunk_max=config.chunk_tokens,
+        )
+        self._clock = clock or RealClock()
         self._config = config
         self.verifier = Verifier(every=config.verify_every, is_fatal=config.verify_fatal)
         self.tuning = Tuning(
@@ -77,8 +133,14 @@ class Engine:
         self._runner = Runner(
             model, offload, ops(config.backend), tuning=self.tuning, verifier=self.verifier
         )
-        self._requests: list[Request] = []
+        self._entry = Entry(model.config, tokenizer)
+        self._roster = Roster()
+        self._future = FutureMap(line_max=offload.sequence_max, token_max=config.mtp)
+        self._flights: deque[Flight] = deque()
+        self._made: list[Made] = []
         self._added_count = 0
+        self._resume_step = 0
+        self._is_full = False
 
     # ---- requests
 
@@ -94,88 +156,186 @@ class Engine:
             raise BadInput(
                 f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
             )
+        self._entry.equip(request)
         self._added_count += 1
-        self._requests.append(request)
+        self._roster.add(request)
         return request
 
     def cancel(self, request: Request) -> None:
-        if request.state != "finished":
-            request.reason = "cancelled"
-            self._finish(request)
+        """At any moment; what steps under way still say of it is dropped."""
+        if request.reason is None:
+            self._finish(request, "cancelled")
 
     def preempt(self, request: Request) -> None:
-        """Give its slots and index pages to others; `resume` needs no recompute."""
-        if request.state != "decoding" or request.sequence is None:
-            raise BadState(f"request {request.number} is {request.state}, not decoding")
-        self.offload.preempt(request.sequence)
-        request.move("preempted")
+        """Give its slots and index pages to others until `resume`, which needs no recompute.
+
+        Steps under way are learned first; the request may have ended in one of them.
+        """
+        if request.state not in ("prefilling", "decoding"):
+            raise BadState(f"request {request.number} is {request.state}, not running")
+        self._learn(0)
+        if request.reason is None:
+            self._preempt(request)
+            request.is_held = True
 
     def resume(self, request: Request) -> None:
-        if request.state != "preempted" or request.sequence is None:
+        if request.state != "preempted":
             raise BadState(f"request {request.number} is {request.state}, not preempted")
-        self.offload.resume(request.sequence)
-        request.move("decoding")
+        self._resume(request)
 
     @property
     def is_idle(self) -> bool:
-        return all(request.state == "preempted" for request in self._requests)
+        """Nothing runs, waits or is under way; requests preempted by hand may be left."""
+        running = sum(self._roster.count(one) for one in ("waiting", "prefilling", "decoding"))
+        preempted = self._roster.of("preempted")
+        is_told = not self._flights and not self._made
+        return running == 0 and is_told and all(one.is_held for one in preempted)
+
+    def depth_reasons(self) -> tuple[str, ...]:
+        """Why the next step runs at depth 0 whatever the configuration; none if it need not."""
+        return depth_reasons(self._roster.of("decoding"))
 
     # ---- the step
 
     @torch.inference_mode()
     def step(self) -> StepResult:
+        depth = 0 if self.depth_reasons() else self._config.depth
+        self._learn(depth)
+        self._rebalance()
         self._admit()
-        plan = scheduler.plan(
-            self._requests,
-            batch_max=self._config.batch_max,
-            query_max=self._config.query_max,
-            chunk_tokens=self._config.chunk_tokens,
-        )
-        result = self._run(plan)
-        self._commit(result)
+        plan = self._launch()
+        if plan.chunk is not None:
+            self._run_chunk(plan.chunk)
+        self._learn(depth if plan.turns else 0)
         self.step_count += 1
-        return result
+        made, self._made = tuple(self._made), []
+        return StepResult(made, plan.chunk, len(plan.turns))
 
     def run(self) -> Iterable[StepResult]:
         """Steps until nothing can run: all is done, preempted, or waits for room."""
         while not self.is_idle:
             result = self.step()
-            if not result.made and result.chunk is None:
+            if result.is_empty:
                 return
             yield result
 
+    def _rebalance(self) -> None:
+        every = self._config.budget_every
+        if every and self.step_count % every == every - 1:
+            self._learn(0)
+            self.moved_count += self.offload.rebalance()
+
     def _admit(self) -> None:
-        """Waiting requests enter in order while the ledger admits them.
+        """The preempted come back, then the waiting enter, in order, while the ledger admits them.
 
         `refusal` says what the first one that has to wait is short of; a request that can never
-        fit ends as refused.
+        fit ends as refused. Nobody asks again before somebody has left: asking costs a pass over
+        the prompt.
         """
-        self.refusal = None
-        for request in [one for one in self._requests if one.state == "waiting"]:
-            try:
-                opened = self.offload.open(request.prompt, length_max=request.length_max)
-            except PoolFull as refusal:
-                self.refusal = refusal
-                if refusal.retry_after_s is not None:
-                    return
-                request.reason = "refused"
-                self._finish(request)
-                continue
-            request.sequence = opened
-            request.prefilled_count = opened.cached_count
-            request.move("prefilling")
-            if request.prefilled_count == len(request.prompt) - 1:
-                request.move("decoding")
+        if self._is_full and self._running_count:
+            return
+        self._is_full, self.refusal = False, None
+        try:
+            if self._come_back():
+                while (request := self._roster.first("waiting")) is not None:
+                    self._refuse_if_slow()
+                    self._open(request)
+        except PoolFull as refusal:
+            self.refusal = refusal
+            self._is_full = refusal.limiter != TPOT
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        if plan.chunk is not None:
-            self._run_chunk(plan.chunk)
-        made = self._decode(plan.lines) if plan.lines else ()
-        return StepResult(made, plan.chunk)
+    def _come_back(self) -> bool:
+        """Whether all that gave way to others run again; before that nobody enters."""
+        gone = [one for one in self._roster.by_age("preempted") if not one.is_held]
+        for request in gone:
+            if self._running_count and self.step_count < self._resume_step:
+                return False
+            self._resume(request)
+        return True
+
+    @property
+    def _running_count(self) -> int:
+        return self._roster.count("decoding") + self._roster.count("prefilling")
+
+    def _refuse_if_slow(self) -> None:
+        """One more must not take everybody over the time per token that was asked for."""
+        limit = self.pace.batch_limit
+        if self._config.tpot_ms is not None and self._running_count >= limit:
+            raise PoolFull(
+                limiter=TPOT,
+                needed=1,
+                free=0,
+                sentence=f"{limit} requests fit into {self._config.tpot_ms} ms per token",
+            )
+
+    def _open(self, request: Request) -> None:
+        try:
+            opened = self.offload.open(
+                request.prompt, length_max=request.length_max, promise=self._config.promise
+            )
+        except PoolFull as refusal:
+            if refusal.retry_after_s is not None:
+                raise
+            self.refusal = refusal
+            self._finish(request, "refused")
+            return
+        request.sequence = opened
+        request.prefilled_count = opened.cached_count
+        self._roster.move(request, "prefilling")
+        self._decode_if_prefilled(request)
+
+    def _decode_if_prefilled(self, request: Request) -> None:
+        if request.is_prefilled:
+            assert request.sequence is not None
+            self._roster.move(request, "decoding")
+            self._future.stash(request.sequence.line, [request.tokens[-1]])
+
+    def _launch(self) -> StepPlan:
+        """Plans for bounds and launches; when growth meets a full pool the youngest gives way."""
+        while True:
+            plan = scheduler.plan(
+                self._roster,
+                batch_max=self._config.batch_max,
+                query_max=self._config.query_max,
+                verified_max=self.pace.verified_count,
+                chunk_tokens=self.pace.chunk_limit,
+            )
+            if not plan.turns:
+                return plan
+            draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
+            try:
+                flight = launch(
+                    self._runner,
+                    self._future,
+                    plan.turns,
+                    draft_count=draft_count,
+                    clock=self._clock,
+                )
+            except PoolFull as refusal:
+                self._make_room(refusal)
+                continue
+            self._flights.append(flight)
+            for turn in plan.turns:
+                turn.request.flight_count += 1
+                turn.request.ahead_count += turn.count
+                turn.request.draft_count = draft_count
+            return plan
+
+    def _make_room(self, refusal: PoolFull) -> None:
+        """What is under way may end somebody; else the youngest leaves the device."""
+        if self._flights:
+            self._learn(0)
+            return
+        running = self._roster.by_age("decoding", "prefilling")
+        if len(running) < 2:
+            raise refusal
+        self._preempt(running[-1])
+        self._resume_step = self.step_count + PAUSE_STEPS
 
     def _run_chunk(self, chunk: Chunk) -> None:
         request, sequence = chunk.request, chunk.request.sequence
         assert sequence is not None
+        started_s = self._clock.now_s()
         windows = prompt.run_chunk(
             self._runner,
             sequence,
@@ -183,52 +343,74 @@ class Engine:
             chunk.start,
             request.prompt[chunk.start + 1 : chunk.stop + 1],
         )
+        request.prefilled_count = chunk.stop
+        seconds = self._clock.now_s() - started_s
+        self._observe(Seen(chunk_tokens=chunk.stop - chunk.start, chunk_seconds=seconds))
         if chunk.is_last and self._config.warm:
             self.offload.warm(sequence, windows.int().contiguous())
             self.offload.fill(sequence)
+        self._decode_if_prefilled(request)
 
-    def _decode(self, lines: tuple[Line, ...]) -> tuple[Made, ...]:
-        sequences = [line.request.sequence for line in lines if line.request.sequence is not None]
-        counts = [len(line.tokens) for line in lines]
-        step = self.offload.begin(sequences, query_counts=counts)
-        batch = self._runner.batch(step)
-        forward = self._runner.decode(batch, [token for line in lines for token in line.tokens])
-        firsts = [sum(counts[:i]) for i in range(len(counts))]
-        targets = [
-            choose(line, forward.logits[at : at + len(line.tokens)])
-            for line, at in zip(lines, firsts, strict=True)
-        ]
-        drafts: list[list[int]] = [[] for _ in lines]
-        if self._config.mtp > 1:
-            following = [0] * step.query_count
-            for at, target in zip(firsts, targets, strict=True):
-                following[at : at + len(target)] = target
-            last = [at + len(target) - 1 for at, target in zip(firsts, targets, strict=True)]
-            drafts = mtp.draft(
-                self._runner, batch, forward.hidden, following, last, self._config.mtp - 1
-            )
-        accepted = [len(target) for target in targets]
-        kept = [line.tokens[:count] for line, count in zip(lines, accepted, strict=True)]
-        self.offload.commit(step, accepted=accepted, tokens=kept)
-        return tuple(
-            Made(line.request, tuple(target), tuple(guesses))
-            for line, target, guesses in zip(lines, targets, drafts, strict=True)
-        )
+    # ---- what the host learns, and what follows from it
 
-    def _commit(self, result: StepResult) -> None:
-        if result.chunk is not None:
-            result.chunk.request.prefilled_count = result.chunk.stop
-            if result.chunk.is_last:
-                result.chunk.request.move("decoding")
-        for made in result.made:
-            made.request.take(list(made.tokens))
-            made.request.drafts = list(made.drafts)
-            if made.request.reason is not None:
-                self._finish(made.request)
+    def _learn(self, flight_max: int) -> None:
+        """Until at most this many steps are under way."""
+        while len(self._flights) > flight_max:
+            flight = self._flights.popleft()
+            outcomes = self._future.learn(flight.step.number)
+            kept = [list(one.line.tokens[: len(one.choice.tokens)]) for one in outcomes]
+            self.offload.learn(flight.step, accepted=[len(ids) for ids in kept], tokens=kept)
+            self._observe(flight.seen([outcome.verified for outcome in outcomes]))
+            for outcome in outcomes:
+                self._take(outcome)
 
-    def _finish(self, request: Request) -> None:
-        request.move("finished")
-        self._requests.remove(request)
-        if request.sequence is not None:
-            request.sequence.close()
-            request.sequence = None
+    def _observe(self, seen: Seen) -> None:
+        if self._config.is_paced:
+            self.pace = pace.advance(self.pace, seen)
+
+    def _take(self, outcome: Outcome) -> None:
+        request = outcome.line.request
+        request.flight_count -= 1
+        request.ahead_count -= len(outcome.line.tokens)
+        assert 0 <= request.flight_count <= request.ahead_count, f"request {request.number}"
+        if request.state == "finished":
+            self._close(request)
+            return
+        choice = outcome.choice
+        kept = tuple(request.take(list(choice.tokens)))
+        self._made.append(Made(request, kept, outcome.drafts, choice.chances[: len(kept)]))
+        if request.reason is not None:
+            self._finish(request, request.reason)
+
+    def _preempt(self, request: Request) -> None:
+        assert request.sequence is not None
+        assert request.flight_count == 0, f"request {request.number} is in a step under way"
+        self._future.forget(request.sequence.line)
+        self.offload.preempt(request.sequence)
+        request.draft_count = 0
+        self._roster.move(request, "preempted")
+        self.preempted_count += 1
+        self._is_full = False
+
+    def _resume(self, request: Request) -> None:
+        assert request.sequence is not None
+        self.offload.resume(request.sequence)
+        request.is_held = False
+        self._roster.move(request, "decoding" if request.is_prefilled else "prefilling")
+        if request.is_prefilled:
+            self._future.stash(request.sequence.line, [request.tokens[-1]])
+
+    def _finish(self, request: Request, reason: Reason) -> None:
+        request.reason = reason
+        self._roster.move(request, "finished")
+        self._close(request)
+
+    def _close(self, request: Request) -> None:
+        """Nothing leaves before the last step that it is in."""
+        self._is_full = False
+        if request.sequence is None or request.flight_count:
+            return
+        if request.sequence.line >= 0:
+            self._future.forget(request.sequence.line)
+        request.sequence.close()
+        request.sequence = None

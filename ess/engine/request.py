@@ -1,10 +1,12 @@
 """A request's life: its states, the legal moves between them, and why it ended.
 
 waiting --> prefilling --> decoding --> finished
-                |           |   ^
-                |           v   |
-                |         preempted
-                `-----------+----------> finished (cancelled)
+                ^  |        |   ^
+                |  v        v   |
+                `- preempted ---'
+
+From every state to finished: cancelled, or refused while it waits. A step that was launched before
+the host knew of an ending still runs; its sequence is closed when that step is learned.
 """
 
 from __future__ import annotations
@@ -17,18 +19,23 @@ from ess.errors import BadInput
 
 if TYPE_CHECKING:
     from ess.door import Sequence
+    from ess.engine.grammar import Matcher
+    from ess.engine.stops import Reader
+    from ess.engine.tally import Tally
 
 State = Literal["waiting", "prefilling", "decoding", "preempted", "finished"]
-Reason = Literal["length", "stop", "cancelled", "refused"]
+Reason = Literal["length", "stop", "cancelled", "refused", "failed"]
 
 MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
     {
         ("waiting", "prefilling"),
         ("waiting", "finished"),
         ("prefilling", "decoding"),
+        ("prefilling", "preempted"),
         ("prefilling", "finished"),
         ("decoding", "preempted"),
         ("decoding", "finished"),
+        ("preempted", "prefilling"),
         ("preempted", "decoding"),
         ("preempted", "finished"),
     }
@@ -37,7 +44,14 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`prompt` and `sampling` come from outside; everything else is the engine's."""
+    """`prompt` and `sampling` come from outside; everything else is the engine's.
+
+    `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
+    when its grammar could not be followed to the end: `matcher.failure` says why.
+
+    `output` is what the host has learned. `flight_count` steps that it has not learned may have
+    made up to `ahead_count` tokens more; `draft_count` drafts wait on the device for the next one.
+    """
 
     number: int
     prompt: list[int]
@@ -47,7 +61,15 @@ class Request:
     reason: Reason | None = None
     sequence: Sequence | None = None
     prefilled_count: int = 0
-    drafts: list[int] = field(default_factory=list)
+    ends: frozenset[int] = frozenset()
+    ended_by: int | str | None = None
+    reader: Reader | None = None
+    matcher: Matcher | None = None
+    tally: Tally | None = None
+    draft_count: int = 0
+    flight_count: int = 0
+    ahead_count: int = 0
+    is_held: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -70,14 +92,31 @@ class Request:
         """Tokens that may still be made."""
         return self.sampling.tokens_max - len(self.output)
 
+    @property
+    def is_prefilled(self) -> bool:
+        """The last prompt token is left to decode."""
+        return self.prefilled_count == len(self.prompt) - 1
+
     def take(self, made: list[int]) -> list[int]:
         """Append new tokens up to the first that ends the request; returns those kept."""
         for count, token in enumerate(made, start=1):
             self.output.append(token)
-            if token in self.sampling.stop_ids and len(self.output) >= self.sampling.tokens_min:
-                self.reason = "stop"
-            elif self.left_count == 0:
-                self.reason = "length"
+            self.reason = self._reason_after(token)
             if self.reason is not None:
+                if self.reader is not None:
+                    self.reader.finish()
                 return made[:count]
         return made
+
+    def _reason_after(self, token: int) -> Reason | None:
+        if self.matcher is not None and self.matcher.failure:
+            return "failed"
+        self.ended_by = token if token in self.ends else self._stop_string(token)
+        if self.ended_by is not None:
+            return "stop"
+        return "length" if self.left_count == 0 else None
+
+    def _stop_string(self, token: int) -> str | None:
+        if self.reader is None:
+            return None
+        return self.reader.read(token, may_stop=len(self.output) > self.sampling.tokens_min)

@@ -1,28 +1,35 @@
-"""Which token comes next: reproducible from the request's seed, whatever the batch or the drafts.
+"""What a request asks of its tokens. Needs no torch, so a server can refuse before an engine does.
 
-A token is the argmax of its logits plus Gumbel noise that depends on (seed, position, token id)
-alone. That makes a draw of the softmax, and it makes verification trivial: the target token of a
-position is drawn from that position's own noise, and a draft is accepted when it is equal. So the
-output never depends on what was drafted, on the batch, or on how often a step was repeated.
-
-Filters (top-k, top-p, min-p) act on the distribution after penalties, bias and temperature, in this
-order, and always leave the best token.
+Penalties, bias, the least length and the grammar change the logits, in this order; temperature
+divides them; top-k, top-p and min-p then each drop tokens from what the one before left, and always
+leave the best one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Final
 
-import torch
-from torch import Tensor
-
+from ess.engine.grammar import Grammar
+from ess.engine.stops import check_stops
 from ess.errors import BadInput
+
+BIAS_MAX: Final = 100.0
+LOGPROBS_MAX: Final = 20
+GREEDY_BELOW: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
+    """`stop` needs an engine with a tokenizer, and so does `grammar`. `ignore_eos` makes a request
+    run on over the model's own end ids, but not over its `stop_ids`.
+
+    `logprobs` n asks for the chance of every token and of the n likeliest. Two requests with one
+    seed and one prompt say the same; a caller who wants them to differ gives them other seeds.
+    """
+
     tokens_max: int = 128
     tokens_min: int = 0
     temperature: float = 0.0
@@ -33,8 +40,12 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
     seed: int = 0
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.tokens_max, 1, 1 << 24)
@@ -46,16 +57,37 @@ class Sampling:
         _within("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         _within("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _within("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _within("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        for token, bias in self.logit_bias.items():
+            _within(f"logit_bias of id {token}", bias, -BIAS_MAX, BIAS_MAX)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+        if self.grammar is not None and self.ignore_eos:
+            raise BadInput("ignore_eos with a grammar: what is complete allows only the end")
+        check_stops(self.stop)
+
+    def check_ids(self, vocabulary: int) -> None:
+        """Every id must be one that the model can make; top_k may be above the vocabulary."""
+        _known("stop id", self.stop_ids, vocabulary)
+        _known("logit_bias id", self.logit_bias, vocabulary)
 
     @property
-    def is_plain(self) -> bool:
-        """Nothing but the argmax of the model's own logits."""
-        return self.temperature == 0.0 and not self.changes_logits
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalises(self) -> bool:
+        return any((self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0))
+
+    @property
+    def needs_host(self) -> bool:
+        """The draw depends on the tokens made so far: the next step cannot be drawn before the
+        host has learned this one."""
+        return self.penalises or self.tokens_min > 0 or self.grammar is not None
 
     @property
     def changes_logits(self) -> bool:
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0)
-        return any(penalties) or bool(self.logit_bias) or self.tokens_min > 0
+        return self.needs_host or bool(self.logit_bias)
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
@@ -63,58 +95,7 @@ def _within(name: str, value: float, low: float, high: float) -> None:
         raise BadInput(f"{name} is {value}, must be {low}..{high}")
 
 
-def draw(logits: Tensor, sampling: Sampling, *, tokens: list[int], prompt_count: int) -> int:
-    """The token after `tokens`, from logits float32 [vocabulary]."""
-    if sampling.is_plain:
-        return int(logits.argmax())
-    if sampling.changes_logits:
-        logits = _changed(logits.clone(), sampling, tokens, prompt_count)
-    if sampling.temperature == 0.0:
-        return int(logits.argmax())
-    kept = _filtered(logits / sampling.temperature, sampling)
-    return int((kept + gumbel(sampling.seed, len(tokens), len(logits))).argmax())
-
-
-def gumbel(seed: int, position: int, count: int) -> Tensor:
-    """Noise of one position: a counter-based hash, so no state and no order of calls matters."""
-    mixed = torch.arange(count, dtype=torch.int64)
-    mixed = _mix(mixed + _mix(torch.tensor((seed << 24) ^ position, dtype=torch.int64)))
-    uniform = ((mixed >> 11) & ((1 << 52) - 1)).double().add_(0.5).div_(float(1 << 52))
-    return -torch.log(-torch.log(uniform)).float()
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64; int64 products wrap."""
-    x = (x ^ _shifted(x, 30)) * -4658895280553007687
-    x = (x ^ _shifted(x, 27)) * -7723592293110705685
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """A logical shift to the right."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _changed(logits: Tensor, sampling: Sampling, tokens: list[int], prompt_count: int) -> Tensor:
-    seen = torch.tensor(sorted(set(tokens)))
-    scores = logits[seen]
-    penalty = sampling.repetition_penalty
-    logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-    counts = torch.bincount(torch.tensor(tokens[prompt_count:]).long(), minlength=len(logits))
-    logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
-    for token, bias in sampling.logit_bias.items():
-        logits[token] += bias
-    if len(tokens) - prompt_count < sampling.tokens_min:
-        logits[list(sampling.stop_ids)] = -torch.inf
-    return logits
-
-
-def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    order = logits.sort(descending=True, stable=True)
-    chances = order.values.softmax(-1)
-    drop = chances < sampling.min_p * chances[0]
-    drop |= chances.cumsum(-1) - chances >= sampling.top_p
-    if sampling.top_k:
-        drop[sampling.top_k :] = True
-    drop[0] = False
-    return logits.masked_fill(torch.zeros_like(drop).scatter(0, order.indices, drop), -torch.inf)
+def _known(name: str, ids: Iterable[int], vocabulary: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise BadInput(f"{name} {token}: the vocabulary has {vocabulary} ids")

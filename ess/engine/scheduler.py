@@ -1,4 +1,4 @@
-"""Who runs in the next step. Reads requests, changes nothing.
+"""Who runs in the next step. Reads what the host has learned, changes nothing.
 
 All decoding requests run, up to the batch limit, oldest first; beside them at most one prompt
 chunk, of the request that has been prefilling longest. Admission is not decided here: the engine
@@ -7,37 +7,42 @@ opens sequences, and the ledger says when they fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ess.engine.batch import Chunk, Line, StepPlan
-from ess.engine.request import Request
+from ess.engine.batch import Chunk, StepPlan, Turn
+from ess.engine.roster import Roster
 
 
 def plan(
-    requests: Sequence[Request], *, batch_max: int, query_max: int, chunk_tokens: int
+    roster: Roster, *, batch_max: int, query_max: int, verified_max: int, chunk_tokens: int
 ) -> StepPlan:
     return StepPlan(
-        lines=_lines(requests, batch_max, query_max), chunk=_chunk(requests, chunk_tokens)
+        turns=_turns(roster, min(batch_max, query_max), query_max, verified_max),
+        chunk=_chunk(roster, chunk_tokens),
     )
 
 
-def _lines(requests: Sequence[Request], batch_max: int, query_max: int) -> tuple[Line, ...]:
-    """Drafts beyond what a request may still make, or what the step can hold, are left out."""
-    decoding = [one for one in requests if one.state == "decoding"][: min(batch_max, query_max)]
-    spare = query_max - len(decoding)
-    lines = []
-    for request in decoding:
-        count = min(len(request.drafts), request.left_count - 1, spare)
+def _turns(roster: Roster, batch_max: int, query_max: int, verified_max: int) -> tuple[Turn, ...]:
+    """Drafts beyond what a request may still make, or what the step can hold, are left out.
+
+    What a request has left is counted as if its steps under way had made all that they can: so no
+    row is ever planned beyond its last position, and one that may be over waits until it is known.
+    """
+    runnable = [
+        request for request in roster.by_age("decoding") if request.left_count > request.ahead_count
+    ][:batch_max]
+    spare = query_max - len(runnable)
+    turns = []
+    for request in runnable:
+        left = request.left_count - request.ahead_count
+        count = min(request.draft_count, left - 1, verified_max - 1, spare)
+        assert count >= 0, f"request {request.number}: {count} drafts"
         spare -= count
-        lines.append(Line(request, (request.tokens[-1], *request.drafts[:count])))
-    return tuple(lines)
+        turns.append(Turn(request, 1 + count))
+    return tuple(turns)
 
 
-def _chunk(requests: Sequence[Request], chunk_tokens: int) -> Chunk | None:
-    for request in requests:
-        if request.state == "prefilling":
-            assert request.sequence is not None
-            start = request.prefilled_count
-            stop = min(start + chunk_tokens, len(request.prompt) - 1)
-            return Chunk(request, start, stop)
-    return None
+def _chunk(roster: Roster, chunk_tokens: int) -> Chunk | None:
+    request = roster.first("prefilling")
+    if request is None:
+        return None
+    start = request.prefilled_count
+    return Chunk(request, start, min(start + chunk_tokens, len(request.prompt) - 1))

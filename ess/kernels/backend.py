@@ -23,6 +23,7 @@ class Ops(Protocol):
     """What every set has, by the contracts written in `ess.kernels.reference`."""
 
     def implementation(self) -> str: ...
+    def has_stages(self) -> bool: ...
     def encode_rows(self, values: Tensor, codec: RowCodec, out: Tensor) -> Tensor: ...
     def decode_rows(self, rows: Tensor, codec: RowCodec, out: Tensor) -> Tensor: ...
     def encode_keys(self, values: Tensor, codec: IndexCodec) -> Keys: ...
@@ -91,8 +92,17 @@ def ops(name: BackendName) -> Ops:
 
         return cpu
     if name == "cuda":
-        raise Unavailable("the cuda ops are not part of this version: use the cpu ops")
+        return _cuda()
     raise BadInput(f"there are no {name!r} ops; there are {', '.join(get_args(BackendName))}")
+
+
+def _cuda() -> Ops:
+    try:
+        from ess.kernels.triton_ops import ops as triton_ops
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"the cuda ops need {error.name}: install ess[cuda]") from None
+    triton_ops.require_device()
+    return triton_ops
 
 
 def chosen(name: BackendName) -> str:

@@ -86,10 +86,15 @@ def page_rows(active: PageIds) -> RowIds:
 
 
 class PageTables:
-    """One line of active pages per active sequence: how kernels turn positions into rows."""
+    """One line of active pages per active sequence: how kernels turn positions into rows.
+
+    `lengths` is the device's own count of each line's positions. It may be ahead of what the host
+    knows: a step adds what it accepts here at once, the host learns it later.
+    """
 
     def __init__(self, *, sequence_max: int, page_max: int) -> None:
         self.lines = np.full((sequence_max, page_max), NONE, np.int32)
+        self.lengths = np.full(sequence_max, NONE, np.int32)
         self._free = list(range(sequence_max - 1, -1, -1))
 
     @property
@@ -106,12 +111,17 @@ class PageTables:
     def give_back(self, line: int) -> None:
         assert line not in self._free, f"line {line} was given back twice"
         self.lines[line] = NONE
+        self.lengths[line] = NONE
         self._free.append(line)
 
     def rows(self, line: int, start: int, count: int) -> RowIds:
         """Row ids of `count` positions from `start` on."""
         positions = np.arange(start, start + count, dtype=np.int32)
-        pages = self.lines[line, positions // PAGE_ROWS]
-        assert (pages >= 0).all(), f"line {line} has no page for {start}..{start + count - 1}"
+        return self.rows_at(np.full(count, line, np.int32), positions)
+
+    def rows_at(self, lines: RowIds, positions: RowIds) -> RowIds:
+        """Row ids of positions that each lie in a line of its own."""
+        pages = self.lines[lines, positions // PAGE_ROWS]
+        assert (pages >= 0).all(), f"no page for position {positions[pages < 0][:1]}"
         rows: RowIds = pages * np.int32(PAGE_ROWS) + positions % np.int32(PAGE_ROWS)
         return rows

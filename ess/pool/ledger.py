@@ -56,6 +56,12 @@ class Ledger:
         self._open.append(reservation)
         return reservation
 
+    def require(self, needs: Mapping[str, int]) -> None:
+        """PoolFull for ever, if not even empty pools could hold `needs`."""
+        for name, count in needs.items():
+            if count > self._accounts[name].capacity:
+                raise self._refusal(self._accounts[name], count, self.free(name))
+
     def extend(self, reservation: Reservation, needs: Mapping[str, int]) -> None:
         assert reservation.is_open, "a released reservation cannot grow"
         self._refuse_if_short(needs)

@@ -12,9 +12,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ess.models.tiny import names
+from ess.models.registry import read_config
 from ess.models.tiny.shape import FP8
 from ess.models.tiny.stored import Form, stored_form, write_checkpoint
+from ess.models.weights.shapes import Spec, expected_tensors
 
 TINY_V32: Final[dict[str, Any]] = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -80,20 +81,20 @@ TINY_GLM: Final[dict[str, Any]] = {
 }
 
 
-def _draw(tensor: names.Tensor, generator: torch.Generator) -> Tensor:
+def _draw(spec: Spec, generator: torch.Generator) -> Tensor:
     """Norms 0.5..1.5, biases sigma 0.1, embeddings sigma 1, matrices sigma in^-0.5."""
-    if tensor.name.endswith("norm.weight"):
-        return torch.rand(tensor.shape, generator=generator) + 0.5
-    noise = torch.randn(tensor.shape, generator=generator)
-    if len(tensor.shape) == 1:
+    if spec.name.endswith("norm.weight"):
+        return torch.rand(spec.shape, generator=generator) + 0.5
+    noise = torch.randn(spec.shape, generator=generator)
+    if len(spec.shape) == 1:
         return noise * 0.1
-    return noise if "embed_tokens" in tensor.name else noise * tensor.shape[-1] ** -0.5
+    return noise if "embed_tokens" in spec.name else noise * spec.shape[-1] ** -0.5
 
 
 def random_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor]:
     """All tensors of the config in f32. MTP's copies of embedding and head equal the main ones."""
     generator = torch.Generator().manual_seed(seed)
-    made = {tensor.name: _draw(tensor, generator) for tensor in names.checkpoint_tensors(config)}
+    made = {spec.name: _draw(spec, generator) for spec in expected_tensors(read_config(config))}
     for name in made:
         if name.startswith("model.layers.") and name.endswith("embed_tokens.weight"):
             made[name] = made["model.embed_tokens.weight"].clone()

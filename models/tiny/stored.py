@@ -6,16 +6,17 @@ import json
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.models.tiny import names
-from ess.models.tiny.blocks import quantise_blocks, restore_blocks
+from ess.models.registry import read_config
+from ess.models.weights.blocks import dequantise, quantise
+from ess.models.weights.shapes import SCALE_SUFFIX, expected_tensors
 
 Form = Literal["f32", "bf16", "fp8"]
 FORMS: Final = ("f32", "bf16", "fp8")
-SCALE: Final = "_scale_inv"
 
 
 def stored_form(
@@ -25,15 +26,14 @@ def stored_form(
     if form not in FORMS:
         raise BadInput(f"form {form!r} is not one of {FORMS}")
     held: dict[str, Tensor] = {}
-    for tensor in names.checkpoint_tensors(config):
-        weight = tensors[tensor.name]
-        if form == "f32" or tensor.storage == "exact":
-            held[tensor.name] = weight.float()
-        elif form == "bf16" or tensor.storage == "plain":
-            held[tensor.name] = weight.bfloat16()
+    for spec in expected_tensors(read_config(config)):
+        weight = tensors[spec.name]
+        if form == "f32" or spec.role in ("norm", "correction"):
+            held[spec.name] = weight.float()
+        elif form == "bf16" or spec.role == "table":
+            held[spec.name] = weight.bfloat16()
         else:
-            values, scale = quantise_blocks(weight)
-            held[tensor.name], held[tensor.name + SCALE] = values, scale
+            held[spec.name], held[spec.scale_name] = quantise(weight)
     return held
 
 
@@ -67,7 +67,9 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     held = load_file(folder / "model.safetensors")
     plain: dict[str, Tensor] = {}
     for name, tensor in held.items():
-        if not name.endswith(SCALE):
-            scale = held.get(name + SCALE)
-            plain[name] = tensor.float() if scale is None else restore_blocks(tensor, scale)
+        if not name.endswith(SCALE_SUFFIX):
+            scale = held.get(name + SCALE_SUFFIX)
+            plain[name] = (
+                tensor.float() if scale is None else dequantise(tensor, scale, dtype=torch.float32)
+            )
     return config, plain

@@ -1,4 +1,8 @@
-"""Weights in fp8 blocks: one scale per 128 x 128 values, the last block of a side partial."""
+"""DeepSeek's fp8 weights: e4m3 values, one f32 scale per block of 128 x 128, edges partial.
+
+Our own files have scales that are powers of two, rounded up, so that a block never saturates and
+its scale is exact in any format; an empty block gets the scale 1.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,37 @@ from typing import Final
 import torch
 
 from ess.errors import BadInput
-from ess.models.weights.dims import QUANT_BLOCK
+from ess.models.weights.stored import QUANT_BLOCK
+from ess.units import align_up
 
 # Below this many values torch works in the calling thread. Waking others for a small weight costs
 # more than the work, and on a busy machine a hundred times more.
 _ONE_THREAD_VALUES: Final = 32_768
 _SMALL_VALUES: Final = 1 << 20
+E4M3_MAX: Final = 448.0
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as (e4m3 values, f32 scales): weight = value * scale of its block."""
+    if weight.dim() != 2 or not weight.isfinite().all():
+        raise BadInput(f"need a finite matrix, got {tuple(weight.shape)}")
+    blocks = _blocked(weight.float())
+    largest = blocks.abs().amax(dim=(1, 3))
+    scale = torch.exp2(torch.ceil(torch.log2(largest / E4M3_MAX)))
+    scale = torch.where(largest > 0, scale, torch.ones_like(scale))
+    values = (blocks / scale[:, None, :, None]).view(align_up(weight.shape[0], QUANT_BLOCK), -1)
+    values = values[: weight.shape[0], : weight.shape[1]]
+    return values.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def _blocked(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] padded with zeros and viewed as [out block, 128, in block, 128]."""
+    rows, columns = weight.shape
+    padded = weight.new_zeros(align_up(rows, QUANT_BLOCK), align_up(columns, QUANT_BLOCK))
+    padded[:rows, :columns] = weight
+    return padded.view(
+        padded.shape[0] // QUANT_BLOCK, QUANT_BLOCK, padded.shape[1] // QUANT_BLOCK, QUANT_BLOCK
+    )
 
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:

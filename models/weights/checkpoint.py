@@ -20,11 +20,13 @@ from typing import Any, Final, Self
 import torch
 
 from ess.errors import BadInput, BadState
+from ess.models.config import ModelConfig
+from ess.models.registry import read_config
 from ess.models.weights.blocks import as_scale
-from ess.models.weights.dims import Dims, read_dims
 from ess.models.weights.folder import Folder, Links, check_plain_name
 from ess.models.weights.header import DTYPE_BYTES, Entry, read_header
 from ess.models.weights.shapes import Spec
+from ess.models.weights.stored import stores_fp8
 from ess.models.weights.verify import FP8, verify
 
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -58,14 +60,16 @@ class Checkpoint:
         self._folder = Folder(path, links=links)
         try:
             self.config: Mapping[str, Any] = self._folder.read_json("config.json")
-            self.dims: Dims = read_dims(self.config)
-            self.mtp = self.dims.mtp_count > 0 if mtp is None else mtp
-            if self.mtp and not self.dims.mtp_count:
+            self.model_config: ModelConfig = read_config(self.config)
+            stores_fp8(self.config)
+            mtp_count = self.model_config.mtp_layer_count
+            self.mtp = mtp_count > 0 if mtp is None else mtp
+            if self.mtp and not mtp_count:
                 raise BadInput("config.json: num_nextn_predict_layers is 0, but MTP was asked for")
             self._entries = self._open_files()
             where = str(self._folder.path)
             self.specs: Mapping[str, Spec] = verify(
-                self._entries, self.dims, mtp=self.mtp, where=where
+                self._entries, self.model_config, mtp=self.mtp, where=where
             )
         except BaseException:
             self.close()

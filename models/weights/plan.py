@@ -14,12 +14,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from ess.errors import BadInput
-from ess.layout import IndexCodec, ModelLayout, RowCodec
-from ess.models.weights.dims import Dims, read_dims
+from ess.layout import ModelLayout
+from ess.models.config import ModelConfig
+from ess.models.registry import read_config as parse_config
 from ess.models.weights.folder import JSON_BYTES_MAX
 from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
 from ess.models.weights.split import Split
+from ess.models.weights.stored import stores_fp8
 from ess.models.weights.strict_json import parse_object
 from ess.units import PAGE_ROWS, div_ceil, format_bytes
 
@@ -50,9 +54,8 @@ class Count:
 class Plan:
     """What a checkpoint holds, what one rank holds of it, and how rows and keys are laid out."""
 
-    dims: Dims
+    config: ModelConfig
     split: Split
-    mtp: bool
     whole: Count
     rank: Count
     layout: ModelLayout
@@ -72,25 +75,25 @@ def read_config(path: str) -> dict[str, Any]:
     return parse_object(raw, what=path)
 
 
-def make_plan(config: Mapping[str, Any], *, tp: int = 1, ep: int = 1, mtp: bool = True) -> Plan:
-    dims = read_dims(config)
+def make_plan(raw: Mapping[str, Any], *, tp: int = 1, ep: int = 1, mtp: bool = True) -> Plan:
+    config, fp8 = parse_config(raw), stores_fp8(raw)
+    if not mtp:
+        config = msgspec.structs.replace(config, mtp_layer_count=0)
     split = Split(tp=tp, ep=ep)
-    split.check(dims)
-    mtp = mtp and dims.mtp_count > 0
-    specs = expected_tensors(dims, mtp=mtp)
-    held = [spec for spec in specs if split.holds(spec, expert_count=dims.n_routed_experts)]
+    split.check(config)
+    specs = expected_tensors(config)
+    held = [spec for spec in specs if split.holds(spec, expert_count=config.expert_count)]
     return Plan(
-        dims=dims,
+        config=config,
         split=split,
-        mtp=mtp,
-        whole=sum((_count(dims, spec, Split()) for spec in specs), Count()),
-        rank=sum((_count(dims, spec, split) for spec in held), Count()),
-        layout=_layout(dims, mtp=mtp),
+        whole=sum((_count(spec, Split(), fp8=fp8) for spec in specs), Count()),
+        rank=sum((_count(spec, split, fp8=fp8) for spec in held), Count()),
+        layout=config.layout(),
     )
 
 
-def _count(dims: Dims, spec: Spec, split: Split) -> Count:
-    blocked = dims.fp8 and spec.role == "linear"
+def _count(spec: Spec, split: Split, *, fp8: bool) -> Count:
+    blocked = fp8 and spec.role == "linear"
     window = split.window(spec, blocked=blocked)
     shape = spec.shape if window is None else window.shape(spec.shape)
     values = math.prod(shape)
@@ -102,29 +105,9 @@ def _count(dims: Dims, spec: Spec, split: Split) -> Count:
             bytes=values + scales * _F32_BYTES,
             bf16_bytes=values * _BF16_BYTES,
         )
-    is_f32 = spec.role == "correction" or (spec.role == "norm" and dims.fp8)
+    is_f32 = spec.role == "correction" or (spec.role == "norm" and fp8)
     count = values * (_F32_BYTES if is_f32 else _BF16_BYTES)
     return Count(tensors=1, values=values, bytes=count, bf16_bytes=count)
-
-
-def _layout(dims: Dims, *, mtp: bool) -> ModelLayout:
-    """Rows and keys as the pools see them: a layer without an indexer joins the group before it."""
-    groups: list[list[int]] = []
-    for layer, indexed in enumerate(dims.indexed):
-        if indexed:
-            groups.append([])
-        groups[-1].append(layer)
-    mtp_count = dims.mtp_count if mtp else 0
-    groups += [[layer] for layer in range(dims.layer_count, dims.layer_count + mtp_count)]
-    return ModelLayout(
-        name=dims.model_type,
-        layer_count=dims.layer_count,
-        groups=tuple(tuple(group) for group in groups),
-        row=RowCodec(latent_dim=dims.kv_lora_rank, rope_dim=dims.qk_rope_head_dim),
-        index=IndexCodec(key_dim=dims.index_head_dim, head_count=dims.index_n_heads),
-        top_k=dims.index_topk,
-        mtp_layer_count=mtp_count,
-    )
 
 
 def plan_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
@@ -135,11 +118,11 @@ def plan_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
 
 
 def _weight_lines(plan: Plan) -> list[str]:
-    dims, split = plan.dims, plan.split
+    config, split = plan.config, plan.split
     indexed = plan.layout.key_layer_count
     return [
-        f"model      {dims.model_type}, {dims.layer_count} layers + {plan.layout.mtp_layer_count}"
-        f" MTP, {indexed} indexers, {dims.n_routed_experts} routed experts",
+        f"model      {config.family}, {config.layer_count} layers + {plan.layout.mtp_layer_count}"
+        f" MTP, {indexed} indexers, {config.expert_count} routed experts",
         f"tensors    {plan.whole.tensors:,}",
         f"values     {plan.whole.values:,}",
         f"bytes      {plan.whole.bytes:,} ({format_bytes(plan.whole.bytes)})",

@@ -30,10 +30,10 @@ class RankWeights:
         if form not in ("stored", *_DTYPES):
             raise BadInput(f"form is {form!r}, expected 'stored', 'bf16' or 'f32'")
         self.split = split or Split()
-        self.split.check(checkpoint.dims)
+        self.split.check(checkpoint.model_config)
         self._checkpoint = checkpoint
         self._form = form
-        expert_count = checkpoint.dims.n_routed_experts
+        expert_count = checkpoint.model_config.expert_count
         self._specs = {
             name: spec
             for name, spec in checkpoint.specs.items()

@@ -13,16 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from ess.models.weights.dims import QUANT_BLOCK, Dims
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.weights.stored import QUANT_BLOCK
 from ess.units import div_ceil
 
 # linear: may be stored as fp8 blocks with scales. table: never quantised. norm: f32 or bf16.
 # correction: the gate's bias, f32 in every release.
 Role = Literal["linear", "table", "norm", "correction"]
 
-SCALE_SUFFIX = "_scale_inv"
+SCALE_SUFFIX: Final = "_scale_inv"
+TENSOR_COUNT_MAX: Final = 500_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,44 +62,53 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(div_ceil(side, QUANT_BLOCK) for side in shape)
 
 
-def expected_tensors(dims: Dims, *, mtp: bool = True) -> list[Spec]:
+def expected_tensors(config: ModelConfig, *, mtp: bool = True) -> list[Spec]:
     """All weights in the order of use. Scales are not listed: they follow from fp8 weights."""
-    specs = list(_outside(dims))
-    for layer in range(dims.layer_count):
-        specs += _decoder_layer(dims, layer, sparse=dims.sparse[layer], indexed=dims.indexed[layer])
-    for layer in range(dims.layer_count, dims.layer_total if mtp else 0):
-        specs += _decoder_layer(dims, layer, sparse=True, indexed=True)
-        specs += _mtp_extras(dims, layer)
+    _check_count(config)
+    specs = list(_outside(config))
+    for layer in range(config.layer_total if mtp else config.layer_count):
+        specs += _decoder_layer(config, layer)
+        if layer >= config.layer_count:
+            specs += _mtp_extras(config, layer)
     return specs
 
 
-def _outside(dims: Dims) -> Iterator[Spec]:
-    shape = (dims.vocab_size, dims.hidden_size)
-    cut = Cut(dim=0, part_count=dims.vocab_size)
+def _check_count(config: ModelConfig) -> None:
+    """Before anything is listed: a hostile configuration must not exhaust memory."""
+    sparse_count = sum(config.has_experts(layer) for layer in range(config.layer_total))
+    tensor_count = sparse_count * config.expert_count * 3
+    if tensor_count > TENSOR_COUNT_MAX:
+        raise BadInput(
+            f"config.json asks for {tensor_count:,} tensors; the bound is {TENSOR_COUNT_MAX:,}"
+        )
+
+
+def _outside(config: ModelConfig) -> Iterator[Spec]:
+    shape = (config.vocab_size, config.hidden_dim)
+    cut = Cut(dim=0, part_count=config.vocab_size)
     yield Spec(name="model.embed_tokens.weight", shape=shape, role="table", cut=cut)
-    yield Spec(name="model.norm.weight", shape=(dims.hidden_size,), role="norm")
-    yield Spec(name="lm_head.weight", shape=shape, role="table", cut=cut, optional=dims.tied)
+    yield Spec(name="model.norm.weight", shape=(config.hidden_dim,), role="norm")
+    yield Spec(name="lm_head.weight", shape=shape, role="table", cut=cut, optional=config.tie_head)
 
 
-def _decoder_layer(dims: Dims, layer: int, *, sparse: bool, indexed: bool) -> Iterator[Spec]:
+def _decoder_layer(config: ModelConfig, layer: int) -> Iterator[Spec]:
     prefix = f"model.layers.{layer}."
-    hidden = (dims.hidden_size,)
+    hidden = (config.hidden_dim,)
     yield Spec(name=f"{prefix}input_layernorm.weight", shape=hidden, role="norm", layer=layer)
-    yield from _attention(dims, layer, f"{prefix}self_attn.")
-    if indexed:
-        yield from _indexer(dims, layer, f"{prefix}self_attn.indexer.")
+    yield from _attention(config, layer, f"{prefix}self_attn.")
+    if config.has_indexer(layer):
+        yield from _indexer(config, layer, f"{prefix}self_attn.indexer.")
     post = f"{prefix}post_attention_layernorm.weight"
     yield Spec(name=post, shape=hidden, role="norm", layer=layer)
-    if sparse:
-        yield from _experts(dims, layer, f"{prefix}mlp.")
+    if config.has_experts(layer):
+        yield from _experts(config, layer, f"{prefix}mlp.")
     else:
-        yield from _mlp(dims, layer, f"{prefix}mlp.", width=dims.intermediate_size)
+        yield from _mlp(config, layer, f"{prefix}mlp.", width=config.dense_dim)
 
 
-def _attention(dims: Dims, layer: int, prefix: str) -> Iterator[Spec]:
-    heads = dims.num_attention_heads
-    query_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
-    row_dim = dims.kv_lora_rank + dims.qk_rope_head_dim
+def _attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
+    heads = config.head_count
+    query_dim = config.nope_dim + config.rope_dim
     by_head = Cut(dim=0, part_count=heads)
 
     def linear(name: str, rows: int, columns: int, cut: Cut | None = None) -> Spec:
@@ -106,38 +118,38 @@ def _attention(dims: Dims, layer: int, prefix: str) -> Iterator[Spec]:
     def norm(name: str, width: int) -> Spec:
         return Spec(name=f"{prefix}{name}.weight", shape=(width,), role="norm", layer=layer)
 
-    yield linear("q_a_proj", dims.q_lora_rank, dims.hidden_size)
-    yield norm("q_a_layernorm", dims.q_lora_rank)
-    yield linear("q_b_proj", heads * query_dim, dims.q_lora_rank, by_head)
-    yield linear("kv_a_proj_with_mqa", row_dim, dims.hidden_size)
-    yield norm("kv_a_layernorm", dims.kv_lora_rank)
-    both_dims = dims.qk_nope_head_dim + dims.v_head_dim
-    yield linear("kv_b_proj", heads * both_dims, dims.kv_lora_rank, by_head)
+    yield linear("q_a_proj", config.query_rank, config.hidden_dim)
+    yield norm("q_a_layernorm", config.query_rank)
+    yield linear("q_b_proj", heads * query_dim, config.query_rank, by_head)
+    yield linear("kv_a_proj_with_mqa", config.row_dim, config.hidden_dim)
+    yield norm("kv_a_layernorm", config.latent_dim)
+    both_dims = config.nope_dim + config.value_dim
+    yield linear("kv_b_proj", heads * both_dims, config.latent_dim, by_head)
     out_cut = Cut(dim=1, part_count=heads)
-    yield linear("o_proj", dims.hidden_size, heads * dims.v_head_dim, out_cut)
+    yield linear("o_proj", config.hidden_dim, heads * config.value_dim, out_cut)
 
 
-def _indexer(dims: Dims, layer: int, prefix: str) -> Iterator[Spec]:
+def _indexer(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     """Not cut by tensor parallelism: every rank must pick the same rows."""
-    key_dim, heads = dims.index_head_dim, dims.index_n_heads
+    key_dim, heads = config.index_dim, config.index_head_count
     for name, shape, role in (
-        ("wq_b.weight", (heads * key_dim, dims.q_lora_rank), "linear"),
-        ("wk.weight", (key_dim, dims.hidden_size), "linear"),
+        ("wq_b.weight", (heads * key_dim, config.query_rank), "linear"),
+        ("wk.weight", (key_dim, config.hidden_dim), "linear"),
         ("k_norm.weight", (key_dim,), "norm"),
         ("k_norm.bias", (key_dim,), "norm"),
-        ("weights_proj.weight", (heads, dims.hidden_size), "table"),
+        ("weights_proj.weight", (heads, config.hidden_dim), "table"),
     ):
         full_name = prefix + name
         yield Spec(name=full_name, shape=shape, role=role, layer=layer)  # type: ignore[arg-type]
 
 
 def _mlp(
-    dims: Dims, layer: int, prefix: str, *, width: int, expert: int | None = None
+    config: ModelConfig, layer: int, prefix: str, *, width: int, expert: int | None = None
 ) -> Iterator[Spec]:
     for name, shape, dim in (
-        ("gate_proj", (width, dims.hidden_size), 0),
-        ("up_proj", (width, dims.hidden_size), 0),
-        ("down_proj", (dims.hidden_size, width), 1),
+        ("gate_proj", (width, config.hidden_dim), 0),
+        ("up_proj", (width, config.hidden_dim), 0),
+        ("down_proj", (config.hidden_dim, width), 1),
     ):
         yield Spec(
             name=f"{prefix}{name}.weight",
@@ -149,31 +161,31 @@ def _mlp(
         )
 
 
-def _experts(dims: Dims, layer: int, prefix: str) -> Iterator[Spec]:
-    count, width = dims.n_routed_experts, dims.moe_intermediate_size
-    gate = (count, dims.hidden_size)
+def _experts(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
+    count, width = config.expert_count, config.expert_dim
+    gate = (count, config.hidden_dim)
     yield Spec(name=f"{prefix}gate.weight", shape=gate, role="table", layer=layer)
     bias = f"{prefix}gate.e_score_correction_bias"
     yield Spec(name=bias, shape=(count,), role="correction", layer=layer)
     for expert in range(count):
-        yield from _mlp(dims, layer, f"{prefix}experts.{expert}.", width=width, expert=expert)
-    if dims.n_shared_experts:
-        shared_width = width * dims.n_shared_experts
-        yield from _mlp(dims, layer, f"{prefix}shared_experts.", width=shared_width)
+        yield from _mlp(config, layer, f"{prefix}experts.{expert}.", width=width, expert=expert)
+    if config.shared_expert_count:
+        shared_width = width * config.shared_expert_count
+        yield from _mlp(config, layer, f"{prefix}shared_experts.", width=shared_width)
 
 
-def _mtp_extras(dims: Dims, layer: int) -> Iterator[Spec]:
-    prefix, hidden = f"model.layers.{layer}.", dims.hidden_size
+def _mtp_extras(config: ModelConfig, layer: int) -> Iterator[Spec]:
+    prefix, hidden = f"model.layers.{layer}.", config.hidden_dim
     for name in ("enorm", "hnorm", "shared_head.norm"):
         yield Spec(name=f"{prefix}{name}.weight", shape=(hidden,), role="norm", layer=layer)
     joined = (hidden, 2 * hidden)
     yield Spec(name=f"{prefix}eh_proj.weight", shape=joined, role="table", layer=layer)
-    for name in ("embed_tokens", "shared_head.head") if dims.model_type == "deepseek_v32" else ():
+    for name in ("embed_tokens", "shared_head.head") if config.family == "deepseek_v32" else ():
         yield Spec(
             name=f"{prefix}{name}.weight",
-            shape=(dims.vocab_size, hidden),
+            shape=(config.vocab_size, hidden),
             role="table",
-            cut=Cut(dim=0, part_count=dims.vocab_size),
+            cut=Cut(dim=0, part_count=config.vocab_size),
             layer=layer,
             optional=True,
         )

@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ess.errors import BadInput
-from ess.models.weights.dims import QUANT_BLOCK, Dims
+from ess.models.config import ModelConfig
 from ess.models.weights.shapes import Spec
+from ess.models.weights.stored import QUANT_BLOCK
 from ess.units import div_ceil
 
 
@@ -58,10 +59,10 @@ class Split:
             if size < 1 or not 0 <= rank < size:
                 raise BadInput(f"{name}_rank {rank} of {name} {size} does not exist")
 
-    def check(self, dims: Dims) -> None:
-        if dims.n_routed_experts % self.ep:
+    def check(self, config: ModelConfig) -> None:
+        if config.expert_count % self.ep:
             raise BadInput(
-                f"{dims.n_routed_experts} routed experts cannot be shared equally"
+                f"{config.expert_count} routed experts cannot be shared equally"
                 f" by {self.ep} expert-parallel ranks"
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from ess.errors import BadInput
-from ess.models.weights.dims import Dims
+from ess.models.config import ModelConfig
 from ess.models.weights.header import Entry
 from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
 
@@ -23,11 +23,13 @@ _PACKED: Final = (".weight_packed", ".weight_shape", ".weight_scale", ".weight_z
 _NAMED_MAX: Final = 4
 
 
-def verify(entries: Mapping[str, Entry], dims: Dims, *, mtp: bool, where: str) -> dict[str, Spec]:
+def verify(
+    entries: Mapping[str, Entry], config: ModelConfig, *, mtp: bool, where: str
+) -> dict[str, Spec]:
     """The specs to load, by name. With `mtp` off, MTP tensors may be there, whole or in part."""
     _refuse_packed(entries)
-    known = {spec.name: spec for spec in expected_tensors(dims)}
-    wanted = {spec.name: spec for spec in expected_tensors(dims, mtp=mtp)}
+    known = {spec.name: spec for spec in expected_tensors(config)}
+    wanted = {spec.name: spec for spec in expected_tensors(config, mtp=mtp)}
     present = [spec for name, spec in known.items() if name in entries]
     for spec in present:
         _check_tensor(entries, spec)

@@ -46,7 +46,15 @@ def prompt(length: int) -> list[int]:
     return tokens(length, 512, seed=length)
 
 
-def engine(family: str, *, mtp: int = 1, chunks: int = 2, host_pages: int = 60, **config) -> Engine:
+def engine(
+    family: str,
+    *,
+    mtp: int = 1,
+    chunks: int = 2,
+    host_pages: int = 60,
+    index_pages: int | None = None,
+    **config,
+) -> Engine:
     made = small(family)
     kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
     layout = kept.layout(row="f32", index="f32")
@@ -54,6 +62,7 @@ def engine(family: str, *, mtp: int = 1, chunks: int = 2, host_pages: int = 60, 
         layout,
         slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * chunks,
         host_bytes=host_pages * layout.host_page_bytes,
+        index_bytes=None if index_pages is None else index_pages * layout.index_page_bytes,
         length_max=1024,
         slot_floor=24,
         lane=ManualLane(seed=chunks, delay_max=3),
@@ -66,7 +75,11 @@ def run(eng: Engine) -> None:
     for _ in eng.run():
         eng.offload.check()
     eng.offload.drain()
-    assert eng.offload.stats().used_slot_count.sum() == 0
+    stats = eng.offload.stats()
+    assert stats.used_slot_count.sum() == 0
+    assert stats.free_host_page_count == stats.host_page_count
+    assert stats.free_index_page_count == stats.index_page_count
+    assert eng._future.is_empty, "a token or an outcome was left on the device"
 
 
 @pytest.mark.parametrize("family", ["v32", "glm"])
@@ -164,7 +177,7 @@ def test_requests_that_make_no_sense_are_refused_by_name():
     with pytest.raises(BadInput, match="2 modes for 3 layers"):
         engine("v32", modes=["none", "da"])
     waiting = eng.add(prompt(5))
-    with pytest.raises(BadState, match="waiting, not decoding"):
+    with pytest.raises(BadState, match="waiting, not running"):
         eng.preempt(waiting)
     with pytest.raises(BadState, match="waiting, not preempted"):
         eng.resume(waiting)

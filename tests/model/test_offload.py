@@ -41,6 +41,7 @@ def test_fifty_thousand_operations():
     assert sum(s.place_count.sum() for s in stats) > 1000, "rows in place were hardly tested"
     assert sum(s.evicted_count.sum() for s in stats) > 10_000, "evictions were hardly tested"
     assert sum(world.reused_count for world in worlds) > 100, "prefix hits were hardly tested"
+    assert sum(world.late_count for world in worlds) > 1000, "late learning was hardly tested"
 
 
 class OffloadMachine(RuleBasedStateMachine):

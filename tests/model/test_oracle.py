@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ess.models.load import EMBEDDED
 from ess.models.plain import Plain, greedy
+from ess.models.weights.checkpoint import Checkpoint
+from ess.models.weights.rank import RankWeights
+from tests.model import grid
 from tests.support import checkpoints
 from tests.support.walk import walk
 
@@ -119,3 +124,25 @@ def test_the_latent_eps_switch_is_needed_for_glm(case: Case) -> None:
     distance = far(logits, case.answer.logits[:64])
     follows = case.raw["rms_norm_eps"] == 1e-6
     assert distance < 1e-5 if follows else 1e-5 < distance < 1e-3
+
+
+SPANS = ((0, 1), (5, 7), (0, 300), (40, 170), (0, 280))
+
+
+def grid_weights(name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    if name in grid.RANDOM:
+        raw = grid.RANDOM[name]
+        return raw, checkpoints.tensors(checkpoints.model(raw).config)
+    with Checkpoint(EMBEDDED) as stored:
+        rank = RankWeights(stored, form="f32")
+        weights = {key: rank.tensor(key) for key in stored.specs}
+        raw = {k: v for k, v in stored.config.items() if k != "quantization_config"}
+        return raw | {"torch_dtype": "float32"}, weights
+
+
+@pytest.mark.parametrize("name", grid.FACTORS["checkpoint"])
+def test_what_the_grid_expects_is_what_transformers_says(name: str, tmp_path: Path) -> None:
+    oracle = Oracle(tmp_path, *grid_weights(name))
+    for start, stop in SPANS:
+        theirs = oracle.greedy(grid.text(name)[start:stop], grid.TOKEN_COUNT)
+        assert grid.expected(name, start, stop) == theirs, (start, stop)

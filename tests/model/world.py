@@ -83,6 +83,8 @@ class World:
         self.preempted: list[Twin] = []
         self.refused_count = 0
         self.reused_count = 0
+        self.late_count = 0
+        self._unlearned: list[tuple[Step, list[int], list[list[int]] | None]] = []
         self._rows: dict[tuple[int, tuple[int, ...]], bytes] = {}
 
     # ---- the model
@@ -192,6 +194,7 @@ class World:
         self.active.append(Twin(child, twin.tokens[:length], length))
 
     def close(self) -> None:
+        self.learn()
         pool = self.active + self.preempted
         if not pool:
             return
@@ -223,7 +226,9 @@ class World:
         except (PoolFull, BadInput):
             self.refused_count += 1
             return
-        assert [twin.real.length for twin in twins] == starts
+        self.late_count += len(self._unlearned)
+        for twin, start in zip(twins, starts, strict=True):
+            assert twin.real.length <= start <= twin.real.length_bound
         for layer in range(self.layout.layer_total):
             self._layer(step, layer, texts, starts, counts)
         self._commit(step, twins, texts, starts, counts)
@@ -339,17 +344,31 @@ class World:
         counts: list[int],
     ) -> None:
         if self.random.random() < 0.1:
+            self.learn()
             self.offload.abandon(step)
             return
         accepted = [self.random.randint(0, count) for count in counts]
         kept = [t[s : s + n] for t, s, n in zip(texts, starts, accepted, strict=True)]
         told = kept if self.random.random() < 0.8 else None
-        self.offload.commit(step, accepted=accepted, tokens=told)
+        self.offload.seal(step, accepted=accepted)
+        self.learn()
+        self._unlearned.append((step, accepted, told))
+        if self.random.random() < 0.5:
+            self.learn()
         for twin, text, start, count in zip(twins, texts, starts, accepted, strict=True):
             twin.tokens = [*text[: start + count], *twin.tokens[start + count :]]
             twin.prompt_count = start + count
         with pytest.raises(BadState, match="not the open step"):
-            self.offload.commit(step, accepted=accepted)
+            self.offload.seal(step, accepted=accepted)
+
+    def learn(self) -> None:
+        """The host takes notice of a step that may lie one back."""
+        while self._unlearned:
+            step, accepted, told = self._unlearned.pop()
+            for sequence in step.sequences:
+                with pytest.raises(BadState, match="commit it first"):
+                    self.offload.preempt(sequence)
+            self.offload.learn(step, accepted=accepted, tokens=told)
 
     # ---- helpers
 
@@ -357,6 +376,7 @@ class World:
         return twin.prompt_count
 
     def _any_active(self) -> Twin | None:
+        self.learn()
         return self.random.choice(self.active) if self.active else None
 
     def check(self) -> None:
@@ -367,6 +387,7 @@ class World:
 
     def finish(self) -> None:
         """Close everything: every slot and every page must come back."""
+        self.learn()
         for twin in self.active + self.preempted:
             twin.real.close()
         self.offload.drain()

@@ -7,7 +7,6 @@ without the weights. Every norm, bias and correction is random: a loader that sk
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ import torch
 from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
+from ess.models.weights.shapes import expected_tensors
 
 V32: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -99,7 +99,11 @@ TINY_GLM = {**GLM, **_TINY}
 def tensors(config: ModelConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Matrices have the deviation 0.8 / sqrt(hidden): 0.05 for 256, and logits of about 1."""
     reach = 0.8 * (3 / config.hidden_dim) ** 0.5
-    return {name: _draw(name, shape, seed, reach) for name, shape in shapes(config)}
+    return {
+        spec.name: _draw(spec.name, spec.shape, seed, reach)
+        for spec in expected_tensors(config)
+        if not spec.optional
+    }
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int, reach: float) -> torch.Tensor:
@@ -112,68 +116,6 @@ def _draw(name: str, shape: tuple[int, ...], seed: int, reach: float) -> torch.T
     else:
         values = 1 + unit / 2
     return torch.from_numpy(values.astype(np.float32))
-
-
-def shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    c = config
-    yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_dim)
-    yield "model.norm.weight", (c.hidden_dim,)
-    yield "lm_head.weight", (c.vocab_size, c.hidden_dim)
-    for layer in range(c.layer_total):
-        prefix = f"model.layers.{layer}."
-        for name, shape in _layer(c, layer):
-            yield prefix + name, shape
-
-
-def _layer(c: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "input_layernorm.weight", (c.hidden_dim,)
-    yield "post_attention_layernorm.weight", (c.hidden_dim,)
-    for name, shape in _attention(c):
-        yield "self_attn." + name, shape
-    if c.has_indexer(layer):
-        for name, shape in _indexer(c):
-            yield "self_attn.indexer." + name, shape
-    if c.has_experts(layer):
-        for name, shape in _experts(c):
-            yield "mlp." + name, shape
-    else:
-        yield from _mlp("mlp.", c.dense_dim, c.hidden_dim)
-    if layer == c.layer_count:
-        for name in ("enorm", "hnorm", "shared_head.norm"):
-            yield f"{name}.weight", (c.hidden_dim,)
-        yield "eh_proj.weight", (c.hidden_dim, 2 * c.hidden_dim)
-
-
-def _attention(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "q_a_proj.weight", (c.query_rank, c.hidden_dim)
-    yield "q_a_layernorm.weight", (c.query_rank,)
-    yield "q_b_proj.weight", (c.head_count * (c.nope_dim + c.rope_dim), c.query_rank)
-    yield "kv_a_proj_with_mqa.weight", (c.latent_dim + c.rope_dim, c.hidden_dim)
-    yield "kv_a_layernorm.weight", (c.latent_dim,)
-    yield "kv_b_proj.weight", (c.head_count * (c.nope_dim + c.value_dim), c.latent_dim)
-    yield "o_proj.weight", (c.hidden_dim, c.head_count * c.value_dim)
-
-
-def _indexer(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "wq_b.weight", (c.index_head_count * c.index_dim, c.query_rank)
-    yield "wk.weight", (c.index_dim, c.hidden_dim)
-    yield "k_norm.weight", (c.index_dim,)
-    yield "k_norm.bias", (c.index_dim,)
-    yield "weights_proj.weight", (c.index_head_count, c.hidden_dim)
-
-
-def _experts(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "gate.weight", (c.expert_count, c.hidden_dim)
-    yield "gate.e_score_correction_bias", (c.expert_count,)
-    for number in range(c.expert_count):
-        yield from _mlp(f"experts.{number}.", c.expert_dim, c.hidden_dim)
-    yield from _mlp("shared_experts.", c.expert_dim * c.shared_expert_count, c.hidden_dim)
-
-
-def _mlp(prefix: str, inner: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield prefix + "gate_proj.weight", (inner, hidden)
-    yield prefix + "up_proj.weight", (inner, hidden)
-    yield prefix + "down_proj.weight", (hidden, inner)
 
 
 def tokens(count: int, vocab_size: int, *, seed: int) -> list[int]:

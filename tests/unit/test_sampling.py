@@ -1,85 +1,21 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
-import torch
 
-from ess.engine.sampling import Sampling, draw, gumbel
+from ess.engine.grammar import GRAMMAR_BYTES_MAX, Grammar
+from ess.engine.sampling import Sampling
 from ess.errors import BadInput
-
-
-def pick(logits, sampling, *, tokens=(0,), prompt_count=1) -> int:
-    return draw(torch.tensor(logits), sampling, tokens=list(tokens), prompt_count=prompt_count)
-
-
-def counts(logits, draw_count: int = 4000, **settings) -> torch.Tensor:
-    sampling = Sampling(temperature=1.0, seed=7, **settings)
-    row = torch.tensor(logits)
-    drawn = [draw(row, sampling, tokens=[0] * (1 + i), prompt_count=1) for i in range(draw_count)]
-    return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / draw_count
-
-
-def test_without_temperature_it_is_the_argmax_lowest_first():
-    assert pick([1.0, 3.0, 3.0, 2.0], Sampling()) == 1
-
-
-def test_draws_follow_the_softmax():
-    logits = [0.0, 1.0, 2.0, -1.0]
-    share = counts(logits)
-    assert torch.allclose(share, torch.tensor(logits).softmax(0), atol=0.03)
-
-
-def test_a_draw_depends_on_seed_and_position_alone():
-    logits = torch.zeros(1000)
-    one, two = Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)
-    first = [draw(logits, one, tokens=[0] * n, prompt_count=1) for n in range(1, 30)]
-    again = [draw(logits, one, tokens=[5] * n, prompt_count=1) for n in range(1, 30)]
-    other = [draw(logits, two, tokens=[0] * n, prompt_count=1) for n in range(1, 30)]
-    assert first == again
-    assert len(set(first)) > 20
-    assert sum(a == b for a, b in zip(first, other, strict=True)) < 3
-
-
-def test_the_noise_is_gumbel():
-    noise = torch.cat([gumbel(3, position, 2000) for position in range(20)])
-    assert noise.isfinite().all()
-    assert abs(noise.mean().item() - 0.5772) < 0.03
-    assert abs(noise.std().item() - math.pi / 6**0.5) < 0.03
-
-
-def test_top_k_top_p_and_min_p_leave_the_best():
-    logits = [3.0, 2.0, 1.0, 0.0]
-    assert (counts(logits, 300, top_k=2) > 0).tolist() == [True, True, False, False]
-    assert (counts(logits, 300, top_p=0.5) > 0).tolist() == [True, False, False, False]
-    assert (counts(logits, 300, top_p=0.7) > 0).tolist() == [True, True, False, False]
-    assert (counts(logits, 300, min_p=0.2) > 0).tolist() == [True, True, False, False]
-    assert (counts(logits, 300, min_p=1.0) > 0).tolist() == [True, False, False, False]
-
-
-def test_penalties_bias_and_the_least_length():
-    assert pick([2.0, 1.9], Sampling(presence_penalty=0.2), tokens=[1, 0]) == 1
-    assert pick([2.0, 1.7], Sampling(frequency_penalty=0.2), tokens=[1, 0]) == 0
-    assert pick([2.0, 1.7], Sampling(frequency_penalty=0.2), tokens=[1, 0, 0]) == 1
-    assert pick([2.0, 1.5], Sampling(repetition_penalty=2.0), tokens=[0]) == 1
-    assert pick([-1.0, -1.5], Sampling(repetition_penalty=2.0), tokens=[0]) == 1
-    assert pick([0.0, 0.0], Sampling(logit_bias={1: 1.0})) == 1
-    short = Sampling(tokens_min=2, stop_ids=frozenset({0}))
-    assert pick([9.0, 1.0], short, tokens=[1, 1], prompt_count=1) == 1
-    assert pick([9.0, 1.0], short, tokens=[1, 1, 1], prompt_count=1) == 0
-
-
-def test_the_caller_s_logits_stay_as_they_are():
-    logits = torch.tensor([2.0, 1.0, 0.0])
-    sampling = Sampling(temperature=0.7, top_k=1, logit_bias={2: 5.0}, presence_penalty=1.0)
-    draw(logits, sampling, tokens=[1, 1], prompt_count=1)
-    assert logits.tolist() == [2.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     "bad",
     [
         {"temperature": -1.0},
+        {"temperature": math.nan},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},
@@ -88,8 +24,59 @@ def test_the_caller_s_logits_stay_as_they_are():
         {"tokens_min": 200},
         {"repetition_penalty": 0.0},
         {"presence_penalty": math.nan},
+        {"logit_bias": {3: 100.5}},
+        {"logit_bias": {3: -math.inf}},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"seed": 1 << 64},
     ],
 )
 def test_settings_out_of_range_name_themselves(bad):
-    with pytest.raises(BadInput, match="must be"):
+    name = next(iter(bad)).replace("tokens_m", "m")
+    with pytest.raises(BadInput, match=rf"{name}.* is .*, must be"):
         Sampling(**bad)
+
+
+def test_ids_that_the_model_lacks_are_named_with_the_vocabulary():
+    with pytest.raises(BadInput, match="stop id 512: the vocabulary has 512 ids"):
+        Sampling(stop_ids=frozenset({3, 512})).check_ids(512)
+    with pytest.raises(BadInput, match="logit_bias id -1: the vocabulary has 512 ids"):
+        Sampling(logit_bias={-1: 1.0}).check_ids(512)
+    Sampling(stop_ids=frozenset({0, 511}), logit_bias={511: -100.0}, top_k=513).check_ids(512)
+
+
+def test_stops_and_grammars_that_make_no_sense_are_refused():
+    with pytest.raises(BadInput, match="stop string of 0 characters"):
+        Sampling(stop=("",))
+    with pytest.raises(BadInput, match="17 stop strings"):
+        Sampling(stop=("x",) * 17)
+    with pytest.raises(BadInput, match="ignore_eos with a grammar"):
+        Sampling(ignore_eos=True, grammar=Grammar("json_object"))
+    with pytest.raises(BadInput, match="kind 'ebnf' is not one of json_schema"):
+        Grammar("ebnf", "x")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="kind regex without a text"):
+        Grammar("regex")
+    with pytest.raises(BadInput, match=f"{GRAMMAR_BYTES_MAX + 1} bytes; at most"):
+        Grammar("regex", "é" * (GRAMMAR_BYTES_MAX // 2) + "x")
+
+
+def test_the_host_is_needed_where_the_past_counts():
+    for needs in (
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"tokens_min": 1},
+        {"grammar": Grammar("json_object")},
+    ):
+        assert Sampling(**needs).needs_host, needs
+    free = Sampling(temperature=1.0, top_p=0.5, stop=("x",), logprobs=3, logit_bias={1: 2.0})
+    assert not free.needs_host
+    assert free.changes_logits
+
+
+def test_a_server_can_refuse_without_torch():
+    code = (
+        "import sys; import ess.engine.sampling, ess.engine.stops, ess.engine.grammar\n"
+        "sys.exit('torch' in sys.modules or 'llguidance' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

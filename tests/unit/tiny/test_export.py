@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.models.tiny import names
+from ess.models.registry import read_config
 from ess.models.tiny.evaluate import (
     CONTEXT,
     WINDOW,
@@ -23,6 +23,7 @@ from ess.models.tiny.export import export, load_network, published_tensors
 from ess.models.tiny.network import Network
 from ess.models.tiny.shape import Shape
 from ess.models.tiny.stored import read_checkpoint
+from ess.models.weights.shapes import expected_tensors
 
 
 def _network(shape: Shape) -> Network:
@@ -35,7 +36,7 @@ def _network(shape: Shape) -> Network:
 
 def test_published_names_are_the_real_ones() -> None:
     shape = Shape()
-    wanted = {t.name: t.shape for t in names.checkpoint_tensors(shape.config(fp8=True))}
+    wanted = {t.name: t.shape for t in expected_tensors(read_config(shape.config(fp8=True)))}
     made = published_tensors(_network(shape))
     assert {name: tuple(tensor.shape) for name, tensor in made.items()} == wanted
 

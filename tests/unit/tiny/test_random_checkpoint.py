@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ess.errors import BadInput
-from ess.models.tiny import names
-from ess.models.tiny.blocks import quantise_blocks, restore_blocks
+from ess.models.registry import read_config
 from ess.models.tiny.random_checkpoint import (
     TINY_GLM,
     TINY_V32,
@@ -18,54 +17,9 @@ from ess.models.tiny.random_checkpoint import (
     random_tensors,
 )
 from ess.models.tiny.shape import Shape
+from ess.models.weights.blocks import dequantise, quantise
+from ess.models.weights.shapes import expected_tensors
 from ess.units import div_ceil
-
-V32 = TINY_V32 | {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "index_n_heads": 64,
-    "first_k_dense_replace": 3,
-}
-GLM_52 = TINY_GLM | {
-    "vocab_size": 154880,
-    "hidden_size": 6144,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 78,
-    "num_attention_heads": 64,
-    "q_lora_rank": 2048,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "n_routed_experts": 256,
-    "index_n_heads": 32,
-    "first_k_dense_replace": 3,
-    "index_topk_freq": 4,
-    "index_skip_topk_offset": 3,
-}
-
-
-def test_names_close_on_the_published_deepseek_v32() -> None:
-    tensors = names.checkpoint_tensors(V32)
-    blocks = [tensor for tensor in tensors if tensor.storage == "block"]
-    assert len(tensors) + len(blocks) == 92_425
-    scales = sum(4 * math.prod(div_ceil(size, 128) for size in each.shape) for each in blocks)
-    width = {"block": 1, "plain": 2, "exact": 4}
-    weights = sum(width[each.storage] * math.prod(each.shape) for each in tensors)
-    assert weights + scales == 689_471_107_200
-
-
-def test_names_close_on_the_published_glm_52() -> None:
-    tensors = names.checkpoint_tensors(GLM_52)
-    assert len(tensors) == 59_585
-    assert sum(math.prod(tensor.shape) for tensor in tensors) == 753_329_940_480
 
 
 @pytest.mark.parametrize("config", [TINY_V32, TINY_GLM], ids=["v32", "glm"])
@@ -90,7 +44,7 @@ def test_fp8_checkpoint_is_the_f32_one_within_a_block_step(tmp_path: Path) -> No
     assert held["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 2)
     for name in scaled:
         weight = name.removesuffix("_scale_inv")
-        restored = restore_blocks(held[weight], held[name])
+        restored = dequantise(held[weight], held[name], dtype=torch.float32)
         torch.testing.assert_close(restored, plain[weight], rtol=1 / 16, atol=2e-4)
     assert held["model.norm.weight"].dtype == torch.float32
     assert held["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
@@ -102,12 +56,12 @@ def test_shards_have_an_index(tmp_path: Path) -> None:
     for file in set(index["weight_map"].values()):
         held = load_file(folder / file)
         assert set(held) == {name for name, at in index["weight_map"].items() if at == file}
-    assert len(index["weight_map"]) == len(names.checkpoint_tensors(TINY_GLM))
+    assert len(index["weight_map"]) == len(expected_tensors(read_config(TINY_GLM)))
     assert not any("layers.2.self_attn.indexer" in name for name in index["weight_map"])
 
 
 def test_embedded_config_has_its_own_tensors() -> None:
-    tensors = names.checkpoint_tensors(Shape().config(fp8=True))
+    tensors = expected_tensors(read_config(Shape().config(fp8=True)))
     assert sum(math.prod(tensor.shape) for tensor in tensors) < 20_000_000
 
 
@@ -115,18 +69,18 @@ def test_embedded_config_has_its_own_tensors() -> None:
 def test_blocks_round_trip(size: tuple[int, int]) -> None:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(3))
     weight[0] = 0
-    values, scale = quantise_blocks(weight)
+    values, scale = quantise(weight)
     assert scale.shape == (div_ceil(size[0], 128), div_ceil(size[1], 128))
     assert torch.equal(scale, torch.exp2(torch.log2(scale).round()))
-    torch.testing.assert_close(restore_blocks(values, scale), weight, rtol=1 / 16, atol=1e-4)
+    torch.testing.assert_close(
+        dequantise(values, scale, dtype=torch.float32), weight, rtol=1 / 16, atol=1e-4
+    )
 
 
 def test_bad_input_names_the_numbers(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"needs scales \(1, 1\), got \(2, 1\)"):
-        restore_blocks(torch.zeros(3, 3), torch.ones(2, 1))
     with pytest.raises(BadInput, match="finite"):
-        quantise_blocks(torch.full((2, 2), torch.nan))
+        quantise(torch.full((2, 2), torch.nan))
     with pytest.raises(BadInput, match="llama"):
-        names.checkpoint_tensors(TINY_V32 | {"model_type": "llama"})
+        expected_tensors(read_config(TINY_V32 | {"model_type": "llama"}))
     with pytest.raises(BadInput, match="shards is 0"):
         random_checkpoint(tmp_path, TINY_V32, shards=0)

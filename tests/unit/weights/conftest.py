@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ess.models.weights.dims import read_dims
+from ess.models.registry import read_config
 from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
+from ess.models.weights.stored import stores_fp8
 
 SMALL: dict[str, Any] = {
     "model_type": "deepseek_v32",
@@ -31,6 +32,8 @@ SMALL: dict[str, Any] = {
     "v_head_dim": 64,
     "index_n_heads": 8,
     "index_head_dim": 128,
+    "index_topk": 64,
+    "num_experts_per_tok": 2,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -73,10 +76,9 @@ def write_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """A checkpoint of `shard_count` files (1: no index); returns what was written."""
     seed = torch.Generator().manual_seed(7)
-    dims = read_dims(config)
     tensors: dict[str, torch.Tensor] = {}
-    for spec in expected_tensors(dims):
-        tensors |= random_tensors(spec, fp8=dims.fp8, seed=seed)
+    for spec in expected_tensors(read_config(config)):
+        tensors |= random_tensors(spec, fp8=stores_fp8(config), seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if shard_count == 1:

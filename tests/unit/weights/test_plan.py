@@ -9,9 +9,9 @@ import torch
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.models.registry import read_config as parse_config
 from ess.models.weights.__main__ import main
 from ess.models.weights.checkpoint import Checkpoint
-from ess.models.weights.dims import read_dims
 from ess.models.weights.plan import Plan, make_plan, read_config
 from ess.models.weights.rank import RankWeights
 from ess.models.weights.shapes import expected_tensors
@@ -79,7 +79,7 @@ PUBLISHED: dict[str, dict[str, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_published_shapes(name: str) -> None:
-    specs = {spec.name: spec for spec in expected_tensors(read_dims(read_config(name)))}
+    specs = {spec.name: spec for spec in expected_tensors(parse_config(read_config(name)))}
     for tensor, shape in PUBLISHED[name].items():
         assert specs[tensor].shape == shape
     absent = "model.layers.78.embed_tokens.weight", "model.layers.7.self_attn.indexer.wk.weight"

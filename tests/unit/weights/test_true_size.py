@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ess.errors import BadInput
+from ess.models.registry import read_config as parse_config
 from ess.models.weights.checkpoint import Checkpoint
-from ess.models.weights.dims import read_dims
 from ess.models.weights.header import DTYPE_BYTES
 from ess.models.weights.plan import read_config
 from ess.models.weights.rank import RankWeights
@@ -31,7 +31,7 @@ def write_holes(folder: Path) -> int:
     """All shards and the index; returns the bytes of all tensors."""
     config = read_config("deepseek-v3.2")
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = [t for spec in expected_tensors(read_dims(config)) for t in stored_form(spec)]
+    tensors = [t for spec in expected_tensors(parse_config(config)) for t in stored_form(spec)]
     placed: dict[str, str] = {}
     total = 0
     for shard in range(SHARDS):

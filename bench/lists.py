@@ -1,0 +1,51 @@
+"""Lists and ranges as people write them on a command line: 4k,16k or 1,4,16 or 4k-32k*2."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ess.errors import BadInput
+from ess.units import parse_size
+
+RANGE: Final = re.compile(r"^([^-]+)-([^-*+]+)(?:([*+])(\d+))?$")
+VALUES_MAX: Final = 64
+
+
+def sizes(option: str, text: str) -> list[int]:
+    """
+    >>> sizes("--ctx", "4k,16k-64k*2"), sizes("--batch", "1-7+3")
+    ([4096, 16384, 32768, 65536], [1, 4, 7])
+    """
+    found = [value for part in text.split(",") for value in _values(option, part.strip())]
+    if not found or min(found) < 1:
+        raise BadInput(f"{option} {text}: every value must be 1 or more")
+    if len(found) > VALUES_MAX:
+        raise BadInput(f"{option} {text}: {len(found)} values, at most {VALUES_MAX}")
+    return list(dict.fromkeys(found))
+
+
+def shares(option: str, text: str) -> list[float]:
+    """Numbers above 0, up to 1."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise BadInput(f"{option} {text}: write numbers such as 0.1,0.2") from None
+    if not all(0 < value <= 1 for value in found):
+        raise BadInput(f"{option} {text}: every value must be above 0 and at most 1")
+    return list(dict.fromkeys(found))
+
+
+def _values(option: str, part: str) -> list[int]:
+    match = RANGE.match(part)
+    if match is None:
+        return [parse_size(part)]
+    value, last = parse_size(match[1]), parse_size(match[2])
+    sign, step = match[3] or "+", int(match[4] or 1)
+    if value < 1 or step < (2 if sign == "*" else 1):
+        raise BadInput(f"{option} {part}: a range that does not grow; write 1-16*2 or 1-7+3")
+    found: list[int] = []
+    while value <= last and len(found) <= VALUES_MAX:
+        found.append(value)
+        value = value * step if sign == "*" else value + step
+    return found

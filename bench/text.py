@@ -1,0 +1,34 @@
+"""Text that real decoding is measured on: a file, or the reference that comes with Python."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from ess.errors import BadInput, Unavailable
+from ess.models.load import EMBEDDED
+from ess.models.tokenizer import Tokenizer
+
+
+def token_ids(path: Path | None = None) -> tuple[list[int], str]:
+    """The text as ids of the embedded model's vocabulary, and a name for it."""
+    text, name = (_reference(), "Python's own reference") if path is None else _read(path)
+    return Tokenizer(EMBEDDED).encode(text), name
+
+
+def _reference() -> str:
+    """Half a megabyte of prose in every full Python; the model was trained on text like it."""
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        raise Unavailable(
+            "this Python comes without its reference (pydoc_data): name a file with --text"
+        ) from None
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def _read(path: Path) -> tuple[str, str]:
+    try:
+        return path.read_text(encoding="utf-8"), path.name
+    except (OSError, UnicodeError) as error:
+        raise BadInput(f"--text {path} cannot be read: {error}") from None

@@ -1,0 +1,89 @@
+"""The baseline: an engine without residency, every row of every layer where attention reads it.
+
+What anybody's paged engine does, with our own model and kernels, so that a difference in time is
+what residency costs: rows lie by page, a selection becomes addresses through the page table, and a
+step ends by counting what was accepted. No slots, no plan, no copy lane, nothing stored behind.
+The host keeps what prefill made, for a prefix that comes again; decode does not touch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any
+
+import numpy as np
+import torch
+
+from ess.door import Offload, Promise, Sequence, Step, stepping
+from ess.door.arrival import key_group
+from ess.door.checks import as_array
+from ess.pool import planner
+from ess.units import PAGE_ROWS
+
+
+class Whole(Offload):
+    """Runs with modes="resident" and warm=False; `create` as for an Offload."""
+
+    def slots(self, layer: int) -> torch.Tensor:
+        return self._whole(layer)
+
+    def _whole(self, layer: int) -> torch.Tensor:
+        """[row ids, row_bytes]: row id is address. Made at the first use of a layer."""
+        rows: dict[int, torch.Tensor] = self.__dict__.setdefault("_rows", {})
+        if layer not in rows:
+            count = self._pools.index.pages.page_count * PAGE_ROWS
+            rows[layer] = torch.zeros(count, self.layout.row_bytes, dtype=torch.uint8)
+        return rows[layer]
+
+    def open(
+        self,
+        tokens: Many[int],
+        *,
+        length_max: int | None = None,
+        promise: Promise = "all",
+        salt: bytes = b"",
+    ) -> Sequence:
+        opened = super().open(tokens, length_max=length_max, promise=promise, salt=salt)
+        count = opened.cached_count
+        active = self.active_rows(opened, 0, count).long()
+        on_host = self.host_rows(opened, 0, count).long()
+        for layer in range(self.layout.layer_total):
+            self._whole(layer)[active] = self.host(layer)[on_host]
+        return opened
+
+    def import_rows(self, sequence: Sequence, *, layer: int, start: int, rows: Any) -> None:
+        super().import_rows(sequence, layer=layer, start=start, rows=rows)
+        self._whole(layer)[self.active_rows(sequence, start, len(rows)).long()] = rows
+
+    def append(
+        self, layer: int, rows: Any, step: Step, *, keys: Any = None, first_query: int = 0
+    ) -> None:
+        self._require_step(step)
+        stop = first_query + len(rows)
+        self._whole(layer)[torch.from_numpy(step.rows[first_query:stop]).long()] = rows
+        step.row_counts[layer] = stop
+        if stop == step.query_count:
+            step.appended.add(layer)
+        if keys is not None:
+            shape = (len(rows), self._pools.index.keys.key_bytes)
+            group = key_group(self.layout, layer)
+            array = as_array(keys, "keys", "uint8", shape)
+            stepping.append_keys(self._pools, step, group, array, first_query)
+
+    def locate(
+        self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
+    ) -> torch.Tensor:
+        """Every selected row is here: its address is its row id."""
+        chosen = np.array(range(step.query_count) if queries is None else queries, np.int32)
+        array = as_array(selection, "selection", "int32", (len(chosen), self.layout.top_k))
+        rows = np.empty_like(array)
+        lines, lengths = step.query_line[chosen], step.lengths(layer)[chosen]
+        planner.translate(array, self._pools.tables.lines, lines, lengths, out=rows)
+        return torch.from_numpy(rows)
+
+    def seal(self, step: Step, *, accepted: Many[int]) -> None:
+        self._require_step(step)
+        lines = [sequence.line for sequence in step.sequences]
+        self._pools.tables.lengths[lines] += np.array(accepted, np.int32)
+        self._step = None
+        self._sealed.append(step)

@@ -1,0 +1,23 @@
+// All phases in one block, for small batches: a barrier costs less than a launch.
+#include "phases.cuh"
+
+ESS_PHASE(ess_resolve_alone) {
+    ESS_SHARED Desk desk;
+    const i32 queries = call.now->query_count, tiles = call.tile_count();
+    for (i32 i = threadIdx.x; i < i32(sizeof(Report) / sizeof(i32)); i += kThreads)
+        ((i32*)call.report)[i] = 0;
+    __syncthreads();
+    for (i32 query = 0; query < queries; query++) probe(call, query, desk);
+    __syncthreads();
+    if (call.report->absent != 0) {
+        for (i32 query = 0; query < queries; query++) count_rows(call, query, desk);
+        for (i32 tile = 0; tile < tiles; tile++) count_slots(call, tile, desk);
+        __syncthreads();
+        for (i32 warp = threadIdx.x / 32; warp <= kBins; warp += kWarps) scan(call, warp);
+        __syncthreads();
+        for (i32 tile = 0; tile < tiles; tile++) rank(call, tile, desk);
+        for (i32 query = 0; query < queries; query++) assign(call, query, desk);
+    }
+    __syncthreads();
+    for (i32 query = 0; query < queries; query++) serve(call, query, desk);
+}

@@ -1,0 +1,350 @@
+// The device twin of plan() in ess/pool/lru.py: the same arrays, the same bits, no sort, no host.
+//
+// A call runs in phases; each ends for all blocks before the next begins. A block takes one query
+// or one tile of slots.
+//
+//   probe   every entry: hit, late, pad, or absent. Hits and late rows are stamped. An absent row
+//           is claimed in the map itself, by atomicMin with kClaim + entry: below every slot and
+//           below -1, so the least entry, which is the first in the order of the specification,
+//           stays, whatever the order of the threads.
+//   count   how many absent rows each query is the first to name; how many slots of each tile may
+//           give way, by age. All stamps are in place, so what this step selected has age 0.
+//   scan    where the rows of a query and the ages of a tile begin, among all.
+//   rank    the place of each slot in the order (age descending, slot ascending) is the number of
+//           older ones, plus those of its age in lower tiles, warps and lanes. It is the victim of
+//           the missing row with that number.
+//   assign  the i-th missing row takes the i-th victim; a row for which there is none takes its
+//           claim back, which leaves -1.
+//   serve   what was not a hit looks into the map again: a slot, its own or its twin's, is a miss;
+//           none is served in place.
+//
+// Nothing that a phase reads and that blocks of the same phase write can change its result: probes
+// only lower values that are negative anyway, and an assignment writes the cells of rows that it is
+// first for and of rows that give way, which nobody selected. Ages that two queries see at once are
+// counted by the one whose exchange came first. So a result does not depend on the schedule.
+//
+// When nothing is absent, count to assign return at once and only the selection has been touched.
+#pragma once
+
+#include "resolve.cuh"
+
+namespace {
+
+constexpr i32 kItems = 8;
+constexpr i32 kTileSlots = kThreads * kItems;
+constexpr i32 kClaim = -2147483647 - 1;
+constexpr i32 kAbsent = kClaim;
+constexpr i32 kPad = -1;
+
+struct Resolve {
+    Arena arena;
+    Selection selection;
+    const Now* now;
+    Report* report;
+    i32 *slots, *hit, *miss, *place;
+    i32 *hit_count, *miss_count, *place_count;
+    i32 *claimed_slots, *claimed_rows, *claimed_host_rows;
+    const i32* host_page_of;
+    i32 *pending, *first_count;
+    i32 *bin_count, *bin_total;
+    i64 query_max;
+    i64 tile_max;
+    i64 split_width;
+
+    __device__ i64 entry(i32 query, i32 column) const { return query * selection.width + column; }
+
+    __device__ i64 place_of(i32 query, i32 column) const { return query * split_width + column; }
+
+    __device__ i32 tile_count() const {
+        return (now->block_count * kPageRows + kTileSlots - 1) / kTileSlots;
+    }
+};
+
+// ---- probe
+
+__device__ i32 find(const Resolve& call, i32 query, i32 column, u32* ages) {
+    const Arena& arena = call.arena;
+    const i32 row = call.selection.translate(query, column), step = call.now->step;
+    if (row < 0 || row >= call.selection.row_count) {
+        if (row != kPad) atomicAdd(&call.report->faults, 1);
+        return kPad;
+    }
+    const i32 slot = arena.slot_of[row];
+    if (slot < 0) {
+        atomicMin(&arena.slot_of[row], kClaim + i32(call.entry(query, column)));
+        return kAbsent;
+    }
+    i32 used = arena.last_use[slot];
+    const i32 ticket = arena.ticket_of[slot];
+    if (used != step) used = atomicExch(&arena.last_use[slot], step);
+    if (used > step) atomicAdd(&call.report->faults, 1);
+    if (ticket != 0) {
+        atomicMax(&call.report->late_ticket, ticket);
+        return -2 - slot;
+    }
+    const i32 age = step - used;
+    if (age > 0) atomicAdd(&ages[age < kAgeMax ? age : kAgeMax], 1u);
+    return slot;
+}
+
+__device__ void fill(i32* list, i32 from, i64 width) {
+    for (i64 i = from + i32(threadIdx.x); i < width; i += kThreads) list[i] = -1;
+}
+
+__device__ void probe(const Resolve& call, i32 query, Desk& desk) {
+    for (i32 i = threadIdx.x; i <= kAgeMax; i += kThreads) desk.ages[i] = 0;
+    __syncthreads();
+    const i64 width = call.selection.width;
+    i32 hits = 0, pending = 0, absent = 0;
+    i32* hit = call.hit + call.place_of(query, 0);
+    for (i32 base = 0; base < width; base += kThreads) {
+        const i32 column = base + i32(threadIdx.x);
+        i32 mark = kPad;
+        if (column < width) {
+            mark = find(call, query, column, desk.ages);
+            call.slots[call.place_of(query, column)] = mark;
+        }
+        const Ranks ranks = rank_votes(mark >= 0, mark < kPad, desk.of_warp);
+        if (mark >= 0) hit[hits + ranks.before[0]] = mark;
+        hits += ranks.total[0];
+        pending += ranks.total[1];
+        absent |= mark == kAbsent;
+    }
+    fill(hit, hits, width);
+    if (absent) call.report->absent = 1;
+    if (threadIdx.x == 0) {
+        call.hit_count[query] = hits;
+        call.pending[query] = pending;
+        if (hits > 0) atomicAdd(&call.report->hits, hits);
+    }
+    if (pending == 0) {
+        fill(call.miss + call.place_of(query, 0), 0, width);
+        fill(call.place + call.place_of(query, 0), 0, width);
+        if (threadIdx.x == 0) call.miss_count[query] = call.place_count[query] = 0;
+    }
+    __syncthreads();
+    for (i32 i = threadIdx.x; i <= kAgeMax; i += kThreads)
+        if (desk.ages[i] > 0) atomicAdd(&call.arena.hit_age[i], u64(desk.ages[i]));
+}
+
+// ---- count
+
+__device__ bool names_first(const Resolve& call, i32 query, i32 column) {
+    if (column >= call.selection.width) return false;
+    if (call.slots[call.place_of(query, column)] != kAbsent) return false;
+    const i64 entry = call.entry(query, column);
+    return call.arena.slot_of[call.selection.rows[entry]] == kClaim + i32(entry);
+}
+
+__device__ void count_rows(const Resolve& call, i32 query, Desk& desk) {
+    i32 count = 0;
+    if (call.pending[query] > 0)
+        for (i32 base = 0; base < call.selection.width; base += kThreads) {
+            const bool first = names_first(call, query, base + i32(threadIdx.x));
+            count += rank_votes(first, false, desk.of_warp).total[0];
+        }
+    if (threadIdx.x == 0) call.first_count[query] = count;
+}
+
+// Slots of a group in ascending order; warps take consecutive runs.
+__device__ i32 group_slot(i32 tile, i32 item) {
+    const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    return tile * kTileSlots + warp * (32 * kItems) + item * 32 + lane;
+}
+
+// 0 for a free slot, then ages downward to 1; -1 for what must stay.
+__device__ i32 bin_of(const Resolve& call, i32 index, i32* slot) {
+    const Arena& arena = call.arena;
+    if (index >= call.now->block_count * kPageRows) return -1;
+    const i32 at = arena.blocks[index / kPageRows] + index % kPageRows;
+    *slot = at;
+    const i32 row = arena.row_of[at], age = call.now->step - arena.last_use[at];
+    const bool bound = arena.dirty[at] != 0 || arena.ticket_of[at] != 0;
+    if (row < 0) return 0;
+    if (age < 1 || bound) return -1;
+    return kAgeMax + 1 - (age < kAgeMax ? age : kAgeMax);
+}
+
+// Adds a warp's lanes to its counts; the number of earlier ones of the same bin.
+__device__ i32 tally(i32* count, i32 bin) {
+    const u32 peers = __match_any_sync(kAllLanes, bin), below = peers & lanes_below();
+    const i32 before = bin >= 0 ? count[bin] : 0;
+    __syncwarp();
+    if (bin >= 0 && below == 0) count[bin] = before + __popc(peers);
+    __syncwarp();
+    return before + __popc(below);
+}
+
+__device__ void clear_counts(Desk& desk) {
+    for (i32 i = threadIdx.x; i < kWarps * kBins; i += kThreads) (&desk.count[0][0])[i] = 0;
+    __syncthreads();
+}
+
+__device__ void count_slots(const Resolve& call, i32 tile, Desk& desk) {
+    clear_counts(desk);
+    i32 slot;
+#pragma unroll
+    for (i32 item = 0; item < kItems; item++)
+        tally(desk.count[threadIdx.x / 32], bin_of(call, group_slot(tile, item), &slot));
+    __syncthreads();
+    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads) {
+        i32 total = 0;
+#pragma unroll
+        for (i32 w = 0; w < kWarps; w++) total += desk.count[w][bin];
+        call.bin_count[bin * call.tile_max + tile] = total;
+    }
+    __syncthreads();
+}
+
+// ---- scan
+
+// Replaces n numbers by the sums before them; one warp. Returns the sum of all.
+__device__ i32 sums_before(i32* numbers, i32 n) {
+    const i32 lane = threadIdx.x % 32;
+    i32 sum = 0;
+    for (i32 base = 0; base < n; base += 32) {
+        const i32 own = base + lane < n ? numbers[base + lane] : 0;
+        i32 upto = own;
+#pragma unroll
+        for (i32 by = 1; by < 32; by *= 2) {
+            const i32 other = __shfl_up_sync(kAllLanes, upto, by);
+            if (lane >= by) upto += other;
+        }
+        if (base + lane < n) numbers[base + lane] = sum + upto - own;
+        sum += __shfl_sync(kAllLanes, upto, 31);
+    }
+    return sum;
+}
+
+// Warp 0 takes the rows of the queries, warp 1 + bin the tiles of a bin.
+__device__ void scan(const Resolve& call, i32 warp) {
+    if (warp > kBins) return;
+    const bool rows = warp == 0;
+    i32* numbers = rows ? call.first_count : call.bin_count + (warp - 1) * call.tile_max;
+    const i32 sum = sums_before(numbers, rows ? call.now->query_count : call.tile_count());
+    if (threadIdx.x % 32 != 0) return;
+    if (rows) {
+        call.report->missing = sum;
+    } else {
+        call.bin_total[warp - 1] = sum;
+        if (sum > 0) atomicAdd(&call.report->eligible, sum);
+    }
+}
+
+// ---- rank
+
+__device__ i32 claim_count(const Report& report) {
+    return report.missing < report.eligible ? report.missing : report.eligible;
+}
+
+// The number of the first slot of each bin and warp, in place of its count.
+__device__ void number(const Resolve& call, i32 tile, Desk& desk) {
+    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads) {
+        i32 next = desk.start[bin] + call.bin_count[bin * call.tile_max + tile];
+#pragma unroll
+        for (i32 w = 0; w < kWarps; w++) {
+            const i32 own = desk.count[w][bin];
+            desk.count[w][bin] = next;
+            next += own;
+        }
+    }
+    __syncthreads();
+}
+
+__device__ void rank(const Resolve& call, i32 tile, Desk& desk) {
+    clear_counts(desk);
+    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads) desk.start[bin] = call.bin_total[bin];
+    __syncthreads();
+    if (threadIdx.x < 32) sums_before(desk.start, kBins);
+    i32 slot[kItems], bin[kItems], earlier[kItems];
+    const i32 warp = threadIdx.x / 32;
+#pragma unroll
+    for (i32 item = 0; item < kItems; item++) {
+        bin[item] = bin_of(call, group_slot(tile, item), &slot[item]);
+        earlier[item] = tally(desk.count[warp], bin[item]);
+    }
+    __syncthreads();
+    number(call, tile, desk);
+    const i32 claimed = claim_count(*call.report);
+#pragma unroll
+    for (i32 item = 0; item < kItems; item++) {
+        if (bin[item] < 0) continue;
+        const i32 place = desk.count[warp][bin[item]] + earlier[item];
+        if (place < claimed) call.claimed_slots[place] = slot[item];
+    }
+    if (tile == 0 && threadIdx.x == 0) call.report->claimed = claimed;
+    __syncthreads();
+}
+
+// ---- assign
+
+__device__ void hand_over(const Resolve& call, i32 i, i32 row) {
+    const Arena& arena = call.arena;
+    const i32 slot = call.claimed_slots[i], before = arena.row_of[slot];
+    if (before >= 0) {
+        arena.slot_of[before] = -1;
+        atomicAdd(&call.report->evicted, 1);
+    }
+    arena.slot_of[row] = slot;
+    arena.row_of[slot] = row;
+    arena.last_use[slot] = call.now->step;
+    arena.ticket_of[slot] = call.now->ticket;
+    call.claimed_rows[i] = row;
+    if (call.host_page_of != nullptr)
+        call.claimed_host_rows[i] =
+            call.host_page_of[row / kPageRows] * kPageRows + row % kPageRows;
+}
+
+__device__ void assign(const Resolve& call, i32 query, Desk& desk) {
+    if (call.pending[query] == 0) return;
+    const i32 claimed = claim_count(*call.report);
+    i32 next = call.first_count[query];
+    for (i32 base = 0; base < call.selection.width; base += kThreads) {
+        const i32 column = base + i32(threadIdx.x);
+        const bool first = names_first(call, query, column);
+        const Ranks ranks = rank_votes(first, false, desk.of_warp);
+        if (first) {
+            const i32 row = call.selection.rows[call.entry(query, column)];
+            const i32 i = next + ranks.before[0];
+            if (i < claimed) hand_over(call, i, row);
+            else call.arena.slot_of[row] = -1;
+        }
+        next += ranks.total[0];
+    }
+}
+
+// ---- serve
+
+__device__ void serve(const Resolve& call, i32 query, Desk& desk) {
+    if (call.pending[query] == 0) return;
+    const i64 width = call.selection.width;
+    i32 *miss = call.miss + call.place_of(query, 0), *place = call.place + call.place_of(query, 0);
+    i32 misses = 0, places = 0;
+    for (i32 base = 0; base < width; base += kThreads) {
+        const i32 column = base + i32(threadIdx.x);
+        i32 *mark = call.slots + call.place_of(query, column), row = -1, slot = -1;
+        const bool open = column < width && *mark < kPad;
+        if (open) {
+            row = call.selection.rows[call.entry(query, column)];
+            slot = *mark == kAbsent ? call.arena.slot_of[row] : -2 - *mark;
+            *mark = slot >= 0 ? slot : -2 - row;
+        }
+        const Ranks ranks = rank_votes(open && slot >= 0, open && slot < 0, desk.of_warp);
+        if (open && slot >= 0) miss[misses + ranks.before[0]] = slot;
+        if (open && slot < 0) place[places + ranks.before[1]] = row;
+        misses += ranks.total[0];
+        places += ranks.total[1];
+    }
+    fill(miss, misses, width);
+    fill(place, places, width);
+    if (threadIdx.x == 0) {
+        call.miss_count[query] = misses;
+        call.place_count[query] = places;
+        if (places > 0) atomicAdd(&call.report->places, places);
+    }
+}
+
+}  // namespace
+
+#define ESS_PHASE(name) \
+    ESS_KERNEL __launch_bounds__(kThreads) name(const __grid_constant__ Resolve call)

@@ -1,0 +1,61 @@
+"""The distinct tokens a request has seen, and how often it has said each of them.
+
+A tally follows the output as it grows, so a step costs what is new and not what there is. Drafts
+are counted ahead without being entered: query i of a step sees the drafts up to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Ids [n]; and for each query of a step how often it was `said`, and whether `seen` at all."""
+
+    ids: NDArray[np.int64]
+    said: NDArray[np.float32]
+    seen: NDArray[np.bool_]
+
+
+class Tally:
+    def __init__(self, prompt: Sequence[int]) -> None:
+        ids = np.unique(np.asarray(prompt, np.int64))
+        self._place = {token: place for place, token in enumerate(ids.tolist())}
+        self._ids = ids
+        self._said = np.zeros(len(ids), np.float32)
+        self._followed_count = 0
+
+    def follow(self, output: Sequence[int]) -> None:
+        """Enter the tokens of `output` that are new since the last call."""
+        assert len(output) >= self._followed_count, "an output never shrinks"
+        for token in output[self._followed_count :]:
+            place = self._place.setdefault(token, len(self._place))
+            if place == len(self._ids):
+                self._grow()
+            self._ids[place] = token
+            self._said[place] += 1
+        self._followed_count = len(output)
+
+    def ahead(self, drafts: Sequence[int]) -> Ahead:
+        """What the first query and each one behind another draft must know."""
+        known = len(self._place)
+        fresh = {token: known + i for i, token in enumerate(set(drafts) - self._place.keys())}
+        shape = (len(drafts) + 1, known + len(fresh))
+        said, seen = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
+        said[:, :known] = self._said[:known]
+        seen[:, :known] = True
+        for query, token in enumerate(drafts, start=1):
+            place = fresh[token] if token in fresh else self._place[token]
+            said[query:, place] += 1
+            seen[query:, place] = True
+        return Ahead(np.append(self._ids[:known], np.array([*fresh], np.int64)), said, seen)
+
+    def _grow(self) -> None:
+        room = max(64, len(self._ids))
+        self._ids = np.append(self._ids, np.zeros(room, np.int64))
+        self._said = np.append(self._said, np.zeros(room, np.float32))

@@ -1,0 +1,1 @@
+"""Kernels of ours for NVIDIA devices, through cuda-python; importing this package needs neither."""

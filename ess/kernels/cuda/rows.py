@@ -1,0 +1,146 @@
+"""Which kernel moves rows, compiled for which constants, and what it is told.
+
+Nothing in here touches a device: a form is chosen from numbers, and a record is plain memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ess.errors import BadInput
+from ess.kernels.cuda.program import Program
+
+Way = Literal["flat", "ring", "rival"]
+Hint = Literal["streaming", "near", "plain"]
+
+UNITS: Final = (16, 8, 4)
+PAIRS_MAX: Final = 1 << 30
+FLAT_THREADS: Final = 1024
+FLAT_IN_FLIGHT: Final = 4
+RING_THREADS: Final = 64
+RING_DEPTH_MAX: Final = 4
+SHARED_BYTES_MAX: Final = 227 << 10
+STORES: Final[dict[Hint, int]] = {"streaming": 0, "near": 1, "plain": 2}
+FILES: Final[dict[Way, str]] = {"flat": "rows.cu", "ring": "ring.cu", "rival": "rival.cu"}
+
+
+class MoveRecord(ctypes.Structure):
+    """Move of csrc/flashtrans/move.cuh."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("source_rows", ctypes.c_void_p),
+        ("source_stride", ctypes.c_int64),
+        ("target", ctypes.c_void_p),
+        ("target_rows", ctypes.c_void_p),
+        ("target_stride", ctypes.c_int64),
+        ("count", ctypes.c_void_p),
+        ("count_max", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveForm:
+    """A kernel with its constants and the shape of its blocks.
+
+    `waits_for_host`: rows may be written while the kernel runs, so it must not use the read-only
+    path; slower.
+    """
+
+    way: Way
+    row_bytes: int
+    unit_bytes: int
+    in_flight: int
+    threads: int
+    stores: Hint = "near"
+    waits_for_host: bool = False
+
+    @property
+    def program(self) -> Program:
+        shape = {
+            "flat": (("ESS_UNIT_BYTES", self.unit_bytes), ("ESS_IN_FLIGHT", self.in_flight)),
+            "ring": (("ESS_DEPTH", self.in_flight),),
+            "rival": (),
+        }[self.way]
+        ways = ("ESS_LOAD", int(self.waits_for_host)), ("ESS_STORE", STORES[self.stores])
+        return Program(
+            file=FILES[self.way], defines=(("ESS_ROW_BYTES", self.row_bytes), *shape, *ways)
+        )
+
+    @property
+    def entry(self) -> str:
+        return {"flat": "ess_move_rows", "ring": "ess_ring_rows", "rival": "ess_rival_rows"}[
+            self.way
+        ]
+
+    @property
+    def shared_bytes(self) -> int:
+        """The ring's rows and their arrival barriers."""
+        places = self.threads * self.in_flight
+        return places * (self.row_bytes + 8) if self.way == "ring" else 0
+
+    def blocks(self, pair_count: int, *, block_count_max: int) -> int:
+        """No more blocks than have something to do."""
+        units = pair_count * (self.row_bytes // self.unit_bytes if self.way == "flat" else 1)
+        lanes = {"flat": self.threads * self.in_flight, "ring": self.threads}
+        each = lanes.get(self.way, self.threads // 32)
+        return max(1, min(block_count_max, -(-units // each)))
+
+
+def flat_form(row_bytes: int, *numbers: int, stores: Hint = "near") -> MoveForm:
+    """The widest units that rows, strides and addresses allow."""
+    return MoveForm(
+        way="flat",
+        row_bytes=row_bytes,
+        unit_bytes=widest_unit(row_bytes, *numbers),
+        in_flight=FLAT_IN_FLIGHT,
+        threads=FLAT_THREADS,
+        stores=stores,
+    )
+
+
+def ring_form(row_bytes: int, *numbers: int) -> MoveForm:
+    """As many rows a thread as fit, and fewer threads when two do not."""
+    if widest_unit(row_bytes, *numbers) != 16:
+        raise BadInput(
+            f"rows of {row_bytes} bytes, their strides and addresses must be multiples of 16"
+        )
+    threads = RING_THREADS
+    while threads > 1 and SHARED_BYTES_MAX // (threads * (row_bytes + 8)) < 2:
+        threads //= 2
+    depth = min(RING_DEPTH_MAX, SHARED_BYTES_MAX // (threads * (row_bytes + 8)))
+    if depth < 2:
+        raise BadInput(f"two rows of {row_bytes} bytes do not fit into {SHARED_BYTES_MAX} bytes")
+    return MoveForm(
+        way="ring", row_bytes=row_bytes, unit_bytes=16, in_flight=depth, threads=threads
+    )
+
+
+def widest_unit(*numbers: int) -> int:
+    common = math.gcd(*numbers)
+    for unit in UNITS:
+        if common % unit == 0:
+            return unit
+    raise BadInput(f"rows, strides and addresses must be multiples of 4 bytes, not of {common}")
+
+
+def move_record(
+    *,
+    source: int,
+    source_stride: int,
+    target: int,
+    target_stride: int,
+    pair_count: int,
+    source_rows: int = 0,
+    target_rows: int = 0,
+    count: int = 0,
+) -> Any:
+    """Addresses as numbers; 0 is no list, no count."""
+    if not 0 <= pair_count <= PAIRS_MAX:
+        raise BadInput(f"{pair_count} rows in one call, at most {PAIRS_MAX}")
+    return MoveRecord(
+        source, source_rows, source_stride, target, target_rows, target_stride, count, pair_count
+    )

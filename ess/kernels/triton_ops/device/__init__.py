@@ -1,0 +1,1 @@
+"""What runs on the device, in the language of Triton, which type checkers cannot read."""

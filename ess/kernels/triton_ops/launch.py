@@ -1,0 +1,72 @@
+"""Where kernels run, and what a launch needs to know of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ess.errors import BadInput, Unavailable
+
+CAPABILITY_MIN: Final = (8, 9)
+FOUND_PROGRAMS: Final = 3
+
+
+class Place(NamedTuple):
+    """A device as launches see it; the interpreter is one that has few multiprocessors."""
+
+    sm_count: int
+    interpreted: bool
+
+    def programs(self, task_count: int, *, spare_sms: int = 0, per_sm: int = 1) -> int:
+        """A grid for tasks that programs share out, leaving multiprocessors to somebody else."""
+        if not 0 <= spare_sms < self.sm_count:
+            raise BadInput(f"spare_sms is {spare_sms}, outside 0..{self.sm_count - 1}")
+        return max(1, min(task_count, (self.sm_count - spare_sms) * per_sm))
+
+
+def interpreted() -> bool:
+    """True where Triton's interpreter stands in for a device; it is chosen before the import."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def require_device() -> None:
+    if interpreted():
+        return
+    if not torch.cuda.is_available():
+        raise Unavailable(f"the cuda ops need a CUDA device, and torch {torch.__version__} sees 0")
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY_MIN:
+        raise Unavailable(
+            f"the cuda ops need compute capability {CAPABILITY_MIN} for e4m3, got {capability}"
+        )
+
+
+def place(tensor: Tensor) -> Place:
+    if interpreted():
+        return Place(FOUND_PROGRAMS, True)
+    return Place(_sm_count(tensor.device.index or 0), False)
+
+
+@functools.cache
+def _sm_count(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def on(tensor: Tensor) -> AbstractContextManager[object]:
+    """Launches go to the current device, which is made the tensor's."""
+    if tensor.device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """bfloat16 as its bits, e4m3 as its codes; all else as it is."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16)
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -1,0 +1,131 @@
+"""Every CUDA program compiles for both architectures, and nothing of it lives in slow memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ess.errors import Unavailable
+from ess.kernels.cuda import catalogue, program
+from ess.kernels.cuda.program import ARCHITECTURES, Program
+
+needs_nvrtc = pytest.mark.skipif(
+    program.why_missing() is not None, reason=str(program.why_missing())
+)
+ROOT = Path(__file__).resolve().parents[2]
+EVERY = [*catalogue.programs(), *catalogue.trial_programs()]
+SMALL = Program(file="rival.cu", defines=(("ESS_ROW_BYTES", 32), ("ESS_LOAD", 0), ("ESS_STORE", 0)))
+SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(volatile float* at) {
+    float held[96], total = 0;
+#pragma unroll
+    for (int i = 0; i < 96; i++) total += held[i] = at[i];
+#pragma unroll
+    for (int i = 0; i < 96; i++) at[i] = held[i] * total;
+}"""
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_kernel_spills(arch):
+    for one in EVERY:
+        for used in program.compile_program(one, arch).resources:
+            assert used.stack_bytes == used.spill_bytes == 0, f"{one} for {arch}: {used}"
+            assert used.register_count <= 64, f"{one} for {arch}: {used}"
+
+
+@needs_nvrtc
+def test_a_spill_would_be_seen(monkeypatch):
+    texts = program.source_text
+    monkeypatch.setattr(
+        program, "source_text", lambda name: SPILLING if name == "crowded.cu" else texts(name)
+    )
+    (used,) = program.compile_program(Program(file="crowded.cu"), "sm_90a").resources
+    assert used.spill_bytes > 0
+    assert used.entry == "crowded"
+
+
+@needs_nvrtc
+def test_a_program_is_compiled_once(tmp_path, monkeypatch):
+    first = program.cubin(SMALL, "sm_90a", folder=tmp_path)
+    assert first[:4] == b"\x7fELF"
+    monkeypatch.setattr(program, "compile_program", None)
+    assert program.cubin(SMALL, "sm_90a", folder=tmp_path) == first
+    assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]
+
+
+@needs_nvrtc
+def test_machine_code_is_kept_under_what_it_follows_from(tmp_path, monkeypatch):
+    wider = Program(file="rival.cu", defines=(("ESS_ROW_BYTES", 48), *SMALL.defines[1:]))
+    for one, arch in ((SMALL, "sm_90a"), (SMALL, "sm_100a"), (wider, "sm_90a")):
+        program.cubin(one, arch, folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    texts = program.source_text
+    monkeypatch.setattr(program, "source_text", lambda name: texts(name) + "// changed")
+    program.cubin(SMALL, "sm_90a", folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@needs_nvrtc
+def test_what_does_not_compile_is_told_in_the_compilers_words(tmp_path):
+    wrong = Program(file="rows.cu", defines=(("ESS_ROW_BYTES", 10), *SMALL.defines[1:]))
+    with pytest.raises(Unavailable, match="ESS_UNIT_BYTES"):
+        program.cubin(wrong, "sm_90a", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_builds_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("ESS_CACHE_DIR", str(tmp_path))
+    assert program.default_folder() == tmp_path
+    monkeypatch.setenv("ESS_CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert program.default_folder() == tmp_path / "home" / "ess"
+
+
+@needs_nvrtc
+@pytest.mark.slow
+def test_build_kernels_leaves_nothing_to_compile(tmp_path, monkeypatch, capsys):
+    from ess.server import cli
+
+    assert cli.main(["build-kernels", "--arch", "sm_90a", "--folder", str(tmp_path), "--json"]) == 0
+    built = json.loads(capsys.readouterr().out)
+    assert {one["spill_bytes"] for one in built} == {0}
+    assert len(list(tmp_path.iterdir())) == len(list(catalogue.programs()))
+    monkeypatch.setattr(program, "compile_program", None)
+    for one in catalogue.programs():
+        assert program.cubin(one, "sm_90a", folder=tmp_path)
+
+
+def test_build_kernels_refuses_what_is_no_architecture(capsys):
+    from ess.server import cli
+
+    assert cli.main(["build-kernels", "--arch", "hopper"]) == 2
+    assert "hopper" in capsys.readouterr().err
+
+
+BARE = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"msgspec", "cyclopts", "rich", "starlette", "tokenizers"}:
+            raise ModuleNotFoundError(f"{name} is not on a bare machine", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import ess.bench.gpu, tests.gpu.test_device
+print(ess.bench.gpu.main([]))
+"""
+
+
+def test_tests_and_benchmark_of_a_device_need_no_packages_of_ours():
+    """Without a device the benchmark says so and measures nothing."""
+    run = subprocess.run(
+        [sys.executable, "-c", BARE], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    if run.stdout == "1\n":
+        assert "nothing is measured" in run.stderr

@@ -1,0 +1,163 @@
+"""The kernels that move rows, on an emulated device, against NumPy; byte for byte."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ess.errors import BadInput
+from ess.kernels.cuda import rows
+from ess.kernels.cuda.rows import MoveForm
+from tests.support.emulate import emulated, needs_compiler
+
+pytestmark = needs_compiler
+
+ROW_SIZES = (264, 528, 584, 656, 1152, 2304)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("device")
+
+
+def address(array):
+    return 0 if array is None else array.__array_interface__["data"][0]
+
+
+def aligned(shape, offset=0):
+    memory = np.empty(int(np.prod(shape)) + 64 + offset, np.uint8)
+    start = -address(memory) % 64 + offset
+    return memory[start : start + int(np.prod(shape))].reshape(shape)
+
+
+class Case:
+    """A source and a target wider than their rows, and lists with skipped pairs."""
+
+    def __init__(self, row_bytes, pair_count, *, seed=0, gap=16, offset=0):
+        self.random = np.random.default_rng(seed)
+        self.row_bytes, self.pair_count = row_bytes, pair_count
+        self.source = aligned((pair_count + 9, row_bytes + gap), offset)
+        self.target = aligned((pair_count + 5, row_bytes + gap), offset)
+        self.source[:] = self.random.integers(0, 256, self.source.shape)
+        self.target[:] = 0xEE
+        self.source_rows = self.random.integers(0, len(self.source), pair_count).astype(np.int32)
+        self.target_rows = self.random.permutation(len(self.target))[:pair_count].astype(np.int32)
+        for rows_of in (self.source_rows, self.target_rows):
+            rows_of[self.random.random(pair_count) < 0.1] = -1
+
+    def expected(self, count):
+        target = self.target.copy()
+        pairs = zip(self.source_rows[:count], self.target_rows[:count], strict=True)
+        for source, target_row in pairs:
+            if source >= 0 and target_row >= 0:
+                target[target_row, : self.row_bytes] = self.source[source, : self.row_bytes]
+        return target
+
+    def numbers(self):
+        sides = self.source, self.target
+        return [number for side in sides for number in (side.strides[0], address(side))]
+
+    def record(self, count=None):
+        self.count = None if count is None else np.array([count], np.int32)
+        return rows.move_record(
+            source=address(self.source),
+            source_rows=address(self.source_rows),
+            source_stride=self.source.strides[0],
+            target=address(self.target),
+            target_rows=address(self.target_rows),
+            target_stride=self.target.strides[0],
+            pair_count=self.pair_count,
+            count=address(self.count),
+        )
+
+
+def run(form: MoveForm, record, folder, *, blocks=2, threads=None, seed=1):
+    threads = threads or form.threads
+    shared = form.in_flight * threads * (form.row_bytes + 8) if form.way == "ring" else 0
+    kernel = emulated(form.program, {form.entry: "Move"}, folder)[form.entry]
+    kernel(record, blocks=blocks, threads=threads, shared_bytes=shared, seed=seed)
+
+
+def form_of(way, case):
+    make = rows.ring_form if way == "ring" else rows.flat_form
+    return make(case.row_bytes, *case.numbers())
+
+
+WAYS = [("flat", 656), ("flat", 584), ("ring", 656)]
+SLOW = [("flat", size) for size in ROW_SIZES] + [("ring", size) for size in (528, 1152, 2304)]
+CASES = [*WAYS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW if one not in WAYS)]
+
+
+@pytest.mark.parametrize(("way", "row_bytes"), CASES)
+def test_rows_arrive_and_nothing_else_changes(way, row_bytes, folder):
+    for seed, (pair_count, blocks, threads) in enumerate(
+        [(1, 1, 32), (40, 2, 64), (333, 3, 32), (100, 1, 96), (500, 1, 32), (7, 4, 64), (0, 1, 32)]
+    ):
+        case = Case(row_bytes, pair_count, seed=seed)
+        expected = case.expected(pair_count)
+        record = case.record()
+        run(form_of(way, case), record, folder, blocks=blocks, threads=threads, seed=seed)
+        np.testing.assert_array_equal(case.target, expected)
+
+
+@pytest.mark.parametrize(("way", "row_bytes"), WAYS[::2])
+@pytest.mark.parametrize("count", [0, 1, 29, 60, 1000])
+def test_the_count_lies_on_the_device(way, row_bytes, count, folder):
+    case = Case(row_bytes, 60)
+    expected = case.expected(min(count, 60))
+    run(form_of(way, case), case.record(count), folder, threads=64)
+    np.testing.assert_array_equal(case.target, expected)
+
+
+@pytest.mark.parametrize(("way", "row_bytes"), WAYS[::2])
+def test_without_lists_rows_keep_their_numbers(way, row_bytes, folder):
+    case = Case(row_bytes, 50)
+    case.source_rows = case.target_rows = np.arange(50, dtype=np.int32)
+    expected = case.expected(50)
+    record = case.record()
+    record.source_rows = record.target_rows = None
+    run(form_of(way, case), record, folder, threads=32)
+    np.testing.assert_array_equal(case.target, expected)
+
+
+def test_odd_addresses_take_narrower_units(folder):
+    case = Case(656, 30, gap=4)
+    form = form_of("flat", case)
+    assert form.unit_bytes == 4
+    expected = case.expected(30)
+    run(form, case.record(), folder, threads=64)
+    np.testing.assert_array_equal(case.target, expected)
+    with pytest.raises(BadInput, match="16"):
+        rows.ring_form(656, *case.numbers())
+
+
+def test_the_rival_of_the_benchmark_moves_the_same(folder):
+    case = Case(656, 70)
+    form = MoveForm(way="rival", row_bytes=656, unit_bytes=16, in_flight=1, threads=64)
+    expected = case.expected(70)
+    run(form, case.record(), folder)
+    np.testing.assert_array_equal(case.target, expected)
+
+
+@pytest.mark.parametrize("row_bytes", [528, 656, 1152, 2304, 20_000])
+def test_a_ring_fits_into_shared_memory(row_bytes):
+    form = rows.ring_form(row_bytes)
+    assert 2 <= form.in_flight <= rows.RING_DEPTH_MAX
+    assert form.shared_bytes <= rows.SHARED_BYTES_MAX
+    assert form.shared_bytes % 8 == 0
+
+
+def test_blocks_are_as_many_as_have_something_to_do():
+    form = rows.flat_form(656)
+    blocks = [form.blocks(count, block_count_max=4) for count in (0, 1, 99, 100, 300, 10_000)]
+    assert blocks[0] == blocks[1] == 1
+    assert blocks[-1] == 4
+    assert all(one <= other for one, other in pairwise(blocks))
+
+
+@pytest.mark.parametrize("wrong", [(654,), (656, 2), (656, 16, 3)])
+def test_rows_of_odd_bytes_are_refused(wrong):
+    with pytest.raises(BadInput, match="multiples of 4"):
+        rows.flat_form(*wrong)

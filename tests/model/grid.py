@@ -1,0 +1,214 @@
+"""One scenario in every configuration: the tokens must be those of the plain model.
+
+    python -m tests.model.grid --out docs/exactness.md
+
+Requests join, leave, are preempted, cancelled and share a prefix midway, in fp32 throughout: f32
+rows, f32 keys, f32 weights, copies that come late and poison what has not landed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.request import Request
+from ess.engine.sampling import Sampling
+from ess.errors import PoolFull
+from ess.flashtrans import ManualLane
+from ess.layout import ModelLayout
+from ess.models.load import EMBEDDED, load_model
+from ess.models.model import Model
+from ess.models.plain import greedy
+from ess.models.tokenizer import Tokenizer
+from tests.support.checkpoints import TINY_GLM, TINY_V32, model, tokens
+
+FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
+    "checkpoint": ("embedded", "deepseek_v32", "glm_moe_dsa"),
+    "mode": ("resident", "none", "da", "dba", "layerwise"),
+    "mtp": ("1", "2", "4"),
+    "tbo": ("off", "on"),
+    "sbo": ("off", "combine-down", "combine-shared", "dispatch-shared"),
+    "depth": ("0", "1"),
+    "arena": ("ample", "tight", "smallest"),
+    "warm": ("on", "off"),
+}
+LENGTH_MAX: Final = 1024
+TOKEN_COUNT: Final = 12
+RANDOM: Final = {"deepseek_v32": TINY_V32, "glm_moe_dsa": TINY_GLM}
+Case = Mapping[str, str]
+
+
+@functools.cache
+def checkpoint(name: str) -> Model:
+    return load_model(EMBEDDED, form="f32") if name == "embedded" else model(RANDOM[name])
+
+
+@functools.cache
+def text(name: str) -> list[int]:
+    """Real text for the model that was trained on it, random tokens for the others."""
+    if name != "embedded":
+        return tokens(LENGTH_MAX, RANDOM[name]["vocab_size"], seed=5)
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    return Tokenizer(EMBEDDED).encode(page)[:LENGTH_MAX]
+
+
+@functools.cache
+def expected(name: str, start: int, stop: int) -> list[int]:
+    return greedy(checkpoint(name), text(name)[start:stop], TOKEN_COUNT)
+
+
+def engine(case: Case, *, lane: Any = None, **changes: Any) -> Engine:
+    made, mtp = checkpoint(case["checkpoint"]), int(case["mtp"])
+    kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
+    layout = kept.layout(row="f32", index="f32")
+    offload = Offload.create(
+        layout,
+        slot_bytes=slot_bytes(layout, case["arena"]),
+        host_bytes=80 * layout.host_page_bytes,
+        length_max=LENGTH_MAX,
+        slot_floor=min(24, layout.top_k),
+        lane=lane or ManualLane(seed=mtp, delay_max=3),
+        poison=True,
+    )
+    config = EngineConfig(
+        modes=case["mode"],
+        mtp=mtp,
+        tbo=case["tbo"],
+        sbo=case["sbo"],
+        depth=int(case["depth"]),
+        warm=case["warm"] == "on",
+        chunk_tokens=96,
+        **changes,
+    )
+    return Engine(made, offload, config)
+
+
+def slot_bytes(layout: ModelLayout, arena: str) -> int:
+    """Chunks a group: every row of the scenario; about two selections; the least there is."""
+    chunk = layout.group_layers_max * layout.page_bytes
+    counts = {"ample": 40, "tight": 2 + 2 * layout.top_k // 64, "smallest": 1}
+    return layout.group_count * chunk * counts[arena]
+
+
+def scenario(eng: Engine, name: str) -> list[tuple[Request, int, int]]:
+    """Requests and the spans of the text they must continue."""
+    followed: list[tuple[Request, int, int]] = []
+
+    def join(start: int, stop: int) -> Request:
+        request = eng.add(text(name)[start:stop], Sampling(tokens_max=TOKEN_COUNT))
+        followed.append((request, start, stop))
+        return request
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            eng.step()
+            eng.offload.check()
+
+    join(0, 1)
+    join(5, 7)
+    held = join(0, 300)
+    steps(6)
+    join(40, 170)
+    gone = eng.add(text(name)[100:290], Sampling(tokens_max=40))
+    steps(2)
+    if held.state == "decoding":
+        eng.preempt(held)
+    join(0, 280)
+    steps(3)
+    eng.cancel(gone)
+    steps(2)
+    while held.state == "preempted":
+        try:
+            eng.resume(held)
+        except PoolFull:
+            steps(1)
+    for _ in eng.run():
+        eng.offload.check()
+    join(0, 300)
+    for _ in eng.run():
+        eng.offload.check()
+    return followed
+
+
+def differences(case: Case) -> list[str]:
+    """What one configuration gets wrong; empty when it is exact and leaves nothing behind."""
+    name = case["checkpoint"]
+    eng = engine(case)
+    found = []
+    for request, start, stop in scenario(eng, name):
+        wanted = expected(name, start, stop)
+        if request.output != wanted:
+            found.append(f"request {request.number} of {stop - start}: {request.output} {wanted}")
+    eng.offload.drain()
+    stats = eng.offload.stats()
+    if stats.used_slot_count.sum():
+        found.append(f"slots in use at the end: {stats.used_slot_count.tolist()}")
+    if stats.free_index_page_count != stats.index_page_count:
+        found.append(f"index pages: {stats.free_index_page_count} of {stats.index_page_count} free")
+    eng.offload.close()
+    return found
+
+
+def full_grid() -> Iterator[Case]:
+    """Every combination; where SBO is on, its three orders take turns."""
+    orders = itertools.cycle(FACTORS["sbo"][1:])
+    for values in itertools.product(*{**FACTORS, "sbo": ("off", "on")}.values()):
+        case = dict(zip(FACTORS, values, strict=True))
+        yield case if case["sbo"] == "off" else {**case, "sbo": next(orders)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", type=int, default=1, help="each n-th case only")
+    parser.add_argument("--out", type=Path, default=None)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = list(full_grid())[:: asked.every]
+    passed: Counter[tuple[str, str]] = Counter()
+    failed, started = [], time.monotonic()
+    for number, case in enumerate(cases, start=1):
+        found = differences(case)
+        passed[case["checkpoint"], case["mode"]] += not found
+        failed += [f"{case}: {line}" for line in found]
+        print(f"{number}/{len(cases)} {time.monotonic() - started:.0f} s", *found, flush=True)
+    print(*failed, sep="\n")
+    if asked.out:
+        asked.out.write_text(page(cases, passed, failed))
+
+
+def page(cases: list[Case], passed: Counter[tuple[str, str]], failed: list[str]) -> str:
+    total = Counter((case["checkpoint"], case["mode"]) for case in cases)
+    names = FACTORS["checkpoint"]
+    lines = [
+        "# The same tokens: the full grid, once",
+        "",
+        "`python -m tests.model.grid --out docs/exactness.md` ran every",
+        "configuration of the scenario in `tests/model/grid.py` in fp32 and compared all tokens",
+        "with the plain model:",
+        "",
+        *(f"- {name}: {', '.join(values)}" for name, values in FACTORS.items()),
+        "",
+        f"{len(cases)} cases, {len(failed)} differences.",
+        "",
+        f"| mode | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for mode in FACTORS["mode"]:
+        counts = [f"{passed[name, mode]} of {total[name, mode]}" for name in names]
+        lines.append(f"| {mode} | {' | '.join(counts)} |")
+    return "\n".join([*lines, *failed, ""])
+
+
+if __name__ == "__main__":
+    main()

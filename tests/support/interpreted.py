@@ -1,0 +1,32 @@
+"""A pytest plugin: `-p tests.support.interpreted` runs the cuda ops in Triton's interpreter.
+
+It must be loaded before triton is. The interpreter turns arrays of one element into indexes, which
+NumPy no longer does by itself; and where the device has no exceptions, NumPy warns.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter
+
+_PATCH_TENSOR = interpreter._patch_lang_tensor
+
+
+def _patch_tensor(tensor: type, scope: Any) -> None:
+    _PATCH_TENSOR(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_tensor
+
+
+def pytest_configure(config: Any) -> None:
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
+
+
+warnings.simplefilter("ignore", RuntimeWarning)
