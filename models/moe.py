@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ess.kernels import stage as compiled
+from ess.kernels.stage import Stage, Values, pack
 from ess.models.config import ModelConfig
 from ess.models.indexer import top_k
 from ess.models.layers import Source, linear
@@ -31,6 +33,11 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(swiglu(linear(x, self._gate_up)), self._down)
+
+    def add_to(self, stage: Stage, normed: Values, hidden: Values) -> None:
+        """`hidden` += the block of `normed`, as ops of a compiled stage."""
+        inner = stage.gate(stage.linear(normed, pack(self._gate_up)))
+        stage.add(stage.linear(inner, pack(self._down)), hidden)
 
 
 class Routing(NamedTuple):
@@ -66,6 +73,22 @@ class Moe:
     def __call__(self, x: Tensor) -> Tensor:
         routed = self.routed(x, self.route(x))
         return routed if self._shared is None else routed + self.shared(x)
+
+    def add_to(self, stage: Stage, normed: Values, hidden: Values) -> None:
+        """`hidden` += the block of `normed`, as ops of a compiled stage."""
+        c = self._config
+        routing = compiled.Routing(
+            per_token=c.experts_per_token,
+            group_count=c.expert_group_count,
+            groups_kept=c.expert_groups_kept,
+            is_normed=c.expert_weights_normed,
+            scale=c.expert_scale,
+            correction=self._correction,
+        )
+        logits = stage.linear(normed, pack(self._gate))
+        stage.experts(normed, logits, routing, pack(self._gate_up), pack(self._down), hidden)
+        if self._shared is not None:
+            self._shared.add_to(stage, normed, hidden)
 
     def route(self, x: Tensor) -> Routing:
         """The correction bias steers the choice of experts; their weights do without it."""

@@ -18,7 +18,7 @@ The noise is an integer hash of 31 bits: chances below 2^-31 of the best token's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,7 +42,7 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     cut = [query for query in warm if _is_cut(samplings[query])]
     whole = [query for query in warm if not _is_cut(samplings[query])]
     for queries, draw_rows in ((whole, _draw_whole), (cut, _draw_cut)):
-        for some in _some(queries, max(1, AT_ONCE // logits.shape[1])):
+        for some in _some(queries, logits):
             given = [samplings[query] for query in some]
             rows = _rows(logits[some], given, [positions[query] for query in some])
             drawn[some] = draw_rows(rows)
@@ -89,9 +89,10 @@ def _is_cut(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0
 
 
-def _some(queries: list[int], count: int) -> list[list[int]]:
-    """Rows that stay in the processor's caches from one operation to the next."""
-    return [queries[at : at + count] for at in range(0, len(queries), count)]
+def _some(queries: list[int], logits: Tensor) -> Iterator[list[int]]:
+    """On a CPU, rows that stay in its caches from one operation to the next."""
+    count = max(1, AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return (queries[at : at + count] for at in range(0, len(queries), count))
 
 
 def _draw_whole(rows: Rows) -> Tensor:
@@ -141,7 +142,7 @@ def best(scores: Tensor, reach: int) -> tuple[Tensor, Tensor]:
 
 
 def _kept(rows: Rows, scores: Tensor, chances: Tensor) -> Tensor:
-    """Which of the best survive top-k, top-p and min-p; what is kept is always a first part."""
+    """Which of the best survive top-k, top-p and min-p: a first part, whatever sums are rounded."""
     rank = torch.arange(scores.shape[1], device=scores.device)
     kept = (rank < rows.top_k[:, None]) & (scores > -torch.inf)
     summed = chances.cumsum(-1)
@@ -151,7 +152,7 @@ def _kept(rows: Rows, scores: Tensor, chances: Tensor) -> Tensor:
     kept &= summed - chances < rows.top_p[:, None] * share
     kept &= chances >= rows.min_p[:, None] * chances[:, :1]
     kept[:, 0] = True
-    return kept
+    return (~kept).cumsum(-1) == 0
 
 
 def gumbel(keys: Tensor, ids: Tensor) -> Tensor:

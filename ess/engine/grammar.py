@@ -6,7 +6,8 @@ as any wrong draft is, and the queries behind it do not count. The end ids of th
 where the text is complete, and nothing else is once it can only end.
 
 Grammars come from strangers. Their size and the work they may cause are limited; one that breaks a
-limit while it runs allows only the end, and `failure` says why.
+limit while it runs allows only the end, and `failure` says why. White space between the parts of
+JSON is bounded: without that, models are known to write it until their last token.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "json_object", "regex", "lark"]
 GRAMMAR_BYTES_MAX: Final = 64 << 10
 COMPILED_MAX: Final = 64
+WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 STACK_BYTES: Final = 256 << 20
 MESSAGE_CHARS_MAX: Final = 2000
 
@@ -170,11 +172,12 @@ class _Vocabulary:
 
 
 def _source(library: Any, grammar: Grammar) -> str:
+    """A schema whose x-guidance says what it wants of white space gets that."""
     match grammar.kind:
-        case "json_schema":
-            return str(library.grammar_from_json_schema(grammar.text))
-        case "json_object":
-            return str(library.grammar_from_json_schema('{"type": "object"}'))
+        case "json_schema" | "json_object":
+            text = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
+            defaults = {} if '"x-guidance"' in text else {"whitespace_pattern": WHITESPACE}
+            return str(library.grammar_from_json_schema(text, defaults=defaults))
         case "regex":
             return str(library.grammar_from_regex(grammar.text))
         case "lark":

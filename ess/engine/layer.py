@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ess.door import Resolution
 from ess.engine.half import Half
-from ess.engine.rows import attend, key_records, row_bytes, select, turned
+from ess.engine.rows import attend, front, queries, select
 from ess.errors import BadState
 from ess.kernels.merge import Partial, merge
-from ess.models.decoder import DecoderLayer
-from ess.models.indexer import Probe
+from ess.models.decoder import DecoderLayer, Front
 from ess.overlap.policy import Mode
 from ess.overlap.timeline import Timeline, timed
 
@@ -45,8 +44,8 @@ class LayerStep:
         self._batch = half.batch
         self._layer = layer
         self._group = half.batch.layout.group_of(layer.number)
-        self._entry = layer.enter(hidden)
-        self._probe: Probe | None = None
+        self._hidden = hidden
+        self._front: Front | None = None
         self._queries: Tensor | None = None
 
     @property
@@ -63,28 +62,23 @@ class LayerStep:
     @timed
     def index(self) -> None:
         """The new rows and keys go to their slots first: a token may select itself."""
-        batch, layer = self._batch, self._layer
-        values = layer.mla.rows(self._entry.row, batch.rotation)
-        keys = None
-        if layer.indexer is not None:
-            self._probe = turned(layer.index(self._entry, batch.rotation), batch.layout, batch.ops)
-            keys = key_records(self._probe.keys, batch.layout, batch.ops)
-        rows = row_bytes(values, batch.layout, batch.ops)
+        batch = self._batch
+        self._front = made = front(batch, self._layer, self._hidden)
         batch.offload.append(
-            layer.number, rows, batch.step, keys=keys, first_query=self.first_query
+            self.number, made.rows, batch.step, keys=made.keys, first_query=self.first_query
         )
 
     @timed
     def select(self, part: range) -> Tensor | None:
         """The part's selection; None when the group's first layer has made it already."""
-        if self._probe is None:
+        if self._front is None or self._front.queries is None or self._front.weights is None:
             return None
         selected = self._batch.selected.setdefault(self._group, {})
         if part in selected:
             return selected[part]
         batch, span = self._batch, self._half.local(part)
-        mine = Probe(self._probe.queries[span], self._probe.weights[span], self._probe.keys)
-        chosen = select(batch, self._layer.number, mine, span)
+        mine = self._front.queries[span], self._front.weights[span]
+        chosen = select(batch, self._layer.number, *mine, span)
         selected[part] = chosen
         return chosen
 
@@ -124,7 +118,9 @@ class LayerStep:
 
     @timed
     def pre_attn(self) -> None:
-        self._queries = self._layer.mla.queries(self._entry.query, self._batch.rotation)
+        if self._front is None:
+            raise BadState("index comes before pre_attn")
+        self._queries = queries(self._batch, self._layer, self._front.query)
 
     @timed
     def attend_all(self, found: Found) -> Partial:

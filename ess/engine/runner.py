@@ -18,7 +18,7 @@ from ess.door import Offload, Step
 from ess.engine.experts import ExpertStep
 from ess.engine.half import Half, halves, whole
 from ess.engine.layer import LayerStep
-from ess.engine.rows import Batch
+from ess.engine.rows import Batch, back, logits
 from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
 from ess.kernels.backend import Ops
@@ -95,7 +95,7 @@ class Runner:
                 for layer in layers:
                     hidden = self.layer(batch, layer, hidden)
         finished = self.model.finish(hidden)
-        return Forward(self.model.logits(finished), finished)
+        return Forward(logits(batch, self.model, finished), finished)
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
         return finish(self._stages(whole(batch), layer, hidden))
@@ -134,7 +134,7 @@ class Runner:
         if self.verified_layer == layer.number:
             self.verifier.check(half.batch, stages, attended)
         if layer.experts is None or (self.tuning.sbo == "off" and not in_stages):
-            return layer.mlp(layer.output(hidden, attended))
+            return back(half.batch, layer, hidden, attended)
         output = layer.output(hidden, attended)
         experts = ExpertStep(layer, output, timeline, half.queries.start)
         yield from sbo.SCHEDULES[self.tuning.sbo](experts)

@@ -21,7 +21,7 @@ from ess.engine.tally import Tally
 WISHES = (
     {},
     {"temperature": 1.0},
-    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 3},
     {"temperature": 1.0, "presence_penalty": 0.8, "frequency_penalty": -0.3},
     {"repetition_penalty": 1.4},
     {"temperature": 0.9, "repetition_penalty": 0.7, "logit_bias": {0: 2.0, 5: -100.0}},

@@ -71,6 +71,22 @@ def test_walking_along_drafts_changes_nothing(drafts):
     assert np.array_equal(again, matcher("regex", "(ab|ac)*").allowed(ids("a"), []))
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "space_count"),
+    [
+        ("json_object", "", 32),
+        ("json_schema", '{"type": "array"}', 32),
+        ("json_schema", '{"type": "array", "x-guidance": {"whitespace_flexible": false}}', 0),
+        ("json_schema", '{"type": "array", "x-guidance": {}}', 99),
+    ],
+)
+def test_white_space_is_bounded_unless_the_schema_says_otherwise(kind, text, space_count):
+    opening = ids("{" if kind == "json_object" else "[")
+    space = ids(" ")[0]
+    drafts = [*opening, *[space] * 99]
+    assert len(matcher(kind, text).allowed([], drafts)) - 2 == space_count
+
+
 def test_two_requests_with_one_grammar_do_not_meet():
     one, two = matcher("lark", 'start: "yes" | "no"'), matcher("lark", 'start: "yes" | "no"')
     one.allowed(ids("no"), [])
