@@ -9,16 +9,15 @@ a context beyond them: stages are linear in the context, since keys are.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from ess.bench.arms import Arm, Shape, Way
 from ess.bench.lanes import TimedLane
 from ess.bench.prefix import Prefix
-from ess.bench.spans import Watch, WatchedModel, WatchedOffload, step_spans
+from ess.bench.spans import step_spans
 from ess.errors import BadInput
 from ess.sim.tables import Curve, Surface
 from ess.sim.timeline import COMPUTE, Span
@@ -40,23 +39,21 @@ class Watched:
     """An engine whose steps come with their spans."""
 
     def __init__(self, prefix: Prefix, shape: Shape, way: Way) -> None:
-        self._watch = Watch()
-        self.lane = TimedLane()
-        seen = replace(prefix, model=WatchedModel(prefix.model, self._watch))
-        self.arm = Arm(seen, shape, way, lane=self.lane, kind=WatchedOffload)
-        offload = self.arm.offload
-        assert isinstance(offload, WatchedOffload)
-        offload.watch = self._watch
-        offload.drain()
+        self._lane = TimedLane()
+        self.arm = Arm(prefix, shape, way, lane=self._lane)
+        self._timeline = self.arm.engine.tuning.timeline
+        self._timeline.keeps_spans = True
+        self.arm.offload.drain()
 
     def step(self) -> list[Span]:
-        self._watch.take()
-        self.lane.take_jobs()
-        begin_ns = time.monotonic_ns()
+        self._lane.take_jobs()
+        begin_ns = self._timeline.now_ns()
         self.arm.step()
-        end_ns = time.monotonic_ns()
+        end_ns = self._timeline.now_ns()
         self.arm.offload.drain()
-        return step_spans(self._watch.take(), self.lane.take_jobs(), begin_ns, end_ns)
+        layers = self.arm.offload.layout.layer_count
+        stages, jobs = self._timeline.spans, self._lane.take_jobs()
+        return step_spans(stages, jobs, layers=layers, begin_ns=begin_ns, end_ns=end_ns)
 
 
 def calibrate(

@@ -14,7 +14,7 @@ import torch
 from ess import console
 from ess.bench.arms import Arm, Shape, Way
 from ess.bench.cputables import Watched, calibrate
-from ess.bench.headline import Found, Plan
+from ess.bench.halves import Found, Plan
 from ess.bench.lanes import TimedLane
 from ess.bench.prefix import Prefix, build_prefix
 from ess.bench.report import Row, compare

@@ -12,7 +12,7 @@ from ess import console
 from ess.errors import Unavailable
 
 if TYPE_CHECKING:
-    from ess.bench.locality import Locality
+    from ess.bench.analysis import Locality
     from ess.bench.predicted import Curves
     from ess.sim.timeline import Span
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ess.bench.headline import Found, Plan
+from ess.bench.halves import Found, Plan
 from ess.bench.report import Row, compare
 from ess.errors import BadInput
 from ess.layout import ModelLayout

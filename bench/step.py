@@ -43,7 +43,7 @@ class Plan:
     batches: Sequence[int] = (1, 4)
     mtps: Sequence[int] = (2,)
     ratios: Sequence[float] = (0.2,)
-    modes: Sequence[str] = ("none",)
+    modes: Sequence[str] = ("layerwise",)
     steps: int = 24
     segment: int = SEGMENT
     distinct: int = DISTINCT
@@ -66,7 +66,7 @@ def step(
     batch: str = "1,4",
     mtp: str = "2",
     ratio: str = "0.2",
-    mode: str = "none",
+    mode: str = "layerwise",
     steps: int = 24,
     text: Path | None = None,
     snapshots: Path | None = None,
@@ -86,7 +86,7 @@ def step(
     ratio
         Slots over context, a list.
     mode
-        How layers fetch: none, da, dba or what else the engine knows, a list.
+        How layers fetch: layerwise, none, da or dba, a list.
     steps
         Measured steps of each way.
     text

@@ -14,7 +14,7 @@ from ess.layout import ModelLayout
 from ess.server import planpage
 from ess.sim import misses, tables
 from ess.sim.operators import Fitted, Operators
-from ess.sim.plan import Ask, Plan, Planner, Point, is_planned
+from ess.sim.plan import Ask, Plan, Planner, Point, check_planned
 from ess.units import format_bytes, parse_size
 
 DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*$")
@@ -72,10 +72,7 @@ def plan(
         Print one JSON document.
     """
     console.check_folder("--html", html)
-    if not is_planned(model, gpu):
-        raise BadInput(
-            f"no operator tables for {model!r} on {gpu!r}; there are deepseek-v3.2, h200"
-        )
+    check_planned(model, gpu)
     ask = Ask(
         context=parse_size(ctx),
         queries_each=mtp,
@@ -88,10 +85,13 @@ def plan(
         ratio=ratio,
     )
     planner = _planner(ask, perf_db)
-    found = planner.plan()
     if html is not None:
         html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
         console.note(f"written: {html}")
+    _present(planner.plan(), ask, json=json)
+
+
+def _present(found: Plan, ask: Ask, *, json: bool) -> None:
     if json:
         console.print_json(msgspec.to_builtins(found))
     else:

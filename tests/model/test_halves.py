@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -46,6 +47,25 @@ def test_two_halves_give_the_plain_model_s_tokens(family, mode, sbo, mtp, chunks
     finished(eng, family, lengths=(1, 2, 90, 110, 130))
     assert eng.tuning.split_count > 5
     assert eng.verifier.checked_count > 5
+
+
+GRID = [
+    (*case, ("on", "off")[at % 2], (1, 2, 8)[at % 3])
+    for at, case in enumerate(
+        itertools.product(
+            ("v32", "glm"), ("none", "da", "dba", "resident", "layerwise"), ORDERS, (1, 2, 4)
+        )
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mode", "sbo", "mtp", "tbo", "chunks"), GRID)
+def test_every_schedule_in_every_order(family, mode, sbo, mtp, tbo, chunks):
+    eng = engine(family, modes=mode, sbo=sbo, mtp=mtp, chunks=chunks, tbo=tbo, verify_every=1)
+    finished(eng, family, count=24, lengths=(1, 2, 90, 110, 130))
+    assert (eng.tuning.split_count > 5) == (tbo == "on")
+    assert eng.verifier.mismatch_count == 0
 
 
 @pytest.mark.parametrize("family", ["v32", "glm"])

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from ess.bench import cli, headline, plots
+from ess.bench import cli, halves, plots
 from ess.bench.chrome import chrome_events
 from ess.bench.cputables import CpuTables
-from ess.bench.headline import Found, Plan
+from ess.bench.halves import Found, Plan
 from ess.bench.lanes import Job
 from ess.bench.predicted import predict
 from ess.bench.report import Row, compare
-from ess.bench.spans import Call, step_spans
+from ess.bench.spans import step_spans
 from ess.flashtrans.lanes import DoneEvent
+from ess.overlap.timeline import Span as Stage
 from ess.sim.tables import Curve, Surface
 from ess.sim.timeline import COMPUTE, FETCH, STORE, Span
 
@@ -37,20 +38,20 @@ def job(byte_count: int, *waits: tuple[int, int]) -> Job:
     )
 
 
-def test_the_compute_lane_has_no_holes_and_gaps_are_named_by_their_neighbours() -> None:
-    calls = [
-        Call("enter", 1_000, 2_000),
-        Call("append", 2_000, 2_500),
-        Call("resolve", 4_000, 4_500),
-        Call("output", 9_000, 9_500),
-        Call("commit", 9_600, 9_900),
+def test_the_compute_lane_has_no_holes_and_gaps_are_named_by_their_place() -> None:
+    stages = [
+        Stage(0, 0, "index", 1_000, 2_000),
+        Stage(0, 0, "wait", 2_000, 4_500),
+        Stage(0, 0, "attend_all", 5_000, 7_000),
+        Stage(1, 0, "index", 9_000, 9_500),
+        Stage(2, 0, "index", 9_600, 9_900),
     ]
-    jobs = [job(656, (6_000, 7_000)), job(1312, (20_000, 21_000))]
-    spans = step_spans(calls, jobs, 0, 10_000)
+    jobs = [job(656, (2_000, 4_500)), job(1312, (20_000, 21_000))]
+    spans = step_spans(stages, jobs, layers=2, begin_ns=0, end_ns=10_000)
     compute = [span for span in spans if span.lane == COMPUTE]
     assert [span.name for span in compute] == [
-        *("rest", "enter", "append", "select", "resolve", "attend", "wait", "attend"),
-        *("output", "rest", "commit", "rest"),
+        *("begin", "index", "wait", "attention, between stages", "attend_all", "experts"),
+        *("index", "head", "index", "end"),
     ]
     assert compute[0].start_us == 0
     for before, after in itertools.pairwise(compute):
@@ -142,7 +143,7 @@ def test_forms_for_people_and_for_spreadsheets(
     found.rows.append(
         compare(name="gpu", unit="t/s", ours=[8], baseline=("resident", [16]), config=config)
     )
-    monkeypatch.setattr(headline, "run", lambda *given, **named: found)
+    monkeypatch.setattr(halves, "run", lambda *given, **named: found)
     markdown = run(capsys)
     assert "context: prefilled whole" in markdown
     assert "**measured**\n\n| benchmark | tokens/s | ctx | per_user |" in markdown
@@ -179,7 +180,7 @@ def test_curves_and_timelines_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
     found = Found(rows=[], timelines=[], curves=[])
     predict(found, Plan(contexts=(131_072,)), 131_072, 2)
-    headline._draw(found, tmp_path)
+    halves._draw(found, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"throughput.png", "pareto.png", "timeline.png"}
     assert plots.DPI > 72

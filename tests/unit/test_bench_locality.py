@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ess.bench import locality, plots
-from ess.bench.locality import Plan, analyse, slots_for
+from ess.bench.analysis import Locality, analyse, slots_for
+from ess.bench.locality import Plan
 from ess.bench.selected import record
 from ess.errors import BadInput, Unavailable
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
@@ -84,7 +85,7 @@ def test_the_benchmark_has_its_rows() -> None:
 
 
 def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = locality.Locality(
+    found = Locality(
         context=100,
         mtp=2,
         top_k=8,
