@@ -278,6 +278,7 @@ class Step:
         self.pool = pool.reshape(-1, ROW_BYTES)
         self.pool[:] = random_rows(self.random, row_count)
         self.slab = DeviceArray(self.device, np.zeros((slot_count, ROW_BYTES), np.uint8))
+        self.device.kernel(flat_form(ROW_BYTES).program, flat_form(ROW_BYTES).entry)
         self.graph = CudaGraph(self.device)
         with self.graph.capture(self.compute.handle):
             self.queue()
