@@ -103,6 +103,7 @@ class Arm:
                 batch_max=shape.batch,
                 query_max=shape.batch * shape.mtp,
                 warm=way.warm and way.ratio is not None,
+                budget_every=64 if way.ratio is not None and way.ratio < 1.0 else 0,
             ),
         )
         self.taken = Taken()

@@ -19,8 +19,9 @@ import torch
 from ess import console
 from ess.bench import machine, report
 from ess.bench.arms import Arm, Shape, Way, slots_each
+from ess.bench.folders import default_folder
 from ess.bench.lists import shares, sizes
-from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix, default_folder
+from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
 from ess.bench.report import Row, compare
 from ess.bench.text import token_ids
 from ess.errors import BadInput
@@ -42,7 +43,7 @@ class Plan:
     batches: Sequence[int] = (1, 4)
     mtps: Sequence[int] = (2,)
     ratios: Sequence[float] = (0.2,)
-    modes: Sequence[str] = ("none",)
+    modes: Sequence[str] = ("layerwise",)
     steps: int = 24
     segment: int = SEGMENT
     distinct: int = DISTINCT
@@ -65,7 +66,7 @@ def step(
     batch: str = "1,4",
     mtp: str = "2",
     ratio: str = "0.2",
-    mode: str = "none",
+    mode: str = "layerwise",
     steps: int = 24,
     text: Path | None = None,
     snapshots: Path | None = None,
@@ -85,7 +86,7 @@ def step(
     ratio
         Slots over context, a list.
     mode
-        How layers fetch: none, da, dba or what else the engine knows, a list.
+        How layers fetch: layerwise, none, da or dba, a list.
     steps
         Measured steps of each way.
     text

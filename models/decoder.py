@@ -13,10 +13,14 @@ calls. `index` needs nothing from `pre_attn`, so a fetch can start before the qu
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from ess.kernels.stage import Stage
+from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.indexer import Indexer, Probe
 from ess.models.layers import Rotation, Source, rms_norm
@@ -39,6 +43,19 @@ class Asked(NamedTuple):
     rows: Tensor
 
 
+class Front(NamedTuple):
+    """What a layer makes of its input in one go: rows and keys are bytes, ready for the pools.
+
+    `query` is the normed low-rank query; what an indexer makes is there in full layers only.
+    """
+
+    query: Tensor
+    rows: Tensor
+    queries: Tensor | None = None
+    weights: Tensor | None = None
+    keys: Tensor | None = None
+
+
 class DecoderLayer:
     def __init__(self, config: ModelConfig, source: Source, number: int) -> None:
         attention = source.under("self_attn")
@@ -56,6 +73,7 @@ class DecoderLayer:
         self._eps = config.norm_eps
         self._input_norm = source.vector("input_layernorm.weight", config.hidden_dim)
         self._mlp_norm = source.vector("post_attention_layernorm.weight", config.hidden_dim)
+        self._compiled: CompiledLayer | None = None
 
     def enter(self, hidden: Tensor) -> Entry:
         normed = rms_norm(hidden, self._input_norm, self._eps)
@@ -79,3 +97,74 @@ class DecoderLayer:
         block = self.experts or self.dense
         assert block is not None
         return hidden + block(self.mlp_input(hidden))
+
+    def front_stage(self, layout: ModelLayout) -> Stage:
+        stage = Stage()
+        hidden = stage.take(self._input_norm.shape[0])
+        normed = stage.norm(hidden, self._input_norm, self._eps)
+        query, row = self.mla.project_in(stage, normed)
+        stage.give(query, torch.float32)
+        stage.give_row(row, layout.row)
+        if self.indexer is not None:
+            assert layout.index is not None, "an indexer without an index codec"
+            self.indexer.probe_in(stage, normed, query, layout.index)
+        return stage
+
+    def mlp_stage(self) -> Stage:
+        stage = Stage()
+        hidden = stage.take(self._mlp_norm.shape[0])
+        block = self.experts or self.dense
+        assert block is not None
+        block.add_to(stage, stage.norm(hidden, self._mlp_norm, self._eps), hidden)
+        stage.give(hidden, self.mla.dtype)
+        return stage
+
+    def compiled(self, layout: ModelLayout) -> CompiledLayer:
+        """This layer as compiled stages: made once, with its own copy of the weights."""
+        if self._compiled is None or self._compiled.layout is not layout:
+            self._compiled = CompiledLayer(self, layout)
+        return self._compiled
+
+
+class CompiledLayer:
+    """A decoder layer for a few tokens: the stage facade's arithmetic in three native calls.
+
+    Between two products everything is float32, also where the torch ops round to bfloat16. What a
+    token gets does not depend on the others.
+    """
+
+    def __init__(self, layer: DecoderLayer, layout: ModelLayout) -> None:
+        self.layout = layout
+        self._layer = layer
+
+    @functools.cached_property
+    def _front(self) -> Stage:
+        return self._layer.front_stage(self.layout)
+
+    @functools.cached_property
+    def _queries(self) -> Stage:
+        return self._layer.mla.query_stage()
+
+    @functools.cached_property
+    def _output(self) -> Stage:
+        return self._layer.mla.output_stage()
+
+    @functools.cached_property
+    def _mlp(self) -> Stage:
+        return self._layer.mlp_stage()
+
+    def front(self, hidden: Tensor, rotation: Rotation, *, threads: int = 1) -> Front:
+        """`enter`, `index` and the new rows."""
+        return Front(*self._front([hidden], rotation=rotation, threads=threads))
+
+    def queries(self, query: Tensor, rotation: Rotation, *, threads: int = 1) -> Tensor:
+        [queries] = self._queries([query], rotation=rotation, threads=threads)
+        return queries
+
+    def output(self, hidden: Tensor, attended: Tensor, *, threads: int = 1) -> Tensor:
+        [hidden] = self._output([hidden, attended], threads=threads)
+        return hidden
+
+    def mlp(self, hidden: Tensor, *, threads: int = 1) -> Tensor:
+        [hidden] = self._mlp([hidden], threads=threads)
+        return hidden

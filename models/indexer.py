@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ess.kernels.stage import Heads, Stage, Values, pack
+from ess.layout import IndexCodec
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rotate_part
 
@@ -51,6 +53,21 @@ class Indexer:
             keys.float(), (keys.shape[-1],), self._key_weight, self._key_bias, KEY_NORM_EPS
         )
         return self._turn(normed.to(keys.dtype), rotation)
+
+    def probe_in(self, stage: Stage, normed: Values, query: Values, codec: IndexCodec) -> None:
+        """The same as ops of a compiled stage; gives queries, weights and encoded keys."""
+        c, is_fp8 = self._config, codec.form == "fp8"
+        queries = stage.linear(query, pack(self._query_up))
+        keys = stage.linear(normed, pack(self._key))
+        stage.center(keys, self._key_weight, self._key_bias, KEY_NORM_EPS)
+        for values, count in ((queries, c.index_head_count), (keys, 1)):
+            stage.rotate(Heads(values.part(0, c.rope_dim), count, c.index_dim), c.index_rope_style)
+            if is_fp8 and codec.hadamard:
+                stage.hadamard(Heads(values.part(0, c.index_dim), count, c.index_dim))
+        form = torch.bfloat16 if is_fp8 else torch.float32
+        stage.give(queries, form, c.index_head_count, c.index_dim)
+        stage.give(stage.linear(normed, pack(self._head), factor=self._scale), torch.float32)
+        stage.give_key(keys, codec)
 
     def _turn(self, x: Tensor, rotation: Rotation) -> Tensor:
         style = self._config.index_rope_style

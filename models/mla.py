@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ess.kernels.stage import Heads, Stage, Values, pack
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rms_norm, rotate
 
@@ -37,6 +38,10 @@ class Mla:
         per_head = up.view(c.head_count, c.nope_dim + c.value_dim, c.latent_dim)
         self._key_up, self._value_up = torch.split(per_head, [c.nope_dim, c.value_dim], 1)
         self._out = source.matrix("o_proj", c.hidden_dim, c.head_count * c.value_dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._out.dtype
 
     def down(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Normed hidden -> (normed low-rank query, latent and rope key before norm and rope)."""
@@ -64,6 +69,49 @@ class Mla:
         latents = attended.to(self._value_up.dtype).transpose(0, 1)
         values = torch.bmm(latents, self._value_up.transpose(1, 2)).transpose(0, 1)
         return linear(values.flatten(1), self._out)
+
+    # ---- the same as ops of compiled stages
+
+    def project_in(self, stage: Stage, normed: Values) -> tuple[Values, Values]:
+        """Normed hidden -> (normed low-rank query, the new row)."""
+        c = self._config
+        both = stage.linear(normed, pack(self._down))
+        query, row = both.part(0, c.query_rank), both.part(c.query_rank, c.row_dim)
+        stage.norm(query, self._query_norm, c.query_latent_eps, query)
+        latent, rope = row.part(0, c.latent_dim), row.part(c.latent_dim, c.rope_dim)
+        stage.norm(latent, self._latent_norm, c.query_latent_eps, latent)
+        stage.rotate(Heads(rope, 1, 0), "interleaved")
+        return query, row
+
+    def query_stage(self) -> Stage:
+        """Takes the low-rank query, gives absorbed queries."""
+        c, stage = self._config, Stage()
+        heads = stage.linear(stage.take(c.query_rank), pack(self._query_up))
+        nope = Heads(heads.part(0, c.nope_dim), c.head_count, c.nope_dim + c.rope_dim)
+        rope = Heads(heads.part(c.nope_dim, c.rope_dim), c.head_count, nope.step)
+        asked = stage.room(c.head_count * c.row_dim)
+        latents = Heads(asked.part(0, c.latent_dim), c.head_count, c.row_dim)
+        turned = Heads(asked.part(c.latent_dim, c.rope_dim), c.head_count, c.row_dim)
+        stage.linear_heads(nope, pack(self._key_up.transpose(1, 2)), latents)
+        stage.copy(rope, turned)
+        stage.rotate(turned, "interleaved")
+        stage.give(asked, self._query_up.dtype, c.head_count, c.row_dim)
+        return stage
+
+    def output_stage(self) -> Stage:
+        """Takes hidden and attended, gives hidden."""
+        c, stage = self._config, Stage()
+        hidden = stage.take(c.hidden_dim)
+        attended = stage.take(c.head_count * c.latent_dim)
+        values = stage.room(c.head_count * c.value_dim)
+        stage.linear_heads(
+            Heads(attended.part(0, c.latent_dim), c.head_count, c.latent_dim),
+            pack(self._value_up),
+            Heads(values.part(0, c.value_dim), c.head_count, c.value_dim),
+        )
+        stage.add(stage.linear(values, pack(self._out)), hidden)
+        stage.give(hidden, self._out.dtype)
+        return stage
 
 
 def attend(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
+from ess.kernels.stage import Stage, pack
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
@@ -39,3 +43,12 @@ class Model:
 
     def logits(self, finished: Tensor) -> Tensor:
         return linear(finished, self._head).float()
+
+    @functools.cached_property
+    def logits_stage(self) -> Stage:
+        """`logits` for a few tokens, compiled."""
+        stage = Stage()
+        stage.give(
+            stage.linear(stage.take(self.config.hidden_dim), pack(self._head)), torch.float32
+        )
+        return stage

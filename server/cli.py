@@ -13,6 +13,11 @@ SUMMARY: Final = "Sparse-attention decoding with the latent cache in host memory
 
 COMMANDS: Final = (
     Command(
+        name="build-kernels",
+        home="ess.server.kernels:build_kernels",
+        summary="Compile the CUDA kernels ahead of time; no GPU is needed.",
+    ),
+    Command(
         name="chat",
         home="ess.server.talk:chat",
         summary="Talk to a running server.",

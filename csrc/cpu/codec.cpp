@@ -5,22 +5,9 @@
 // scale alone poisons the group even for a reader that takes the NaN code for 480.
 #include "codec.h"
 
-#include "native.h"
+#include "encoding.h"
 
 namespace ess {
-
-// How rows lie in memory; strides in bytes. A key is a row with one group and no tail.
-struct Form {
-    int64_t row_count;
-    int64_t group_count;
-    int64_t group_size;
-    int64_t tail_count;    // plain values behind the groups
-    int64_t power_of_two;  // scales are rounded up to one
-    int64_t value_is_bf16;  // the plain side, else f32
-    int64_t value_stride;
-    int64_t row_stride;  // of codes and tail
-    int64_t scale_stride;
-};
 
 template <bool bf16>
 ESS_LANE void encode_group(const char* __restrict values, int64_t size, bool power_of_two,
@@ -41,7 +28,7 @@ ESS_LANE void encode_group(const char* __restrict values, int64_t size, bool pow
 }
 
 template <bool bf16>
-ESS_LANE void encode_rows(const Form f, const char* values, uint8_t* codes, char* scales,
+ESS_LANE void encode_rows(const Strides f, const char* values, uint8_t* codes, char* scales,
                           char* tail) {
     const int64_t group_bytes = f.group_size * (bf16 ? 2 : 4);
     for (int64_t r = 0; r < f.row_count; r++) {
@@ -59,7 +46,7 @@ ESS_LANE void encode_rows(const Form f, const char* values, uint8_t* codes, char
 }
 
 template <bool avx512, bool bf16>
-ESS_LANE void decode_rows(const Form f, char* values, const uint8_t* codes, const char* scales,
+ESS_LANE void decode_rows(const Strides f, char* values, const uint8_t* codes, const char* scales,
                           const char* tail) {
     const int64_t group_bytes = f.group_size * (bf16 ? 2 : 4);
     for (int64_t r = 0; r < f.row_count; r++) {
@@ -82,12 +69,12 @@ ESS_LANE void decode_rows(const Form f, char* values, const uint8_t* codes, cons
 }
 
 #define ESS_CODEC(set, target, avx512)                                                  \
-    target static void encode_##set(const Form& f, const char* values, uint8_t* codes,  \
+    target static void encode_##set(const Strides& f, const char* values, uint8_t* codes,  \
                                     char* scales, char* tail) {                         \
         f.value_is_bf16 ? encode_rows<true>(f, values, codes, scales, tail)             \
                         : encode_rows<false>(f, values, codes, scales, tail);           \
     }                                                                                   \
-    target static void decode_##set(const Form& f, char* values, const uint8_t* codes,  \
+    target static void decode_##set(const Strides& f, char* values, const uint8_t* codes,  \
                                     const char* scales, const char* tail) {             \
         f.value_is_bf16 ? decode_rows<avx512, true>(f, values, codes, scales, tail)     \
                         : decode_rows<avx512, false>(f, values, codes, scales, tail);   \
@@ -99,7 +86,7 @@ ESS_CODEC(portable, , false)
 
 }  // namespace ess
 
-ESS_EXPORT void ess_codec_encode(const ess::Form* form, const char* values, uint8_t* codes,
+ESS_EXPORT void ess_codec_encode(const ess::Strides* form, const char* values, uint8_t* codes,
                                  char* scales, char* tail) {
     switch (ess::isa()) {
         case ess::Isa::avx512: return ess::encode_avx512(*form, values, codes, scales, tail);
@@ -108,7 +95,7 @@ ESS_EXPORT void ess_codec_encode(const ess::Form* form, const char* values, uint
     }
 }
 
-ESS_EXPORT void ess_codec_decode(const ess::Form* form, char* values, const uint8_t* codes,
+ESS_EXPORT void ess_codec_decode(const ess::Strides* form, char* values, const uint8_t* codes,
                                  const char* scales, const char* tail) {
     switch (ess::isa()) {
         case ess::Isa::avx512: return ess::decode_avx512(*form, values, codes, scales, tail);

@@ -70,6 +70,50 @@ struct Merge {
     float* into_lse;
 };
 
+// One thing that a stage does to every token; stage.h says what, ess/kernels/stage.py how it is
+// asked for. Dims and distances are in values.
+enum class OpKind : int64_t {
+    load, store, copy, add, norm, center, linear, rotate, hadamard, gate, experts, encode
+};
+
+struct Op {
+    OpKind kind;
+    int64_t from, to;
+    int64_t from_at, to_at;
+    int64_t in_dim, out_dim;
+    int64_t count, from_step, to_step;  // heads, and how far apart they are
+    int64_t half;
+    const void* weight;
+    const void* more;
+    float value;
+};
+
+struct Experts {
+    int64_t expert_count, group_count, groups_kept, per_token, is_normed, inner, logits;
+    const float* correction;
+    const void* gate_up;
+    const void* down;
+    float scale;
+};
+
+struct Stage {
+    const Op* ops;
+    int64_t op_count;
+    const int64_t* widths;  // of the registers
+    int64_t register_count;
+};
+
+// The caller's memory for one token after another.
+struct Bound {
+    uint8_t* base;
+    int64_t stride;
+    int64_t form;
+};
+
+constexpr int64_t kStageTokens = 16;
+constexpr int64_t kRegistersMax = 16;
+constexpr int64_t kExpertsMax = 512;
+
 struct Kernels {
     const char* name;
     void (*attend)(const Attend& call, int64_t query, int64_t first_head, int64_t last_head);
@@ -77,6 +121,11 @@ struct Kernels {
     void (*index)(const Index& call, int64_t query, int64_t first, int64_t last, float* logits);
     void (*top_k)(const float* logits, int64_t count, int64_t k, int32_t* out);
     void (*merge)(const Merge& call);
+    // Tokens first .. last - 1, at most kStageTokens.
+    void (*stage)(const Stage& stage, const Bound* bound, int64_t first, int64_t last);
+    void (*pack_panels)(const uint8_t* from, int64_t form, int64_t out_dim, int64_t in_dim,
+                        bool half, uint32_t* to);
+    int64_t lanes;
 };
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx512_bf16;
@@ -85,7 +134,7 @@ extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx
 const Kernels& kernels();
 
 // Memory of this thread, 64-byte aligned, kept for the next call. Each use has its own.
-enum class Use { attend, index, select, logits, count };
+enum class Use { attend, index, select, logits, stage, count };
 void* scratch(Use use, int64_t bytes);
 
 }  // namespace ess

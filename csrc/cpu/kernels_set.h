@@ -6,6 +6,7 @@
 #include <initializer_list>
 
 #include "codec.h"
+#include "encoding.h"
 #include "kernels.h"
 
 #ifdef ESS_TARGET
@@ -30,6 +31,7 @@ namespace ESS_SET {
 #include "attend.h"
 #include "index.h"
 #include "merge.h"
+#include "stage.h"
 #include "topk.h"
 
 }  // namespace ESS_SET
@@ -40,7 +42,8 @@ namespace ESS_SET {
 #define ESS_TEXT(set) ESS_STRING(set)
 #define ESS_STRING(set) #set
 const Kernels ESS_TABLE(ESS_SET) = {ESS_TEXT(ESS_SET), ESS_SET::attend, ESS_SET::index,
-                                    ESS_SET::top_k, ESS_SET::merge};
+                                    ESS_SET::top_k, ESS_SET::merge, ESS_SET::stage,
+                                    ESS_SET::pack_panels, ESS_LANES};
 
 }  // namespace ess
 

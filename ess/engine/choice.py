@@ -86,7 +86,8 @@ def _change(line: Line, logits: Tensor) -> int:
     if sampling.penalises:
         _penalise(request, drafts, logits)
     if sampling.logit_bias:
-        logits[:, list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()))
+        bias = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
+        logits[:, list(sampling.logit_bias)] += bias
     early_count = max(0, sampling.tokens_min - len(request.output))
     logits[:early_count, sorted(request.ends)] = -torch.inf
     return len(logits) if request.matcher is None else _restrict(request, drafts, logits)
@@ -99,11 +100,13 @@ def _penalise(request: Request, drafts: Sequence[int], logits: Tensor) -> None:
         request.tally = Tally(request.prompt if sampling.repetition_penalty != 1.0 else ())
     request.tally.follow(request.output)
     ahead = request.tally.ahead(drafts)
-    ids, said = torch.from_numpy(ahead.ids), torch.from_numpy(ahead.said)
+    ids, said, seen = (
+        torch.from_numpy(part).to(logits.device) for part in (ahead.ids, ahead.said, ahead.seen)
+    )
     scores = logits[:, ids]
     penalty = sampling.repetition_penalty
     repeated = torch.where(scores > 0, scores / penalty, scores * penalty)
-    scores = torch.where(torch.from_numpy(ahead.seen), repeated, scores)
+    scores = torch.where(seen, repeated, scores)
     scores -= sampling.frequency_penalty * said + sampling.presence_penalty * (said > 0)
     logits[:, ids] = scores
 
@@ -111,7 +114,8 @@ def _penalise(request: Request, drafts: Sequence[int], logits: Tensor) -> None:
 def _restrict(request: Request, drafts: Sequence[int], logits: Tensor) -> int:
     """Where the least length leaves nothing that the grammar allows, the grammar wins."""
     assert request.matcher is not None
-    allowed = torch.from_numpy(request.matcher.allowed(request.output, drafts))
+    masks = request.matcher.allowed(request.output, drafts)
+    allowed = torch.from_numpy(masks).to(logits.device)
     part = logits[: len(allowed)].masked_fill_(~allowed, -torch.inf)
     is_stuck = part.amax(-1) == -torch.inf
     part[is_stuck[:, None] & allowed] = 0.0

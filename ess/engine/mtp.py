@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ess.engine.rows import Batch, attend, select, turned
+from ess.engine.rows import Batch, attend, logits, select, turned
 from ess.engine.runner import Runner
 from ess.kernels.merge import Partial, merge
 from ess.models.indexer import Probe
@@ -38,11 +38,11 @@ def draft(
     assert mtp is not None, "drafts need an MTP module"
     joined = mtp.join(runner.model.embed(torch.tensor(list(following))), hidden)
     finished = mtp.finish(runner.layer(batch, mtp.layer, joined))[list(last)]
-    guesses = [runner.model.logits(finished).argmax(-1)]
+    guesses = [logits(batch, runner.model, finished).argmax(-1)]
     chain = Chain(runner, batch, mtp, list(last))
     while len(guesses) < count:
         finished = chain.next(guesses[-1], finished)
-        guesses.append(runner.model.logits(finished).argmax(-1))
+        guesses.append(logits(batch, runner.model, finished).argmax(-1))
     return torch.stack(guesses, dim=1).tolist()
 
 
@@ -70,7 +70,7 @@ class Chain:
 
     def _over_pool(self, queries: Tensor, probe: Probe) -> Partial:
         batch, number = self._batch, self._mtp.layer.number
-        selection = select(batch, number, probe, self._last)
+        selection = select(batch, number, probe.queries, probe.weights, self._last)
         slots = batch.offload.locate(number, selection, batch.step, queries=self._last)
         return attend(batch, number, queries, slots)
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ess.door import Sequence as Opened
-from ess.engine.rows import key_records, row_bytes, turned
+from ess.engine.rows import compute_threads, key_records, row_bytes, turned
 from ess.engine.runner import Runner
 from ess.models.decoder import DecoderLayer, Entry
-from ess.models.indexer import Probe, select
 from ess.models.layers import Rotation
-from ess.models.mla import attend, attend_dense
+from ess.models.mla import attend_dense
 from ess.pool.warmup import WINDOW_MAX
+
+QUERIES: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +90,17 @@ def _select(span: Span, layer: DecoderLayer, entry: Entry) -> Tensor | None:
         return None
     codec = layout.index
     assert codec is not None, "an indexer without an index codec"
-    rows = offload.active_rows(span.sequence, 0, span.stop)
-    stored = ops.read_keys(offload.key_pages(layer.number), rows, codec)
-    form = torch.float32 if codec.form == "f32" else torch.float8_e4m3fn
-    keys = stored.values.contiguous().view(form).float() * stored.scales[:, None]
-    lengths = torch.arange(span.start, span.stop) + 1
-    return select(Probe(probe.queries.float(), probe.weights, keys), keys, lengths, layout.top_k)
+    table = offload.page_table([span.sequence]).expand(span.stop - span.start, -1)
+    return ops.index_top_k(
+        probe.queries,
+        probe.weights,
+        offload.key_pages(layer.number),
+        table,
+        torch.arange(span.start, span.stop, dtype=torch.int32) + 1,
+        codec,
+        k=layout.top_k,
+        threads=compute_threads(),
+    )
 
 
 def _attend(span: Span, layer: DecoderLayer, entry: Entry, chosen: Tensor | None) -> Tensor:
@@ -101,15 +108,36 @@ def _attend(span: Span, layer: DecoderLayer, entry: Entry, chosen: Tensor | None
     codec, config = offload.layout.row, span.runner.model.config
     new = row_bytes(layer.mla.rows(entry.row, span.rotation), offload.layout, ops)
     offload.import_rows(span.sequence, layer=layer.number, start=span.start, rows=new)
-    stored = offload.host(layer.number)[offload.host_rows(span.sequence, 0, span.stop).long()]
-    rows = ops.decode_rows(stored, codec, torch.empty(span.stop, config.row_dim))
     queries = layer.mla.queries(entry.query, span.rotation)
-    if chosen is None:
-        positions = torch.arange(span.start, span.stop)
-        return attend_dense(
-            queries, rows, positions, latent_dim=codec.latent_dim, scale=config.attention_scale
-        )
-    return attend(queries, rows, chosen, latent_dim=codec.latent_dim, scale=config.attention_scale)
+    host_rows = offload.host_rows(span.sequence, 0, span.stop)
+    if chosen is not None:
+        return _attend_chosen(span, layer.number, queries, host_rows, chosen)
+    stored = offload.host(layer.number)[host_rows.long()]
+    rows = ops.decode_rows(stored, codec, torch.empty(span.stop, config.row_dim))
+    positions = torch.arange(span.start, span.stop)
+    return attend_dense(
+        queries, rows, positions, latent_dim=codec.latent_dim, scale=config.attention_scale
+    )
+
+
+def _attend_chosen(
+    span: Span, layer: int, queries: Tensor, host_rows: Tensor, chosen: Tensor
+) -> Tensor:
+    """In place, from the host's rows; some queries at a time, for ops that gather them."""
+    offload, ops = span.runner.offload, span.runner.ops
+    named = torch.where(chosen >= 0, host_rows[chosen.clamp_min(0).long()], -1).int()
+    parts = [
+        ops.attend(
+            q,
+            offload.host(layer),
+            rows,
+            offload.layout.row,
+            scale=span.runner.model.config.attention_scale,
+            threads=compute_threads(),
+        ).out
+        for q, rows in zip(torch.split(queries, QUERIES), torch.split(named, QUERIES), strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def _window(span: Span, chosen: Tensor | None) -> Tensor:

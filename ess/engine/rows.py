@@ -14,8 +14,10 @@ from ess.door import Offload, Step
 from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
 from ess.layout import ModelLayout
+from ess.models.decoder import DecoderLayer, Front
 from ess.models.indexer import Probe
 from ess.models.layers import Rotation
+from ess.models.model import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +39,61 @@ class Batch:
         return self.offload.layout
 
 
-def select(batch: Batch, layer: int, probe: Probe, queries: slice | list[int]) -> Tensor:
+def front(batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Front:
+    """A layer's input as the pools and the attention need it."""
+    layout, ops, rotation = batch.layout, batch.ops, batch.rotation
+    if ops.has_stages():
+        return layer.compiled(layout).front(hidden, rotation, threads=compute_threads())
+    entry = layer.enter(hidden)
+    rows = row_bytes(layer.mla.rows(entry.row, rotation), layout, ops)
+    if layer.indexer is None:
+        return Front(entry.query, rows)
+    probe = turned(layer.index(entry, rotation), layout, ops)
+    keys = key_records(probe.keys, layout, ops)
+    return Front(entry.query, rows, probe.queries, probe.weights, keys)
+
+
+def queries(batch: Batch, layer: DecoderLayer, query: Tensor) -> Tensor:
+    if not batch.ops.has_stages():
+        return layer.mla.queries(query, batch.rotation)
+    compiled = layer.compiled(batch.layout)
+    return compiled.queries(query, batch.rotation, threads=compute_threads())
+
+
+def back(batch: Batch, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
+    """Attended latents -> the layer's output."""
+    if not batch.ops.has_stages():
+        return layer.mlp(layer.output(hidden, attended))
+    compiled, threads = layer.compiled(batch.layout), compute_threads()
+    return compiled.mlp(compiled.output(hidden, attended, threads=threads), threads=threads)
+
+
+def logits(batch: Batch, model: Model, finished: Tensor) -> Tensor:
+    if not batch.ops.has_stages():
+        return model.logits(finished)
+    return model.logits_stage([finished], threads=compute_threads())[0]
+
+
+def compute_threads() -> int:
+    """Native calls follow torch, so that one setting rules both."""
+    return torch.get_num_threads()
+
+
+def select(
+    batch: Batch, layer: int, queries: Tensor, weights: Tensor, which: slice | list[int]
+) -> Tensor:
     """The selection of some of the step's queries: logits over the index pages, then top-k."""
     codec = batch.layout.index
     assert codec is not None, "an indexer without an index codec"
     return batch.ops.index_top_k(
-        probe.queries,
-        probe.weights,
+        queries,
+        weights,
         batch.offload.key_pages(layer),
-        batch.page_table[queries],
-        batch.lengths[queries],
+        batch.page_table[which],
+        batch.lengths[which],
         codec,
         k=batch.layout.top_k,
-        threads=torch.get_num_threads(),
+        threads=compute_threads(),
     )
 
 
@@ -62,7 +106,7 @@ def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
         batch.layout.row,
         scale=batch.scale,
         placed=batch.offload.host(layer),
-        threads=torch.get_num_threads(),
+        threads=compute_threads(),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ class Tally:
     def follow(self, output: Sequence[int]) -> None:
         """Enter the tokens of `output` that are new since the last call."""
         assert len(output) >= self._followed_count, "an output never shrinks"
-        for token in islice(output, self._followed_count, None):
+        for token in output[self._followed_count :]:
             place = self._place.setdefault(token, len(self._place))
             if place == len(self._ids):
                 self._grow()

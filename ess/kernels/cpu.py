@@ -31,6 +31,7 @@ __all__ = [
     "encode_keys",
     "encode_rows",
     "hadamard",
+    "has_stages",
     "implementation",
     "index_logits",
     "index_top_k",
@@ -45,6 +46,10 @@ __all__ = [
 def implementation() -> str:
     compute = f"native {native.kernels()}" if native.available() else "torch"
     return f"rows and keys {rowcodec.implementation()}, attention, index and merge {compute}"
+
+
+def has_stages() -> bool:
+    return native.available()
 
 
 def sparse_attention(

@@ -38,6 +38,7 @@ __all__ = [
     "encode_keys",
     "encode_rows",
     "hadamard",
+    "has_stages",
     "implementation",
     "index_logits",
     "index_top_k",
@@ -58,6 +59,11 @@ class Keys(NamedTuple):
 
 def implementation() -> str:
     return "torch"
+
+
+def has_stages() -> bool:
+    """Whether `ess.kernels.stage` belongs to this set; without, stages run op by op in torch."""
+    return False
 
 
 def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from ess.kernels.spec import Array, Bytes, Keys
 from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
 
 
-class _Form(ctypes.Structure):
-    """`ess::Form` of csrc/cpu/codec.cpp, field for field."""
+class Strides(ctypes.Structure):
+    """`ess::Strides` of csrc/cpu/encoding.h, field for field."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -34,7 +34,7 @@ class _Form(ctypes.Structure):
 
 @functools.cache
 def _function(name: str) -> Callable[..., None]:
-    return native.function(name, [ctypes.POINTER(_Form), *[ctypes.c_void_p] * 4])
+    return native.function(name, [ctypes.POINTER(Strides), *[ctypes.c_void_p] * 4])
 
 
 def encode_rows(values: Array, codec: RowCodec, out: Bytes) -> Bytes:
@@ -81,9 +81,11 @@ def _call(name: str, values: Array, codec: RowCodec, rows: Bytes) -> None:
     _function(name)(form, native.address(values), codes, scales, scales + 4 * group_count)
 
 
-def _form(values: Array, rows: int, groups: int, size: int, tail: int, power_of_two: bool) -> _Form:
+def _form(
+    values: Array, rows: int, groups: int, size: int, tail: int, power_of_two: bool
+) -> Strides:
     is_bf16 = values.dtype == np.uint16
-    return _Form(rows, groups, size, tail, power_of_two, is_bf16, values.strides[0])
+    return Strides(rows, groups, size, tail, power_of_two, is_bf16, values.strides[0])
 
 
 def _check(values: Array, codec: RowCodec, rows: Bytes, *, written: Array) -> None:

@@ -19,6 +19,8 @@ from ess.engine.sampling import Sampling
 from ess.errors import PoolFull
 from tests.model.test_engine import engine, expected, prompt, run
 
+SLOW = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("family", "mode", "mtp"),
@@ -68,12 +70,12 @@ def test_plan_and_pages_are_made_without_the_device_s_knowledge(mtp, monkeypatch
     monkeypatch.setattr(scheduler, "plan", blind(scheduler.plan))
     monkeypatch.setattr(stepping, "grow", blind(life.grow))
     for length in (60, 90, 130):
-        eng.add(prompt(length), Sampling(tokens_max=70))
+        eng.add(prompt(length), Sampling(tokens_max=40))
     late_count = 0
     for result in eng.run():
         late_count += bool(result.turn_count and eng._flights)
-    assert late_count > 20, "the host was hardly ever behind"
-    assert blind_count > 20
+    assert late_count > 10, "the host was hardly ever behind"
+    assert blind_count > 10
 
 
 def test_a_step_is_launched_before_the_one_before_is_learned():
@@ -92,7 +94,7 @@ def scenario(eng, seed: int) -> list[Request]:
     """Joins, leaves, cancels, preempts and resumes at random moments; prefixes are shared."""
     choose = random.Random(seed)
     made: list[Request] = []
-    for _ in range(60):
+    for _ in range(40):
         action = choose.choice(["add", "add", "cancel", "preempt", "resume", "step", "step"])
         live = [one for one in made if one.state != "finished"]
         if action == "add" and len(live) < 4:
@@ -119,11 +121,11 @@ def scenario(eng, seed: int) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(s, marks=SLOW) for s in range(3, 18))])
 def test_joins_leaves_cancels_and_preemptions_at_any_moment(seed):
     """Every request says the plain model's tokens, as far as it got; nothing is left behind."""
-    mode, mtp = ["none", "da", "dba"][seed % 3], [1, 2, 4][seed // 2]
-    eng = engine("v32", mtp=mtp, modes=mode, chunks=2, depth=1 - (seed == 5), host_pages=40)
+    mode, mtp = ["none", "da", "dba"][seed % 3], [4, 1, 2][seed % 3]
+    eng = engine("v32", mtp=mtp, modes=mode, chunks=2, depth=seed % 4 != 3, host_pages=40)
     made = scenario(eng, seed)
     assert len(made) > 3
     for request in made:

@@ -145,8 +145,8 @@ def test_the_command_runs_small(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert cli.main(["step", *small, "--snapshots", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     named = {row["name"]: row for row in rows}
-    assert named["decode, NONE at 0.2"]["baseline"] == "no offload"
-    assert named["decode, NONE at 0.2"]["config"]["same_text"] == "1/1"
+    assert named["decode, LAYERWISE at 0.2"]["baseline"] == "no offload"
+    assert named["decode, LAYERWISE at 0.2"]["config"]["ctx"] == 256
     assert named["decode, RESIDENT"]["target"] == 0.99
     assert len(named["decode, RESIDENT"]["samples"]) == 3
     assert cli.main(["step", "--batch", "0"]) == 2

@@ -155,7 +155,7 @@ def constants(
 
 
 def _padded(size: int) -> int:
-    return max(DOT_MIN, triton.next_power_of_2(size))
+    return max(DOT_MIN, int(triton.next_power_of_2(size)))
 
 
 def merge_into(first: Pair, second: Pair, into: Partial) -> Partial:

@@ -1,0 +1,196 @@
+"""How much of a decode step is not model math, in thread time, so that a busy machine counts less.
+
+Model math is the compiled stages (projections, experts, head, and the norms and rotations between
+them), the indexer and attention. What of a stage is not a product is measured apart, by running the
+stage's products alone on the same memory, and counts as overhead in the stricter of the two rows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from ess import console
+from ess.bench import machine, report
+from ess.bench.arms import Arm, Shape, Way
+from ess.bench.folders import default_folder
+from ess.bench.lists import sizes
+from ess.bench.prefix import Prefix
+from ess.bench.report import Row
+from ess.bench.step import Plan, prepared
+from ess.errors import BadInput, Unavailable
+from ess.kernels import attend, index, native, stage
+
+STEPS: Final = 24
+WARM_UP_STEPS: Final = 4
+TARGET: Final = 0.15
+MODES: Final = ("resident", "none")
+
+
+class Meter:
+    """Thread time inside native compute calls, by name."""
+
+    def __init__(self) -> None:
+        self.ns: Counter[str] = Counter()
+        self._products: dict[int, Any] = {}
+
+    def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            started = time.thread_time_ns()
+            result = run(*arguments)
+            self.ns[name] += time.thread_time_ns() - started
+            return result
+
+        return call
+
+    def staged(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A stage, then its products alone: on what the registers still hold, weights at hand."""
+        whole, products = self.timed("stages", run), self.timed("products", run)
+
+        def call(ready: Any, bound: Any, tokens: int, threads: int) -> None:
+            whole(ready, bound, tokens, threads)
+            products(self._products_of(ready), bound, tokens, threads)
+
+        return call
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        found = attend.function
+
+        def function(name: str, *types: Any) -> Callable[..., int]:
+            return self.timed(name, found(name, *types))
+
+        run = self.staged(stage._run())
+        with ExitStack() as stack:
+            for home, name, value in (
+                (attend, "function", function),
+                (index, "function", function),
+                (stage, "_run", lambda: run),
+            ):
+                stack.enter_context(mock.patch.object(home, name, value))
+            yield
+
+    def _products_of(self, ready: Any) -> Any:
+        if id(ready) not in self._products:
+            kinds = [stage.KINDS.index(name) for name in ("linear", "experts")]
+            chosen = [op for op in ready.ops[: ready.op_count] if op.kind in kinds]
+            kept = (stage._Op * len(chosen))(*chosen)
+            made = stage._Stage(kept, len(chosen), ready.widths, ready.register_count)
+            self._products[id(ready)] = (ready, made)
+        return self._products[id(ready)][1]
+
+
+def overhead_benchmark(*, smoke: bool) -> list[Row]:
+    return rows_of(512, [2], steps=4) if smoke else rows_of(4096, [16], steps=STEPS)
+
+
+def overhead(
+    *,
+    ctx: str = "4k",
+    batch: str = "16",
+    steps: int = STEPS,
+    json: bool = False,
+    out: Path | None = None,
+) -> None:
+    """The share of a decode step that is not model math, one compute thread.
+
+    Parameters
+    ----------
+    ctx
+        The context.
+    batch
+        Requests per step, a list.
+    steps
+        Measured steps.
+    json
+        Print the JSON document on stdout.
+    out
+        Also write the JSON document to this file.
+    """
+    console.check_folder("--out", out)
+    if steps < 1:
+        raise BadInput(f"--steps {steps}: at least one step is measured")
+    [context] = sizes("--ctx", ctx)
+    measured_on = machine.machine()
+    rows = rows_of(context, sizes("--batch", batch), steps=steps)
+    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
+    report.present(document, json=json, out=out)
+
+
+def rows_of(context: int, batches: Sequence[int], *, steps: int) -> list[Row]:
+    if not native.available():
+        raise Unavailable(native.why_missing())
+    torch.set_num_threads(1)
+    prefix = prepared(context, Plan(), default_folder(), None)
+    return [
+        row
+        for batch in batches
+        for mode in MODES
+        for row in _rows(prefix, context, batch, mode, steps)
+    ]
+
+
+def _rows(prefix: Prefix, context: int, batch: int, mode: str, steps: int) -> list[Row]:
+    shape = Shape(context=context, batch=batch, mtp=1, steps=steps + WARM_UP_STEPS)
+    arm = Arm(prefix, shape, Way(name=mode, mode=mode, ratio=1.0))
+    for _ in range(WARM_UP_STEPS):
+        arm.step()
+    taken = [_measured(arm) for _ in range(steps)]
+    arm.offload.close()
+    config = {"context": context, "batch": batch, "mode": mode}
+    medians = {
+        name: statistics.median(ns[name] for ns in taken) / 1e6
+        for name in sorted(set().union(*taken) - {"products"})
+    }
+    config |= {f"{name}_ms": round(ms, 2) for name, ms in medians.items()}
+    wide = statistics.median(1 - _math(ns) / ns["step"] for ns in taken)
+    strict = statistics.median(1 - _products(ns) / ns["step"] for ns in taken)
+    return [
+        Row(name="step, thread time", value=medians["step"], unit="ms", config=config),
+        _share("overhead: outside of native compute", wide, mode, batch),
+        _share("overhead: all but products, indexer and attention", strict, mode, batch),
+    ]
+
+
+def _measured(arm: Arm) -> Counter[str]:
+    """Thread time of one step: of everything, and of each kind of native call."""
+    meter = Meter()
+    with meter.reading():
+        started = time.thread_time_ns()
+        arm.step()
+        meter.ns["step"] = time.thread_time_ns() - started - meter.ns["products"]
+    return meter.ns
+
+
+def _math(ns: Counter[str]) -> int:
+    return ns["stages"] + _kernels(ns)
+
+
+def _products(ns: Counter[str]) -> int:
+    return ns["products"] + _kernels(ns)
+
+
+def _kernels(ns: Counter[str]) -> int:
+    return ns["ess_attend"] + ns["ess_index_top_k"]
+
+
+def _share(name: str, share: float, mode: str, batch: int) -> Row:
+    return Row(
+        name=name,
+        value=100 * share,
+        unit="%",
+        baseline="at most",
+        baseline_value=100 * TARGET,
+        ratio=TARGET / max(share, 1e-9),
+        target=1.0,
+        met=share <= TARGET,
+        config={"mode": mode, "batch": batch},
+    )
