@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ess import console
-from ess.bench import machine, report
+from ess.bench import machine, plots, report
 from ess.bench.arms import Arm, Shape, Way, slots_each
 from ess.bench.folders import default_folder
 from ess.bench.lists import shares, sizes
@@ -70,6 +70,8 @@ def step(
     steps: int = 24,
     text: Path | None = None,
     snapshots: Path | None = None,
+    locality: bool = False,
+    plot: Path | None = None,
     json: bool = False,
     out: Path | None = None,
 ) -> None:
@@ -93,12 +95,19 @@ def step(
         Decode behind this text; by default Python's own reference.
     snapshots
         Where prefilled segments are kept, by default in the user's folder for such files.
+    locality
+        Also print how local the selections are on the text, at the first context.
+    plot
+        Draw the plots of --locality into this folder.
     json
         Print the JSON document on stdout.
     out
         Also write the JSON document to this file.
     """
-    console.check_folder("--out", out)
+    for option, path in (("--out", out), ("--plot", plot)):
+        console.check_folder(option, path)
+    if plot is not None:
+        plots.require()
     if steps < 1:
         raise BadInput(f"--steps {steps}: at least one step is measured")
     plan = Plan(
@@ -110,9 +119,19 @@ def step(
         steps=steps,
     )
     measured_on = machine.machine()
-    rows = rows_of(plan, folder=snapshots or default_folder(), text=text)
+    folder = snapshots or default_folder()
+    rows = rows_of(plan, folder=folder, text=text)
+    if locality or plot is not None:
+        rows += _locality_rows(plan, folder, text, plot)
     document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
     report.present(document, json=json, out=out)
+
+
+def _locality_rows(plan: Plan, folder: Path, text: Path | None, plot: Path | None) -> list[Row]:
+    from ess.bench import locality
+
+    asked = locality.Plan(context=plan.contexts[0], mtp=plan.mtps[0])
+    return locality.rows_of(asked, folder=folder, text=text, plot=plot)
 
 
 def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> list[Row]:
@@ -222,7 +241,7 @@ def effective(arm: Arm) -> dict[str, Any]:
     config: dict[str, Any] = {"ctx": shape.context, "batch": shape.batch, "mtp": shape.mtp}
     if way.mode != "resident" and way.ratio is not None:
         asked = div_ceil(slots_each(arm.offload.layout, shape, way.ratio), PAGE_ROWS) * PAGE_ROWS
-        held = int(arm.offload.stats().slot_count.min()) // shape.batch
+        held = round(float(arm.offload.stats().slot_count.mean()) / shape.batch)
         config |= {"slots_each": held} if held == asked else {"slots_each": f"{held} of {asked}"}
     return config
 
