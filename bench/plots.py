@@ -142,8 +142,11 @@ def _figure(path: Path, title: str, draw: Callable[[Any], None]) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8)
+    count = len(axes.get_legend_handles_labels()[0])
+    if count > 4:
+        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    elif count:
+        axes.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
     console.note(f"drawn: {path}")

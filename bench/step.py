@@ -19,6 +19,7 @@ import torch
 from ess import console
 from ess.bench import machine, plots, report
 from ess.bench.arms import Arm, Shape, Way, slots_each
+from ess.bench.cputables import stage_medians
 from ess.bench.folders import default_folder
 from ess.bench.lists import shares, sizes
 from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
@@ -44,6 +45,7 @@ class Plan:
     mtps: Sequence[int] = (2,)
     ratios: Sequence[float] = (0.2,)
     modes: Sequence[str] = ("layerwise",)
+    stages: bool = False
     steps: int = 24
     segment: int = SEGMENT
     distinct: int = DISTINCT
@@ -70,6 +72,7 @@ def step(
     steps: int = 24,
     text: Path | None = None,
     snapshots: Path | None = None,
+    stages: bool = False,
     locality: bool = False,
     plot: Path | None = None,
     json: bool = False,
@@ -95,6 +98,8 @@ def step(
         Decode behind this text; by default Python's own reference.
     snapshots
         Where prefilled segments are kept, by default in the user's folder for such files.
+    stages
+        Also print where the time of a median step goes.
     locality
         Also print how local the selections are on the text, at the first context.
     plot
@@ -117,6 +122,7 @@ def step(
         ratios=shares("--ratio", ratio),
         modes=mode.split(","),
         steps=steps,
+        stages=stages,
     )
     measured_on = machine.machine()
     folder = snapshots or default_folder()
@@ -150,6 +156,8 @@ def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> lis
                 )
                 console.note(f"context {context:,}, batch {batch}, mtp {mtp} ...")
                 rows += _shape_rows(prefix, shape, plan)
+                if plan.stages:
+                    rows += [stage_row(prefix, shape, way) for way in ways(plan)]
     return rows
 
 
@@ -202,14 +210,32 @@ def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan) -> list[Row]:
             arm.close()
 
 
+def stage_row(prefix: Prefix, shape: Shape, way: Way) -> Row:
+    """Medians of each stage, so their sum is only about a step; each way ran on its own."""
+    found = stage_medians(prefix, shape, way, shape.steps - 1)
+    return Row(
+        name=f"stages of a step, {way.name}",
+        value=sum(found.values()),
+        unit="us",
+        config={
+            "ctx": shape.context,
+            "batch": shape.batch,
+            "mtp": shape.mtp,
+            **{stage.replace(" ", "_"): round(us) for stage, us in sorted(found.items())},
+        },
+    )
+
+
 def take_turns(arms: Sequence[Arm], steps: int) -> None:
-    """Step by step, every round beginning with another arm; the first rounds do not count."""
+    """Step by step, every round in another order, so that nobody always follows the same arm, whose
+    lane may still be storing; the first rounds do not count."""
+    order = np.random.default_rng(0)
     for number in range(steps):
         if number == WARM_UP_STEPS:
             for arm in arms:
                 arm.forget()
-        for place in range(len(arms)):
-            arms[(number + place) % len(arms)].step()
+        for place in order.permutation(len(arms)):
+            arms[place].step()
 
 
 def arm_rows(arm: Arm, whole: Arm, *, targets: bool) -> list[Row]:
