@@ -41,6 +41,7 @@ from ess.layout import IndexCodec, RowCodec
 from ess.overlap.da import da
 from ess.overlap.dba import dba
 from ess.overlap.none import none
+from ess.overlap.stages import finish
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
 HEADS: Final = 128
@@ -141,8 +142,8 @@ def _random_rows(count: int, device: torch.device) -> Tensor:
     block[:, scales_to:].view(torch.bfloat16).fill_(0.125)
     shape, is_host = (count, ROWS.row_bytes), device.type == "cpu"
     rows = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=is_host)
-    for part in rows.split(BLOCK_ROWS):
-        part.copy_(block[: len(part)])
+    for start in range(0, count, BLOCK_ROWS):
+        rows[start : start + BLOCK_ROWS] = block[: count - start]
     return rows
 
 
@@ -163,6 +164,10 @@ class LayerStages:
         layer = self._layer
         torch.mm(layer.hidden, layer.key_weight)
         torch.mm(layer.rank, layer.index_weight)
+
+    def locate(self, part: range) -> Where | None:
+        """Never asked: RESIDENT is measured as NONE without a fetch."""
+        return None
 
     def resolve(self, part: range) -> Where:
         from ess.kernels.triton_ops.index import logits_into, top_k_into
@@ -283,10 +288,10 @@ def measure(layer: Layer) -> dict[str, list[float]]:
         moving.wait(where)
 
     work: dict[str, Callable[[], Any]] = {
-        "resident": lambda: none(resting),
-        "none": lambda: none(LayerStages(layer, fetches=True, spare_sms=0)),
-        "da": lambda: da(moving),
-        "dba": lambda: dba(moving),
+        "resident": lambda: finish(none(resting)),
+        "none": lambda: finish(none(LayerStages(layer, fetches=True, spare_sms=0))),
+        "da": lambda: finish(da(moving)),
+        "dba": lambda: finish(dba(moving)),
         "copy": lambda: copy_missing(layer, whole),
         "attend 0": lambda: moving.attend_resident(where),
         "attend 0 and copy": beside,

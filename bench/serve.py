@@ -112,7 +112,7 @@ def served(arm: Arm) -> Iterator[tuple[str, int]]:
         yield url, process.pid
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.communicate(timeout=20)
 
 
 def _wait_ready(url: str) -> None:

@@ -181,7 +181,9 @@ class AbortAsk(msgspec.Struct, kw_only=True):
 
 
 def read(raw: bytes, kind: type[Ask]) -> Ask:
+    """All of the body is checked to be UTF-8, also parts that are read later or never."""
     try:
+        raw.decode("utf-8")
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.ValidationError as error:
         raise BadInput(f"the body is not as it should be: {error}") from None

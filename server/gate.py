@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,14 +37,14 @@ class Gate:
         scope.setdefault("state", {})["request_id"] = request_id
         path: str = scope["path"]
 
-        async def named(message: Message) -> None:
+        def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode()),
                 ]
                 self._tally.answers[scope.get("route_name", "other"), message["status"]] += 1
-            await send(message)
+            return send(message)
 
         try:
             if path not in OPEN_PATHS:

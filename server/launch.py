@@ -35,7 +35,8 @@ from ess.server.protocol import limited
 from ess.server.running import QuietServer, Running
 from ess.server.service import Limits, SamplingDefaults, Service
 from ess.server.settings import Resolved, Settings
-from ess.server.sizing import MemoryPlan, plan_memory
+from ess.server.sizing import AUTO, MemoryPlan, plan_memory
+from ess.units import format_bytes
 
 EMBEDDED: Final = "ess-embedded"
 PROGRAM: Final = {"model": "ess.engine.process", "paced": "ess.engine.paced"}
@@ -115,6 +116,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
         positions_max=config.positions_max,
         weight_bytes=checkpoint.weight_bytes,
     )
+    resolved = sized(resolved, plan)
     listener = listen(found.host, found.port)
     try:
         greeting.greet(resolved, plan, url=url_of(found, listener), json=json)
@@ -139,6 +141,19 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
         fresh["model"] = EMBEDDED
     origins.update(dict.fromkeys(fresh, "derived"))
     return Resolved(settings=msgspec.structs.replace(found, **fresh), origins=origins)
+
+
+def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
+    """What was left to the machine, as it turned out."""
+    names = ("host_bytes", "slot_bytes", "index_bytes")
+    sizes = {name: format_bytes(getattr(plan, name)) for name in names}
+    sizes["max_model_len"] = str(plan.length_max)
+    fresh = {n: size for n, size in sizes.items() if getattr(resolved.settings, n) == AUTO}
+    origins = dict(resolved.origins)
+    for name in fresh:
+        origins[name] = "derived"
+    chosen = msgspec.structs.replace(resolved.settings, **fresh)
+    return Resolved(settings=chosen, origins=origins)
 
 
 def listen(host: str, port: int) -> socket.socket:

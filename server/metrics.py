@@ -28,9 +28,9 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 
 def exposition(service: Service) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Written(service))
-    return generate_latest(registry)
+    page = CollectorRegistry(auto_describe=False)
+    page.register(Written(service))
+    return generate_latest(page)
 
 
 class Written(Collector):

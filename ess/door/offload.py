@@ -234,6 +234,7 @@ class Offload:
         self.layout.check_layer(layer)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
         arrival.import_rows(self._pools, sequence, layer, start, array)
+        self._residency.forget(sequence)
 
     def import_keys(self, sequence: Sequence, *, layer: int, start: int, keys: Any) -> None:
         """Index keys, one record per position: values, then the scale."""
@@ -288,14 +289,12 @@ class Offload:
         in_range("first_query", first_query, 0, step.query_count - 1)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
         in_range("the rows of a part", len(array), 1, step.query_count - first_query)
-        if keys is None:
-            stepping.append(self._pools, step, layer, array, first_query)
-            return
-        group = arrival.key_group(self.layout, layer)
-        shape = (len(array), self._pools.index.keys.key_bytes)
-        listed = as_array(keys, "keys", "uint8", shape)
-        stepping.append(self._pools, step, layer, array, first_query)
-        stepping.append_keys(self._pools, step, group, listed, first_query)
+        listed = None
+        if keys is not None:
+            arrival.key_group(self.layout, layer)
+            shape = (len(array), self._pools.index.keys.key_bytes)
+            listed = as_array(keys, "keys", "uint8", shape)
+        stepping.append(self._pools, step, layer, array, listed, first_query)
 
     def resolve(
         self,

@@ -81,35 +81,31 @@ def _claim(pools: Pools, step: Step, group: int) -> Rows:
     return step.claimed[group]
 
 
-def append(pools: Pools, step: Step, layer: int, rows: Bytes, first_query: int) -> None:
+def append(
+    pools: Pools, step: Step, layer: int, rows: Bytes, keys: Bytes | None, first_query: int
+) -> None:
     """The rows of some queries, parts in batch order: no sequence selects another's new row."""
     group = pools.layout.group_of(layer)
+    queries = _next_part(step, step.row_counts.get(layer, 0), f"layer {layer}", first_query, rows)
+    if keys is not None:
+        _next_part(step, step.key_counts.get(group, 0), f"group {group}", first_query, keys)
+        pools.index.keys.write(group, step.rows[queries], keys)
+        step.key_counts[group] = queries.stop
     member = pools.layout.groups[group].index(layer)
-    queries = _next_queries(step, step.row_counts, f"layer {layer}", layer, first_query, len(rows))
     transit.member_slab(pools, member)[_claim(pools, step, group)[queries]] = rows
     step.row_counts[layer] = queries.stop
     if queries.stop == step.query_count:
         step.appended.add(layer)
+        if step.key_counts.get(group) == step.query_count:
+            step.keyed.add(group)
 
 
-def append_keys(pools: Pools, step: Step, group: int, keys: Bytes, first_query: int) -> None:
-    name = f"group {group}"
-    queries = _next_queries(step, step.key_counts, name, group, first_query, len(keys))
-    pools.index.keys.write(group, step.rows[queries], keys)
-    step.key_counts[group] = queries.stop
-    if queries.stop == step.query_count:
-        step.keyed.add(group)
-
-
-def _next_queries(
-    step: Step, counts: dict[int, int], name: str, key: int, first: int, count: int
-) -> slice:
-    so_far = counts.get(key, 0)
+def _next_part(step: Step, so_far: int, name: str, first: int, rows: Bytes) -> slice:
     if so_far == step.query_count:
         raise BadState(f"{name} was appended in step {step.number} already")
     if first != so_far:
         raise BadState(f"{name} has {so_far} queries appended, the next part starts at {first}")
-    return slice(first, first + count)
+    return slice(first, first + len(rows))
 
 
 def resolve(

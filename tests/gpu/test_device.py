@@ -1,4 +1,4 @@
-"""The scenarios of tests/support on a real device, at real sizes, and what only a device can show."""
+"""The scenarios of tests/support on a device, at real sizes, and what only a device can show."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from ess.kernels import native
+from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.catalogue import ROW_BYTES as ROW_SIZES
 from ess.kernels.cuda.catalogue import rival_form
 from ess.kernels.cuda.rows import flat_form, ring_form
 from tests.kernels.test_planner import Campaign, Side, assert_every_case_was_met
 from tests.support import device_scenarios as scenarios
-from tests.support.device_array import DeviceArray
+
+pytestmark = pytest.mark.gpu
 
 SANITISED = Path(__file__).with_name("sanitised.py")
 REFUSALS = ("Device not supported", "Unable to initialize", "driver is not supported")

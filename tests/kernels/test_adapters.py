@@ -44,19 +44,21 @@ class FlashMlaStandIn:
 
     def flash_mla_with_kvcache(
         self, q: Any, k: Any, table: Any, lengths: Any, width: int, plan: Any, splits: Any, *,
-        softmax_scale: float, is_fp8_kvcache: bool, indices: Any,
+        softmax_scale: float, is_fp8_kvcache: bool, **named: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        names = named.pop("indices")
         assert is_fp8_kvcache
+        assert not named
         assert q.dtype == torch.bfloat16
         assert q.is_contiguous()
         assert q.shape[1:3] in ((1, 64), (1, 128))
         assert k.shape[1:] == (64, 1, 656)
         assert k.dtype == torch.float8_e4m3fn
-        assert indices.dtype == torch.int32
-        assert indices.shape[2] % 64 == 0
-        assert plan == (q.shape[2], indices.shape[2])
+        assert names.dtype == torch.int32
+        assert names.shape[2] % 64 == 0
+        assert plan == (q.shape[2], names.shape[2])
         rows = k.reshape(-1, 656).view(torch.uint8)
-        ours = reference.attend(q[:, 0], rows, indices[:, 0], RowCodec(), scale=softmax_scale)
+        ours = reference.attend(q[:, 0], rows, names[:, 0], RowCodec(), scale=softmax_scale)
         lse = ours.lse / math.log(self.base)
         lse[ours.lse == -math.inf] = self.empty
         if self.wrong == "lse":

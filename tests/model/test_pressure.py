@@ -19,7 +19,14 @@ def crowd(*, promise: str, mtp: int = 1, depth: int = 0) -> tuple[Engine, list[R
     return eng, [eng.add(prompt(length), Sampling(tokens_max=TOKENS)) for length in LENGTHS]
 
 
-@pytest.mark.parametrize(("mtp", "depth"), [(1, 0), (1, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("mtp", "depth"),
+    [
+        (3, 1),
+        pytest.param(1, 0, marks=pytest.mark.slow),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_the_youngest_give_way_and_everybody_ends(mtp, depth):
     eng, made = crowd(promise="some", mtp=mtp, depth=depth)
     oldest_states, chunk_count, together = set(), 0, 0
@@ -39,11 +46,11 @@ def test_the_youngest_give_way_and_everybody_ends(mtp, depth):
 
 def test_fully_promised_requests_wait_instead():
     eng, made = crowd(promise="all")
-    together = max(result.turn_count for result in eng.run())
-    run(eng)
-    assert eng.preempted_count == 0
-    assert together == 1
-    assert made[2].output == expected("v32", LENGTHS[2], TOKENS)
+    for _ in range(10):
+        eng.step()
+    assert [one.state for one in made] == ["decoding", "waiting", "waiting"]
+    assert eng.refusal is not None
+    assert eng.refusal.limiter == "index pages"
 
 
 def test_nobody_comes_back_at_once_unless_alone():
@@ -83,3 +90,15 @@ def test_a_prompt_gives_way_and_goes_on_where_it_was():
     assert (request.state, request.prefilled_count) == ("prefilling", 48)
     run(eng)
     assert request.output == expected("v32", 130, 5)
+
+
+def test_room_held_by_others_is_waited_for():
+    eng = engine("v32", modes="none", index_pages=4, promise="some")
+    request = eng.add(prompt(60), Sampling(tokens_max=20))
+    eng.step()
+    with eng.offload.open(prompt(180)):
+        assert len(list(eng.run())) < 20
+        assert request.state == "preempted"
+        assert eng.refusal is not None
+    run(eng)
+    assert request.output == expected("v32", 60, 20)

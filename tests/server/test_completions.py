@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
@@ -224,6 +225,18 @@ def test_a_wrong_value_is_named_and_nothing_is_queued(served: Served, changed, s
     assert says in found["message"]
     assert found["type"] == "invalid_request_error"
     assert len(served.engine.adds) == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"null", b"[]", b"{", b'{"prompt":"\xff"}', b'{"x":"\xff","prompt":"a"}', b"[" * 100_000],
+)
+def test_a_body_that_is_no_request_is_a_400(served: Served, body: bytes):
+    request = urllib.request.Request(served.url + "/v1/completions", body)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    assert caught.value.code == 400
+    assert "body" in json.loads(caught.value.read())["error"]["message"]
 
 
 def test_an_unknown_model_is_a_404_and_an_unknown_key_is_ignored(served: Served):

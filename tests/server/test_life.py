@@ -22,15 +22,24 @@ from tests.server.harness import TOKENIZER, until
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "from ess.server.cli import main; raise SystemExit(main())"
 READY_S = 60.0
-SMALL = ("--max-model-len", "2k", "--max-running", "4", "--host-bytes", "96MiB", "--threads", "1")
+SMALL = {
+    "--max-model-len": "2k",
+    "--max-running": "4",
+    "--host-bytes": "96MiB",
+    "--threads": "1",
+    "--drain-grace-s": "0",
+    "--port": "0",
+}
 
 
 class Process:
     """`ess serve` on a free port."""
 
     def __init__(self, *flags: str, **environment: str) -> None:
+        given = {name: value for name, value in SMALL.items() if name not in flags}
+        small = [word for pair in given.items() for word in pair]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, "serve", "--port", "0", "--json", *SMALL, *flags],
+            [sys.executable, "-c", RUN, "serve", "--json", *small, *flags],
             cwd=ROOT,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,

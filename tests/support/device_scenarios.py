@@ -13,6 +13,7 @@ import pytest
 from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans.stream_lane import StreamLane
 from ess.kernels.cuda import driver
+from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.graphs import CudaGraph
 from ess.kernels.cuda.pinned import pinned_memory, register
@@ -24,7 +25,6 @@ from ess.kernels.memory import host_memory
 from ess.kernels.streams import RowCopy
 from ess.pool import lru
 from ess.pool.arena import Arena, Claims, Split
-from tests.support.device_array import DeviceArray
 
 ROW_BYTES = 656
 ARENA = ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks", "hit_age")
@@ -278,6 +278,7 @@ class Step:
         self.pool = pool.reshape(-1, ROW_BYTES)
         self.pool[:] = random_rows(self.random, row_count)
         self.slab = DeviceArray(self.device, np.zeros((slot_count, ROW_BYTES), np.uint8))
+        self.device.kernel(flat_form(ROW_BYTES).program, flat_form(ROW_BYTES).entry)
         self.graph = CudaGraph(self.device)
         with self.graph.capture(self.compute.handle):
             self.queue()

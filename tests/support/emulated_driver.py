@@ -14,6 +14,7 @@ from tests.support.emulate import DEVICE, ROOT, build, source_of
 RECORDS = {
     "rows.cu": {"ess_move_rows": "Move"},
     "ring.cu": {"ess_ring_rows": "Move"},
+    "rival.cu": {"ess_rival_rows": "Move"},
     "locate.cu": {"ess_locate": "Locate"},
     "resolve.cu": dict.fromkeys(
         [f"ess_{name}" for name in ("probe", "count", "scan", "rank", "assign", "serve")],

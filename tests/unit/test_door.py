@@ -337,6 +337,16 @@ def test_parts_are_appended_in_batch_order(offload):
     offload.commit(step, accepted=[2, 1])
 
 
+def test_keys_of_a_later_part_alone_change_nothing(offload):
+    one, two = opened(offload), opened(offload)
+    step = offload.begin([one, two], query_counts=[1, 1])
+    offload.append(0, rows(1), step)
+    keys = torch.zeros(1, offload._pools.index.keys.key_bytes, dtype=torch.uint8)
+    late = lambda: offload.append(0, rows(1), step, keys=keys, first_query=1)  # noqa: E731
+    refused(offload, BadState, "group 0 has 0 queries appended", late)
+    offload.append(0, rows(1), step, first_query=1)
+
+
 def test_half_a_layer_cannot_be_committed(offload):
     one, two = opened(offload), opened(offload)
     step = offload.begin([one, two], query_counts=[1, 1])

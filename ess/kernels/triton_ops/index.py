@@ -12,9 +12,10 @@ from ess.kernels.triton_ops.device import index as device
 from ess.kernels.triton_ops.device import topk
 from ess.kernels.triton_ops.launch import bits, on, place
 from ess.layout import IndexCodec
+from ess.units import PAGE_ROWS
 
 DOT_MIN: Final = 16
-RUN_PAGES: Final = 8
+RUN_KEYS: Final = 1024
 SAMPLE: Final = 2048
 ROOM_MIN: Final = 8192
 BLOCK: Final = 2048
@@ -47,7 +48,7 @@ def logits_into(
     where, width = place(queries), table.shape[1]
     if not len(queries) or not width:
         return out
-    tasks = len(queries) * -(-width // RUN_PAGES)
+    tasks = len(queries) * -(-width * PAGE_ROWS // RUN_KEYS)
     with on(queries):
         device.logits[(where.programs(tasks, spare_sms=spare_sms, per_sm=2),)](
             *(bits(queries), weights, pages, table, lengths, out),
@@ -56,10 +57,15 @@ def logits_into(
             **constants(codec, query_dtype=queries.dtype, interpreted=where.interpreted),
             HEADS=queries.shape[1],
             HEADS_PADDED=max(DOT_MIN, triton.next_power_of_2(queries.shape[1])),
-            RUN=RUN_PAGES,
+            **blocks(is_half=codec.form == "fp8" and queries.dtype != torch.float32),
             num_warps=4,
         )
     return out
+
+
+def blocks(*, is_half: bool) -> dict[str, int]:
+    """Keys of a task and of a product, within the shared memory of sm_90."""
+    return {"RUN": RUN_KEYS, "KEYS": 128 if is_half else 64}
 
 
 def constants(
