@@ -322,14 +322,15 @@ class Engine:
             return plan
 
     def _make_room(self, refusal: PoolFull) -> None:
-        """What is under way may end somebody; else the youngest leaves the device."""
+        """What is under way may end somebody; else the youngest leaves the device.
+
+        One that runs alone finds no room only where others than this engine hold it; then it waits.
+        """
+        self.refusal = refusal
         if self._flights:
             self._learn(0)
             return
-        running = self._roster.by_age("decoding", "prefilling")
-        if len(running) < 2:
-            raise refusal
-        self._preempt(running[-1])
+        self._preempt(self._roster.by_age("decoding", "prefilling")[-1])
         self._resume_step = self.step_count + PAUSE_STEPS
 
     def _run_chunk(self, chunk: Chunk) -> None:

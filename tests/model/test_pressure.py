@@ -90,3 +90,15 @@ def test_a_prompt_gives_way_and_goes_on_where_it_was():
     assert (request.state, request.prefilled_count) == ("prefilling", 48)
     run(eng)
     assert request.output == expected("v32", 130, 5)
+
+
+def test_room_held_by_others_is_waited_for():
+    eng = engine("v32", modes="none", index_pages=4, promise="some")
+    request = eng.add(prompt(60), Sampling(tokens_max=20))
+    eng.step()
+    with eng.offload.open(prompt(180)):
+        assert len(list(eng.run())) < 20
+        assert request.state == "preempted"
+        assert eng.refusal is not None
+    run(eng)
+    assert request.output == expected("v32", 60, 20)
