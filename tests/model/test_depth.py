@@ -231,6 +231,16 @@ def test_sampling_that_needs_only_its_position_overlaps():
     assert len(set(outputs[0])) > 3
 
 
+def test_an_outcome_counts_drafts_and_not_the_newest_token():
+    request = Request(number=0, prompt=[1], sampling=Sampling())
+    for tokens, targets, verified in (
+        ((1,), (2,), (0, 0)),
+        ((1, 2, 3), (2, 3, 4), (2, 2)),
+        ((1, 2, 3), (5,), (2, 0)),
+    ):
+        assert Outcome(Line(request, tokens, 0), Choice(targets), ()).verified == verified
+
+
 def test_the_map_gives_each_thing_once_and_in_order():
     future = FutureMap(line_max=2, token_max=3)
     future.stash(1, [5, 6])
