@@ -38,7 +38,7 @@ GPU_NATIVE = $(GPU_PYTHON) -c 'from setuptools import setup; setup()' -q build_e
 
 test-gpu:
 	$(GPU_NATIVE) || echo "no native library: what needs it is skipped"
-	$(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu
+	$(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu tests/kernels
 
 bench-gpu:
 	$(GPU_NATIVE) || echo "no native library: the copy engine is left out"

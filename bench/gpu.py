@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -25,9 +27,22 @@ from ess.kernels.cuda import driver, program
 from ess.kernels.cuda.driver import Device
 
 SCHEMA: Final = "ess.bench/1"
+
+
+def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
+    """Left out, with the reason, on a machine without the packages of ESS."""
+    try:
+        home = importlib.import_module("ess.bench.gpu_layer")
+    except ImportError as error:
+        print(f"layer: not measured, {error}", file=sys.stderr)
+        return
+    yield from home.layer_benchmark(smoke=smoke)
+
+
 BENCHMARKS: Final[dict[str, Callable[..., Iterator[Row]]]] = {
     "rows": rows_benchmark,
     "resolve": resolve_benchmark,
+    "layer": layer_benchmark,
 }
 
 
@@ -42,13 +57,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"nothing is measured: {missing}", file=sys.stderr)
         return 1
     rows: list[Row] = []
-    for name in [given.only] if given.only else BENCHMARKS:
-        for one in BENCHMARKS[name](smoke=given.smoke):
-            rows.append(one)
-            print(line(one), flush=True)
+    failed = [
+        name
+        for name in ([given.only] if given.only else BENCHMARKS)
+        if not run(name, rows, smoke=given.smoke)
+    ]
     if given.out is not None:
         write(document(rows), given.out)
-    return 0
+    return 1 if failed else 0
+
+
+def run(name: str, rows: list[Row], *, smoke: bool) -> bool:
+    """Rows of those that ran are kept even when another failed."""
+    try:
+        for one in BENCHMARKS[name](smoke=smoke):
+            rows.append(one)
+            print(line(one), flush=True)
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        return False
+    return True
 
 
 def line(row: Row) -> str:

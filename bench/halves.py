@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ess.sim.timeline import Span
 
 MEMORY_SHARE: Final = 0.6
+SHOWN: Final = {"measured": 0.4, "predicted": 0.08}
+"""Of a step's timeline: three layers of seven, five of sixty-one."""
+
 HALVES: Final = ("ess.bench.measured", "ess.bench.predicted")
 
 
@@ -42,7 +45,7 @@ class Plan:
     gpu: str = "h200"
     gpus: int = 32
     accepted: float | None = None
-    seconds: float = 150.0
+    seconds: float = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,7 @@ def execute(
     )
     check(plan)
     measured_on = machine.machine()
-    found = run(plan, folder=default_folder(), text=text, with_spans=trace is not None)
+    found = run(plan, folder=default_folder(), text=text, with_spans=bool(trace or plot))
     document = report.Document(build=machine.build(), machine=measured_on, rows=found.rows)
     if trace is not None:
         write_chrome(trace, found.timelines)
@@ -134,5 +137,7 @@ def run(plan: Plan, *, folder: Path | None, text: Path | None, with_spans: bool)
 def _draw(found: Found, folder: Path) -> None:
     for curves in found.curves[:1]:
         plots.draw_curves(curves, folder)
-    for title, spans in found.timelines[-1:]:
-        plots.draw_timeline(spans, title, folder)
+    for title, spans in found.timelines:
+        half = title.partition(":")[0]
+        share = SHOWN[half]
+        plots.draw_timeline(folder / f"timeline-{half}.png", title, spans, share=share)

@@ -41,6 +41,7 @@ from ess.layout import IndexCodec, RowCodec
 from ess.overlap.da import da
 from ess.overlap.dba import dba
 from ess.overlap.none import none
+from ess.overlap.stages import finish
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
 HEADS: Final = 128
@@ -164,6 +165,10 @@ class LayerStages:
         torch.mm(layer.hidden, layer.key_weight)
         torch.mm(layer.rank, layer.index_weight)
 
+    def locate(self, part: range) -> Where | None:
+        """Never asked: RESIDENT is measured as NONE without a fetch."""
+        return None
+
     def resolve(self, part: range) -> Where:
         from ess.kernels.triton_ops.index import logits_into, top_k_into
 
@@ -283,10 +288,10 @@ def measure(layer: Layer) -> dict[str, list[float]]:
         moving.wait(where)
 
     work: dict[str, Callable[[], Any]] = {
-        "resident": lambda: none(resting),
-        "none": lambda: none(LayerStages(layer, fetches=True, spare_sms=0)),
-        "da": lambda: da(moving),
-        "dba": lambda: dba(moving),
+        "resident": lambda: finish(none(resting)),
+        "none": lambda: finish(none(LayerStages(layer, fetches=True, spare_sms=0))),
+        "da": lambda: finish(da(moving)),
+        "dba": lambda: finish(dba(moving)),
         "copy": lambda: copy_missing(layer, whole),
         "attend 0": lambda: moving.attend_resident(where),
         "attend 0 and copy": beside,

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ess.door import Offload, Promise, Sequence, Step, stepping
-from ess.door.arrival import key_group
+from ess.door import Offload, Promise, Sequence, Step
 from ess.door.checks import as_array
 from ess.pool import planner
 from ess.units import PAGE_ROWS
@@ -65,10 +64,10 @@ class Whole(Offload):
         if stop == step.query_count:
             step.appended.add(layer)
         if keys is not None:
+            group = self.layout.group_of(layer)
             shape = (len(rows), self._pools.index.keys.key_bytes)
-            group = key_group(self.layout, layer)
             array = as_array(keys, "keys", "uint8", shape)
-            stepping.append_keys(self._pools, step, group, array, first_query)
+            self._pools.index.keys.write(group, step.rows[first_query:stop], array)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None

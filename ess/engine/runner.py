@@ -144,13 +144,13 @@ class Runner:
 def layer_runs(
     layers: Sequence[DecoderLayer], layout: ModelLayout
 ) -> list[tuple[bool, list[DecoderLayer]]]:
-    """Consecutive layers, and whether two halves may run through them: layers with experts, from
-    the first of a layer group on, since followers take their leader's parts as they are."""
+    """Consecutive layers, and whether two halves may run through them: layers with experts.
+    Followers go the way of their leader, whose parts they take as they are."""
     runs: list[tuple[bool, list[DecoderLayer]]] = []
     for layer in layers:
         leads = layout.groups[layout.group_of(layer.number)][0] == layer.number
         goes_on = bool(runs) and runs[-1][0]
-        can_split = layer.experts is not None and (leads or goes_on)
+        can_split = layer.experts is not None if leads else goes_on
         if not runs or can_split != goes_on:
             runs.append((can_split, []))
         runs[-1][1].append(layer)

@@ -2,7 +2,7 @@
 
 A layer with experts is five stages, cut at the yields of its schedules:
 
-    0 index, resolve | 1 attend, output, route | 2 dispatch, shared | 3 experts, combine | 4 collect
+    0 index, resolve | 1 attend, output, route | 2 dispatch | 3 experts, combine | 4 collect
 
 In decode half a runs `DELTA` = 2 stages ahead:
 

@@ -116,16 +116,18 @@ class Refuse:
             raise ModuleNotFoundError(f"{name} is not on a bare machine", name=name)
 
 sys.meta_path.insert(0, Refuse())
-import ess.bench.gpu, tests.gpu.test_device
-print(ess.bench.gpu.main([]))
+import ess.bench.gpu, pytest
+collected = pytest.main(["--collect-only", "-qq", "-m", "gpu", "tests/gpu", "tests/kernels"])
+assert collected == 0, collected
+print("benchmark:", ess.bench.gpu.main(["--only", "layer"]))
 """
 
 
+@pytest.mark.slow
 def test_tests_and_benchmark_of_a_device_need_no_packages_of_ours():
     """Without a device the benchmark says so and measures nothing."""
     run = subprocess.run(
         [sys.executable, "-c", BARE], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert run.returncode == 0, run.stderr
-    if run.stdout == "1\n":
-        assert "nothing is measured" in run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "not measured" in run.stderr or "nothing is measured" in run.stderr

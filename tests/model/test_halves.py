@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from ess.engine.experts import ExpertStep
+from ess.engine.runner import layer_runs
 from ess.engine.sampling import Sampling
 from ess.errors import BadInput
+from ess.layout import ModelLayout
 from ess.overlap.policy import Mode
 from ess.overlap.timeline import Span
 from tests.model.test_engine import expected, prompt, run
@@ -63,8 +66,8 @@ GRID = [
 @pytest.mark.parametrize(("family", "mode", "sbo", "mtp", "tbo", "chunks"), GRID)
 def test_every_schedule_in_every_order(family, mode, sbo, mtp, tbo, chunks):
     eng = engine(family, modes=mode, sbo=sbo, mtp=mtp, chunks=chunks, tbo=tbo, verify_every=1)
-    finished(eng, family, count=24, lengths=(1, 2, 90, 110, 130))
-    assert (eng.tuning.split_count > 5) == (tbo == "on")
+    finished(eng, family, count=12, lengths=(2, 90, 130))
+    assert (eng.tuning.split_count > 2) == (tbo == "on")
     assert eng.verifier.mismatch_count == 0
 
 
@@ -177,6 +180,14 @@ def test_rows_that_were_only_located_do_not_outlive_the_other_half_s_plan():
     assert eng.tuning.split_count > 5
     assert whole.sum() > 0
     assert split[:, Mode.NONE].sum() >= 2 * 2 * eng.tuning.split_count
+
+
+def test_followers_go_the_way_of_their_leader():
+    groups = ((0, 1), (2, 3), (4,), (5, 6))
+    layout = ModelLayout(name="t", layer_count=7, groups=groups)
+    layers = [SimpleNamespace(number=at, experts=at in (1, 2, 4, 5, 6) or None) for at in range(7)]
+    runs = [(split, [one.number for one in found]) for split, found in layer_runs(layers, layout)]
+    assert runs == [(False, [0, 1]), (True, [2, 3, 4, 5, 6])]
 
 
 def test_settings_are_checked_when_the_engine_is_made():

@@ -182,5 +182,5 @@ def test_curves_and_timelines_are_drawn(tmp_path: Path) -> None:
     predict(found, Plan(contexts=(131_072,)), 131_072, 2)
     halves._draw(found, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"throughput.png", "pareto.png", "timeline.png"}
+    assert names == {"throughput.png", "pareto.png", "timeline-predicted.png"}
     assert plots.DPI > 72

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from ess.engine.batch import Line
 from ess.engine.chances import chances
 from ess.engine.choice import choose, choose_all
 from ess.engine.draw import draw
+from ess.engine.grammar import Grammar
 from ess.engine.request import Request
 from ess.engine.sampling import Sampling
 from ess.engine.tally import Tally
@@ -72,7 +74,7 @@ def choose_by_definition(line: Line, logits: Tensor) -> list[int]:
     return made
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 1 << 30), right=st.lists(st.booleans(), min_size=6, max_size=6))
 def test_a_batch_with_drafts_gives_what_one_token_at_a_time_gives(seed, right):
     """Drafts are right or wrong at random; requests grow over three steps, so tallies follow."""
@@ -111,6 +113,21 @@ def test_penalties_bias_and_the_least_length():
     assert pick([0.0, 0.0], logit_bias={1: 1.0}) == 1
     assert pick([9.0, 1.0], output=[1], ends={0}, tokens_min=2) == 1
     assert pick([9.0, 1.0], output=[1, 1], ends={0}, tokens_min=2) == 0
+
+
+def test_no_query_behind_the_last_mask_counts():
+    """The draft is what is drawn, but the matcher did not follow it: it ends the text."""
+    request = asked([4], ends={1}, grammar=Grammar("regex", "x"))
+    request.matcher = OnlyTheEnd()
+    logits = torch.zeros(3, 9)
+    assert choose(line_of(request, 4, 1, 0), logits).tokens == (1,)
+
+
+class OnlyTheEnd:
+    failure = ""
+
+    def allowed(self, output, drafts):
+        return np.arange(9)[None] == 1
 
 
 def test_a_tally_counts_ahead_without_entering_and_follows_without_looking_back():

@@ -10,7 +10,7 @@ from typing import Final
 from ess.errors import BadState
 from ess.kernels.cuda.driver import Device, attempt, call, enumerated
 
-RELAXED: Final = ("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL")
+RELAXED: Final = ("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_RELAXED")
 
 
 class CudaGraph:

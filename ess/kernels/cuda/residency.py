@@ -29,11 +29,21 @@ from ess.units import div_ceil
 
 UPKEEP_BLOCKS_MAX: Final = 32
 
+OTHERS: Final = {
+    "ess_locate": "locate.cu",
+    "ess_land": "upkeep.cu",
+    "ess_settle": "upkeep.cu",
+    "ess_drop": "upkeep.cu",
+}
+
 MakeInts = Callable[[int], Any]
 
 
 class Residency:
-    """`ints(count)` makes int32 tensors on the device; they live as long as this object."""
+    """`ints(count)` makes int32 tensors on the device; they live as long as this object.
+
+    All kernels are loaded here, so that a call can be captured.
+    """
 
     def __init__(self, device: Device, shape: ResolveShape, arena: Any, ints: MakeInts) -> None:
         if arena.row_of.shape[0] % 64:
@@ -47,6 +57,10 @@ class Residency:
         self._phases = [
             (device.kernel(shape.program, entry), blocks) for entry, blocks in shape.launches
         ]
+        self._others = {
+            entry: device.kernel(slot_program(file, PHASE_THREADS), entry)
+            for entry, file in OTHERS.items()
+        }
 
     @property
     def now(self) -> Any:
@@ -76,7 +90,7 @@ class Residency:
         """RESIDENT: slots of rows that have all landed. Faults add up in the report."""
         given = {"arena": self.arena, "rows": rows, "slots": slots, "workspace": self.workspace}
         record = locate_record(**given, **selection)
-        self._launch("locate.cu", "ess_locate", record, rows.shape[0], stream)
+        self._launch("ess_locate", record, rows.shape[0], stream)
 
     def land(self, slots: Any, *, stream: int, count: Any = None) -> None:
         """The slots of the plan that `now` still names have arrived."""
@@ -96,13 +110,12 @@ class Residency:
 
     def _upkeep(self, entry: str, record: UpkeepRecord, stream: int) -> None:
         blocks = min(UPKEEP_BLOCKS_MAX, max(1, div_ceil(record.count_max, PHASE_THREADS)))
-        self._launch("upkeep.cu", entry, record, blocks, stream)
+        self._launch(entry, record, blocks, stream)
 
     def _launch(
-        self, file: str, entry: str, record: LocateRecord | UpkeepRecord, blocks: int, stream: int
+        self, entry: str, record: LocateRecord | UpkeepRecord, blocks: int, stream: int
     ) -> None:
-        kernel = self._device.kernel(slot_program(file, PHASE_THREADS), entry)
-        kernel.launch(record, blocks=blocks, threads=PHASE_THREADS, stream=stream)
+        self._others[entry].launch(record, blocks=blocks, threads=PHASE_THREADS, stream=stream)
 
 
 def now_of(

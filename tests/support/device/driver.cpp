@@ -22,7 +22,7 @@
 typedef int Result;
 typedef unsigned long long Address;
 constexpr Result kOk = 0, kInvalid = 1, kNotInitialised = 3, kNoContext = 201, kNotFound = 500;
-constexpr Result kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713;
+constexpr Result kCapturing = 900, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713;
 
 namespace {
 
@@ -55,10 +55,15 @@ struct Function {
     int record_bytes;
 };
 
+uint64_t seed() {
+    const char* given = std::getenv("ESS_DRIVER_SEED");
+    return 88172645463325252ull + (given ? std::strtoull(given, nullptr, 10) : 0);
+}
+
 struct World {
     bool initialised = false;
     bool current = false;
-    uint64_t random = 88172645463325252ull;
+    uint64_t random = seed();
     int64_t ticks = 0;
     Stream legacy;
     std::vector<Stream*> streams{&legacy};
@@ -91,6 +96,13 @@ bool advance() {
 }
 
 Stream* stream_of(void* handle) { return handle ? (Stream*)handle : &world().legacy; }
+
+// What the real driver refuses while a stream is being captured.
+bool capturing() {
+    for (Stream* one : world().streams)
+        if (one->capturing) return true;
+    return false;
+}
 
 Result queue(void* stream, std::function<void()> run) {
     if (!world().current) return kNoContext;
@@ -132,6 +144,7 @@ EXPORT Result cuCtxSetCurrent(void* context) {
 }
 
 EXPORT Result cuModuleLoadData(void** module, const void* image) {
+    if (capturing()) return kCapturing;
     *module = dlopen((const char*)image, RTLD_NOW | RTLD_LOCAL);
     if (!*module) std::fprintf(stderr, "%s\n", dlerror());
     return *module ? kOk : 200;
@@ -224,6 +237,7 @@ EXPORT Result cuEventElapsedTime(float* ms, void* from, void* to) {
 
 EXPORT Result cuMemHostRegister(void* at, size_t bytes, unsigned) {
     auto& ranges = world().registered;
+    if (capturing()) return kCapturing;
     if (!world().current) return kNoContext;
     for (auto& [start, size] : ranges)
         if (Address(at) < start + size && start < Address(at) + bytes) return kAlreadyRegistered;
@@ -238,6 +252,7 @@ EXPORT Result cuMemHostGetDevicePointer(Address* seen, void* at, unsigned) {
     return *seen = Address(at) + (std::getenv("ESS_SPLIT_ADDRESSES") ? 4096 : 0), kOk;
 }
 EXPORT Result cuMemAlloc(Address* at, size_t bytes) {
+    if (capturing()) return kCapturing;
     if (!world().current) return kNoContext;
     *at = Address(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
     std::memset((void*)*at, 0xFF, bytes);
