@@ -13,6 +13,7 @@ from ess.door import sequence as life
 from ess.door import stepping
 from ess.engine import scheduler
 from ess.engine.batch import Line
+from ess.engine.choice import Choice
 from ess.engine.future import FutureMap, Outcome
 from ess.engine.request import Request
 from ess.engine.sampling import Sampling
@@ -253,7 +254,9 @@ def test_the_map_gives_each_thing_once_and_in_order():
         future.take(1, 1)
     with pytest.raises(AssertionError, match="are no tokens"):
         future.stash(0, [-1])
-    outcome = Outcome(Line(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), (2,), ())
+    outcome = Outcome(
+        Line(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), Choice((2,)), ()
+    )
     future.tell(7, [outcome])
     with pytest.raises(AssertionError, match="in order"):
         future.tell(7, [])
