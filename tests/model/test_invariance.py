@@ -39,11 +39,13 @@ def logits_of_first(
     config = model(form).config
     layout = config.layout(row="f32", index="f32") if form == "f32" else config.layout()
     seen: list[torch.Tensor] = []
+    company: list[int] = []
     found = Runner.decode
 
     def noted(self: Runner, batch: object, tokens: list[int]) -> Forward:
         forward = found(self, batch, tokens)  # type: ignore[arg-type]
         seen.append(forward.logits[0].clone())
+        company.append(len(forward.logits))
         return forward
 
     offload = Offload.create(
@@ -62,6 +64,7 @@ def logits_of_first(
             engine.add(other, Sampling(tokens_max=STEPS + 9))
         while first.reason is None:
             engine.step()
+    assert max(company[:STEPS]) > 1 or len(prompts) == 1, "nobody else was in a step"
     return seen[:STEPS]
 
 
