@@ -19,7 +19,7 @@ from ess.bench import machine, report
 from ess.bench.analysis import EARLY_STEPS, Locality, analyse, slots_for
 from ess.bench.arms import Arm, Shape, Way
 from ess.bench.folders import default_folder
-from ess.bench.lists import shares, sizes
+from ess.bench.lists import shares, size
 from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
 from ess.bench.report import Row
 from ess.bench.selected import record
@@ -87,8 +87,9 @@ def locality(
         from ess.bench import plots
 
         plots.require()
-    [context] = sizes("--ctx", ctx)
-    plan = Plan(context=context, mtp=mtp, queries=queries, ratios=tuple(shares("--ratio", ratio)))
+    plan = Plan(
+        context=size("--ctx", ctx), mtp=mtp, queries=queries, ratios=tuple(shares("--ratio", ratio))
+    )
     measured_on = machine.machine()
     rows = rows_of(plan, folder=default_folder(), text=text, record_to=record, plot=plot)
     document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
