@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ess.errors import BadInput
+from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import closed_lane
 from ess.flashtrans.pick import pick_way
 from ess.flashtrans.row_lists import RowLists
@@ -35,6 +35,7 @@ from ess.kernels.streams import RowCopy
 LaneWay = Literal["auto", "flat", "ring", "staged"]
 
 INT32_ROWS_MAX: Final = 1 << 31
+ANCHOR_US_MAX: Final = 1e6
 
 
 class StreamEvent:
@@ -57,25 +58,38 @@ class StreamEvent:
 
     @property
     def started_ns(self) -> int:
-        self._finished.us_since(self._started)
+        self._require_done()
         return self._anchor.ns_of(self._started)
 
     @property
     def finished_ns(self) -> int:
-        return self._anchor.ns_of(self._finished)
+        self._require_done()
+        return self.started_ns + int(1e3 * self._finished.us_since(self._started))
+
+    def later_anchor(self) -> Anchor:
+        """This job's end in place of an anchor that lies further back than its times are exact."""
+        if not self.done() or self._finished.us_since(self._anchor.event) < ANCHOR_US_MAX:
+            return self._anchor
+        return Anchor(self._finished, self.finished_ns)
+
+    def _require_done(self) -> None:
+        if not self.done():
+            raise BadState("the copy job is not done: it has no times yet")
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """One moment on both clocks."""
+    """One moment on both clocks. The device counts from it in float32 milliseconds."""
 
     event: CudaEvent
     ns: int
 
     @classmethod
     def now(cls, stream: CudaStream) -> Anchor:
+        """Nothing else is queued yet, so this takes microseconds; a sleep would be its error."""
         event = stream.record()
-        event.wait()
+        while not event.done():
+            pass
         return cls(event, time.monotonic_ns())
 
     def ns_of(self, event: CudaEvent) -> int:
@@ -133,9 +147,10 @@ class StreamLane:
             started = self._stream.record()
             kept: list[Any] = list(checked)
             for copy, way in zip(checked, ways, strict=True):
-                kept += self._queue(copy, way, started)
+                kept += self._queue(copy, way)
             finished = self._stream.record()
             self._pending.append(_Job(finished, kept))
+            self._anchor = self._last.later_anchor()
             self._last = StreamEvent(started, finished, self._anchor)
         return self._last
 
@@ -186,7 +201,8 @@ class StreamLane:
     def _way_of(self, copy: CheckedCopy) -> Literal["flat", "ring", "staged"]:
         fetch = copy.target.on_device and not copy.source.on_device
         listed = copy.source.device_rows is None and copy.target.device_rows is None
-        stageable = fetch and listed and self._staging is not None
+        places = 0 if self._staging is None else self._staging.rows_max(copy.source.row_bytes)
+        stageable = fetch and listed and places > 0
         if self._way == "staged" and not stageable:
             return "flat"
         if self._way != "auto":
@@ -198,34 +214,37 @@ class StreamLane:
             threads=self._threads,
         )
 
-    def _queue(self, copy: CheckedCopy, way: str, started: CudaEvent) -> list[Any]:
-        """In pieces that fit the ring of lists and, where rows are staged, a place."""
+    def _queue(self, copy: CheckedCopy, way: str) -> list[Any]:
+        """In pieces that fit the ring of lists and, where rows are staged, a place.
+
+        The host gathers no row that an earlier copy, of this job too, has still to store.
+        """
+        before = self._stream.record()
         most = self._lists.piece_max
         if way == "staged":
             assert self._staging is not None, "picked without a staging area"
             most = min(most, self._staging.rows_max(copy.source.row_bytes))
-            if most == 0:
-                raise BadInput(f"a row of {copy.source.row_bytes} bytes is larger than a place")
         kept: list[Any] = []
         for first in range(0, copy.count, most):
             piece = _piece(copy, first, min(most, copy.count - first))
-            kept += [self._queue_staged(piece, started)] if way == "staged" else []
-            if way != "staged":
-                self._move(piece, piece.source.address, way=way)
+            if way == "staged":
+                kept.append(self._queue_staged(piece, before))
+            else:
+                self._move(piece, way=way)
         return kept
 
-    def _queue_staged(self, piece: CheckedCopy, started: CudaEvent) -> Any:
+    def _queue_staged(self, piece: CheckedCopy, before: CudaEvent) -> Any:
         assert self._staging is not None, "picked without a staging area"
-        there, job = self._staging.send(piece, started, self._stream.handle)
+        there, job = self._staging.send(piece, before, self._stream.handle)
         dense = replace(piece.source, address=there, stride_bytes=piece.source.row_bytes, rows=None)
         dense.row_count = piece.count
-        self._move(CheckedCopy(dense, _skipping(piece)), there, way="flat")
+        self._move(CheckedCopy(dense, _skipping(piece)), way="flat")
         self._staging.spread(self._stream.handle)
         return piece, job
 
-    def _move(self, piece: CheckedCopy, source: int, *, way: str) -> None:
+    def _move(self, piece: CheckedCopy, *, way: str) -> None:
         record = move_record(
-            source=source,
+            source=piece.source.address,
             source_stride=piece.source.stride_bytes,
             source_rows=self._list(piece.source),
             target=piece.target.address,

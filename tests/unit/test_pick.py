@@ -1,4 +1,4 @@
-"""The rule that picks a fetch's way: it follows the predicted times, and what is possible at all."""
+"""The rule that picks a fetch's way: by the predicted times, and by what is possible at all."""
 
 from __future__ import annotations
 

@@ -55,10 +55,15 @@ struct Function {
     int record_bytes;
 };
 
+uint64_t seed() {
+    const char* given = std::getenv("ESS_DRIVER_SEED");
+    return 88172645463325252ull + (given ? std::strtoull(given, nullptr, 10) : 0);
+}
+
 struct World {
     bool initialised = false;
     bool current = false;
-    uint64_t random = 88172645463325252ull;
+    uint64_t random = seed();
     int64_t ticks = 0;
     Stream legacy;
     std::vector<Stream*> streams{&legacy};
