@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ess.errors import BadInput
 from ess.kernels.merge import Pair, Partial
 from ess.kernels.triton_ops.device import attend as device
 from ess.kernels.triton_ops.device import partials
@@ -73,8 +74,12 @@ def attend_lists(
     placed: Tensor | None = None,
     spare_sms: int = 0,
     split_keys: int | None = None,
+    adds: bool = False,
 ) -> Partial:
     """Attention over lists that are closed up, on a grid that leaves `spare_sms` alone.
+
+    With `adds`, `into` holds a partial over other rows and gets the joint one, in one pass over it
+    where attention apart and a merge take two; a query that names nothing is not touched.
 
     `split_keys` cuts every list into parts of so many names that run apart and are joined after:
     for batches too small to fill the device. The cut is part of the arithmetic: the same rows give
@@ -82,6 +87,10 @@ def attend_lists(
     """
     count, heads = queries.shape[:2]
     width = lists.named.shape[1]
+    if adds and split_keys is not None:
+        raise BadInput(f"lists cut by split_keys {split_keys} cannot be added to a partial")
+    if adds and not width:
+        return into
     if not count or not width:
         into.out.zero_()
         into.lse.fill_(float("-inf"))
@@ -90,7 +99,10 @@ def attend_lists(
     splits = -(-width // split_keys)
     parts = into if splits == 1 else _parts(queries, splits, codec.latent_dim)
     with on(queries):
-        _launch(queries, rows, lists, codec, scale, parts, placed, spare_sms, split_keys, splits)
+        _launch(
+            *(queries, rows, lists, codec, scale, parts, placed, spare_sms, split_keys, splits),
+            adds=adds,
+        )
         if splits > 1:
             dim = codec.latent_dim
             partials.join[(count, heads)](
@@ -116,6 +128,8 @@ def _launch(
     spare_sms: int,
     split_keys: int,
     splits: int,
+    *,
+    adds: bool,
 ) -> None:
     where, is_half = place(queries), in_half(queries.dtype, codec)
     heads = queries.shape[1]
@@ -129,6 +143,7 @@ def _launch(
         **constants(codec, query_dtype=queries.dtype, interpreted=where.interpreted),
         HEADS=shape.heads,
         KEYS=shape.keys,
+        ADDS=adds,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
