@@ -106,15 +106,16 @@ def attend(
         is_head = head < heads
         count = tl.load(counts + query)
         end = tl.minimum(count, (split + 1) * split_keys)
+        is_live = is_head & (split * split_keys < count)
         asking = queries + query * query_stride + head * head_stride
-        asked = _query(asking, is_head, DIM, DIM_PADDED, QUERY_IS_BF16, IN_BF16)
+        asked = _query(asking, is_live, DIM, DIM_PADDED, QUERY_IS_BF16, IN_BF16)
         if ROPE > 0:
-            asked_rope = _query(asking + DIM, is_head, ROPE, ROPE_PADDED, QUERY_IS_BF16, IN_BF16)
+            asked_rope = _query(asking + DIM, is_live, ROPE, ROPE_PADDED, QUERY_IS_BF16, IN_BF16)
         top = tl.full((HEADS,), -float("inf"), tl.float32)
         total = tl.zeros((HEADS,), tl.float32)
         sums = tl.zeros((HEADS, DIM_PADDED), tl.float32)
         if ADDS:
-            top, sums = _go_on(out, lse, query * heads + head, is_head & (count > 0), DIM, sums)
+            top, sums = _go_on(out, lse, query * heads + head, is_live, DIM, sums)
             total = tl.where(top == -float("inf"), 0.0, 1.0)
         for first in range(split * split_keys, end, KEYS):
             key = first + tl.arange(0, KEYS)
