@@ -8,8 +8,9 @@ knows whether the engine is loading, ready or lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import zmq
 import zmq.asyncio
@@ -124,9 +125,13 @@ class EngineLink:
         numbers = range(self._next_number, self._next_number + len(prompts))
         self._next_number = numbers.stop
         call = Call(request_id, numbers)
-        for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
-            self._calls[number] = call
-            self._send(Add(number, prompt, sampling))
+        try:
+            for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
+                self._send(Add(number, prompt, sampling))
+                self._calls[number] = call
+        except Unavailable:
+            self.abort(call)
+            raise
         return call
 
     def abort(self, call: Call) -> None:
@@ -137,7 +142,8 @@ class EngineLink:
     def abort_one(self, call: Call, number: int) -> None:
         """End one of the call's requests; the call hears of it as of any other ending."""
         if self._calls.pop(number, None) is not None:
-            self._send(Abort(number))
+            with contextlib.suppress(Unavailable):
+                self._send(Abort(number))
             call.put(Piece(number, reason="cancelled"))
 
     def abort_ids(self, request_ids: set[str] | None) -> int:
@@ -156,8 +162,8 @@ class EngineLink:
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}: nothing can be flushed")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._flushing.append(answer)
         self._send(Flush())
+        self._flushing.append(answer)
         return await answer
 
     # ---- for the one who runs it
@@ -185,14 +191,19 @@ class EngineLink:
                 answer.set_exception(Unavailable(f"the engine is gone: {sentence}"))
 
     def stop(self) -> None:
-        self._send(Stop())
+        with contextlib.suppress(Unavailable):
+            self._send(Stop())
 
     def close(self) -> None:
         self._socket.close()
 
     def _send(self, message: ToEngine) -> None:
-        """The queue is unbounded, so this never waits."""
-        self._socket.send(self._packer.pack(message), zmq.NOBLOCK)
+        """The queue is unbounded, so this never waits; without a peer there is no queue."""
+        sent = cast(
+            "asyncio.Future[None]", self._socket.send(self._packer.pack(message), zmq.NOBLOCK)
+        )
+        if sent.done() and sent.exception() is not None:
+            raise Unavailable("the engine does not listen")
 
     def _hear(self, message: FromEngine) -> None:
         match message:
@@ -205,8 +216,9 @@ class EngineLink:
                 self.ready, self.state = message, "ready"
                 self.became_ready.set()
             case Flushed(sentence):
-                if self._flushing:
-                    self._flushing.pop(0).set_result(sentence)
+                asker = self._flushing.pop(0) if self._flushing else None
+                if asker is not None and not asker.done():
+                    asker.set_result(sentence)
             case Fault(sentence):
                 self.lose(sentence)
 
