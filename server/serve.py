@@ -62,8 +62,14 @@ class ServeFlags:
     "How fetches hide behind compute."
     promise: Literal["all", "some"] | None = None
     "Device pages of a request: all at its start, or some, and more as it grows."
+    tbo: str | None = None
+    "Steps in two halves: off, on, auto, or the least tokens of a step for it."
     mtp: int | None = None
-    "Tokens verified per step; 1 drafts none."
+    "Tokens verified per step, at most; 1 drafts none."
+    mtp_auto: bool | None = None
+    "Verify as many tokens as pay, up to --mtp."
+    tpot_ms: Annotated[float | None, Parameter(name=["--tpot-ms", "--tpot"])] = None
+    "Milliseconds per token that admission and chunks keep to; 0 keeps to none."
     form: Annotated[Literal["bf16", "f32"] | None, Parameter(name=["--form", "--dtype"])] = None
     "What weights are computed in."
     row: Annotated[

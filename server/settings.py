@@ -45,7 +45,10 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     chunk_tokens: int = 512
     overlap: Literal["layerwise", "da", "dba", "none", "resident"] = "layerwise"
     promise: Literal["all", "some"] = "all"
+    tbo: Literal["off", "on", "auto"] | int = "off"
     mtp: int = 2
+    mtp_auto: bool = False
+    tpot_ms: float = 0.0
     form: Literal["bf16", "f32"] = "bf16"
     row: Literal["fp8", "bf16", "f32"] = "fp8"
     warmup: bool = True
@@ -150,6 +153,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "default_max_tokens": (1, 1 << 24),
     "chunk_tokens": (64, 1 << 20),
     "mtp": (1, 8),
+    "tpot_ms": (0.0, 60_000.0),
     "verify": (0, 1 << 20),
     "threads": (0, 1024),
     "keep_alive_s": (0.01, 3600.0),

@@ -137,6 +137,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     modes: str = "layerwise"
     promise: Literal["all", "some"] = "all"
     mtp: int = 1
+    mtp_auto: bool = False
+    tbo: Literal["off", "on", "auto"] | int = "off"
+    tpot_ms: float | None = None
     batch_max: int = 16
     chunk_tokens: int = 512
     length_max: int = 4096

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 import threading
 import time
 import weakref
@@ -37,17 +38,15 @@ def open_lane(*, device: str = "cpu", threads: int = 1) -> Lane:
 
 
 def _stream_lane(ordinal: int, threads: int) -> Lane:
-    """Jobs follow whatever is then the current stream of torch."""
+    """Jobs follow what is then the current stream of torch, or the default one without torch."""
     from ess.flashtrans.stream_lane import StreamLane
     from ess.kernels.cuda.driver import Device
 
-    device = Device(ordinal)
-    import torch
-
     def current() -> int:
-        return int(torch.cuda.current_stream(ordinal).cuda_stream)
+        torch: Any = sys.modules.get("torch")
+        return 0 if torch is None else int(torch.cuda.current_stream(ordinal).cuda_stream)
 
-    return StreamLane(device, compute_stream=current, threads=threads)
+    return StreamLane(Device(ordinal), compute_stream=current, threads=threads)
 
 
 def closed_lane() -> BadState:

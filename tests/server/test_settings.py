@@ -39,6 +39,14 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path):
     ]
 
 
+def test_a_setting_that_is_a_word_or_a_number():
+    for given, read in (("8", 8), ("auto", "auto")):
+        assert resolve({}, environment={"ESS_TBO": given}).settings.tbo == read
+        assert resolve({"tbo": given}, environment={}).settings.tbo == read
+    with pytest.raises(BadInput, match="tbo from flag is 'some'"):
+        resolve({"tbo": "some"}, environment={})
+
+
 def test_every_setting_has_its_flag():
     flags = {field.name for field in msgspec.structs.fields(Settings)} - {"model"}
     listed = set(ServeFlags.__dataclass_fields__) - {"pp_size", "tp_size"}
