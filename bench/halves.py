@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from ess import console
 from ess.bench import machine, plots, report
 from ess.bench.chrome import write_chrome
 from ess.bench.folders import default_folder
-from ess.bench.lists import shares, sizes
+from ess.bench.lists import modes, shares, sizes
 from ess.bench.report import Format, Row
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     from ess.sim.timeline import Span
 
 MEMORY_SHARE: Final = 0.6
+SHOWN: Final = {"measured": 0.4, "predicted": 0.08}
+"""Of a step's timeline: three layers of seven, five of sixty-one."""
+
 HALVES: Final = ("ess.bench.measured", "ess.bench.predicted")
 
 
@@ -42,7 +44,7 @@ class Plan:
     gpu: str = "h200"
     gpus: int = 32
     accepted: float | None = None
-    seconds: float = 150.0
+    seconds: float = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def execute(
         mtps=sizes("--mtp", mtp),
         batches=sizes("--batch", batch),
         ratios=shares("--ratio", ratio),
-        mode=mode,
+        mode=modes("--mode", mode)[0],
         repetitions=repetitions,
         model=model,
         gpu=gpu,
@@ -91,7 +93,7 @@ def execute(
     )
     check(plan)
     measured_on = machine.machine()
-    found = run(plan, folder=default_folder(), text=text, with_spans=trace is not None)
+    found = run(plan, folder=default_folder(), text=text, with_spans=bool(trace or plot))
     document = report.Document(build=machine.build(), machine=measured_on, rows=found.rows)
     if trace is not None:
         write_chrome(trace, found.timelines)
@@ -109,7 +111,7 @@ def check(plan: Plan) -> None:
     layout = ModelLayout.embedded()
     pages = max(plan.contexts) // PAGE_ROWS * max(plan.batches)
     needed = int(pages * layout.host_page_bytes * (2 + 1 + max(plan.ratios)))
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    there = machine.free_bytes()
     if needed > MEMORY_SHARE * there:
         raise BadInput(
             f"a batch of {max(plan.batches)} at {max(plan.contexts):,} tokens takes "
@@ -134,5 +136,7 @@ def run(plan: Plan, *, folder: Path | None, text: Path | None, with_spans: bool)
 def _draw(found: Found, folder: Path) -> None:
     for curves in found.curves[:1]:
         plots.draw_curves(curves, folder)
-    for title, spans in found.timelines[-1:]:
-        plots.draw_timeline(spans, title, folder)
+    for title, spans in found.timelines:
+        half = title.partition(":")[0]
+        share = SHOWN[half]
+        plots.draw_timeline(folder / f"timeline-{half}.png", title, spans, share=share)

@@ -26,7 +26,7 @@ def headline(
     gpus: int = 32,
     accepted: float | None = None,
     text: Path | None = None,
-    seconds: float = 150.0,
+    seconds: float = 120.0,
     format: Literal["md", "csv", "json", "jsonl"] = "md",
     trace: Path | None = None,
     plot: Path | None = None,

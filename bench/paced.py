@@ -31,7 +31,7 @@ from ess.bench.arms import Arm, Shape, Way
 from ess.bench.folders import default_folder
 from ess.bench.forced import Forced
 from ess.bench.lanes import Job, TimedLane
-from ess.bench.lists import sizes
+from ess.bench.lists import size, sizes
 from ess.bench.prefix import Prefix, build_prefix
 from ess.bench.report import Row
 from ess.bench.step import compute_threads
@@ -102,9 +102,8 @@ def paced(
     console.check_folder("--out", out)
     if gbps is not None and not gbps > 0:
         raise BadInput(f"--gbps {gbps}: a link's rate is above 0")
-    [context] = sizes("--ctx", ctx)
     plan = Plan(
-        context=context,
+        context=size("--ctx", ctx),
         batch=batch,
         mtp=mtp,
         misses=sizes("--misses", misses),
@@ -143,14 +142,12 @@ def rows_of(plan: Plan, *, folder: Path | None) -> list[Row]:
     try:
         rate = plan.bytes_per_us or _crossing_rate(runs, plan, prefix.layout.row_bytes)
         console.note(f"a link of {rate / 1e3:.3f} GB/s")
-        return [
-            row
-            for miss in plan.misses
-            for row in _rows(miss, rate, *measured(runs, plan, miss, rate))
-        ]
+        cells = {miss: measured(runs, plan, miss, rate) for miss in plan.misses}
     finally:
         for run in runs:
             run.arm.close()
+    rows = [row for miss, both in cells.items() for row in _rows(miss, rate, *both)]
+    return [*rows, agreement_row(list(cells.values()))]
 
 
 def _prefix(plan: Plan, folder: Path | None) -> Prefix:
@@ -177,7 +174,7 @@ class _Run:
         self.mode = mode
         self.layers = prefix.layout.layer_total
         self.lane = TimedLane()
-        way = Way(name=mode, mode=mode, ratio=1.0, warm=True)
+        way = Way(name=mode, mode=mode, ratio=1.0)
         self.arm = Arm(prefix, shape, way, lane=self.lane, kind=Forced)
         self.offload: Any = self.arm.offload
 
@@ -256,26 +253,56 @@ def hiding(fast: dict[str, Cell]) -> Hiding:
     )
 
 
-def _rows(miss: int, rate: float, fast: dict[str, Cell], slow: dict[str, Cell]) -> list[Row]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Of the transfer, what was hidden and what the policy said would be. Below 0: it cost more."""
+
+    measured: float
+    predicted: float
+    added_us: float
+
+
+def shares_of(mode: str, fast: dict[str, Cell], slow: dict[str, Cell]) -> Shares:
     base_us = fast["none"].step_us - fast["none"].waited_us
-    behind = hiding(fast)
+    moved_us = slow[mode].busy_us
+    predicted_us = getattr(cost.exposed(moved_us, hiding(fast)), mode)
+    added_us = slow[mode].step_us - base_us
+    return Shares(
+        measured=1 - added_us / moved_us,
+        predicted=1 - predicted_us / moved_us,
+        added_us=added_us,
+    )
+
+
+def _rows(miss: int, rate: float, fast: dict[str, Cell], slow: dict[str, Cell]) -> list[Row]:
     rows = []
     for mode in MODES:
-        cell = slow[mode]
-        moved_us = cell.busy_us
-        predicted_us = getattr(cost.exposed(moved_us, behind), mode)
-        added_us = cell.step_us - base_us
+        cell, shares = slow[mode], shares_of(mode, fast, slow)
         config = {
             "misses": f"{cell.fetched:.0f} of {miss}" if cell.fetched < miss - 1 else miss,
-            "T_us": round(moved_us),
-            "added_us": round(added_us),
+            "T_us": round(cell.busy_us),
+            "added_us": round(shares.added_us),
             "waited_us": round(cell.waited_us),
             "window_us": round(fast[mode].window_us),
-            "hidden": f"{1 - added_us / moved_us:.0%}",
-            "predicted": f"{1 - predicted_us / moved_us:.0%}",
+            "hidden": f"{shares.measured:.0%}",
+            "predicted": f"{shares.predicted:.0%}",
+            "GB_per_s": round(rate / 1e3, 3),
         }
-        rows.append(_cell_row(miss, mode, slow, config | {"GB_per_s": round(rate / 1e3, 3)}))
+        rows.append(_cell_row(miss, mode, slow, config))
     return rows
+
+
+def agreement_row(cells: Sequence[tuple[dict[str, Cell], dict[str, Cell]]]) -> Row:
+    """Over DA and DBA at every miss count; the time added is what a wrong choice would cost."""
+    found = [shares_of(mode, *both) for both in cells for mode in ("da", "dba")]
+    points = [100 * abs(one.measured - one.predicted) for one in found]
+    return Row(
+        name="hidden share, measured against predicted",
+        value=statistics.fmean(points),
+        unit="points apart",
+        config={"cells": len(points)},
+        samples=points,
+    )
 
 
 def _cell_row(miss: int, mode: str, slow: dict[str, Cell], config: dict[str, Any]) -> Row:

@@ -20,7 +20,7 @@ DPI: Final = 144
 OURS: Final = "#1f6feb"
 THEIRS: Final = "#8b949e"
 LOUD: Final = "#d1495b"
-LANES: Final = {"compute": OURS, "exchange": "#a371f7", "fetch": LOUD, "store": THEIRS}
+LANES: Final = {"exchange": "#a371f7", "fetch": LOUD, "store": THEIRS}
 
 
 def require() -> None:
@@ -94,23 +94,32 @@ def draw_curves(curves: Curves, folder: Path) -> None:
     _figure(folder / "pareto.png", f"Throughput against speed, {curves.title}", pareto)
 
 
-def draw_timeline(spans: Sequence[Span], title: str, folder: Path, *, layers: int = 4) -> None:
-    """The beginning of a step: a whole one has too many spans for a page."""
-    end_us = max((one.end_us for one in spans), default=0.0) * min(1.0, layers / 61)
+def draw_timeline(path: Path, title: str, spans: Sequence[Span], *, share: float) -> None:
+    """The first `share` of a step: a whole one has too many spans for a page."""
+    end_us = max(one.end_us for one in spans) * share
     shown = [one for one in spans if one.start_us < end_us]
     lanes = list(dict.fromkeys(one.lane for one in shown))
+    stages = list(dict.fromkeys(one.name for one in shown if one.lane == "compute"))
+    colors = {stage: f"C{place % 10}" for place, stage in enumerate(stages)}
 
     def timeline(axes: Any) -> None:
+        named: set[str] = set()
         for one in shown:
-            row = lanes.index(one.lane)
-            width = one.end_us - one.start_us
-            color = LANES.get(one.lane, OURS)
-            axes.barh(row, width, left=one.start_us, color=color, edgecolor="white", height=0.7)
+            is_new = one.name in colors and one.name not in named
+            named.add(one.name)
+            axes.barh(
+                lanes.index(one.lane),
+                one.end_us - one.start_us,
+                left=one.start_us,
+                color=LANES.get(one.lane) or colors[one.name],
+                label=one.name if is_new else None,
+                height=0.7,
+            )
         axes.set_yticks(range(len(lanes)), lanes)
         axes.invert_yaxis()
         axes.set_xlabel("microseconds from the start of the step")
 
-    _figure(folder / "timeline.png", f"The first {layers} layers of a step, {title}", timeline)
+    _figure(path, f"The first {share:.0%} of a step, {title}", timeline)
 
 
 def _layer_names(count: int) -> list[str]:
@@ -133,7 +142,10 @@ def _figure(path: Path, title: str, draw: Callable[[Any], None]) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
-    if axes.get_legend_handles_labels()[0]:
+    count = len(axes.get_legend_handles_labels()[0])
+    if count > 4:
+        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    elif count:
         axes.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)

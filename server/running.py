@@ -125,10 +125,9 @@ class Running:
                 await self._give_up(f"it has said nothing for {silent_s:.1f} s")
 
     async def _give_up(self, how: str) -> None:
-        was = self._link.state
         self._link.lose(how)
         console.note(f"ess: the engine is gone: {self._link.why_lost}")
-        if was == "ready":
+        if self._link.ready is not None:
             await self._flush()
             await asyncio.sleep(FLUSH_S)
         self._server.should_exit = True

@@ -84,7 +84,13 @@ class EngineLoop:
             self._obey(message)
         if not self.is_stopped and not self._engine.is_idle:
             self._step()
+            self._settle()
         self._report()
+
+    def _settle(self) -> None:
+        """Whoever left last takes the rows that are still under way along."""
+        if self._engine.is_idle:
+            self._engine.offload.drain()
 
     def close(self) -> None:
         self._engine.offload.close()
@@ -99,6 +105,7 @@ class EngineLoop:
                 live = self._live.pop(number, None)
                 if live is not None:
                     self._engine.cancel(live.request)
+                    self._settle()
             case Flush():
                 self._wire.give(Flushed(self._flush()))
             case Stop():

@@ -64,8 +64,7 @@ def back(batch: Batch, layer: DecoderLayer, hidden: Tensor, attended: Tensor) ->
     """Attended latents -> the layer's output."""
     if not batch.ops.has_stages():
         return layer.mlp(layer.output(hidden, attended))
-    compiled, threads = layer.compiled(batch.layout), compute_threads()
-    return compiled.mlp(compiled.output(hidden, attended, threads=threads), threads=threads)
+    return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
 
 
 def logits(batch: Batch, model: Model, finished: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
 
     def now_ns(self) -> int:
-        return int(self.clock.now_s() * 1e9)
+        return round(self.clock.now_s() * 1e9)
 
     def note(self, layer: int, first_query: int, stage: str, started_ns: int) -> None:
         """A stage that started then ends now."""

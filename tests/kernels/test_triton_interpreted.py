@@ -154,15 +154,15 @@ def test_attention_compiles_to_tensor_core_instructions(
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
+    assert binary.metadata.shared <= 227 << 10
     product = "wgmma.mma_async" if shape.heads >= 64 else "mma.sync"
     assert product in binary.asm["ptx"]
-    assert binary.metadata.shared <= 227 << 10
     assert "cp.async" in binary.asm["ptx"]
     assert stack_bytes(binary, tmp_path) <= 400
 
 
 @pytest.mark.slow
-def test_attention_in_float32_compiles() -> None:
+def test_attention_in_float32_compiles_without_spills(tmp_path: Path) -> None:
     from ess.kernels.triton_ops import attend
     from ess.kernels.triton_ops.device import attend as device
 
@@ -177,6 +177,7 @@ def test_attention_in_float32_compiles() -> None:
             num_stages=shape.stages,
         )
         assert binary.metadata.shared <= 227 << 10
+        assert stack_bytes(binary, tmp_path) == 0
 
 
 @pytest.mark.slow
@@ -185,6 +186,7 @@ def test_attention_in_float32_compiles() -> None:
     [
         ("fp8", "*u8", torch.float8_e4m3fn),
         ("fp8", "*i16", torch.bfloat16),
+        ("fp8", "*fp32", torch.float32),
         ("f32", "*fp32", torch.float32),
     ],
 )
@@ -192,15 +194,14 @@ def test_index_logits_compile(form: Any, kind: str, dtype: torch.dtype, tmp_path
     from ess.kernels.triton_ops import index
     from ess.kernels.triton_ops.device import index as device
 
-    constants = index.constants(IndexCodec(form=form), query_dtype=dtype, interpreted=False)
-    binary = compiled(
-        device.logits,
-        LOGITS | {"queries": kind},
-        constants | {"HEADS": 64, "HEADS_PADDED": 64} | index.blocks(is_half=form == "fp8"),
-        num_warps=4,
-    )
-    assert "wgmma.mma_async" in binary.asm["ptx"]
-    assert stack_bytes(binary, tmp_path) <= (0 if form == "fp8" else 64)
+    is_half = index.in_half(dtype, IndexCodec(form=form))
+    given = index.constants(IndexCodec(form=form), query_dtype=dtype, interpreted=False)
+    given |= {"HEADS": 64, "HEADS_PADDED": 64} | index.blocks(is_half=is_half)
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages")}
+    binary = compiled(device.logits, LOGITS | {"queries": kind}, given, **options)
+    assert ("wgmma.mma_async" in binary.asm["ptx"]) == is_half
+    assert stack_bytes(binary, tmp_path) == 0
+    assert 113 << 10 < binary.metadata.shared <= 227 << 10 or not is_half
 
 
 def test_the_small_kernels_compile_without_spills(tmp_path: Path) -> None:
@@ -221,6 +222,31 @@ def test_the_small_kernels_compile_without_spills(tmp_path: Path) -> None:
         compiled(device.copy_rows, COPY, {"WORDS": 82, "BLOCK": copy.BLOCK}, num_warps=16),
     ):
         assert stack_bytes(binary, tmp_path) == 0
+
+
+@pytest.mark.slow
+def test_counts_and_strides_of_one_compile_too() -> None:
+    """Triton makes a constant of every integer that is 1, so these are other programs."""
+    from ess.kernels.triton_ops import attend, index
+    from ess.kernels.triton_ops.device import attend as attention
+    from ess.kernels.triton_ops.device import copy, topk
+    from ess.kernels.triton_ops.device import index as keys
+
+    half = {"query_dtype": torch.bfloat16, "interpreted": False}
+    logits = index.constants(IndexCodec(), **half) | {"HEADS": 1, "HEADS_PADDED": 16}
+    for kernel, given, constants in (
+        (
+            attention.attend,
+            ATTEND,
+            attend.constants(RowCodec(), **half) | {"HEADS": 16, "KEYS": 16},
+        ),
+        (keys.logits, LOGITS | {"queries": "*i16"}, logits | {"RUN": 64, "KEYS": 64}),
+        (topk.top_k, TOP_K, {"HAS_SLOTS": True, "ROOM": 1, "SAMPLE": 64, "BLOCK": 64}),
+        (copy.copy_rows, COPY, {"WORDS": 82, "BLOCK": 64}),
+    ):
+        ones = {name: 1 for name, kind in given.items() if kind == "i32"}
+        others = {name: kind for name, kind in given.items() if name not in ones}
+        assert compiled(kernel, others, constants | ones).asm["cubin"]
 
 
 @pytest.mark.parametrize("kind", ["*fp32", "*i16"])

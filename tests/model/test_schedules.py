@@ -147,7 +147,7 @@ def test_residency_ends_under_pressure_and_returns_after_it():
     while len(first.output) < 10:
         eng.step()
     assert counts[0, Mode.RESIDENT] > 0
-    crowd = [eng.add(prompt(length), Sampling(tokens_max=5)) for length in (330, 250)]
+    crowd = [eng.add(prompt(length), Sampling(tokens_max=12)) for length in (330, 250)]
     before = counts[0, Mode.RESIDENT]
     while any(request.state != "finished" for request in crowd):
         eng.step()

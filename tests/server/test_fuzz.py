@@ -110,7 +110,7 @@ async def sent(port: int, path: str, bodies: list[bytes]) -> list[tuple[int, byt
     for body in bodies:
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        found.append(await asyncio.wait_for(answer(reader), 20))
+        found.append(await asyncio.wait_for(answer(reader), 120))
     writer.close()
     return found
 

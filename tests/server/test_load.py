@@ -56,6 +56,11 @@ async def streamed(url: str, body: dict, *, leave_after: int | None = None) -> t
     return text, usage
 
 
+def slots_used(text: str) -> list[float]:
+    lines = [line for line in text.splitlines() if line.startswith("ess_slots_used{")]
+    return [float(line.split()[-1]) for line in lines]
+
+
 def asked(number: int, *, max_tokens: int) -> dict:
     prompt = TOKENIZER.encode("The server reads its configuration. ")[: 3 + number % 5]
     return {
@@ -94,7 +99,7 @@ def test_sixty_four_streams_lose_nothing():
         count = asyncio.run(run(process))
         assert count >= STREAM_COUNT
         until(lambda: load(process)["num_total_reqs"] == 0, "an empty server")
-        assert load(process)["made_count"] >= 24 * count
+        until(lambda: load(process)["made_count"] == 24 * count, "the engine's own count")
 
 
 @pytest.mark.slow
@@ -121,8 +126,7 @@ def test_a_thousand_who_leave_free_everything():
             text = answer.read().decode()
         left = [line for line in text.splitlines() if line.startswith("ess_disconnects_total ")]
         assert left == ["ess_disconnects_total 1000.0"]
-        used = [line for line in text.splitlines() if line.startswith("ess_slots_used{")]
-        assert {float(line.split()[-1]) for line in used} == {0.0}
+        assert max(slots_used(text)) == 0.0
         request = urllib.request.Request(process.url + "/flush_cache", b"")
         urllib.request.urlopen(request).close()
         until(lambda: load(process)["memory"]["host_pages"]["used"] == 0, "empty pools")

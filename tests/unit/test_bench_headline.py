@@ -161,6 +161,7 @@ def test_forms_for_people_and_for_spreadsheets(
     ("arguments", "says"),
     [
         (("--ctx", "128k", "--model", "gpt-2"), "no operator tables for 'gpt-2'"),
+        (("--ctx", "4k", "--mode", "fast"), "--mode fast: choose from layerwise"),
         (("--ctx", "64m"), "take a smaller --batch or --ctx"),
         (("--ctx", "4k", "--repetitions", "0"), "at least one is needed"),
         (("--ctx", "4k", "--trace", "no/such/t.json"), "no/such does not exist"),
@@ -182,5 +183,5 @@ def test_curves_and_timelines_are_drawn(tmp_path: Path) -> None:
     predict(found, Plan(contexts=(131_072,)), 131_072, 2)
     halves._draw(found, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"throughput.png", "pareto.png", "timeline.png"}
+    assert names == {"throughput.png", "pareto.png", "timeline-predicted.png"}
     assert plots.DPI > 72

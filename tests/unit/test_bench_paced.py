@@ -10,7 +10,15 @@ import pytest
 from ess.bench.arms import Arm, Shape, Way
 from ess.bench.forced import Forced
 from ess.bench.lanes import TimedLane
-from ess.bench.paced import Cell, Plan, crossing_rate, hiding, rows_of
+from ess.bench.paced import (
+    Cell,
+    Plan,
+    agreement_row,
+    crossing_rate,
+    hiding,
+    rows_of,
+    shares_of,
+)
 from ess.cost import exposed
 from ess.errors import BadInput, BadState
 from ess.kernels.streams import RowCopy
@@ -107,12 +115,26 @@ def test_windows_and_costs_come_from_runs_at_full_speed():
     assert 64 * 8 * ROW / rate == pytest.approx(0.75 * 300)
 
 
+def test_shares_of_the_transfer():
+    fast = {"none": cell(1000), "da": cell(1030, window=80), "dba": cell(1000, window=80)}
+    slow = {mode: cell(step) for mode, step in (("none", 1050), ("da", 1035), ("dba", 1010))}
+    shares = {mode: shares_of(mode, fast, slow) for mode in slow}
+    assert shares["none"].measured == shares["none"].predicted == 0
+    assert shares["da"].measured == pytest.approx(0.3)
+    assert shares["da"].predicted == pytest.approx(0.4), "30 us of splitting, nothing in sight"
+    assert shares["dba"].predicted == 1
+    row = agreement_row([(fast, slow)])
+    assert row.samples == pytest.approx([10, 20])
+    assert row.value == pytest.approx(15)
+
+
 def test_the_benchmark_forces_its_grid_and_compares_with_none():
     plan = Plan(context=192, batch=2, misses=(16,), steps=1, top_k=64, bytes_per_us=20.0)
     rows = rows_of(plan, folder=None)
     assert [row.name for row in rows] == [
-        f"step at 16 misses, {mode}" for mode in ("NONE", "DA", "DBA")
+        *(f"step at 16 misses, {mode}" for mode in ("NONE", "DA", "DBA")),
+        "hidden share, measured against predicted",
     ]
-    for row in rows:
+    for row in rows[:-1]:
         assert row.config["misses"] == 16
         assert row.config["T_us"] >= 2 * 16 * ROW / 20

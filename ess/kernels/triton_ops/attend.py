@@ -150,7 +150,7 @@ def constants(
         "QUERY_IS_BF16": query_dtype == torch.bfloat16,
         "IN_BF16": in_half(query_dtype, codec) and not interpreted,
         "INTERPRETED": interpreted,
-        "PRECISION": "tf32x3",
+        "PRECISION": "ieee",
     }
 
 

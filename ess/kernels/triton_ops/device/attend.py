@@ -41,10 +41,10 @@ def _plain(
     column = tl.arange(0, PADDED)
     mask = is_key[:, None] & (column < DIM)[None, :]
     if FORM == "f32":
-        at = (starts[:, None] + 4 * column[None, :]).to(tl.pointer_type(tl.float32))
+        at = starts.to(tl.pointer_type(tl.float32))[:, None] + column[None, :]
         found = tl.load(at, mask=mask, other=0.0)
     else:
-        at = (starts[:, None] + 2 * column[None, :]).to(tl.pointer_type(tl.int16))
+        at = starts.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
         bits = tl.load(at, mask=mask, other=0)
         found = bits.to(tl.bfloat16, bitcast=True) if IN_BF16 else widen(bits)
     return found
@@ -61,8 +61,8 @@ def _coded(
     mask = is_key[:, None, None] & (group < DIM // 128)[None, :, None]
     at = group[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
     codes = tl.load(starts[:, None, None] + at, mask=mask, other=0)
-    at = starts[:, None, None] + (DIM + 4 * group[None, :, None])
-    scales = tl.load(at.to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
+    at = (starts + DIM).to(tl.pointer_type(tl.float32))[:, None, None] + group[None, :, None]
+    scales = tl.load(at, mask=mask, other=0.0)
     found = from_e4m3(codes, INTERPRETED) * scales
     found = found.to(tl.bfloat16) if IN_BF16 else found
     return tl.reshape(found, (starts.shape[0], PADDED))

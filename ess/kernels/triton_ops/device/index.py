@@ -15,14 +15,14 @@ def _keys(
     column = tl.arange(0, DIM_PADDED)
     mask = is_key[:, None] & (column < DIM)[None, :]
     if IS_FP8:
-        at = starts[:, None] + (place[:, None] * DIM + column[None, :])
-        found = from_e4m3(tl.load(at, mask=mask, other=0), INTERPRETED)
+        codes = starts[:, None] + (place[:, None] * DIM + column[None, :])
+        found = from_e4m3(tl.load(codes, mask=mask, other=0), INTERPRETED)
         keys = found.to(tl.bfloat16) if IN_BF16 else found
-        scales = (starts + (64 * DIM + 4 * place)).to(tl.pointer_type(tl.float32))
-        scales = tl.load(scales, mask=is_key, other=0.0)
+        at = (starts + 64 * DIM).to(tl.pointer_type(tl.float32)) + place
+        scales = tl.load(at, mask=is_key, other=0.0)
     else:
-        plain = starts[:, None] + 4 * (place[:, None] * DIM + column[None, :])
-        keys = tl.load(plain.to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
+        plain = starts.to(tl.pointer_type(tl.float32))[:, None]
+        keys = tl.load(plain + (place[:, None] * DIM + column[None, :]), mask=mask, other=0.0)
         scales = tl.full(place.shape, 1.0, tl.float32)
     return keys, scales
 

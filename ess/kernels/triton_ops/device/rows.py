@@ -47,7 +47,7 @@ def _encode_tail(
     found = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
     if not IS_BF16:
         found = narrow(found)
-    out = (tails[:, None] + 2 * column[None, :]).to(tl.pointer_type(tl.int16))
+    out = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
     tl.store(out, found, mask=mask)
 
 
@@ -99,7 +99,7 @@ def _decode_tail(
 ):
     column = tl.arange(0, PADDED)
     mask = is_row[:, None] & (column < TAIL)[None, :]
-    at = (tails[:, None] + 2 * column[None, :]).to(tl.pointer_type(tl.int16))
+    at = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
     found = tl.load(at, mask=mask, other=0)
     tl.store(values[:, None] + column[None, :], found if IS_BF16 else widen(found), mask=mask)
 
