@@ -16,8 +16,9 @@ import numpy as np
 
 from ess.bench.fidelity import Sample
 from ess.bench.report import Row
+from ess.pool.budget import Curve, divide
 from ess.sim import profiles
-from ess.sim.curves import Curve, MissCurve, divide
+from ess.sim.curves import MissCurve
 
 CONTEXT: Final = 32 * 1024
 TOP_K: Final = 2048

@@ -15,6 +15,7 @@ import cyclopts
 
 import ess
 from ess import console
+from ess.bench.headline import headline
 from ess.console import Command
 from ess.errors import BadInput
 
@@ -53,8 +54,13 @@ BENCHMARKS: Final = (
         suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
     ),
     Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
+    Benchmark(suite="engine", name="paced", home="ess.bench.paced:paced_benchmark"),
+    Benchmark(suite="engine", name="locality", home="ess.bench.locality:locality_benchmark"),
+    Benchmark(suite="calibrate", name="calibrate", home="ess.bench.calibrate:calibrate_benchmark"),
+    Benchmark(suite="engine", name="orders", home="ess.bench.orders:orders_benchmark"),
     Benchmark(suite="engine", name="overhead", home="ess.bench.overhead:overhead_benchmark"),
     Benchmark(suite="engine", name="rival", home="ess.bench.rival:rival_benchmark"),
+    Benchmark(suite="serve", name="serve", home="ess.bench.serve:serve_benchmark"),
 )
 
 COMMANDS: Final = (
@@ -73,6 +79,16 @@ COMMANDS: Final = (
         home="ess.bench.step:step",
         summary="Decode steps of the embedded model: offload against everything resident.",
     ),
+    Command(
+        name="paced",
+        home="ess.bench.paced:paced",
+        summary="DA and DBA against NONE on a slowed link: what is hidden, what was predicted.",
+    ),
+    Command(
+        name="locality",
+        home="ess.bench.locality:locality",
+        summary="Similarity, misses, warm-up and MTP acceptance on real text.",
+    ),
 )
 """Benchmarks with options of their own; `all` runs their BENCHMARKS line in smoke or full size."""
 
@@ -83,6 +99,8 @@ SUITES: Final = {
     "policies": "Which row gives way: policies, miss curves and budgets on generated selections.",
     "prefill-model": "Chunked pipeline prefill, predicted against published rows.",
     "engine": "The engine on the embedded model: what residency costs and what it hides.",
+    "calibrate": "What the layerwise policy starts from; --out FILE writes it for the engine.",
+    "serve": "The HTTP server alone: events per core, and from the engine to the socket.",
     "all": "Every suite.",
 }
 
@@ -100,7 +118,12 @@ def make_app(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return console.run(make_app(BENCHMARKS, SUITES, COMMANDS), arguments)
+    """Options without a suite are the headline's; a word is a suite, or a slip that gets a hint."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    app = make_app(BENCHMARKS, SUITES, COMMANDS)
+    if given and given[0].startswith("-"):
+        app.default(headline)
+    return console.run(app, given)
 
 
 def _suite_command(members: Sequence[Benchmark]) -> Callable[..., int]:

@@ -22,8 +22,9 @@ import torch
 from ess import console
 from ess.bench import machine, report
 from ess.bench.arms import Arm, Shape, Way
+from ess.bench.folders import default_folder
 from ess.bench.lists import sizes
-from ess.bench.prefix import Prefix, default_folder
+from ess.bench.prefix import Prefix
 from ess.bench.report import Row
 from ess.bench.step import Plan, prepared
 from ess.errors import BadInput, Unavailable

@@ -16,6 +16,7 @@ A segment that was computed is kept as a safetensors file, named by all that it 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ from ess.layout import ModelLayout
 from ess.models.layers import Rotation, rotate, rotate_part
 from ess.models.load import EMBEDDED
 from ess.models.model import Model
-from ess.units import PAGE_ROWS, format_bytes
+from ess.units import PAGE_ROWS
 
 SEGMENT: Final = 4096
 DISTINCT: Final = 16384
@@ -156,8 +157,12 @@ def build_prefix(
     segment: int = SEGMENT,
     distinct: int = DISTINCT,
     folder: Path | None = None,
+    seconds: float = math.inf,
 ) -> Prefix:
-    """Computes what `folder` does not hold yet; a folder of None keeps nothing."""
+    """Computes what `folder` does not hold yet; a folder of None keeps nothing.
+
+    After `seconds` no further segment is begun: those there are must do.
+    """
     if model.config.rope.rotation_scale != 1.0:
         raise BadInput("a model that scales its rotations cannot have rows turned")
     each = min(segment, length)
@@ -165,10 +170,10 @@ def build_prefix(
     if len(ids) < count * each + 1:
         raise BadInput(f"{text} has {len(ids)} tokens, the prefix needs {count * each + 1}")
     started = time.perf_counter()
-    segments = [
-        _kept_or_made(model, layout, list(ids[at * each : (at + 1) * each + 1]), folder)
-        for at in range(count)
-    ]
+    segments: list[Segment] = []
+    while len(segments) < count and (not segments or time.perf_counter() - started < seconds):
+        at = len(segments) * each
+        segments.append(_kept_or_made(model, layout, list(ids[at : at + each + 1]), folder))
     return Prefix(
         model=model,
         layout=layout,
@@ -177,11 +182,6 @@ def build_prefix(
         text=text,
         seconds=time.perf_counter() - started,
     )
-
-
-def default_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "ess" / "prefix"
 
 
 def _kept_or_made(
@@ -263,7 +263,3 @@ def _taken(offload: Offload, request: Request, layout: ModelLayout, count: int) 
         keys.append(torch.cat(parts, dim=1))
     rows = tuple(offload.host(layer)[on_host].clone() for layer in range(layout.layer_total))
     return Segment(tokens=tuple(request.prompt[:count]), rows=rows, keys=tuple(keys))
-
-
-def size_text(layout: ModelLayout, length: int) -> str:
-    return format_bytes(-(-length // PAGE_ROWS) * layout.host_page_bytes)

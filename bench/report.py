@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -22,6 +24,7 @@ from ess.errors import BadInput
 SCHEMA: Final = "ess.bench/1"
 
 Better = Literal["lower", "higher"]
+Format = Literal["table", "md", "csv", "json", "jsonl"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,17 +114,84 @@ def _plain(number: Any) -> Any:
     raise BadInput(f"{type(number).__name__} {number!r} is not a plain value")
 
 
-def present(document: Document, *, json: bool, out: Path | None) -> None:
-    """For people a table, for programs the document; `out` gets the whole file or none of it."""
+def present(
+    document: Document, *, json: bool = False, form: Format = "table", out: Path | None
+) -> None:
+    """Tables for people, documents for programs; `out` gets the whole document or nothing of it."""
     if out is not None:
         draft = out.with_name(out.name + ".part")
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
         os.replace(draft, out)
         console.note(f"written: {out}")
-    if json:
-        console.print_json(document)
-    else:
-        print_table(document)
+    match "json" if json else form:
+        case "json":
+            console.print_json(document)
+        case "jsonl":
+            for row in document.rows:
+                print(msgspec.json.encode(row).decode())
+        case "csv":
+            _print_csv(document)
+        case "md":
+            _print_markdown(document)
+        case "table":
+            print_table(document)
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """One level of plain values: what a spreadsheet and llama-bench's readers want."""
+    spread = statistics.stdev(row.samples) if len(row.samples) > 1 else None
+    return {
+        "name": row.name,
+        "value": row.value,
+        "mean": statistics.fmean(row.samples) if row.samples else row.value,
+        "std": spread,
+        "unit": row.unit,
+        "baseline": row.baseline,
+        "baseline_value": row.baseline_value,
+        "ratio": row.ratio,
+        **row.config,
+    }
+
+
+def _columns(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for line in lines for key in line))
+
+
+def _print_csv(document: Document) -> None:
+    lines = [flat(row) for row in document.rows]
+    writer = csv.DictWriter(sys.stdout, _columns(lines), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+
+
+def _print_markdown(document: Document) -> None:
+    """One table per half, since their columns differ; what has no half is a sentence above."""
+    print(f"{document.machine.line()}  \n{document.build.line()}\n")
+    halves = dict.fromkeys(row.config.get("half", "") for row in document.rows)
+    for half in halves:
+        rows = [row for row in document.rows if row.config.get("half", "") == half]
+        if not half:
+            for row in rows:
+                print(f"{row.name}: {row.config.get('how', '')}\n")
+            continue
+        lines = [_markdown_cells(row) for row in rows]
+        columns = _columns(lines)
+        print(f"**{half}**\n\n| {' | '.join(columns)} |")
+        print("|" + "|".join("---" if name == "benchmark" else "---:" for name in columns) + "|")
+        for line in lines:
+            print(f"| {' | '.join(str(line.get(name, '')) for name in columns)} |")
+        print()
+
+
+def _markdown_cells(row: Row) -> dict[str, str]:
+    line = flat(row)
+    spread = "" if line["std"] is None else f" ± {_short(line['std'])}"
+    config = {key: value for key, value in row.config.items() if key != "half"}
+    against = {}
+    if row.ratio is not None:
+        against = {"baseline": f"{row.baseline}: {_short(row.baseline_value)}"}
+        against["ratio"] = f"x{row.ratio:.2f}"
+    return {"benchmark": row.name, row.unit: f"{_short(line['mean'])}{spread}", **against, **config}
 
 
 def print_table(document: Document) -> None:

@@ -27,8 +27,9 @@ from torch import Tensor
 from ess import console
 from ess.bench import machine, report
 from ess.bench.arms import Arm, Shape, Way
+from ess.bench.folders import default_folder
 from ess.bench.lists import sizes
-from ess.bench.prefix import Prefix, default_folder
+from ess.bench.prefix import Prefix
 from ess.bench.report import Row, compare
 from ess.bench.step import Plan, prepared
 from ess.bench.timing import Arm as Turn
@@ -50,15 +51,15 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Try:
-    """One way to run the rival; `growth` is how its past is kept."""
+    """One way to run the rival; `kept` is how its past is."""
 
     dtype: str = "bfloat16"
     attention: str = "eager"
     experts: str = "grouped_mm"
-    growth: str = "dynamic"
+    kept: str = "dynamic"
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.attention} {self.experts} {self.growth}"
+        return f"{self.dtype} {self.attention} {self.experts} {self.kept}"
 
 
 TRIES: Final = (
@@ -66,8 +67,8 @@ TRIES: Final = (
     Try(attention="sdpa"),
     Try(experts="batched_mm"),
     Try(experts="eager"),
-    Try(growth="static"),
-    Try(attention="sdpa", growth="static"),
+    Try(kept="static"),
+    Try(attention="sdpa", kept="static"),
     Try(dtype="float32"),
     Try(dtype="float32", attention="sdpa"),
 )
@@ -166,12 +167,12 @@ class Rival:
         config = self._model.config
         self._past = (
             StaticCache(config=config, max_cache_len=context + steps)
-            if way.growth == "static"
+            if way.kept == "static"
             else DynamicCache(config=config)
         )
         self.step()
         for layer in self._past.layers:
-            self._fill(layer, context, way.growth == "static")
+            self._fill(layer, context, way.kept == "static")
 
     @staticmethod
     @torch.inference_mode()

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from ess import console
-from ess.bench import machine, report
+from ess.bench import machine, plots, report
 from ess.bench.arms import Arm, Shape, Way, slots_each
-from ess.bench.lists import shares, sizes
-from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix, default_folder
+from ess.bench.cputables import stage_medians
+from ess.bench.folders import default_folder
+from ess.bench.lists import modes, shares, sizes
+from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
 from ess.bench.report import Row, compare
 from ess.bench.text import token_ids
 from ess.errors import BadInput
@@ -42,7 +44,8 @@ class Plan:
     batches: Sequence[int] = (1, 4)
     mtps: Sequence[int] = (2,)
     ratios: Sequence[float] = (0.2,)
-    modes: Sequence[str] = ("none",)
+    modes: Sequence[str] = ("layerwise",)
+    stages: bool = False
     steps: int = 24
     segment: int = SEGMENT
     distinct: int = DISTINCT
@@ -65,10 +68,13 @@ def step(
     batch: str = "1,4",
     mtp: str = "2",
     ratio: str = "0.2",
-    mode: str = "none",
+    mode: str = "layerwise",
     steps: int = 24,
     text: Path | None = None,
     snapshots: Path | None = None,
+    stages: bool = False,
+    locality: bool = False,
+    plot: Path | None = None,
     json: bool = False,
     out: Path | None = None,
 ) -> None:
@@ -85,19 +91,28 @@ def step(
     ratio
         Slots over context, a list.
     mode
-        How layers fetch: none, da, dba or what else the engine knows, a list.
+        How layers fetch: layerwise, none, da or dba, a list.
     steps
         Measured steps of each way.
     text
         Decode behind this text; by default Python's own reference.
     snapshots
         Where prefilled segments are kept, by default in the user's folder for such files.
+    stages
+        Also print where the time of a median step goes.
+    locality
+        Also print how local the selections are on the text, at the first context.
+    plot
+        Draw the plots of --locality into this folder.
     json
         Print the JSON document on stdout.
     out
         Also write the JSON document to this file.
     """
-    console.check_folder("--out", out)
+    for option, path in (("--out", out), ("--plot", plot)):
+        console.check_folder(option, path)
+    if plot is not None:
+        plots.require()
     if steps < 1:
         raise BadInput(f"--steps {steps}: at least one step is measured")
     plan = Plan(
@@ -105,13 +120,24 @@ def step(
         batches=sizes("--batch", batch),
         mtps=sizes("--mtp", mtp),
         ratios=shares("--ratio", ratio),
-        modes=mode.split(","),
+        modes=modes("--mode", mode),
         steps=steps,
+        stages=stages,
     )
     measured_on = machine.machine()
-    rows = rows_of(plan, folder=snapshots or default_folder(), text=text)
+    folder = snapshots or default_folder()
+    rows = rows_of(plan, folder=folder, text=text)
+    if locality or plot is not None:
+        rows += _locality_rows(plan, folder, text, plot)
     document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
     report.present(document, json=json, out=out)
+
+
+def _locality_rows(plan: Plan, folder: Path, text: Path | None, plot: Path | None) -> list[Row]:
+    from ess.bench import locality
+
+    asked = locality.Plan(context=plan.contexts[0], mtp=plan.mtps[0])
+    return locality.rows_of(asked, folder=folder, text=text, plot=plot)
 
 
 def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> list[Row]:
@@ -130,6 +156,8 @@ def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> lis
                 )
                 console.note(f"context {context:,}, batch {batch}, mtp {mtp} ...")
                 rows += _shape_rows(prefix, shape, plan)
+                if plan.stages:
+                    rows += [stage_row(prefix, shape, way) for way in ways(plan)]
     return rows
 
 
@@ -182,14 +210,32 @@ def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan) -> list[Row]:
             arm.close()
 
 
+def stage_row(prefix: Prefix, shape: Shape, way: Way) -> Row:
+    """Medians of each stage, so their sum is only about a step; each way ran on its own."""
+    found = stage_medians(prefix, shape, way, shape.steps - 1)
+    return Row(
+        name=f"stages of a step, {way.name}",
+        value=sum(found.values()),
+        unit="us",
+        config={
+            "ctx": shape.context,
+            "batch": shape.batch,
+            "mtp": shape.mtp,
+            **{stage.replace(" ", "_"): round(us) for stage, us in sorted(found.items())},
+        },
+    )
+
+
 def take_turns(arms: Sequence[Arm], steps: int) -> None:
-    """Step by step, every round beginning with another arm; the first rounds do not count."""
+    """Step by step, every round in another order, so that nobody always follows the same arm, whose
+    lane may still be storing; the first rounds do not count."""
+    order = np.random.default_rng(0)
     for number in range(steps):
         if number == WARM_UP_STEPS:
             for arm in arms:
                 arm.forget()
-        for place in range(len(arms)):
-            arms[(number + place) % len(arms)].step()
+        for place in order.permutation(len(arms)):
+            arms[place].step()
 
 
 def arm_rows(arm: Arm, whole: Arm, *, targets: bool) -> list[Row]:
@@ -220,8 +266,9 @@ def effective(arm: Arm) -> dict[str, Any]:
     shape, way = arm.shape, arm.way
     config: dict[str, Any] = {"ctx": shape.context, "batch": shape.batch, "mtp": shape.mtp}
     if way.mode != "resident" and way.ratio is not None:
-        asked = div_ceil(slots_each(arm.offload.layout, shape, way.ratio), PAGE_ROWS) * PAGE_ROWS
-        held = int(arm.offload.stats().slot_count.min()) // shape.batch
+        wanted = slots_each(arm.offload.layout, shape, way.ratio) * shape.batch
+        asked = round(div_ceil(wanted, PAGE_ROWS) * PAGE_ROWS / shape.batch)
+        held = round(float(arm.offload.stats().slot_count.mean()) / shape.batch)
         config |= {"slots_each": held} if held == asked else {"slots_each": f"{held} of {asked}"}
     return config
 

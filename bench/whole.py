@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ess.door import Offload, Promise, Sequence, Step, stepping
-from ess.door.arrival import key_group
+from ess.door import Offload, Promise, Sequence, Step
 from ess.door.checks import as_array
 from ess.pool import planner
 from ess.units import PAGE_ROWS
@@ -55,14 +54,20 @@ class Whole(Offload):
         super().import_rows(sequence, layer=layer, start=start, rows=rows)
         self._whole(layer)[self.active_rows(sequence, start, len(rows)).long()] = rows
 
-    def append(self, layer: int, rows: Any, step: Step, *, keys: Any = None) -> None:
+    def append(
+        self, layer: int, rows: Any, step: Step, *, keys: Any = None, first_query: int = 0
+    ) -> None:
         self._require_step(step)
-        self._whole(layer)[torch.from_numpy(step.rows).long()] = rows
-        step.appended.add(layer)
+        stop = first_query + len(rows)
+        self._whole(layer)[torch.from_numpy(step.rows[first_query:stop]).long()] = rows
+        step.row_counts[layer] = stop
+        if stop == step.query_count:
+            step.appended.add(layer)
         if keys is not None:
-            shape = (step.query_count, self._pools.index.keys.key_bytes)
-            group = key_group(self.layout, layer)
-            stepping.append_keys(self._pools, step, group, as_array(keys, "keys", "uint8", shape))
+            group = self.layout.group_of(layer)
+            shape = (len(rows), self._pools.index.keys.key_bytes)
+            array = as_array(keys, "keys", "uint8", shape)
+            self._pools.index.keys.write(group, step.rows[first_query:stop], array)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None

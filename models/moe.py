@@ -47,6 +47,14 @@ class Routing(NamedTuple):
     weights: Tensor
 
 
+class Inner(NamedTuple):
+    """Between the two products: a line per token and expert, sorted by expert; each one's end."""
+
+    values: Tensor
+    order: Tensor
+    ends: Tensor
+
+
 class Moe:
     def __init__(self, config: ModelConfig, source: Source) -> None:
         c = config
@@ -109,17 +117,39 @@ class Moe:
         Sorting is stable and the sum runs over ascending experts in float32, so a token's result
         does not depend on which other tokens chose the same experts, beyond the products' rounding.
         """
-        per_token = self._config.experts_per_token
+        inner = self.up(x, routing)
+        return self.collect(self.down(inner, range(self.expert_count)), inner, routing).to(x.dtype)
+
+    @property
+    def expert_count(self) -> int:
+        return self._config.expert_count
+
+    @property
+    def has_shared(self) -> bool:
+        return self._shared is not None
+
+    def up(self, x: Tensor, routing: Routing) -> Inner:
         flat = routing.experts.flatten()
         order = flat.argsort(stable=True)
-        ends = torch.bincount(flat, minlength=self._config.expert_count).cumsum(0).int()
-        tokens = x.to(self._gate_up.dtype)[order // per_token]
-        inner = swiglu(F.grouped_mm(tokens, self._gate_up.transpose(1, 2), offs=ends))
-        outer = F.grouped_mm(inner, self._down.transpose(1, 2), offs=ends)
+        ends = torch.bincount(flat, minlength=self.expert_count).cumsum(0).int()
+        tokens = x.to(self._gate_up.dtype)[order // self._config.experts_per_token]
+        values = swiglu(F.grouped_mm(tokens, self._gate_up.transpose(1, 2), offs=ends))
+        return Inner(values, order, ends)
+
+    def down(self, inner: Inner, experts: range) -> Tensor:
+        """What these experts make, one line per token that chose them, in the order of `inner`."""
+        first = int(inner.ends[experts.start - 1]) if experts.start else 0
+        ends = inner.ends[experts.start : experts.stop] - first
+        lines = inner.values[first : first + int(ends[-1])]
+        weights = self._down[experts.start : experts.stop].transpose(1, 2)
+        return F.grouped_mm(lines, weights, offs=ends)
+
+    def collect(self, outer: Tensor, inner: Inner, routing: Routing) -> Tensor:
+        """Each token's weighted sum, float32, of what all its experts made for it."""
         placed = torch.empty_like(outer, dtype=torch.float32)
-        placed[order] = outer.float()
-        weighted = placed.view(x.shape[0], per_token, -1) * routing.weights[..., None]
-        return weighted.sum(1).to(x.dtype)
+        placed[inner.order] = outer.float()
+        weighted = placed.view(*routing.weights.shape, -1) * routing.weights[..., None]
+        return weighted.sum(1)
 
     def shared(self, x: Tensor) -> Tensor:
         assert self._shared is not None, "this model has no shared experts"

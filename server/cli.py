@@ -13,6 +13,21 @@ SUMMARY: Final = "Sparse-attention decoding with the latent cache in host memory
 
 COMMANDS: Final = (
     Command(
+        name="build-kernels",
+        home="ess.server.kernels:build_kernels",
+        summary="Compile the CUDA kernels ahead of time; no GPU is needed.",
+    ),
+    Command(
+        name="chat",
+        home="ess.server.talk:chat",
+        summary="Talk to a running server.",
+    ),
+    Command(
+        name="doctor",
+        home="ess.server.doctor:doctor",
+        summary="What this machine can do, and what keeps it from more.",
+    ),
+    Command(
         name="layout",
         home="ess.server.about:layout",
         summary="What a token of a model costs, and what fits in given memory.",
@@ -21,6 +36,16 @@ COMMANDS: Final = (
         name="plan",
         home="ess.server.plan:plan",
         summary="What fits on given GPUs, how fast, and what limits it.",
+    ),
+    Command(
+        name="serve",
+        home="ess.server.serve:serve",
+        summary="Serve a model over HTTP.",
+    ),
+    Command(
+        name="top",
+        home="ess.server.talk:top",
+        summary="What a running server does, as it does it.",
     ),
     Command(
         name="version",

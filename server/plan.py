@@ -11,9 +11,10 @@ from rich.table import Table
 from ess import console
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.server import planpage
 from ess.sim import misses, tables
 from ess.sim.operators import Fitted, Operators
-from ess.sim.plan import Ask, Plan, Planner, Point, is_planned
+from ess.sim.plan import Ask, Plan, Planner, Point, check_planned
 from ess.units import format_bytes, parse_size
 
 DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*$")
@@ -34,6 +35,7 @@ def plan(
     batch: int | None = None,
     ratio: float | None = None,
     perf_db: Path | None = None,
+    html: Path | None = None,
     json: bool = False,
 ) -> None:
     """Batch, slots and time for a model on given GPUs, and what limits them.
@@ -64,13 +66,13 @@ def plan(
         Slots over context: plans the batch for it.
     perf_db
         An unpacked measurement package to use in place of the tables that ship.
+    html
+        Also write a page that plans in a browser, without a server, to this file.
     json
         Print one JSON document.
     """
-    if not is_planned(model, gpu):
-        raise BadInput(
-            f"no operator tables for {model!r} on {gpu!r}; there are deepseek-v3.2, h200"
-        )
+    console.check_folder("--html", html)
+    check_planned(model, gpu)
     ask = Ask(
         context=parse_size(ctx),
         queries_each=mtp,
@@ -82,7 +84,14 @@ def plan(
         batch=batch,
         ratio=ratio,
     )
-    found = _planner(ask, perf_db).plan()
+    planner = _planner(ask, perf_db)
+    if html is not None:
+        html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
+        console.note(f"written: {html}")
+    _present(planner.plan(), ask, json=json)
+
+
+def _present(found: Plan, ask: Ask, *, json: bool) -> None:
     if json:
         console.print_json(msgspec.to_builtins(found))
     else:

@@ -23,7 +23,8 @@ ESS_PHASE(ess_scan) {
 
 ESS_PHASE(ess_rank) {
     ESS_SHARED Desk desk;
-    if (call.report->absent != 0 && i32(blockIdx.x) < call.tile_count()) rank(call, blockIdx.x, desk);
+    if (call.report->absent == 0) return;
+    if (i32(blockIdx.x) < call.tile_count()) rank(call, blockIdx.x, desk);
 }
 
 ESS_PHASE(ess_assign) {

@@ -13,6 +13,7 @@ import torch
 from ess.clock import Clock, RealClock
 from ess.door import arrival, stepping
 from ess.door import sequence as life
+from ess.door.budgets import Budgets
 from ess.door.checks import as_array, counts, in_range
 from ess.door.pools import Pools, PoolSizes, build_pools
 from ess.door.residency import Residency
@@ -51,6 +52,7 @@ class Offload:
             layout=pools.layout, clock=clock, is_inline=isinstance(lane, InlineLane)
         )
         self._residency = Residency(pools)
+        self._budgets = Budgets(pools, query_max)
         self._step: Step | None = None
         self._sealed: deque[Step] = deque()
         self._opened_count = 0
@@ -68,7 +70,7 @@ class Offload:
         sequence_max: int = 64,
         length_max: int | str = "128k",
         query_max: int = 256,
-        part_max: int = 2,
+        part_max: int = 4,
         slot_floor: int | None = None,
         lane: Lane | None = None,
         clock: Clock | None = None,
@@ -76,7 +78,7 @@ class Offload:
     ) -> Offload:
         """Allocates everything it will ever use.
 
-        `query_max` bounds the queries of one step, `part_max` the parts one layer is resolved in.
+        `query_max` bounds the queries of one step, `part_max` the parts under way at once.
         Copies run beside compute unless another `lane` is given; waits for them are timed on
         `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         """
@@ -232,6 +234,7 @@ class Offload:
         self.layout.check_layer(layer)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
         arrival.import_rows(self._pools, sequence, layer, start, array)
+        self._residency.forget(sequence)
 
     def import_keys(self, sequence: Sequence, *, layer: int, start: int, keys: Any) -> None:
         """Index keys, one record per position: values, then the scale."""
@@ -274,25 +277,41 @@ class Offload:
         self._counters.step_count += 1
         return self._step
 
-    def append(self, layer: int, rows: Any, step: Step, *, keys: Any = None) -> None:
-        """The step's new rows of this layer, [queries, row_bytes], and their index keys."""
+    def append(
+        self, layer: int, rows: Any, step: Step, *, keys: Any = None, first_query: int = 0
+    ) -> None:
+        """New rows of this layer, [queries, row_bytes], and their index keys.
+
+        Those of all queries of the step, or, in batch order, of a part of them from `first_query`.
+        """
         self._require_step(step)
         self.layout.check_layer(layer)
-        array = as_array(rows, "rows", "uint8", (step.query_count, self.layout.row_bytes))
-        stepping.append(self._pools, step, layer, array)
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
+        in_range("the rows of a part", len(array), 1, step.query_count - first_query)
+        listed = None
         if keys is not None:
-            shape = (step.query_count, self._pools.index.keys.key_bytes)
-            group = arrival.key_group(self.layout, layer)
-            stepping.append_keys(self._pools, step, group, as_array(keys, "keys", "uint8", shape))
+            arrival.key_group(self.layout, layer)
+            shape = (len(array), self._pools.index.keys.key_bytes)
+            listed = as_array(keys, "keys", "uint8", shape)
+        stepping.append(self._pools, step, layer, array, listed, first_query)
 
     def resolve(
-        self, layer: int, selection: Any, step: Step, *, first_query: int = 0
+        self,
+        layer: int,
+        selection: Any,
+        step: Step,
+        *,
+        first_query: int = 0,
+        part: int | None = None,
     ) -> Resolution:
         """Where the selected positions are; the missing ones are under way when this returns.
 
         `selection` is int32 [queries, k], ascending, -1 padded, for the queries from `first_query`
         on: parts are resolved in batch order. Layers that share a selection pass None after their
-        group's first layer has been resolved.
+        group's first layer has been resolved. The answer lies in workspace number `part`, by
+        default how many parts of this group came before: name it when two halves of a step are in
+        different layers at once, so that neither takes the other's.
         """
         self._require_step(step)
         self.layout.check_layer(layer)
@@ -302,8 +321,8 @@ class Offload:
         if self.layout.groups[group][0] == layer:
             array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
             in_range("selection rows", len(array), 1, step.query_count - first_query)
-            part = self._part_for(step, group)
-            plan = stepping.resolve(self._pools, step, layer, array, first_query, part)
+            room = self._part_for(step, group, part)
+            plan = stepping.resolve(self._pools, step, layer, array, first_query, room)
             self._counters.planned(plan, self._group_row_bytes(group))
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
@@ -326,19 +345,26 @@ class Offload:
         numbers = np.array(chosen, np.int32)
         return torch.from_numpy(stepping.locate(self._pools, step, layer, array, numbers))
 
-    def host_codes(self, layer: int, selection: Any, step: Step) -> torch.Tensor:
+    def host_codes(
+        self, layer: int, selection: Any, step: Step, *, first_query: int = 0
+    ) -> torch.Tensor:
         """The selection as codes that read the host's rows, whatever is resident: for checks."""
         self._require_step(step)
         self.layout.check_layer(layer)
-        shape = (step.query_count, self.layout.top_k)
-        array = as_array(selection, "selection", "int32", shape)
-        return torch.from_numpy(stepping.host_codes(self._pools, step, layer, array))
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
+        in_range("selection rows", len(array), 1, step.query_count - first_query)
+        codes = stepping.host_codes(self._pools, step, layer, array, first_query)
+        return torch.from_numpy(codes)
 
-    def _part_for(self, step: Step, group: int) -> Part:
-        used = sum(1 for other, _ in step.resolved if other == group)
-        if used >= len(self._parts):
-            raise BadInput(f"group {group} is resolved in more than part_max={len(self._parts)}")
-        return self._parts[used]
+    def _part_for(self, step: Step, group: int, number: int | None) -> Part:
+        taken = [one.part for (other, _), one in step.resolved.items() if other == group]
+        chosen = len(taken) if number is None else number
+        if not 0 <= chosen < len(self._parts):
+            raise BadInput(f"part {chosen} of group {group}: part_max is {len(self._parts)}")
+        if self._parts[chosen] in taken:
+            raise BadState(f"part {chosen} of group {group} is resolved already")
+        return self._parts[chosen]
 
     def commit(
         self,
@@ -397,13 +423,29 @@ class Offload:
     # ---- budgets and the end
 
     def move_budget(self, *, source: int, target: int) -> bool:
-        """One chunk of slots from group `source` to group `target`; False if all are in use."""
+        """One chunk of slots from group `source` to group `target`.
+
+        False if all are in use, or promised to running sequences.
+        """
         for name, group in (("source", source), ("target", target)):
             in_range(name, group, 0, self.layout.group_count - 1)
         if source == target:
             raise BadInput(f"source and target are both group {source}")
+        if self._pools.sparse.chunk_counts()[source] <= self._budgets.floor(source):
+            return False
         self._pools.inflight.settle()
         return self._pools.sparse.move_chunk(source, target)
+
+    def rebalance(self) -> int:
+        """Move some slots to the groups whose misses they save most; returns how many chunks.
+
+        Decided from what has happened since the last call, so call it every some dozen steps.
+        """
+        self._require_open()
+        if self._step is not None or self._sealed:
+            raise BadState("budgets move between steps, when all are learned")
+        self._pools.inflight.settle()
+        return self._budgets.rebalance(self._counters.misses())
 
     def drain(self) -> None:
         """Wait until every copy under way has landed."""

@@ -105,13 +105,18 @@ def _whole(name: str, size: int, unit: int, count_min: int) -> int:
 def _accounts(
     layout: ModelLayout, latent: LatentPool, index: IndexPool, sparse: SparsePool
 ) -> list[Account]:
+    def slots_min() -> int:
+        return min(sparse.slot_count(group) for group in range(layout.group_count))
+
+    capacity = slots_min()
     return [
         Account(
             name=SLOTS,
             unit="slots",
             times=f" x {layout.group_count} groups",
             unit_bytes=layout.layer_total * layout.row_bytes,
-            capacity=min(sparse.slot_count(group) for group in range(layout.group_count)),
+            capacity=capacity,
+            used=lambda: capacity - slots_min(),
         ),
         Account(
             name=INDEX_PAGES,

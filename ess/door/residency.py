@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ess.door.pools import Pools
-from ess.door.sequence import Sequence
+from ess.door.sequence import Sequence, refresh
 
 PATIENCE: Final = 16
 SCARCE: Final = 10
@@ -41,6 +41,10 @@ class Residency:
         self._answers = {one.number: self._answer(one) for one in sequences}
         return all(answer.is_resident for answer in self._answers.values())
 
+    def forget(self, sequence: Sequence) -> None:
+        """Rows have arrived on the host that may have no slot."""
+        self._answers.pop(sequence.number, None)
+
     def is_scarce(self) -> bool:
         """Less than a tenth of some group's slots is free: from here on, ages matter."""
         sparse = self.pools.sparse
@@ -51,6 +55,9 @@ class Residency:
 
     def _answer(self, sequence: Sequence) -> _Answer:
         sparse = self.pools.sparse
+        if sequence.state != "active":
+            return _Answer(False, sparse.departed_count, sparse.step)
+        refresh(self.pools, sequence)
         known = self._answers.get(sequence.number)
         if known is not None and known.is_resident:
             if known.departed_count == sparse.departed_count:

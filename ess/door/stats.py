@@ -78,6 +78,9 @@ class Counters:
     def stored(self, group: int, byte_count: int) -> None:
         self._counts["stored_bytes"][group] += byte_count
 
+    def misses(self) -> Counts:
+        return self._counts["miss_count"] + self._counts["place_count"]
+
     def read(self, pools: Pools, timings: Timings) -> Stats:
         groups = range(pools.layout.group_count)
         return Stats(

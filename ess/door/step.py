@@ -36,6 +36,7 @@ class Step:
 
     The counts are the host's. The arrays are the device's: they follow from lengths that the host
     may not have learned yet.
+    `appended` layers and `keyed` groups are complete; the counts say how many queries have theirs.
     """
 
     number: int
@@ -48,6 +49,8 @@ class Step:
     claimed: dict[int, Rows] = field(default_factory=dict)
     appended: set[int] = field(default_factory=set)
     keyed: set[int] = field(default_factory=set)
+    row_counts: dict[int, int] = field(default_factory=dict)
+    key_counts: dict[int, int] = field(default_factory=dict)
     resolved: dict[tuple[int, int], Resolved] = field(default_factory=dict)
 
     @property
@@ -60,10 +63,11 @@ class Step:
         return [sum(self.query_counts[:i]) for i in range(len(self.query_counts))]
 
     def lengths(self, layer: int) -> Rows:
-        """What each query may select: up to itself once this layer's new rows are there."""
-        if layer in self.appended:
-            return self.query_start + self.query_offset + np.int32(1)
-        return self.query_start
+        """What each query may select: up to itself once its new row of this layer is there."""
+        count = self.row_counts.get(layer, 0)
+        lengths = self.query_start.copy()
+        lengths[:count] += self.query_offset[:count] + np.int32(1)
+        return lengths
 
 
 def new_step(

@@ -81,18 +81,31 @@ def _claim(pools: Pools, step: Step, group: int) -> Rows:
     return step.claimed[group]
 
 
-def append(pools: Pools, step: Step, layer: int, rows: Bytes) -> None:
-    if layer in step.appended:
-        raise BadState(f"layer {layer} was appended in step {step.number} already")
+def append(
+    pools: Pools, step: Step, layer: int, rows: Bytes, keys: Bytes | None, first_query: int
+) -> None:
+    """The rows of some queries, parts in batch order: no sequence selects another's new row."""
     group = pools.layout.group_of(layer)
+    queries = _next_part(step, step.row_counts.get(layer, 0), f"layer {layer}", first_query, rows)
+    if keys is not None:
+        _next_part(step, step.key_counts.get(group, 0), f"group {group}", first_query, keys)
+        pools.index.keys.write(group, step.rows[queries], keys)
+        step.key_counts[group] = queries.stop
     member = pools.layout.groups[group].index(layer)
-    transit.member_slab(pools, member)[_claim(pools, step, group)] = rows
-    step.appended.add(layer)
+    transit.member_slab(pools, member)[_claim(pools, step, group)[queries]] = rows
+    step.row_counts[layer] = queries.stop
+    if queries.stop == step.query_count:
+        step.appended.add(layer)
+        if step.key_counts.get(group) == step.query_count:
+            step.keyed.add(group)
 
 
-def append_keys(pools: Pools, step: Step, group: int, keys: Bytes) -> None:
-    pools.index.keys.write(group, step.rows, keys)
-    step.keyed.add(group)
+def _next_part(step: Step, so_far: int, name: str, first: int, rows: Bytes) -> slice:
+    if so_far == step.query_count:
+        raise BadState(f"{name} was appended in step {step.number} already")
+    if first != so_far:
+        raise BadState(f"{name} has {so_far} queries appended, the next part starts at {first}")
+    return slice(first, first + len(rows))
 
 
 def resolve(
@@ -119,7 +132,7 @@ def resolve(
         plan=plan,
         part=part,
         query_count=len(selection),
-        may_name_new=layer in step.appended,
+        may_name_new=step.row_counts.get(layer, 0) > first_query,
         events=transit.start_fetch(pools, plan),
     )
     return plan
@@ -135,14 +148,15 @@ def locate(pools: Pools, step: Step, layer: int, selection: Rows, queries: Rows)
     return pools.sparse.locate(group, rows)
 
 
-def host_codes(pools: Pools, step: Step, layer: int, selection: Rows) -> Rows:
+def host_codes(pools: Pools, step: Step, layer: int, selection: Rows, first_query: int) -> Rows:
     """Codes that read the truth: -2 - host row, or the slot of a row that is newer than its host.
 
     What attends these codes depends on no residency decision: verify mode compares with it.
     """
     rows = np.empty_like(selection)
-    lengths = step.lengths(layer)
-    planner.translate(selection, pools.tables.lines, step.query_line, lengths, out=rows)
+    queries = slice(first_query, first_query + len(selection))
+    lines, lengths = step.query_line[queries], step.lengths(layer)[queries]
+    planner.translate(selection, pools.tables.lines, lines, lengths, out=rows)
     codes = np.full_like(rows, -1)
     chosen = rows >= 0
     codes[chosen] = -2 - pools.index.host_rows(rows[chosen])
@@ -166,7 +180,7 @@ def _refuse_unwritten(pools: Pools, plan: FetchPlan, part: Part, query_count: in
 def resolution(pools: Pools, step: Step, layer: int, key: tuple[int, int]) -> Resolution:
     """The leader's answer, good for every layer of the group; each waits for its own copy."""
     resolved = step.resolved[key]
-    if resolved.may_name_new and layer not in step.appended:
+    if resolved.may_name_new and step.row_counts.get(layer, 0) < key[1] + resolved.query_count:
         raise BadState(f"layer {layer}: append its new rows first, the selection may name them")
     return as_resolution(
         resolved.part.split,

@@ -83,4 +83,4 @@ class Timings:
             self.counts[name][layer] += value
 
     def _now_ns(self) -> int:
-        return int(self.clock.now_s() * 1e9)
+        return round(self.clock.now_s() * 1e9)

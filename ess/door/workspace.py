@@ -13,7 +13,7 @@ from ess.pool.index import IndexPool
 Matrix = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One part's selection as row ids and the planner's answer, good for every layer of a group."""
 

@@ -43,6 +43,7 @@ def choose_all(lines: Sequence[Line], logits: Tensor) -> list[Choice]:
     choices, at = [], 0
     for line, count, open_count in zip(lines, counts, open_counts, strict=True):
         tokens = _accepted(line.tokens[1:], targets[at : at + open_count])
+        assert tokens, f"request {line.request.number} makes a token in every step"
         choices.append(Choice(tokens, _chances(line.request, logits[at:], tokens)))
         at += count
     return choices
@@ -86,7 +87,9 @@ def _change(line: Line, logits: Tensor) -> int:
     if sampling.penalises:
         _penalise(request, drafts, logits)
     if sampling.logit_bias:
-        logits[:, list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()))
+        bias = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
+        logits[:, list(sampling.logit_bias)] += bias
+    assert not (sampling.grammar and request.matcher is None), "a grammar without its matcher"
     early_count = max(0, sampling.tokens_min - len(request.output))
     logits[:early_count, sorted(request.ends)] = -torch.inf
     return len(logits) if request.matcher is None else _restrict(request, drafts, logits)
@@ -99,11 +102,13 @@ def _penalise(request: Request, drafts: Sequence[int], logits: Tensor) -> None:
         request.tally = Tally(request.prompt if sampling.repetition_penalty != 1.0 else ())
     request.tally.follow(request.output)
     ahead = request.tally.ahead(drafts)
-    ids, said = torch.from_numpy(ahead.ids), torch.from_numpy(ahead.said)
+    ids, said, seen = (
+        torch.from_numpy(part).to(logits.device) for part in (ahead.ids, ahead.said, ahead.seen)
+    )
     scores = logits[:, ids]
     penalty = sampling.repetition_penalty
     repeated = torch.where(scores > 0, scores / penalty, scores * penalty)
-    scores = torch.where(torch.from_numpy(ahead.seen), repeated, scores)
+    scores = torch.where(seen, repeated, scores)
     scores -= sampling.frequency_penalty * said + sampling.presence_penalty * (said > 0)
     logits[:, ids] = scores
 
@@ -111,7 +116,10 @@ def _penalise(request: Request, drafts: Sequence[int], logits: Tensor) -> None:
 def _restrict(request: Request, drafts: Sequence[int], logits: Tensor) -> int:
     """Where the least length leaves nothing that the grammar allows, the grammar wins."""
     assert request.matcher is not None
-    allowed = torch.from_numpy(request.matcher.allowed(request.output, drafts))
+    masks = request.matcher.allowed(request.output, drafts)
+    assert 1 <= len(masks) <= len(logits), f"{len(masks)} masks for {len(logits)} queries"
+    assert masks.any(axis=1).all(), "a mask without a token"
+    allowed = torch.from_numpy(masks).to(logits.device)
     part = logits[: len(allowed)].masked_fill_(~allowed, -torch.inf)
     is_stuck = part.amax(-1) == -torch.inf
     part[is_stuck[:, None] & allowed] = 0.0

@@ -18,7 +18,7 @@ The noise is an integer hash of 31 bits: chances below 2^-31 of the best token's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from ess.engine.sampling import Sampling
 
 REACH_MIN: Final = 256
-REACH_GROWTH: Final = 16
+REACH_GROWTH: Final = 4
 REACH_SHARE: Final = 4
 AT_ONCE: Final = 1 << 17
 UNIFORM_STEP: Final = (1.0 - 2.0**-23) / 2.0**31
@@ -38,17 +38,15 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     """Ids int64 [queries] at `positions`, from logits float32 [queries, vocabulary], which stay."""
     assert len(logits) == len(samplings) == len(positions), "one sampling per query"
     drawn = logits.argmax(-1)
-    assert not logits.gather(-1, drawn[:, None]).isnan().any(), "logits that are no numbers"
     warm = [query for query, one in enumerate(samplings) if not one.is_greedy]
-    for queries, draw_rows in (
-        ([query for query in warm if not _is_cut(samplings[query])], _draw_whole),
-        ([query for query in warm if _is_cut(samplings[query])], _draw_cut),
-    ):
-        for some in _some(queries, max(1, AT_ONCE // logits.shape[1])):
-            rows = _rows(
-                logits[some], [samplings[query] for query in some], [positions[q] for q in some]
-            )
+    cut = [query for query in warm if _is_cut(samplings[query])]
+    whole = [query for query in warm if not _is_cut(samplings[query])]
+    for queries, draw_rows in ((whole, _draw_whole), (cut, _draw_cut)):
+        for some in _some(queries, logits):
+            given = [samplings[query] for query in some]
+            rows = _rows(logits[some], given, [positions[query] for query in some])
             drawn[some] = draw_rows(rows)
+    assert not logits.gather(-1, drawn[:, None]).isnan().any(), "logits that are no numbers"
     return drawn
 
 
@@ -73,11 +71,13 @@ class Rows:
 
 
 def _rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Rows:
+    """The logits are changed."""
+
     def column(value: Callable[[Sampling], float]) -> Tensor:
         return torch.tensor([value(one) for one in samplings], device=logits.device)
 
     return Rows(
-        scores=logits / column(lambda one: one.temperature)[:, None],
+        scores=logits.div_(column(lambda one: one.temperature)[:, None]),
         keys=noise_keys([one.seed for one in samplings], positions).to(logits.device),
         top_k=column(lambda one: min(one.top_k or logits.shape[1], logits.shape[1])),
         top_p=column(lambda one: one.top_p if one.top_p < 1.0 else math.inf),
@@ -89,9 +89,10 @@ def _is_cut(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0
 
 
-def _some(queries: list[int], count: int) -> list[list[int]]:
-    """Rows that stay in the processor's caches from one operation to the next."""
-    return [queries[at : at + count] for at in range(0, len(queries), count)]
+def _some(queries: list[int], logits: Tensor) -> Iterator[list[int]]:
+    """On a CPU, rows that stay in its caches from one operation to the next."""
+    count = max(1, AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return (queries[at : at + count] for at in range(0, len(queries), count))
 
 
 def _draw_whole(rows: Rows) -> Tensor:
@@ -105,19 +106,21 @@ def _draw_whole(rows: Rows) -> Tensor:
 
 
 def _draw_cut(rows: Rows) -> Tensor:
-    vocabulary = rows.scores.shape[1]
-    drawn = torch.empty(len(rows.scores), dtype=torch.int64, device=rows.scores.device)
-    left = torch.arange(len(drawn), device=drawn.device)
-    chances = rows.scores.softmax(-1)
-    cut = rows.top_k[rows.top_k < vocabulary]
+    cut = rows.top_k[rows.top_k < rows.scores.shape[1]]
     reach = max(REACH_MIN, 2 * int(cut.max()) if len(cut) else 0)
-    while len(left):
-        reach = reach if reach * REACH_SHARE < vocabulary else vocabulary
-        tokens, is_settled = _draw_reached(rows.at(left), chances[left], reach)
-        drawn[left[is_settled]] = tokens[is_settled]
-        left = left[~is_settled]
-        reach *= REACH_GROWTH
-    return drawn
+    return _draw_within(rows, rows.scores.softmax(-1), reach)
+
+
+def _draw_within(rows: Rows, chances: Tensor, reach: int) -> Tensor:
+    vocabulary = rows.scores.shape[1]
+    reach = reach if reach * REACH_SHARE < vocabulary else vocabulary
+    assert len(rows.scores) > 0, "no rows to draw from"
+    tokens, is_settled = _draw_reached(rows, chances, reach)
+    left = torch.nonzero(~is_settled)[:, 0]
+    assert reach < vocabulary or len(left) == 0, "a whole row settles everything"
+    if len(left):
+        tokens[left] = _draw_within(rows.at(left), chances[left], reach * REACH_GROWTH)
+    return tokens
 
 
 def _draw_reached(rows: Rows, chances: Tensor, reach: int) -> tuple[Tensor, Tensor]:
@@ -141,7 +144,7 @@ def best(scores: Tensor, reach: int) -> tuple[Tensor, Tensor]:
 
 
 def _kept(rows: Rows, scores: Tensor, chances: Tensor) -> Tensor:
-    """Which of the best survive top-k, top-p and min-p; what is kept is always a first part."""
+    """Which of the best survive top-k, top-p and min-p: a first part, whatever sums are rounded."""
     rank = torch.arange(scores.shape[1], device=scores.device)
     kept = (rank < rows.top_k[:, None]) & (scores > -torch.inf)
     summed = chances.cumsum(-1)
@@ -151,7 +154,7 @@ def _kept(rows: Rows, scores: Tensor, chances: Tensor) -> Tensor:
     kept &= summed - chances < rows.top_p[:, None] * share
     kept &= chances >= rows.min_p[:, None] * chances[:, :1]
     kept[:, 0] = True
-    return kept
+    return (~kept).cumsum(-1) == 0
 
 
 def gumbel(keys: Tensor, ids: Tensor) -> Tensor:

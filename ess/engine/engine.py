@@ -25,12 +25,14 @@ from typing import Final
 
 import torch
 
+from ess.clock import Clock, RealClock
 from ess.door import Offload, Promise
-from ess.engine import prompt, scheduler
+from ess.engine import pace, prompt, scheduler
 from ess.engine.batch import Chunk, Made, StepPlan, StepResult
 from ess.engine.entry import Entry
 from ess.engine.future import FutureMap, Outcome, depth_reasons
 from ess.engine.launch import Flight, launch
+from ess.engine.pace import Seen, drafts_of
 from ess.engine.request import Reason, Request
 from ess.engine.roster import Roster
 from ess.engine.runner import Runner
@@ -41,8 +43,11 @@ from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
 from ess.models.model import Model
 from ess.models.tokenizer import Tokenizer
+from ess.overlap.sbo import Sbo
+from ess.overlap.tbo import Tbo
 
 PAUSE_STEPS: Final = 16
+TPOT: Final = "time per token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +55,27 @@ class EngineConfig:
     """`mtp` is how many tokens a step verifies per request; 1 means no drafts.
 
     `modes` is "layerwise" (per layer from live counters, from `calibration` on if there is one),
-    "resident", "none", "da", "dba", or a list with one of these four per layer.
+    "resident", "none", "da", "dba", or a list with one of these four per layer. `tbo` runs steps
+    in two halves: "off", "on", "auto", or the least tokens of a step for it; `sbo` says what the
+    experts' communication runs beside.
     `depth` 1 plans and launches a step before the one before is learned. `promise` says whether a
-    request's device pages are promised to its full length, or as it grows. `verify_every` n checks
-    one layer of every n-th step against the host's rows.
+    request's device pages are promised to its full length, or as it grows. With `tpot_ms` requests
+    and chunks are admitted so that a token takes no longer; with it or with `mtp_auto` steps verify
+    as many tokens as pay, `mtp` at most. Every `budget_every` steps slots move to the layer groups
+    that miss most; 0 never. `verify_every` n checks one layer of every n-th step against the host's
+    rows.
     """
 
     modes: str | Sequence[str] = "layerwise"
     calibration: str | Path | None = None
+    tbo: Tbo = "off"
+    sbo: Sbo = "off"
     mtp: int = 1
     depth: int = 0
     promise: Promise = "all"
+    tpot_ms: float | None = None
+    mtp_auto: bool = False
+    budget_every: int = 64
     batch_max: int = 16
     query_max: int = 64
     chunk_tokens: int = 512
@@ -75,6 +90,10 @@ class EngineConfig:
             if not low <= value <= high:
                 raise BadInput(f"{name} is {value}, must be {low}..{high}")
 
+    @property
+    def is_paced(self) -> bool:
+        return self.mtp_auto or self.tpot_ms is not None
+
 
 class Engine:
     """A tokenizer is needed by requests with stop strings or a grammar, and by no others."""
@@ -86,6 +105,7 @@ class Engine:
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if config.mtp > 1 and not (model.mtp and offload.layout.mtp_layer_count):
             raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")
@@ -93,9 +113,23 @@ class Engine:
         self.refusal: PoolFull | None = None
         self.step_count = 0
         self.preempted_count = 0
+        self.moved_count = 0
+        self.pace = pace.start(
+            target_ms=config.tpot_ms,
+            verified_max=config.mtp,
+            batch_max=config.batch_max,
+            chunk_max=config.chunk_tokens,
+        )
+        self._clock = clock or RealClock()
         self._config = config
         self.verifier = Verifier(every=config.verify_every, is_fatal=config.verify_fatal)
-        self.tuning = Tuning(offload, config.modes, calibration=config.calibration)
+        self.tuning = Tuning(
+            offload,
+            config.modes,
+            calibration=config.calibration,
+            tbo=config.tbo,
+            sbo=config.sbo,
+        )
         self._runner = Runner(
             model, offload, ops(config.backend), tuning=self.tuning, verifier=self.verifier
         )
@@ -106,6 +140,7 @@ class Engine:
         self._made: list[Made] = []
         self._added_count = 0
         self._resume_step = 0
+        self._is_full = False
 
     # ---- requests
 
@@ -153,7 +188,8 @@ class Engine:
         """Nothing runs, waits or is under way; requests preempted by hand may be left."""
         running = sum(self._roster.count(one) for one in ("waiting", "prefilling", "decoding"))
         preempted = self._roster.of("preempted")
-        return running == 0 and not self._flights and all(one.is_held for one in preempted)
+        is_told = not self._flights and not self._made
+        return running == 0 and is_told and all(one.is_held for one in preempted)
 
     def depth_reasons(self) -> tuple[str, ...]:
         """Why the next step runs at depth 0 whatever the configuration; none if it need not."""
@@ -165,6 +201,7 @@ class Engine:
     def step(self) -> StepResult:
         depth = 0 if self.depth_reasons() else self._config.depth
         self._learn(depth)
+        self._rebalance()
         self._admit()
         plan = self._launch()
         if plan.chunk is not None:
@@ -182,29 +219,54 @@ class Engine:
                 return
             yield result
 
+    def _rebalance(self) -> None:
+        every = self._config.budget_every
+        if every and self.step_count % every == every - 1:
+            self._learn(0)
+            self.moved_count += self.offload.rebalance()
+
     def _admit(self) -> None:
         """The preempted come back, then the waiting enter, in order, while the ledger admits them.
 
         `refusal` says what the first one that has to wait is short of; a request that can never
-        fit ends as refused.
+        fit ends as refused. Nobody asks again before somebody has left: asking costs a pass over
+        the prompt.
         """
-        self.refusal = None
+        if self._is_full and self._running_count:
+            return
+        self._is_full, self.refusal = False, None
         try:
             if self._come_back():
                 while (request := self._roster.first("waiting")) is not None:
+                    self._refuse_if_slow()
                     self._open(request)
         except PoolFull as refusal:
             self.refusal = refusal
+            self._is_full = refusal.limiter != TPOT
 
     def _come_back(self) -> bool:
         """Whether all that gave way to others run again; before that nobody enters."""
         gone = [one for one in self._roster.by_age("preempted") if not one.is_held]
         for request in gone:
-            running = self._roster.count("decoding") + self._roster.count("prefilling")
-            if running and self.step_count < self._resume_step:
+            if self._running_count and self.step_count < self._resume_step:
                 return False
             self._resume(request)
         return True
+
+    @property
+    def _running_count(self) -> int:
+        return self._roster.count("decoding") + self._roster.count("prefilling")
+
+    def _refuse_if_slow(self) -> None:
+        """One more must not take everybody over the time per token that was asked for."""
+        limit = self.pace.batch_limit
+        if self._config.tpot_ms is not None and self._running_count >= limit:
+            raise PoolFull(
+                limiter=TPOT,
+                needed=1,
+                free=0,
+                sentence=f"{limit} requests fit into {self._config.tpot_ms} ms per token",
+            )
 
     def _open(self, request: Request) -> None:
         try:
@@ -235,14 +297,20 @@ class Engine:
                 self._roster,
                 batch_max=self._config.batch_max,
                 query_max=self._config.query_max,
-                verified_max=self._config.mtp,
-                chunk_tokens=self._config.chunk_tokens,
+                verified_max=self.pace.verified_count,
+                chunk_tokens=self.pace.chunk_limit,
             )
             if not plan.turns:
                 return plan
-            draft_count = self._config.mtp - 1
+            draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
             try:
-                flight = launch(self._runner, self._future, plan.turns, draft_count=draft_count)
+                flight = launch(
+                    self._runner,
+                    self._future,
+                    plan.turns,
+                    draft_count=draft_count,
+                    clock=self._clock,
+                )
             except PoolFull as refusal:
                 self._make_room(refusal)
                 continue
@@ -254,19 +322,21 @@ class Engine:
             return plan
 
     def _make_room(self, refusal: PoolFull) -> None:
-        """What is under way may end somebody; else the youngest leaves the device."""
+        """What is under way may end somebody; else the youngest leaves the device.
+
+        One that runs alone finds no room only where others than this engine hold it; then it waits.
+        """
+        self.refusal = refusal
         if self._flights:
             self._learn(0)
             return
-        running = self._roster.by_age("decoding", "prefilling")
-        if len(running) < 2:
-            raise refusal
-        self._preempt(running[-1])
+        self._preempt(self._roster.by_age("decoding", "prefilling")[-1])
         self._resume_step = self.step_count + PAUSE_STEPS
 
     def _run_chunk(self, chunk: Chunk) -> None:
         request, sequence = chunk.request, chunk.request.sequence
         assert sequence is not None
+        started_s = self._clock.now_s()
         windows = prompt.run_chunk(
             self._runner,
             sequence,
@@ -275,6 +345,8 @@ class Engine:
             request.prompt[chunk.start + 1 : chunk.stop + 1],
         )
         request.prefilled_count = chunk.stop
+        seconds = self._clock.now_s() - started_s
+        self._observe(Seen(chunk_tokens=chunk.stop - chunk.start, chunk_seconds=seconds))
         if chunk.is_last and self._config.warm:
             self.offload.warm(sequence, windows.int().contiguous())
             self.offload.fill(sequence)
@@ -289,8 +361,13 @@ class Engine:
             outcomes = self._future.learn(flight.step.number)
             kept = [list(one.line.tokens[: len(one.choice.tokens)]) for one in outcomes]
             self.offload.learn(flight.step, accepted=[len(ids) for ids in kept], tokens=kept)
+            self._observe(flight.seen([outcome.verified for outcome in outcomes]))
             for outcome in outcomes:
                 self._take(outcome)
+
+    def _observe(self, seen: Seen) -> None:
+        if self._config.is_paced:
+            self.pace = pace.advance(self.pace, seen)
 
     def _take(self, outcome: Outcome) -> None:
         request = outcome.line.request
@@ -314,6 +391,7 @@ class Engine:
         request.draft_count = 0
         self._roster.move(request, "preempted")
         self.preempted_count += 1
+        self._is_full = False
 
     def _resume(self, request: Request) -> None:
         assert request.sequence is not None
@@ -330,6 +408,7 @@ class Engine:
 
     def _close(self, request: Request) -> None:
         """Nothing leaves before the last step that it is in."""
+        self._is_full = False
         if request.sequence is None or request.flight_count:
             return
         if request.sequence.line >= 0:

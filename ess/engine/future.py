@@ -63,6 +63,11 @@ class Outcome:
     choice: Choice
     drafts: tuple[int, ...]
 
+    @property
+    def verified(self) -> tuple[int, int]:
+        """Drafts that were checked and how many were right."""
+        return len(self.line.tokens) - 1, len(self.choice.tokens) - 1
+
 
 class FutureMap:
     def __init__(self, *, line_max: int, token_max: int) -> None:

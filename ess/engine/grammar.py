@@ -6,14 +6,17 @@ as any wrong draft is, and the queries behind it do not count. The end ids of th
 where the text is complete, and nothing else is once it can only end.
 
 Grammars come from strangers. Their size and the work they may cause are limited; one that breaks a
-limit while it runs allows only the end, and `failure` says why.
+limit while it runs allows only the end, and `failure` says why. White space between the parts of
+JSON is bounded: without that, models are known to write it until their last token.
 """
 
 from __future__ import annotations
 
 import importlib
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -26,8 +29,10 @@ if TYPE_CHECKING:
     from ess.models.tokenizer import Tokenizer
 
 Kind = Literal["json_schema", "json_object", "regex", "lark"]
-GRAMMAR_BYTES_MAX: Final = 256 << 10
+GRAMMAR_BYTES_MAX: Final = 64 << 10
 COMPILED_MAX: Final = 64
+WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
+STACK_BYTES: Final = 256 << 20
 MESSAGE_CHARS_MAX: Final = 2000
 
 
@@ -76,16 +81,21 @@ class Grammars:
         return Matcher(compiled, vocabulary=self._vocabulary, ends=self._ends)
 
     def _compile(self, grammar: Grammar) -> Any:
-        made = self._library.LLMatcher
-        limits = self._library.LLParserLimits(verbose_errors=False)
         try:
-            compiled = made(self._tokenizer, _source(made, grammar), log_level=0, limits=limits)
+            compiled = _on_deep_stack(lambda: self._matcher_of(grammar))
             failure = compiled.get_error()
-        except ValueError as error:
-            failure = str(error)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library panics on some texts: that is no Exception
+            failure = str(error) or type(error).__name__
         if failure:
             raise BadInput(f"grammar ({grammar.kind}): {failure[:MESSAGE_CHARS_MAX].strip()}")
         return compiled
+
+    def _matcher_of(self, grammar: Grammar) -> Any:
+        made = self._library.LLMatcher
+        limits = self._library.LLParserLimits(verbose_errors=False)
+        return made(self._tokenizer, _source(made, grammar), log_level=0, limits=limits)
 
 
 class Matcher:
@@ -162,15 +172,29 @@ class _Vocabulary:
 
 
 def _source(library: Any, grammar: Grammar) -> str:
+    """A schema whose x-guidance says what it wants of white space gets that."""
     match grammar.kind:
-        case "json_schema":
-            return str(library.grammar_from_json_schema(grammar.text))
-        case "json_object":
-            return str(library.grammar_from_json_schema('{"type": "object"}'))
+        case "json_schema" | "json_object":
+            text = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
+            defaults = {} if '"x-guidance"' in text else {"whitespace_pattern": WHITESPACE}
+            return str(library.grammar_from_json_schema(text, defaults=defaults))
         case "regex":
             return str(library.grammar_from_regex(grammar.text))
         case "lark":
             return str(library.grammar_from_lark(grammar.text))
+
+
+def _on_deep_stack(work: Callable[[], Any]) -> Any:
+    """The compiler recurses from rule to rule, and a chain of some thousand rules overruns an
+    ordinary stack, which ends the process. This one is deeper than the longest text needs; only
+    what is used of it takes memory."""
+    with ThreadPoolExecutor(1) as threads:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            future = threads.submit(work)
+        finally:
+            threading.stack_size(before)
+        return future.result()
 
 
 def _library() -> Any:

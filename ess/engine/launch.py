@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ess.clock import Clock
 from ess.door import Step
 from ess.engine import mtp
 from ess.engine.batch import Line, Turn
 from ess.engine.choice import choose_all
 from ess.engine.future import FutureMap, Outcome
+from ess.engine.pace import Seen
 from ess.engine.rows import Batch
 from ess.engine.runner import Forward, Runner
 
@@ -24,12 +26,29 @@ class Flight:
 
     turns: tuple[Turn, ...]
     step: Step
+    draft_count: int
+    seconds: float
+
+    def seen(self, verified: Sequence[tuple[int, int]]) -> Seen:
+        return Seen(
+            seconds=self.seconds,
+            request_count=len(self.turns),
+            query_count=self.step.query_count,
+            draft_count=self.draft_count,
+            verified=verified,
+        )
 
 
 def launch(
-    runner: Runner, future: FutureMap, turns: tuple[Turn, ...], *, draft_count: int
+    runner: Runner,
+    future: FutureMap,
+    turns: tuple[Turn, ...],
+    *,
+    draft_count: int,
+    clock: Clock,
 ) -> Flight:
     """PoolFull if the pages for the turns' bounds do not fit: then nothing has changed."""
+    started_s = clock.now_s()
     sequences = [turn.sequence for turn in turns]
     step = runner.offload.begin(sequences, query_counts=[turn.count for turn in turns])
     firsts = step.firsts
@@ -47,7 +66,7 @@ def launch(
         future.stash(turn.sequence.line, [target[-1], *guesses])
     outcomes = zip(lines, choices, map(tuple, drafts), strict=True)
     future.tell(step.number, (Outcome(*each) for each in outcomes))
-    return Flight(turns, step)
+    return Flight(turns, step, draft_count, clock.now_s() - started_s)
 
 
 def _draft(

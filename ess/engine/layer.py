@@ -6,23 +6,19 @@ one and nothing that outlives the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ess.door import Resolution
-from ess.engine.rows import Batch, attend, front, queries, select
+from ess.engine.half import Half
+from ess.engine.rows import attend, front, queries, select
 from ess.errors import BadState
 from ess.kernels.merge import Partial, merge
 from ess.models.decoder import DecoderLayer, Front
 from ess.overlap.policy import Mode
-from ess.overlap.timeline import Timeline
-
-A = ParamSpec("A")
-T = TypeVar("T")
+from ess.overlap.timeline import Timeline, timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +35,15 @@ class Found:
         return self.where
 
 
-def timed(
-    stage: Callable[Concatenate[LayerStep, A], T],
-) -> Callable[Concatenate[LayerStep, A], T]:
-    """The stage's time goes to the step's timeline under its name."""
-
-    def noted(self: LayerStep, /, *args: A.args, **kwargs: A.kwargs) -> T:
-        started_ns = self.timeline.now_ns()
-        result = stage(self, *args, **kwargs)
-        self.timeline.note(self.number, self.first_query, stage.__name__, started_ns)
-        return result
-
-    return noted
-
-
 class LayerStep:
     """`Stages` for a layer: made with the layer's input, asked by a schedule, then dropped."""
 
-    def __init__(
-        self, batch: Batch, layer: DecoderLayer, hidden: Tensor, timeline: Timeline
-    ) -> None:
+    def __init__(self, half: Half, layer: DecoderLayer, hidden: Tensor, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.first_query = 0
-        self._batch = batch
+        self._half = half
+        self._batch = half.batch
         self._layer = layer
-        self._group = batch.layout.group_of(layer.number)
+        self._group = half.batch.layout.group_of(layer.number)
         self._hidden = hidden
         self._front: Front | None = None
         self._queries: Tensor | None = None
@@ -72,19 +52,21 @@ class LayerStep:
     def number(self) -> int:
         return self._layer.number
 
+    @property
+    def first_query(self) -> int:
+        return self._half.queries.start
+
     def parts(self, count: int) -> list[range]:
-        counts = self._batch.step.query_counts
-        if count == 1 or len(counts) == 1:
-            return [range(sum(counts))]
-        cut = sum(counts[: len(counts) // 2])
-        return [range(cut), range(cut, sum(counts))]
+        return self._half.parts(count)
 
     @timed
     def index(self) -> None:
         """The new rows and keys go to their slots first: a token may select itself."""
         batch = self._batch
         self._front = made = front(batch, self._layer, self._hidden)
-        batch.offload.append(self._layer.number, made.rows, batch.step, keys=made.keys)
+        batch.offload.append(
+            self.number, made.rows, batch.step, keys=made.keys, first_query=self.first_query
+        )
 
     @timed
     def select(self, part: range) -> Tensor | None:
@@ -94,7 +76,7 @@ class LayerStep:
         selected = self._batch.selected.setdefault(self._group, {})
         if part in selected:
             return selected[part]
-        batch, span = self._batch, slice(part.start, part.stop)
+        batch, span = self._batch, self._half.local(part)
         mine = self._front.queries[span], self._front.weights[span]
         chosen = select(batch, self._layer.number, *mine, span)
         selected[part] = chosen
@@ -108,14 +90,17 @@ class LayerStep:
     @timed
     def plan(self, part: range, selection: Tensor | None) -> Resolution:
         batch = self._batch
-        return batch.offload.resolve(self.number, selection, batch.step, first_query=part.start)
+        at = self._half.first_part + (part.start > self.first_query)
+        return batch.offload.resolve(
+            self.number, selection, batch.step, first_query=part.start, part=at
+        )
 
     def locate(self, part: range) -> Found | None:
         """Every selected row's slot without a plan; None when one of them has no slot."""
         batch, group = self._batch, self._group
         selection = self.select(part)
         if selection is not None:
-            slots = batch.offload.locate(self.number, selection, batch.step)
+            slots = batch.offload.locate(self.number, selection, batch.step, queries=part)
             batch.located[group] = slots if ((slots >= 0) == (selection >= 0)).all() else None
         located = batch.located[group]
         return None if located is None else Found(part, located)
@@ -160,10 +145,13 @@ class LayerStep:
         """What this layer's attention is over the host's own rows: for verify mode."""
         batch, parts = self._batch, self._batch.selected[self._group]
         selection = torch.cat([parts[part] for part in sorted(parts, key=lambda p: p.start)])
-        codes = batch.offload.host_codes(self.number, selection, batch.step)
-        return self.attend_codes(range(len(codes)), codes).out
+        codes = batch.offload.host_codes(
+            self.number, selection, batch.step, first_query=self.first_query
+        )
+        return self.attend_codes(self._half.queries, codes).out
 
     def attend_codes(self, part: range, codes: Tensor) -> Partial:
         if self._queries is None:
             raise BadState("pre_attn comes before attention")
-        return attend(self._batch, self._layer.number, self._queries[part.start : part.stop], codes)
+        mine = self._queries[self._half.local(part)]
+        return attend(self._batch, self._layer.number, mine, codes)

@@ -1,6 +1,7 @@
 """The runner runs a model over an offload: decode batches and prompt chunks.
 
-It owns the weights. Which schedule a layer runs is decided per step by `tuning`.
+It owns the weights. Which schedule a layer runs, and whether the batch runs in two halves, is
+decided per step by `tuning`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import torch
 from torch import Tensor
 
 from ess.door import Offload, Step
+from ess.engine.experts import ExpertStep
+from ess.engine.half import Half, halves, whole
 from ess.engine.layer import LayerStep
 from ess.engine.rows import Batch, back, logits
 from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
 from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
+from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer
 from ess.models.model import Model
+from ess.overlap import sbo, tbo
 from ess.overlap.da import da
 from ess.overlap.dba import dba
 from ess.overlap.none import none
@@ -59,6 +64,7 @@ class Runner:
         self.verifier = verifier
         self.verified_layer: int | None = None
         self.tuning = tuning
+        self._runs = layer_runs(model.layers, offload.layout)
         self._vector: Vector = ()
 
     def batch(self, step: Step) -> Batch:
@@ -81,17 +87,71 @@ class Runner:
 
     def decode(self, batch: Batch, tokens: Sequence[int]) -> Forward:
         hidden = self.model.embed(torch.tensor(tokens))
-        for layer in self.model.layers:
-            hidden = self.layer(batch, layer, hidden)
+        pair = self._halves(batch)
+        for can_split, layers in self._runs:
+            if pair is not None and can_split:
+                hidden = self._in_turn(pair, layers, hidden)
+            else:
+                for layer in layers:
+                    hidden = self.layer(batch, layer, hidden)
         finished = self.model.finish(hidden)
         return Forward(logits(batch, self.model, finished), finished)
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        mode = self._vector[layer.number]
-        stages = LayerStep(batch, layer, hidden, self.tuning.timeline)
-        partials = finish(SCHEDULES[mode](stages))
+        return finish(self._stages(whole(batch), layer, hidden))
+
+    def _halves(self, batch: Batch) -> tuple[Half, Half] | None:
+        """Rows that were located only are not held, and the other half may evict: NONE plans."""
+        has_experts = any(can_split for can_split, _ in self._runs)
+        if self.tuning.reasons_whole(batch.step, self._vector, has_experts=has_experts):
+            return None
+        self._vector = tuple(max(mode, Mode.NONE) for mode in self._vector)
+        return halves(batch, tbo.decode_cut(batch.step.query_counts))
+
+    def _in_turn(
+        self, pair: tuple[Half, Half], layers: Sequence[DecoderLayer], hidden: Tensor
+    ) -> Tensor:
+        first, second = (
+            self._through(half, layers, hidden[half.queries.start : half.queries.stop])
+            for half in pair
+        )
+        return torch.cat(tbo.interleave(first, second))
+
+    def _through(self, half: Half, layers: Sequence[DecoderLayer], hidden: Tensor) -> Run[Tensor]:
+        for layer in layers:
+            hidden = yield from self._stages(half, layer, hidden, in_stages=True)
+            yield
+        return hidden
+
+    def _stages(
+        self, half: Half, layer: DecoderLayer, hidden: Tensor, *, in_stages: bool = False
+    ) -> Run[Tensor]:
+        timeline, mode = self.tuning.timeline, self._vector[layer.number]
+        stages = LayerStep(half, layer, hidden, timeline)
+        partials = yield from SCHEDULES[mode](stages)
         attended = torch.cat([partial.out for partial in partials])
         self.tuning.ran(layer.number, stages.ran(mode))
         if self.verified_layer == layer.number:
-            self.verifier.check(batch, stages, attended)
-        return back(batch, layer, hidden, attended)
+            self.verifier.check(half.batch, stages, attended)
+        if layer.experts is None or (self.tuning.sbo == "off" and not in_stages):
+            return back(half.batch, layer, hidden, attended)
+        output = layer.output(hidden, attended)
+        experts = ExpertStep(layer, output, timeline, half.queries.start)
+        yield from sbo.SCHEDULES[self.tuning.sbo](experts)
+        return experts.result()
+
+
+def layer_runs(
+    layers: Sequence[DecoderLayer], layout: ModelLayout
+) -> list[tuple[bool, list[DecoderLayer]]]:
+    """Consecutive layers, and whether two halves may run through them: layers with experts.
+    Followers go the way of their leader, whose parts they take as they are."""
+    runs: list[tuple[bool, list[DecoderLayer]]] = []
+    for layer in layers:
+        leads = layout.groups[layout.group_of(layer.number)][0] == layer.number
+        goes_on = bool(runs) and runs[-1][0]
+        can_split = layer.experts is not None if leads else goes_on
+        if not runs or can_split != goes_on:
+            runs.append((can_split, []))
+        runs[-1][1].append(layer)
+    return runs

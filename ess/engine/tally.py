@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ class Tally:
     def follow(self, output: Sequence[int]) -> None:
         """Enter the tokens of `output` that are new since the last call."""
         assert len(output) >= self._followed_count, "an output never shrinks"
-        for token in islice(output, self._followed_count, None):
+        for token in output[self._followed_count :]:
             place = self._place.setdefault(token, len(self._place))
             if place == len(self._ids):
                 self._grow()
@@ -51,6 +50,7 @@ class Tally:
         said[:, :known] = self._said[:known]
         seen[:, :known] = True
         for query, token in enumerate(drafts, start=1):
+            assert token >= 0, f"{token} is no token"
             place = fresh[token] if token in fresh else self._place[token]
             said[query:, place] += 1
             seen[query:, place] = True

@@ -2,9 +2,10 @@
 
 Fixed modes run as they are. "layerwise" starts from a calibration, then follows live counters: once
 per step the misses, the link's rate and the stages' times since the step before go to the policy,
-which decides when another vector has won for long enough. A step whose rows are all in slots runs
-RESIDENT and teaches nothing. When slots run out such a step still finds all its rows, but they must
-be stamped, or the first to be evicted would be the ones in use: it runs NONE, whose plan stamps.
+which decides when another vector has won for long enough. Without a calibration the first step runs
+NONE and the averages start at what it shows. A step whose rows are all in slots runs RESIDENT and
+teaches nothing. When slots run out such a step still finds all its rows, but they must be stamped,
+or the first to be evicted would be the ones in use: it runs NONE, whose plan stamps.
 
 A captured graph belongs to a vector, so no more than `VECTOR_MAX` of them are kept.
 """
@@ -12,7 +13,7 @@ A captured graph belongs to a vector, so no more than `VECTOR_MAX` of them are k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,10 @@ from ess.layout import ModelLayout
 from ess.overlap import policy
 from ess.overlap.calibration import DEFAULT, load
 from ess.overlap.policy import Mode, Observation, PolicyState, Vector
+from ess.overlap.sbo import Sbo, check_sbo
+from ess.overlap.tbo import Tbo, check_tbo, reasons_off
 from ess.overlap.timeline import Timeline
+from ess.units import div_ceil
 
 LAYERWISE: Final = "layerwise"
 VECTOR_MAX: Final = 3
@@ -65,20 +69,33 @@ class _Before:
 
 
 class Tuning:
-    """`mode_counts[layer, mode]` says how often each layer ran how; `kept` are the vectors so far,
-    the latest last."""
+    """`mode_counts[layer, mode]` says how often each layer ran how, `kept` are the vectors so far,
+    the latest last, `split_count` steps ran in two halves, `reasons` say why the latest did not."""
 
     def __init__(
-        self, offload: Offload, modes: Modes, *, calibration: str | Path | None = None
+        self,
+        offload: Offload,
+        modes: Modes,
+        *,
+        calibration: str | Path | None = None,
+        tbo: Tbo = "off",
+        sbo: Sbo = "off",
     ) -> None:
+        check_tbo(tbo)
+        check_sbo(sbo)
+        self.sbo = sbo
+        self.split_count = 0
+        self.reasons: tuple[str, ...] = ("no step has run",)
         self.timeline = Timeline(clock=offload.clock)
         self.mode_counts: npt.NDArray[np.int64] = np.zeros(
             (offload.layout.layer_total, len(Mode)), np.int64
         )
         self.kept: tuple[Vector, ...] = ()
         self._offload = offload
+        self._tbo = tbo
         self._fixed = fixed_vector(modes, offload.layout)
-        self._calibrated = load(calibration) if calibration is not None else DEFAULT
+        self._is_guessed = calibration is None
+        self._calibrated = DEFAULT if calibration is None else load(calibration)
         self._state: PolicyState | None = None
         self._before: _Before | None = None
 
@@ -87,17 +104,24 @@ class Tuning:
         if self._fixed is not None:
             self.timeline.restart()
             return self._fixed
-        state = self._state = self._learn(self._state or self._start(step))
+        stats = self._offload.stats()
+        state = self._state = self._learn(self._state or self._start(step), stats)
         self._keep(state.vector)
         if not self._offload.all_resident(step.sequences):
-            self._before = _Before(self._offload.stats(), len(step.sequences), step.query_count)
+            self._before = _Before(stats, len(step.sequences), step.query_count)
             return state.vector
         self._before = None
-        return (
-            policy.modes(state, all_resident=True)
-            if not self._offload.is_scarce
-            else ((Mode.NONE,) * len(state.vector))
+        if self._offload.is_scarce:
+            return (Mode.NONE,) * len(state.vector)
+        return policy.modes(state, all_resident=True)
+
+    def reasons_whole(self, step: Step, vector: Vector, *, has_experts: bool) -> tuple[str, ...]:
+        """Why this step is not run in two halves; none if it is."""
+        self.reasons = reasons_off(
+            self._tbo, counts=step.query_counts, vector=vector, has_experts=has_experts
         )
+        self.split_count += not self.reasons
+        return self.reasons
 
     def ran(self, layer: int, mode: Mode) -> None:
         self.mode_counts[layer, mode] += 1
@@ -113,6 +137,8 @@ class Tuning:
             "transfer_us": (stats.transfer_ns // 1000).tolist(),
             "exposed_us": (stats.exposed_ns // 1000).tolist(),
             "hidden_us": (stats.hidden_ns // 1000).tolist(),
+            "split_count": self.split_count,
+            "whole_because": list(self.reasons),
             "vectors": [[mode.name for mode in vector] for vector in self.kept],
         }
 
@@ -138,14 +164,24 @@ class Tuning:
             hiding=behind,
         )
 
-    def _learn(self, state: PolicyState) -> PolicyState:
-        before, stats = self._before, self._offload.stats()
-        seen = None if before is None else self._observed(before, stats)
+    def _learn(self, state: PolicyState, stats: Stats) -> PolicyState:
+        seen = None if self._before is None else self._observed(self._before, stats)
         self.timeline.restart()
-        return state if seen is None else policy.advance(state, seen)
+        if seen is None:
+            return state
+        if self._is_guessed:
+            self._is_guessed = False
+            state = replace(
+                state,
+                misses=seen.misses,
+                bytes_per_us=seen.bytes_per_us or state.bytes_per_us,
+                hiding=seen.hiding or state.hiding,
+            )
+        return policy.advance(state, seen)
 
     def _observed(self, before: _Before, stats: Stats) -> Observation:
-        layout = self._offload.layout
+        """Of a step in two halves: what one half had to move, and beside what."""
+        layout, half_count = self._offload.layout, 1 if self.reasons else 2
         missed = stats.miss_count - before.stats.miss_count
         asked = missed + stats.hit_count - before.stats.hit_count
         asked += stats.place_count - before.stats.place_count
@@ -154,9 +190,12 @@ class Tuning:
         moved_bytes = sum(per_layer) * layout.row_bytes
         return Observation(
             misses=tuple(count / before.request_count for count in per_layer),
-            request_count=before.request_count,
+            request_count=div_ceil(before.request_count, half_count),
             bytes_per_us=moved_bytes / moved_us if moved_us and moved_bytes else None,
-            hiding=self._windows(before.query_count, missed.sum() / max(1, asked.sum())),
+            hiding=self._windows(
+                div_ceil(before.query_count, half_count),
+                float(missed.sum()) / max(1, int(asked.sum())),
+            ),
         )
 
     def _windows(self, query_count: int, missing_share: float) -> Hiding | None:

@@ -59,9 +59,11 @@ class Verifier:
         worst = (attended - expected).abs().flatten(1).amax(1)
         scale = expected.abs().amax().clamp_min(1.0)
         for query in torch.nonzero(~(worst <= TOLERANCE * scale)).flatten().tolist():
-            difference = float(worst[query])
+            difference, first = float(worst[query]), stages.first_query
             self._note(
-                batch, stages.number, f"query {query}: attention differs by {difference:.2e}"
+                batch,
+                stages.number,
+                f"query {first + query}: attention differs by {difference:.2e}",
             )
 
     def _note(self, batch: Batch, layer: int, sentence: str) -> None:

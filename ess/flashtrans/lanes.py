@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 import threading
 import time
 import weakref
@@ -16,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ess.errors import BadState, Unavailable
+from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans import rows
-from ess.flashtrans.views import CheckedCopy, check, no_device
+from ess.flashtrans.views import CheckedCopy, check
 from ess.kernels import native
 from ess.kernels.streams import Event, Lane, RowCopy
 
@@ -27,10 +28,25 @@ SLICE_S: Final = 0.2
 
 
 def open_lane(*, device: str = "cpu", threads: int = 1) -> Lane:
-    """The best lane of a device. `threads` is what one copy may use."""
+    """The best lane of a device, "cpu" or "cuda:0". `threads` is what one copy may use here."""
+    kind, _, ordinal = device.partition(":")
+    if kind == "cuda" and (ordinal or "0").isdigit():
+        return _stream_lane(int(ordinal or 0), threads)
     if device != "cpu":
-        no_device(device)
+        raise BadInput(f"there are no lanes of {device!r}; there are those of cpu and cuda:0")
     return WorkerLane(threads=threads) if native.available() else InlineLane(threads=threads)
+
+
+def _stream_lane(ordinal: int, threads: int) -> Lane:
+    """Jobs follow what is then the current stream of torch, or the default one without torch."""
+    from ess.flashtrans.stream_lane import StreamLane
+    from ess.kernels.cuda.driver import Device
+
+    def current() -> int:
+        torch: Any = sys.modules.get("torch")
+        return 0 if torch is None else int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+    return StreamLane(Device(ordinal), compute_stream=current, threads=threads)
 
 
 def closed_lane() -> BadState:

@@ -1,7 +1,8 @@
 """The door: row matrices and index lists of any library become addresses, checked once.
 
 NumPy arrays and torch tensors are told apart by `data_ptr`, so that torch need not be installed.
-Indices are looked at later, by whoever copies, in the same call.
+Indices are looked at later, by whoever copies, in the same call; those of a list that lies on a
+device nobody can look at.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ from ess.kernels.streams import IndexList, RowCopy, RowMatrix, Tensor
 _INDEX_DTYPES: Final = (np.dtype(np.int32), np.dtype(np.int64))
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceList:
+    """int32 row numbers on a device, kept alive by their tensor."""
+
+    owner: object
+    address: int
+    count: int
+
+
 @dataclass(slots=True)
 class Side:
     """One matrix and its list. `owner` keeps the memory alive as long as the side is."""
@@ -31,9 +41,13 @@ class Side:
     row_bytes: int
     stride_bytes: int
     rows: npt.NDArray[Any] | None
+    on_device: bool = False
+    device_rows: DeviceList | None = None
 
     @property
     def count(self) -> int:
+        if self.device_rows is not None:
+            return self.device_rows.count
         return self.row_count if self.rows is None else len(self.rows)
 
     def row_numbers(self) -> npt.NDArray[Any]:
@@ -67,9 +81,10 @@ class CheckedCopy:
         return CheckedCopy(*(_with_own_list(side) for side in (self.source, self.target)))
 
 
-def check(copy: RowCopy) -> CheckedCopy:
-    source = _side("source", copy.source, copy.source_rows)
-    target = _side("target", copy.target, copy.target_rows)
+def check(copy: RowCopy, *, devices: bool = False) -> CheckedCopy:
+    """With `devices` matrices and lists may be tensors of one."""
+    source = _side("source", copy.source, copy.source_rows, devices=devices)
+    target = _side("target", copy.target, copy.target_rows, devices=devices)
     if source.row_bytes != target.row_bytes:
         raise BadInput(f"source rows have {source.row_bytes} bytes, target {target.row_bytes}")
     if source.count != target.count:
@@ -83,11 +98,12 @@ def _with_own_list(side: Side) -> Side:
     return side if side.rows is None else replace(side, rows=side.rows.copy())
 
 
-def _side(name: str, matrix: RowMatrix, rows: IndexList) -> Side:
+def _side(name: str, matrix: RowMatrix, rows: IndexList, *, devices: bool) -> Side:
+    on_device = False
     if isinstance(matrix, np.ndarray):
         shape, strides, item = matrix.shape, matrix.strides, matrix.itemsize
     else:
-        _require_cpu_tensor(name, matrix)
+        on_device = _is_on_device(name, matrix, devices=devices)
         item = matrix.element_size()
         shape, strides = tuple(matrix.shape), tuple(step * item for step in matrix.stride())
     if len(shape) != 2:
@@ -101,7 +117,21 @@ def _side(name: str, matrix: RowMatrix, rows: IndexList) -> Side:
     if stride_bytes < row_bytes:
         raise BadInput(f"{name} steps {stride_bytes} bytes from row to row of {row_bytes} bytes")
     start = address(matrix) if isinstance(matrix, np.ndarray) else matrix.data_ptr()
-    return Side(name, matrix, start, shape[0], row_bytes, stride_bytes, _list(name, rows))
+    side = Side(name, matrix, start, shape[0], row_bytes, stride_bytes, None, on_device)
+    tensor = None if rows is None or isinstance(rows, np.ndarray) else rows
+    if devices and tensor is not None and _is_on_device(f"{name}_rows", tensor, devices=True):
+        side.device_rows = _device_list(name, tensor)
+    else:
+        side.rows = _list(name, rows)
+    return side
+
+
+def _device_list(name: str, rows: Tensor) -> DeviceList:
+    if str(rows.dtype) != "torch.int32":
+        raise BadInput(f"{name}_rows is {rows.dtype}, must be int32 on a device")
+    if len(rows.shape) != 1 or (rows.shape[0] > 1 and rows.stride()[0] != 1):
+        raise BadInput(f"{name}_rows of shape {tuple(rows.shape)} is not a contiguous list")
+    return DeviceList(rows, rows.data_ptr(), int(rows.shape[0]))
 
 
 def _list(name: str, rows: IndexList) -> npt.NDArray[Any] | None:
@@ -117,19 +147,21 @@ def _list(name: str, rows: IndexList) -> npt.NDArray[Any] | None:
 
 def _numpy_list(name: str, rows: Tensor) -> npt.NDArray[Any]:
     """The same memory; not every element type of torch has a counterpart."""
-    _require_cpu_tensor(f"{name}_rows", rows)
+    _is_on_device(f"{name}_rows", rows, devices=False)
     if str(rows.dtype) not in ("torch.int32", "torch.int64"):
         raise BadInput(f"{name}_rows is {rows.dtype}, must be int32 or int64")
     plain: npt.NDArray[Any] = rows.numpy()
     return plain
 
 
-def _require_cpu_tensor(name: str, value: Tensor) -> None:
+def _is_on_device(name: str, value: Tensor, *, devices: bool) -> bool:
     if not hasattr(value, "data_ptr"):
         raise BadInput(f"{name} is {type(value).__name__}, must be a NumPy array or a torch tensor")
-    if value.device.type != "cpu":
+    home = value.device.type
+    if home != "cpu" and not (devices and home == "cuda"):
         no_device(str(value.device))
+    return bool(home != "cpu")
 
 
 def no_device(device: str) -> NoReturn:
-    raise Unavailable(f"rows on {device} cannot be moved: only the CPU backend is built so far")
+    raise Unavailable(f"rows on {device} cannot be moved by a CPU lane: open_lane(device='cuda')")

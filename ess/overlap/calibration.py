@@ -7,6 +7,7 @@ no misses, so no layer is split until the counters have seen some.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,14 +32,17 @@ class Calibrated:
     misses: Mapping[int, tuple[float, ...]]
 
     def misses_at(self, context: int, layer_count: int) -> tuple[float, ...]:
-        """At the calibrated context nearest in ratio; none where nothing was calibrated."""
+        """At the calibrated context nearest in ratio; none where nothing was calibrated.
+
+        A file with the MTP layer, the last one, serves an engine without it.
+        """
         if not self.misses:
             return (0.0,) * layer_count
         nearest = min(self.misses, key=lambda at: max(at, context) / max(1, min(at, context)))
         found = self.misses[nearest]
-        if len(found) != layer_count:
+        if len(found) < layer_count:
             raise BadInput(f"calibrated for {len(found)} layers, this model has {layer_count}")
-        return found
+        return found[:layer_count]
 
 
 DEFAULT: Final = Calibrated(
@@ -73,10 +77,15 @@ def load(path: str | Path) -> Calibrated:
     except (OSError, msgspec.DecodeError) as error:
         raise BadInput(f"calibration {path}: {error}") from None
     values = {row.name.removeprefix(PREFIX): row.value for row in rows if PREFIX in row.name}
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise BadInput(f"calibration {path}: {name} is {value}, must be at least 0")
     names = [one.name for one in fields(Calibration)]
     missing = [name for name in (*names, RATE) if name not in values]
     if missing:
         raise BadInput(f"calibration {path} has no row {PREFIX + missing[0]!r}")
+    if values[RATE] == 0:
+        raise BadInput(f"calibration {path}: {RATE} is 0.0, must be above 0")
     return Calibrated(
         constants=Calibration(**{name: values[name] for name in names}),
         bytes_per_us=values[RATE],

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ess.clock import Clock
+
+A = ParamSpec("A")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
 
     def now_ns(self) -> int:
-        return int(self.clock.now_s() * 1e9)
+        return round(self.clock.now_s() * 1e9)
 
     def note(self, layer: int, first_query: int, stage: str, started_ns: int) -> None:
         """A stage that started then ends now."""
@@ -48,3 +53,29 @@ class Timeline:
         self.total_ns.clear()
         self.run_count.clear()
         self.spans.clear()
+
+
+class Watched(Protocol):
+    """Stages of one layer for the queries from `first_query` on."""
+
+    @property
+    def timeline(self) -> Timeline: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def first_query(self) -> int: ...
+
+
+W = TypeVar("W", bound=Watched)
+
+
+def timed(stage: Callable[Concatenate[W, A], T]) -> Callable[Concatenate[W, A], T]:
+    """The stage's time goes to the timeline under the method's name."""
+
+    def noted(self: W, /, *args: A.args, **kwargs: A.kwargs) -> T:
+        started_ns = self.timeline.now_ns()
+        result = stage(self, *args, **kwargs)
+        self.timeline.note(self.number, self.first_query, stage.__name__, started_ns)
+        return result
+
+    return noted

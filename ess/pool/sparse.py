@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ess.layout import ModelLayout
 from ess.pool import planner
-from ess.pool.arena import Arena, Claims, Split, make_scratch
+from ess.pool.arena import AGE_MAX, Arena, Claims, Split, make_scratch
 from ess.pool.index import page_rows
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
@@ -122,6 +122,17 @@ class SparsePool:
     def hit_age(self, group: int) -> npt.NDArray[np.int64]:
         """Hits found at each age since the start: the miss-ratio curve of exact batch LRU."""
         return self._arenas[group].hit_age.copy()
+
+    def resident_age(self, group: int) -> npt.NDArray[np.int64]:
+        """Rows in slots by the age that they will have in the next step."""
+        slots = self._arenas[group].slots
+        last_use = self._last_use[slots[self._row_of[slots] >= 0]]
+        ages = np.minimum(self.step + 1 - last_use, AGE_MAX)
+        return np.bincount(ages, minlength=AGE_MAX + 1)
+
+    def chunk_slots(self, group: int) -> int:
+        """Slots that one chunk gives to this group."""
+        return len(self._chunk_blocks(group, 0)) * PAGE_ROWS
 
     def chunk_counts(self) -> list[int]:
         counts = np.bincount(self._owner_of, minlength=self.layout.group_count)

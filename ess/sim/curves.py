@@ -18,7 +18,6 @@ the number of rows per age, never their order.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput
-from ess.pool.arena import AGE_MAX, BLOCK_SLOTS
+from ess.pool.arena import AGE_MAX
+from ess.pool.budget import Curve
 from ess.sim.selections import Ints
 from ess.sim.workloads import Workload, distinct
 
-Curve = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 
 
@@ -116,51 +115,3 @@ class _Recency:
             self._count -= np.bincount(last[last >= 0], minlength=self._count.size)
             last[:] = -1
             self._stack = self._stack[(self._stack < start) | (self._stack >= stop)]
-
-
-def divide(
-    curves: Sequence[Curve], *, total_slots: int, slots_min: int, block: int = BLOCK_SLOTS
-) -> tuple[int, ...]:
-    """Slots per layer, whole blocks, so that the next block would save as much in every layer.
-
-    Curves are replaced by their lower convex hulls, on which taking the steepest piece anywhere is
-    optimal; a curve that is not convex is met wherever a whole piece was taken. Slots that would
-    save nothing are given to nobody.
-    """
-    first = -(-slots_min // block)
-    left = total_slots // block - first * len(curves)
-    if left < 0:
-        raise BadInput(
-            f"{len(curves)} layers of at least {slots_min} slots need {first * block * len(curves)}"
-            f" slots, there are {total_slots}"
-        )
-    pieces: list[tuple[float, int, int]] = []
-    for layer, curve in enumerate(curves):
-        misses = curve[np.arange(first * block, curve.size, block)]
-        corners = _hull(misses)
-        pieces += [
-            ((misses[end] - misses[start]) / (end - start), layer, end - start)
-            for start, end in itertools.pairwise(corners)
-        ]
-    blocks = [first] * len(curves)
-    for gain, layer, size in sorted(pieces):
-        taken = min(size, left) if gain < 0 else 0
-        blocks[layer] += taken
-        left -= taken
-    return tuple(count * block for count in blocks)
-
-
-def _hull(misses: Curve) -> list[int]:
-    """Corners of the lower convex hull of (0, misses[0]), (1, misses[1]), ..."""
-    corners: list[int] = []
-    for place in range(misses.size):
-        while len(corners) > 1 and _above(misses, corners[-2], corners[-1], place):
-            corners.pop()
-        corners.append(place)
-    return corners
-
-
-def _above(misses: Curve, left: int, middle: int, right: int) -> bool:
-    """Whether the middle point lies on or above the line between the other two."""
-    rise = (misses[right] - misses[left]) * (middle - left)
-    return bool((misses[middle] - misses[left]) * (right - left) >= rise)

@@ -280,6 +280,9 @@ def _spread(most: int) -> list[int]:
     return sorted({1 + round(step * place) for place in range(CANDIDATES_MAX)})
 
 
-def is_planned(model: str, gpu: str) -> bool:
+def check_planned(model: str, gpu: str) -> None:
     """Operator tables exist for one pair so far."""
-    return (model, gpu) == ("deepseek-v3.2", "h200")
+    if (model, gpu) != ("deepseek-v3.2", "h200"):
+        raise BadInput(
+            f"no operator tables for {model!r} on {gpu!r}; there are deepseek-v3.2, h200"
+        )

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput
 from ess.kernels import backend, native, reference
 from ess.kernels.merge import Partial
 from ess.layout import RowCodec
+from tests.kernels.sets import SETS, op_set
 from tests.kernels.test_rows import another_thread_runs_during
 
 CODECS = {
@@ -36,12 +37,9 @@ ISAS = ("portable", "avx2", "avx512")
 needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 
 
-@pytest.fixture(params=["reference", "cpu", "cuda"])
+@pytest.fixture(params=SETS)
 def ops(request: pytest.FixtureRequest) -> backend.Ops:
-    try:
-        return backend.ops(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return op_set(request.param)
 
 
 @dataclass

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from ess.errors import Unavailable
@@ -11,6 +16,7 @@ from ess.kernels.cuda.program import ARCHITECTURES, Program
 needs_nvrtc = pytest.mark.skipif(
     program.why_missing() is not None, reason=str(program.why_missing())
 )
+ROOT = Path(__file__).resolve().parents[2]
 EVERY = [*catalogue.programs(), *catalogue.trial_programs()]
 SMALL = Program(file="rival.cu", defines=(("ESS_ROW_BYTES", 32), ("ESS_LOAD", 0), ("ESS_STORE", 0)))
 SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(volatile float* at) {
@@ -78,3 +84,50 @@ def test_where_builds_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("ESS_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert program.default_folder() == tmp_path / "home" / "ess"
+
+
+@needs_nvrtc
+@pytest.mark.slow
+def test_build_kernels_leaves_nothing_to_compile(tmp_path, monkeypatch, capsys):
+    from ess.server import cli
+
+    assert cli.main(["build-kernels", "--arch", "sm_90a", "--folder", str(tmp_path), "--json"]) == 0
+    built = json.loads(capsys.readouterr().out)
+    assert {one["spill_bytes"] for one in built} == {0}
+    assert len(list(tmp_path.iterdir())) == len(list(catalogue.programs()))
+    monkeypatch.setattr(program, "compile_program", None)
+    for one in catalogue.programs():
+        assert program.cubin(one, "sm_90a", folder=tmp_path)
+
+
+def test_build_kernels_refuses_what_is_no_architecture(capsys):
+    from ess.server import cli
+
+    assert cli.main(["build-kernels", "--arch", "hopper"]) == 2
+    assert "hopper" in capsys.readouterr().err
+
+
+BARE = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"msgspec", "cyclopts", "rich", "starlette", "tokenizers"}:
+            raise ModuleNotFoundError(f"{name} is not on a bare machine", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import ess.bench.gpu, pytest
+collected = pytest.main(["--collect-only", "-qq", "-m", "gpu", "tests/gpu", "tests/kernels"])
+assert collected == 0, collected
+print("benchmark:", ess.bench.gpu.main(["--only", "layer"]))
+"""
+
+
+@pytest.mark.slow
+def test_tests_and_benchmark_of_a_device_need_no_packages_of_ours():
+    """Without a device the benchmark says so and measures nothing."""
+    run = subprocess.run(
+        [sys.executable, "-c", BARE], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "not measured" in run.stderr or "nothing is measured" in run.stderr

@@ -145,6 +145,14 @@ def test_hits_alone_touch_the_selection_alone(operations):
     assert (operations.work["claimed_slots"] == -77).all()
 
 
+def test_a_twin_in_the_same_query_finds_the_slot_of_the_first(operations):
+    """What serve reads, assign has written a moment before; thirty schedules."""
+    rows = np.tile(np.arange(32, dtype=np.int32)[::-1], 2)[None]
+    for _ in range(30):
+        claims = both(operations, lambda: aged_arena(64), rows, step=1000)
+        assert claims.slots.size == 32
+
+
 def test_ages_saturate_and_are_counted_once(operations):
     arena = aged_arena(64, seed=5)
     rows = np.tile(arena.row_of[arena.row_of >= 0], (3, 1)).astype(np.int32)

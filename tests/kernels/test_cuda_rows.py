@@ -93,7 +93,7 @@ CASES = [*WAYS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW if 
 @pytest.mark.parametrize(("way", "row_bytes"), CASES)
 def test_rows_arrive_and_nothing_else_changes(way, row_bytes, folder):
     for seed, (pair_count, blocks, threads) in enumerate(
-        [(1, 1, 32), (40, 2, 64), (333, 3, 32), (100, 1, 96), (7, 4, 64), (0, 1, 32)]
+        [(1, 1, 32), (40, 2, 64), (333, 3, 32), (100, 1, 96), (500, 1, 32), (7, 4, 64), (0, 1, 32)]
     ):
         case = Case(row_bytes, pair_count, seed=seed)
         expected = case.expected(pair_count)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput
 from ess.kernels import backend, native, reference
 from ess.layout import IndexCodec
+from tests.kernels.sets import SETS, op_set
 from tests.kernels.test_attend import Recorded
 from tests.kernels.test_rows import another_thread_runs_during
 
@@ -29,12 +30,9 @@ PAGES = 90
 needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 
 
-@pytest.fixture(params=["reference", "cpu", "cuda"])
+@pytest.fixture(params=SETS)
 def ops(request: pytest.FixtureRequest) -> backend.Ops:
-    try:
-        return backend.ops(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return op_set(request.param)
 
 
 @dataclass

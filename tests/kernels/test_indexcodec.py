@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput
 from ess.kernels import backend, native, spec
 from ess.kernels.reference import Keys
 from ess.layout import IndexCodec
 from tests.kernels.bits import array
+from tests.kernels.sets import SETS, op_set
 
 CODECS = {
     "ue8m0": IndexCodec(),
@@ -24,16 +25,13 @@ CODECS = {
 }
 
 
-@pytest.fixture(params=["reference", "cpu", "cpu without library", "cuda"])
+@pytest.fixture(params=[*SETS, "cpu without library"])
 def ops(request: pytest.FixtureRequest) -> Iterator[backend.Ops]:
     name, *without = request.param.split(" ", 1)
     with pytest.MonkeyPatch.context() as patch:
         if without:
             patch.setattr(native, "available", lambda: False)
-        try:
-            yield backend.ops(name)
-        except Unavailable as reason:
-            pytest.skip(str(reason))
+        yield op_set(name)
 
 
 @pytest.fixture(params=CODECS.values(), ids=CODECS)

@@ -8,20 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput
 from ess.kernels import backend, reference
 from ess.kernels.merge import Partial
 from ess.layout import IndexCodec
+from tests.kernels.sets import SETS, op_set
 
 NAN, INF = math.nan, math.inf
 
 
-@pytest.fixture(params=["reference", "cpu", "cuda"])
+@pytest.fixture(params=SETS)
 def ops(request: pytest.FixtureRequest) -> backend.Ops:
-    try:
-        return backend.ops(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return op_set(request.param)
 
 
 def generator(seed: int) -> torch.Generator:

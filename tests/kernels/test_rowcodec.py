@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput
 from ess.kernels import backend, native, rowcodec, spec
 from ess.layout import RowCodec
 from tests.kernels.bits import all_bf16, array, random_bits, same_values, torch_code
+from tests.kernels.sets import SETS, op_set
 
 FP8 = RowCodec()
 CODECS = {
@@ -45,16 +46,13 @@ class Numpy:
         return call
 
 
-@pytest.fixture(params=["spec", "rowcodec", "reference", "cpu", "cuda"])
+@pytest.fixture(params=["spec", "rowcodec", *SETS])
 def ops(request: pytest.FixtureRequest) -> object:
     if request.param == "spec":
         return Numpy(spec)
     if request.param == "rowcodec":
         return Numpy(rowcodec)
-    try:
-        return backend.ops(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return op_set(request.param)
 
 
 def encode(ops: object, values: torch.Tensor, codec: RowCodec) -> np.ndarray:

@@ -38,6 +38,9 @@ SUITES = {
     "ess.pool.sparse": ["tests/unit/test_sparse.py", "tests/unit/test_door.py", OFFLOAD],
     "ess.pool.warmup": ["tests/unit/test_warmup.py", "tests/unit/test_door.py"],
     "ess.pool.ledger": ["tests/unit/test_ledger.py"],
+    "ess.pool.budget": ["tests/unit/test_budgets.py", "tests/model/test_budgets_live.py"],
+    "ess.engine.pace": ["tests/unit/test_pace.py"],
+    "ess.engine.future": ["tests/model/test_depth.py"],
 }
 FLIPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,

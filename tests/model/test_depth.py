@@ -13,11 +13,14 @@ from ess.door import sequence as life
 from ess.door import stepping
 from ess.engine import scheduler
 from ess.engine.batch import Line
+from ess.engine.choice import Choice
 from ess.engine.future import FutureMap, Outcome
 from ess.engine.request import Request
 from ess.engine.sampling import Sampling
 from ess.errors import PoolFull
 from tests.model.test_engine import engine, expected, prompt, run
+
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -68,12 +71,12 @@ def test_plan_and_pages_are_made_without_the_device_s_knowledge(mtp, monkeypatch
     monkeypatch.setattr(scheduler, "plan", blind(scheduler.plan))
     monkeypatch.setattr(stepping, "grow", blind(life.grow))
     for length in (60, 90, 130):
-        eng.add(prompt(length), Sampling(tokens_max=70))
+        eng.add(prompt(length), Sampling(tokens_max=40))
     late_count = 0
     for result in eng.run():
         late_count += bool(result.turn_count and eng._flights)
-    assert late_count > 20, "the host was hardly ever behind"
-    assert blind_count > 20
+    assert late_count > 10, "the host was hardly ever behind"
+    assert blind_count > 10
 
 
 def test_a_step_is_launched_before_the_one_before_is_learned():
@@ -92,7 +95,7 @@ def scenario(eng, seed: int) -> list[Request]:
     """Joins, leaves, cancels, preempts and resumes at random moments; prefixes are shared."""
     choose = random.Random(seed)
     made: list[Request] = []
-    for _ in range(60):
+    for _ in range(40):
         action = choose.choice(["add", "add", "cancel", "preempt", "resume", "step", "step"])
         live = [one for one in made if one.state != "finished"]
         if action == "add" and len(live) < 4:
@@ -119,11 +122,11 @@ def scenario(eng, seed: int) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(s, marks=SLOW) for s in range(3, 18))])
 def test_joins_leaves_cancels_and_preemptions_at_any_moment(seed):
     """Every request says the plain model's tokens, as far as it got; nothing is left behind."""
-    mode, mtp = ["none", "da", "dba"][seed % 3], [1, 2, 4][seed // 2]
-    eng = engine("v32", mtp=mtp, modes=mode, chunks=2, depth=1 - (seed == 5), host_pages=40)
+    mode, mtp = ["none", "da", "dba"][seed % 3], [4, 1, 2][seed % 3]
+    eng = engine("v32", mtp=mtp, modes=mode, chunks=2, depth=seed % 4 != 3, host_pages=40)
     made = scenario(eng, seed)
     assert len(made) > 3
     for request in made:
@@ -185,6 +188,7 @@ REASONS = {
 @pytest.mark.parametrize("name", REASONS)
 def test_what_needs_the_tokens_runs_at_depth_0(name):
     """The whole batch does, as long as the request is in it; the tokens stay those of depth 0."""
+    assert REASONS[name].needs_host
     outputs = []
     for depth in (0, 1):
         eng = engine("v32", mtp=2, modes="none", depth=depth)
@@ -228,6 +232,16 @@ def test_sampling_that_needs_only_its_position_overlaps():
     assert len(set(outputs[0])) > 3
 
 
+def test_an_outcome_counts_drafts_and_not_the_newest_token():
+    request = Request(number=0, prompt=[1], sampling=Sampling())
+    for tokens, targets, verified in (
+        ((1,), (2,), (0, 0)),
+        ((1, 2, 3), (2, 3, 4), (2, 2)),
+        ((1, 2, 3), (5,), (2, 0)),
+    ):
+        assert Outcome(Line(request, tokens, 0), Choice(targets), ()).verified == verified
+
+
 def test_the_map_gives_each_thing_once_and_in_order():
     future = FutureMap(line_max=2, token_max=3)
     future.stash(1, [5, 6])
@@ -240,7 +254,9 @@ def test_the_map_gives_each_thing_once_and_in_order():
         future.take(1, 1)
     with pytest.raises(AssertionError, match="are no tokens"):
         future.stash(0, [-1])
-    outcome = Outcome(Line(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), (2,), ())
+    outcome = Outcome(
+        Line(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), Choice((2,)), ()
+    )
     future.tell(7, [outcome])
     with pytest.raises(AssertionError, match="in order"):
         future.tell(7, [])

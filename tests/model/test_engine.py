@@ -46,7 +46,15 @@ def prompt(length: int) -> list[int]:
     return tokens(length, 512, seed=length)
 
 
-def engine(family: str, *, mtp: int = 1, chunks: int = 2, host_pages: int = 60, **config) -> Engine:
+def engine(
+    family: str,
+    *,
+    mtp: int = 1,
+    chunks: int = 2,
+    host_pages: int = 60,
+    index_pages: int | None = None,
+    **config,
+) -> Engine:
     made = small(family)
     kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
     layout = kept.layout(row="f32", index="f32")
@@ -54,6 +62,7 @@ def engine(family: str, *, mtp: int = 1, chunks: int = 2, host_pages: int = 60, 
         layout,
         slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * chunks,
         host_bytes=host_pages * layout.host_page_bytes,
+        index_bytes=None if index_pages is None else index_pages * layout.index_page_bytes,
         length_max=1024,
         slot_floor=24,
         lane=ManualLane(seed=chunks, delay_max=3),

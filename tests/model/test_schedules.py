@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from ess.clock import ManualClock
+from ess.cost import Calibration
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.sampling import Sampling
 from ess.errors import BadInput
 from ess.flashtrans import ManualLane
 from ess.flashtrans.lanes import InlineLane
-from ess.overlap.policy import Mode
+from ess.overlap.policy import PATIENCE, Mode
 from tests.model.test_engine import expected, prompt, run, small
 from tests.support.timed import TimedLane, TimedOps
 
@@ -140,11 +143,11 @@ def test_resident_is_none_to_the_bit():
 def test_residency_ends_under_pressure_and_returns_after_it():
     eng = engine("v32", chunks=8, modes="layerwise")
     counts = eng.tuning.mode_counts
-    first = eng.add(prompt(90), Sampling(tokens_max=120))
+    first = eng.add(prompt(90), Sampling(tokens_max=60))
     while len(first.output) < 10:
         eng.step()
     assert counts[0, Mode.RESIDENT] > 0
-    crowd = [eng.add(prompt(length), Sampling(tokens_max=5)) for length in (400, 300)]
+    crowd = [eng.add(prompt(length), Sampling(tokens_max=12)) for length in (330, 250)]
     before = counts[0, Mode.RESIDENT]
     while any(request.state != "finished" for request in crowd):
         eng.step()
@@ -154,7 +157,7 @@ def test_residency_ends_under_pressure_and_returns_after_it():
     eng.offload.drain()
     run(eng)
     assert counts[0, Mode.RESIDENT] > before + 10
-    assert first.output == expected("v32", 90, 120)
+    assert first.output == expected("v32", 90, 60)
 
 
 def test_followers_are_fetched_ahead_of_their_own_stage():
@@ -177,3 +180,59 @@ def test_layers_of_a_group_share_a_mode():
     modes = ["none"] * (layout.layer_total - 1) + ["da"]
     with pytest.raises(BadInput, match="share a selection"):
         engine("glm", modes=modes)
+
+
+def test_layerwise_turns_to_da_when_it_has_won_for_long():
+    """Attention outlasts every fetch, so DA hides all of it: after `PATIENCE` steps it is taken."""
+    eng = timed("v32", "layerwise", row_ns=100_000, attend_ns=400_000)
+    request = eng.add(prompt(130), Sampling(tokens_max=2 * PATIENCE))
+    counts = eng.tuning.mode_counts
+    while counts[0, Mode.DA] == 0 and not eng.is_idle:
+        eng.step()
+    assert PATIENCE <= counts[0, Mode.NONE] <= PATIENCE + 5
+    assert eng.tuning.kept == ((Mode.NONE,) * 3, (Mode.DA,) * 3)
+    before = eng.offload.stats()
+    run(eng)
+    after = eng.offload.stats()
+    moved_ns, exposed_ns = (
+        after.transfer_ns - before.transfer_ns,
+        after.exposed_ns - before.exposed_ns,
+    )
+    assert (before.exposed_ns >= 0.9 * before.transfer_ns).all()
+    assert (exposed_ns < 0.2 * moved_ns).all()
+    assert request.output == expected("v32", 130, 2 * PATIENCE)
+
+
+def calibrated(folder: Path, misses: list[float]) -> Path:
+    """Windows of a millisecond, a byte a microsecond, splits for nothing."""
+    times = {"attend_query_us": 1000.0, "bytes_per_us": 1.0}
+    rows = [
+        {"name": f"calibrate: {name}", "value": times.get(name, 0.0)}
+        for name in (*(one.name for one in fields(Calibration)), "bytes_per_us")
+    ]
+    rows += [
+        {"name": "calibrate: misses", "value": each, "config": {"context": 128, "layer": layer}}
+        for layer, each in enumerate(misses)
+    ]
+    path = folder / "calibration.json"
+    path.write_bytes(msgspec.json.encode({"rows": rows}))
+    return path
+
+
+def test_a_calibration_decides_the_first_step(tmp_path):
+    path = calibrated(tmp_path, [0.0, 1.0, 0.0])
+    eng = engine("v32", modes="layerwise", calibration=path)
+    request = eng.add(prompt(130), Sampling(tokens_max=3))
+    run(eng)
+    ran = eng.tuning.mode_counts
+    assert (ran.argmax(1) == [Mode.NONE, Mode.DA, Mode.NONE]).all()
+    assert request.output == expected("v32", 130, 3)
+    assert eng.tuning.report()["vectors"] == [["NONE", "DA", "NONE"]]
+
+
+def test_at_most_three_vectors_are_kept():
+    tuning = engine("v32", modes="layerwise").tuning
+    vectors = [(mode, other, Mode.NONE) for mode in (1, 2) for other in (1, 2)]
+    for vector in (*vectors, vectors[2]):
+        tuning._keep(vector)
+    assert tuning.kept == (vectors[1], vectors[3], vectors[2])

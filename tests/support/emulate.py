@@ -29,15 +29,20 @@ Launch = Callable[..., None]
 
 def emulated(program: Program, kernels: dict[str, str], folder: Path) -> dict[str, Launch]:
     """Kernels by name; `kernels` says what record each one takes. Built once per folder."""
-    lines = [f'#include "{program.file}"']
-    lines += [f"ESS_EMULATE({kernel}, {record})" for kernel, record in kernels.items()]
-    text = "\n".join(["#define ESS_EMULATED", *lines, ""])
-    name = hashlib.sha256((text + str(program.options)).encode()).hexdigest()[:16]
+    text, name = source_of(program, kernels)
     library = folder / f"{name}.so"
     if not library.exists():
         build(text, program, library)
     loaded = ctypes.CDLL(str(library))
     return {kernel: _bound(loaded, kernel) for kernel in kernels}
+
+
+def source_of(program: Program, kernels: dict[str, str]) -> tuple[str, str]:
+    """The C++ around the kernels, and a name for what it becomes."""
+    lines = [f'#include "{program.file}"']
+    lines += [f"ESS_EMULATE({kernel}, {record})" for kernel, record in kernels.items()]
+    text = "\n".join(["#define ESS_EMULATED", *lines, ""])
+    return text, hashlib.sha256((text + str(program.options)).encode()).hexdigest()[:16]
 
 
 def build(text: str, program: Program, library: Path) -> None:

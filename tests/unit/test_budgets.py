@@ -9,7 +9,7 @@ import pytest
 
 from ess.bench import budgets
 from ess.errors import BadInput
-from ess.sim.curves import divide
+from ess.pool.budget import divide
 
 
 def convex_curve(rng: np.random.Generator, size: int) -> np.ndarray:

@@ -305,3 +305,52 @@ def test_numpy_arrays_are_as_good_as_tensors(offload):
     step = offload.begin([sequence], query_counts=[1])
     answer = offload.resolve(2, np.array([[0, 1, 2, 3, -1, -1, -1, -1]], np.int32), step).wait()
     assert (offload.slots(2)[answer.miss[0, :4].long()] == 9).all()
+
+
+def test_parts_are_appended_in_batch_order(offload):
+    one, two = opened(offload), opened(offload)
+    step = offload.begin([one, two], query_counts=[2, 1])
+    late = lambda: offload.append(0, rows(1), step, first_query=2)  # noqa: E731
+    refused(offload, BadState, "layer 0 has 0 queries appended", late)
+    offload.append(0, rows(2), step, first_query=0)
+    offload.resolve(0, selection(10, queries=2), step)
+    alone = selection(10)
+    unwritten = lambda: offload.resolve(0, alone, step, first_query=2)  # noqa: E731
+    refused(offload, BadInput, "position 10", unwritten)
+    offload.append(0, rows(1), step, first_query=2)
+    refused(offload, BadState, "layer 0 was appended in step", late)
+    again = lambda: offload.resolve(0, alone, step, first_query=2, part=0)  # noqa: E731
+    refused(offload, BadState, "part 0 of group 0 is resolved already", again)
+    refused(
+        offload,
+        BadInput,
+        "part 9 of group 0: part_max is",
+        lambda: offload.resolve(0, alone, step, first_query=2, part=9),
+    )
+    offload.resolve(0, alone, step, first_query=2, part=1)
+    offload.append(1, rows(2), step)
+    follower = lambda: offload.resolve(1, None, step, first_query=2)  # noqa: E731
+    refused(offload, BadState, "layer 1: append its new rows first", follower)
+    offload.resolve(1, None, step)
+    offload.append(1, rows(1), step, first_query=2)
+    offload.resolve(1, None, step, first_query=2)
+    offload.commit(step, accepted=[2, 1])
+
+
+def test_keys_of_a_later_part_alone_change_nothing(offload):
+    one, two = opened(offload), opened(offload)
+    step = offload.begin([one, two], query_counts=[1, 1])
+    offload.append(0, rows(1), step)
+    keys = torch.zeros(1, offload._pools.index.keys.key_bytes, dtype=torch.uint8)
+    late = lambda: offload.append(0, rows(1), step, keys=keys, first_query=1)  # noqa: E731
+    refused(offload, BadState, "group 0 has 0 queries appended", late)
+    offload.append(0, rows(1), step, first_query=1)
+
+
+def test_half_a_layer_cannot_be_committed(offload):
+    one, two = opened(offload), opened(offload)
+    step = offload.begin([one, two], query_counts=[1, 1])
+    offload.append(0, rows(2), step)
+    offload.append(1, rows(1), step)
+    refused(offload, BadState, "layer 1", lambda: offload.commit(step, accepted=[1, 1]))
+    offload.abandon(step)

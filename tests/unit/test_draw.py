@@ -72,6 +72,9 @@ def test_the_noise_is_gumbel_and_unlike_for_unlike():
     crossed = torch.corrcoef(noise) - torch.eye(40)
     assert crossed.abs().max() < 0.12
     assert torch.corrcoef(noise.T[:200]).fill_diagonal_(0).abs().mean() < 0.16
+    halves = torch.tensor([[5, 77], [5, 1540483477], [6, 77]], dtype=torch.int32)
+    alike = torch.corrcoef(gumbel(halves, torch.arange(2000))) - torch.eye(3)
+    assert alike.abs().max() < 0.12, "both halves of a key count"
     keys = noise_keys([seed for seed in range(-50, 50) for _ in range(100)], [*range(100)] * 100)
     assert len(keys.unique(dim=0)) == 10_000
 

@@ -6,6 +6,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from ess.kernels.cuda.program import Program
+from ess.kernels.cuda.resolve import (
+    ALONE_THREADS,
+    PHASE_THREADS,
+    resolve_program,
+    slot_program,
+)
 from ess.kernels.cuda.rows import Hint, MoveForm, flat_form, ring_form
 
 ROW_BYTES: Final = (264, 528, 584, 656, 1152, 2304)
@@ -18,6 +24,10 @@ def programs() -> Iterator[Program]:
         yield flat_form(row_bytes).program
         if row_bytes % 16 == 0:
             yield ring_form(row_bytes).program
+    yield resolve_program(alone=False, threads=PHASE_THREADS)
+    yield resolve_program(alone=True, threads=ALONE_THREADS)
+    yield slot_program("locate.cu", PHASE_THREADS)
+    yield slot_program("upkeep.cu", PHASE_THREADS)
 
 
 def trial_programs() -> Iterator[Program]:

@@ -89,13 +89,21 @@ def compile_program(program: Program, arch: str) -> Compiled:
 def cubin(program: Program, arch: str, *, folder: Path | None = None) -> bytes:
     """The machine code, from the folder of earlier builds when it is there."""
     home = default_folder() if folder is None else folder
-    path = home / f"{Path(program.file).stem}-{_key(program, arch)}.{arch}.cubin"
     try:
-        return path.read_bytes()
+        return _path(program, arch, home).read_bytes()
     except FileNotFoundError:
-        code = compile_program(program, arch).code
-        _keep(path, code)
-        return code
+        return build(program, arch, folder=home).code
+
+
+def build(program: Program, arch: str, *, folder: Path) -> Compiled:
+    """Compiles, whatever is there, and keeps the machine code."""
+    compiled = compile_program(program, arch)
+    _keep(_path(program, arch, folder), compiled.code)
+    return compiled
+
+
+def _path(program: Program, arch: str, folder: Path) -> Path:
+    return folder / f"{Path(program.file).stem}-{_key(program, arch)}.{arch}.cubin"
 
 
 def default_folder() -> Path:

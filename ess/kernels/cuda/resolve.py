@@ -63,6 +63,27 @@ class ResolveRecord(ctypes.Structure):
     )
 
 
+class LocateRecord(ctypes.Structure):
+    """Locate of csrc/flashtrans/locate.cu."""
+
+    _fields_ = (
+        ("arena", ArenaRecord),
+        ("selection", SelectionRecord),
+        *_pointers("now", "report", "slots"),
+        *_sizes("split_width"),
+    )
+
+
+class UpkeepRecord(ctypes.Structure):
+    """Upkeep of csrc/flashtrans/upkeep.cu."""
+
+    _fields_ = (
+        ("arena", ArenaRecord),
+        *_pointers("list", "count", "ticket"),
+        *_sizes("count_max"),
+    )
+
+
 class Launch(NamedTuple):
     entry: str
     blocks: int
@@ -133,8 +154,11 @@ class ResolveShape:
 
 
 def resolve_program(*, alone: bool, threads: int) -> Program:
+    return slot_program("alone.cu" if alone else "resolve.cu", threads)
+
+
+def slot_program(file: str, threads: int) -> Program:
     ways = ("ESS_LOAD", 0), ("ESS_STORE", 0)
-    file = "alone.cu" if alone else "resolve.cu"
     return Program(file=file, defines=(("ESS_THREADS", threads), *ways))
 
 
@@ -156,17 +180,10 @@ def resolve_record(
             f"a split of shape {tuple(split.slots.shape)} cannot hold {shape.query_max} queries "
             f"of {shape.top_k} rows"
         )
-    if (positions is None) != (page_table is None) or (positions is None) != (table_row is None):
-        raise BadInput("positions need a page_table and a table_row; row ids need none of these")
     record = ResolveRecord(query_max=shape.query_max, tile_max=shape.tile_max)
-    for name, _ in ArenaRecord._fields_:
-        setattr(record.arena, name, address(getattr(arena, name)))
-    record.selection = SelectionRecord(
-        *map(address, (positions, page_table, table_row, rows)),
-        0 if page_table is None else page_table.shape[1],
-        shape.top_k,
-        arena.slot_of.shape[0],
-    )
+    record.arena = arena_record(arena)
+    record.selection = selection_record(arena, rows, positions, page_table, table_row)
+    record.selection.width = shape.top_k
     for name in ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"):
         setattr(record, name, address(getattr(split, name)))
     for name, array in workspace.items():
@@ -174,6 +191,54 @@ def resolve_record(
     record.host_page_of = address(host_page_of)
     record.split_width = split.slots.shape[1]
     return record
+
+
+def locate_record(
+    *,
+    arena: Any,
+    rows: Any,
+    slots: Any,
+    workspace: Mapping[str, Any],
+    positions: Any = None,
+    page_table: Any = None,
+    table_row: Any = None,
+) -> LocateRecord:
+    """Positions or row ids [query, column] to slots of the same shape or wider."""
+    record = LocateRecord(
+        arena=arena_record(arena),
+        selection=selection_record(arena, rows, positions, page_table, table_row),
+        split_width=slots.shape[1],
+    )
+    for name, array in (("now", workspace["now"]), ("report", workspace["report"])):
+        setattr(record, name, address(array))
+    record.slots = address(slots)
+    return record
+
+
+def upkeep_record(
+    arena: Any, numbers: Any, *, count: Any = None, ticket: Any = None
+) -> UpkeepRecord:
+    """Slots, or the rows that leave; without a count all of them."""
+    return UpkeepRecord(
+        arena_record(arena), address(numbers), address(count), address(ticket), numbers.shape[0]
+    )
+
+
+def arena_record(arena: Any) -> ArenaRecord:
+    return ArenaRecord(*(address(getattr(arena, name)) for name, _ in ArenaRecord._fields_))
+
+
+def selection_record(
+    arena: Any, rows: Any, positions: Any, page_table: Any, table_row: Any
+) -> SelectionRecord:
+    if len({one is None for one in (positions, page_table, table_row)}) > 1:
+        raise BadInput("positions need a page_table and a table_row; row ids need none of these")
+    return SelectionRecord(
+        *map(address, (positions, page_table, table_row, rows)),
+        0 if page_table is None else page_table.shape[1],
+        rows.shape[1],
+        arena.slot_of.shape[0],
+    )
 
 
 def address(array: Any) -> int | None:

@@ -24,7 +24,11 @@ RING_THREADS: Final = 64
 RING_DEPTH_MAX: Final = 4
 SHARED_BYTES_MAX: Final = 227 << 10
 STORES: Final[dict[Hint, int]] = {"streaming": 0, "near": 1, "plain": 2}
-FILES: Final[dict[Way, str]] = {"flat": "rows.cu", "ring": "ring.cu", "rival": "rival.cu"}
+KERNELS: Final[dict[Way, tuple[str, str]]] = {
+    "flat": ("rows.cu", "ess_move_rows"),
+    "ring": ("ring.cu", "ess_ring_rows"),
+    "rival": ("rival.cu", "ess_rival_rows"),
+}
 
 
 class MoveRecord(ctypes.Structure):
@@ -67,14 +71,12 @@ class MoveForm:
         }[self.way]
         ways = ("ESS_LOAD", int(self.waits_for_host)), ("ESS_STORE", STORES[self.stores])
         return Program(
-            file=FILES[self.way], defines=(("ESS_ROW_BYTES", self.row_bytes), *shape, *ways)
+            file=KERNELS[self.way][0], defines=(("ESS_ROW_BYTES", self.row_bytes), *shape, *ways)
         )
 
     @property
     def entry(self) -> str:
-        return {"flat": "ess_move_rows", "ring": "ess_ring_rows", "rival": "ess_rival_rows"}[
-            self.way
-        ]
+        return KERNELS[self.way][1]
 
     @property
     def shared_bytes(self) -> int:

@@ -12,9 +12,10 @@ from ess.kernels.triton_ops.device import index as device
 from ess.kernels.triton_ops.device import topk
 from ess.kernels.triton_ops.launch import bits, on, place
 from ess.layout import IndexCodec
+from ess.units import PAGE_ROWS
 
 DOT_MIN: Final = 16
-RUN_PAGES: Final = 8
+RUN_KEYS: Final = 1024
 SAMPLE: Final = 2048
 ROOM_MIN: Final = 8192
 BLOCK: Final = 2048
@@ -47,34 +48,49 @@ def logits_into(
     where, width = place(queries), table.shape[1]
     if not len(queries) or not width:
         return out
-    tasks = len(queries) * -(-width // RUN_PAGES)
+    tasks = len(queries) * -(-width * PAGE_ROWS // RUN_KEYS)
+    constant = constants(codec, query_dtype=queries.dtype, interpreted=where.interpreted)
     with on(queries):
-        device.logits[(where.programs(tasks, spare_sms=spare_sms, per_sm=2),)](
+        device.logits[(where.programs(tasks, spare_sms=spare_sms),)](
             *(bits(queries), weights, pages, table, lengths, out),
             *(*queries.stride()[:2], pages.stride(0), table.stride(0), out.stride(0)),
             *(len(queries), width),
-            **constants(codec, query_dtype=queries.dtype, interpreted=where.interpreted),
+            **constant,
             HEADS=queries.shape[1],
             HEADS_PADDED=max(DOT_MIN, triton.next_power_of_2(queries.shape[1])),
-            RUN=RUN_PAGES,
-            num_warps=4,
+            **blocks(is_half=in_half(queries.dtype, codec)),
         )
     return out
+
+
+def in_half(query_dtype: torch.dtype, codec: IndexCodec) -> bool:
+    """Products in bfloat16, which holds e4m3 exactly."""
+    return query_dtype != torch.float32 and codec.form == "fp8"
+
+
+def blocks(*, is_half: bool) -> dict[str, int]:
+    """Keys of a task and of a product, and what Triton makes of a program.
+
+    In bfloat16 two programs do not fit on one multiprocessor: else the grid would not leave any of
+    them alone. Float32 runs without tensor cores, for exactness; larger blocks of it spill.
+    """
+    if is_half:
+        return {"RUN": RUN_KEYS, "KEYS": 256, "num_warps": 8, "num_stages": 3}
+    return {"RUN": RUN_KEYS, "KEYS": 32, "num_warps": 8, "num_stages": 1}
 
 
 def constants(
     codec: IndexCodec, *, query_dtype: torch.dtype, interpreted: bool
 ) -> dict[str, int | bool | str]:
     """What the kernel is compiled for, apart from heads and block sizes."""
-    is_half = codec.form == "fp8" and query_dtype != torch.float32
     return {
         "DIM": codec.key_dim,
         "DIM_PADDED": max(DOT_MIN, triton.next_power_of_2(codec.key_dim)),
         "IS_FP8": codec.form == "fp8",
         "QUERY_FORM": FORMS[query_dtype],
-        "IN_BF16": is_half and not interpreted,
+        "IN_BF16": in_half(query_dtype, codec) and not interpreted,
         "INTERPRETED": interpreted,
-        "PRECISION": "tf32x3",
+        "PRECISION": "ieee",
     }
 
 

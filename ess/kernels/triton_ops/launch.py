@@ -23,11 +23,14 @@ class Place(NamedTuple):
     sm_count: int
     interpreted: bool
 
-    def programs(self, task_count: int, *, spare_sms: int = 0, per_sm: int = 1) -> int:
-        """A grid for tasks that programs share out, leaving multiprocessors to somebody else."""
+    def programs(self, task_count: int, *, spare_sms: int = 0) -> int:
+        """A grid for tasks that programs share out, leaving multiprocessors to somebody else.
+
+        It holds for programs of which no two fit on one multiprocessor.
+        """
         if not 0 <= spare_sms < self.sm_count:
             raise BadInput(f"spare_sms is {spare_sms}, outside 0..{self.sm_count - 1}")
-        return max(1, min(task_count, (self.sm_count - spare_sms) * per_sm))
+        return max(1, min(task_count, self.sm_count - spare_sms))
 
 
 def interpreted() -> bool:

@@ -66,14 +66,16 @@ def implementation() -> str:
 def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
     """Values [n, latent + rope], float32 or bfloat16, into rows [n, row_bytes]."""
     check_rows(values, codec, out)
-    _require_device("values", values), _require_rows("out", out)
+    _require_device(values=values)
+    _require_rows("out", out)
     return rows.encode_rows(_adjacent(values), codec, out)
 
 
 def decode_rows(encoded: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
     """Rows [n, row_bytes] into values [n, latent + rope], float32 or bfloat16."""
     check_rows(out, codec, encoded)
-    _require_device("out", out), _require_rows("rows", encoded)
+    _require_device(out=out)
+    _require_rows("rows", encoded)
     if out.stride(1) != 1:
         return out.copy_(rows.decode_rows(encoded, codec, out.contiguous()))
     return rows.decode_rows(encoded, codec, out)
@@ -84,7 +86,7 @@ def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
     if codec.form == "f32":
         return reference.encode_keys(values, codec)
     require("values", values, (None, codec.key_dim), ("torch.float32", "torch.bfloat16"))
-    _require_device("values", values)
+    _require_device(values=values)
     return Keys(*rows.encode_keys(_adjacent(values), codec))
 
 
@@ -113,7 +115,7 @@ def attend(
 ) -> Partial:
     """By the contract of `reference.attend`; `placed` may be pinned memory of the host."""
     check_attend(queries, encoded, slots, codec, placed, into)
-    _require_device("queries", queries), _require_device("slots", slots)
+    _require_device(queries=queries, slots=slots)
     _require_rows("rows", encoded)
     if placed is not None:
         _require_rows("placed", placed, host=True)
@@ -130,11 +132,11 @@ def attend(
 def merge(first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
     """Any two (out, lse) pairs; `into` may be one of them."""
     first, second = check_merge(first, second, into)
-    _require_device("first", first.lse), _require_device("second", second.lse)
+    _require_device(first=first.lse, second=second.lse)
     sides = [Partial(*(tensor.contiguous() for tensor in side)) for side in (first, second)]
     partial = into or Partial(torch.empty_like(sides[0].out), torch.empty_like(sides[0].lse))
     dense = Partial(*(tensor.contiguous() for tensor in partial))
-    return _given_back(attention.merge_into(*sides, dense), partial)
+    return _given_back(attention.merge_into(sides[0], sides[1], dense), partial)
 
 
 def index_logits(
@@ -150,7 +152,8 @@ def index_logits(
 ) -> Tensor:
     check_pages(pages, codec)
     check_index(queries, weights, page_table, lengths, codec)
-    _require_device("queries", queries), _require_rows("pages", pages)
+    _require_device(queries=queries, page_table=page_table, lengths=lengths)
+    _require_rows("pages", pages)
     shape = len(queries), page_table.shape[1] * PAGE_ROWS
     _require_seen(page_table, lengths, page_count=len(pages))
     if out is not None:
@@ -185,7 +188,7 @@ def top_k(
     logits: Tensor, lengths: Tensor, *, k: int, out: Tensor | None = None, threads: int = 1
 ) -> Tensor:
     check_top_k(logits, lengths, k)
-    _require_device("logits", logits)
+    _require_device(logits=logits, lengths=lengths)
     _require_in_range("lengths", lengths, low=0, limit=logits.shape[1] + 1)
     selection = _selection(len(logits), k, out, logits.device)
     counts = lengths.to(torch.int32).contiguous()
@@ -223,17 +226,16 @@ def _plain(queries: Tensor, *, keep: torch.dtype = torch.bfloat16) -> Tensor:
     return queries if queries.dtype in (torch.bfloat16, keep) else queries.float()
 
 
-def _require_device(name: str, tensor: Tensor, *, host: bool = False) -> None:
-    if tensor.device.type == "cuda" or interpreted():
-        return
-    if not (host and tensor.is_pinned()):
-        where = "pinned or on the device" if host else "on the device"
-        raise BadInput(f"{name} is on {tensor.device}, the cuda ops need it {where}")
+def _require_device(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cuda" and not interpreted():
+            raise BadInput(f"{name} is on {tensor.device}, the cuda ops need it on the device")
 
 
 def _require_rows(name: str, matrix: Tensor, *, host: bool = False) -> None:
     """Bytes of a row side by side, every row at a multiple of 4: kernels read words."""
-    _require_device(name, matrix, host=host)
+    if not (host and (interpreted() or matrix.is_pinned())):
+        _require_device(**{name: matrix})
     if matrix.numel() and matrix.stride(1) != 1:
         raise BadInput(f"{name} steps {matrix.stride(1)} bytes within a row: copy it")
     if matrix.stride(0) % 4 or matrix.data_ptr() % 4:

@@ -21,7 +21,7 @@ def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
     if codec.form == "f32":
         return out.copy_(values.float().contiguous().view(torch.uint8))
     strides = values.stride(0), out.stride(0), out.stride(0), 0
-    _encode(values, _row_parts(out, codec), None, strides, True, **_row_shape(codec))
+    _encode(values, _row_parts(out, codec), None, strides, True, **row_shape(codec))
     return out
 
 
@@ -30,7 +30,7 @@ def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
         return out
     if codec.form == "f32":
         return out.copy_(rows.contiguous().view(torch.float32))
-    shape = _row_shape(codec)
+    shape = row_shape(codec)
     with on(rows):
         device.decode[(div_ceil(len(rows), BLOCK_ROWS), shape["GROUPS"] + 1)](
             *_row_parts(rows, codec),
@@ -88,7 +88,7 @@ def _row_parts(rows: Tensor, codec: RowCodec) -> tuple[Tensor, Tensor, Tensor]:
     return rows, rows[:, scales_from:], rows[:, scales_from + 4 * codec.scale_count :]
 
 
-def _row_shape(codec: RowCodec) -> dict[str, Any]:
+def row_shape(codec: RowCodec) -> dict[str, Any]:
     tail = codec.rope_dim if codec.scale_count else codec.latent_dim + codec.rope_dim
     return _shape(codec.scale_count, SCALE_GROUP, tail)
 

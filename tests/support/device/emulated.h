@@ -2,8 +2,9 @@
 // the kernels can be run against their specifications where there is no GPU.
 //
 // The blocks of a grid run one after another in random order. The threads of a block are fibers; a
-// fiber runs until it waits at a barrier or a warp operation or, at random, before an atomic one,
-// and the next is drawn among those that can go on. Shared memory is poisoned before every block. A
+// fiber runs until it waits at a barrier or a warp operation or, at random, before an atomic one;
+// then another of its warp is drawn, and another warp when none of it can go on. Shared memory is
+// poisoned before every block. A
 // bulk load is poison until somebody waits for its arrival; a bulk store happens as late as the
 // kernel's own waits allow. Not seen here: the order of memory between blocks that run at once.
 #pragma once
@@ -73,6 +74,7 @@ struct Block {
     const void* record = nullptr;
     jmp_buf scheduler;
     i32 current = 0;
+    i32 done = 0;
     u64 random = 1;
 };
 
@@ -137,6 +139,7 @@ inline void begin() {
     for (auto& group : self().committed)
         if (!group.empty()) fail("a thread left before its bulk stores were written");
     self().mode = Mode::done;
+    block.done++;
     _longjmp(block.scheduler, 1);
 }
 
@@ -155,25 +158,34 @@ inline void resume(i32 index) {
     setcontext(&fiber.start);
 }
 
+// Any lane of the warp that can go on, or -1.
+inline i32 ready_lane(i32 warp, i32 threads) {
+    const i32 start = i32(draw() % kLanes);
+    for (i32 i = 0; i < kLanes; i++) {
+        const i32 index = warp * kLanes + (start + i) % kLanes;
+        if (index < threads && block.fibers[index].mode == Mode::ready) return index;
+    }
+    return -1;
+}
+
+// One warp runs as far as it can before another is drawn: warps drift apart as they do on a device.
 inline void run_block(i32 threads) {
     if (__start_ess_shared)
         std::memset(__start_ess_shared, kPoison, __stop_ess_shared - __start_ess_shared);
     block.fibers.assign(threads, Fiber());
     for (auto& table : block.exchanged) table.assign(threads, 0);
-    std::vector<i32> ready(threads);
-    for (;;) {
-        i32 count = 0, done = 0;
-        for (i32 i = 0; i < threads; i++) {
-            if (block.fibers[i].mode == Mode::ready) ready[count++] = i;
-            done += block.fibers[i].mode == Mode::done;
+    block.done = 0;
+    const i32 warps = (threads + kLanes - 1) / kLanes;
+    i32 warp = 0;
+    while (block.done < threads) {
+        i32 pick = draw() % 256 == 0 ? -1 : ready_lane(warp, threads);
+        for (i32 left = warps; pick < 0 && left > 0; left--) {
+            if (left == warps) warp = i32(draw() % warps);
+            warp = (warp + 1) % warps;
+            pick = ready_lane(warp, threads);
         }
-        if (done == threads) return;
-        if (count == 0) fail("threads wait for one another at different places");
-        for (i32 left = count; left > 0; left--) {
-            i32 pick = i32(draw() % left);
-            resume(ready[pick]);
-            ready[pick] = ready[left - 1];
-        }
+        if (pick < 0) fail("threads wait for one another at different places");
+        resume(pick);
     }
 }
 
@@ -201,8 +213,10 @@ inline void launch(void (*run)(const void*), const void* record, i32 blocks, i32
 
 }  // namespace emulated
 
-// A launch from Python: the record, the grid, the threads of a block, its shared bytes, a seed.
+// A launch from Python: the record, the grid, the threads of a block, its shared bytes, a seed. The
+// size of the record is for whoever must copy it.
 #define ESS_EMULATE(kernel, Record)                                                             \
+    extern "C" __attribute__((visibility("default"))) const i32 bytes_##kernel = sizeof(Record); \
     extern "C" __attribute__((visibility("default"))) void emulate_##kernel(                    \
         const Record* record, i32 blocks, i32 threads, i32 shared_bytes, u64 seed) {            \
         emulated::launch([](const void* at) { kernel(*(const Record*)at); }, record, blocks,    \

@@ -7,14 +7,6 @@ from ess.kernels.triton_ops.device.floats import from_e4m3, narrow, to_e4m3, wid
 
 
 @triton.jit
-def _load(values, at, mask, IS_BF16: tl.constexpr):
-    found = tl.load(values + at, mask=mask, other=0)
-    if IS_BF16:
-        found = widen(found)
-    return found
-
-
-@triton.jit
 def _scales(values, POWER_OF_TWO: tl.constexpr):
     """The scale of each row of a group, NaN where anything in it is infinite or NaN."""
     size = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
@@ -25,6 +17,38 @@ def _scales(values, POWER_OF_TWO: tl.constexpr):
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale, is_broken
+
+
+@triton.jit
+def _encode_group(
+    values, codes, scales, is_row, GROUP: tl.constexpr, PADDED: tl.constexpr,
+    IS_BF16: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """From where the rows' groups start to where their codes and scales start."""
+    column = tl.arange(0, PADDED)
+    mask = is_row[:, None] & (column < GROUP)[None, :]
+    found = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
+    if IS_BF16:
+        found = widen(found)
+    scale, is_broken = _scales(found, POWER_OF_TWO)
+    code = to_e4m3(tl.div_rn(found, tl.broadcast_to(scale[:, None], found.shape)))
+    code = tl.where(is_broken[:, None], 0x7F, code).to(tl.uint8)
+    tl.store(codes[:, None] + column[None, :], code, mask=mask)
+    bits = tl.where(is_broken, 0x7FC00000, scale.to(tl.int32, bitcast=True))
+    tl.store(scales.to(tl.pointer_type(tl.int32)), bits, mask=is_row)
+
+
+@triton.jit
+def _encode_tail(
+    values, tails, is_row, TAIL: tl.constexpr, PADDED: tl.constexpr, IS_BF16: tl.constexpr
+):
+    column = tl.arange(0, PADDED)
+    mask = is_row[:, None] & (column < TAIL)[None, :]
+    found = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
+    if not IS_BF16:
+        found = narrow(found)
+    out = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
+    tl.store(out, found, mask=mask)
 
 
 @triton.jit
@@ -42,6 +66,7 @@ def encode(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     group = tl.program_id(1)
     is_row = row < count
+    values += row * value_stride + group * GROUP
     place = row
     page = tl.zeros_like(row)
     if IS_PAGED:
@@ -49,58 +74,50 @@ def encode(
         place = row_id % 64
         page = row_id // 64 * page_stride
     if group < GROUPS:
-        column = tl.arange(0, GROUP_PADDED)
-        mask = is_row[:, None] & (column < GROUP)[None, :]
-        at = row[:, None] * value_stride + group * GROUP + column[None, :]
-        found = _load(values, at, mask, IS_BF16)
-        scale, is_broken = _scales(found, POWER_OF_TWO)
-        code = to_e4m3(tl.div_rn(found, tl.broadcast_to(scale[:, None], found.shape)))
-        code = tl.where(is_broken[:, None], 0x7F, code).to(tl.uint8)
-        out = (page + place * code_stride)[:, None] + group * GROUP + column[None, :]
-        tl.store(codes + out, code, mask=mask)
-        scale_bits = tl.where(is_broken, 0x7FC00000, scale.to(tl.int32, bitcast=True))
-        out = scales + (page + place * scale_stride + group * 4)
-        tl.store(out.to(tl.pointer_type(tl.int32)), scale_bits, mask=is_row)
+        code_at = codes + (page + place * code_stride + group * GROUP)
+        scale_at = scales + (page + place * scale_stride + group * 4)
+        _encode_group(values, code_at, scale_at, is_row, GROUP, GROUP_PADDED, IS_BF16, POWER_OF_TWO)
     else:
-        column = tl.arange(0, TAIL_PADDED)
-        mask = is_row[:, None] & (column < TAIL)[None, :]
-        at = row[:, None] * value_stride + GROUPS * GROUP + column[None, :]
-        found = tl.load(values + at, mask=mask, other=0)
-        if not IS_BF16:
-            found = narrow(found)
-        out = tails + (row[:, None] * code_stride + 2 * column[None, :])
-        tl.store(out.to(tl.pointer_type(tl.int16)), found, mask=mask)
+        _encode_tail(values, tails + row * code_stride, is_row, TAIL, TAIL_PADDED, IS_BF16)
+
+
+@triton.jit
+def _decode_group(
+    codes, scales, values, is_row, GROUP: tl.constexpr, IS_BF16: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    column, mask = tl.arange(0, GROUP), is_row[:, None]
+    code = tl.load(codes[:, None] + column[None, :], mask=mask, other=0)
+    scale = tl.load(scales.to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
+    found = from_e4m3(code, INTERPRETED) * scale[:, None]
+    tl.store(values[:, None] + column[None, :], narrow(found) if IS_BF16 else found, mask=mask)
+
+
+@triton.jit
+def _decode_tail(
+    tails, values, is_row, TAIL: tl.constexpr, PADDED: tl.constexpr, IS_BF16: tl.constexpr
+):
+    column = tl.arange(0, PADDED)
+    mask = is_row[:, None] & (column < TAIL)[None, :]
+    at = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
+    found = tl.load(at, mask=mask, other=0)
+    tl.store(values[:, None] + column[None, :], found if IS_BF16 else widen(found), mask=mask)
 
 
 @triton.jit
 def decode(
     codes, scales, tails, values, count, row_stride, value_stride,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    TAIL: tl.constexpr, TAIL_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, TAIL_PADDED: tl.constexpr,
     IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Program (i, g) reads group g of ROWS rows, program (i, GROUPS) their tails."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     group = tl.program_id(1)
     is_row = row < count
     start = row * row_stride
+    values += row * value_stride + group * GROUP
     if group < GROUPS:
-        column = tl.arange(0, GROUP)
-        code = tl.load(codes + (start[:, None] + group * GROUP + column[None, :]), is_row[:, None])
-        at = scales + (start + group * 4)
-        scale = tl.load(at.to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
-        found = from_e4m3(code, INTERPRETED) * scale[:, None]
-        out = row[:, None] * value_stride + group * GROUP + column[None, :]
-        if IS_BF16:
-            tl.store(values + out, narrow(found), mask=is_row[:, None])
-        else:
-            tl.store(values + out, found, mask=is_row[:, None])
+        code_at, scale_at = codes + (start + group * GROUP), scales + (start + group * 4)
+        _decode_group(code_at, scale_at, values, is_row, GROUP, IS_BF16, INTERPRETED)
     else:
-        column = tl.arange(0, TAIL_PADDED)
-        mask = is_row[:, None] & (column < TAIL)[None, :]
-        at = tails + (start[:, None] + 2 * column[None, :])
-        found = tl.load(at.to(tl.pointer_type(tl.int16)), mask=mask, other=0)
-        out = row[:, None] * value_stride + GROUPS * GROUP + column[None, :]
-        if IS_BF16:
-            tl.store(values + out, found, mask=mask)
-        else:
-            tl.store(values + out, widen(found), mask=mask)
+        _decode_tail(tails + start, values, is_row, TAIL, TAIL_PADDED, IS_BF16)

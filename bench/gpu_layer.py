@@ -1,0 +1,39 @@
+"""The one-layer benchmark with FlashTrans as its gather. It needs torch and the packages of ESS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ess.bench.gpu_rig import Row
+from ess.bench.layer_gpu import layer_gpu_benchmark
+from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.rows import flat_form, move_record
+
+
+def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
+    device = Device()
+
+    def gather(
+        source: Tensor, rows: Tensor, target: Tensor, slots: Tensor, count: Tensor, blocks: int
+    ) -> None:
+        form = flat_form(source.shape[1])
+        record = move_record(
+            source=source.data_ptr(),
+            source_rows=rows.data_ptr(),
+            source_stride=source.stride(0),
+            target=target.data_ptr(),
+            target_rows=slots.data_ptr(),
+            target_stride=target.stride(0),
+            count=count.data_ptr(),
+            pair_count=len(rows),
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel = device.kernel(form.program, form.entry)
+        kernel.launch(record, blocks=blocks, threads=form.threads, stream=stream)
+
+    for one in layer_gpu_benchmark(smoke=smoke, gather=gather):
+        yield msgspec.to_builtins(one)

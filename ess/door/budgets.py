@@ -1,0 +1,76 @@
+"""Budgets follow the live miss curves: now and then chunks of slots change their group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from ess.door.pools import SLOTS, Pools
+from ess.pool.budget import Counts, Curve, live_curve, next_move
+
+SHARE: Final = 64
+
+
+@dataclass(slots=True)
+class Budgets:
+    """What was seen when budgets were last looked at: curves are of what has happened since."""
+
+    pools: Pools
+    query_max: int
+    _step: int = field(init=False)
+    _hits: list[Counts] = field(init=False)
+    _misses: Counts = field(init=False)
+
+    def __post_init__(self) -> None:
+        sparse = self.pools.sparse
+        self._step = sparse.step
+        self._hits = [sparse.hit_age(g) for g in range(self.pools.layout.group_count)]
+        self._misses = np.zeros(len(self._hits), np.int64)
+
+    def rebalance(self, misses: Counts) -> int:
+        """Moves a 64th of all chunks at most; returns how many. `misses` count since the start.
+
+        Between steps nobody reads, so what the last one selected holds nothing back: an age passes.
+        """
+        sparse = self.pools.sparse
+        if sparse.step == self._step:
+            return 0
+        curves = self._curves(misses)
+        floors = [self.floor(group) for group in range(len(curves))]
+        sparse.begin_step()
+        self._step = sparse.step
+        moved = 0
+        while moved < max(1, sum(sparse.chunk_counts()) // SHARE):
+            move = next_move(curves, sparse.chunk_counts(), floors)
+            if move is None or not sparse.move_chunk(*move):
+                break
+            moved += 1
+        return moved
+
+    def _curves(self, misses: Counts) -> list[Curve]:
+        """Rows per step that every group would fetch, over all its layers, by chunks."""
+        sparse, layout = self.pools.sparse, self.pools.layout
+        step_count = sparse.step - self._step
+        chunk_count = sum(sparse.chunk_counts())
+        curves = []
+        for group, layers in enumerate(layout.groups):
+            hits = sparse.hit_age(group)
+            curve = live_curve(
+                hits=(hits - self._hits[group]) / step_count,
+                rows=sparse.resident_age(group),
+                misses=float(misses[group] - self._misses[group]) / step_count,
+                slots=sparse.slot_count(group),
+                chunk=sparse.chunk_slots(group),
+                chunk_count=chunk_count,
+            )
+            curves.append(curve * len(layers))
+            self._hits[group] = hits
+        self._misses = misses.copy()
+        return curves
+
+    def floor(self, group: int) -> int:
+        """Chunks for the slots that running requests were promised, and for a step's new rows."""
+        slots = max(self.pools.ledger.promised(SLOTS), self.query_max)
+        return -(-slots // self.pools.sparse.chunk_slots(group))

@@ -1,0 +1,91 @@
+"""The stages of one layer's experts in one step: what `overlap.sbo`'s schedules put in order.
+
+On one rank every token is where its experts are, so nothing is sent: `dispatch`, `arrive` and
+`combine` hand on what they are given. Their places in the order are those of a rank among many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ess.errors import BadState
+from ess.models.decoder import DecoderLayer
+from ess.models.moe import Inner, Routing
+from ess.overlap.timeline import Timeline, timed
+
+
+class ExpertStep:
+    """`Experts` for a layer: made with what attention gave, asked by a schedule, then dropped."""
+
+    def __init__(
+        self, layer: DecoderLayer, hidden: Tensor, timeline: Timeline, first_query: int
+    ) -> None:
+        assert layer.experts is not None, f"layer {layer.number} is dense"
+        self.timeline = timeline
+        self.number = layer.number
+        self.first_query = first_query
+        self._experts = layer.experts
+        self._hidden = hidden
+        self._input = layer.mlp_input(hidden)
+        self._routing: Routing | None = None
+        self._inner: Inner | None = None
+        self._made: list[tuple[range, Tensor]] = []
+        self._sent: list[Tensor] = []
+        self._routed: Tensor | None = None
+        self._shared: Tensor | None = None
+
+    def blocks(self, count: int) -> list[range]:
+        total = self._experts.expert_count
+        size = -(-total // count)
+        return [range(first, min(first + size, total)) for first in range(0, total, size)]
+
+    @timed
+    def route(self) -> None:
+        self._routing = self._experts.route(self._input)
+
+    @timed
+    def dispatch(self) -> None:
+        if self._routing is None:
+            raise BadState("route comes before dispatch")
+
+    @timed
+    def arrive(self) -> None:
+        assert self._inner is None, "tokens arrive once"
+
+    @timed
+    def up(self) -> None:
+        assert self._routing is not None, "route comes before up"
+        self._inner = self._experts.up(self._input, self._routing)
+
+    @timed
+    def down(self, block: range) -> None:
+        assert self._inner is not None, "up comes before down"
+        self._made.append((block, self._experts.down(self._inner, block)))
+
+    @timed
+    def combine(self, block: range) -> None:
+        made, lines = self._made.pop()
+        assert made == block, f"experts {block} are sent before they are done"
+        self._sent.append(lines)
+
+    @timed
+    def collect(self) -> None:
+        assert self._inner is not None, "up comes before collect"
+        assert self._routing is not None, "route comes before collect"
+        outer = torch.cat(self._sent)
+        assert len(outer) == len(self._inner.order), "a block of experts was not sent"
+        routed = self._experts.collect(outer, self._inner, self._routing)
+        self._routed = routed.to(self._input.dtype)
+
+    @timed
+    def shared(self) -> None:
+        self._shared = self._experts.shared(self._input) if self._experts.has_shared else None
+
+    def result(self) -> Tensor:
+        """The layer's output."""
+        assert self._routed is not None, "the schedule has not collected"
+        if not self._experts.has_shared:
+            return self._hidden + self._routed
+        assert self._shared is not None, "the schedule has left out the shared experts"
+        return self._hidden + (self._routed + self._shared)

@@ -1,0 +1,203 @@
+"""How deep to draft, how many to admit, how long a chunk: for a time per token, from what is seen.
+
+Every launched step is one observation: its seconds, its queries, its draft passes. A step takes
+
+    T = fixed + query_s * queries + draft_s * drafts
+
+fitted by least squares in which old steps fade. A draft is accepted with a chance that depends on
+its place; with n tokens verified a step makes
+
+    made(n) = 1 + p1 + p1 p2 + ... up to n - 1 factors
+
+tokens per request, and its time per token is T / made(n). Steps of one kind tell nothing about
+another, neither of its time nor of its chances, so now and then two steps run at the next lower or
+higher depth; until then the fit leans, lightly, on half of the first step's time being fixed and
+half going by the query.
+
+For a given batch the depth of the least time per token is also the one of most tokens per second,
+so the target plays no part in it; it changes only for 3 %. The target bounds the batch: as many as
+some depth can serve within it. Who runs already stays, so a batch above the bound shrinks by its
+endings. What is drafted never changes what is said: all this may be as wrong as it likes, it costs
+speed, never tokens. It is pure: state and observation in, state out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.errors import BadInput
+from ess.units import PAGE_ROWS
+
+Floats = npt.NDArray[np.float64]
+
+FADE: Final = 0.98
+LEAN: Final = 0.01
+WEIGHT: Final = 1 / 32
+TRY_EVERY: Final = 32
+TRY_STEPS: Final = 2
+WIN: Final = 0.03
+CHANCE_START: Final = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One step: decode seconds, requests, queries, draft passes; of each request the drafts that
+    were verified and how many of them were right; a chunk's tokens and seconds."""
+
+    seconds: float = 0.0
+    request_count: int = 0
+    query_count: int = 0
+    draft_count: int = 0
+    verified: Sequence[tuple[int, int]] = ()
+    chunk_tokens: int = 0
+    chunk_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pace:
+    """Fitted time, chances by place of the draft, and what has been decided from them.
+
+    `times` are seconds: fixed, per query, per draft pass.
+    """
+
+    target_s: float | None
+    verified_max: int
+    batch_max: int
+    chunk_max: int
+    moments: Floats
+    products: Floats
+    prior: Floats
+    chances: tuple[float, ...]
+    times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    chunk_token_s: float = 0.0
+    depth: int = 1
+    request_count: int = 1
+    step_count: int = 0
+
+    @property
+    def verified_count(self) -> int:
+        """The tokens to verify in the next step: the depth, or one beside it to learn from."""
+        if self.verified_max == 1 or self.step_count % TRY_EVERY < TRY_EVERY - TRY_STEPS:
+            return self.depth
+        goes_up = self.step_count // TRY_EVERY % 2 == 1 or self.depth == 1
+        return self.depth + 1 if goes_up and self.depth < self.verified_max else self.depth - 1
+
+    @property
+    def batch_limit(self) -> int:
+        """The most requests that some depth keeps within the target; one if nothing is known."""
+        if self.target_s is None:
+            return self.batch_max
+        if not any(self.times):
+            return 1
+        depths = range(1, self.verified_max + 1)
+        return min(self.batch_max, max(1, *(self._most(depth) for depth in depths)))
+
+    @property
+    def chunk_limit(self) -> int:
+        """What the decode batch leaves of the target, in whole pages; at least one page."""
+        if self.target_s is None or self.chunk_token_s == 0.0:
+            return self.chunk_max
+        spare_s = self.target_s * self.made(self.depth) - self.step_s(
+            self.depth, self.request_count
+        )
+        tokens = max(0, int(spare_s / self.chunk_token_s)) // PAGE_ROWS * PAGE_ROWS
+        return min(self.chunk_max, max(PAGE_ROWS, tokens))
+
+    def made(self, depth: int) -> float:
+        """Tokens that a request makes in a step of this depth."""
+        return 1.0 + sum(math.prod(self.chances[:place]) for place in range(1, depth))
+
+    def step_s(self, depth: int, request_count: int) -> float:
+        fixed, query, draft = self.times
+        return fixed + query * depth * request_count + draft * drafts_of(depth, self.verified_max)
+
+    def _most(self, depth: int) -> int:
+        assert self.target_s is not None
+        fixed, query, draft = self.times
+        spare = self.target_s * self.made(depth) - fixed
+        spare -= draft * drafts_of(depth, self.verified_max)
+        return int(min(self.batch_max, spare / max(query * depth, 1e-12)))
+
+
+def drafts_of(depth: int, verified_max: int) -> int:
+    """Draft passes of a step. One at least, or the MTP module's rows would have a gap."""
+    return 0 if verified_max == 1 else max(1, depth - 1)
+
+
+def start(*, target_ms: float | None, verified_max: int, batch_max: int, chunk_max: int) -> Pace:
+    if target_ms is not None and not (target_ms > 0 and math.isfinite(target_ms)):
+        raise BadInput(f"tpot_ms is {target_ms}, must be above 0")
+    assert verified_max >= 1, verified_max
+    return Pace(
+        target_s=None if target_ms is None else target_ms / 1e3,
+        verified_max=verified_max,
+        batch_max=batch_max,
+        chunk_max=chunk_max,
+        moments=np.zeros((3, 3)),
+        products=np.zeros(3),
+        prior=np.zeros(3),
+        chances=(CHANCE_START,) * (verified_max - 1),
+        depth=verified_max,
+    )
+
+
+def advance(pace: Pace, seen: Seen) -> Pace:
+    """One step further: the fit and the chances follow, and the depth if another is better."""
+    if seen.chunk_tokens:
+        per_token = seen.chunk_seconds / seen.chunk_tokens
+        known = pace.chunk_token_s or per_token
+        pace = replace(pace, chunk_token_s=known + WEIGHT * (per_token - known))
+    if seen.request_count == 0:
+        return pace
+    assert seen.query_count >= seen.request_count, f"{seen.query_count} queries"
+    features = np.array([1.0, seen.query_count, seen.draft_count])
+    prior = pace.prior
+    if not prior.any():
+        prior = np.array([seen.seconds / 2, seen.seconds / 2 / seen.query_count, 0.0])
+    moments = FADE * pace.moments + np.outer(features, features)
+    products = FADE * pace.products + features * seen.seconds
+    pace = replace(
+        pace,
+        moments=moments,
+        products=products,
+        prior=prior,
+        times=_solve(moments, products, prior),
+        chances=_follow(pace.chances, seen.verified),
+        request_count=seen.request_count,
+        step_count=pace.step_count + 1,
+    )
+    return replace(pace, depth=_depth(pace, seen.request_count))
+
+
+def _solve(moments: Floats, products: Floats, prior: Floats) -> tuple[float, float, float]:
+    """None is negative: a time that falls with the load is noise."""
+    lean = LEAN * np.eye(3)
+    solved = np.linalg.solve(moments + lean, products + lean @ prior)
+    fixed, query, draft = np.maximum(solved, 0.0).tolist()
+    return fixed, query, draft
+
+
+def _follow(chances: tuple[float, ...], verified: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+    """A place counts when all drafts before it were right."""
+    moved = list(chances)
+    for place, chance in enumerate(chances):
+        tries = [right > place for count, right in verified if count > place <= right]
+        if tries:
+            share = sum(tries) / len(tries)
+            moved[place] = chance + (1 - (1 - WEIGHT) ** len(tries)) * (share - chance)
+    assert all(0.0 <= chance <= 1.0 for chance in moved), moved
+    return tuple(moved)
+
+
+def _depth(pace: Pace, request_count: int) -> int:
+    """The depth of the least time per token; the present one while no other is 3 % better."""
+    depths = range(1, pace.verified_max + 1)
+    per_token = {n: pace.step_s(n, request_count) / pace.made(n) for n in depths}
+    best = min(depths, key=lambda n: per_token[n])
+    return best if per_token[best] < (1 - WIN) * per_token[pace.depth] else pace.depth

@@ -1,0 +1,78 @@
+"""Fetches through the copy engine: the host gathers, one DMA per chunk sends, no SM is taken.
+
+A chunk of rows is gathered into pinned memory by a host function on a stream of its own, so that
+no thread of Python is involved; then it is sent to a twin on the device, and a kernel that runs for
+a few microseconds at the speed of device memory spreads it over its targets. Two places take turns:
+one is gathered into while the other is sent. What orders them are two events for each place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+from ess.errors import Unavailable
+from ess.flashtrans.rows import STREAM_ABOVE_BYTES, NativeCopy, pack
+from ess.flashtrans.views import CheckedCopy, Side
+from ess.kernels import native
+from ess.kernels.cuda.driver import Device, call
+from ess.kernels.cuda.memory import DeviceMemory
+from ess.kernels.cuda.pinned import pinned_memory
+from ess.kernels.cuda.streams import CudaEvent, CudaStream
+
+PLACES: Final = 2
+
+
+class HostJob(ctypes.Structure):
+    """RowJob of csrc/cpu/rows.cpp."""
+
+    _fields_ = (
+        ("copy", NativeCopy),
+        ("threads", ctypes.c_int64),
+        ("stream_above", ctypes.c_int64),
+    )
+
+
+class Staging:
+    """Two places of `place_bytes`, here and over there."""
+
+    def __init__(self, device: Device, *, place_bytes: int = 1 << 20, threads: int = 2) -> None:
+        if not native.available():
+            raise Unavailable(f"the copy engine needs the native gather: {native.why_missing()}")
+        self.place_bytes = place_bytes
+        self._threads = threads
+        self._host = pinned_memory(device, PLACES * place_bytes, touch_threads=1)
+        self._twin = DeviceMemory(device, PLACES * place_bytes)
+        self._gathering = CudaStream(device)
+        self._gathered = [CudaEvent(device) for _ in range(PLACES)]
+        self._spread = [CudaEvent(device) for _ in range(PLACES)]
+        self._turn = 0
+
+    def rows_max(self, row_bytes: int) -> int:
+        return self.place_bytes // row_bytes
+
+    def send(self, copy: CheckedCopy, after: CudaEvent, stream: int) -> tuple[int, HostJob]:
+        """Gathers the sources of a chunk, when `after` has passed, and sends them on the stream.
+
+        Returns where they will lie on the device, one after another, and the job, which must live
+        until they do. `spread` must follow once the kernel that takes them from there is queued.
+        """
+        row_bytes, count = copy.source.row_bytes, copy.count
+        assert count <= self.rows_max(row_bytes), (count, self.place_bytes)
+        here = int(self._host.__array_interface__["data"][0]) + self._turn * self.place_bytes
+        dense = Side("target", None, here, count, row_bytes, row_bytes, None)
+        job = HostJob(pack(CheckedCopy(copy.source, dense)), self._threads, STREAM_ABOVE_BYTES)
+        after.hold(self._gathering.handle)
+        self._spread[self._turn].hold(self._gathering.handle)
+        function = native.function("ess_rows_copy_job", [ctypes.c_void_p])
+        entry = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+        call("cuLaunchHostFunc", self._gathering.handle, entry, ctypes.addressof(job))
+        self._gathered[self._turn].record(self._gathering.handle).hold(stream)
+        there = self._twin.address + self._turn * self.place_bytes
+        call("cuMemcpyHtoDAsync", there, here, count * row_bytes, stream)
+        return there, job
+
+    def spread(self, stream: int) -> None:
+        """The rows of the last chunk have been taken: its place may be gathered into again."""
+        self._spread[self._turn].record(stream)
+        self._turn = (self._turn + 1) % PLACES

@@ -1,0 +1,316 @@
+"""The copy lane of a CUDA device: a stream beside the compute stream, ordered by events.
+
+A job follows everything that the caller has queued on the compute stream so far, for rows are read
+that compute has written and slots are written that compute has read. Compute does not follow the
+job until it is told to: `event.hold(stream)` makes a stream wait, `event.wait()` the host.
+
+Lists of the host are checked and copied at submission. Lists on the device stay where they are:
+they may change once the event is done, not at once, and their numbers are trusted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.errors import BadInput, BadState
+from ess.flashtrans.lanes import closed_lane
+from ess.flashtrans.pick import pick_way
+from ess.flashtrans.row_lists import RowLists
+from ess.flashtrans.staging import Staging
+from ess.flashtrans.views import CheckedCopy, Side, check
+from ess.kernels import native
+from ess.kernels.cuda.driver import Device, attempt
+from ess.kernels.cuda.rows import MoveForm, flat_form, move_record, ring_form, widest_unit
+from ess.kernels.cuda.streams import CudaEvent, CudaStream
+from ess.kernels.streams import RowCopy
+
+LaneWay = Literal["auto", "flat", "ring", "staged"]
+
+INT32_ROWS_MAX: Final = 1 << 31
+ANCHOR_US_MAX: Final = 1e6
+
+
+class StreamEvent:
+    """A job of the lane. Times lie on the clock of the host, by way of an event taken then."""
+
+    def __init__(self, started: CudaEvent, finished: CudaEvent, anchor: Anchor) -> None:
+        self._started = started
+        self._finished = finished
+        self._anchor = anchor
+
+    def done(self) -> bool:
+        return self._finished.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._finished.wait(timeout_s)
+
+    def hold(self, stream: int) -> None:
+        """What `stream` is given from now on waits for the rows; the host does not."""
+        self._finished.hold(stream)
+
+    @property
+    def started_ns(self) -> int:
+        self._require_done()
+        return self._anchor.ns_of(self._started)
+
+    @property
+    def finished_ns(self) -> int:
+        self._require_done()
+        return self.started_ns + int(1e3 * self._finished.us_since(self._started))
+
+    def later_anchor(self) -> Anchor:
+        """This job's end in place of an anchor that lies further back than its times are exact."""
+        if not self.done() or self._finished.us_since(self._anchor.event) < ANCHOR_US_MAX:
+            return self._anchor
+        return Anchor(self._finished, self.finished_ns)
+
+    def _require_done(self) -> None:
+        if not self.done():
+            raise BadState("the copy job is not done: it has no times yet")
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """One moment on both clocks. The device counts from it in float32 milliseconds."""
+
+    event: CudaEvent
+    ns: int
+
+    @classmethod
+    def now(cls, stream: CudaStream) -> Anchor:
+        """Nothing else is queued yet, so this takes microseconds; a sleep would be its error."""
+        event = stream.record()
+        while not event.done():
+            pass
+        return cls(event, time.monotonic_ns())
+
+    def ns_of(self, event: CudaEvent) -> int:
+        return self.ns + int(1e3 * event.us_since(self.event))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    event: CudaEvent
+    kept: list[Any]
+
+
+class StreamLane:
+    """`compute_stream` names the stream that jobs follow, at each submission."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        compute_stream: Callable[[], int],
+        way: LaneWay = "auto",
+        block_count_max: int = 4,
+        threads: int = 2,
+        compute_fills_device: bool = False,
+        list_capacity: int = 1 << 20,
+        place_bytes: int = 1 << 20,
+    ) -> None:
+        if not 1 <= block_count_max <= device.sm_count:
+            raise BadInput(
+                f"block_count_max is {block_count_max}, must be 1..{device.sm_count} here"
+            )
+        self._device = device
+        self._compute_stream = compute_stream
+        self._way = way
+        self._block_count_max = block_count_max
+        self._threads = threads
+        self._compute_fills_device = compute_fills_device
+        self._stream = CudaStream(device, priority=-1)
+        self._lists = RowLists(device, capacity=list_capacity)
+        self._staging = self._open_staging(place_bytes)
+        self._order = threading.Lock()
+        self._pending: deque[_Job] = deque()
+        self._closed = False
+        self._anchor = Anchor.now(self._stream)
+        self._last = StreamEvent(self._anchor.event, self._anchor.event, self._anchor)
+
+    def submit(self, copies: Sequence[RowCopy]) -> StreamEvent:
+        checked = [self._check(copy) for copy in copies]
+        ways = [self._way_of(copy) for copy in checked]
+        with self._order:
+            if self._closed:
+                raise closed_lane()
+            self._forget()
+            CudaEvent(self._device).record(self._compute_stream()).hold(self._stream.handle)
+            started = self._stream.record()
+            kept: list[Any] = list(checked)
+            for copy, way in zip(checked, ways, strict=True):
+                kept += self._queue(copy, way)
+            finished = self._stream.record()
+            self._pending.append(_Job(finished, kept))
+            self._anchor = self._last.later_anchor()
+            self._last = StreamEvent(started, finished, self._anchor)
+        return self._last
+
+    def mark(self) -> StreamEvent:
+        return self._last
+
+    def close(self) -> None:
+        with self._order:
+            self._closed = True
+        self._stream.synchronize()
+        self._forget()
+
+    def __enter__(self) -> StreamLane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_staging(self, place_bytes: int) -> Staging | None:
+        if self._way not in ("auto", "staged") or not native.available():
+            return None
+        return Staging(self._device, place_bytes=place_bytes, threads=self._threads)
+
+    def _check(self, copy: RowCopy) -> CheckedCopy:
+        checked = check(copy, devices=True)
+        sides = (checked.source, checked.target)
+        if not any(side.on_device for side in sides):
+            raise BadInput("neither source nor target is on a device: use a lane of the CPU")
+        for side in sides:
+            if side.row_count > INT32_ROWS_MAX:
+                raise BadInput(f"{side.name} has {side.row_count} rows, at most {INT32_ROWS_MAX}")
+            if not side.on_device:
+                self._require_registered(side)
+            _require_in_range(side)
+        return checked
+
+    def _require_registered(self, side: Side) -> None:
+        self._device.make_current()
+        last = side.address + max(0, side.row_count - 1) * side.stride_bytes
+        for address in (side.address, last) if side.row_count else ():
+            status, *seen = attempt("cuMemHostGetDevicePointer", address, 0)
+            if status or int(seen[0]) != address:
+                raise BadInput(
+                    f"{side.name} is host memory that the device cannot reach: take it from "
+                    "pinned_memory or register it"
+                )
+
+    def _way_of(self, copy: CheckedCopy) -> Literal["flat", "ring", "staged"]:
+        fetch = copy.target.on_device and not copy.source.on_device
+        listed = copy.source.device_rows is None and copy.target.device_rows is None
+        places = 0 if self._staging is None else self._staging.rows_max(copy.source.row_bytes)
+        stageable = fetch and listed and places > 0
+        if self._way == "staged" and not stageable:
+            return "flat"
+        if self._way != "auto":
+            return self._way
+        return pick_way(
+            copy.count * copy.source.row_bytes,
+            host_lists=stageable,
+            compute_fills_device=self._compute_fills_device,
+            threads=self._threads,
+        )
+
+    def _queue(self, copy: CheckedCopy, way: str) -> list[Any]:
+        """In pieces that fit the ring of lists and, where rows are staged, a place.
+
+        The host gathers no row that an earlier copy, of this job too, has still to store.
+        """
+        before = self._stream.record()
+        most = self._lists.piece_max
+        if way == "staged":
+            assert self._staging is not None, "picked without a staging area"
+            most = min(most, self._staging.rows_max(copy.source.row_bytes))
+        kept: list[Any] = []
+        for first in range(0, copy.count, most):
+            piece = _piece(copy, first, min(most, copy.count - first))
+            if way == "staged":
+                kept.append(self._queue_staged(piece, before))
+            else:
+                self._move(piece, way=way)
+        return kept
+
+    def _queue_staged(self, piece: CheckedCopy, before: CudaEvent) -> Any:
+        assert self._staging is not None, "picked without a staging area"
+        there, job = self._staging.send(piece, before, self._stream.handle)
+        dense = replace(piece.source, address=there, stride_bytes=piece.source.row_bytes, rows=None)
+        dense.row_count = piece.count
+        self._move(CheckedCopy(dense, _skipping(piece)), way="flat")
+        self._staging.spread(self._stream.handle)
+        return piece, job
+
+    def _move(self, piece: CheckedCopy, *, way: str) -> None:
+        record = move_record(
+            source=piece.source.address,
+            source_stride=piece.source.stride_bytes,
+            source_rows=self._list(piece.source),
+            target=piece.target.address,
+            target_stride=piece.target.stride_bytes,
+            target_rows=self._list(piece.target),
+            pair_count=piece.count,
+        )
+        form = _form(piece, way)
+        kernel = self._device.kernel(form.program, form.entry, shared_bytes=form.shared_bytes)
+        kernel.launch(
+            record,
+            blocks=form.blocks(piece.count, block_count_max=self._block_count_max),
+            threads=form.threads,
+            stream=self._stream.handle,
+            shared_bytes=form.shared_bytes,
+        )
+        self._lists.seal(self._stream.record())
+
+    def _list(self, side: Side) -> int:
+        if side.device_rows is not None:
+            return side.device_rows.address
+        return 0 if side.rows is None else self._lists.put(side.rows, self._stream.handle)
+
+    def _forget(self) -> None:
+        while self._pending and self._pending[0].event.done():
+            self._pending.popleft()
+
+
+def _form(copy: CheckedCopy, way: str) -> MoveForm:
+    sides = (copy.source, copy.target)
+    numbers = [number for side in sides for number in (side.address, side.stride_bytes)]
+    row_bytes = copy.source.row_bytes
+    if way == "ring" and widest_unit(row_bytes, *numbers) == 16:
+        return ring_form(row_bytes, *numbers)
+    return flat_form(row_bytes, *numbers)
+
+
+def _require_in_range(side: Side) -> None:
+    if side.rows is None:
+        return
+    wrong = np.flatnonzero((side.rows < -1) | (side.rows >= side.row_count))
+    if wrong.size:
+        raise side.fault(int(wrong[0]), int(side.rows[wrong[0]]))
+
+
+def _piece(copy: CheckedCopy, first: int, count: int) -> CheckedCopy:
+    return CheckedCopy(
+        _side_piece(copy.source, first, count), _side_piece(copy.target, first, count)
+    )
+
+
+def _side_piece(side: Side, first: int, count: int) -> Side:
+    if side.device_rows is not None:
+        at = side.device_rows.address + 4 * first
+        return replace(side, device_rows=replace(side.device_rows, address=at, count=count))
+    if side.rows is not None:
+        return replace(side, rows=side.rows[first : first + count])
+    address = side.address + first * side.stride_bytes
+    return replace(side, address=address, row_count=count)
+
+
+def _skipping(piece: CheckedCopy) -> Side:
+    """The target with the pairs left out that the source's list skips."""
+    source, target = piece.source.rows, piece.target
+    if source is None or not (source < 0).any():
+        return target
+    assert target.device_rows is None, "lists on the device are not staged"
+    rows: npt.NDArray[Any] = target.row_numbers().astype(np.int32)
+    return replace(target, rows=np.where(source < 0, -1, rows))

@@ -1,0 +1,1 @@
+"""Kernels of other libraries, where they are installed and pass a probe."""

@@ -1,0 +1,43 @@
+"""Optional modules: found by name, used only after a probe, refused with all reasons at once."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from ess.errors import Unavailable
+
+Adapter = TypeVar("Adapter")
+
+
+class Found(NamedTuple):
+    module: Any
+    line: str
+
+
+def first_that(
+    names: Sequence[str], functions: Sequence[str], make: Callable[[Found], Adapter]
+) -> Adapter:
+    """The adapter of the first module that is there, has the functions, and passes its probe.
+
+    Foreign code fails in its own ways, at import and in its first call, so any failure is a reason
+    to go on to the next.
+    """
+    reasons = []
+    for name in names:
+        try:
+            return make(_find(name, functions))
+        except Exception as error:
+            said = str(error).strip() or type(error).__name__
+            reasons.append(f"{name}: {said.splitlines()[0]}")
+    raise Unavailable("; ".join(reasons))
+
+
+def _find(name: str, functions: Sequence[str]) -> Found:
+    module = importlib.import_module(name)
+    missing = [function for function in functions if not hasattr(module, function)]
+    if missing:
+        raise Unavailable(f"it has no {', '.join(missing)}")
+    version = getattr(module, "__version__", "of unknown version")
+    return Found(module, f"{name} {version}")

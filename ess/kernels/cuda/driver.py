@@ -1,0 +1,150 @@
+"""The CUDA driver, checked: one device, its context (the one torch uses too), its kernels.
+
+Handles of the driver are numbers here. A device is asked for by whoever needs it and passed on; it
+keeps the programs it has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ess.errors import BadState, Unavailable
+from ess.kernels.cuda import program
+from ess.kernels.cuda.program import Program
+
+NOT_READY: Final = 600
+STATIC_SHARED_BYTES: Final = 48 << 10
+
+# The architectures whose own instructions a plain number would leave out.
+_OWN: Final = (90, 100, 101, 103, 110, 120, 121)
+
+
+class Kernel(NamedTuple):
+    """A function on a device; a launch takes one record by value."""
+
+    device: Device
+    handle: int
+    entry: str
+
+    def launch(
+        self,
+        record: ctypes.Structure,
+        *,
+        blocks: int,
+        threads: int,
+        stream: int,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Queues it and returns; the record is copied at once, the memory it names is not."""
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(record))
+        self.device.make_current()
+        grid = (blocks, 1, 1, threads, 1, 1, shared_bytes)
+        call("cuLaunchKernel", self.handle, *grid, stream, ctypes.addressof(arguments), 0)
+
+
+class Device:
+    """A GPU. Unavailable where there is none, with the reason."""
+
+    def __init__(self, ordinal: int = 0, *, folder: Path | None = None) -> None:
+        call("cuInit", 0)
+        self._handle = call("cuDeviceGet", ordinal)
+        self.name = call("cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
+        self.sm_count = self._number("MULTIPROCESSOR_COUNT")
+        self.capability = (
+            self._number("COMPUTE_CAPABILITY_MAJOR"),
+            self._number("COMPUTE_CAPABILITY_MINOR"),
+        )
+        self.context = call("cuDevicePrimaryCtxRetain", self._handle)
+        self._folder = folder
+        self._kernels: dict[tuple[Program, str], Kernel] = {}
+        self.make_current()
+
+    @property
+    def arch(self) -> str:
+        number = 10 * self.capability[0] + self.capability[1]
+        return f"sm_{number}a" if number in _OWN else f"sm_{number}"
+
+    def make_current(self) -> None:
+        """For the calling thread."""
+        call("cuCtxSetCurrent", self.context)
+
+    def kernel(self, source: Program, entry: str, *, shared_bytes: int = 0) -> Kernel:
+        """Compiled for this device and loaded, once each."""
+        found = self._kernels.get((source, entry))
+        if found is None:
+            found = self._load(source, entry, shared_bytes)
+            self._kernels[source, entry] = found
+        return found
+
+    def _load(self, source: Program, entry: str, shared_bytes: int) -> Kernel:
+        self.make_current()
+        module = call("cuModuleLoadData", program.cubin(source, self.arch, folder=self._folder))
+        handle = int(call("cuModuleGetFunction", module, entry.encode()))
+        if shared_bytes > STATIC_SHARED_BYTES:
+            wanted = constant("CUfunction_attribute", "MAX_DYNAMIC_SHARED_SIZE_BYTES")
+            call("cuFuncSetAttribute", handle, wanted, shared_bytes)
+        return Kernel(self, handle, entry)
+
+    def _number(self, name: str) -> int:
+        return int(call("cuDeviceGetAttribute", constant("CUdevice_attribute", name), self._handle))
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """One driver function; its result, if it has one."""
+    status, *results = attempt(name, *arguments)
+    if status:
+        raise fault(name, status)
+    return results[0] if results else None
+
+
+def attempt(name: str, *arguments: Any) -> tuple[Any, ...]:
+    """The status as a number, then the results."""
+    try:
+        status, *results = getattr(_driver(), name)(*arguments)
+    except RuntimeError as error:
+        raise Unavailable(f"there is no CUDA driver here: {error}") from None
+    return int(status), *results
+
+
+def fault(name: str, status: int) -> Unavailable | BadState:
+    text = str(_driver().CUresult(status)).rpartition(".")[2]
+    if name in ("cuInit", "cuDeviceGet", "cuMemHostRegister", "cuMemAlloc"):
+        return Unavailable(f"{name} answers {text} ({status})")
+    return BadState(f"{name} answers {text} ({status}): an earlier kernel may have failed")
+
+
+def constant(kind: str, name: str) -> Any:
+    """An attribute by its name without the prefix that all of its kind have."""
+    prefix = {
+        "CUdevice_attribute": "CU_DEVICE_ATTRIBUTE",
+        "CUfunction_attribute": "CU_FUNC_ATTRIBUTE",
+    }
+    return enumerated(kind, f"{prefix[kind]}_{name}")
+
+
+def enumerated(kind: str, name: str) -> Any:
+    return getattr(getattr(_driver(), kind), name)
+
+
+def why_missing() -> str | None:
+    """One line for people, or None where there is a device."""
+    try:
+        if call("cuInit", 0) is None and call("cuDeviceGetCount") > 0:
+            return program.why_missing()
+    except Unavailable as error:
+        return str(error)
+    return "the CUDA driver sees no device"
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise Unavailable(
+            f"cuda-bindings is not installed ({error}): pip install ess[cuda]"
+        ) from None
+    return driver

@@ -1,0 +1,111 @@
+"""Host memory that the device reads and writes in place: registered in chunks, whole rows each.
+
+One registration of hundreds of gigabytes takes minutes without a sign of life and some drivers
+refuse it, so a pool is registered chunk by chunk. A chunk ends where a row and a page end, since no
+row may lie in two and no page may be registered twice. Under unified addressing the device sees
+registered memory where the host does; a system that maps it elsewhere could not promise that the
+chunks stay side by side, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.errors import BadInput, Unavailable
+from ess.kernels.cuda.driver import Device, attempt, call
+from ess.kernels.memory import host_memory
+from ess.units import align_up, format_bytes
+
+Bytes = npt.NDArray[np.uint8]
+Progress = Callable[[int, int], None]
+
+CHUNK_BYTES: Final = 64 << 30
+PORTABLE: Final = 1
+MAPPED: Final = 2
+
+
+def pinned_memory(
+    device: Device,
+    byte_count: int,
+    *,
+    row_bytes: int = 1,
+    touch_threads: int = 4,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: Progress | None = None,
+) -> Bytes:
+    """Zeroed, on huge pages where the system has them; it returns to it with the last view."""
+    memory = host_memory(align_up(byte_count, mmap.PAGESIZE), touch_threads=touch_threads)
+    register(device, memory, row_bytes=row_bytes, chunk_bytes=chunk_bytes, progress=progress)
+    return memory[:byte_count]
+
+
+def register(
+    device: Device,
+    memory: Bytes,
+    *,
+    row_bytes: int,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Until the memory is dropped. `progress` hears the bytes done and the bytes in all."""
+    start = memory.__array_interface__["data"][0]
+    if start % mmap.PAGESIZE or memory.nbytes % mmap.PAGESIZE:
+        raise BadInput(f"memory at {start:#x} of {memory.nbytes} bytes is not whole pages")
+    device.make_current()
+    done: list[int] = []
+    try:
+        for at, size in chunks(memory.nbytes, row_bytes=row_bytes, chunk_bytes=chunk_bytes):
+            call("cuMemHostRegister", start + at, size, PORTABLE | MAPPED)
+            done.append(start + at)
+            _require_same_address(start + at)
+            if progress is not None:
+                progress(at + size, memory.nbytes)
+    except BaseException:
+        _unregister(device, done)
+        raise
+    weakref.finalize(_owner(memory), _unregister, device, done)
+
+
+def chunks(byte_count: int, *, row_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of each; ends fall on rows and on pages."""
+    unit = math.lcm(row_bytes, mmap.PAGESIZE)
+    size = chunk_bytes // unit * unit
+    if row_bytes < 1 or size < 1:
+        raise BadInput(
+            f"chunks of {format_bytes(chunk_bytes)} hold no whole rows of {row_bytes} bytes on "
+            f"whole pages; at least {format_bytes(unit)}"
+        )
+    for at in range(0, byte_count, size):
+        yield at, min(size, byte_count - at)
+
+
+def _require_same_address(address: int) -> None:
+    seen = int(call("cuMemHostGetDevicePointer", address, 0))
+    if seen != address:
+        raise Unavailable(
+            f"the device sees host memory at {address:#x} under {seen:#x}: this system has no "
+            "unified addresses"
+        )
+
+
+def _owner(memory: Bytes) -> Any:
+    """What all views keep alive: the array over the mapping itself."""
+    owner = memory
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return owner
+
+
+def _unregister(device: Device, addresses: list[int]) -> None:
+    """Also at interpreter exit, when the driver may be gone already."""
+    attempt("cuCtxSetCurrent", device.context)
+    for address in addresses:
+        attempt("cuMemHostUnregister", address)
+    addresses.clear()

@@ -1,0 +1,114 @@
+"""TBO: a batch in two halves, stage by stage in turn, so that one waits while the other computes.
+
+A layer with experts is five stages, cut at the yields of its schedules:
+
+    0 index, resolve | 1 attend, output, route | 2 dispatch | 3 experts, combine | 4 collect
+
+In decode half a runs `DELTA` = 2 stages ahead:
+
+    a   0 1 2   3   4   0   1   2   3      whose 0 starts a fetch that 1 waits for
+    b         0   1   2   3   4   0   1
+
+So a's stage 3, its experts, stands between b's 0 and 1, and b's between a's: with two ahead, each
+half's fetch hides behind the other's experts, whatever the schedule within the half. Half a is
+ahead in every layer, so parts are appended and resolved in batch order, as the pools demand.
+Dense layers have nothing to dispatch and little to hide behind: they run whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Final, Generic, Literal, NamedTuple
+
+from ess.errors import BadInput
+from ess.overlap.policy import Mode, Vector
+from ess.overlap.stages import R, Run
+
+DELTA: Final = 2
+IMBALANCE: Final = 0.48
+FLOOR_TOKENS: Final = 64
+
+Tbo = Literal["off", "on", "auto"] | int
+
+
+class Cut(NamedTuple):
+    """The first half is the sequences before `sequence` and `offset` tokens of that one."""
+
+    sequence: int
+    offset: int = 0
+
+
+def interleave(first: Run[R], second: Run[R], *, delta: int = DELTA) -> tuple[R, R]:
+    """Both to their ends: `first` is `delta` stages ahead, then they take turns."""
+    assert delta >= 0, f"the first half is {delta} stages ahead"
+    a, b = _Half(first), _Half(second)
+    for _ in range(delta):
+        a.advance()
+    while not (a.is_over and b.is_over):
+        a.advance()
+        b.advance()
+    assert a.stage_count == b.stage_count, f"{a.stage_count} stages beside {b.stage_count}"
+    return a.result[0], b.result[0]
+
+
+class _Half(Generic[R]):
+    def __init__(self, run: Run[R]) -> None:
+        self.result: list[R] = []
+        self.stage_count = 0
+        self._run = run
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.result)
+
+    def advance(self) -> None:
+        if self.is_over:
+            return
+        self.stage_count += 1
+        try:
+            next(self._run)
+        except StopIteration as end:
+            self.result.append(end.value)
+
+
+def decode_cut(counts: Sequence[int]) -> Cut:
+    """Half of the sequences: they bring about as many queries each."""
+    assert len(counts) > 1, f"{len(counts)} sequences have no two halves"
+    return Cut(len(counts) // 2)
+
+
+def prompt_cut(lengths: Sequence[int]) -> Cut:
+    """Between two prompts where their sums are closest; through one, if that leaves a side less
+    than `IMBALANCE` of the tokens."""
+    assert all(length > 0 for length in lengths), f"prompts of {list(lengths)} tokens"
+    sums, total = list(accumulate(lengths)), sum(lengths)
+    between = min(range(len(lengths)), key=lambda at: abs(total - 2 * sums[at])) + 1
+    if IMBALANCE * total <= sums[between - 1] <= (1 - IMBALANCE) * total:
+        return Cut(between)
+    split = next(at for at, so_far in enumerate(sums) if 2 * so_far > total)
+    return Cut(split, total // 2 - (sums[split] - lengths[split]))
+
+
+def check_tbo(tbo: Tbo) -> None:
+    known = tbo in ("off", "on", "auto") if isinstance(tbo, str) else tbo > 0
+    if not known:
+        raise BadInput(f"tbo is {tbo!r}, must be off, on, auto or the least tokens of a step")
+
+
+def reasons_off(
+    tbo: Tbo, *, counts: Sequence[int], vector: Vector, has_experts: bool
+) -> tuple[str, ...]:
+    """Why this step is not split, for people; none when it is."""
+    if tbo == "off":
+        return ("tbo is off",)
+    floor = FLOOR_TOKENS if tbo == "auto" else 0 if isinstance(tbo, str) else tbo
+    checks = {
+        "one sequence has no second half": len(counts) < 2,
+        f"{sum(counts)} tokens, the floor is {floor}": sum(counts) < floor,
+        "no layer with experts leads a layer group": not has_experts,
+        "all rows are resident: there is no fetch to hide": (
+            tbo == "auto" and all(mode is Mode.RESIDENT for mode in vector)
+        ),
+    }
+    return tuple(reason for reason, holds in checks.items() if holds)

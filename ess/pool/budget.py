@@ -1,0 +1,126 @@
+"""How many slots each layer group should own: equal marginal benefit over miss curves.
+
+A curve gives misses per step by slots. `live_curve` reads one from the running pool. Batch LRU
+holds the rows of the least ages, so an arena cut down to the rows of age a and less would keep the
+hits of these ages and lose the others: below its present size a group's curve is known, from one
+histogram of the ages that hits had and one of the ages that rows have. Hits of one age are spread
+evenly over its rows. Above, nobody knows: the curve goes on with the slope of its last chunk and
+flattens as misses run out; the next measurement corrects it. Two limits follow. A group whose rows
+come round later than its arena reaches shows no slope, so it is given nothing. And a group with a
+chunk of free slots lacks no room: its misses are first touches, its curve ends flat.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.errors import BadInput
+from ess.pool.arena import BLOCK_SLOTS
+
+Curve = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+WIN: Final = 0.05
+
+
+def divide(
+    curves: Sequence[Curve], *, total_slots: int, slots_min: int, block: int = BLOCK_SLOTS
+) -> tuple[int, ...]:
+    """Slots per layer, whole blocks, so that the next block would save as much in every layer.
+
+    Curves are replaced by their lower convex hulls, on which taking the steepest piece anywhere is
+    optimal; a curve that is not convex is met wherever a whole piece was taken. Slots that would
+    save nothing are given to nobody.
+    """
+    first = -(-slots_min // block)
+    left = total_slots // block - first * len(curves)
+    if left < 0:
+        raise BadInput(
+            f"{len(curves)} layers of at least {slots_min} slots need {first * block * len(curves)}"
+            f" slots, there are {total_slots}"
+        )
+    pieces: list[tuple[float, int, int]] = []
+    for layer, curve in enumerate(curves):
+        misses = curve[np.arange(first * block, curve.size, block)]
+        corners = _hull(misses)
+        pieces += [
+            ((misses[end] - misses[start]) / (end - start), layer, end - start)
+            for start, end in itertools.pairwise(corners)
+        ]
+    blocks = [first] * len(curves)
+    for gain, layer, size in sorted(pieces):
+        taken = min(size, left) if gain < 0 else 0
+        blocks[layer] += taken
+        left -= taken
+    return tuple(count * block for count in blocks)
+
+
+def _hull(misses: Curve) -> list[int]:
+    """Corners of the lower convex hull of (0, misses[0]), (1, misses[1]), ..."""
+    corners: list[int] = []
+    for place in range(misses.size):
+        while len(corners) > 1 and _above(misses, corners[-2], corners[-1], place):
+            corners.pop()
+        corners.append(place)
+    return corners
+
+
+def _above(misses: Curve, left: int, middle: int, right: int) -> bool:
+    """Whether the middle point lies on or above the line between the other two."""
+    rise = (misses[right] - misses[left]) * (middle - left)
+    return bool((misses[middle] - misses[left]) * (right - left) >= rise)
+
+
+def live_curve(
+    *, hits: Curve, rows: Counts, misses: float, slots: int, chunk: int, chunk_count: int
+) -> Curve:
+    """Misses per step by chunks of `chunk` slots, up to `chunk_count` of them.
+
+    `hits[age]` per step, `rows[age]` resident now, by the age they will have in the next step.
+    """
+    assert hits.shape == rows.shape, f"{hits.shape} ages of hits, {rows.shape} of rows"
+    used = int(rows.sum())
+    assert 0 <= used <= slots, f"{used} rows in {slots} slots"
+    sizes = np.arange(chunk_count + 1) * chunk
+    reach = np.concatenate([[0], np.cumsum(rows)])
+    lost = hits.sum() - np.concatenate([[0], np.cumsum(hits)])
+    curve: Curve = misses + np.interp(sizes, reach, lost)
+    grown = sizes > slots
+    if slots - used < chunk and misses > 0 and grown.any():
+        slope = float(np.interp(slots - chunk, reach, lost)) / chunk
+        curve[grown] = misses * np.exp(-slope * (sizes[grown] - slots) / misses)
+    return curve
+
+
+def next_move(
+    curves: Sequence[Curve], chunks: Sequence[int], floors: Sequence[int]
+) -> tuple[int, int] | None:
+    """(source, target) of one chunk on the way to the best division, if that saves 5 %.
+
+    Below its floor a group is beyond price, so it keeps its floor and gives nothing of it.
+    """
+    assert len(curves) == len(chunks) == len(floors), "one curve, count and floor per group"
+    price = 1 + sum(float(curve[0]) for curve in curves)
+    priced = [
+        curve + price * np.maximum(0, floor - np.arange(curve.size))
+        for curve, floor in zip(curves, floors, strict=True)
+    ]
+    wanted = divide(priced, total_slots=sum(chunks), slots_min=1, block=1)
+    present, best = _total(curves, chunks), _total(curves, wanted)
+    if present - best <= WIN * present:
+        return None
+    lacking = [want - have for want, have in zip(wanted, chunks, strict=True)]
+    surplus = [
+        have - max(want, floor) for want, have, floor in zip(wanted, chunks, floors, strict=True)
+    ]
+    source, target = int(np.argmax(surplus)), int(np.argmax(lacking))
+    return (source, target) if surplus[source] > 0 and lacking[target] > 0 else None
+
+
+def _total(curves: Sequence[Curve], chunks: Sequence[int]) -> float:
+    return sum(float(curve[count]) for curve, count in zip(curves, chunks, strict=True))

@@ -1,0 +1,84 @@
+"""Answers that are not streams: JSON, and errors in the form that OpenAI clients read.
+
+    {"error": {"message", "type", "param", "code"}}
+
+Overload carries Retry-After (seconds, and milliseconds for the clients that read those) and, as
+`x-ess-reason`, the name of what is short.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from ess.errors import BadInput, BadState, EssError, PoolFull, Unavailable
+
+JSON: Final = "application/json"
+
+
+class Refused(EssError):
+    """A request that is right but cannot be served now."""
+
+    def __init__(self, sentence: str, *, reason: str, retry_after_s: float | None) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class Denied(EssError):
+    """No key, or a wrong one."""
+
+
+class Absent(EssError):
+    """There is no such model or route."""
+
+
+class TooLarge(EssError):
+    """The body is longer than is read."""
+
+
+STATUS_OF: Final[tuple[tuple[type[EssError], int, str], ...]] = (
+    (Denied, 401, "authentication_error"),
+    (Absent, 404, "not_found_error"),
+    (TooLarge, 413, "invalid_request_error"),
+    (Refused, 503, "overloaded"),
+    (PoolFull, 503, "overloaded"),
+    (BadInput, 400, "invalid_request_error"),
+    (BadState, 409, "conflict_error"),
+    (Unavailable, 503, "unavailable_error"),
+)
+
+
+def answer(document: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(document), status_code=status, headers=headers, media_type=JSON
+    )
+
+
+def error_body(error: EssError, *, param: str | None = None) -> tuple[int, dict[str, Any]]:
+    for kind, status, name in STATUS_OF:
+        if isinstance(error, kind):
+            code = error.reason if isinstance(error, Refused) else None
+            return status, _body(str(error), name, param=param, code=code)
+    return 500, _body("the server failed; its log says how", "server_error")
+
+
+def _body(
+    sentence: str, kind: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    return {"error": {"message": sentence, "type": kind, "param": param, "code": code}}
+
+
+def error_answer(error: EssError) -> Response:
+    status, body = error_body(error)
+    headers = {}
+    if isinstance(error, Refused):
+        headers["x-ess-reason"] = error.reason
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+            headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return answer(body, status=status, headers=headers)

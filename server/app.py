@@ -1,0 +1,95 @@
+"""The routes, and what happens to an error on its way out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ess.errors import BadInput, EssError
+from ess.server import about_routes, chat, completions, generate, text_routes
+from ess.server.answers import Absent, error_answer
+from ess.server.gate import Gate
+from ess.server.service import Service
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+ROUTES: Sequence[tuple[str, str, Handler]] = (
+    ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/chat/completions", chat.chat),
+    ("POST", "/generate", generate.generate),
+    ("POST", "/inference/v1/generate", generate.generate_tokens),
+    ("POST", "/tokenize", text_routes.tokenize),
+    ("POST", "/v1/tokenize", text_routes.tokenize),
+    ("POST", "/detokenize", text_routes.detokenize),
+    ("POST", "/v1/detokenize", text_routes.detokenize),
+    ("POST", "/abort_request", text_routes.abort),
+    ("POST", "/abort_requests", text_routes.abort),
+    ("GET POST", "/flush_cache", text_routes.flush),
+    ("GET", "/v1/models", about_routes.models),
+    ("GET", "/version", about_routes.version),
+    ("GET", "/server_info", about_routes.server),
+    ("GET", "/get_server_info", about_routes.server),
+    ("GET", "/model_info", about_routes.model),
+    ("GET", "/get_model_info", about_routes.model),
+    ("GET", "/health", about_routes.health),
+    ("GET", "/health_generate", about_routes.health_generate),
+    ("GET", "/ready", about_routes.ready),
+    ("GET", "/v1/loads", about_routes.loads),
+    ("GET", "/metrics", about_routes.metrics),
+)
+
+
+def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
+    routes = [
+        Route(path, _named(handler), methods=methods.split()) for methods, path, handler in ROUTES
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={EssError: _on_error, HTTPException: _on_http},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return Gate(app, keys=keys, body_max=service.limits.body_max, tally=service.tally)
+
+
+def _named(handler: Handler) -> Handler:
+    """Counts by route, never by a path that a client made up; a failure of ours is an answer."""
+
+    async def handle(request: Request) -> Response:
+        request.scope["route_name"] = request.scope["path"]
+        try:
+            return await handler(request)
+        except (EssError, HTTPException):
+            raise
+        except Exception as error:
+            return _failed(request, error)
+
+    return handle
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EssError), "registered for these"
+    return error_answer(error)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for these"
+    if error.status_code == 404:
+        return error_answer(Absent(f"there is no {request.url.path[:100]}"))
+    made = error_answer(BadInput(f"{request.method} is not served at {request.url.path[:100]}"))
+    made.status_code = error.status_code
+    made.headers.update(error.headers or {})
+    return made
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    """What went wrong goes to the log, never to the client."""
+    logging.getLogger("ess").error("request %s failed", request.state.request_id, exc_info=error)
+    return error_answer(EssError())

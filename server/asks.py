@@ -1,0 +1,220 @@
+"""The bodies of requests, as clients of OpenAI's API and of vLLM's and SGLang's send them.
+
+Keys that are not listed are ignored: routers add their own. A key that is listed and would change
+the answer, but is not served, is refused where the wish is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from ess.errors import BadInput
+
+Ask = TypeVar("Ask", bound=msgspec.Struct)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's spelling: at most one of these."""
+
+    json: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """What completions and chat completions share; None is as good as absent."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+
+
+class CompletionAsk(Common, kw_only=True):
+    prompt: msgspec.Raw
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatAsk(Common, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+
+
+class TokenSampling(msgspec.Struct, kw_only=True):
+    """vLLM's sampling parameters by name."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class TokensAsk(msgspec.Struct, kw_only=True):
+    """/inference/v1/generate: ids in, ids out."""
+
+    token_ids: list[int]
+    sampling_params: TokenSampling = msgspec.field(default_factory=TokenSampling)
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+
+
+class SglangSampling(msgspec.Struct, kw_only=True):
+    """SGLang's sampling parameters by name."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    sampling_seed: int | None = None
+    n: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class GenerateAsk(msgspec.Struct, kw_only=True):
+    """SGLang's /generate: one prompt or several, as text or as ids."""
+
+    text: str | list[str] | None = None
+    input_ids: msgspec.Raw = msgspec.Raw(b"null")
+    sampling_params: SglangSampling | None = None
+    stream: bool | None = None
+    rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    model: str | None = None
+
+
+class TokenizeAsk(msgspec.Struct, kw_only=True):
+    prompt: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+
+
+class DetokenizeAsk(msgspec.Struct, kw_only=True):
+    tokens: msgspec.Raw
+    skip_special_tokens: bool | None = None
+    model: str | None = None
+
+
+class AbortAsk(msgspec.Struct, kw_only=True):
+    """SGLang's `rid` and `abort_all`, vLLM's `request_ids`."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+    request_ids: list[str] | None = None
+
+
+def read(raw: bytes, kind: type[Ask]) -> Ask:
+    """All of the body is checked to be UTF-8, also parts that are read later or never."""
+    try:
+        raw.decode("utf-8")
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"the body is not as it should be: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise BadInput("the body is nested too deeply") from None
+
+
+def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:
+    """Ids of one text or of several."""
+    for kind, many in ((list[int], False), (list[list[int]], True)):
+        try:
+            found: Any = msgspec.json.decode(raw, type=kind)
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+        return found if many else [found]
+    raise BadInput(f"{where} must be a list of token ids or a list of such lists")
+
+
+def read_texts(raw: msgspec.Raw, *, where: str) -> list[str] | list[list[int]]:
+    """A prompt as OpenAI has it: a text, texts, ids, or several lists of ids."""
+    try:
+        found = msgspec.json.decode(raw, type=str | list[str])
+    except (msgspec.MsgspecError, RecursionError):
+        pass
+    else:
+        return [found] if isinstance(found, str) else found
+    try:
+        return read_ids(raw, where=where)
+    except BadInput:
+        raise BadInput(
+            f"{where} must be a text, a list of texts, token ids or lists of token ids"
+        ) from None

@@ -1,0 +1,210 @@
+"""SGLang's /generate and vLLM's /inference/v1/generate: the doors that routers use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ess.engine.grammar import Grammar, Kind
+from ess.errors import BadInput
+from ess.server import asks, wishes
+from ess.server.answering import Answer, event, respond
+from ess.server.completions import encode_text, usage
+from ess.server.generation import Delta, Generation
+from ess.server.logprobs import chat_logprobs
+from ess.server.service import Service
+
+
+async def generate(request: Request) -> Response:
+    service: Service = request.app.state.service
+    ask = asks.read(await request.body(), asks.GenerateAsk)
+    service.check_model(ask.model)
+    prompts = await _prompts(service, ask)
+    sampling = ask.sampling_params or asks.SglangSampling()
+    made, ending = wishes.samplings(service, _wanted(ask, sampling), prompts)
+    request_id = ask.rid if isinstance(ask.rid, str) and ask.rid else request.state.request_id
+    call = service.begin(request_id, made)
+    grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
+    is_many = isinstance(ask.text, list) or bytes(ask.input_ids).lstrip()[:2] == b"[["
+    shape = GenerateShape(ask, grown, prompts, is_many=is_many or len(made) > 1)
+    writer = GenerateWriter(shape) if ask.stream else None
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+
+
+async def _prompts(service: Service, ask: asks.GenerateAsk) -> list[list[int]]:
+    has_ids = bytes(ask.input_ids) != b"null"
+    if has_ids == (ask.text is not None):
+        raise BadInput("give either text or input_ids")
+    if has_ids:
+        return asks.read_ids(ask.input_ids, where="input_ids")
+    texts = [ask.text] if isinstance(ask.text, str) else list(ask.text or ())
+    if not texts:
+        raise BadInput("text is an empty list")
+    return [await encode_text(service, text, add_special=True) for text in texts]
+
+
+def _wanted(ask: asks.GenerateAsk, sampling: asks.SglangSampling) -> wishes.Wanted:
+    asked: tuple[tuple[Kind, str | None], ...] = (
+        ("json_schema", sampling.json_schema),
+        ("regex", sampling.regex),
+        ("lark", sampling.ebnf),
+    )
+    grammars = [Grammar(kind, text) for kind, text in asked if text is not None]
+    top = ask.top_logprobs_num if isinstance(ask.top_logprobs_num, int) else 0
+    return wishes.wanted_of(
+        sampling,
+        tokens_max=128 if sampling.max_new_tokens is None else sampling.max_new_tokens,
+        tokens_min=sampling.min_new_tokens,
+        ignore_eos=bool(sampling.ignore_eos),
+        keep_stop=bool(sampling.no_stop_trim),
+        keep_special=sampling.skip_special_tokens is False,
+        seed=sampling.sampling_seed,
+        choices=sampling.n,
+        logprobs=top if ask.return_logprob else None,
+        grammar=wishes.one_grammar(grammars),
+    )
+
+
+class GenerateShape:
+    def __init__(
+        self,
+        ask: asks.GenerateAsk,
+        grown: Answer,
+        prompts: Sequence[list[int]],
+        *,
+        is_many: bool,
+    ) -> None:
+        self.ask = ask
+        self.grown = grown
+        self.prompts = prompts
+        self.is_many = is_many
+
+    def whole(self) -> Any:
+        found = [self.one(index) for index in range(len(self.grown.generations))]
+        return found if self.is_many else found[0]
+
+    def one(self, index: int) -> dict[str, Any]:
+        """SGLang's form: everything so far, also while it streams."""
+        grown = self.grown.generations[index]
+        choices = len(self.grown.generations) // len(self.prompts)
+        meant: dict[str, Any] = {
+            "id": self.grown.call.request_id,
+            "finish_reason": finish_reason(grown),
+            "prompt_tokens": len(self.prompts[index // choices]),
+            "completion_tokens": grown.made_count,
+            "cached_tokens": grown.cached_count,
+        }
+        if self.ask.return_logprob:
+            meant["output_token_logprobs"] = [
+                [chance.logprob, token, None]
+                for token, chance in zip(grown.tokens, grown.chances, strict=True)
+            ]
+            meant["output_top_logprobs"] = [
+                [[logprob, token, None] for token, logprob in chance.top]
+                for chance in grown.chances
+            ]
+        document = {"text": grown.text, "output_ids": grown.tokens, "meta_info": meant}
+        return {**document, "index": index} if self.is_many else document
+
+
+def finish_reason(grown: Generation) -> dict[str, Any] | None:
+    match grown.finish:
+        case None:
+            return None
+        case "length":
+            return {"type": "length", "length": grown.made_count}
+        case "abort":
+            return {"type": "abort", "message": "aborted", "status_code": 499}
+    return {"type": "stop", "matched": grown.stopped_by}
+
+
+class GenerateWriter:
+    def __init__(self, shape: GenerateShape) -> None:
+        self._shape = shape
+
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        if not delta.tokens and delta.finish is None:
+            return b""
+        return event(self._shape.one(index))
+
+    def end(self) -> bytes:
+        return b""
+
+
+async def generate_tokens(request: Request) -> Response:
+    service: Service = request.app.state.service
+    ask = asks.read(await request.body(), asks.TokensAsk)
+    service.check_model(ask.model)
+    sampling = ask.sampling_params
+    wanted = wishes.wanted_of(
+        sampling,
+        tokens_max=16 if sampling.max_tokens is None else sampling.max_tokens,
+        tokens_min=sampling.min_tokens,
+        ignore_eos=bool(sampling.ignore_eos),
+        seed=sampling.seed,
+        choices=sampling.n,
+        logprobs=sampling.logprobs,
+        grammar=wishes.one_grammar([*wishes.grammars_of(sampling.structured_outputs)]),
+    )
+    made, ending = wishes.samplings(service, wanted, [ask.token_ids])
+    call = service.begin(ask.request_id or request.state.request_id, made)
+    grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
+    shape = TokensShape(service, ask, grown)
+    writer = TokensWriter(shape) if ask.stream else None
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+
+
+class TokensShape:
+    """Ids out; text is nobody's business here."""
+
+    def __init__(self, service: Service, ask: asks.TokensAsk, grown: Answer) -> None:
+        self.service = service
+        self.ask = ask
+        self.grown = grown
+
+    def document(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"request_id": self.grown.call.request_id, "choices": choices}
+
+    def choice(self, index: int, one: Generation | Delta) -> dict[str, Any]:
+        has_logprobs = self.ask.sampling_params.logprobs is not None
+        return {
+            "index": index,
+            "token_ids": one.tokens,
+            "logprobs": chat_logprobs(self.service.tokenizer, one.tokens, one.chances)
+            if has_logprobs
+            else None,
+            "finish_reason": one.finish,
+            "stop_reason": one.stopped_by,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        return usage([self.ask.token_ids], self.grown.generations)
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self.choice(i, one) for i, one in enumerate(self.grown.generations)]
+        return {**self.document(choices), "prompt_logprobs": None, "usage": self.usage()}
+
+
+class TokensWriter:
+    def __init__(self, shape: TokensShape) -> None:
+        self._shape = shape
+
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        if not delta.tokens and delta.finish is None:
+            return b""
+        return event(self._shape.document([self._shape.choice(index, delta)]))
+
+    def end(self) -> bytes:
+        options = self._shape.ask.stream_options
+        if not (options and options.include_usage):
+            return b""
+        return event({**self._shape.document([]), "usage": self._shape.usage()})

@@ -1,0 +1,85 @@
+// The planner of `ess plan`, on numbers that it has simulated: capacity is its arithmetic again,
+// times are read between the points of a grid. Context and slots are read on a logarithmic scale.
+
+function between(axis, value, scale) {
+  const at = Math.min(Math.max(value, axis[0]), axis[axis.length - 1]);
+  let right = axis.findIndex((size) => size >= at);
+  if (right === 0) right = 1;
+  const low = scale(axis[right - 1]), high = scale(axis[right]);
+  return [right - 1, (scale(at) - low) / (high - low)];
+}
+
+function mix(low, high, share) { return low + share * (high - low); }
+
+function stepTime(numbers, ask, batch) {
+  const grid = numbers.step_us[numbers.mtps.indexOf(ask.mtp)];
+  const [c, cs] = between(numbers.contexts, ask.context, Math.log);
+  const [b, bs] = between(numbers.batches, batch, (x) => x);
+  const at = (i) => mix(grid[i][b], grid[i][b + 1], bs);
+  return mix(at(c), at(c + 1), cs);
+}
+
+function exposedTime(numbers, ask, batch, slots) {
+  if (slots >= ask.context) return 0;
+  const grid = numbers.exposed_us[numbers.mtps.indexOf(ask.mtp)];
+  const [c, cs] = between(numbers.contexts, ask.context, Math.log);
+  const [b, bs] = between(numbers.batches, batch, (x) => x);
+  const [s, ss] = between(numbers.slots, slots, Math.log);
+  const line = (i, j) => mix(grid[i][j][s], grid[i][j][s + 1], ss);
+  const at = (i) => mix(line(i, b), line(i, b + 1), bs);
+  return Math.max(0, mix(at(c), at(c + 1), cs));
+}
+
+function plan(numbers, ask) {
+  const whole = (n) => Number.isInteger(n) && n >= 1;
+  if (!whole(ask.context) || (ask.batch !== null && !whole(ask.batch))) {
+    return { refused: "the context and the batch are whole numbers, 1 or more" };
+  }
+  const [least, most] = [numbers.contexts[0], numbers.contexts[numbers.contexts.length - 1]];
+  if (ask.context < least || ask.context > most) {
+    return { refused: `this page knows contexts from ${least} to ${most} tokens` };
+  }
+  const accepted = ask.accepted ??
+    Array.from({ length: ask.mtp }, (_, draft) => 0.7 ** draft).reduce((a, b) => a + b, 0);
+  if (!(accepted >= 1 && accepted <= ask.mtp)) {
+    return { refused: `between 1 and ${ask.mtp} tokens are accepted per step` };
+  }
+  const pages = Math.ceil(ask.context / 64), index = pages * numbers.index_page_bytes;
+  const slotsEach = (batch) => Math.min(ask.context, Math.floor(Math.floor(
+    Math.max(0, ask.device_bytes - batch * index) / numbers.slot_bytes) / batch));
+  const hostMost = ask.host_bytes === null ? Infinity : Math.floor(
+    Math.floor(ask.host_bytes / numbers.gpus / numbers.host_page_bytes) / pages);
+  const batchMax = (slots) => Math.min(hostMost,
+    Math.floor(ask.device_bytes / (index + slots * numbers.slot_bytes)));
+  const point = (batch, slots) => {
+    const exposed_us = exposedTime(numbers, ask, batch, slots);
+    const step_us = stepTime(numbers, ask, batch) + exposed_us;
+    return { batch, slots, exposed_us, step_us, token_us: step_us / accepted,
+      tokens_per_s: batch * accepted / step_us * 1e6,
+      host_bytes: batch * pages * numbers.host_page_bytes };
+  };
+  const floor = Math.min(ask.context, numbers.slot_floor), floorBatch = batchMax(floor);
+  const asked = ask.batch ?? floorBatch;
+  if (floorBatch < 1 || asked > floorBatch) {
+    return { refused: `a batch of ${Math.max(asked, 1)} does not fit: at ${floor} slots a layer ` +
+      `the ${hostMost <= floorBatch ? "host" : "device"} holds ${floorBatch}` };
+  }
+  const upTo = (count) => Array.from({ length: count }, (_, i) => i + 1);
+  const points = upTo(floorBatch).map((batch) => point(batch, slotsEach(batch)));
+  const wholes = upTo(batchMax(ask.context)).map((batch) => point(batch, ask.context));
+  const inTime = (one) => ask.tpot_us === null || one.token_us <= ask.tpot_us;
+  const best = (some) => some.filter(inTime).reduce(
+    (a, b) => a === null || b.tokens_per_s > a.tokens_per_s ? b : a, null);
+  const chosen = best(ask.batch === null ? points : [points[ask.batch - 1]]);
+  if (chosen === null) {
+    const fastest = Math.min(...points.map((one) => one.token_us)) / 1000;
+    return { refused: `${ask.tpot_us / 1000} ms a token is out of reach: the fastest batch takes ` +
+      `${fastest.toFixed(1)} ms` };
+  }
+  const next = points[chosen.batch];
+  const limiter = ask.batch !== null ? "the batch asked for"
+    : next === undefined ? (hostMost === floorBatch ? "host pages" : "slots")
+    : next.exposed_us > 0.05 * next.step_us ? "host link" : "compute";
+  return { context: ask.context, accepted, floor, chosen, resident: best(wholes), points, wholes,
+    limiter, floor_batch: floorBatch, index_wall: batchMax(0), refused: null };
+}

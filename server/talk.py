@@ -1,0 +1,269 @@
+"""Talking to a running server from the command line: `ess chat` and `ess top`. Standard library
+and rich only, so that they run where no server does."""
+
+from __future__ import annotations
+
+import http.client
+import json as jsons
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
+
+from cyclopts import Parameter
+from rich.live import Live
+from rich.table import Table
+
+from ess import console
+from ess.errors import BadInput, Unavailable
+
+URL: Final = "http://127.0.0.1:8000"
+TIMEOUT_S: Final = 600.0
+
+
+class Client:
+    """One server; every call is a connection of its own."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._parts = urlsplit(url)
+        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
+            raise BadInput(f"--url {url}: write http://HOST:PORT")
+        self._url = url
+        self._key = api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]
+
+    def ask(self, path: str) -> dict[str, Any]:
+        with self._send("GET", path, None) as answer:
+            found: dict[str, Any] = jsons.loads(answer.read())
+        return found
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a stream, up to the last; an error event is raised."""
+        with self._send("POST", path, body) as answer:
+            for line in answer:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event: dict[str, Any] = jsons.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise Unavailable(f"the server says: {event['error']['message']}")
+                yield event
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> http.client.HTTPResponse:
+        is_safe = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_S)
+        headers = {"connection": "close"}
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
+        sent = None if body is None else jsons.dumps(body).encode()
+        try:
+            connection.request(method, self._parts.path.rstrip("/") + path, sent, headers)
+            answer = connection.getresponse()
+        except OSError as error:
+            connection.close()
+            raise Unavailable(f"no server at {self._url}: {error}") from None
+        if answer.status != 200:
+            with answer:
+                said = _message(answer.read())
+            raise Unavailable(f"{self._url} answers {answer.status}: {said}")
+        return answer
+
+
+def _message(raw: bytes) -> str:
+    try:
+        return str(jsons.loads(raw)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return raw[:200].decode("utf-8", "replace")
+
+
+class Watch:
+    """When text came, and what the engine did meanwhile: exact if nobody else is served."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._before = self._load()
+        self._began_s = time.monotonic()
+        self._first_s: float | None = None
+
+    def _load(self) -> dict[str, Any]:
+        loads = self._client.ask("/v1/loads?include=core")["loads"]
+        load: dict[str, Any] = loads[0]
+        return load
+
+    def saw_text(self) -> None:
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+
+    def report(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        ended_s, made_count = time.monotonic(), int(usage["completion_tokens"])
+        time.sleep(0.3)  # the engine publishes what it counts a few times a second
+        after = self._load()
+        grown = {
+            name: after[name] - self._before[name]
+            for name in ("made_count", "turn_count", "row_hits", "row_asked")
+        }
+        first_s = ended_s if self._first_s is None else self._first_s
+        later_s = ended_s - first_s
+        return {
+            "ttft_ms": round((first_s - self._began_s) * 1e3, 1),
+            "tokens_per_s": round((made_count - 1) / later_s, 1) if later_s > 0 else None,
+            "tokens": made_count,
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "tokens_per_step": _ratio(grown["made_count"], grown["turn_count"]),
+            "row_hit_rate": _ratio(grown["row_hits"], grown["row_asked"]),
+        }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return round(part / whole, 3) if whole else None
+
+
+def chat(
+    *,
+    question: Annotated[str | None, Parameter(name=["--question", "-q"])] = None,
+    url: str = URL,
+    model: str | None = None,
+    system: str | None = None,
+    max_tokens: int = 256,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stats: bool = False,
+    api_key: str | None = None,
+    json: bool = False,
+) -> None:
+    """Talk to a running server.
+
+    Parameters
+    ----------
+    question
+        Ask this and end; without it, lines are read until the end of input.
+    url
+        The server.
+    model
+        The model's name there.
+    system
+        What the conversation begins with.
+    max_tokens
+        The longest answer.
+    temperature
+        0 takes the likeliest; the checkpoint's own recommendation if not given.
+    seed
+        The same seed gives the same answer.
+    stats
+        After an answer: time to the first token, tokens per second, tokens per step, hit rate.
+    api_key
+        The server's key; ESS_API_KEY if not given.
+    json
+        Print one JSON document per answer.
+    """
+    client = Client(url, api_key)
+    messages = [{"role": "system", "content": system}] if system else []
+    asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    for line in [question] if question is not None else _lines():
+        messages.append({"role": "user", "content": line})
+        body = {**asked, "model": model, "messages": messages, "stream": True}
+        text = _answer(client, body, stats=stats, json=json)
+        messages.append({"role": "assistant", "content": text})
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _answer(client: Client, body: dict[str, Any], *, stats: bool, json: bool) -> str:
+    body["stream_options"] = {"include_usage": True}
+    watch = Watch(client) if stats or json else None
+    text, usage = "", None
+    for event in client.stream("/v1/chat/completions", body):
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            piece = choice["delta"].get("content") or ""
+            if piece and watch is not None:
+                watch.saw_text()
+            if not json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            text += piece
+    if not json:
+        print()
+    if watch is not None and usage is not None:
+        found = watch.report(usage)
+        if json:
+            console.print_json({"text": text, **found})
+        else:
+            console.note("  ".join(f"{name} {value}" for name, value in found.items()))
+    return text
+
+
+def top(
+    *,
+    url: str = URL,
+    every: float = 1.0,
+    once: bool = False,
+    api_key: str | None = None,
+    json: bool = False,
+) -> None:
+    """What a running server does, as it does it.
+
+    Parameters
+    ----------
+    url
+        The server.
+    every
+        Seconds between looks.
+    once
+        Look once and end.
+    api_key
+        The server's key; ESS_API_KEY if not given.
+    json
+        Print one JSON document and end.
+    """
+    if not 0.05 <= every <= 3600:
+        raise BadInput(f"--every {every} s: 0.05 to 3600")
+    client = Client(url, api_key)
+    if json:
+        console.print_json(client.ask("/v1/loads"))
+        return
+    out = console.tables()
+    if once or not out.is_terminal:
+        out.print(_shown(client))
+        return
+    with Live(_shown(client), console=out, auto_refresh=False) as live:
+        while True:
+            time.sleep(every)
+            live.update(_shown(client), refresh=True)
+
+
+def _shown(client: Client) -> Table:
+    load = client.ask("/v1/loads")["loads"][0]
+    table = Table.grid(padding=(0, 3))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    running = f"of {load['max_running_requests']}"
+    table.add_row("running", f"{load['num_running_reqs']}", running)
+    table.add_row("waiting", f"{load['num_waiting_reqs']}", _limited(load))
+    table.add_row("tokens/s", f"{load['gen_throughput']:,.1f}", "")
+    table.add_row("tokens/step", f"{load['tokens_per_turn']:.2f}", "per request")
+    table.add_row("rows resident", f"{load['row_hit_rate']:.1%}", "of those selected")
+    table.add_row("prefix cached", f"{load['cache_hit_rate']:.1%}", "of prompt tokens")
+    for name, pool in load["memory"].items():
+        share = pool["used"] / max(pool["capacity"], 1)
+        table.add_row(name.replace("_", " "), f"{share:.1%}", f"of {pool['capacity']:,}")
+    return table
+
+
+def _limited(load: Mapping[str, Any]) -> str:
+    return f"short of {load['limiter']}" if load["limiter"] else ""

@@ -1,0 +1,18 @@
+"""A short run of every kernel, for compute-sanitizer: slow tools, small sizes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.support import device_scenarios as scenarios
+
+if __name__ == "__main__":
+    scenarios.every_form_moves_the_same_bytes((584, 656), 200)
+    for alone in (True, False):
+        scenarios.a_graph_is_replayed_with_changing_selections(3, 1, alone=alone)
+    scenarios.positions_become_slots_when_all_is_resident()
+    scenarios.rows_leave_and_are_settled()
+    print("all scenarios played")

@@ -1,0 +1,141 @@
+"""The scenarios of tests/support on a device, at real sizes, and what only a device can show."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ess.kernels import native
+from ess.kernels.cuda.arrays import DeviceArray
+from ess.kernels.cuda.catalogue import ROW_BYTES as ROW_SIZES
+from ess.kernels.cuda.catalogue import rival_form
+from ess.kernels.cuda.rows import flat_form, ring_form
+from tests.kernels.test_planner import Campaign, Side, assert_every_case_was_met
+from tests.support import device_scenarios as scenarios
+
+pytestmark = pytest.mark.gpu
+
+SANITISED = Path(__file__).with_name("sanitised.py")
+REFUSALS = ("Device not supported", "Unable to initialize", "driver is not supported")
+
+
+def test_every_form_moves_the_same_bytes():
+    scenarios.every_form_moves_the_same_bytes(ROW_SIZES, 399)
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+def test_jobs_keep_their_order_and_their_rows():
+    scenarios.jobs_keep_their_order_and_their_rows(60)
+
+
+def test_a_job_follows_compute_and_compute_follows_the_job():
+    scenarios.a_job_follows_the_compute_stream_and_compute_follows_the_job(200)
+
+
+def test_refusals():
+    scenarios.refusals_name_what_is_wrong_and_change_nothing()
+
+
+def test_memory_is_registered_whole_and_let_go():
+    scenarios.memory_is_registered_whole_and_let_go()
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "phases"])
+def test_the_planner_agrees_over_a_campaign(alone):
+    from ess.pool import lru
+
+    world = Campaign(7)
+    world.sides = [Side(lru, (3, 2)), Side(scenarios.OnDevice(alone=alone), (3, 2))]
+    for _ in range(150):
+        world.one_step()
+    assert_every_case_was_met(world.seen)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "phases"])
+def test_a_thousand_replays_of_one_graph(alone):
+    step = scenarios.Step(query_max=4, top_k=512, row_count=20_000, slot_count=4096, alone=alone)
+    for number in range(1000):
+        step.replay(300 + number, step.select())
+        if number % 100 == 0 or number == 999:
+            step.check(300 + number)
+
+
+def test_a_batch_of_160_requests():
+    step = scenarios.Step(
+        query_max=160, top_k=2048, row_count=60_000, slot_count=32_768, alone=False
+    )
+    for number in range(6):
+        step.replay(300 + number, step.select())
+        step.check(300 + number)
+
+
+def test_repeats_are_equal_bit_for_bit():
+    """Twenty runs of one plan from one state, at a size where blocks race."""
+    seen = set()
+    for _ in range(20):
+        step = scenarios.Step(
+            query_max=64, top_k=1024, row_count=9000, slot_count=4096, alone=False
+        )
+        step.replay(300, step.select())
+        seen.add(step.residency.arena.row_of.read().tobytes() + step.splits.slots.read().tobytes())
+    assert len(seen) == 1
+
+
+def test_positions_become_slots():
+    scenarios.positions_become_slots_when_all_is_resident()
+
+
+def test_rows_leave_and_are_settled():
+    scenarios.rows_leave_and_are_settled()
+
+
+def test_rows_beyond_four_gigabytes():
+    rig = scenarios.Rig(6)
+    row_count = (9 << 29) // 656
+    pool = scenarios.pinned_rows(rig, 656, row_count)
+    rows = np.arange(row_count - 2000, row_count, dtype=np.int32)
+    pool[rows] = scenarios.random_rows(rig.random, rows.size)
+    there = DeviceArray(rig.device, rows)
+    for form in (flat_form(656), ring_form(656), rival_form(656)):
+        target = DeviceArray(rig.device, np.zeros((rows.size, 656), np.uint8))
+        scenarios.move(rig, form, scenarios.host(pool), target, source_rows=there)
+        rig.compute.synchronize()
+        np.testing.assert_array_equal(target.read(), pool[rows])
+
+
+def test_a_lane_follows_torch():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    from ess.flashtrans import open_lane
+    from ess.kernels.streams import RowCopy
+
+    rig = scenarios.Rig(8)
+    with open_lane(device="cuda:0") as lane:
+        slab = torch.zeros(300, 656, dtype=torch.uint8, device="cuda")
+        rows = torch.randperm(300)
+        for turn in range(20):
+            slab.fill_(turn)
+            store = RowCopy(source=slab, source_rows=rows, target=rig.pool, target_rows=rows)
+            lane.submit([store]).wait(30)
+            assert (rig.pool[:300] == turn).all()
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer(tool):
+    checker = shutil.which("compute-sanitizer")
+    if checker is None:
+        pytest.skip("compute-sanitizer is not installed")
+    command = [checker, "--tool", tool, "--error-exitcode", "9", sys.executable, str(SANITISED)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    printed = done.stdout + done.stderr
+    for refusal in REFUSALS:
+        if refusal in printed:
+            pytest.skip(f"compute-sanitizer refuses this machine: {refusal}")
+    assert done.returncode == 0, printed[-4000:]
+    assert "all scenarios played" in printed

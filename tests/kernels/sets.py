@@ -1,0 +1,95 @@
+"""The op sets that tests run through; the cuda one takes tensors of the host and gives them back.
+
+On a device every tensor is moved with its whole storage, so strides, gaps and overlaps arrive as
+they were made, and what an op wrote is copied back to where the caller looks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ess.errors import Unavailable
+from ess.kernels import backend
+from ess.kernels.merge import Partial
+from ess.kernels.reference import Keys
+
+SETS = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def op_set(name: str) -> backend.Ops:
+    try:
+        ops = backend.ops(name)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    return OnDevice(ops) if name == "cuda" and torch.cuda.is_available() else ops
+
+
+class OnDevice:
+    """An op set for tensors of the host. `placed` is pinned and stays there."""
+
+    def __init__(self, ops: backend.Ops) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = getattr(self._ops, name)
+
+        def call(*given: Any, placed: torch.Tensor | None = None, **options: Any) -> Any:
+            journey = Journey()
+            there = [journey.there(one) for one in given]
+            named = {key: journey.there(one) for key, one in options.items()}
+            if placed is not None:
+                named["placed"] = view(whole(placed).pin_memory(), placed)
+            result = op(*there, **named)
+            torch.cuda.synchronize()
+            return journey.back(result)
+
+        return call
+
+
+class Journey:
+    """Storages that went to the device for one call, each once, and the tensors that lie in them.
+
+    Tensors that share a storage here share one there.
+    """
+
+    def __init__(self) -> None:
+        self.storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def there(self, thing: Any) -> Any:
+        if isinstance(thing, (Partial, Keys)):
+            return type(thing)(*map(self.there, thing))
+        if not isinstance(thing, torch.Tensor):
+            return thing
+        here = whole(thing)
+        _, device = self.storages.setdefault(here.data_ptr(), (here, here.cuda()))
+        self.tensors.append((thing, view(device, thing)))
+        return self.tensors[-1][1]
+
+    def back(self, result: Any) -> Any:
+        """What the op wrote is copied to where the caller has it, and returned as his own."""
+        for here, device in self.storages.values():
+            here.copy_(device)
+        return self._own(result)
+
+    def _own(self, result: Any) -> Any:
+        if isinstance(result, (Partial, Keys)):
+            return type(result)(*map(self._own, result))
+        if not isinstance(result, torch.Tensor):
+            return result
+        return next((here for here, device in self.tensors if device is result), result.cpu())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def view(bytes_there: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=like.dtype, device=bytes_there.device)
+    place = like.storage_offset(), like.size(), like.stride()
+    return empty.set_(bytes_there.untyped_storage(), *place)

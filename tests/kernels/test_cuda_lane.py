@@ -1,0 +1,56 @@
+"""The lane and the residency of a device, end to end over cuda-python, on an emulated driver.
+
+The driver is a library of our own that does as little as events force it to, so a dependency that
+is missing shows as wrong rows. It takes the place of libcuda in a process of its own: run as a
+script, this file plays the scenario that it is told to.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+from ess.kernels import native
+from tests.support import device_scenarios, emulated_driver
+from tests.support.emulate import needs_compiler
+
+pytestmark = [
+    pytest.mark.slow,
+    needs_compiler,
+    pytest.mark.skipif(not native.available(), reason=native.why_missing()),
+    pytest.mark.skipif(
+        importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed"
+    ),
+]
+
+SCENARIOS = (
+    "jobs_keep_their_order_and_their_rows",
+    "a_job_follows_the_compute_stream_and_compute_follows_the_job",
+    "refusals_name_what_is_wrong_and_change_nothing",
+    "memory_is_registered_whole_and_let_go",
+    "a_graph_is_replayed_with_changing_selections",
+    "positions_become_slots_when_all_is_resident",
+    "rows_leave_and_are_settled",
+    "every_form_moves_the_same_bytes",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    home = tmp_path_factory.mktemp("driver")
+    emulated_driver.build_driver(home)
+    return home
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenario(scenario, folder):
+    printed = emulated_driver.run_script(__file__, folder, ESS_SCENARIO=scenario)
+    assert printed == f"{scenario}\n"
+
+
+if __name__ == "__main__":
+    emulated_driver.begin()
+    getattr(device_scenarios, os.environ["ESS_SCENARIO"])()
+    print(os.environ["ESS_SCENARIO"])

@@ -1,0 +1,225 @@
+"""What people ask of an answer, through the engine on the embedded model: grammars, stops, chances.
+
+The answer must not depend on how many tokens a step verifies, nor on preemption.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.grammar import Grammar
+from ess.engine.request import Request
+from ess.engine.sampling import Sampling
+from ess.errors import BadInput
+from ess.models.load import EMBEDDED, load_model
+from ess.models.plain import Plain
+from ess.models.tokenizer import Tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["module", "function"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99},
+                  "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}  # fmt: skip
+JSON_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
+DATE = Grammar("regex", "(19|20)[0-9]{2}-(0[1-9]|1[0-2])")
+
+
+@functools.cache
+def model():
+    torch.set_num_threads(1)
+    return load_model(form="f32")
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(EMBEDDED)
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().encode(text)
+
+
+def engine(
+    *, mtp: int = 1, depth: int = 0, mode: str = "none", with_tokenizer: bool = True
+) -> Engine:
+    layout = model().config.layout(row="f32", index="f32")
+    offload = Offload.create(
+        layout,
+        slot_bytes=layout.group_count * layout.page_bytes * 6,
+        host_bytes=40 * layout.host_page_bytes,
+        length_max=1024,
+        slot_floor=64,
+    )
+    return Engine(
+        model(),
+        offload,
+        EngineConfig(modes=mode, mtp=mtp, depth=depth),
+        tokenizer=tokenizer() if with_tokenizer else None,
+    )
+
+
+def answers(wishes: list[Sampling], *, preempt: bool = False, **config) -> list[Request]:
+    """One request per wish, all in one batch."""
+    made = engine(**config)
+    requests = [made.add(ids("The module named"), wish) for wish in wishes]
+    for number, _ in enumerate(made.run()):
+        if preempt and number % 3 == 1 and requests[0].state == "decoding":
+            made.preempt(requests[0])
+            made.step()
+            if requests[0].state == "preempted":
+                made.resume(requests[0])
+    made.offload.drain()
+    assert made.offload.stats().used_slot_count.sum() == 0
+    made.offload.close()
+    return requests
+
+
+def said(request: Request) -> str:
+    return tokenizer().decode(request.output)
+
+
+def check_schema(text: str) -> None:
+    found = json.loads(text)
+    assert list(found) == ["name", "kind", "sizes"]
+    assert isinstance(found["name"], str)
+    assert len(found["name"]) <= 12
+    assert found["kind"] in ("module", "function")
+    assert 1 <= len(found["sizes"]) <= 3
+    assert all(isinstance(one, int) and 0 <= one <= 99 for one in found["sizes"])
+
+
+WISHES = [
+    Sampling(tokens_max=100, grammar=JSON_SCHEMA),
+    Sampling(tokens_max=100, grammar=JSON_SCHEMA, temperature=1.0, seed=5),
+    Sampling(tokens_max=100, grammar=JSON_SCHEMA, temperature=1.0, seed=6),
+    Sampling(tokens_max=20, grammar=DATE, temperature=2.0, top_p=0.9, frequency_penalty=0.5),
+    Sampling(tokens_max=20, grammar=Grammar("lark", 'start: "yes" | "no"'), tokens_min=9),
+    Sampling(tokens_max=24, temperature=0.8, repetition_penalty=1.3, tokens_min=20, seed=3),
+    Sampling(tokens_max=24, logit_bias={ids(" the")[0]: -100.0}, logprobs=3),
+]
+
+
+@functools.cache
+def plainly() -> list[Request]:
+    return answers(WISHES)
+
+
+def test_answers_follow_their_grammars():
+    first, second, third, date, word, free, biased = plainly()
+    for request in (first, second, third):
+        check_schema(said(request))
+    assert len({said(first), said(second), said(third)}) == 3, "the model still chooses"
+    assert re.fullmatch(DATE.text, said(date))
+    assert said(word) in ("yes", "no"), "the grammar wins over the least length"
+    for request in (first, second, third, date, word):
+        assert (request.reason, request.ended_by) == ("stop", model().config.eos_ids)
+    assert len(free.output) >= 20
+    assert ids(" the")[0] not in biased.output
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"mtp": 3, "preempt": True}, {"mtp": 4, "mode": "dba", "depth": 1}],
+)
+def test_answers_depend_on_nothing_else(config):
+    for expected, found in zip(plainly(), answers(WISHES, **config), strict=True):
+        assert found.output == expected.output
+        assert (found.reason, found.ended_by) == (expected.reason, expected.ended_by)
+
+
+def test_a_grammar_that_fails_says_so_and_ends():
+    rules = "".join(f'r{i}: r{i + 1} r{i + 1} | "x"\n' for i in range(1000))
+    grammar = Grammar("lark", f'start: r0\n{rules}r1000: "y"')
+    [request, other] = answers([Sampling(grammar=grammar), Sampling(tokens_max=6)], mtp=3)
+    assert request.reason == "failed"
+    assert request.matcher is not None
+    assert "max is 2000" in request.matcher.failure
+    assert len(other.output) == 6, "nobody else is touched"
+
+
+@pytest.mark.parametrize(("mtp", "depth"), [(1, 1), (3, 0)])
+def test_a_stop_string_ends_a_request_where_it_is_complete(mtp, depth):
+    [free] = answers([Sampling(tokens_max=28, ignore_eos=True)])
+    stop = said(free)[20:26]
+    wishes = [
+        Sampling(tokens_max=28, ignore_eos=True, stop=(stop, "\x00never")),
+        Sampling(tokens_max=5, ignore_eos=True, stop=(said(free)[:60],)),
+    ]
+    stopped, short = answers(wishes, mtp=mtp, depth=depth)
+    assert (stopped.reason, stopped.ended_by) == ("stop", stop)
+    assert stopped.reader is not None
+    assert stopped.reader.text == said(free)[: said(free).index(stop)]
+    assert stop in said(stopped)
+    assert stop not in tokenizer().decode(stopped.output[:-1]), "it ends with that very token"
+    assert short.reader is not None
+    assert short.reader.text == said(short), "what was held back is given out at the end"
+    [late] = answers([Sampling(tokens_max=28, ignore_eos=True, stop=(stop,), tokens_min=27)])
+    assert len(late.output) == 28
+
+
+def test_the_model_s_end_ends_unless_it_is_ignored():
+    [free] = answers([Sampling(tokens_max=12, ignore_eos=True)])
+    end = model().config.eos_ids
+    assert isinstance(end, int)
+    forced = {"logit_bias": {end: 100.0}, "tokens_max": 6}
+    ended, ignoring, late, own = answers(
+        [
+            Sampling(**forced),
+            Sampling(**forced, ignore_eos=True),
+            Sampling(**forced, tokens_min=4),
+            Sampling(tokens_max=12, ignore_eos=True, stop_ids=frozenset({free.output[3]})),
+        ]
+    )
+    assert (ended.output, ended.reason, ended.ended_by) == ([end], "stop", end)
+    assert (ignoring.output, ignoring.reason) == ([end] * 6, "length")
+    assert late.output.index(end) == 4
+    assert own.ended_by == free.output[3]
+
+
+def test_chances_come_with_the_tokens():
+    made = engine(mtp=3, depth=1)
+    request = made.add(ids("The module named"), Sampling(tokens_max=8, logprobs=4, ignore_eos=True))
+    found = [chance for step in made.run() for one in step.made for chance in one.chances]
+    assert len(found) >= 8
+    tokens = request.prompt + request.output
+    scores = Plain(model()).run(tokens).logits.log_softmax(-1)[len(request.prompt) - 1 :]
+    for token, chance, row in zip(request.output, found, scores, strict=False):
+        assert chance.rank == 1
+        assert chance.top[0] == (token, chance.logprob)
+        assert math.isclose(chance.logprob, float(row[token]), abs_tol=1e-3)
+        assert [one for one, _ in chance.top] == row.topk(4).indices.tolist()
+    made.offload.close()
+
+
+def test_an_engine_refuses_what_it_cannot_follow_and_stays_as_it_was():
+    made = engine(with_tokenizer=False)
+    for wish, sentence in (
+        (Sampling(stop=("x",)), "stop strings need an engine with a tokenizer"),
+        (Sampling(grammar=DATE), "grammars need an engine with a tokenizer"),
+        (Sampling(stop_ids=frozenset({4096})), "stop id 4096: the vocabulary has 4096 ids"),
+        (Sampling(logit_bias={9999: 1.0}), "logit_bias id 9999"),
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            made.add([1, 2], wish)
+    assert made.is_idle
+    made.offload.close()
+    made = engine()
+    with pytest.raises(BadInput, match="unclosed character class"):
+        made.add([1, 2], Sampling(grammar=Grammar("regex", "[a")))
+    assert made.is_idle
+    made.offload.close()

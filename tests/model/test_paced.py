@@ -1,0 +1,60 @@
+"""The engine under a time per token: depth and batch follow the load, the tokens do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ess.engine.sampling import Sampling
+from tests.model.test_engine import engine, expected, prompt, run
+
+
+class LoadClock:
+    """Time passes by what the engine does: per step and per query that the offload has begun."""
+
+    def __init__(self, *, step_s: float, query_s: float) -> None:
+        self._step_s, self._query_s = step_s, query_s
+        self._passed_s = 0.0
+
+    def now_s(self) -> float:
+        return self._passed_s
+
+    def watch(self, eng) -> None:
+        begin = eng.offload.begin
+
+        def timed(sequences, *, query_counts):
+            step = begin(sequences, query_counts=query_counts)
+            self._passed_s += self._step_s + self._query_s * step.query_count
+            return step
+
+        eng.offload.begin = timed
+        eng._clock = self
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_depth_follows_the_load_and_the_tokens_stay(depth):
+    """The random model's drafts are mostly wrong: where a query costs as much as a step, one token
+    at a time is best."""
+    eng = engine("v32", mtp=4, modes="none", mtp_auto=True, depth=depth)
+    LoadClock(step_s=0.01, query_s=0.01).watch(eng)
+    made = [eng.add(prompt(length), Sampling(tokens_max=60)) for length in (60, 90)]
+    run(eng)
+    assert eng.pace.depth == 1
+    assert eng.pace.times[1] == pytest.approx(0.01, rel=0.3)
+    for request in made:
+        assert request.output == expected("v32", len(request.prompt), 60)
+
+
+def test_no_more_enter_than_the_target_allows():
+    eng = engine("v32", modes="none", chunks=6, tpot_ms=45.0)
+    LoadClock(step_s=0.02, query_s=0.01).watch(eng)
+    for _ in range(6):
+        eng.add(prompt(1), Sampling(tokens_max=40))
+    first = eng.step()
+    assert first.turn_count == 1, "nothing is known: the first one alone"
+    counts = []
+    for result in eng.run():
+        counts.append(result.turn_count)
+        if eng.refusal is not None:
+            assert eng.refusal.limiter == "time per token"
+    assert max(counts) == 2, "20 ms and two times 10 are within 45, three times are not"
+    assert eng.refusal is None

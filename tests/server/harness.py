@@ -1,0 +1,229 @@
+"""A real HTTP server on a real socket, over an engine that says what a test wants it to say.
+
+The engine here has no model: it speaks the engine's side of the wire at a pace that the test sets.
+What a real engine says is tested over real processes in test_life.py and test_embedded.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
+import uvloop
+import zmq
+import zmq.asyncio
+
+from ess.clock import RealClock
+from ess.engine import paced
+from ess.engine.messages import Abort, Add, Flush, Piece, Progress, Ready, Status, ToEngine
+from ess.engine.wire import SocketWire
+from ess.models.chat.styles import ChatStyle, PlainStyle
+from ess.models.tokenizer import Tokenizer
+from ess.server.app import make_app
+from ess.server.board import Board
+from ess.server.launch import embedded_path
+from ess.server.link import EngineLink
+from ess.server.protocol import limited
+from ess.server.running import QuietServer
+from ess.server.service import Limits, SamplingDefaults, Service
+
+VOCABULARY = 4096
+EOS = 1
+DEADLINE_S = 10.0
+
+
+def until(true: Callable[[], bool], what: str = "it") -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline_s, f"{what} did not come true"
+        time.sleep(0.005)
+
+
+class PacedEngine(paced.PacedEngine):
+    """Notes what it is asked, can be held, and refuses everything if told to."""
+
+    def __init__(
+        self,
+        script: paced.Script,
+        *,
+        says_ready: bool = True,
+        status: Status | None = None,
+        refuse: str = "",
+        **given: object,
+    ) -> None:
+        super().__init__(script, **given)
+        self.says_ready = says_ready
+        self.refuse = refuse
+        self.adds: list[Add] = []
+        self.aborted: list[int] = []
+        self.flushes = 0
+        self.held = threading.Event()
+        self.held.set()
+        self._shown = status
+
+    def hold(self) -> None:
+        """From now on it takes requests and says nothing; a turn under way ends first."""
+        self.held.clear()
+        time.sleep(3 * paced.IDLE_S)
+
+    def serve(self, endpoint: str) -> None:
+        context = zmq.Context()
+        wire = SocketWire(context, endpoint)
+        if self.says_ready:
+            wire.give(Ready(vocabulary=VOCABULARY, length_max=4096, load_s=0.0))
+        while not self.is_stopped:
+            if self.held.is_set():
+                self.turn(wire)
+            else:
+                for message in wire.take(timeout_s=0.01):
+                    self.obey(message, wire)
+        wire.close()
+        context.term()
+
+    def obey(self, message: ToEngine, wire: SocketWire) -> None:
+        match message:
+            case Add():
+                self.adds.append(message)
+                if self.refuse:
+                    refused = Piece(message.number, reason="refused", sentence=self.refuse)
+                    wire.give(Progress((refused,)))
+                    return
+            case Abort(number):
+                self.aborted.append(number)
+            case Flush():
+                self.flushes += 1
+        super().obey(message, wire)
+
+    def status(self) -> Status:
+        return self._shown or super().status()
+
+
+class Served:
+    """A server in a thread of this process. `url` has no path; `service` is for looking only."""
+
+    def __init__(
+        self,
+        engine: PacedEngine,
+        *,
+        limits: Limits | None = None,
+        style: ChatStyle | None = None,
+        is_marked: bool = False,
+        keys: Sequence[str] = (),
+        connections_max: int = 1024,
+        head_bytes_max: int = 32 << 10,
+    ) -> None:
+        self.engine = engine
+        self._keys = keys
+        self._limits = limits or Limits(running_max=16, waiting_max=64, length_max=4096)
+        self._style = style or PlainStyle()
+        self._is_marked = is_marked
+        self._protocol = limited(connections_max=connections_max, head_bytes_max=head_bytes_max)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._up = threading.Event()
+        self.service: Service
+
+    def __enter__(self) -> Served:
+        self._folder = tempfile.TemporaryDirectory()
+        endpoint = f"ipc://{self._folder.name}/engine"
+        self._thread = threading.Thread(target=self._run, args=(endpoint,))
+        self._thread.start()
+        assert self._up.wait(DEADLINE_S)
+        self._engine_thread = threading.Thread(target=self.engine.serve, args=(endpoint,))
+        self._engine_thread.start()
+        if self.engine.says_ready:
+            until(lambda: self.service.link.state == "ready", "the engine")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.held.set()
+        self.engine.is_stopped = True
+        self._engine_thread.join(DEADLINE_S)
+        self._loop.call_soon_threadsafe(self._end)
+        self._thread.join(DEADLINE_S)
+        self._folder.cleanup()
+        assert not self._thread.is_alive()
+        assert not self._engine_thread.is_alive()
+
+    def _end(self) -> None:
+        self.service.link.lose("the test is over")
+        self._server.should_exit = True
+
+    def call(self, act: Callable[[], object]) -> None:
+        """In the server's thread."""
+        self._loop.call_soon_threadsafe(act)
+
+    def _run(self, endpoint: str) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve(endpoint))
+
+    async def _serve(self, endpoint: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        context = zmq.asyncio.Context()
+        clock = RealClock()
+        board = Board(clock)
+        link = EngineLink(context, endpoint, board=board, clock=clock)
+        self.service = service = Service(
+            names=("test-model",),
+            model_type="deepseek_v32",
+            architecture="Test",
+            tokenizer=TOKENIZER,
+            style=self._style,
+            is_marked=self._is_marked,
+            eos_ids=(EOS,),
+            vocabulary=VOCABULARY,
+            token_capacity=65536,
+            limits=self._limits,
+            defaults=SamplingDefaults(),
+            link=link,
+            board=board,
+            clock=clock,
+        )
+        config = uvicorn.Config(
+            make_app(service, keys=self._keys),
+            http=self._protocol,
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = QuietServer(config)
+        hearing = asyncio.ensure_future(link.run())
+        self._up.set()
+        await self._server.serve(sockets=[self._listener])
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        link.close()
+        context.destroy(linger=0)
+
+
+TOKENIZER = Tokenizer(embedded_path())
+
+
+def saying(text: str, *, ends: bool = True) -> paced.Script:
+    """The same text for everybody, then the end token."""
+    ids = TOKENIZER.encode(text)
+    return lambda add: [*ids, *([EOS] if ends else [])]
+
+
+def counting(count: int) -> paced.Script:
+    """`count` times the token for one letter."""
+    [letter] = TOKENIZER.encode("a")
+    return lambda add: itertools.repeat(letter, count)
+
+
+@contextlib.contextmanager
+def raw(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as made:
+        yield made

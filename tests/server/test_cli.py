@@ -1,0 +1,142 @@
+"""`ess chat`, `ess top` and `ess doctor`, against a real server where they need one."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from ess.engine.messages import PoolUse, Status
+from ess.server import cli, doctor
+from ess.server.doctor import Check
+from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
+
+STATUS = Status(
+    running_count=3,
+    made_count=30,
+    turn_count=20,
+    hits=(9,),
+    misses=(1,),
+    places=(0,),
+    limiter="slots",
+    pools=(PoolUse("host pages", 1, 4),),
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    engine = PacedEngine(saying(" At noon, I think."), status=STATUS, cached_count=1)
+    with Served(engine, keys=("secret",)) as made:
+        until(lambda: made.service.board.status.made_count == 30, "a status")
+        yield made
+
+
+def run(served: Served, *arguments: str) -> int:
+    return cli.main([*arguments, "--url", served.url, "--api-key", "secret"])
+
+
+def test_a_question_gets_its_answer(served: Served, capsys: pytest.CaptureFixture[str]):
+    asked = ["-q", "When?", "--system", "Be brief.", "--seed", "4", "--temperature", "0.5"]
+    assert run(served, "chat", *asked, "--stats") == 0
+    out, err = capsys.readouterr()
+    assert out == " At noon, I think.\n"
+    assert "ttft_ms" in err
+    assert "tokens_per_s" in err
+    add = served.engine.adds[-1]
+    assert TOKENIZER.decode(add.prompt) == "system: Be brief.\nuser: When?\nassistant:"
+    assert (add.sampling.seed, add.sampling.temperature) == (4, 0.5)
+
+
+def test_an_answer_as_a_document(served: Served, capsys: pytest.CaptureFixture[str]):
+    assert run(served, "chat", "-q", "When?", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == " At noon, I think."
+    assert found["tokens"] == len(TOKENIZER.encode(" At noon, I think.")) + 1
+    assert found["cached_tokens"] == 1
+    assert found["tokens_per_step"] is None, "nobody was served meanwhile, says the status"
+
+
+def test_a_conversation_remembers(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("When?\n\nWhere?\n"))
+    assert run(served, "chat") == 0
+    assert capsys.readouterr().out == " At noon, I think.\n" * 2
+    said = TOKENIZER.decode(served.engine.adds[-1].prompt)
+    assert said == "user: When?\nassistant:  At noon, I think.\nuser: Where?\nassistant:"
+
+
+def test_top_shows_the_load(served: Served, capsys: pytest.CaptureFixture[str]):
+    assert run(served, "top", "--once") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "running 3 of 16" in shown
+    assert "short of slots" in shown
+    assert "tokens/step 1.50" in shown
+    assert "rows resident 90.0%" in shown
+    assert "host pages 25.0% of 4" in shown
+    assert run(served, "top", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["loads"][0]["num_running_reqs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["chat", "-q", "x", "--url", "http://127.0.0.1:1"], 1, "no server at"),
+        (["top", "--url", "ftp://x"], 2, "write http://HOST:PORT"),
+        (["top", "--every", "0"], 2, "--every 0"),
+    ],
+)
+def test_what_cannot_be_reached_is_said(arguments, code, says, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(arguments) == code
+    assert says in capsys.readouterr().err
+
+
+def test_the_server_s_own_sentence_is_passed_on(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("ESS_API_KEY", raising=False)
+    assert cli.main(["top", "--url", served.url]) == 1
+    assert "a valid API key is needed" in capsys.readouterr().err
+    monkeypatch.setenv("ESS_API_KEY", "secret,other")
+    assert cli.main(["top", "--url", served.url, "--json"]) == 0
+    assert run(served, "chat", "-q", "x", "--model", "none") == 1
+    assert "'none' is not served here" in capsys.readouterr().err
+
+
+def test_doctor_s_code_says_whether_something_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    good = Check(name="a", grade="ok", found="1")
+    poor = Check(name="b", grade="warn", found="2", hint="do this")
+    bad = Check(name="c", grade="fail", found="3", hint="do that")
+    monkeypatch.setattr(doctor, "examined", lambda port: iter((good, poor)))
+    assert cli.main(["doctor"]) == 0
+    assert "-> do this" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "examined", lambda port: iter((good, poor, bad)))
+    assert cli.main(["doctor", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert [check["grade"] for check in found["checks"]] == ["ok", "warn", "fail"]
+
+
+def test_another_token_is_a_failure():
+    times = {"offload_s": 1.0, "resident_s": 1.0, "miss_count": 5}
+    assert doctor.judged({"same": True, **times}).grade == "ok"
+    assert doctor.judged({"same": False, **times}).grade == "fail"
+
+
+def test_a_missing_package_is_a_failure_with_its_remedy():
+    found = doctor._package("ess-no-such-package")
+    assert (found.grade, found.found) == ("fail", "missing")
+    assert "ess[serve]" in found.hint
+
+
+@pytest.mark.slow
+def test_the_trial_decodes_both_ways():
+    from ess.engine.trial import trial
+
+    found = trial()
+    assert found.same
+    assert found.miss_count > 100

@@ -1,0 +1,271 @@
+"""/v1/completions as a stranger with the `openai` client uses it."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.server.harness import EOS, TOKENIZER, PacedEngine, Served, counting, saying, until
+
+TEXT = "Names are bytes: naïve café, 漢字 and 🙂. Then more words follow."
+
+
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(PacedEngine(saying(TEXT), cached_count=3)) as made:
+        yield made
+
+
+def last_sampling(served: Served):
+    return served.engine.adds[-1].sampling
+
+
+def test_a_text_and_its_usage(served: Served):
+    made = client(served).completions.create(model="test-model", prompt="hello", max_tokens=500)
+    [choice] = made.choices
+    assert choice.text == TEXT
+    assert choice.finish_reason == "stop"
+    assert made.object == "text_completion"
+    prompt = TOKENIZER.encode("hello", add_special=True)
+    assert served.engine.adds[-1].prompt == prompt
+    assert made.usage.prompt_tokens == len(prompt)
+    assert made.usage.completion_tokens == len(TOKENIZER.encode(TEXT)) + 1
+    assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
+    assert made.usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_a_stream_says_the_same_in_pieces(served: Served):
+    chunks = list(
+        client(served).completions.create(
+            model="test-model",
+            prompt="hello",
+            max_tokens=500,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    *said, last = chunks
+    assert "".join(chunk.choices[0].text for chunk in said) == TEXT
+    assert len(said) > 10
+    assert [chunk.choices[0].finish_reason for chunk in said][-1] == "stop"
+    assert {chunk.choices[0].finish_reason for chunk in said[:-1]} == {None}
+    assert last.choices == []
+    assert last.usage.completion_tokens == len(TOKENIZER.encode(TEXT)) + 1
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert "�" not in "".join(chunk.choices[0].text for chunk in said)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [("café", "Names are bytes: naïve "), (["zz", ", "], "Names are bytes: naïve café")],
+)
+def test_a_stop_string_ends_it_and_the_engine_hears(served: Served, stream, stop, expected):
+    before = len(served.engine.aborted)
+    made = client(served).completions.create(
+        model="test-model", prompt="x", max_tokens=500, stop=stop, stream=stream
+    )
+    if stream:
+        chunks = list(made)
+        assert "".join(one.choices[0].text for one in chunks) == expected
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    else:
+        assert made.choices[0].text == expected
+        assert made.choices[0].finish_reason == "stop"
+        hit = stop if isinstance(stop, str) else ", "
+        assert made.choices[0].stop_reason == hit
+    until(lambda: len(served.engine.aborted) > before, "the abort")
+
+
+def test_the_stop_string_stays_if_asked_and_waits_for_the_least_tokens(served: Served):
+    made = client(served).completions.create(
+        model="test-model",
+        prompt="x",
+        max_tokens=500,
+        stop="bytes",
+        extra_body={"include_stop_str_in_output": True},
+    )
+    assert made.choices[0].text == "Names are bytes"
+    count = len(TOKENIZER.encode("Names are bytes"))
+    made = client(served).completions.create(
+        model="test-model", prompt="x", max_tokens=500, stop=["bytes"],
+        extra_body={"min_tokens": count + 2},
+    )  # fmt: skip
+    assert made.choices[0].text == TEXT
+
+
+def test_several_prompts_and_choices_each_have_their_seed(served: Served):
+    before = len(served.engine.adds)
+    made = client(served).completions.create(
+        model="test-model", prompt=["one", "two"], n=2, seed=7, max_tokens=4
+    )
+    assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
+    adds = served.engine.adds[before:]
+    assert [add.sampling.seed for add in adds] == [7, 8, 7, 8]
+    assert adds[0].prompt == adds[1].prompt != adds[2].prompt
+    assert made.usage.prompt_tokens == len(adds[0].prompt) + len(adds[2].prompt)
+    assert made.usage.completion_tokens == 16
+
+
+def test_token_ids_are_taken_as_they_are(served: Served):
+    client(served).completions.create(model="test-model", prompt=[5, 6, 7], max_tokens=2)
+    assert served.engine.adds[-1].prompt == [5, 6, 7]
+    client(served).completions.create(model="test-model", prompt=[[5], [6]], max_tokens=2)
+    assert [add.prompt for add in served.engine.adds[-2:]] == [[5], [6]]
+
+
+def test_every_sampling_field_reaches_the_engine(served: Served):
+    client(served).completions.create(
+        model="test-model",
+        prompt="x",
+        max_tokens=9,
+        temperature=0.3,
+        top_p=0.8,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        logit_bias={"17": -100},
+        seed=-1,
+        extra_body={
+            "top_k": 40,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
+            "min_tokens": 2,
+            "stop_token_ids": [99],
+        },
+    )
+    sampling = last_sampling(served)
+    assert (sampling.tokens_max, sampling.tokens_min) == (9, 2)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
+        0.3,
+        0.8,
+        40,
+        0.05,
+    )
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.2)
+    assert sampling.repetition_penalty == 1.1
+    assert sampling.logit_bias == {17: -100.0}
+    assert sampling.stop_ids == {99, EOS}
+    assert sampling.seed == -1
+
+
+def test_ignore_eos_and_the_length(served: Served):
+    made = client(served).completions.create(
+        model="test-model", prompt="x", max_tokens=3, extra_body={"ignore_eos": True}
+    )
+    assert last_sampling(served).stop_ids == frozenset()
+    assert made.choices[0].finish_reason == "length"
+    assert made.usage.completion_tokens == 3
+
+
+def test_echo_and_logprobs(served: Served):
+    made = client(served).completions.create(
+        model="test-model", prompt="hello", echo=True, max_tokens=2
+    )
+    assert made.choices[0].text.startswith("hello")
+    made = client(served).completions.create(
+        model="test-model", prompt="hello", logprobs=2, max_tokens=3
+    )
+    found = made.choices[0].logprobs
+    assert found.token_logprobs == [-0.5, -0.5, -0.5]
+    assert "".join(found.tokens) == made.choices[0].text
+    assert [len(top) for top in found.top_logprobs] == [2, 2, 2]
+    assert found.text_offset == [0, len(found.tokens[0]), len(found.tokens[0] + found.tokens[1])]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 5000}, "positions are left"),
+        ({"temperature": -1}, "temperature is -1.0"),
+        ({"temperature": "hot"}, "$.temperature"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"n": 0}, "n is 0"),
+        ({"n": 1000}, "n is 1000"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": [4096]}, "0..4095"),
+        ({"prompt": [[1], "x"]}, "prompt must be"),
+        ({"prompt": [1] * 4096}, "4,096 tokens"),
+        ({"stop": [str(i) for i in range(17)]}, "17 stop strings"),
+        ({"stop": ""}, "stop string of 0 characters"),
+        ({"logit_bias": {"x": 1}}, "not a token id"),
+        ({"logit_bias": {"4096": 1}}, "logit_bias id 4096"),
+        ({"logit_bias": {"1": 101}}, "-100.0..100.0"),
+        ({"logprobs": 21}, "logprobs is 21"),
+        ({"stop_token_ids": [-1]}, "stop id -1"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens is 6"),
+        ({"regex": ""}, "without a text"),
+        ({"ignore_eos": True, "regex": "a"}, "ignore_eos with a grammar"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"use_beam_search": True}, "beam"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "2 constraints"),
+    ],
+)
+def test_a_wrong_value_is_named_and_nothing_is_queued(served: Served, changed, says):
+    before = len(served.engine.adds)
+    body = {"model": "test-model", "prompt": "x", "max_tokens": 5, **changed}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(served, "/v1/completions", body)
+    assert caught.value.code == 400
+    found = json.loads(caught.value.read())["error"]
+    assert says in found["message"]
+    assert found["type"] == "invalid_request_error"
+    assert len(served.engine.adds) == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"null", b"[]", b"{", b'{"prompt":"\xff"}', b'{"x":"\xff","prompt":"a"}', b"[" * 100_000],
+)
+def test_a_body_that_is_no_request_is_a_400(served: Served, body: bytes):
+    request = urllib.request.Request(served.url + "/v1/completions", body)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    assert caught.value.code == 400
+    assert "body" in json.loads(caught.value.read())["error"]["message"]
+
+
+def test_an_unknown_model_is_a_404_and_an_unknown_key_is_ignored(served: Served):
+    with pytest.raises(openai.NotFoundError, match="'other' is not served"):
+        client(served).completions.create(model="other", prompt="x")
+    body = {
+        "model": "unknown",
+        "prompt": "x",
+        "max_tokens": 2,
+        "no_logs": True,
+        "background": False,
+    }
+    assert post(served, "/v1/completions", body)["choices"][0]["text"]
+
+
+def test_a_refusal_of_the_engine_is_an_answer_also_for_a_stream():
+    engine = PacedEngine(counting(3), refuse="needs 9 pages, more than the pool's 8")
+    with Served(engine) as served:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="more than the pool's 8"):
+                client(served).completions.create(model="test-model", prompt="x", stream=stream)
+        assert served.service.link.open_count == 0
+
+
+def post(served: Served, path: str, body: object, **headers: str) -> dict:
+    request = urllib.request.Request(
+        served.url + path,
+        json.dumps(body).encode(),
+        {"content-type": "application/json", **headers},
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.loads(answer.read())

@@ -1,0 +1,230 @@
+"""The doors of routers, probes and scrapers."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import ess
+from ess.engine.messages import PoolUse, Status
+from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
+
+TEXT = "one two three four"
+STATUS = Status(
+    step_count=7,
+    running_count=2,
+    made_count=90,
+    prompt_count=40,
+    cached_count=10,
+    pools=(PoolUse("host pages", 25, 100), PoolUse("index pages", 10, 20)),
+    hits=(80, 60),
+    misses=(20, 40),
+    places=(0, 0),
+    slots_used=(5, 6),
+    slots=(8, 8),
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(PacedEngine(saying(TEXT), cached_count=4, status=STATUS)) as made:
+        until(lambda: made.service.board.status.step_count == 7, "a status")
+        yield made
+
+
+def ask(served: Served, path: str, body: object = None, *, method: str | None = None):
+    sent = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(served.url + path, sent, method=method)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+def stream(served: Served, path: str, body: object) -> list[dict]:
+    request = urllib.request.Request(served.url + path, json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = answer.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(one.removeprefix("data: ")) for one in events[:-2]]
+
+
+def test_generate_speaks_sglang(served: Served):
+    sampling = {"max_new_tokens": 50, "temperature": 0, "sampling_seed": 3}
+    found = ask(
+        served,
+        "/generate",
+        {"text": "hello", "sampling_params": sampling, "model": None, "return_entropy": False},
+    )
+    assert found["text"] == TEXT
+    assert found["output_ids"] == [*TOKENIZER.encode(TEXT), 1]
+    meant = found["meta_info"]
+    assert meant["finish_reason"] == {"type": "stop", "matched": None}
+    assert (meant["completion_tokens"], meant["cached_tokens"]) == (len(found["output_ids"]), 4)
+    assert served.engine.adds[-1].sampling.seed == 3
+
+
+def test_generate_streams_everything_so_far(served: Served):
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "stream": True}
+    events = stream(served, "/generate", body)
+    assert [len(one["output_ids"]) for one in events] == [1, 2, 3]
+    assert TEXT.startswith(events[-1]["text"])
+    assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+    assert [one["meta_info"]["finish_reason"] for one in events[:-1]] == [None, None]
+
+
+def test_generate_in_batches_and_with_logprobs(served: Served):
+    found = ask(
+        served,
+        "/generate",
+        {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True},
+    )
+    assert [one["index"] for one in found] == [0, 1]
+    [first, _] = found[0]["meta_info"]["output_token_logprobs"]
+    assert first == [-0.5, found[0]["output_ids"][0], None]
+    many = ask(served, "/generate", {"input_ids": [[5]], "sampling_params": {"max_new_tokens": 1}})
+    assert isinstance(many, list)
+
+
+def test_tokens_in_tokens_out(served: Served):
+    body = {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 3, "logprobs": 1, "min_tokens": 1},
+        "request_id": "mine",
+    }
+    found = ask(served, "/inference/v1/generate", body)
+    [choice] = found["choices"]
+    assert found["request_id"] == "mine"
+    assert choice["token_ids"] == TOKENIZER.encode(TEXT)[:3]
+    assert choice["finish_reason"] == "length"
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-0.5] * 3
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *events, last = stream(served, "/inference/v1/generate", {**body, **options})
+    assert [t for one in events for t in one["choices"][0]["token_ids"]] == choice["token_ids"]
+    assert last["usage"] == found["usage"]
+
+
+def test_models_version_and_what_is_configured(served: Served):
+    [listed] = ask(served, "/v1/models")["data"]
+    assert (listed["id"], listed["max_model_len"]) == ("test-model", 4096)
+    assert ask(served, "/version") == {"version": ess.__version__}
+    for path in ("/server_info", "/get_server_info"):
+        found = ask(served, path)
+        assert found["served_model_name"] == "test-model"
+        assert found["max_running_requests"] == 16
+        assert found["internal_states"][0]["max_total_num_tokens"] == 65536
+    for path in ("/model_info", "/get_model_info"):
+        assert ask(served, path)["is_generation"] is True
+
+
+def test_texts_to_ids_and_back(served: Served):
+    for prefix in ("", "/v1"):
+        found = ask(served, f"{prefix}/tokenize", {"prompt": "hello ä", "return_token_strs": True})
+        assert found["tokens"] == TOKENIZER.encode("hello ä", add_special=True)
+        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        back = ask(served, f"{prefix}/detokenize", {"tokens": found["tokens"]})
+        assert back["prompt"] == "hello ä"
+    messages = [{"role": "user", "content": "hi"}]
+    found = ask(served, "/tokenize", {"messages": messages})
+    assert TOKENIZER.decode(found["tokens"]) == "user: hi\nassistant:"
+    many = ask(served, "/detokenize", {"tokens": [[5], [6]]})
+    assert len(many["prompt"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/detokenize", {"tokens": "x"}, "tokens must be a list"),
+        ("/detokenize", {"tokens": [4096]}, "0..4095"),
+        ("/generate", {}, "either text or input_ids"),
+        ("/generate", {"text": []}, "empty list"),
+        ("/generate", {"input_ids": []}, "empty"),
+        ("/inference/v1/generate", {"token_ids": []}, "empty"),
+        ("/abort_request", {}, "give rid"),
+    ],
+)
+def test_wrong_bodies_are_explained(served: Served, path, body, says):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(served, path, body)
+    assert caught.value.code == 400
+    assert says in json.loads(caught.value.read())["error"]["message"]
+
+
+def test_probes(served: Served):
+    assert ask(served, "/health") == {"status": "ready"}
+    assert ask(served, "/ready") == {"status": "ready"}
+    before = len(served.engine.adds)
+    assert ask(served, "/health_generate") == {"status": "ok"}
+    assert served.engine.adds[before].sampling.tokens_max == 1
+
+
+def test_loads(served: Served):
+    [load] = ask(served, "/v1/loads?include=core,disagg,queues,memory")["loads"]
+    assert load["num_running_reqs"] == 2
+    assert load["token_usage"] == 0.5
+    assert load["row_hit_rate"] == 0.7
+    assert load["cache_hit_rate"] == 0.25
+    assert load["memory"]["host_pages"] == {"used": 25, "capacity": 100}
+    assert load["queues"]["waiting"] == 0
+    [core] = ask(served, "/v1/loads?include=core")["loads"]
+    assert "memory" not in core
+
+
+def test_metrics_parse_and_carry_other_names(served: Served):
+    with urllib.request.urlopen(served.url + "/metrics") as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = {(s.name, *s.labels.values()): s.value for one in families for s in one.samples}
+    assert samples["ess_tokens_total",] == 90
+    assert samples["ess_requests_running",] == 2
+    assert samples["ess_row_misses_total", "1"] == 40
+    assert samples["ess_pool_used", "host pages"] == 25
+    assert samples["vllm:num_requests_running", "test-model"] == 2
+    assert samples["vllm:kv_cache_usage_perc", "test-model"] == 0.5
+    assert samples["vllm:cache_config_info", "64", "1024"] == 1
+    assert samples["sglang:token_usage", "test-model"] == 0.5
+    assert samples["sglang:num_queue_reqs", "test-model"] == 0
+    answered = samples["ess_answers_total", "/v1/models", "200"]
+    assert answered >= 1
+    assert samples["ess_first_token_seconds_count",] >= 1
+    buckets = [value for key, value in samples.items() if key[0] == "ess_request_seconds_bucket"]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == samples["ess_request_seconds_count",]
+
+
+def test_flush(served: Served):
+    before = served.engine.flushes
+    assert ask(served, "/flush_cache", method="POST") == {"flushed": True}
+    assert served.engine.flushes == before + 1
+
+
+def test_the_board_gives_every_viewer_the_newest(served: Served):
+    import asyncio
+
+    from ess.clock import ManualClock
+    from ess.errors import Unavailable
+    from ess.server.board import SUBSCRIBERS_MAX, Board
+
+    async def watch() -> None:
+        board = Board(ManualClock())
+        views = [board.watch() for _ in range(SUBSCRIBERS_MAX)]
+        waiting = [asyncio.ensure_future(anext(view)) for view in views]
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="8 viewers"):
+            await anext(board.watch())
+        for count in (1, 2, 3):
+            board.publish(msgspec.structs.replace(STATUS, step_count=count))
+        assert [one.step_count for one in await asyncio.gather(*waiting)] == [3] * 8
+        for view in views:
+            await view.aclose()
+        again = asyncio.ensure_future(anext(board.watch()))
+        await asyncio.sleep(0)
+        board.publish(STATUS)
+        assert (await again).step_count == 7
+
+    asyncio.run(watch())

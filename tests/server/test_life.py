@@ -1,0 +1,287 @@
+"""The life of `ess serve`: two real processes, real signals, the model in the box."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from ess.server.launch import embedded_path
+from tests.server.harness import TOKENIZER, until
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = "from ess.server.cli import main; raise SystemExit(main())"
+READY_S = 60.0
+SMALL = {
+    "--max-model-len": "2k",
+    "--max-running": "4",
+    "--host-bytes": "96MiB",
+    "--threads": "1",
+    "--drain-grace-s": "0",
+    "--port": "0",
+}
+
+
+class Process:
+    """`ess serve` on a free port."""
+
+    def __init__(self, *flags: str, **environment: str) -> None:
+        given = {name: value for name, value in SMALL.items() if name not in flags}
+        small = [word for pair in given.items() for word in pair]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, "serve", "--json", *small, *flags],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        text = ""
+        while not text.endswith("\n}\n"):
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()[1]
+            text += line
+        self.greeting = json.loads(text)
+        self.url = self.greeting["url"]
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def status(self, path: str) -> int:
+        """0 if the connection was refused."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except (urllib.error.URLError, ConnectionError):
+            return 0
+
+    def wait_ready(self) -> Process:
+        deadline_s = time.monotonic() + READY_S
+        while self.status("/ready") != 200:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        return self
+
+    @property
+    def engine_pid(self) -> int:
+        path = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        [child] = Path(path).read_text().split()
+        return int(child)
+
+    def stream(self, **asked: object) -> openai.Stream[openai.types.Completion]:
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return client.completions.create(
+            model="ess-embedded",
+            prompt="The server is",
+            stream=True,
+            extra_body={"ignore_eos": True},
+            **{"max_tokens": 2000, **asked},
+        )
+
+    def ended(self, within_s: float) -> int:
+        return self.process.wait(timeout=within_s)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Process]:
+    with Process() as made:
+        early = made.status("/ready"), made.status("/health")
+        assert early in ((503, 200), (200, 200))
+        yield made.wait_ready()
+
+
+def test_the_server_s_process_has_no_torch(running: Process):
+    assert "torch" not in Path(f"/proc/{running.process.pid}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{running.engine_pid}/maps").read_text()
+
+
+def test_it_says_what_it_serves(running: Process):
+    found = running.greeting
+    assert found["settings"]["max_running"] == {"value": 4, "from": "flag"}
+    assert found["settings"]["host"]["from"] == "default"
+    assert found["settings"]["served_model_name"] == {"value": "ess-embedded", "from": "derived"}
+    [room] = found["memory"]["rooms"]
+    assert (room["length"], room["count"], room["limiter"]) == (2048, 4, "max_running")
+    assert found["memory"]["length_max"] == 2048
+
+
+@pytest.mark.slow
+def test_what_it_says_is_what_the_engine_makes(running: Process):
+    """Through HTTP or not: the same tokens."""
+    from ess.models.load import load_model
+    from ess.models.plain import Plain
+    from ess.models.precision import as_stored
+
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "ess-embedded", "prompt": "The server is", "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**asked)
+    streamed = "".join(c.choices[0].text for c in client.completions.create(**asked, stream=True))
+    assert whole.choices[0].text == streamed
+    assert len(streamed) > 20
+    again = client.completions.create(**{**asked, "prompt": TOKENIZER.encode("The server is")})
+    assert again.choices[0].text == streamed
+    model = load_model(embedded_path(), form="f32")
+    ids = [*TOKENIZER.encode("The server is"), *TOKENIZER.encode(streamed)]
+    plain = Plain(model, precision=as_stored(model.config.layout()))
+    chosen = plain.run(ids).logits.argmax(-1).tolist()
+    count = len(TOKENIZER.encode("The server is"))
+    agreed = sum(a == b for a, b in zip(chosen[count - 1 :], ids[count:], strict=False))
+    assert agreed >= 0.8 * (len(ids) - count)
+
+
+def test_a_seed_gives_the_same_again_and_another_gives_another(running: Process):
+    said = [
+        "".join(c.choices[0].text for c in running.stream(seed=s, max_tokens=24, temperature=1.0))
+        for s in (1, 1, 2)
+    ]
+    assert said[0] == said[1] != said[2]
+
+
+def test_a_prompt_seen_before_is_cached_until_it_is_flushed(running: Process):
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "ess-embedded", "prompt": [7] * 300, "max_tokens": 2}
+
+    def cached() -> int:
+        made = client.completions.create(**asked)
+        return made.usage.prompt_tokens_details.cached_tokens
+
+    assert cached() == 0
+    assert cached() >= 128
+    urllib.request.urlopen(urllib.request.Request(running.url + "/flush_cache", b"")).close()
+    assert cached() == 0
+
+
+def test_too_long_is_refused_and_what_never_fits_too(running: Process):
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="2,048"):
+        client.completions.create(model="ess-embedded", prompt=[5] * 2048, max_tokens=1)
+
+
+def test_leaving_frees_everything(running: Process):
+    for _ in range(3):
+        stream = running.stream()
+        next(stream)
+        stream.close()
+
+    def load() -> dict:
+        with urllib.request.urlopen(running.url + "/v1/loads") as answer:
+            return json.loads(answer.read())["loads"][0]
+
+    until(lambda: not load()["num_total_reqs"] and not load()["num_running_reqs"], "leaving")
+
+
+def end(process: Process, act: Callable[[], None]) -> tuple[list, list[int], float]:
+    """What streams and probes see from the moment of `act` on."""
+    stream = process.stream(max_tokens=100)
+    next(stream)
+    act()
+    began_s, chunks, ready, failed = time.monotonic(), [], [], None
+    try:
+        for chunk in stream:
+            chunks.append(chunk)
+            if len(ready) < 3:
+                ready.append(process.status("/ready"))
+    except openai.APIError as error:
+        failed = error
+    return [chunks, failed], ready, began_s
+
+
+@pytest.mark.slow
+def test_sigterm_lets_streams_finish_while_probes_see_503():
+    with Process("--drain-grace-s", "1.5").wait_ready() as process:
+        told, ready, began_s = end(process, lambda: process.process.send_signal(signal.SIGTERM))
+        chunks, failed = told
+        assert failed is None
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert ready == [503, 503, 503]
+        while time.monotonic() - began_s < 1.2:
+            assert process.status("/ready") == 503, "the listener closed too early"
+            assert process.status("/health") == 200
+        assert process.ended(10) == 0
+
+
+@pytest.mark.slow
+def test_a_drain_has_an_end_and_says_so():
+    with Process("--drain-s", "0.5", "--drain-grace-s", "0").wait_ready() as process:
+        stream = process.stream()
+        next(stream)
+        process.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        assert process.ended(10) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_engine_fails_health_ends_streams_and_the_server():
+    with Process().wait_ready() as process:
+        stream = process.stream()
+        next(stream)
+        os.kill(process.engine_pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        with pytest.raises(openai.APIError, match="SIGKILL"):
+            list(stream)
+        assert process.status("/health") == 503
+        assert time.monotonic() - killed_s < 2.0
+        assert process.ended(15) == 1
+
+
+@pytest.mark.slow
+def test_a_stuck_engine_is_noticed():
+    with Process("--watchdog-s", "1").wait_ready() as process:
+        engine = process.engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        until(lambda: process.status("/health") in (503, 0), "the watchdog")
+        assert process.ended(15) == 1
+        assert not Path(f"/proc/{engine}").exists()
+
+
+@pytest.mark.slow
+def test_an_engine_does_not_outlive_its_server():
+    with Process().wait_ready() as process:
+        engine = process.engine_pid
+        process.process.kill()
+        process.process.wait()
+        until(lambda: not Path(f"/proc/{engine}").exists(), "the engine's end")
+
+
+@pytest.mark.slow
+def test_wrong_settings_are_one_sentence_and_a_code():
+    for flags, environment, code, says in (
+        (["--port", "99999"], {}, 2, "port is 99999"),
+        (["--portt", "1"], {}, 2, "--port"),
+        (["/no/such/folder"], {}, 2, "not a folder"),
+        (["--pp-size", "2"], {}, 2, "pp_size must be 1"),
+        (["--host-bytes", "1KiB"], {}, 2, "less than one page"),
+        ([], {"ESS_PROT": "1"}, 2, "did you mean 'ESS_PORT'"),
+        (["--host", "203.0.113.1"], {}, 1, "cannot listen on 203.0.113.1"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, "serve", *flags],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert done.returncode == code, done.stderr
+        assert says in " ".join(done.stderr.replace("│", " ").split())
+        assert "Traceback" not in done.stderr

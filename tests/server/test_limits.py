@@ -1,0 +1,306 @@
+"""What the server refuses, cuts off and survives: keys, sizes, load, readers who leave."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+from ess.engine.messages import Status
+from ess.server.app import ROUTES
+from ess.server.gate import OPEN_PATHS
+from ess.server.service import Limits
+from tests.server.harness import PacedEngine, Served, counting, raw, saying, until
+
+LIMITS = Limits(running_max=2, waiting_max=1, length_max=4096, keep_alive_s=0.1, stall_s=0.5)
+
+
+def ask(served: Served, path: str, body: object = None, **headers: str):
+    sent = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(served.url + path, sent, headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return answer.headers, answer.read()
+
+
+def refused(served: Served, path: str, body: object = None, **headers: str):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(served, path, body, **headers)
+    return caught.value.code, caught.value.headers, json.loads(caught.value.read())["error"]
+
+
+def completion(**changed: object) -> dict:
+    return {"model": "test-model", "prompt": "x", "max_tokens": 3000, **changed}
+
+
+def opened(served: Served, body: dict, path: str = "/v1/completions") -> socket.socket:
+    """A request that has been sent; nothing of its answer has been read."""
+    made = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+    sent = json.dumps(body).encode()
+    made.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\n" % path.encode())
+    made.sendall(b"content-length: %d\r\n\r\n%b" % (len(sent), sent))
+    return made
+
+
+# ---- keys
+
+
+def test_every_path_but_the_probes_needs_the_key():
+    with Served(PacedEngine(counting(2)), keys=("right", "spare")) as served:
+        for methods, path, _ in ROUTES:
+            body = {} if methods == "POST" else None
+            if path in OPEN_PATHS:
+                ask(served, path)
+            else:
+                code, headers, error = refused(served, path, body)
+                assert (code, error["type"]) == (401, "authentication_error"), path
+                assert headers["www-authenticate"] == "Bearer"
+        assert refused(served, "/nothing")[0] == 401
+        for key in ("", "wrong", "right ", "righ", "rightt"):
+            expected = 401 if key.strip() != "right" else None
+            if expected:
+                assert refused(served, "/v1/models", Authorization=f"Bearer {key}")[0] == 401
+        ask(served, "/v1/models", Authorization="Bearer right")
+        ask(served, "/v1/models", Authorization="bearer spare")
+        ask(served, "/v1/models", **{"X-Api-Key": "right"})
+        assert refused(served, "/v1/models", Authorization="Basic right")[0] == 401
+        assert served.engine.adds == []
+
+
+def test_a_request_id_goes_out_as_it_came_in():
+    with Served(PacedEngine(counting(2))) as served:
+        headers, body = ask(served, "/v1/completions", completion(), **{"X-Request-Id": "mine-1"})
+        assert headers["x-request-id"] == "mine-1"
+        assert json.loads(body)["id"] == "cmpl-mine-1"
+        for bad in ("", "a b", "ä", "x" * 257):
+            headers, _ = ask(served, "/health", **{"X-Request-Id": bad.encode().decode("latin-1")})
+            assert len(headers["x-request-id"]) == 32
+        _, headers, _ = refused(served, "/nothing", **{"X-Request-Id": "mine-2"})
+        assert headers["x-request-id"] == "mine-2"
+
+
+# ---- sizes
+
+
+def test_a_long_body_is_refused_with_and_without_its_length():
+    limits = Limits(running_max=2, waiting_max=2, length_max=4096, body_max=2000)
+    with Served(PacedEngine(counting(2)), limits=limits) as served:
+        code, _, error = refused(served, "/v1/completions", completion(prompt="x" * 3000))
+        assert code == 413
+        assert "2,000 bytes" in error["message"]
+        with raw(served.port) as made:
+            made.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            made.sendall(b"transfer-encoding: chunked\r\n\r\n")
+            for _ in range(4):
+                made.sendall(b"300\r\n" + b" " * 0x300 + b"\r\n")
+            assert made.recv(4096).startswith(b"HTTP/1.1 413")
+        assert json.loads(ask(served, "/v1/completions", completion())[1])["choices"]
+
+
+def test_a_long_head_is_refused():
+    with Served(PacedEngine(counting(2)), head_bytes_max=4096) as served:
+        with raw(served.port) as made:
+            made.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * 5000 + b"\r\n\r\n")
+            assert made.recv(4096).startswith(b"HTTP/1.1 431")
+        with raw(served.port) as made:
+            made.sendall(b"GET /health HTTP/1.1\r\n")
+            with contextlib.suppress(ConnectionError):
+                for _ in range(100):
+                    made.sendall(b"x-more: " + b"y" * 100 + b"\r\n")
+            assert made.recv(4096).startswith(b"HTTP/1.1 431")
+        ask(served, "/health", **{"X-Long": "y" * 3000})
+
+
+def test_connections_beyond_the_most_are_told_so():
+    with Served(PacedEngine(counting(2)), connections_max=3) as served:
+        held = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(3)]
+        for one in held:
+            one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert one.recv(4096).startswith(b"HTTP/1.1 200")
+        with raw(served.port) as made:
+            told = made.recv(4096)
+            assert told.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: 1" in told
+        for one in held:
+            one.close()
+        until(lambda: not served._server.server_state.connections, "closing")
+        ask(served, "/health")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n"
+        b"transfer-encoding: chunked\r\n\r\n",
+        b"GET /%ff%fe HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_answered_and_forgotten(sent: bytes):
+    with Served(PacedEngine(counting(2))) as served:
+        with raw(served.port) as made:
+            made.sendall(sent)
+            made.shutdown(socket.SHUT_WR)
+            told = made.recv(4096)
+            assert told[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 404", b"HTTP/1.1 413")
+        ask(served, "/health")
+
+
+# ---- load
+
+
+def test_overload_is_an_answer_that_names_the_limiter():
+    engine = PacedEngine(counting(10**6), pace_s=0.01, status=Status(limiter="host pages"))
+    with Served(engine, limits=LIMITS) as served:
+        until(lambda: served.service.board.status.limiter is not None, "a status")
+        held = [opened(served, completion(stream=True)) for _ in range(3)]
+        until(lambda: served.service.link.open_count == 3, "three requests")
+        code, headers, error = refused(served, "/v1/completions", completion())
+        assert code == 503
+        assert error["type"] == "overloaded"
+        assert error["code"] == headers["x-ess-reason"] == "host_pool_full"
+        assert "limit of 3" in error["message"]
+        assert int(headers["retry-after"]) >= 1
+        assert int(headers["retry-after-ms"]) >= 1000
+        for one in held:
+            one.close()
+        until(lambda: served.service.link.open_count == 0, "the end of three")
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+        made = client.completions.create(model="test-model", prompt="x", max_tokens=3)
+        assert made.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_who_leaves_is_cancelled_also_while_waiting_for_the_first_token(stream: bool, held: bool):
+    engine = PacedEngine(counting(10**6), pace_s=0.005)
+    with Served(engine, limits=LIMITS) as served:
+        if held:
+            engine.hold()
+        made = opened(served, completion(stream=stream))
+        until(lambda: len(engine.adds) == 1, "the request")
+        if stream and not held:
+            assert b"data: " in made.recv(4096) + made.recv(4096)
+        made.close()
+        until(lambda: engine.aborted == [engine.adds[0].number], "the abort")
+        assert served.service.link.open_count == 0
+        until(lambda: served.service.tally.disconnect_count == 1, "the count")
+
+
+def test_silence_is_broken_by_comments():
+    engine = PacedEngine(saying("late"))
+    with Served(engine, limits=LIMITS) as served:
+        engine.hold()
+        with opened(served, completion(stream=True)) as made:
+            time.sleep(0.5)
+            engine.held.set()
+            told = b""
+            while b"[DONE]" not in told:
+                told += made.recv(4096)
+    assert told.count(b": keep-alive\n\n") >= 2
+    assert told.index(b": keep-alive") < told.index(b"data: ")
+
+
+def test_a_reader_that_stalls_slows_nobody_and_is_given_up():
+    engine = PacedEngine(counting(10**6), per_step=64)
+    limits = Limits(running_max=8, waiting_max=8, length_max=1 << 20, keep_alive_s=0.1, stall_s=0.5)
+    with Served(engine, limits=limits) as served:
+        body = completion(stream=True, max_tokens=10**6, logprobs=20)
+        stalled = opened(served, body)
+        until(lambda: len(engine.adds) == 1, "the request")
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+        began_s = time.monotonic()
+        made = client.completions.create(model="test-model", prompt="x", max_tokens=2000)
+        assert made.usage.completion_tokens == 2000
+        assert time.monotonic() - began_s < 5.0
+        until(lambda: engine.adds[0].number in engine.aborted, "giving up")
+        stalled.close()
+
+
+def test_aborting_by_id_ends_the_stream_with_abort():
+    engine = PacedEngine(counting(10**6), pace_s=0.005)
+    with Served(engine, limits=LIMITS) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+        for field in ({"rid": "mine"}, {"request_ids": ["mine", "other"]}, {"abort_all": True}):
+            chunks = iter(
+                client.completions.create(
+                    model="test-model",
+                    prompt="x",
+                    max_tokens=3000,
+                    stream=True,
+                    extra_headers={"x-request-id": "mine"},
+                )
+            )
+            next(chunks)
+            path = "/abort_requests" if "request_ids" in field else "/abort_request"
+            assert json.loads(ask(served, path, field)[1]) == {"aborted": 1}
+            last = list(chunks)[-1]
+            assert last.choices[0].finish_reason == "abort"
+        assert json.loads(ask(served, "/abort_request", {"rid": "nobody"})[1]) == {"aborted": 0}
+        until(lambda: engine.aborted == [add.number for add in engine.adds], "three aborts")
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_lost_engine_ends_everything_with_an_error(stream: bool):
+    engine = PacedEngine(counting(10**6), pace_s=0.005)
+    with Served(engine, limits=LIMITS) as served:
+        with opened(served, completion(stream=stream)) as made:
+            until(lambda: served.service.link.open_count == 1, "the request")
+            told = made.recv(4096) if stream else b""
+            served.call(lambda: served.service.link.lose("the test pulled the plug"))
+            while b"[DONE]" not in told and b"unavailable_error" not in told:
+                piece = made.recv(65536)
+                assert piece, told
+                told += piece
+        assert b"pulled the plug" in told
+        if not stream:
+            assert told.startswith(b"HTTP/1.1 503")
+        code, _, error = refused(served, "/health")
+        assert (code, error["type"]) == (503, "unavailable_error")
+        assert refused(served, "/ready")[0] == 503
+        assert refused(served, "/v1/completions", completion())[0] == 503
+
+
+def test_before_the_model_is_loaded_the_server_is_alive_but_not_ready():
+    with Served(PacedEngine(counting(2), says_ready=False)) as served:
+        assert json.loads(ask(served, "/health")[1]) == {"status": "starting"}
+        code, headers, error = refused(served, "/ready")
+        assert (code, error["code"], headers["retry-after"]) == (503, "starting", "2")
+        assert refused(served, "/v1/completions", completion())[2]["code"] == "starting"
+
+
+def test_an_error_of_ours_says_nothing_of_us(caplog: pytest.LogCaptureFixture):
+    with Served(PacedEngine(counting(2))) as served:
+        served.service.tokenizer = None
+        code, _, error = refused(served, "/v1/completions", completion())
+        assert code == 500
+        assert error["message"] == "the server failed; its log says how"
+        assert refused(served, "/v1/completions", completion())[1]["x-request-id"]
+    assert "NoneType" in caplog.text
+
+
+def test_many_at_once_all_get_their_own():
+    engine = PacedEngine(lambda add: [*add.prompt[-1:], *add.prompt[-2:-1], 1], pace_s=0.001)
+    limits = Limits(running_max=64, waiting_max=64, length_max=4096)
+    with Served(engine, limits=limits) as served:
+
+        def one(index: int) -> list[int]:
+            body = {"token_ids": [index + 10, index + 20], "sampling_params": {"max_tokens": 9}}
+            made = json.loads(ask(served, "/inference/v1/generate", body)[1])
+            return made["choices"][0]["token_ids"]
+
+        with concurrent.futures.ThreadPoolExecutor(32) as pool:
+            found = list(pool.map(one, range(100)))
+    assert found == [[index + 20, index + 10, 1] for index in range(100)]

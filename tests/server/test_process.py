@@ -1,0 +1,251 @@
+"""The engine's loop, sans sockets: what it obeys, what it says, on a real engine."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from ess.clock import ManualClock
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.grammar import Grammar
+from ess.engine.messages import (
+    Abort,
+    Add,
+    Chance,
+    Flush,
+    Flushed,
+    FromEngine,
+    Packer,
+    Piece,
+    Progress,
+    Status,
+    Stop,
+    ToEngine,
+)
+from ess.engine.process import EngineLoop
+from ess.engine.sampling import Sampling
+from ess.errors import BadInput
+from ess.models.plain import greedy
+from tests.support.checkpoints import V32, model, tokens
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "index_topk": 24,
+    "index_n_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@functools.cache
+def small():
+    torch.set_num_threads(1)
+    return model({**V32, **SMALL})
+
+
+def build(mtp: int, host_pages: int = 40) -> Engine:
+    layout = small().config.layout(row="f32", index="f32")
+    offload = Offload.create(
+        layout,
+        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 8,
+        host_bytes=host_pages * layout.host_page_bytes,
+        length_max=1024,
+        slot_floor=24,
+        sequence_max=3,
+    )
+    return Engine(small(), offload, EngineConfig(mtp=mtp, chunk_tokens=64))
+
+
+FULL = Sampling(
+    tokens_max=9,
+    tokens_min=2,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=4,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.3,
+    logit_bias={7: -1.0},
+    stop_ids=frozenset({3, 4}),
+    seed=-11,
+    logprobs=2,
+    grammar=Grammar("regex", "a"),
+)
+
+
+class Script:
+    """A wire whose messages are written beforehand: at turn n comes `arriving[n]`."""
+
+    def __init__(self, **arriving: list[ToEngine]) -> None:
+        self.arriving = {int(turn[1:]): messages for turn, messages in arriving.items()}
+        self.turn = 0
+        self.given: list[FromEngine] = []
+
+    def take(self, *, timeout_s: float) -> list[ToEngine]:
+        self.turn += 1
+        return self.arriving.get(self.turn, [])
+
+    def give(self, message: FromEngine) -> None:
+        self.given.append(message)
+
+    def pieces(self, number: int) -> list[Piece]:
+        return [
+            piece
+            for message in self.given
+            if isinstance(message, Progress)
+            for piece in message.pieces
+            if piece.number == number
+        ]
+
+    def made(self, number: int) -> list[int]:
+        return [token for piece in self.pieces(number) for token in piece.tokens]
+
+
+def run(wire: Script, turns: int, *, mtp: int = 1, host_pages: int = 40) -> EngineLoop:
+    clock = ManualClock()
+    loop = EngineLoop(lambda: build(mtp, host_pages), wire, clock)
+    for _ in range(turns):
+        loop.turn()
+        clock.advance(0.06)
+    return loop
+
+
+def prompt(length: int) -> list[int]:
+    return tokens(length, 512, seed=length)
+
+
+@pytest.mark.parametrize("mtp", [1, 3])
+def test_tokens_come_in_pieces_and_are_the_model_s(mtp: int):
+    first, second = prompt(90), prompt(130)
+    ends = frozenset(greedy(small(), second, 3)[2:])
+    wire = Script(
+        t1=[Add(5, first, Sampling(tokens_max=8))],
+        t4=[Add(6, second, Sampling(tokens_max=6, stop_ids=ends))],
+    )
+    loop = run(wire, 40, mtp=mtp)
+    assert wire.made(5) == greedy(small(), first, 8)
+    stopped = greedy(small(), second, 3)
+    assert wire.made(6) == stopped[: stopped.index(stopped[2]) + 1]
+    assert [piece.reason for piece in wire.pieces(5)][-1] == "length"
+    assert [piece.reason for piece in wire.pieces(6)][-1] == "stop"
+    assert [piece.cached_count for piece in wire.pieces(5) if piece.tokens][1:] == [None] * len(
+        [piece for piece in wire.pieces(5) if piece.tokens][1:]
+    )
+    assert wire.pieces(5)[0].cached_count == 0
+    status = loop.status()
+    assert (status.made_count, status.prompt_count) == (8 + len(wire.made(6)), 220)
+    assert (status.running_count, status.waiting_count) == (0, 0)
+    assert sum(status.hits) > 0
+    loop.close()
+
+
+def test_an_abort_frees_everything_and_an_unknown_one_is_nothing():
+    wire = Script(t1=[Add(1, prompt(90), Sampling(tokens_max=500))], t9=[Abort(1), Abort(77)])
+    loop = run(wire, 12)
+    assert len(wire.made(1)) < 20
+    assert loop.status().running_count == 0
+    assert set(loop.status().slots_used) == {0}
+    loop.close()
+
+
+def test_a_wrong_wish_is_refused_with_its_sentence_and_nothing_runs():
+    wire = Script(
+        t1=[
+            Add(1, [9999], Sampling(tokens_max=4)),
+            Add(2, prompt(4), Sampling(stop_ids=frozenset({512}))),
+            Add(3, prompt(1000), Sampling(tokens_max=400)),
+        ]
+    )
+    loop = run(wire, 2)
+    for number, says in ((1, "prompt ids"), (2, "stop id 512"), (3, "at most 1024")):
+        [piece] = wire.pieces(number)
+        assert piece.reason == "refused"
+        assert says in piece.sentence
+    assert loop.status().step_count == 0
+    loop.close()
+
+
+def test_what_never_fits_is_refused_and_what_must_wait_is_counted():
+    wire = Script(
+        t1=[
+            Add(1, prompt(600), Sampling(tokens_max=4)),
+            *(Add(n, prompt(64 + n), Sampling(tokens_max=90)) for n in (2, 3, 4, 5)),
+        ]
+    )
+    loop = run(wire, 6, host_pages=8)
+    [piece] = wire.pieces(1)
+    assert piece.reason == "refused"
+    assert "more than the pools hold" in piece.sentence
+    status = loop.status()
+    assert status.waiting_count >= 1
+    assert status.limiter in ("host pages", "sequences")
+    assert status.fullness > 0.2
+    for _ in range(300):
+        loop.turn()
+    assert [len(wire.made(n)) for n in (2, 3, 4, 5)] == [90] * 4
+    assert loop.status().limiter is None
+    loop.close()
+
+
+def test_a_flush_waits_for_nobody_and_forgets():
+    asked = prompt(200)
+    wire = Script(
+        t1=[Add(1, asked, Sampling(tokens_max=30))],
+        t3=[Flush()],
+        t60=[Add(2, asked, Sampling(tokens_max=2))],
+        t80=[Flush()],
+        t81=[Add(3, asked, Sampling(tokens_max=2))],
+    )
+    loop = run(wire, 100)
+    flushed = [message for message in wire.given if isinstance(message, Flushed)]
+    assert [message.sentence for message in flushed] == ["1 requests are running or waiting", ""]
+    assert wire.pieces(2)[0].cached_count >= 64
+    assert wire.pieces(3)[0].cached_count == 0
+    assert wire.made(2) == wire.made(3) == wire.made(1)[:2]
+    loop.close()
+
+
+@pytest.mark.parametrize(("advance_s", "count"), [(0.2, 10), (0.03, 3)])
+def test_a_status_comes_a_few_times_a_second_also_when_idle(advance_s: float, count: int):
+    wire = Script(t10=[Stop()])
+    clock = ManualClock()
+    loop = EngineLoop(lambda: build(1), wire, clock)
+    while not loop.is_stopped:
+        loop.turn()
+        clock.advance(advance_s)
+    assert len([message for message in wire.given if isinstance(message, Status)]) == count
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Add(1 << 40, [1, 2], FULL),
+        Add(2, [1], Sampling()),
+        Abort(3),
+        Flush(),
+        Stop(),
+    ],
+)
+def test_messages_survive_the_wire(message: ToEngine):
+    packer = Packer()
+    assert packer.for_engine(packer.pack(message)) == message
+
+
+def test_answers_survive_the_wire_and_noise_is_refused():
+    packer = Packer()
+    piece = Piece(1, (2, 3), "stop", 4, (Chance(-0.5, 1, ((2, -0.5),)),), "why")
+    for message in (Progress((piece,)), Status(hits=(1, 2)), Flushed("x")):
+        assert packer.for_server(packer.pack(message)) == message
+    for noise in (b"", b"\xc1", b"\x91\xa3Add", packer.pack(Stop())[:-1], b"\x92\xa4Nope\x01"):
+        with pytest.raises(BadInput, match="malformed"):
+            packer.for_engine(noise)

@@ -1,0 +1,151 @@
+"""Where settings come from, how they are refused, and what they make of the machine's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.server import settings
+from ess.server.serve import ServeFlags
+from ess.server.settings import Settings, resolve, size_of
+from ess.server.sizing import plan_memory
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "serve.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path):
+    config = written(tmp_path, 'port = 1\nmax-running = 2\nhost = "a"\nwarmup = false\n')
+    environment = {"ESS_PORT": "2", "ESS_MAX_RUNNING": "3", "HOME": "x", "ESS_VERIFY": "7"}
+    found = resolve({"port": 3, "host": None}, config=config, environment=environment)
+    assert found.settings.port == 3
+    assert found.settings.max_running == 3
+    assert found.settings.host == "a"
+    assert found.settings.warmup is False
+    assert found.settings.verify == 7
+    origins = found.origins
+    assert [origins[n] for n in ("port", "max_running", "host", "mtp")] == [
+        "flag",
+        "environment",
+        "file",
+        "default",
+    ]
+
+
+def test_a_setting_that_is_a_word_or_a_number():
+    for given, read in (("8", 8), ("auto", "auto")):
+        assert resolve({}, environment={"ESS_TBO": given}).settings.tbo == read
+        assert resolve({"tbo": given}, environment={}).settings.tbo == read
+    with pytest.raises(BadInput, match="tbo from flag is 'some'"):
+        resolve({"tbo": "some"}, environment={})
+
+
+def test_every_setting_has_its_flag():
+    flags = {field.name for field in msgspec.structs.fields(Settings)} - {"model"}
+    listed = set(ServeFlags.__dataclass_fields__) - {"pp_size", "tp_size"}
+    assert flags == listed
+
+
+def test_a_key_is_never_shown():
+    found = resolve({"api_key": "secret"}, environment={})
+    assert found.shown()["api_key"] == {"value": "set", "from": "flag"}
+    assert "secret" not in repr(found.shown())
+    assert settings.keys_of(found.settings) == ("secret",)
+    several = resolve({"api_key": " a, b ,"}, environment={})
+    assert settings.keys_of(several.settings) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "says"),
+    [
+        ("prot = 1", {}, "unknown key 'prot'; did you mean 'port'"),
+        ("zzzzzz = 1", {}, "known: model, "),
+        ("port = ", {}, "not TOML"),
+        ("port = 'x'", {}, "port from file is 'x'"),
+        ("port = 1.5", {}, "port from file is 1.5"),
+        ("", {"ESS_MAX_RUNING": "1"}, "did you mean 'ESS_MAX_RUNNING'"),
+        ("", {"ESS_PORT": "many"}, "port from environment is 'many'"),
+        ("", {"ESS_MTP": "9"}, "mtp is 9, must be 1..8"),
+        ("tls-cert = 'x'", {}, "given together"),
+        ("metrics-compat = 'vllm,x'", {}, "['x']"),
+        ("overlap = 'all'", {}, "overlap from file is 'all'"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, environment: dict, says: str):
+    with pytest.raises(BadInput) as caught:
+        resolve({}, config=written(tmp_path, text), environment=environment)
+    assert says in str(caught.value)
+
+
+def test_a_missing_file_is_said(tmp_path: Path):
+    with pytest.raises(BadInput, match="cannot be read: No such file"):
+        resolve({}, config=tmp_path / "none.toml", environment={})
+
+
+def test_sizes_and_shares():
+    assert size_of("1.5GiB", of=1) == 3 << 29
+    assert size_of("25%", of=1 << 20) == 1 << 18
+    for wrong in ("0%", "101%", "x%"):
+        with pytest.raises(BadInput, match="share"):
+            size_of(wrong, of=1)
+
+
+LAYOUT = ModelLayout.embedded()
+
+
+def planned(**changed: object):
+    found = resolve(changed, environment={}).settings
+    return plan_memory(found, LAYOUT, positions_max=131072, weight_bytes=1 << 20)
+
+
+def test_the_plan_says_how_many_fit_and_why_no_more():
+    plan = planned(max_model_len="2k", host_bytes="64MiB", max_running=100)
+    pages = (64 << 20) // LAYOUT.host_page_bytes
+    assert plan.token_capacity == pages * 64
+    [room] = plan.rooms
+    assert (room.count, room.limiter) == (pages // 32, "host_bytes")
+    assert planned(max_model_len="2k", max_running=3).rooms[0].limiter == "max_running"
+    tight = planned(max_model_len="2k", max_running=40, slot_bytes="40MiB")
+    assert (tight.rooms[0].count, tight.rooms[0].limiter) == (8, "slot_bytes")
+    narrow = planned(max_model_len="2k", index_bytes="16MiB")
+    assert narrow.rooms[0].limiter == "index_bytes"
+
+
+@pytest.mark.parametrize("asked", [{}, {"max_running": 40}, {"max_model_len": "700"}])
+def test_the_pools_hold_what_the_plan_says(asked: dict):
+    """The real pools, with the plan's bytes: so many requests open, and not one more."""
+    from ess.door import Offload
+    from ess.errors import PoolFull
+
+    asked = {"max_model_len": "2k", "host_bytes": "64MiB", **asked}
+    plan = planned(**asked)
+    room = plan.rooms[-1]
+    offload = Offload.create(
+        LAYOUT,
+        slot_bytes=plan.slot_bytes,
+        host_bytes=plan.host_bytes,
+        index_bytes=plan.index_bytes,
+        length_max=plan.length_max,
+        sequence_max=asked.get("max_running", 16),
+    )
+    with offload:
+        for number in range(room.count):
+            offload.open([number], length_max=room.length)
+        with pytest.raises(PoolFull) as caught:
+            offload.open([0], length_max=room.length)
+    expected = {"host_bytes": "host pages", "max_running": "sequences", "slot_bytes": "slots"}
+    assert caught.value.limiter == expected[room.limiter]
+
+
+def test_an_impossible_length_is_refused():
+    with pytest.raises(BadInput, match=r"the model has 2\.\.131072"):
+        planned(max_model_len="256k")
+    with pytest.raises(BadInput, match="less than one page"):
+        planned(host_bytes="1KiB")

@@ -1,0 +1,446 @@
+"""What the lane and the residency of a device must do, on a real one and on the emulated driver.
+
+Neither torch nor any package but NumPy and cuda-python is needed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ess.errors import BadInput, BadState, Unavailable
+from ess.flashtrans.stream_lane import StreamLane
+from ess.kernels.cuda import driver
+from ess.kernels.cuda.arrays import DeviceArray
+from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.graphs import CudaGraph
+from ess.kernels.cuda.pinned import pinned_memory, register
+from ess.kernels.cuda.residency import Residency, now_of
+from ess.kernels.cuda.resolve import ResolveShape
+from ess.kernels.cuda.rows import MoveForm, flat_form, move_record
+from ess.kernels.cuda.streams import CudaStream
+from ess.kernels.memory import host_memory
+from ess.kernels.streams import RowCopy
+from ess.pool import lru
+from ess.pool.arena import Arena, Claims, Split
+
+ROW_BYTES = 656
+ARENA = ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks", "hit_age")
+SPLIT = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
+
+
+def random_rows(random, count, row_bytes=ROW_BYTES):
+    return random.integers(0, 256, (count, row_bytes), dtype=np.uint8)
+
+
+class Rig:
+    """A pool on the host, a slab on the device, and what both should hold by now."""
+
+    def __init__(self, seed=0, **options):
+        self.random = np.random.default_rng(seed)
+        self.device = Device()
+        self.compute = CudaStream(self.device)
+        options = {"list_capacity": 256, "place_bytes": 20_000, "block_count_max": 2} | options
+        self.lane = StreamLane(self.device, compute_stream=lambda: self.compute.handle, **options)
+        pool = pinned_memory(self.device, 500 * ROW_BYTES, row_bytes=ROW_BYTES, touch_threads=1)
+        self.pool = pool.reshape(-1, ROW_BYTES)
+        self.pool[:] = random_rows(self.random, 500)
+        self.expected = {"pool": self.pool.copy(), "slab": random_rows(self.random, 300)}
+        self.slab = DeviceArray(self.device, self.expected["slab"])
+
+    def job(self):
+        """A fetch or a store of some rows, with pairs to skip, lists of either width, or none."""
+        count = int(self.random.choice([0, 1, 30, 70, 150, 290]))
+        lists = {
+            "pool": self.random.permutation(500)[:count],
+            "slab": self.random.permutation(300)[:count],
+        }
+        for name, rows in lists.items():
+            rows[self.random.random(count) < 0.1] = -1
+            lists[name] = rows.astype(self.random.choice([np.int32, np.int64]))
+        sides = ("pool", "slab") if self.random.random() < 0.7 else ("slab", "pool")
+        self.move(lists, *sides)
+        matrix = {"pool": self.pool, "slab": self.slab}
+        keywords = {}
+        for side, name in zip(("source", "target"), sides, strict=True):
+            rows = lists[name]
+            if name == "slab" and self.random.random() < 0.2:
+                rows = DeviceArray(self.device, rows.astype(np.int32))
+            keywords |= {side: matrix[name], f"{side}_rows": rows}
+        return RowCopy(**keywords)
+
+    def move(self, lists, source, target):
+        kept = (lists[source] >= 0) & (lists[target] >= 0)
+        rows = self.expected[source][lists[source][kept]]
+        self.expected[target][lists[target][kept]] = rows
+
+    def check(self):
+        np.testing.assert_array_equal(self.pool, self.expected["pool"])
+        np.testing.assert_array_equal(self.slab.read(), self.expected["slab"])
+
+
+def jobs_keep_their_order_and_their_rows(job_count=25, first_seed=0):
+    for seed, way in enumerate(["auto", "flat", "ring", "staged"], first_seed):
+        rig = Rig(seed, way=way)
+        for turn in range(job_count):
+            event = rig.lane.submit([rig.job() for _ in range(rig.random.integers(1, 4))])
+            if turn % 3 == 0:
+                event.wait(30)
+                rig.check()
+                assert event.started_ns <= event.finished_ns
+        rig.lane.mark().wait(30)
+        rig.check()
+        rig.lane.close()
+
+
+def a_job_follows_the_compute_stream_and_compute_follows_the_job(turn_count=15):
+    rig = Rig(3)
+    dense = DeviceArray(rig.device, np.zeros((40, ROW_BYTES), np.uint8))
+    slots = np.arange(40, dtype=np.int32)
+    for turn in range(turn_count):
+        words = 40 * ROW_BYTES // 4
+        driver.call("cuMemsetD32Async", rig.slab.data_ptr(), turn, words, rig.compute.handle)
+        store = RowCopy(
+            source=rig.slab, source_rows=slots, target=rig.pool, target_rows=slots + 100
+        )
+        fetch = RowCopy(
+            source=rig.pool, source_rows=slots + turn, target=rig.slab, target_rows=slots + 200
+        )
+        rig.lane.submit([store, fetch]).hold(rig.compute.handle)
+        move(rig, flat_form(ROW_BYTES), rig.slab[200:240], dense)
+        rig.compute.synchronize()
+        assert (rig.pool[100:140].view(np.int32) == turn).all(), turn
+        np.testing.assert_array_equal(dense.read(), rig.pool[turn : turn + 40])
+
+
+def move(rig, form, source, target, *, source_rows=None, target_rows=None, count=None, blocks=2):
+    """On the compute stream, without the lane."""
+    address = lambda one: 0 if one is None else one.data_ptr()  # noqa: E731
+    record = move_record(
+        source=source.data_ptr(),
+        source_rows=address(source_rows),
+        source_stride=source.stride()[0],
+        target=target.data_ptr(),
+        target_rows=address(target_rows),
+        target_stride=target.stride()[0],
+        count=address(count),
+        pair_count=source.shape[0] if source_rows is None else source_rows.shape[0],
+    )
+    kernel = rig.device.kernel(form.program, form.entry, shared_bytes=form.shared_bytes)
+    kernel.launch(
+        record,
+        blocks=blocks,
+        threads=form.threads,
+        stream=rig.compute.handle,
+        shared_bytes=form.shared_bytes,
+    )
+
+
+def refusals_name_what_is_wrong_and_change_nothing():
+    rig = Rig(1)
+    slab, rows = rig.slab, np.arange(4)
+    stray = np.zeros((10, ROW_BYTES), np.uint8)
+    wrong = {
+        "cannot reach": RowCopy(source=stray, source_rows=rows, target=slab, target_rows=rows),
+        "neither": RowCopy(source=rig.pool, source_rows=rows, target=stray, target_rows=rows),
+        r"source_rows\[3\] is 500": RowCopy(
+            source=rig.pool, source_rows=rows + 497, target=slab, target_rows=rows
+        ),
+        r"int64, must be int32 on a device": RowCopy(
+            source=rig.pool,
+            source_rows=DeviceArray(rig.device, rows),
+            target=slab,
+            target_rows=rows,
+        ),
+    }
+    good = RowCopy(source=rig.pool, source_rows=rows, target=slab, target_rows=rows)
+    for words, copy in wrong.items():
+        with pytest.raises(BadInput, match=words):
+            rig.lane.submit([good, copy])
+    rig.lane.mark().wait(30)
+    rig.check()
+    rig.lane.close()
+    rig.lane.close()
+    with pytest.raises(BadState, match="closed"):
+        rig.lane.submit([good])
+    with pytest.raises(BadInput, match=r"1\.\."):
+        Rig(1, block_count_max=1000)
+
+
+def memory_is_registered_whole_and_let_go():
+    device, heard = Device(), []
+    memory = host_memory(1 << 20)
+    register(
+        device,
+        memory,
+        row_bytes=ROW_BYTES,
+        chunk_bytes=400_000,
+        progress=lambda *bytes_of: heard.append(bytes_of),
+    )
+    assert [done % ROW_BYTES for done, _ in heard[:-1]] == [0] * (len(heard) - 1)
+    assert heard[-1] == (1 << 20, 1 << 20)
+    assert len(heard) == 4
+    with pytest.raises(Unavailable, match="cuMemHostRegister"):
+        register(device, memory[: 1 << 12], row_bytes=1)
+    part = memory[: 4 << 12]
+    del memory
+    with pytest.raises(Unavailable, match="cuMemHostRegister"):
+        register(device, part, row_bytes=1)
+    del part
+    again = pinned_memory(device, 1 << 20)
+    assert not again.any()
+    with pytest.raises(BadInput, match="whole pages"):
+        register(device, again[5:], row_bytes=1)
+
+
+class OnDevice:
+    """Operations in which `plan` runs on a device and the rest is the specification's.
+
+    The arena goes there and back at every call, so that campaigns written for arrays of the host
+    can be played.
+    """
+
+    def __init__(self, *, alone):
+        self.device = Device()
+        self.stream = CudaStream(self.device)
+        self.alone = alone
+        for name in ("claim_new", "clear_block", "drop", "fill", "land", "settle", "warm"):
+            setattr(self, name, getattr(lru, name))
+
+    def plan(self, arena, rows, *, step, ticket, split):
+        there = {name: DeviceArray(self.device, getattr(arena, name)) for name in ARENA}
+        splits = {name: DeviceArray(self.device, getattr(split, name)) for name in SPLIT}
+        shape = residency_shape(*rows.shape, max(1, arena.blocks.size), alone=self.alone)
+        residency = Residency(
+            self.device, shape, SimpleNamespace(**there), lambda n: ints(self.device, n)
+        )
+        residency.now.write(
+            now_of(step=step, ticket=ticket, query_count=len(rows), block_count=arena.blocks.size)
+        )
+        selected = DeviceArray(self.device, rows)
+        residency.plan(SimpleNamespace(**splits), selected, stream=self.stream.handle)
+        self.stream.synchronize()
+        for owner, arrays in ((arena, there), (split, splits)):
+            for name, array in arrays.items():
+                getattr(owner, name)[...] = array.read()
+        return claims_of(residency)
+
+
+def claims_of(residency):
+    report = residency.report()
+    assert report["faults"] == 0, report
+    count = report["claimed"]
+    return Claims(
+        slots=residency.workspace["claimed_slots"].read()[:count],
+        rows=residency.workspace["claimed_rows"].read()[:count],
+        hit_count=report["hits"],
+        place_count=report["places"],
+        late_ticket=report["late_ticket"],
+        evicted_count=report["evicted"],
+    )
+
+
+def ints(device, count):
+    return DeviceArray(device, np.full(count, -7, np.int32))
+
+
+def residency_shape(query_max, top_k, block_max, *, alone):
+    return ResolveShape(
+        query_max=query_max,
+        top_k=top_k,
+        block_max=block_max,
+        alone=alone,
+        threads=1024 if alone else 512,
+    )
+
+
+class Step:
+    """Plan, fetch and land as one graph over one group, beside the same in NumPy."""
+
+    def __init__(self, *, query_max, top_k, row_count, slot_count, alone, seed=0):
+        self.random = np.random.default_rng(seed)
+        self.device = Device()
+        self.compute = CudaStream(self.device)
+        self.arena = Arena.alone(row_count=row_count, slot_count=slot_count)
+        self.split = Split.create(query_count=query_max, top_k=top_k)
+        there = {name: DeviceArray(self.device, getattr(self.arena, name)) for name in ARENA}
+        self.shape = residency_shape(query_max, top_k, slot_count // 64, alone=alone)
+        self.residency = Residency(
+            self.device, self.shape, SimpleNamespace(**there), lambda n: ints(self.device, n)
+        )
+        self.splits = SimpleNamespace(
+            **{name: DeviceArray(self.device, getattr(self.split, name)) for name in SPLIT}
+        )
+        self.rows = DeviceArray(self.device, np.zeros((query_max, top_k), np.int32))
+        pool = pinned_memory(self.device, row_count * ROW_BYTES, touch_threads=1)
+        self.pool = pool.reshape(-1, ROW_BYTES)
+        self.pool[:] = random_rows(self.random, row_count)
+        self.slab = DeviceArray(self.device, np.zeros((slot_count, ROW_BYTES), np.uint8))
+        self.device.kernel(flat_form(ROW_BYTES).program, flat_form(ROW_BYTES).entry)
+        self.graph = CudaGraph(self.device)
+        with self.graph.capture(self.compute.handle):
+            self.queue()
+
+    def queue(self):
+        stream, work = self.compute.handle, self.residency.workspace
+        self.residency.plan(self.splits, self.rows, stream=stream)
+        source = SimpleNamespace(
+            data_ptr=lambda: int(self.pool.__array_interface__["data"][0]),
+            stride=lambda: (ROW_BYTES, 1),
+        )
+        move(
+            self,
+            flat_form(ROW_BYTES),
+            source,
+            self.slab,
+            source_rows=work["claimed_rows"],
+            target_rows=work["claimed_slots"],
+            count=self.residency.claimed_count,
+        )
+        self.residency.land(work["claimed_slots"], stream=stream, count=work["report"][:1])
+
+    def replay(self, step, rows):
+        claims = lru.plan(self.arena, rows, step=step, ticket=step, split=self.split)
+        lru.land(self.arena, claims.slots, ticket=step)
+        self.rows.write(rows)
+        self.residency.now.write(
+            now_of(
+                step=step,
+                ticket=step,
+                query_count=len(rows),
+                block_count=self.shape.block_max,
+            )
+        )
+        self.graph.launch(self.compute.handle)
+        self.compute.synchronize()
+        assert self.residency.report()["claimed"] == claims.slots.size, step
+
+    def check(self, step):
+        for name in ARENA:
+            there = getattr(self.residency.arena, name).read()
+            np.testing.assert_array_equal(there, getattr(self.arena, name), f"{name} at {step}")
+        for name in SPLIT:
+            there = getattr(self.splits, name).read()
+            np.testing.assert_array_equal(there, getattr(self.split, name), f"{name} at {step}")
+        used = np.flatnonzero(self.arena.row_of >= 0)
+        np.testing.assert_array_equal(self.slab.read()[used], self.pool[self.arena.row_of[used]])
+
+    def select(self):
+        """Mostly what is resident, some of it twice, pads among it."""
+        shape = (self.shape.query_max, self.shape.top_k)
+        rows = self.random.integers(0, self.arena.slot_of.size, shape)
+        resident = self.arena.row_of[self.arena.row_of >= 0]
+        if resident.size:
+            kept = self.random.random(shape) < 0.9
+            rows = np.where(kept, self.random.choice(resident, shape), rows)
+        rows[self.random.random(shape) < 0.05] = -1
+        return rows.astype(np.int32)
+
+
+def a_graph_is_replayed_with_changing_selections(replay_count=8, check_every=2, alone=True):
+    step = Step(query_max=2, top_k=96, row_count=640, slot_count=256, alone=alone)
+    for number in range(replay_count):
+        step.replay(300 + number, step.select())
+        if number % check_every == 0 or number == replay_count - 1:
+            step.check(300 + number)
+
+
+def positions_become_slots_when_all_is_resident():
+    random = np.random.default_rng(4)
+    step = Step(query_max=3, top_k=40, row_count=640, slot_count=128, alone=True)
+    step.replay(300, random.integers(0, 640, (3, 40)).astype(np.int32))
+    arena, residency = step.arena, step.residency
+    resident = arena.row_of[arena.row_of >= 0]
+    rows = random.choice(resident, (3, 20)).astype(np.int32)
+    rows[:, ::7] = -1
+    slots = DeviceArray(step.device, np.full((3, 24), -5, np.int32))
+    given = {"step": 305, "ticket": 1, "query_count": 3, "block_count": 2}
+    residency.now.write(now_of(**given, stamps=False))
+    selected = DeviceArray(step.device, rows)
+    residency.locate(slots, selected, stream=step.compute.handle)
+    step.compute.synchronize()
+    found = slots.read()
+    np.testing.assert_array_equal(found[:, :20], np.where(rows < 0, -1, arena.slot_of[rows]))
+    assert (found[:, 20:] == -5).all()
+    step.check(300)
+    absent = np.flatnonzero(arena.slot_of < 0)[:4].astype(np.int32)[None]
+    residency.now.write(now_of(**given, stamps=True))
+    for given_rows in (selected, DeviceArray(step.device, absent)):
+        residency.locate(slots, given_rows, stream=step.compute.handle)
+        step.compute.synchronize()
+    assert residency.report()["faults"] == absent.size
+    assert set(residency.arena.last_use.read()[arena.slot_of[rows[rows >= 0]]]) == {305}
+
+
+def rows_leave_and_are_settled():
+    step = Step(query_max=2, top_k=50, row_count=640, slot_count=128, alone=True)
+    step.replay(300, step.select())
+    stream, arena = step.compute.handle, step.arena
+    gone = np.unique(step.random.integers(0, 640, 300)).astype(np.int32)
+    leaving = DeviceArray(step.device, gone)
+    step.residency.drop(leaving, stream=stream)
+    lru.drop(arena, gone)
+    used = np.flatnonzero(arena.row_of >= 0)[::2].astype(np.int32)
+    arena.dirty[used] = 1
+    step.residency.arena.dirty.write(arena.dirty)
+    settled = DeviceArray(step.device, used[:5])
+    step.residency.settle(settled, stream=stream)
+    lru.settle(arena, used[:5])
+    step.compute.synchronize()
+    step.check(300)
+
+
+def every_form_moves_the_same_bytes(row_sizes=(264,), pair_count=300):
+    """Host to device and back, each compiled form and hint."""
+    rig = Rig(5)
+    for row_bytes in row_sizes:
+        for form in forms(row_bytes):
+            source = pinned_rows(rig, row_bytes, 400)
+            source[:] = random_rows(rig.random, 400, row_bytes)
+            back = pinned_rows(rig, row_bytes, 400)
+            middle = DeviceArray(rig.device, np.zeros((400, row_bytes), np.uint8))
+            lists = [rig.random.permutation(400)[:pair_count].astype(np.int32) for _ in range(2)]
+            lists[0][::11] = -1
+            there = [DeviceArray(rig.device, rows) for rows in lists]
+            move(rig, form, host(source), middle, source_rows=there[0], target_rows=there[1])
+            move(rig, form, middle, host(back), source_rows=there[1], target_rows=there[0])
+            rig.compute.synchronize()
+            kept = lists[0] >= 0
+            expected = np.zeros_like(source)
+            expected[lists[0][kept]] = source[lists[0][kept]]
+            np.testing.assert_array_equal(back, expected, str(form))
+
+
+def forms(row_bytes):
+    yield flat_form(row_bytes)
+    if row_bytes % 16 == 0:
+        from ess.kernels.cuda.rows import ring_form
+
+        yield ring_form(row_bytes)
+    if row_bytes == ROW_BYTES:
+        for stores in ("streaming", "plain"):
+            yield flat_form(row_bytes, stores=stores)
+        yield MoveForm(
+            way="flat",
+            row_bytes=row_bytes,
+            unit_bytes=16,
+            in_flight=4,
+            threads=1024,
+            waits_for_host=True,
+        )
+
+
+def pinned_rows(rig, row_bytes, count):
+    memory = pinned_memory(rig.device, count * row_bytes, touch_threads=1)
+    return memory.reshape(count, row_bytes)
+
+
+def host(rows):
+    """Registered memory under the names that a device array has."""
+    return SimpleNamespace(
+        data_ptr=lambda: int(rows.__array_interface__["data"][0]),
+        stride=lambda: rows.strides,
+        shape=rows.shape,
+    )

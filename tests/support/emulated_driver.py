@@ -1,0 +1,63 @@
+"""cuda-python over the emulated driver, in a process of its own: `python -m ... script`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ess.kernels.cuda import program
+from tests.support.emulate import DEVICE, ROOT, build, source_of
+
+RECORDS = {
+    "rows.cu": {"ess_move_rows": "Move"},
+    "ring.cu": {"ess_ring_rows": "Move"},
+    "rival.cu": {"ess_rival_rows": "Move"},
+    "locate.cu": {"ess_locate": "Locate"},
+    "resolve.cu": dict.fromkeys(
+        [f"ess_{name}" for name in ("probe", "count", "scan", "rank", "assign", "serve")],
+        "Resolve",
+    ),
+    "alone.cu": {"ess_resolve_alone": "Resolve"},
+    "upkeep.cu": dict.fromkeys(["ess_land", "ess_settle", "ess_drop"], "Upkeep"),
+}
+
+
+def run_script(script: str, folder: Path, **environment: str) -> str:
+    """What the script prints. It must call `begin` before anything of CUDA."""
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, **environment, "PYTHONPATH": str(ROOT), "ESS_EMULATED": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def build_driver(folder: Path) -> None:
+    library = folder / "libcuda.so.1"
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall"]
+    command += ["-Wl,-soname,libcuda.so.1", str(DEVICE / "driver.cpp"), "-o", str(library), "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def begin() -> None:
+    """From here on this process has one GPU, or so it seems."""
+    folder = Path(os.environ["ESS_EMULATED"])
+    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+
+    def emulated_cubin(one: program.Program, arch: str, *, folder: Path | None = None) -> bytes:
+        home = Path(os.environ["ESS_EMULATED"])
+        text, name = source_of(one, RECORDS[one.file])
+        library = home / f"{name}.so"
+        if not library.exists():
+            build(text, one, library)
+        return str(library).encode() + b"\0"
+
+    program.cubin = emulated_cubin

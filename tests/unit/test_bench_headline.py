@@ -1,0 +1,187 @@
+"""The headline: both halves, every form, the timeline, and refusals before any work."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ess.bench import cli, halves, plots
+from ess.bench.chrome import chrome_events
+from ess.bench.cputables import CpuTables
+from ess.bench.halves import Found, Plan
+from ess.bench.lanes import Job
+from ess.bench.predicted import predict
+from ess.bench.report import Row, compare
+from ess.bench.spans import step_spans
+from ess.flashtrans.lanes import DoneEvent
+from ess.overlap.timeline import Span as Stage
+from ess.sim.tables import Curve, Surface
+from ess.sim.timeline import COMPUTE, FETCH, STORE, Span
+
+SMALL = ("--ctx", "320", "--mtp", "2", "--repetitions", "2")
+
+
+def job(byte_count: int, *waits: tuple[int, int]) -> Job:
+    return Job(
+        lane_event=DoneEvent(2_000, 5_000),
+        byte_count=byte_count,
+        submitted_ns=1_500,
+        due_ns=0,
+        starts_ns=0,
+        waits_ns=list(waits),
+    )
+
+
+def test_the_compute_lane_has_no_holes_and_gaps_are_named_by_their_place() -> None:
+    stages = [
+        Stage(0, 0, "index", 1_000, 2_000),
+        Stage(0, 0, "wait", 2_000, 4_500),
+        Stage(0, 0, "attend_all", 5_000, 7_000),
+        Stage(1, 0, "index", 9_000, 9_500),
+        Stage(2, 0, "index", 9_600, 9_900),
+    ]
+    jobs = [job(656, (2_000, 4_500)), job(1312, (20_000, 21_000))]
+    spans = step_spans(stages, jobs, layers=2, begin_ns=0, end_ns=10_000)
+    compute = [span for span in spans if span.lane == COMPUTE]
+    assert [span.name for span in compute] == [
+        *("begin", "index", "wait", "attention, between stages", "attend_all", "experts"),
+        *("index", "head", "index", "end"),
+    ]
+    assert compute[0].start_us == 0
+    for before, after in itertools.pairwise(compute):
+        assert after.start_us == before.end_us
+    assert compute[-1].end_us == 10
+    assert spans[-2:] == [Span(FETCH, "fetch 656 B", 2, 5), Span(STORE, "store 1,312 B", 2, 5)]
+
+
+def test_a_timeline_names_its_processes_and_lanes() -> None:
+    parts = [("one", [Span("a", "x", 0, 5), Span("b", "y", 1, 2)]), ("two", [Span("b", "z", 3, 4)])]
+    events = chrome_events(parts)
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [(one["pid"], one["tid"], one["name"]) for one in spans] == [
+        *((0, 0, "x"), (0, 1, "y"), (1, 0, "z"))
+    ]
+    assert (spans[1]["ts"], spans[1]["dur"]) == (1, 1)
+    named = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert named[1, 0] == "b"
+
+
+def test_tables_never_predict_less_than_nothing() -> None:
+    falling = Surface((1.0, 2.0), (Curve((1.0, 2.0), (9.0, 9.0)), Curve((1.0, 2.0), (1.0, 1.0))))
+    flat = Surface((1.0, 2.0), (Curve((1.0, 2.0), (5.0, 7.0)), Curve((1.0, 2.0), (5.0, 7.0))))
+    tables = CpuTables(stages={"odd": falling, "even": flat})
+    assert tables.step_us(queries=2, context=100) == 7
+
+
+def test_the_predicted_half_has_its_baseline_and_pareto() -> None:
+    found = Found(rows=[], timelines=[], curves=[])
+    predict(found, Plan(contexts=(131_072,)), 131_072, 2)
+    assert len(found.rows) == 4
+    best = found.rows[0]
+    assert best.baseline is not None
+    assert best.ratio is not None
+    assert best.ratio > 1.5
+    rates = [row.config["per_user"] for row in found.rows[1:]]
+    assert all(rate >= asked for rate, asked in zip(rates, (15, 20, 30), strict=True))
+    [curves] = found.curves
+    assert curves.points[-1].batch == curves.floor_batch < curves.index_wall
+    assert max(one.tokens_per_s for one in curves.points) > 0.95 * best.value
+    [(_, spans)] = found.timelines
+    assert {span.lane for span in spans} >= {COMPUTE, FETCH}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main([*SMALL, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_both_halves_in_one_document(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = home / "t.json"
+    document = json.loads(run(capsys, "--format", "json", "--trace", str(trace)))
+    by_half: dict[str, list[dict[str, Any]]] = {}
+    for row in document["rows"]:
+        by_half.setdefault(row["config"].get("half", ""), []).append(row)
+    assert set(by_half) == {"", "measured", "check", "predicted"}
+    whole, offload = by_half["measured"]
+    assert offload["baseline"] == "no offload"
+    assert offload["baseline_value"] == pytest.approx(whole["value"])
+    assert {"misses_p50", "misses_p95", "exposed_ms", "per_user", "slots_each"} <= set(
+        offload["config"]
+    )
+    assert len(offload["samples"]) == 2
+    assert by_half["check"][0]["baseline"] == "measured"
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert [name.partition(":")[0] for name in names] == ["measured", "predicted"]
+    assert (home / "kept" / "ess" / "prefix").is_dir()
+
+
+def test_forms_for_people_and_for_spreadsheets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measured row with its spread, a predicted one, and a sentence."""
+    found = Found(rows=[], timelines=[], curves=[])
+    config = {"half": "measured", "ctx": 320, "per_user": 9.5}
+    found.rows.append(
+        Row(name="ours", value=10, unit="tokens/s", config=config, samples=[8, 10, 12])
+    )
+    found.rows.append(Row(name="context", value=1, unit="s", config={"how": "prefilled whole"}))
+    config = {"half": "predicted", "batch": 3}
+    found.rows.append(
+        compare(name="gpu", unit="t/s", ours=[8], baseline=("resident", [16]), config=config)
+    )
+    monkeypatch.setattr(halves, "run", lambda *given, **named: found)
+    markdown = run(capsys)
+    assert "context: prefilled whole" in markdown
+    assert "**measured**\n\n| benchmark | tokens/s | ctx | per_user |" in markdown
+    assert "| ours | 10 ± 2 | 320 | 9.5 |" in markdown
+    assert "| gpu | 8 | resident: 16 | x2.00 | 3 |" in markdown
+    lines = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv"))))
+    assert [(one["name"], one["std"], one["ctx"]) for one in lines] == [
+        *(("ours", "2.0", "320"), ("context", "", ""), ("gpu", "", ""))
+    ]
+    rows = [json.loads(line) for line in run(capsys, "--format", "jsonl").splitlines()]
+    assert [row["name"] for row in rows] == ["ours", "context", "gpu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--ctx", "128k", "--model", "gpt-2"), "no operator tables for 'gpt-2'"),
+        (("--ctx", "4k", "--mode", "fast"), "--mode fast: choose from layerwise"),
+        (("--ctx", "64m"), "take a smaller --batch or --ctx"),
+        (("--ctx", "4k", "--repetitions", "0"), "at least one is needed"),
+        (("--ctx", "4k", "--trace", "no/such/t.json"), "no/such does not exist"),
+        (("--ctx", "4k", "--batch", "none"), "is not a size"),
+    ],
+)
+def test_refusals_come_before_the_work(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(list(arguments)) == 2
+    seen = capsys.readouterr()
+    assert says in seen.err
+    assert seen.out == ""
+
+
+def test_curves_and_timelines_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
+    found = Found(rows=[], timelines=[], curves=[])
+    predict(found, Plan(contexts=(131_072,)), 131_072, 2)
+    halves._draw(found, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"throughput.png", "pareto.png", "timeline-predicted.png"}
+    assert plots.DPI > 72

@@ -1,0 +1,130 @@
+"""A calibration is a benchmark document; what is wrong with one is said by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ess.bench.calibrate import Times, calibrate_benchmark, fitted, line
+from ess.cost import Calibration
+from ess.errors import BadInput
+from ess.models.load import load_model
+from ess.overlap.calibration import DEFAULT, load
+
+NAMES = [one.name for one in fields(Calibration)]
+
+
+def rows(**misses: list[float]) -> list[dict]:
+    constants = [{"name": f"calibrate: {name}", "value": at + 1.5} for at, name in enumerate(NAMES)]
+    listed = [
+        {
+            "name": "calibrate: misses",
+            "value": value,
+            "config": {"context": int(context[1:]), "layer": layer},
+        }
+        for context, values in misses.items()
+        for layer, value in enumerate(values)
+    ]
+    other = {"name": "roof: copy", "value": 3.0, "unit": "GB/s"}
+    return [*constants, other, {"name": "calibrate: bytes_per_us", "value": 900.0}, *listed]
+
+
+def written(folder: Path, listed: list[dict]) -> Path:
+    path = folder / "calibration.json"
+    path.write_bytes(msgspec.json.encode({"schema": "ess.bench/1", "rows": listed}))
+    return path
+
+
+def test_a_document_says_what_it_was_measured_to_say(tmp_path):
+    found = load(written(tmp_path, rows(c1024=[1.0, 2.0], c4096=[3.0, 4.0])))
+    assert found.bytes_per_us == 900.0
+    assert found.constants == Calibration(**{name: at + 1.5 for at, name in enumerate(NAMES)})
+    assert found.misses_at(300, 2) == found.misses_at(2047, 2) == (1.0, 2.0)
+    assert found.misses_at(2049, 2) == found.misses_at(1 << 20, 2) == (3.0, 4.0)
+    assert found.misses_at(1024, 1) == (1.0,), "without the MTP layer, which comes last"
+    with pytest.raises(BadInput, match="for 2 layers, this model has 3"):
+        found.misses_at(1024, 3)
+
+
+def test_without_a_document_nothing_is_expected():
+    assert DEFAULT.misses_at(4096, 3) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda listed: listed.pop(2), f"has no row 'calibrate: {NAMES[2]}'"),
+        (lambda listed: listed.pop(-5), "has no row 'calibrate: bytes_per_us'"),
+        (lambda listed: listed.pop(-3), "misses of context 1024, layer 2"),
+        (lambda listed: listed[-1].pop("config"), "misses of context None, layer None"),
+        (lambda listed: listed[0].update(value="fast"), "Expected `float`"),
+        (lambda listed: listed[0].update(value=-1.0), "-1.0, must be at least 0"),
+        (lambda listed: listed[9].update(value=0.0), "0.0, must be above 0"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, spoil, match):
+    listed = rows(c1024=[1.0, 2.0, 3.0, 4.0])
+    spoil(listed)
+    with pytest.raises(BadInput, match=match):
+        load(written(tmp_path, listed))
+
+
+def test_a_file_that_is_not_there_or_no_document(tmp_path):
+    with pytest.raises(BadInput, match="No such file"):
+        load(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(BadInput, match=r"bad\.json"):
+        load(tmp_path / "bad.json")
+
+
+def test_a_line_never_starts_or_falls_below_zero():
+    assert line([1, 2, 4], [3.0, 5.0, 9.0]) == pytest.approx((1.0, 2.0))
+    fixed, each = line([1, 2, 4], [1.0, 3.0, 8.0])
+    assert fixed == 0.0
+    assert each == pytest.approx((1 + 6 + 32) / 21)
+    assert line([1, 2, 4], [9.0, 5.0, 4.0]) == (6.0, 0.0)
+
+
+def times(queries: int, *, attend_us: float, select_us: float) -> Times:
+    return Times(
+        query_count=queries,
+        key_count=100.0 * queries,
+        pre_attn_us=10 + 2.0 * queries,
+        attend_us=attend_us,
+        select_us=select_us,
+        bytes_per_us=1.0,
+    )
+
+
+def test_constants_are_differences_between_schedules():
+    none = [times(q, attend_us=30.0 * q, select_us=5.0 + q) for q in (1, 2, 4)]
+    da = [times(q, attend_us=30.0 * q + 7 + q, select_us=5.0 + q) for q in (1, 2, 4)]
+    dba = [times(q, attend_us=30.0 * q + 7 + q, select_us=11.0 + q) for q in (1, 2, 4)]
+    found = fitted(none, da, dba)
+    expected = Calibration(
+        pre_attn_fixed_us=10.0,
+        pre_attn_query_us=2.0,
+        attend_query_us=30.0,
+        index_fixed_us=5.0,
+        index_key_us=0.01,
+        split_fixed_us=7.0,
+        split_query_us=1.0,
+        index_split_us=6.0,
+    )
+    for name in NAMES:
+        assert getattr(found, name) == pytest.approx(getattr(expected, name)), name
+
+
+@pytest.mark.slow
+def test_what_the_benchmark_measures_is_what_the_policy_reads(tmp_path):
+    measured = calibrate_benchmark(smoke=True)
+    found = load(written(tmp_path, [msgspec.to_builtins(row) for row in measured]))
+    layers = load_model().config.layout().layer_total
+    [misses] = found.misses.values()
+    assert len(misses) == layers
+    assert min(misses) > 0
+    assert found.bytes_per_us > 10
+    assert found.constants.attend_query_us > 1

@@ -1,0 +1,190 @@
+"""What a request takes from a step, against the rules written down one token at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ess.engine.batch import Line
+from ess.engine.chances import chances
+from ess.engine.choice import choose, choose_all
+from ess.engine.draw import draw
+from ess.engine.grammar import Grammar
+from ess.engine.request import Request
+from ess.engine.sampling import Sampling
+from ess.engine.tally import Tally
+
+WISHES = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 3},
+    {"temperature": 1.0, "presence_penalty": 0.8, "frequency_penalty": -0.3},
+    {"repetition_penalty": 1.4},
+    {"temperature": 0.9, "repetition_penalty": 0.7, "logit_bias": {0: 2.0, 5: -100.0}},
+    {"tokens_min": 3, "logit_bias": {1: 4.0}},
+)
+
+
+def asked(prompt=(0,), output=(), ends=(), number=0, **wishes) -> Request:
+    request = Request(number=number, prompt=list(prompt), sampling=Sampling(**wishes))
+    request.output = list(output)
+    request.ends = frozenset(ends)
+    return request
+
+
+def line_of(request: Request, *tokens: int) -> Line:
+    return Line(request, tokens, len(request.tokens) - 1)
+
+
+def pick(logits: list[float], **given) -> int:
+    request = asked(**given)
+    return choose(line_of(request, request.tokens[-1]), torch.tensor([logits])).tokens[0]
+
+
+def changed_by_definition(logits: Tensor, request: Request, output: list[int]) -> Tensor:
+    sampling, changed = request.sampling, logits.clone()
+    for token in set(request.prompt + output):
+        score, penalty = changed[token], sampling.repetition_penalty
+        changed[token] = score / penalty if score > 0 else score * penalty
+    for token in set(output):
+        said = torch.tensor(float(output.count(token)))
+        changed[token] -= sampling.frequency_penalty * said + sampling.presence_penalty
+    for token, bias in sampling.logit_bias.items():
+        changed[token] += bias
+    if len(output) < sampling.tokens_min:
+        changed[sorted(request.ends)] = -torch.inf
+    return changed
+
+
+def choose_by_definition(line: Line, logits: Tensor) -> list[int]:
+    made: list[int] = []
+    for query, row in enumerate(logits):
+        output = line.request.output + made
+        changed = changed_by_definition(row, line.request, output)
+        position = len(line.request.prompt) + len(output)
+        made.append(int(draw(changed[None], [line.request.sampling], [position])[0]))
+        if line.tokens[query + 1 : query + 2] != (made[-1],):
+            return made
+    return made
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 1 << 30), right=st.lists(st.booleans(), min_size=6, max_size=6))
+def test_a_batch_with_drafts_gives_what_one_token_at_a_time_gives(seed, right):
+    """Drafts are right or wrong at random; requests grow over three steps, so tallies follow."""
+    generator = torch.Generator().manual_seed(seed)
+    requests = [
+        asked(
+            torch.randint(9, (4,), generator=generator).tolist(), (), {1}, i, seed=seed + i, **wish
+        )
+        for i, wish in enumerate(WISHES)
+    ]
+    for step in range(3):
+        rows = torch.randn(len(requests), 4, 9, generator=generator) * 2
+        lines = []
+        for request, logits in zip(requests, rows, strict=True):
+            line = line_of(request, request.tokens[-1])
+            for query in range(3):
+                wanted = choose_by_definition(line, logits[: query + 1])[-1]
+                draft = wanted if right[(query + step) % 6] else (wanted + 1) % 9
+                line = line_of(request, *line.tokens, draft)
+            lines.append(line)
+        before = rows.clone()
+        choices = choose_all(lines, rows.flatten(0, 1))
+        assert rows.equal(before), "the caller's logits stay as they are"
+        for line, logits, choice in zip(lines, rows, choices, strict=True):
+            assert list(choice.tokens) == choose_by_definition(line, logits)
+            assert choice == choose(line, logits), "alone it is the same"
+            line.request.output.extend(choice.tokens)
+
+
+def test_penalties_bias_and_the_least_length():
+    assert pick([2.0, 1.9], prompt=[1], output=[0], presence_penalty=0.2) == 1
+    assert pick([2.0, 1.7], prompt=[1], output=[0], frequency_penalty=0.2) == 0
+    assert pick([2.0, 1.7], prompt=[1], output=[0, 0], frequency_penalty=0.2) == 1
+    assert pick([2.0, 1.5], prompt=[0], repetition_penalty=2.0) == 1
+    assert pick([-1.0, -1.5], prompt=[0], repetition_penalty=2.0) == 1
+    assert pick([0.0, 0.0], logit_bias={1: 1.0}) == 1
+    assert pick([9.0, 1.0], output=[1], ends={0}, tokens_min=2) == 1
+    assert pick([9.0, 1.0], output=[1, 1], ends={0}, tokens_min=2) == 0
+
+
+def test_no_query_behind_the_last_mask_counts():
+    """The draft is what is drawn, but the matcher did not follow it: it ends the text."""
+    request = asked([4], ends={1}, grammar=Grammar("regex", "x"))
+    request.matcher = OnlyTheEnd()
+    logits = torch.zeros(3, 9)
+    assert choose(line_of(request, 4, 1, 0), logits).tokens == (1,)
+
+
+class OnlyTheEnd:
+    failure = ""
+
+    def allowed(self, output, drafts):
+        return np.arange(9)[None] == 1
+
+
+def test_a_tally_counts_ahead_without_entering_and_follows_without_looking_back():
+    tally = Tally([7, 3, 7])
+    tally.follow([3, 9])
+    ahead = tally.ahead([9, 4, 4])
+    places = {token: place for place, token in enumerate(ahead.ids.tolist())}
+    assert set(places) == {3, 4, 7, 9}
+    assert ahead.said[:, places[9]].tolist() == [1, 2, 2, 2]
+    assert ahead.said[:, places[4]].tolist() == [0, 0, 1, 2]
+    assert ahead.seen[:, places[4]].tolist() == [False, False, True, True]
+    assert ahead.said[:, places[7]].tolist() == [0] * 4
+    output = Counted(range(100, 400))
+    output[:2] = [3, 9]
+    tally.follow(output)
+    output.read_count = 0
+    output.append(5)
+    tally.follow(output)
+    assert output.read_count == 0, "the past is skipped, not entered again"
+    again = tally.ahead([])
+    assert again.said.sum() == len(output)
+    assert sorted(again.ids.tolist()) == sorted({3, 7, 9, 5, *range(102, 400)})
+
+
+class Counted(list):
+    read_count = 0
+
+    def __iter__(self):
+        for token in super().__iter__():
+            self.read_count += 1
+            yield token
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 20])
+def test_chances_are_of_the_model_s_own_distribution(count):
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1)) * 2
+    request = asked([4], (), temperature=0.3, top_k=2, logit_bias={9: 100.0}, logprobs=count)
+    [token, *rest] = choose(line_of(request, 4), logits[:1]).tokens
+    assert (token, rest) == (9, []), "the bias decides what is drawn"
+    [chance] = choose(line_of(request, 4), logits[:1]).chances
+    scores = logits[0].double().log_softmax(0)
+    assert math.isclose(chance.logprob, scores[9], rel_tol=1e-5), "and not how likely it was"
+    assert chance.rank == 1 + int((logits[0] > logits[0, 9]).sum())
+    expected = scores.sort(descending=True)
+    assert [token for token, _ in chance.top] == expected.indices[:count].tolist()
+    assert torch.allclose(
+        torch.tensor([score for _, score in chance.top]), expected.values[:count].float(), atol=1e-5
+    )
+
+
+def test_chances_break_ties_by_id_and_come_with_every_accepted_token():
+    logits = torch.zeros(3, 300)
+    logits[:, 7] = torch.tensor([1.0, 1.0, 1.0])
+    found = chances(logits, [7, 299, 0], 20)
+    assert [one.rank for one in found] == [1, 2, 2]
+    assert [token for token, _ in found[0].top] == [7, 0, 1, 2, 3, 4, 5, 6, *range(8, 20)]
+    assert len(chances(logits[:1, :5], [3], 20)[0].top) == 5
+    request = asked([4], logprobs=0)
+    assert len(choose(line_of(request, 4, 7, 8), logits).chances) == 2
+    assert choose(line_of(asked([4]), 4, 7, 8), logits).chances == ()

@@ -1,0 +1,137 @@
+"""The page's arithmetic against the planner's own, where node can run it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.server import planpage
+from ess.server.cli import main
+from ess.sim import misses, tables
+from ess.sim.operators import Fitted, Operators
+from ess.sim.plan import Ask, Planner
+
+TIB = 1 << 40
+SERVER = Path(planpage.__file__).parent
+
+
+def planner(**ask: Any) -> Planner:
+    return Planner(
+        operators=Operators(tables=tables.load(), fitted=Fitted.shipped()),
+        curves=misses.published(),
+        ask=Ask(**{"context": 65_536, **ask}),
+        layout=ModelLayout.deepseek_v32(),
+    )
+
+
+@pytest.fixture(scope="module")
+def numbers() -> dict[str, Any]:
+    return planpage.numbers_of(
+        planner(),
+        model="deepseek-v3.2",
+        gpu="h200",
+        mtps=(2,),
+        contexts=(32_768, 131_072),
+        batches=(1, 8, 24, 48, 80, 128, 192),
+    )
+
+
+@pytest.fixture(scope="module")
+def answer(numbers: dict[str, Any]) -> Any:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node to run the page's arithmetic")
+
+    def run(**ask: Any) -> Any:
+        full = {
+            "mtp": 2,
+            "accepted": None,
+            "tpot_us": None,
+            "host_bytes": None,
+            "batch": None,
+            "device_bytes": numbers["device_bytes"],
+            **ask,
+        }
+        code = (SERVER / "plan.js").read_text() + (
+            "const [n, a] = JSON.parse(require('fs').readFileSync(0));"
+            "console.log(JSON.stringify(plan(n, a)));"
+        )
+        done = subprocess.run(
+            [node, "-e", code],
+            input=json.dumps([numbers, full]),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        {"context": 65_536},
+        {"context": 100_000},
+        {"context": 131_072, "token_us_max": 50_000.0},
+        {"context": 65_536, "batch": 70},
+        {"context": 131_072, "host_bytes": 4 * TIB},
+    ],
+)
+def test_the_page_plans_as_the_planner_does(answer: Any, ask: dict[str, Any]) -> None:
+    asked = {"tpot_us" if name == "token_us_max" else name: value for name, value in ask.items()}
+    page, ours = answer(**asked), planner(**ask).plan()
+    assert page["refused"] is None
+    assert page["floor_batch"] == ours.floor_batch
+    if "host_bytes" not in ask:
+        assert page["index_wall"] == ours.index_wall
+    assert page["chosen"]["tokens_per_s"] == pytest.approx(ours.chosen.tokens_per_s, rel=0.04)
+    exact = planner(**{**ask, "token_us_max": None, "batch": page["chosen"]["batch"]}).plan().chosen
+    assert page["chosen"]["slots"] == exact.slots_each
+    assert page["chosen"]["host_bytes"] == exact.host_bytes
+    assert page["chosen"]["step_us"] == pytest.approx(exact.step_us, rel=0.04)
+    assert ours.resident is not None
+    assert page["resident"]["tokens_per_s"] == pytest.approx(ours.resident.tokens_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        ({"context": 65_536, "batch": 5000}, "a batch of 5000 does not fit"),
+        ({"context": 65_536, "tpot_us": 1000}, "1 ms a token is out of reach"),
+        ({"context": 4096}, "from 32768 to 131072"),
+        ({"context": 65_536, "accepted": 3}, "between 1 and 2 tokens"),
+        ({"context": 65_536.5}, "whole numbers"),
+        ({"context": 65_536, "host_bytes": 1 << 30}, "the host holds 0"),
+    ],
+)
+def test_what_cannot_be_gets_a_sentence(answer: Any, ask: dict[str, Any], says: str) -> None:
+    assert says in answer(**ask)["refused"]
+
+
+def test_the_page_is_whole_and_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planpage, "numbers_of", lambda *given, **named: {"model": "</script>"})
+    html = planpage.page(planner(), model="x", gpu="y")
+    assert "/*" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
+    assert html.count("</script>") == 2
+    assert not re.search(r"(?:src|href)\s*=|https?://|@import|fetch\(", html)
+    found = re.search(r'application/json">(.*?)</script>', html)
+    assert found is not None
+    assert json.loads(found[1]) == {"model": "</script>"}
+    assert "function plan(numbers, ask)" in html
+
+
+def test_html_is_refused_before_planning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--html", "no/such/p.html"]) == 2
+    assert "--html no/such/p.html: the folder no/such does not exist" in capsys.readouterr().err
+    with pytest.raises(BadInput):
+        planner(context=0)

@@ -1,0 +1,132 @@
+"""Residency is exact: yes only while every row of the main layers has landed."""
+
+from __future__ import annotations
+
+from ess.door import Offload
+from ess.door.residency import PATIENCE
+from ess.flashtrans import ManualLane
+from tests.unit.test_door import LAYOUT, make, opened, rows, selection
+
+CHUNK_BYTES = LAYOUT.group_layers_max * LAYOUT.page_bytes
+
+
+def roomy(slots: int) -> Offload:
+    """So many slots for group 0, whose slots are two rows each, and as many for the other."""
+    made = make(slot_bytes=slots // 64 * 3 // 2 * CHUNK_BYTES)
+    assert made.stats().slot_count.tolist() == [slots, slots]
+    return made
+
+
+def filled(offload: Offload, count: int = 10):
+    sequence = opened(offload, count)
+    offload.fill(sequence)
+    return sequence
+
+
+def truly_resident(offload: Offload, *sequences) -> bool:
+    """Row by row, without remembering anything."""
+    pools = offload._pools
+    return all(
+        (pools.sparse.locate(0, pools.tables.rows(one.line, 0, one.length)) >= 0).all()
+        for one in sequences
+    )
+
+
+def decode(offload: Offload, *sequences, chosen=(0,)) -> None:
+    step = offload.begin(sequences, query_counts=[1] * len(sequences))
+    for layer in (0, 1):
+        offload.append(layer, rows(len(sequences)), step)
+        if layer == 0:
+            offload.resolve(0, selection(*chosen, queries=len(sequences)), step).wait()
+    offload.commit(step, accepted=[1] * len(sequences))
+
+
+def test_rows_in_flight_are_not_resident_and_are_asked_for_again():
+    lane = ManualLane(seed=0, delay_max=1)
+    with make(lane=lane) as offload:
+        lane.hold()
+        sequence = filled(offload)
+        assert not offload.all_resident([sequence])
+        lane.release()
+        offload.drain()
+        assert offload.all_resident([sequence])
+
+
+def test_new_rows_keep_a_sequence_resident():
+    with make() as offload:
+        sequence = filled(offload)
+        offload.drain()
+        for _ in range(20):
+            assert offload.all_resident([sequence])
+            decode(offload, sequence)
+        assert sequence.length == 30
+        assert truly_resident(offload, sequence)
+
+
+def test_an_eviction_ends_it_at_once():
+    """128 slots: two sequences of 60 fit, and rows of the third push some out."""
+    with roomy(128) as offload:
+        pair = [filled(offload, 60), filled(offload, 60)]
+        offload.drain()
+        assert offload.all_resident(pair)
+        third = opened(offload, 60)
+        for first in range(0, 60, 8):
+            positions = tuple(range(first, min(first + 8, 60)))
+            decode(offload, third, chosen=positions)
+            offload.drain()
+            assert offload.all_resident(pair) == truly_resident(offload, *pair)
+        assert not offload.all_resident(pair)
+
+
+def test_absent_rows_are_looked_up_again_after_a_while_only():
+    with make() as offload:
+        sequence = opened(offload)
+        assert not offload.all_resident([sequence])
+        offload.fill(sequence)
+        offload.drain()
+        assert not offload.all_resident([sequence]), "asked a moment ago"
+        other = opened(offload)
+        for _ in range(PATIENCE):
+            decode(offload, other)
+        assert offload.all_resident([sequence])
+
+
+def test_preemption_and_moved_budgets_end_it():
+    with roomy(256) as offload:
+        sequence = filled(offload)
+        offload.drain()
+        assert offload.all_resident([sequence])
+        offload.preempt(sequence)
+        assert not offload.all_resident([sequence])
+        offload.resume(sequence)
+        assert not offload.all_resident([sequence])
+    with roomy(256) as offload:
+        sequence = filled(offload, 120)
+        offload.drain()
+        assert offload.all_resident([sequence])
+        while offload.move_budget(source=0, target=1):
+            offload.drain()
+            assert offload.all_resident([sequence]) == truly_resident(offload, sequence)
+
+
+def test_slots_run_scarce_below_a_tenth():
+    with roomy(128) as offload:
+        filled(offload, 64)
+        offload.drain()
+        assert not offload.is_scarce
+        filled(offload, 60)
+        offload.drain()
+        assert offload.is_scarce
+
+
+def test_rows_that_arrive_later_are_looked_at():
+    with roomy(128) as offload:
+        sequence = offload.open(list(range(31)))
+        for layer in range(3):
+            offload.import_rows(sequence, layer=layer, start=0, rows=rows(10))
+        offload.fill(sequence)
+        offload.drain()
+        assert offload.all_resident([sequence])
+        for layer in range(3):
+            offload.import_rows(sequence, layer=layer, start=10, rows=rows(20))
+        assert not offload.all_resident([sequence])

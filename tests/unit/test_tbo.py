@@ -1,0 +1,142 @@
+"""Two halves in turn: who runs when, where a batch is cut, and why it is not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ess.errors import BadInput
+from ess.overlap import sbo, tbo
+from ess.overlap.policy import Mode
+from ess.overlap.stages import Run, finish
+from ess.overlap.tbo import IMBALANCE, Cut, interleave, prompt_cut, reasons_off
+
+
+def counted(name: str, stage_count: int, log: list[str]) -> Run[str]:
+    for stage in range(stage_count - 1):
+        log.append(f"{name}{stage}")
+        yield
+    log.append(f"{name}{stage_count - 1}")
+    return name.upper()
+
+
+def test_the_first_half_is_two_stages_ahead():
+    log: list[str] = []
+    assert interleave(counted("a", 5, log), counted("b", 5, log)) == ("A", "B")
+    assert log == ["a0", "a1", "a2", "b0", "a3", "b1", "a4", "b2", "b3", "b4"]
+
+
+@given(st.integers(1, 12), st.integers(0, 15))
+def test_every_stage_runs_once_and_in_order_whatever_the_lead(stage_count: int, delta: int):
+    log: list[str] = []
+    interleave(counted("a", stage_count, log), counted("b", stage_count, log), delta=delta)
+    for name in "ab":
+        assert [one for one in log if one[0] == name] == [f"{name}{i}" for i in range(stage_count)]
+    for at, one in enumerate(log):
+        if one[0] == "b":
+            done = sum(other[0] == "a" for other in log[:at])
+            assert done == min(stage_count, int(one[1:]) + delta + 1)
+
+
+def test_halves_of_unequal_make_are_refused():
+    with pytest.raises(AssertionError, match="3 stages beside 4"):
+        interleave(counted("a", 3, []), counted("b", 4, []))
+
+
+def test_finish_is_the_same_without_anybody_else():
+    log: list[str] = []
+    assert finish(counted("a", 3, log)) == "A"
+    assert log == ["a0", "a1", "a2"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cut"),
+    [
+        ([512, 512], Cut(1)),
+        ([500, 500, 500, 500], Cut(2)),
+        ([480, 520], Cut(1)),
+        ([479, 521], Cut(1, 21)),
+        ([4096], Cut(0, 2048)),
+        ([100, 4000, 100], Cut(1, 2000)),
+        ([4000, 100], Cut(0, 2050)),
+    ],
+)
+def test_prompts_are_cut_between_or_through(lengths: list[int], cut: Cut):
+    assert prompt_cut(lengths) == cut
+
+
+@given(st.lists(st.integers(2, 5000), min_size=1, max_size=20))
+def test_no_side_of_a_prompt_batch_is_much_smaller(lengths: list[int]):
+    cut = prompt_cut(lengths)
+    first = sum(lengths[: cut.sequence]) + cut.offset
+    total = sum(lengths)
+    assert 0 < first < total
+    assert min(first, total - first) >= min(IMBALANCE * total, total // 2)
+    assert cut.offset < (lengths[cut.sequence] if cut.sequence < len(lengths) else 1)
+
+
+DA = (Mode.DA,) * 3
+RESIDENT = (Mode.RESIDENT,) * 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "counts", "vector", "has_experts", "reasons"),
+    [
+        ("on", [1, 1], DA, True, ()),
+        ("on", [1, 1], RESIDENT, True, ()),
+        ("auto", [1] * 64, DA, True, ()),
+        (6, [3, 3], DA, True, ()),
+        ("off", [1, 1], DA, True, ("tbo is off",)),
+        ("on", [4], DA, True, ("one sequence has no second half",)),
+        ("auto", [1] * 63, DA, True, ("63 tokens, the floor is 64",)),
+        (7, [3, 3], DA, True, ("6 tokens, the floor is 7",)),
+        ("on", [1, 1], DA, False, ("no layer with experts leads a layer group",)),
+        ("auto", [64, 64], RESIDENT, True, ("all rows are resident: there is no fetch to hide",)),
+    ],
+)
+def test_why_a_step_runs_whole(setting, counts, vector, has_experts, reasons):
+    found = reasons_off(setting, counts=counts, vector=vector, has_experts=has_experts)
+    assert found == reasons
+
+
+@pytest.mark.parametrize("setting", ["maybe", 0, -3])
+def test_settings_that_make_no_sense(setting):
+    with pytest.raises(BadInput, match="tbo is"):
+        tbo.check_tbo(setting)
+
+
+class Told:
+    """Answers nothing, remembers everything."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def blocks(self, count: int) -> list[range]:
+        return [range(at, at + 1) for at in range(count)]
+
+    def __getattr__(self, name: str):
+        return lambda *block: self.log.append(name + "".join(str(one.start) for one in block))
+
+
+ORDERS = {
+    "off": "route|dispatch|arrive up down0 combine0|collect shared",
+    "dispatch-shared": "route|dispatch shared|arrive up down0 combine0|collect",
+    "combine-shared": "route|dispatch|arrive up down0 combine0 shared|collect",
+    "combine-down": "route|dispatch|arrive up down0 combine0 down1 combine1|collect shared",
+}
+
+
+@pytest.mark.parametrize("mode", sbo.SCHEDULES)
+def test_what_communication_runs_beside(mode):
+    told = Told()
+    pieces = []
+    for _ in sbo.SCHEDULES[mode](told):
+        pieces.append(" ".join(told.log))
+        told.log.clear()
+    assert "|".join([*pieces, " ".join(told.log)]) == ORDERS[mode]
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(BadInput, match="sbo is 'fast', must be one of off, combine-down"):
+        sbo.check_sbo("fast")
