@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from cyclopts import Parameter
 
@@ -114,6 +114,18 @@ class ServeFlags:
     tp_size: Annotated[
         int, Parameter(name=["--tp-size", "--tensor-parallel-size", "--tp"], show=False)
     ] = 1
+    disable_radix_cache: Annotated[
+        bool, Parameter(name=["--disable-radix-cache", "--no-enable-prefix-caching"], show=False)
+    ] = False
+    enable_dynamic_chunking: Annotated[bool, Parameter(show=False)] = False
+
+
+NOT_HERE: Final = {
+    "pp_size": "must be 1: one process holds the whole model",
+    "tp_size": "must be 1: one process holds the whole model",
+    "disable_radix_cache": "is not served: equal prefixes are always shared",
+    "enable_dynamic_chunking": "is for a prefill tier; here --tpot-ms sizes the chunks",
+}
 
 
 def serve(
@@ -138,9 +150,10 @@ def serve(
         Print what is served as one JSON document.
     """
     given = asdict(flags) if flags is not None else {}
-    for name in ("pp_size", "tp_size"):
-        if given.pop(name, 1) != 1:
-            raise BadInput(f"{name} must be 1: one process holds the whole model")
+    for name, sentence in NOT_HERE.items():
+        default = ServeFlags.__dataclass_fields__[name].default
+        if given.pop(name, default) != default:
+            raise BadInput(f"--{name.replace('_', '-')} {sentence}")
     try:
         from ess.server.launch import serve_flags
     except ModuleNotFoundError as error:
