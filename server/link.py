@@ -41,8 +41,8 @@ State = Literal["starting", "ready", "lost"]
 class Call:
     """The engine's requests of one HTTP request.
 
-    `pending` are those that have not ended; `made_at_s` is when the oldest piece that was taken
-    last left the engine, 0 if nobody knows.
+    `pending` are those that have not ended. The oldest piece of those taken last left the engine at
+    `made_at_s`, 0 if nobody knows, and arrived at `heard_at_s`.
     """
 
     def __init__(self, request_id: str, numbers: range) -> None:
@@ -50,13 +50,13 @@ class Call:
         self.numbers = numbers
         self.pending = set(numbers)
         self.error: str | None = None
-        self.made_at_s = 0.0
+        self.made_at_s = self.heard_at_s = 0.0
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, piece: Piece, *, at_s: float = 0.0) -> None:
+    def put(self, piece: Piece, *, at_s: float = 0.0, heard_at_s: float = 0.0) -> None:
         if not self._pieces:
-            self.made_at_s = at_s
+            self.made_at_s, self.heard_at_s = at_s, heard_at_s
         self._pieces.append(piece)
         if piece.reason is not None:
             self.pending.discard(piece.number)
@@ -216,4 +216,4 @@ class EngineLink:
             return
         if piece.reason is not None:
             del self._calls[piece.number]
-        call.put(piece, at_s=at_s)
+        call.put(piece, at_s=at_s, heard_at_s=self.heard_at_s)
