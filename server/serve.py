@@ -153,7 +153,8 @@ def serve(
     for name, sentence in NOT_HERE.items():
         default = ServeFlags.__dataclass_fields__[name].default
         if given.pop(name, default) != default:
-            raise BadInput(f"--{name.replace('_', '-')} {sentence}")
+            flag = name.replace("_", "-")
+            raise BadInput(f"the flag --{flag} {sentence}")
     try:
         from ess.server.launch import serve_flags
     except ModuleNotFoundError as error:
