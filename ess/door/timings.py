@@ -3,8 +3,8 @@
 A layer's fetch is on the lane from `started_ns` to `finished_ns` of its event: its transfer time.
 What the owner's thread spent waiting for that event is exposed, the rest of the transfer is hidden.
 A wait may also sit out what the lane had before (a store, another layer's fetch): the time is lost
-to the layer all the same, so exposed may exceed transfer, and hidden never goes below zero. A lane
-that copies at submission hides nothing, though nobody ever waits for it.
+to the layer all the same, so exposed may exceed transfer, and hidden never goes below zero. A copy
+made at submission hides nothing, though nobody ever waits for it.
 
 Followers of a group are fetched with their leader. `ahead_count` says how many of a layer's fetches
 had started before the layer itself asked for them.
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ess.clock import Clock
 from ess.door.step import Resolution, Step
+from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.layout import ModelLayout
 
@@ -40,7 +41,6 @@ class Timings:
 
     layout: ModelLayout
     clock: Clock
-    is_inline: bool
     counts: dict[str, Counts] = field(init=False)
     _seen: dict[Fetch, _Seen] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class Timings:
     def _count(self, layer: int, event: Event, seen: _Seen) -> None:
         transfer_ns = event.finished_ns - event.started_ns
         assert transfer_ns >= 0, f"a fetch of layer {layer} ended before it started"
-        exposed_ns = transfer_ns if self.is_inline else seen.waited_ns
+        exposed_ns = transfer_ns if isinstance(event, DoneEvent) else seen.waited_ns
         for name, value in (
             ("transfer_ns", transfer_ns),
             ("exposed_ns", exposed_ns),
