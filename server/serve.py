@@ -70,6 +70,12 @@ class ServeFlags:
     "Verify as many tokens as pay, up to --mtp."
     tpot_ms: Annotated[float | None, Parameter(name=["--tpot-ms", "--tpot"])] = None
     "Milliseconds per token that admission and chunks keep to; 0 keeps to none."
+    deterministic: bool | None = None
+    "The same answer to the last bit, whatever else runs beside it; prompts run slower."
+    depth: int | None = None
+    "1 launches a step before the one before is learned; 0 waits."
+    budget_every: int | None = None
+    "Steps after which slots move to the layers that miss most; 0 never moves any."
     form: Annotated[Literal["bf16", "f32"] | None, Parameter(name=["--form", "--dtype"])] = None
     "What weights are computed in."
     row: Annotated[

@@ -208,11 +208,16 @@ class Engine:
         """Why the next step runs at depth 0 whatever the configuration; none if it need not."""
         return depth_reasons(self._roster.of("decoding"))
 
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way when the next one is planned."""
+        return 0 if self.depth_reasons() else self._config.depth
+
     # ---- the step
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        depth = 0 if self.depth_reasons() else self._config.depth
+        depth = self.depth
         self._learn(depth)
         self._rebalance()
         self._admit()

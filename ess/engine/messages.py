@@ -82,6 +82,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
 
     `modes` says how often each layer ran RESIDENT, NONE, DA and DBA. Per layer too: microseconds of
     fetches, and of those what was waited for. `turn_count` is one per request and step.
+    `depth_reasons` say why the next step's `depth` is 0 whatever was configured.
     """
 
     step_count: int = 0
@@ -107,6 +108,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     exposed_us: tuple[int, ...] = ()
     verified_count: int = 0
     mismatch_count: int = 0
+    depth: int = 0
+    depth_reasons: tuple[str, ...] = ()
 
     @property
     def fullness(self) -> float:
@@ -140,6 +143,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     mtp_auto: bool = False
     tbo: Literal["off", "on", "auto"] | int = "off"
     tpot_ms: float | None = None
+    deterministic: bool = False
+    depth: int = 0
+    budget_every: int = 64
     batch_max: int = 16
     chunk_tokens: int = 512
     length_max: int = 4096

@@ -234,6 +234,8 @@ class EngineLoop:
             exposed_us=tuple((stats.exposed_ns // 1000).tolist()),
             verified_count=engine.verifier.checked_count,
             mismatch_count=engine.verifier.mismatch_count,
+            depth=engine.depth,
+            depth_reasons=engine.depth_reasons(),
         )
 
 
@@ -270,6 +272,9 @@ def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
                 mtp_auto=launch.mtp_auto,
                 tbo=launch.tbo,
                 tpot_ms=launch.tpot_ms,
+                deterministic=launch.deterministic,
+                depth=launch.depth,
+                budget_every=launch.budget_every,
                 batch_max=launch.batch_max,
                 query_max=query_max,
                 chunk_tokens=launch.chunk_tokens,

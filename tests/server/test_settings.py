@@ -10,6 +10,7 @@ import pytest
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server import cli, settings
+from ess.server.launch import launch_of, read_checkpoint
 from ess.server.serve import NOT_HERE, ServeFlags
 from ess.server.settings import Settings, resolve, size_of
 from ess.server.sizing import plan_memory
@@ -115,6 +116,22 @@ def test_sizes_and_shares():
     for wrong in ("0%", "101%", "x%"):
         with pytest.raises(BadInput, match="share"):
             size_of(wrong, of=1)
+
+
+def test_deterministic_names_what_it_excludes():
+    assert resolve({"deterministic": True, "overlap": "none"}, environment={})
+    for name, value in (("overlap", "da"), ("overlap", "resident"), ("tbo", "on"), ("tbo", 8)):
+        with pytest.raises(BadInput, match=f"deterministic .*{name}.* is {value}"):
+            resolve({"deterministic": True, name: value}, environment={})
+
+
+def test_the_engine_is_told_what_was_chosen():
+    asked = {"deterministic": True, "depth": 1, "budget_every": 9}
+    found = resolve(asked, environment={}).settings
+    told = launch_of(found, read_checkpoint(""), planned(max_model_len="2k"))
+    assert (told.deterministic, told.depth, told.budget_every) == (True, 1, 9)
+    with pytest.raises(BadInput, match=r"depth is 2, must be 0\.\.1"):
+        resolve({"depth": 2}, environment={})
 
 
 LAYOUT = ModelLayout.embedded()
