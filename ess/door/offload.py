@@ -48,7 +48,7 @@ class Offload:
         self._query_max = query_max
         self.clock = clock
         self._counters = Counters(pools.layout.group_count)
-        self._timings = Timings(
+        self.timings = Timings(
             layout=pools.layout, clock=clock, is_inline=isinstance(lane, InlineLane)
         )
         self._residency = Residency(pools)
@@ -154,7 +154,7 @@ class Offload:
         return torch.from_numpy(self._pools.tables.rows(sequence.line, start, count))
 
     def stats(self) -> Stats:
-        return self._counters.read(self._pools, self._timings)
+        return self._counters.read(self._pools, self.timings)
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
         """Every row of these sequences is in a slot, in every layer."""
@@ -327,7 +327,7 @@ class Offload:
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
         found = stepping.resolution(self._pools, step, layer, key)
-        return self._timings.timed(layer, first_query, found)
+        return self.timings.timed(layer, first_query, found)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -390,7 +390,7 @@ class Offload:
         self._require_step(step)
         stored = stepping.seal(self._pools, step, self._accepted(step, accepted))
         self._step = None
-        self._timings.landed(step)
+        self.timings.landed(step)
         self._sealed.append(step)
         for group, byte_count in stored.items():
             self._counters.stored(group, byte_count)

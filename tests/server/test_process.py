@@ -214,7 +214,7 @@ def test_a_flush_waits_for_nobody_and_forgets():
     loop.close()
 
 
-@pytest.mark.parametrize(("advance_s", "count"), [(0.2, 10), (0.03, 3)])
+@pytest.mark.parametrize(("advance_s", "count"), [(0.3, 10), (0.1, 4)])
 def test_a_status_comes_a_few_times_a_second_also_when_idle(advance_s: float, count: int):
     wire = Script(t10=[Stop()])
     clock = ManualClock()
