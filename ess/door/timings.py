@@ -38,7 +38,7 @@ class _Seen:
 class Timings:
     """Sums per layer since the start; what the open step has seen so far.
 
-    If `keeps_spans`, also every fetch as (layer, started_ns, finished_ns), until somebody clears it.
+    If `keeps_spans`, also each fetch as (layer, started_ns, finished_ns), until somebody clears it.
     """
 
     layout: ModelLayout

@@ -1,7 +1,8 @@
 """How warm requests run: what they found resident, and in which step after they landed.
 
-A query of a group asks for min(length, top_k) rows. A resolution says how many of them were in
-slots; a step whose rows were only located found all of them there.
+A query of a group asks for min(length, top_k) rows. A resolution says how many of them could be
+attended at once; a row that is still on its way to its slot is no hit. A step whose rows were only
+located found all of them.
 """
 
 from __future__ import annotations

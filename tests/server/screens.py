@@ -22,9 +22,9 @@ RECORDING = "demo.json"
 DESK, PHONE = (1280, 800), (390, 844)
 LOADED = (
     *("--max-running", "8", "--max-waiting", "16", "--max-model-len", "4k"),
-    *("--slot-bytes", "26MiB"),
+    *("--slot-bytes", "26MiB", "--threads", "2"),
 )
-RECORD_S = 50.0
+RECORD_S = 110.0
 
 
 def crowd(count: int) -> list[dict]:
