@@ -13,7 +13,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ess.errors import BadInput, EssError
-from ess.server import about_routes, chat, completions, generate, text_routes
+from ess.server import (
+    about_routes,
+    chat,
+    completions,
+    dashboard,
+    events,
+    generate,
+    text_routes,
+    tracing,
+)
 from ess.server.answers import Absent, error_answer
 from ess.server.gate import Gate
 from ess.server.service import Service
@@ -43,6 +52,11 @@ ROUTES: Sequence[tuple[str, str, Handler]] = (
     ("GET", "/ready", about_routes.ready),
     ("GET", "/v1/loads", about_routes.loads),
     ("GET", "/metrics", about_routes.metrics),
+    ("GET", "/v1/events", events.events),
+    ("POST", "/trace/start", tracing.start),
+    ("POST", "/trace/stop", tracing.stop),
+    ("GET", "/dashboard", dashboard.page),
+    ("GET", "/dashboard/{recording}", dashboard.recording),
 )
 
 
@@ -56,6 +70,7 @@ def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     app.state.service = service
+    app.state.frames = events.Frames(service)
     return Gate(app, keys=keys, body_max=service.limits.body_max, tally=service.tally)
 
 

@@ -236,6 +236,7 @@ def make_service(
         board=board,
         clock=RealClock(),
         described=resolved.shown(),
+        weight_bytes=plan.weight_bytes,
         compat=settings.compat_of(found),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
 import zmq
@@ -30,10 +30,12 @@ from ess.engine.messages import (
     Status,
     Stop,
     ToEngine,
+    Trace,
+    Traced,
 )
 from ess.engine.sampling import Sampling
 from ess.engine.wire import UNREAD_MAX
-from ess.errors import Unavailable
+from ess.errors import BadState, Unavailable
 from ess.server.board import Board
 
 State = Literal["starting", "ready", "lost"]
@@ -46,8 +48,9 @@ class Call:
     `made_at_s`, 0 if nobody knows, and arrived at `heard_at_s`.
     """
 
-    def __init__(self, request_id: str, numbers: range) -> None:
+    def __init__(self, request_id: str, numbers: range, *, started_s: float) -> None:
         self.request_id = request_id
+        self.started_s = started_s
         self.numbers = numbers
         self.pending = set(numbers)
         self.error: str | None = None
@@ -106,6 +109,8 @@ class EngineLink:
         self._calls: dict[int, Call] = {}
         self._next_number = 0
         self._flushing: list[asyncio.Future[str]] = []
+        self._is_tracing = False
+        self._traced: asyncio.Future[Traced] | None = None
         self.state: State = "starting"
         self.why_lost = ""
         self.ready: Ready | None = None
@@ -118,13 +123,18 @@ class EngineLink:
     def open_count(self) -> int:
         return len(self._calls)
 
+    @property
+    def calls(self) -> Mapping[int, Call]:
+        """By the number of the engine's request."""
+        return self._calls
+
     def start(self, request_id: str, prompts: Sequence[tuple[list[int], Sampling]]) -> Call:
         """One engine request per prompt, all in one call."""
         if self.state == "lost":
             raise Unavailable(f"the engine is gone: {self.why_lost}")
         numbers = range(self._next_number, self._next_number + len(prompts))
         self._next_number = numbers.stop
-        call = Call(request_id, numbers)
+        call = Call(request_id, numbers, started_s=self._clock.now_s())
         try:
             for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
                 self._send(Add(number, prompt, sampling))
@@ -166,6 +176,23 @@ class EngineLink:
         self._flushing.append(answer)
         return await answer
 
+    def start_trace(self) -> None:
+        """One at a time, whoever asked for it."""
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}: nothing can be traced")
+        if self._is_tracing:
+            raise BadState("a trace is being taken already; stop it first")
+        self._send(Trace(True))
+        self._is_tracing = True
+
+    async def stop_trace(self) -> Traced:
+        if not self._is_tracing:
+            raise BadState("no trace is being taken; start one first")
+        if self._traced is None:
+            self._send(Trace(False))
+            self._traced = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._traced)
+
     # ---- for the one who runs it
 
     async def run(self) -> None:
@@ -186,9 +213,10 @@ class EngineLink:
         for call in set(self._calls.values()):
             call.fail(sentence)
         self._calls.clear()
-        for answer in self._flushing:
-            if not answer.done():
-                answer.set_exception(Unavailable(f"the engine is gone: {sentence}"))
+        gone = Unavailable(f"the engine is gone: {sentence}")
+        for answer in (*self._flushing, self._traced):
+            if answer is not None and not answer.done():
+                answer.set_exception(gone)
 
     def stop(self) -> None:
         with contextlib.suppress(Unavailable):
@@ -219,6 +247,10 @@ class EngineLink:
                 asker = self._flushing.pop(0) if self._flushing else None
                 if asker is not None and not asker.done():
                     asker.set_result(sentence)
+            case Traced():
+                if self._traced is not None and not self._traced.done():
+                    self._traced.set_result(message)
+                self._is_tracing, self._traced = False, None
             case Fault(sentence):
                 self.lose(sentence)
 

@@ -48,7 +48,7 @@ class Offload:
         self._query_max = query_max
         self.clock = clock
         self._counters = Counters(pools.layout.group_count)
-        self._timings = Timings(layout=pools.layout, clock=clock)
+        self.timings = Timings(layout=pools.layout, clock=clock)
         self._residency = Residency(pools)
         self._budgets = Budgets(pools, query_max)
         self._step: Step | None = None
@@ -152,7 +152,7 @@ class Offload:
         return torch.from_numpy(self._pools.tables.rows(sequence.line, start, count))
 
     def stats(self) -> Stats:
-        return self._counters.read(self._pools, self._timings)
+        return self._counters.read(self._pools, self.timings)
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
         """Every row of these sequences is in a slot, in every layer."""
@@ -325,7 +325,7 @@ class Offload:
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
         found = stepping.resolution(self._pools, step, layer, key)
-        return self._timings.timed(layer, first_query, found)
+        return self.timings.timed(layer, first_query, found)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -388,7 +388,7 @@ class Offload:
         self._require_step(step)
         stored = stepping.seal(self._pools, step, self._accepted(step, accepted))
         self._step = None
-        self._timings.landed(step)
+        self.timings.landed(step)
         self._sealed.append(step)
         for group, byte_count in stored.items():
             self._counters.stored(group, byte_count)

@@ -37,11 +37,16 @@ class _Seen:
 
 @dataclass(slots=True, kw_only=True)
 class Timings:
-    """Sums per layer since the start; what the open step has seen so far."""
+    """Sums per layer since the start; what the open step has seen so far.
+
+    If `keeps_spans`, also each fetch as (layer, started_ns, finished_ns), until somebody clears it.
+    """
 
     layout: ModelLayout
     clock: Clock
     counts: dict[str, Counts] = field(init=False)
+    keeps_spans: bool = False
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
     _seen: dict[Fetch, _Seen] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,6 +77,8 @@ class Timings:
     def _count(self, layer: int, event: Event, seen: _Seen) -> None:
         transfer_ns = event.finished_ns - event.started_ns
         assert transfer_ns >= 0, f"a fetch of layer {layer} ended before it started"
+        if self.keeps_spans:
+            self.spans.append((layer, event.started_ns, event.finished_ns))
         exposed_ns = transfer_ns if isinstance(event, DoneEvent) else seen.waited_ns
         for name, value in (
             ("transfer_ns", transfer_ns),

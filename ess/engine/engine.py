@@ -40,6 +40,7 @@ from ess.engine.runner import Runner
 from ess.engine.sampling import Sampling
 from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
+from ess.engine.warmth import Warmth
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
 from ess.models.model import Model
@@ -119,6 +120,7 @@ class Engine:
         self.step_count = 0
         self.preempted_count = 0
         self.moved_count = 0
+        self.warmth = Warmth()
         self.pace = pace.start(
             target_ms=config.tpot_ms,
             verified_max=config.mtp,
@@ -333,6 +335,7 @@ class Engine:
                 self._make_room(refusal)
                 continue
             self._flights.append(flight)
+            self.warmth.stepped(plan.turns, flight.step.firsts, flight.warmth)
             for turn in plan.turns:
                 turn.request.flight_count += 1
                 turn.request.ahead_count += turn.count

@@ -51,6 +51,7 @@ class Request:
 
     `output` is what the host has learned. `flight_count` steps that it has not learned may have
     made up to `ahead_count` tokens more; `draft_count` drafts wait on the device for the next one.
+    Of the rows that its `turn_count` turns asked for, `asked_count`, `hit_count` were resident.
     """
 
     number: int
@@ -70,6 +71,9 @@ class Request:
     flight_count: int = 0
     ahead_count: int = 0
     is_held: bool = False
+    turn_count: int = 0
+    hit_count: int = 0
+    asked_count: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:

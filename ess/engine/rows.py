@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ess.door import Offload, Step
+from ess.engine.warmth import StepWarmth
 from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
 from ess.layout import ModelLayout
@@ -32,6 +33,7 @@ class Batch:
     page_table: Tensor
     lengths: Tensor
     scale: float
+    warmth: StepWarmth
     located: dict[int, Tensor | None] = field(default_factory=dict)
     selected: dict[int, dict[range, Tensor]] = field(default_factory=dict)
 
