@@ -84,7 +84,7 @@ def plan(
         batch=batch,
         ratio=ratio,
     )
-    planner = _planner(ask, perf_db)
+    planner = planner_of(ask, perf_db)
     if html is not None:
         html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
         console.note(f"written: {html}")
@@ -98,7 +98,7 @@ def _present(found: Plan, ask: Ask, *, json: bool) -> None:
         _print(found, ask)
 
 
-def _planner(ask: Ask, perf_db: Path | None) -> Planner:
+def planner_of(ask: Ask, perf_db: Path | None) -> Planner:
     return Planner(
         operators=Operators(tables=tables.load(perf_db), fitted=Fitted.shipped()),
         curves=misses.published(),
