@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from cyclopts import Parameter
 from rich.table import Table
 
 from ess import console
@@ -15,7 +17,7 @@ from ess.errors import BadInput
 from ess.server.plan import parse_duration, planner_of
 from ess.sim.arrivals import Arrival, read_arrivals
 from ess.sim.goodput import Objective, Spread, Summary
-from ess.sim.plan import Ask, check_planned
+from ess.sim.plan import Ask, Planner, check_planned
 from ess.sim.traffic import Mix, at_rate, draw
 from ess.sim.worker import Served, Serving, serve
 from ess.units import parse_size
@@ -25,127 +27,132 @@ BESIDE: Final = "beside"
 REQUESTS: Final = 200
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFlags:
+    """Requests of a trace, or drawn ones."""
+
+    trace: Path | None = None
+    "Requests to replay: Mooncake JSONL or Azure CSV. Without it they are drawn."
+    rate: float | None = None
+    "Requests per second that reach this GPU; stretches a trace in time."
+    requests: int | None = None
+    "How many: the first of a trace, by default all; 200 when they are drawn."
+    ctx: str = "32k"
+    "Mean prompt of drawn requests."
+    out: int = 512
+    "Mean output of drawn requests, in tokens."
+    spread: float = 0.0
+    "Deviation of the logarithm of drawn lengths: 0 makes all alike, 1 is like chat."
+    seed: int = 0
+    "Of arrivals, lengths and accepted drafts. The same seed prints the same."
+
+    def arrivals(self) -> list[Arrival]:
+        if self.requests is not None and self.requests < 1:
+            raise BadInput(f"--requests {self.requests}: at least one must arrive")
+        if self.trace is not None:
+            found = read_arrivals(self.trace)[: self.requests]
+            return found if self.rate is None else at_rate(found, self.rate)
+        if self.rate is None:
+            raise BadInput("give --trace FILE, or --rate, the requests per second that arrive")
+        mix = Mix(
+            rate=self.rate,
+            count=self.requests or REQUESTS,
+            prompt_tokens=parse_size(self.ctx),
+            output_tokens=self.out,
+            spread=self.spread,
+        )
+        return draw(mix, seed=self.seed)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFlags:
+    """What serves them; names as in `ess plan`."""
+
+    model: str = "deepseek-v3.2"
+    "A model with operator tables: deepseek-v3.2."
+    gpu: str = "h200"
+    "A GPU with operator tables."
+    gpus: int = 32
+    "GPUs that share the experts."
+    mtp: int = 2
+    "Tokens verified per step."
+    accepted: float | None = None
+    "Tokens accepted per step; by default 70 % of each draft in turn."
+    ram: str | None = None
+    "Host memory of all nodes together, such as 2TiB. Without it there is enough."
+    device_bytes: str | None = None
+    "Memory per GPU for slots and index. By default what weights and reserves leave."
+    perf_db: Path | None = None
+    "An unpacked measurement package to use in place of the tables that ship."
+
+    def planner(self, context: int) -> Planner:
+        check_planned(self.model, self.gpu)
+        ask = Ask(
+            context=context,
+            queries_each=self.mtp,
+            accepted=self.accepted,
+            gpu_count=self.gpus,
+            device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
+            host_bytes=None if self.ram is None else parse_size(self.ram),
+        )
+        return planner_of(ask, self.perf_db)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingFlags:
+    """Where prefill runs, and what is aimed at."""
+
+    prefill: str = "4x4"
+    "Pipelines x GPUs of each that prefill for one decode GPU, or beside: chunks beside decode."
+    ttft: str = "10s"
+    "Objective: time to the first token."
+    tpot: str = "60ms"
+    "Objective: time per further token."
+    paced: bool = False
+    "Let the engine choose depth, batch and chunk for the objective's time per token."
+    waiting: int = 256
+    "Requests that may wait; one more is refused."
+
+    def serving(self, *, seed: int) -> Serving:
+        objective = Objective(
+            ttft_s=parse_duration(self.ttft) / 1e6, tpot_s=parse_duration(self.tpot) / 1e6
+        )
+        return Serving(
+            objective=objective,
+            tier=parse_tier(self.prefill),
+            is_paced=self.paced,
+            waiting_max=self.waiting,
+            seed=seed,
+        )
+
+
 def sim(
     *,
-    trace: Path | None = None,
-    rate: float | None = None,
-    requests: int | None = None,
-    ctx: str = "32k",
-    out: int = 512,
-    spread: float = 0.0,
-    seed: int = 0,
-    model: str = "deepseek-v3.2",
-    gpu: str = "h200",
-    gpus: int = 32,
-    mtp: int = 2,
-    accepted: float | None = None,
-    prefill: str = "4x4",
-    ttft: str = "10s",
-    tpot: str = "60ms",
-    paced: bool = False,
-    waiting: int = 256,
-    ram: str | None = None,
-    device_bytes: str | None = None,
-    perf_db: Path | None = None,
+    requests: RequestFlags | None = None,
+    worker: WorkerFlags | None = None,
+    serving: ServingFlags | None = None,
     json: bool = False,
 ) -> None:
     """Replay arriving requests on one decode GPU, with offload and without.
 
     Parameters
     ----------
-    trace
-        Requests to replay: Mooncake JSONL or Azure CSV. Without it they are drawn.
-    rate
-        Requests per second that reach this GPU; stretches a trace in time.
-    requests
-        How many: the first of a trace, by default all; 200 when they are drawn.
-    ctx
-        Mean prompt of drawn requests, such as 32k.
-    out
-        Mean output of drawn requests, in tokens.
-    spread
-        Deviation of the logarithm of drawn lengths: 0 makes all alike.
-    seed
-        Of arrivals, lengths and accepted drafts. The same seed prints the same.
-    model
-        A model with operator tables: deepseek-v3.2.
-    gpu
-        A GPU with operator tables: h200.
-    gpus
-        GPUs that share the experts.
-    mtp
-        Tokens verified per step.
-    accepted
-        Tokens accepted per step; by default 70 % of each draft in turn.
-    prefill
-        Pipelines x GPUs of each that prefill for one decode GPU, or "beside" for chunks beside it.
-    ttft
-        Objective: time to the first token.
-    tpot
-        Objective: time per further token.
-    paced
-        Let the engine choose depth, batch and chunk for the objective's time per token.
-    waiting
-        Requests that may wait; one more is refused.
-    ram
-        Host memory of all nodes together, such as 2TiB. Without it there is enough.
-    device_bytes
-        Memory per GPU for slots and index. By default what weights and reserves leave.
-    perf_db
-        An unpacked measurement package to use in place of the tables that ship.
     json
         Print one JSON document.
     """
-    check_planned(model, gpu)
-    arrivals = _arrivals(trace, rate, requests, Drawn(ctx, out, spread), seed)
-    ask = Ask(
-        context=max(one.prompt_tokens + one.output_tokens for one in arrivals),
-        queries_each=mtp,
-        accepted=accepted,
-        gpu_count=gpus,
-        device_bytes=None if device_bytes is None else parse_size(device_bytes),
-        host_bytes=None if ram is None else parse_size(ram),
-    )
-    serving = Serving(
-        objective=Objective(ttft_s=parse_duration(ttft) / 1e6, tpot_s=parse_duration(tpot) / 1e6),
-        tier=parse_tier(prefill),
-        is_paced=paced,
-        waiting_max=waiting,
-        seed=seed,
-    )
-    found = serve(planner_of(ask, perf_db), arrivals, serving)
+    requests = requests or RequestFlags()
+    arrivals = requests.arrivals()
+    longest = max(one.prompt_tokens + one.output_tokens for one in arrivals)
+    planner = (worker or WorkerFlags()).planner(longest)
+    wanted = (serving or ServingFlags()).serving(seed=requests.seed)
+    found = serve(planner, arrivals, wanted)
     if json:
         console.print_json(msgspec.to_builtins(found))
     else:
-        _print(found, arrivals, serving)
-
-
-class Drawn(msgspec.Struct, frozen=True):
-    """Lengths of requests that no trace gives."""
-
-    ctx: str
-    out: int
-    spread: float
-
-
-def _arrivals(
-    trace: Path | None, rate: float | None, requests: int | None, drawn: Drawn, seed: int
-) -> list[Arrival]:
-    if requests is not None and requests < 1:
-        raise BadInput(f"--requests {requests}: at least one must arrive")
-    if trace is not None:
-        arrivals = read_arrivals(trace)[:requests]
-        return arrivals if rate is None else at_rate(arrivals, rate)
-    if rate is None:
-        raise BadInput("give --trace FILE, or --rate, the requests per second that arrive")
-    mix = Mix(
-        rate=rate,
-        count=requests or REQUESTS,
-        prompt_tokens=parse_size(drawn.ctx),
-        output_tokens=drawn.out,
-        spread=drawn.spread,
-    )
-    return draw(mix, seed=seed)
+        _print(found, arrivals, wanted)
 
 
 def parse_tier(text: str) -> tuple[int, int] | None:
