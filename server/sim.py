@@ -17,7 +17,8 @@ from ess.errors import BadInput
 from ess.server.plan import parse_duration, planner_of
 from ess.sim.arrivals import Arrival, read_arrivals
 from ess.sim.goodput import Objective, Spread, Summary
-from ess.sim.plan import Ask, Planner, check_planned
+from ess.sim.gpus import check_planned
+from ess.sim.plan import Ask, Planner
 from ess.sim.traffic import Mix, at_rate, draw
 from ess.sim.worker import Served, Serving, serve
 from ess.units import parse_size
@@ -73,7 +74,7 @@ class WorkerFlags:
     model: str = "deepseek-v3.2"
     "A model with operator tables: deepseek-v3.2."
     gpu: str = "h200"
-    "A GPU with operator tables."
+    "A GPU with operator tables: h100 or h200."
     gpus: int = 32
     "GPUs that share the experts."
     mtp: int = 2
@@ -97,7 +98,7 @@ class WorkerFlags:
             device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
             host_bytes=None if self.ram is None else parse_size(self.ram),
         )
-        return planner_of(ask, self.perf_db)
+        return planner_of(ask, self.gpu, self.perf_db)
 
 
 @Parameter(name="*")
