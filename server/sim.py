@@ -20,7 +20,7 @@ from ess.sim.goodput import Objective, Spread, Summary
 from ess.sim.gpus import check_planned
 from ess.sim.plan import Ask, Planner
 from ess.sim.traffic import Mix, at_rate, draw
-from ess.sim.worker import Served, Serving, serve
+from ess.sim.worker import MissesBy, Served, Serving, serve
 from ess.units import parse_size
 
 TIER: Final = re.compile(r"^(\d{1,4})x(\d{1,4})$")
@@ -108,6 +108,8 @@ class ServingFlags:
 
     prefill: str = "4x4"
     "Pipelines x GPUs of each that prefill for one decode GPU, or beside: chunks beside decode."
+    misses: MissesBy = "curve"
+    "Off the published curves, or counted: lru, the real planner on generated selections."
     ttft: str = "10s"
     "Objective: time to the first token."
     tpot: str = "60ms"
@@ -124,6 +126,7 @@ class ServingFlags:
         return Serving(
             objective=objective,
             tier=parse_tier(self.prefill),
+            misses=self.misses,
             is_paced=self.paced,
             waiting_max=self.waiting,
             seed=seed,
@@ -214,9 +217,21 @@ def _lines(
         ),
         both("goodput, requests/s", lambda one: f"{one.good_per_s:.2f}"),
         both("misses per request and layer", lambda one: f"{one.misses_mean:.1f}"),
+        *(("", "", "", line) for line in _agreed(found)),
         both("of its time waits for the link", lambda one: f"{one.exposed_share:.1%}"),
         both("somebody waited for", lambda one: _named(one.waited_s, "{:,.0f} s")),
     ]
+
+
+def _agreed(found: Served) -> list[str]:
+    """One line for each context."""
+    lines = []
+    for context in dict.fromkeys(one.context for one in found.agreed):
+        pairs = [
+            f"{one.lru:.0f} {one.published:.0f}" for one in found.agreed if one.context == context
+        ]
+        lines.append(f"by LRU and published, {context:,} tokens: {', '.join(pairs)}")
+    return lines
 
 
 def _named(counts: dict[str, int] | dict[str, float], form: str) -> str:

@@ -7,8 +7,8 @@ memory, prefill, arrivals and drafts are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from ess.engine.chunking import PrefillTime
 from ess.errors import BadInput
@@ -16,6 +16,7 @@ from ess.sim import prefilltime
 from ess.sim.arrivals import Arrival
 from ess.sim.capacity import SLOTS
 from ess.sim.goodput import Objective, Summary, summarise
+from ess.sim.lrucurves import Agreed, Drawing, agreement, lru_curves
 from ess.sim.misses import PUBLISHED_QUERIES
 from ess.sim.operators import TOP_K
 from ess.sim.plan import Planner
@@ -26,6 +27,8 @@ from ess.sim.steptime import StepTimes
 from ess.sim.traffic import chance_of
 from ess.units import PAGE_ROWS
 
+MissesBy = Literal["curve", "lru"]
+
 PROMPT_MAX: Final = 1 << 21
 
 
@@ -33,11 +36,13 @@ PROMPT_MAX: Final = 1 << 21
 class Serving:
     """`tier` is pipelines x GPUs of each for every decode GPU; None prefills beside decode.
 
+    `misses` are read off the published curves, or counted in the product's planner ("lru").
     With `is_paced` the engine decides depth, batch and chunk for the objective's time per token.
     """
 
     objective: Objective
     tier: tuple[int, int] | None = None
+    misses: MissesBy = "curve"
     is_paced: bool = False
     batch_max: int = 512
     chunk_tokens: int = 512
@@ -52,11 +57,15 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """`prefill_tokens_per_s` is what one prefill GPU computes of an average prompt."""
+    """`prefill_tokens_per_s` is what one prefill GPU computes of an average prompt.
+
+    `agreed` has the counted misses beside the published, where they were counted.
+    """
 
     offload: Summary
     resident: Summary
     prefill_tokens_per_s: float
+    agreed: tuple[Agreed, ...] = ()
 
 
 def serve(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> Served:
@@ -65,6 +74,7 @@ def serve(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> Se
     longest = max(arrivals, key=lambda one: one.prompt_tokens)
     if longest.prompt_tokens > PROMPT_MAX:
         raise BadInput(f"a prompt of {longest.prompt_tokens:,} tokens, at most {PROMPT_MAX:,}")
+    planner, agreed = _with_misses(planner, serving)
     times = StepTimes(operators=planner.operators, curves=planner.curves, ranks=ask.gpu_count)
     time = prefilltime.estimate(planner.layout, planner.operators.machine)
     chance = chance_of(ask.tokens_each, depth=ask.queries_each)
@@ -81,7 +91,17 @@ def serve(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> Se
         )
         both.append(summarise(found, serving.objective))
     mean = sum(one.prompt_tokens for one in arrivals) / len(arrivals)
-    return Served(offload=both[0], resident=both[1], prefill_tokens_per_s=mean / time.of(mean))
+    return Served(
+        offload=both[0], resident=both[1], prefill_tokens_per_s=mean / time.of(mean), agreed=agreed
+    )
+
+
+def _with_misses(planner: Planner, serving: Serving) -> tuple[Planner, tuple[Agreed, ...]]:
+    if serving.misses == "curve":
+        return planner, ()
+    drawing = Drawing(queries_each=planner.ask.queries_each, seed=serving.seed)
+    counted = lru_curves(planner.curves, drawing)
+    return replace(planner, curves=counted), tuple(agreement(counted, planner.curves))
 
 
 def rank_of(
@@ -110,7 +130,7 @@ def rank_of(
 
 
 def missed_by(planner: Planner) -> Missed:
-    """The published curves, for the tokens that a step verifies."""
+    """The curves, for the tokens that a step verifies."""
     queries, curves = planner.ask.queries_each, planner.curves
 
     def missed(length: int, slots: float) -> float:
