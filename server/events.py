@@ -41,7 +41,8 @@ class Frames:
 
     def latest(self) -> bytes:
         service = self.service
-        key = (service.board.published_s, service.link.state, service.draining)
+        silent_s = int(service.clock.now_s() - service.link.heard_at_s)
+        key = (service.board.published_s, service.link.state, service.draining, silent_s)
         if key != self._key:
             self._key, self._ready = key, _event("frame", frame(service))
         return self._ready
@@ -111,6 +112,7 @@ def frame(service: Service) -> dict[str, Any]:
         "model": service.name,
         "state": "draining" if service.draining and link.state != "lost" else link.state,
         "why": link.why_lost,
+        "silent_s": service.clock.now_s() - link.heard_at_s,
         "limiter": status.limiter,
         "shortage": status.shortage,
         "tokens_per_s": service.board.tokens_per_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 import urllib.error
@@ -22,9 +23,10 @@ from tests.support.chromium import Browser
 from tests.support.crowd import Crowd
 
 needs_browser = pytest.mark.skipif(
-    chromium.path() is None, reason="Chromium is not installed: apt-get install chromium"
+    chromium.path() is None and os.environ.get("BROWSER_TESTS") != "required",
+    reason="Chromium is not installed: apt-get install chromium",
 )
-SMALL = ("--max-running", "2", "--max-model-len", "2k")
+SMALL = ("--max-running", "2", "--max-model-len", "2k", "--overlap", "da")
 DATASET = "document.getElementById('requests').rows"
 
 
@@ -117,10 +119,7 @@ def check_numbers(page: Browser, url: str) -> None:
 
 
 def check_charts(page: Browser) -> None:
-    assert set(page.value("document.getElementById('layers').dataset.modes").split()) <= {
-        *("resident", "none", "da", "dba")
-    }
-    assert len(page.value("document.getElementById('layers').dataset.modes").split()) == 7
+    assert page.value("document.getElementById('layers').dataset.modes").split() == ["da"] * 7
     assert page.value("+document.getElementById('heat').dataset.columns") > 2
     assert "step 1:" in page.value("document.getElementById('landed').textContent")
     assert "warm-up on" in page.value("document.getElementById('landed').textContent")
@@ -189,6 +188,24 @@ def test_a_server_with_a_key_asks_for_it_once(page: Browser):
         assert page.value("document.getElementById('state').textContent") == "ready"
     errors = [one for one in page.errors() if "401" not in one]
     assert all("ERR_" in one for one in errors), errors
+
+
+@pytest.mark.slow
+@needs_browser
+def test_it_says_when_the_engine_is_loading_silent_or_gone(page: Browser):
+    page.events.clear()
+    binds = "document.getElementById('binds').textContent"
+    with Served(PacedEngine(counting(1), says_ready=False)) as served:
+        page.go(served.url + "/dashboard")
+        page.until(f"{binds}.includes('being loaded')")
+    with Served(PacedEngine(counting(1))) as served:
+        page.go(served.url + "/dashboard")
+        page.until(f"{binds}.includes('Nearest limit')")
+        served.engine.hold()
+        page.until(f"{binds}.includes('said nothing for')")
+        served.call(lambda: served.service.link.lose("it fell over"))
+        page.until(f"{binds} === 'The engine is gone: it fell over'")
+        assert page.value("document.getElementById('state').dataset.state") == "lost"
 
 
 @pytest.mark.slow
