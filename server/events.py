@@ -74,7 +74,7 @@ class FrameStream(Response):
             await self._send(send, self._frames.latest())
             if is_lost:
                 break
-            await _either(self._fresh, QUIET_S)
+            await _set_within(self._fresh, QUIET_S)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, ready: bytes) -> None:
@@ -82,7 +82,7 @@ class FrameStream(Response):
         await asyncio.wait_for(send(body), self._service.limits.stall_s)
 
 
-async def _either(fresh: asyncio.Event, most_s: float) -> None:
+async def _set_within(fresh: asyncio.Event, most_s: float) -> None:
     try:
         await asyncio.wait_for(fresh.wait(), most_s)
     except TimeoutError:

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ess.engine.messages import Traced, TraceSpan
+from ess.engine.messages import Status, Traced, TraceSpan
+from ess.server.service import Limits
 from ess.server.tracing import trace_document
 from tests.server import screens
-from tests.server.harness import PacedEngine, Served, counting, until
+from tests.server.harness import PacedEngine, Served, counting, raw, until
 from tests.server.test_life import Process
 from tests.support import chromium
 from tests.support.chromium import Browser
@@ -278,6 +279,18 @@ def test_a_ninth_viewer_is_told_so_and_all_end_with_the_engine():
             viewer.close()
             frame = json.loads(last[6:])
             assert (frame["state"], frame["why"]) == ("lost", "it fell over")
+
+
+def test_a_viewer_that_takes_nothing_leaves_its_place():
+    limits = Limits(running_max=2, waiting_max=2, length_max=4096, stall_s=0.3)
+    long = Status(hits=(10**9,) * 20_000, misses=(10**9,) * 20_000)
+    with Served(PacedEngine(counting(1), status=long), limits=limits) as served:
+        until(lambda: len(served.service.board.recent) > 9, "a past of some megabytes")
+        with raw(served.port) as stalled:
+            stalled.sendall(b"GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
+            until(lambda: served.service.board._subscribers, "the viewer")
+            until(lambda: not served.service.board._subscribers, "its leaving")
+        assert served.service.tally.disconnect_count == 1
 
 
 def test_one_trace_at_a_time_and_none_is_an_answer():
