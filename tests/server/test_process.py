@@ -144,7 +144,7 @@ def test_tokens_come_in_pieces_and_are_the_model_s(mtp: int):
         t1=[Add(5, first, Sampling(tokens_max=8))],
         t4=[Add(6, second, Sampling(tokens_max=6, stop_ids=ends))],
     )
-    loop = run(wire, 40, mtp=mtp)
+    loop = run(wire, 40, mtp=mtp, modes="none")
     assert wire.made(5) == greedy(small(), first, 8)
     stopped = greedy(small(), second, 3)
     assert wire.made(6) == stopped[: stopped.index(stopped[2]) + 1]
