@@ -20,14 +20,20 @@ from ess.server import (
     dashboard,
     events,
     generate,
+    openapi,
     text_routes,
     tracing,
 )
-from ess.server.answers import Absent, error_answer
+from ess.server.answers import Absent, answer, error_answer
 from ess.server.gate import Gate
 from ess.server.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+async def openapi_document(request: Request) -> Response:
+    return answer(openapi.document([(methods, path) for methods, path, _ in ROUTES]))
+
 
 ROUTES: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/v1/completions", completions.completions),
@@ -57,12 +63,14 @@ ROUTES: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/trace/stop", tracing.stop),
     ("GET", "/dashboard", dashboard.page),
     ("GET", "/dashboard/{recording}", dashboard.recording),
+    ("GET", "/openapi.json", openapi_document),
 )
 
 
 def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
     routes = [
-        Route(path, _named(handler), methods=methods.split()) for methods, path, handler in ROUTES
+        Route(path, _named(path, handler), methods=methods.split())
+        for methods, path, handler in ROUTES
     ]
     app = Starlette(
         routes=routes,
@@ -74,11 +82,11 @@ def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
     return Gate(app, keys=keys, body_max=service.limits.body_max, tally=service.tally)
 
 
-def _named(handler: Handler) -> Handler:
+def _named(path: str, handler: Handler) -> Handler:
     """Counts by route, never by a path that a client made up; a failure of ours is an answer."""
 
     async def handle(request: Request) -> Response:
-        request.scope["route_name"] = request.scope["path"]
+        request.scope["route_name"] = path
         try:
             return await handler(request)
         except (EssError, HTTPException):

@@ -6,13 +6,24 @@ the answer, but is not served, is refused where the wish is made.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from ess.errors import BadInput
 
 Ask = TypeVar("Ask", bound=msgspec.Struct)
+
+
+_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_MANY_IDS: Final = {"type": "array", "items": _IDS}
+_TEXTS: Final = {"type": "array", "items": {"type": "string"}}
+Ids = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"anyOf": [_IDS, _MANY_IDS]})]
+Prompt = Annotated[
+    msgspec.Raw,
+    msgspec.Meta(extra_json_schema={"anyOf": [{"type": "string"}, _TEXTS, _IDS, _MANY_IDS]}),
+]
+"""Read later, by `read_ids` and `read_texts`: what they accept is said here."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -70,7 +81,7 @@ class Common(Sampled, kw_only=True):
 
 
 class CompletionAsk(Common, kw_only=True):
-    prompt: msgspec.Raw
+    prompt: Prompt
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
@@ -127,7 +138,7 @@ class GenerateAsk(msgspec.Struct, kw_only=True):
     """SGLang's /generate: one prompt or several, as text or as ids."""
 
     text: str | list[str] | None = None
-    input_ids: msgspec.Raw = msgspec.Raw(b"null")
+    input_ids: Ids = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
     sampling_params: SglangSampling | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
@@ -148,7 +159,7 @@ class TokenizeAsk(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeAsk(msgspec.Struct, kw_only=True):
-    tokens: msgspec.Raw
+    tokens: Ids
     skip_special_tokens: bool | None = None
     model: str | None = None
 
