@@ -100,8 +100,9 @@ class LayerStep:
         batch, group = self._batch, self._group
         selection = self.select(part)
         if selection is not None:
-            slots = batch.offload.locate(self.number, selection, batch.step, queries=part)
-            batch.located[group] = slots if ((slots >= 0) == (selection >= 0)).all() else None
+            batch.located[group] = batch.offload.locate_all(
+                self.number, selection, batch.step, first_query=part.start
+            )
         located = batch.located[group]
         return None if located is None else Found(part, located)
 

@@ -30,9 +30,7 @@ SLICE_S: Final = 0.2
 AT_ONCE_BYTES: Final = 512 << 10
 
 
-def open_lane(
-    *, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_ONCE_BYTES
-) -> Lane:
+def open_lane(*, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_ONCE_BYTES) -> Lane:
     """The best lane of a device, "cpu" or "cuda:0". `threads` is what one copy may use here, and
     jobs of `at_once_bytes` or less are not worth a worker's while."""
     kind, _, ordinal = device.partition(":")
