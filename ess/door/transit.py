@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -53,16 +53,22 @@ def fetch_copies(pools: Pools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy
     ]
 
 
-def store_copies(pools: Pools, group: int, slots: Rows, host_rows: Rows) -> list[RowCopy]:
-    return [
-        RowCopy(
-            source=member_slab(pools, member),
-            source_rows=slots,
-            target=pools.latent.rows[layer],
-            target_rows=host_rows,
-        )
+def store_copy(pools: Pools, slots_of: Mapping[int, Rows], host_rows: Rows) -> RowCopy:
+    """Rows of whole groups to `host_rows` of all their layers: one copy, since slots of all members
+    are rows of one slab, and rows of all layers lie in one matrix behind one another."""
+    every = pools.latent.rows
+    members = [
+        (slots + member * PAGE_ROWS, layer)
+        for group, slots in slots_of.items()
         for member, layer in enumerate(pools.layout.groups[group])
     ]
+    firsts = np.array([layer for _, layer in members]) * every.shape[1]
+    return RowCopy(
+        source=pools.sparse.slab,
+        source_rows=np.concatenate([slots for slots, _ in members]),
+        target=every.reshape(-1, every.shape[2]),
+        target_rows=(firsts[:, None] + host_rows).reshape(-1),
+    )
 
 
 def member_slab(pools: Pools, member: int) -> npt.NDArray[np.uint8]:
@@ -70,7 +76,7 @@ def member_slab(pools: Pools, member: int) -> npt.NDArray[np.uint8]:
     return pools.sparse.slab[member * PAGE_ROWS :]
 
 
-def start_fetch(pools: Pools, plan: FetchPlan) -> tuple[Event | None, ...]:
+def start_fetch(pools: Pools, plan: FetchPlan, host_rows: Rows) -> tuple[Event | None, ...]:
     """Put a plan's copies under way: one event per layer of its group, the leader's first.
 
     Without rows of its own a plan may still depend on an earlier one (a late hit): the lane is
@@ -79,7 +85,7 @@ def start_fetch(pools: Pools, plan: FetchPlan) -> tuple[Event | None, ...]:
     layers = pools.layout.groups[plan.group]
     if not plan.is_pending:
         return (None,) * len(layers)
-    copies = fetch_copies(pools, plan, pools.index.host_rows(plan.rows))
+    copies = fetch_copies(pools, plan, host_rows)
     nothing: Callable[[], None] = lambda: None  # noqa: E731
     commits = [nothing] * (len(layers) - 1) + [lambda: pools.sparse.commit(plan)]
     return tuple(

@@ -7,6 +7,8 @@ by host page, the index pool holds active pages on the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -50,12 +52,15 @@ class KeyPages:
         parts = (self._values[layer, page, offset], self._scales[layer, page, offset])
         return np.concatenate(parts, axis=1)
 
-    def copy_keys(self, source: KeyPages, source_rows: RowIds, rows: RowIds) -> None:
-        """The same keys of all layers from another tier, key by key."""
+    def copy_keys(
+        self, source: KeyPages, source_rows: RowIds, rows: RowIds, *, layers: Sequence[int]
+    ) -> None:
+        """The same keys of these layers from another tier, key by key."""
+        layer = np.asarray(layers)[:, None]
         page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
         there, at = source_rows // PAGE_ROWS, source_rows % PAGE_ROWS
-        self._values[:, page, offset] = source._values[:, there, at]
-        self._scales[:, page, offset] = source._scales[:, there, at]
+        self._values[layer, page, offset] = source._values[layer, there, at]
+        self._scales[layer, page, offset] = source._scales[layer, there, at]
 
     def copy_pages(self, source: KeyPages, source_pages: PageIds, pages: PageIds) -> None:
         for layer in range(self.layer_count):
