@@ -108,6 +108,8 @@ class ServingFlags:
 
     prefill: str = "4x4"
     "Pipelines x GPUs of each that prefill for one decode GPU, or beside: chunks beside decode."
+    cached: float | None = None
+    "Share of every prompt prefilled before; by default what the blocks of a trace say, or none."
     misses: MissesBy = "curve"
     "Off the published curves, or counted: lru, the real planner on generated selections."
     ttft: str = "10s"
@@ -126,6 +128,7 @@ class ServingFlags:
         return Serving(
             objective=objective,
             tier=parse_tier(self.prefill),
+            cached_share=self.cached,
             misses=self.misses,
             is_paced=self.paced,
             waiting_max=self.waiting,
@@ -206,8 +209,8 @@ def _lines(
         both(
             "first token, p50 p90 p99",
             lambda one: _percents(one.ttft_s, 1.0, "s"),
-            f"prompts of {tokens:,.0f} tokens; estimated {found.prefill_tokens_per_s:,.0f} "
-            "a second and prefill GPU",
+            f"prompts of {tokens:,.0f} tokens, {found.cached_share:.0%} cached; estimated "
+            f"{found.prefill_tokens_per_s:,.0f} a second and prefill GPU",
         ),
         both("further tokens, p50 p90 p99", lambda one: _percents(one.tpot_s, 1e3, "ms")),
         both(
