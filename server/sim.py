@@ -194,7 +194,7 @@ def _lines(
         return name, show(found.offload), show(found.resident), remark
 
     tokens = sum(one.prompt_tokens for one in arrivals) / len(arrivals)
-    wanted = serving.objective
+    wanted, prefill = serving.objective, f"{found.prefill_tokens_per_s:,.0f}"
     gain = found.offload.tokens_per_s / max(found.resident.tokens_per_s, 1e-9)
     return [
         both(
@@ -202,6 +202,7 @@ def _lines(
             lambda one: f"{one.served_count:,}",
             f"of {len(arrivals):,} that arrive in {arrivals[-1].at_s:,.0f} s",
         ),
+        ("prefill, tokens/s per GPU", prefill, prefill, "estimated, of a whole prompt"),
         both("refused", lambda one: _named(one.refused, "{:,}")),
         both("until all is done", lambda one: f"{one.seconds:,.0f} s"),
         both("tokens/s per GPU", lambda one: f"{one.tokens_per_s:,.0f}", f"x{gain:.2f}"),
@@ -209,8 +210,7 @@ def _lines(
         both(
             "first token, p50 p90 p99",
             lambda one: _percents(one.ttft_s, 1.0, "s"),
-            f"prompts of {tokens:,.0f} tokens, {found.cached_share:.0%} cached; estimated "
-            f"{found.prefill_tokens_per_s:,.0f} a second and prefill GPU",
+            f"prompts of {tokens:,.0f} tokens, {found.cached_share:.0%} of them cached",
         ),
         both("further tokens, p50 p90 p99", lambda one: _percents(one.tpot_s, 1e3, "ms")),
         both(
