@@ -108,6 +108,8 @@ class ServingFlags:
 
     prefill: str = "4x4"
     "Pipelines x GPUs of each that prefill for one decode GPU, or beside: chunks beside decode."
+    cached: float | None = None
+    "Share of every prompt prefilled before; by default what the blocks of a trace say, or none."
     misses: MissesBy = "curve"
     "Off the published curves, or counted: lru, the real planner on generated selections."
     ttft: str = "10s"
@@ -126,6 +128,7 @@ class ServingFlags:
         return Serving(
             objective=objective,
             tier=parse_tier(self.prefill),
+            cached_share=self.cached,
             misses=self.misses,
             is_paced=self.paced,
             waiting_max=self.waiting,
@@ -191,7 +194,7 @@ def _lines(
         return name, show(found.offload), show(found.resident), remark
 
     tokens = sum(one.prompt_tokens for one in arrivals) / len(arrivals)
-    wanted = serving.objective
+    wanted, prefill = serving.objective, f"{found.prefill_tokens_per_s:,.0f}"
     gain = found.offload.tokens_per_s / max(found.resident.tokens_per_s, 1e-9)
     return [
         both(
@@ -199,6 +202,7 @@ def _lines(
             lambda one: f"{one.served_count:,}",
             f"of {len(arrivals):,} that arrive in {arrivals[-1].at_s:,.0f} s",
         ),
+        ("prefill, tokens/s per GPU", prefill, prefill, "estimated, of a whole prompt"),
         both("refused", lambda one: _named(one.refused, "{:,}")),
         both("until all is done", lambda one: f"{one.seconds:,.0f} s"),
         both("tokens/s per GPU", lambda one: f"{one.tokens_per_s:,.0f}", f"x{gain:.2f}"),
@@ -206,8 +210,7 @@ def _lines(
         both(
             "first token, p50 p90 p99",
             lambda one: _percents(one.ttft_s, 1.0, "s"),
-            f"prompts of {tokens:,.0f} tokens; estimated {found.prefill_tokens_per_s:,.0f} "
-            "a second and prefill GPU",
+            f"prompts of {tokens:,.0f} tokens, {found.cached_share:.0%} of them cached",
         ),
         both("further tokens, p50 p90 p99", lambda one: _percents(one.tpot_s, 1e3, "ms")),
         both(

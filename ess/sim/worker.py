@@ -21,6 +21,7 @@ from ess.sim.misses import PUBLISHED_QUERIES
 from ess.sim.operators import TOP_K
 from ess.sim.plan import Planner
 from ess.sim.prefilltime import Handoff, Tier
+from ess.sim.prefixes import reused, shared
 from ess.sim.rank import Missed, Rank
 from ess.sim.replay import WAITING_MAX, Drafting, replay
 from ess.sim.steptime import StepTimes
@@ -36,12 +37,14 @@ PROMPT_MAX: Final = 1 << 21
 class Serving:
     """`tier` is pipelines x GPUs of each for every decode GPU; None prefills beside decode.
 
+    Cached prompt tokens are those of blocks that a trace names, or this share of every prompt.
     `misses` are read off the published curves, or counted in the product's planner ("lru").
     With `is_paced` the engine decides depth, batch and chunk for the objective's time per token.
     """
 
     objective: Objective
     tier: tuple[int, int] | None = None
+    cached_share: float | None = None
     misses: MissesBy = "curve"
     is_paced: bool = False
     batch_max: int = 512
@@ -59,12 +62,14 @@ class Serving:
 class Served:
     """`prefill_tokens_per_s` is what one prefill GPU computes of an average prompt.
 
+    `cached_share` of all prompt tokens was prefilled before.
     `agreed` has the counted misses beside the published, where they were counted.
     """
 
     offload: Summary
     resident: Summary
     prefill_tokens_per_s: float
+    cached_share: float
     agreed: tuple[Agreed, ...] = ()
 
 
@@ -79,6 +84,7 @@ def serve(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> Se
     time = prefilltime.estimate(planner.layout, planner.operators.machine)
     chance = chance_of(ask.tokens_each, depth=ask.queries_each)
     drafting = Drafting(chance=chance, seed=serving.seed)
+    cached = _cached(planner, arrivals, serving)
     both = []
     for slot_floor in (planner.layout.slot_floor, None):
         rank = rank_of(planner, arrivals, serving, times=times, time=time, slot_floor=slot_floor)
@@ -88,12 +94,27 @@ def serve(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> Se
             tier=_tier(planner, serving, time),
             drafting=drafting,
             waiting_max=serving.waiting_max,
+            cached=cached,
         )
         both.append(summarise(found, serving.objective))
-    mean = sum(one.prompt_tokens for one in arrivals) / len(arrivals)
+    tokens = sum(one.prompt_tokens for one in arrivals)
+    mean = tokens / len(arrivals)
     return Served(
-        offload=both[0], resident=both[1], prefill_tokens_per_s=mean / time.of(mean), agreed=agreed
+        offload=both[0],
+        resident=both[1],
+        prefill_tokens_per_s=mean / time.of(mean),
+        cached_share=sum(cached) / tokens,
+        agreed=agreed,
     )
+
+
+def _cached(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> list[int]:
+    """Host memory that was given bounds what can be found again."""
+    if serving.cached_share is not None:
+        return shared(arrivals, serving.cached_share)
+    layout, host_bytes = planner.layout, planner.ask.host_bytes
+    held = None if host_bytes is None else host_bytes // layout.host_page_bytes * PAGE_ROWS
+    return reused(arrivals, token_max=held, has_mtp=planner.ask.queries_each > 1)
 
 
 def _with_misses(planner: Planner, serving: Serving) -> tuple[Planner, tuple[Agreed, ...]]:
