@@ -18,8 +18,7 @@ import ess
 from ess.errors import Unavailable
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SpanProcessor
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 TRACED: Final = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"}
