@@ -62,7 +62,6 @@ class Way:
     name: str
     mode: Any
     ratio: float | None
-    warm: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,10 +71,6 @@ class Taken:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     misses: list[npt.NDArray[np.int64]] = field(default_factory=list)
-
-    @property
-    def tokens_per_s(self) -> list[float]:
-        return [count / took for count, took in zip(self.tokens, self.seconds, strict=True)]
 
 
 class Arm:
@@ -89,7 +84,6 @@ class Arm:
         *,
         lane: Lane | None = None,
         kind: type[Offload] | None = None,
-        seed: int = 0,
     ) -> None:
         self.shape, self.way = shape, way
         chosen = kind or (Whole if way.ratio is None else Offload)
@@ -102,15 +96,15 @@ class Arm:
                 mtp=shape.mtp,
                 batch_max=shape.batch,
                 query_max=shape.batch * shape.mtp,
-                warm=way.warm and way.ratio is not None,
+                warm=way.ratio is not None,
                 budget_every=64 if way.ratio is not None and way.ratio < 1.0 else 0,
             ),
         )
         self.taken = Taken()
-        self.requests = self._enter(prefix, seed)
+        self.requests = self._enter(prefix)
         self._misses = self.offload.stats().miss_count
 
-    def _enter(self, prefix: Prefix, seed: int) -> list[Request]:
+    def _enter(self, prefix: Prefix) -> list[Request]:
         """All prompts are prefix cache but for their last pages, which are prefilled for real."""
         shape = self.shape
         tokens = prefix.tokens(shape.lengths()[0])
@@ -123,9 +117,7 @@ class Arm:
         requests = [
             self.engine.add(
                 prompt,
-                Sampling(
-                    tokens_max=shape.tokens_max, temperature=shape.temperature, seed=seed + place
-                ),
+                Sampling(tokens_max=shape.tokens_max, temperature=shape.temperature, seed=place),
             )
             for place, prompt in enumerate(prompts)
         ]

@@ -57,6 +57,7 @@ BENCHMARKS: Final = (
     Benchmark(suite="engine", name="paced", home="ess.bench.paced:paced_benchmark"),
     Benchmark(suite="engine", name="locality", home="ess.bench.locality:locality_benchmark"),
     Benchmark(suite="calibrate", name="calibrate", home="ess.bench.calibrate:calibrate_benchmark"),
+    Benchmark(suite="engine", name="orders", home="ess.bench.orders:orders_benchmark"),
     Benchmark(suite="engine", name="overhead", home="ess.bench.overhead:overhead_benchmark"),
     Benchmark(suite="engine", name="rival", home="ess.bench.rival:rival_benchmark"),
     Benchmark(suite="serve", name="serve", home="ess.bench.serve:serve_benchmark"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from ess import console
 from ess.bench import machine, plots, report
 from ess.bench.chrome import write_chrome
 from ess.bench.folders import default_folder
-from ess.bench.lists import shares, sizes
+from ess.bench.lists import modes, shares, sizes
 from ess.bench.report import Format, Row
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.sim.plan import check_planned
+from ess.sim.gpus import check_planned
 from ess.units import PAGE_ROWS, format_bytes
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def execute(
         mtps=sizes("--mtp", mtp),
         batches=sizes("--batch", batch),
         ratios=shares("--ratio", ratio),
-        mode=mode,
+        mode=modes("--mode", mode)[0],
         repetitions=repetitions,
         model=model,
         gpu=gpu,
@@ -112,7 +111,7 @@ def check(plan: Plan) -> None:
     layout = ModelLayout.embedded()
     pages = max(plan.contexts) // PAGE_ROWS * max(plan.batches)
     needed = int(pages * layout.host_page_bytes * (2 + 1 + max(plan.ratios)))
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    there = machine.free_bytes()
     if needed > MEMORY_SHARE * there:
         raise BadInput(
             f"a batch of {max(plan.batches)} at {max(plan.contexts):,} tokens takes "

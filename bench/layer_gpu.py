@@ -217,9 +217,15 @@ class LayerStages:
         return self._attend(self._layer.resident, where, 0, spare_sms=self._spare)
 
     def attend_fetched(self, where: Where) -> Partial:
+        """Onto the resident partial: there is nothing left to merge."""
+        return self._attend(self._layer.fetched, where, 0, spare_sms=0, adds=True)
+
+    def attend_apart(self, where: Where) -> Partial:
         return self._attend(self._layer.fetched, where, 1, spare_sms=0)
 
-    def _attend(self, lists: Any, where: Where, side: int, *, spare_sms: int) -> Partial:
+    def _attend(
+        self, lists: Any, where: Where, side: int, *, spare_sms: int, adds: bool = False
+    ) -> Partial:
         from ess.kernels.triton_ops.attend import Lists, attend_lists
 
         layer, at = self._layer, where.queries
@@ -231,12 +237,11 @@ class LayerStages:
             scale=SCALE,
             into=Partial(*(tensor[at] for tensor in layer.partials[side])),
             spare_sms=spare_sms,
+            adds=adds,
         )
 
     def merge(self, resident: Partial, fetched: Partial) -> Partial:
-        from ess.kernels.triton_ops.attend import merge_into
-
-        return merge_into(resident, fetched, resident)
+        return fetched
 
 
 def copy_missing(layer: Layer, requests: range) -> None:
@@ -277,6 +282,8 @@ def captured_us(layer: Layer, work: Callable[[], Any]) -> list[float]:
 
 def measure(layer: Layer) -> dict[str, list[float]]:
     """By name: three schedules, the same without a fetch, and pieces of them alone."""
+    from ess.kernels.triton_ops.attend import merge_into
+
     whole = range(layer.point.batch)
     moving = LayerStages(layer, fetches=True, spare_sms=SPARE_SMS)
     resting = LayerStages(layer, fetches=False, spare_sms=0)
@@ -297,7 +304,8 @@ def measure(layer: Layer) -> dict[str, list[float]]:
         "attend 0 and copy": beside,
         "attend all": lambda: resting.attend_all(where),
         "attend 1": lambda: moving.attend_fetched(where),
-        "merge": lambda: moving.merge(*layer.partials),
+        "attend 1 apart": lambda: moving.attend_apart(where),
+        "merge": lambda: merge_into(layer.partials[0], layer.partials[1], layer.partials[0]),
     }
     return {name: captured_us(layer, one) for name, one in work.items()}
 

@@ -10,6 +10,7 @@ from ess.units import parse_size
 
 RANGE: Final = re.compile(r"^([^-]+)-([^-*+]+)(?:([*+])(\d+))?$")
 VALUES_MAX: Final = 64
+MODES: Final = ("layerwise", "none", "da", "dba", "resident")
 
 
 def sizes(option: str, text: str) -> list[int]:
@@ -22,6 +23,22 @@ def sizes(option: str, text: str) -> list[int]:
         raise BadInput(f"{option} {text}: every value must be 1 or more")
     if len(found) > VALUES_MAX:
         raise BadInput(f"{option} {text}: {len(found)} values, at most {VALUES_MAX}")
+    return list(dict.fromkeys(found))
+
+
+def size(option: str, text: str) -> int:
+    """One value where a list makes no sense."""
+    found = sizes(option, text)
+    if len(found) != 1:
+        raise BadInput(f"{option} {text}: one value, not {len(found)}")
+    return found[0]
+
+
+def modes(option: str, text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",")]
+    for mode in found:
+        if mode not in MODES:
+            raise BadInput(f"{option} {mode}: choose from {', '.join(MODES)}")
     return list(dict.fromkeys(found))
 
 

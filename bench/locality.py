@@ -19,14 +19,18 @@ from ess.bench import machine, report
 from ess.bench.analysis import EARLY_STEPS, Locality, analyse, slots_for
 from ess.bench.arms import Arm, Shape, Way
 from ess.bench.folders import default_folder
-from ess.bench.lists import shares, sizes
+from ess.bench.lists import shares, size
 from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
 from ess.bench.report import Row
 from ess.bench.selected import record
 from ess.bench.step import compute_threads, prefix_row
 from ess.bench.text import token_ids
+from ess.bench.twin import least_slots, twin_row
 from ess.models.load import load_model
+from ess.pool.arena import BLOCK_SLOTS
 from ess.trace import TraceReader
+
+TWIN_RATIO_MAX: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,7 @@ class Plan:
     steps: int = 24
 
 
-SMOKE: Final = Plan(context=512, queries=64, ratios=(0.5,), segment=512, steps=4)
+SMOKE: Final = Plan(context=704, queries=64, ratios=(0.5,), segment=704, steps=4)
 
 
 def locality_benchmark(*, smoke: bool) -> list[Row]:
@@ -87,8 +91,9 @@ def locality(
         from ess.bench import plots
 
         plots.require()
-    [context] = sizes("--ctx", ctx)
-    plan = Plan(context=context, mtp=mtp, queries=queries, ratios=tuple(shares("--ratio", ratio)))
+    plan = Plan(
+        context=size("--ctx", ctx), mtp=mtp, queries=queries, ratios=tuple(shares("--ratio", ratio))
+    )
     measured_on = machine.machine()
     rows = rows_of(plan, folder=default_folder(), text=text, record_to=record, plot=plot)
     document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
@@ -126,6 +131,7 @@ def rows_of(
         *similarity_rows(found),
         *ratio_rows(found),
         *warm_rows(found),
+        *twin_rows(prefix, plan),
         *acceptance_rows(prefix, plan),
     ]
 
@@ -206,6 +212,15 @@ def warm_rows(found: Locality) -> list[Row]:
             )
         )
     return rows
+
+
+def twin_rows(prefix: Prefix, plan: Plan) -> list[Row]:
+    """At a fifth, or at the least share that holds what a step selects; none in a short context."""
+    least = (least_slots(prefix.layout, plan.mtp) + BLOCK_SLOTS) / plan.context
+    if least > TWIN_RATIO_MAX:
+        return []
+    ratio = max(0.2, least)
+    return [twin_row(prefix, ratio=ratio, mtp=plan.mtp, steps=plan.steps)]
 
 
 def acceptance_rows(prefix: Prefix, plan: Plan) -> list[Row]:

@@ -1,8 +1,9 @@
 """How much of a decode step is not model math, in thread time, so that a busy machine counts less.
 
 Model math is the compiled stages (projections, experts, head, and the norms and rotations between
-them), the indexer and attention. What of a stage is not a product is measured apart, by running the
-stage's products alone on the same memory, and counts as overhead in the stricter of the two rows.
+them), the indexer and attention. The share of products in the stages is measured in further steps,
+which run every stage again and then its products alone; in the stricter of the two rows, what of a
+stage is not a product counts as overhead.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ess.kernels import attend, index, native, stage
 
 STEPS: Final = 24
 WARM_UP_STEPS: Final = 4
+INSIDE_STEPS: Final = 5
 TARGET: Final = 0.15
 MODES: Final = ("resident", "none")
 
@@ -51,24 +53,26 @@ class Meter:
 
         return call
 
-    def staged(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A stage, then its products alone: on what the registers still hold, weights at hand."""
-        whole, products = self.timed("stages", run), self.timed("products", run)
+    def twice(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A stage, then again, then its products alone: both with weights and memory at hand."""
+        first, again = self.timed("stages", run), self.timed("again", run)
+        products = self.timed("products", run)
 
         def call(ready: Any, bound: Any, tokens: int, threads: int) -> None:
-            whole(ready, bound, tokens, threads)
+            first(ready, bound, tokens, threads)
+            again(ready, bound, tokens, threads)
             products(self._products_of(ready), bound, tokens, threads)
 
         return call
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, *, twice: bool) -> Iterator[None]:
         found = attend.function
 
         def function(name: str, *types: Any) -> Callable[..., int]:
             return self.timed(name, found(name, *types))
 
-        run = self.staged(stage._run())
+        run = self.twice(stage._run()) if twice else self.timed("stages", stage._run())
         with ExitStack() as stack:
             for home, name, value in (
                 (attend, "function", function),
@@ -139,20 +143,21 @@ def rows_of(context: int, batches: Sequence[int], *, steps: int) -> list[Row]:
 
 
 def _rows(prefix: Prefix, context: int, batch: int, mode: str, steps: int) -> list[Row]:
-    shape = Shape(context=context, batch=batch, mtp=1, steps=steps + WARM_UP_STEPS)
+    shape = Shape(context=context, batch=batch, mtp=1, steps=steps + WARM_UP_STEPS + INSIDE_STEPS)
     arm = Arm(prefix, shape, Way(name=mode, mode=mode, ratio=1.0))
     for _ in range(WARM_UP_STEPS):
         arm.step()
     taken = [_measured(arm) for _ in range(steps)]
+    inside = statistics.median(_inside(arm) for _ in range(INSIDE_STEPS))
     arm.offload.close()
-    config = {"context": context, "batch": batch, "mode": mode}
     medians = {
         name: statistics.median(ns[name] for ns in taken) / 1e6
-        for name in sorted(set().union(*taken) - {"products"})
+        for name in sorted(set().union(*taken))
     }
-    config |= {f"{name}_ms": round(ms, 2) for name, ms in medians.items()}
-    wide = statistics.median(1 - _math(ns) / ns["step"] for ns in taken)
-    strict = statistics.median(1 - _products(ns) / ns["step"] for ns in taken)
+    config = {"context": context, "batch": batch, "mode": mode, "products": round(inside, 2)}
+    config |= {f"{name}_ms": round(ms, 2) for name, ms in medians.items() if name != "step"}
+    wide = statistics.median(_outside(ns, 1.0) for ns in taken)
+    strict = statistics.median(_outside(ns, inside) for ns in taken)
     return [
         Row(name="step, thread time", value=medians["step"], unit="ms", config=config),
         _share("overhead: outside of native compute", wide, mode, batch),
@@ -163,23 +168,24 @@ def _rows(prefix: Prefix, context: int, batch: int, mode: str, steps: int) -> li
 def _measured(arm: Arm) -> Counter[str]:
     """Thread time of one step: of everything, and of each kind of native call."""
     meter = Meter()
-    with meter.reading():
+    with meter.reading(twice=False):
         started = time.thread_time_ns()
         arm.step()
-        meter.ns["step"] = time.thread_time_ns() - started - meter.ns["products"]
+        meter.ns["step"] = time.thread_time_ns() - started
     return meter.ns
 
 
-def _math(ns: Counter[str]) -> int:
-    return ns["stages"] + _kernels(ns)
+def _inside(arm: Arm) -> float:
+    """The share of the stages' time that goes into products."""
+    meter = Meter()
+    with meter.reading(twice=True):
+        arm.step()
+    return min(1.0, meter.ns["products"] / meter.ns["again"])
 
 
-def _products(ns: Counter[str]) -> int:
-    return ns["products"] + _kernels(ns)
-
-
-def _kernels(ns: Counter[str]) -> int:
-    return ns["ess_attend"] + ns["ess_index_top_k"]
+def _outside(ns: Counter[str], inside: float) -> float:
+    math = inside * ns["stages"] + ns["ess_attend"] + ns["ess_index_top_k"]
+    return 1 - math / ns["step"]
 
 
 def _share(name: str, share: float, mode: str, batch: int) -> Row:

@@ -31,7 +31,7 @@ from ess.bench.arms import Arm, Shape, Way
 from ess.bench.folders import default_folder
 from ess.bench.forced import Forced
 from ess.bench.lanes import Job, TimedLane
-from ess.bench.lists import sizes
+from ess.bench.lists import size, sizes
 from ess.bench.prefix import Prefix, build_prefix
 from ess.bench.report import Row
 from ess.bench.step import compute_threads
@@ -102,9 +102,8 @@ def paced(
     console.check_folder("--out", out)
     if gbps is not None and not gbps > 0:
         raise BadInput(f"--gbps {gbps}: a link's rate is above 0")
-    [context] = sizes("--ctx", ctx)
     plan = Plan(
-        context=context,
+        context=size("--ctx", ctx),
         batch=batch,
         mtp=mtp,
         misses=sizes("--misses", misses),
@@ -175,7 +174,7 @@ class _Run:
         self.mode = mode
         self.layers = prefix.layout.layer_total
         self.lane = TimedLane()
-        way = Way(name=mode, mode=mode, ratio=1.0, warm=True)
+        way = Way(name=mode, mode=mode, ratio=1.0)
         self.arm = Arm(prefix, shape, way, lane=self.lane, kind=Forced)
         self.offload: Any = self.arm.offload
 

@@ -51,15 +51,15 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Try:
-    """One way to run the rival."""
+    """One way to run the rival; `kept` is how its past is."""
 
     dtype: str = "bfloat16"
     attention: str = "eager"
     experts: str = "grouped_mm"
-    cache: str = "dynamic"
+    kept: str = "dynamic"
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.attention} {self.experts} {self.cache}"
+        return f"{self.dtype} {self.attention} {self.experts} {self.kept}"
 
 
 TRIES: Final = (
@@ -67,8 +67,8 @@ TRIES: Final = (
     Try(attention="sdpa"),
     Try(experts="batched_mm"),
     Try(experts="eager"),
-    Try(cache="static"),
-    Try(attention="sdpa", cache="static"),
+    Try(kept="static"),
+    Try(attention="sdpa", kept="static"),
     Try(dtype="float32"),
     Try(dtype="float32", attention="sdpa"),
 )
@@ -165,14 +165,14 @@ class Rival:
         self._model = load(folder, way)
         self._tokens = torch.full((batch, 1), 7)
         config = self._model.config
-        self._cache = (
+        self._past = (
             StaticCache(config=config, max_cache_len=context + steps)
-            if way.cache == "static"
+            if way.kept == "static"
             else DynamicCache(config=config)
         )
         self.step()
-        for layer in self._cache.layers:
-            self._fill(layer, context, way.cache == "static")
+        for layer in self._past.layers:
+            self._fill(layer, context, way.kept == "static")
 
     @staticmethod
     @torch.inference_mode()
@@ -191,7 +191,7 @@ class Rival:
 
     @torch.inference_mode()
     def step(self) -> Tensor:
-        result = self._model(self._tokens, past_key_values=self._cache, use_cache=True)
+        result = self._model(self._tokens, past_key_values=self._past, use_cache=True)
         self._tokens = result.logits[:, -1].argmax(-1, keepdim=True)
         return self._tokens
 

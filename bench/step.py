@@ -21,7 +21,7 @@ from ess.bench import machine, plots, report
 from ess.bench.arms import Arm, Shape, Way, slots_each
 from ess.bench.cputables import stage_medians
 from ess.bench.folders import default_folder
-from ess.bench.lists import shares, sizes
+from ess.bench.lists import modes, shares, sizes
 from ess.bench.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
 from ess.bench.report import Row, compare
 from ess.bench.text import token_ids
@@ -120,7 +120,7 @@ def step(
         batches=sizes("--batch", batch),
         mtps=sizes("--mtp", mtp),
         ratios=shares("--ratio", ratio),
-        modes=mode.split(","),
+        modes=modes("--mode", mode),
         steps=steps,
         stages=stages,
     )

@@ -110,9 +110,10 @@ class DecoderLayer:
             self.indexer.probe_in(stage, normed, query, layout.index)
         return stage
 
-    def mlp_stage(self) -> Stage:
+    def back_stage(self) -> Stage:
         stage = Stage()
         hidden = stage.take(self._mlp_norm.shape[0])
+        self.mla.add_output(stage, hidden)
         block = self.experts or self.dense
         assert block is not None
         block.add_to(stage, stage.norm(hidden, self._mlp_norm, self._eps), hidden)
@@ -146,12 +147,8 @@ class CompiledLayer:
         return self._layer.mla.query_stage()
 
     @functools.cached_property
-    def _output(self) -> Stage:
-        return self._layer.mla.output_stage()
-
-    @functools.cached_property
-    def _mlp(self) -> Stage:
-        return self._layer.mlp_stage()
+    def _back(self) -> Stage:
+        return self._layer.back_stage()
 
     def front(self, hidden: Tensor, rotation: Rotation, *, threads: int = 1) -> Front:
         """`enter`, `index` and the new rows."""
@@ -161,10 +158,7 @@ class CompiledLayer:
         [queries] = self._queries([query], rotation=rotation, threads=threads)
         return queries
 
-    def output(self, hidden: Tensor, attended: Tensor, *, threads: int = 1) -> Tensor:
-        [hidden] = self._output([hidden, attended], threads=threads)
-        return hidden
-
-    def mlp(self, hidden: Tensor, *, threads: int = 1) -> Tensor:
-        [hidden] = self._mlp([hidden], threads=threads)
+    def back(self, hidden: Tensor, attended: Tensor, *, threads: int = 1) -> Tensor:
+        """`output` and `mlp`."""
+        [hidden] = self._back([hidden, attended], threads=threads)
         return hidden

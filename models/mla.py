@@ -98,10 +98,9 @@ class Mla:
         stage.give(asked, self._query_up.dtype, c.head_count, c.row_dim)
         return stage
 
-    def output_stage(self) -> Stage:
-        """Takes hidden and attended, gives hidden."""
-        c, stage = self._config, Stage()
-        hidden = stage.take(c.hidden_dim)
+    def add_output(self, stage: Stage, hidden: Values) -> None:
+        """Takes attended latents; `hidden` += their output."""
+        c = self._config
         attended = stage.take(c.head_count * c.latent_dim)
         values = stage.room(c.head_count * c.value_dim)
         stage.linear_heads(
@@ -110,8 +109,6 @@ class Mla:
             Heads(values.part(0, c.value_dim), c.head_count, c.value_dim),
         )
         stage.add(stage.linear(values, pack(self._out)), hidden)
-        stage.give(hidden, self._out.dtype)
-        return stage
 
 
 def attend(

@@ -29,12 +29,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     json_object: bool | None = None
 
 
-class Common(msgspec.Struct, kw_only=True):
-    """What completions and chat completions share; None is as good as absent."""
+class Sampled(msgspec.Struct, kw_only=True):
+    """What all dialects call the same; None is as good as absent."""
 
-    model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -45,20 +42,28 @@ class Common(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+
+
+class Common(Sampled, kw_only=True):
+    """What completions and chat completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
     seed: int | None = None
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     ebnf: str | None = None
-    request_id: str | None = None
     rid: str | None = None
+    request_id: str | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None
     best_of: int | None = None
@@ -84,24 +89,12 @@ class ChatAsk(Common, kw_only=True):
     modalities: list[str] | None = None
 
 
-class TokenSampling(msgspec.Struct, kw_only=True):
+class TokenSampling(Sampled, kw_only=True):
     """vLLM's sampling parameters by name."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     seed: int | None = None
-    n: int | None = None
     logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -117,26 +110,14 @@ class TokensAsk(msgspec.Struct, kw_only=True):
     request_id: str | None = None
 
 
-class SglangSampling(msgspec.Struct, kw_only=True):
+class SglangSampling(Sampled, kw_only=True):
     """SGLang's sampling parameters by name."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
     sampling_seed: int | None = None
-    n: int | None = None
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None

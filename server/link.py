@@ -8,8 +8,9 @@ knows whether the engine is loading, ready or lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import zmq
 import zmq.asyncio
@@ -43,8 +44,8 @@ State = Literal["starting", "ready", "lost"]
 class Call:
     """The engine's requests of one HTTP request.
 
-    `pending` are those that have not ended; `made_at_s` is when the oldest piece that was taken
-    last left the engine, 0 if nobody knows.
+    `pending` are those that have not ended. The oldest piece of those taken last left the engine at
+    `made_at_s`, 0 if nobody knows, and arrived at `heard_at_s`.
     """
 
     def __init__(self, request_id: str, numbers: range, *, started_s: float) -> None:
@@ -53,13 +54,13 @@ class Call:
         self.numbers = numbers
         self.pending = set(numbers)
         self.error: str | None = None
-        self.made_at_s = 0.0
+        self.made_at_s = self.heard_at_s = 0.0
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, piece: Piece, *, at_s: float = 0.0) -> None:
+    def put(self, piece: Piece, *, at_s: float = 0.0, heard_at_s: float = 0.0) -> None:
         if not self._pieces:
-            self.made_at_s = at_s
+            self.made_at_s, self.heard_at_s = at_s, heard_at_s
         self._pieces.append(piece)
         if piece.reason is not None:
             self.pending.discard(piece.number)
@@ -134,9 +135,13 @@ class EngineLink:
         numbers = range(self._next_number, self._next_number + len(prompts))
         self._next_number = numbers.stop
         call = Call(request_id, numbers, started_s=self._clock.now_s())
-        for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
-            self._calls[number] = call
-            self._send(Add(number, prompt, sampling))
+        try:
+            for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
+                self._send(Add(number, prompt, sampling))
+                self._calls[number] = call
+        except Unavailable:
+            self.abort(call)
+            raise
         return call
 
     def abort(self, call: Call) -> None:
@@ -147,7 +152,8 @@ class EngineLink:
     def abort_one(self, call: Call, number: int) -> None:
         """End one of the call's requests; the call hears of it as of any other ending."""
         if self._calls.pop(number, None) is not None:
-            self._send(Abort(number))
+            with contextlib.suppress(Unavailable):
+                self._send(Abort(number))
             call.put(Piece(number, reason="cancelled"))
 
     def abort_ids(self, request_ids: set[str] | None) -> int:
@@ -166,8 +172,8 @@ class EngineLink:
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}: nothing can be flushed")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._flushing.append(answer)
         self._send(Flush())
+        self._flushing.append(answer)
         return await answer
 
     def start_trace(self) -> None:
@@ -176,15 +182,15 @@ class EngineLink:
             raise Unavailable(f"the engine is {self.state}: nothing can be traced")
         if self._is_tracing:
             raise BadState("a trace is being taken already; stop it first")
-        self._is_tracing = True
         self._send(Trace(True))
+        self._is_tracing = True
 
     async def stop_trace(self) -> Traced:
         if not self._is_tracing:
             raise BadState("no trace is being taken; start one first")
         if self._traced is None:
-            self._traced = asyncio.get_running_loop().create_future()
             self._send(Trace(False))
+            self._traced = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._traced)
 
     # ---- for the one who runs it
@@ -213,14 +219,19 @@ class EngineLink:
                 answer.set_exception(gone)
 
     def stop(self) -> None:
-        self._send(Stop())
+        with contextlib.suppress(Unavailable):
+            self._send(Stop())
 
     def close(self) -> None:
         self._socket.close()
 
     def _send(self, message: ToEngine) -> None:
-        """The queue is unbounded, so this never waits."""
-        self._socket.send(self._packer.pack(message), zmq.NOBLOCK)
+        """The queue is unbounded, so this never waits; without a peer there is no queue."""
+        sent = cast(
+            "asyncio.Future[None]", self._socket.send(self._packer.pack(message), zmq.NOBLOCK)
+        )
+        if sent.done() and sent.exception() is not None:
+            raise Unavailable("the engine does not listen")
 
     def _hear(self, message: FromEngine) -> None:
         match message:
@@ -233,8 +244,9 @@ class EngineLink:
                 self.ready, self.state = message, "ready"
                 self.became_ready.set()
             case Flushed(sentence):
-                if self._flushing:
-                    self._flushing.pop(0).set_result(sentence)
+                asker = self._flushing.pop(0) if self._flushing else None
+                if asker is not None and not asker.done():
+                    asker.set_result(sentence)
             case Traced():
                 if self._traced is not None and not self._traced.done():
                     self._traced.set_result(message)
@@ -248,4 +260,4 @@ class EngineLink:
             return
         if piece.reason is not None:
             del self._calls[piece.number]
-        call.put(piece, at_s=at_s)
+        call.put(piece, at_s=at_s, heard_at_s=self.heard_at_s)

@@ -76,7 +76,7 @@ def _own(service: Service) -> Iterator[Metric]:
 
 
 MODES: Final = ("resident", "none", "da", "dba")
-LIMITERS: Final = ("slots", "index pages", "host pages", "sequences")
+LIMITERS: Final = ("slots", "index pages", "host pages", "sequences", "time per token")
 
 
 def _pools(service: Service) -> Iterator[Metric]:

@@ -21,6 +21,7 @@ REASON_OF: Final[Mapping[str, str]] = {
     "host pages": "host_pool_full",
     "index pages": "indexer_full",
     "slots": "hot_pool_full",
+    "time per token": "tpot",
 }
 
 

@@ -23,6 +23,10 @@
 // first for and of rows that give way, which nobody selected. Ages that two queries see at once are
 // counted by the one whose exchange came first. So a result does not depend on the schedule.
 //
+// A call that `writes` is claim_new(): its rows are distinct and about to be written by the step,
+// so their slots are dirty at once and nothing is in flight. The specification changes nothing when
+// there is no room for all; here the ledger has promised room, and what finds none shows as places.
+//
 // When nothing is absent, count to assign return at once and only the selection has been touched.
 #pragma once
 
@@ -50,6 +54,7 @@ struct Resolve {
     i64 query_max;
     i64 tile_max;
     i64 split_width;
+    i64 writes;
 
     __device__ i64 entry(i32 query, i32 column) const { return query * selection.width + column; }
 
@@ -76,6 +81,12 @@ __device__ i32 find(const Resolve& call, i32 query, i32 column, u32* ages) {
     }
     i32 used = arena.last_use[slot];
     const i32 ticket = arena.ticket_of[slot];
+    if (call.writes != 0) {
+        if (ticket != 0) atomicAdd(&call.report->faults, 1);
+        arena.last_use[slot] = step;
+        arena.dirty[slot] = 1;
+        return slot;
+    }
     if (used != step) used = atomicExch(&arena.last_use[slot], step);
     if (used > step) atomicAdd(&call.report->faults, 1);
     if (ticket != 0) {
@@ -288,7 +299,8 @@ __device__ void hand_over(const Resolve& call, i32 i, i32 row) {
     arena.slot_of[row] = slot;
     arena.row_of[slot] = row;
     arena.last_use[slot] = call.now->step;
-    arena.ticket_of[slot] = call.now->ticket;
+    arena.ticket_of[slot] = call.writes != 0 ? 0 : call.now->ticket;
+    if (call.writes != 0) arena.dirty[slot] = 1;
     call.claimed_rows[i] = row;
     if (call.host_page_of != nullptr)
         call.claimed_host_rows[i] =

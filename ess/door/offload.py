@@ -24,7 +24,7 @@ from ess.door.timings import Timings
 from ess.door.transit import differing_slots, member_slab
 from ess.door.workspace import Part, make_part
 from ess.errors import BadInput, BadState
-from ess.flashtrans.lanes import InlineLane, open_lane
+from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS, parse_size
@@ -48,9 +48,7 @@ class Offload:
         self._query_max = query_max
         self.clock = clock
         self._counters = Counters(pools.layout.group_count)
-        self.timings = Timings(
-            layout=pools.layout, clock=clock, is_inline=isinstance(lane, InlineLane)
-        )
+        self.timings = Timings(layout=pools.layout, clock=clock)
         self._residency = Residency(pools)
         self._budgets = Budgets(pools, query_max)
         self._step: Step | None = None

@@ -3,8 +3,8 @@
 A layer's fetch is on the lane from `started_ns` to `finished_ns` of its event: its transfer time.
 What the owner's thread spent waiting for that event is exposed, the rest of the transfer is hidden.
 A wait may also sit out what the lane had before (a store, another layer's fetch): the time is lost
-to the layer all the same, so exposed may exceed transfer, and hidden never goes below zero. A lane
-that copies at submission hides nothing, though nobody ever waits for it.
+to the layer all the same, so exposed may exceed transfer, and hidden never goes below zero. A copy
+made at submission hides nothing, though nobody ever waits for it.
 
 Followers of a group are fetched with their leader. `ahead_count` says how many of a layer's fetches
 had started before the layer itself asked for them.
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ess.clock import Clock
 from ess.door.step import Resolution, Step
+from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.layout import ModelLayout
 
@@ -43,7 +44,6 @@ class Timings:
 
     layout: ModelLayout
     clock: Clock
-    is_inline: bool
     counts: dict[str, Counts] = field(init=False)
     keeps_spans: bool = False
     spans: list[tuple[int, int, int]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Timings:
         assert transfer_ns >= 0, f"a fetch of layer {layer} ended before it started"
         if self.keeps_spans:
             self.spans.append((layer, event.started_ns, event.finished_ns))
-        exposed_ns = transfer_ns if self.is_inline else seen.waited_ns
+        exposed_ns = transfer_ns if isinstance(event, DoneEvent) else seen.waited_ns
         for name, value in (
             ("transfer_ns", transfer_ns),
             ("exposed_ns", exposed_ns),

@@ -43,6 +43,7 @@ def choose_all(lines: Sequence[Line], logits: Tensor) -> list[Choice]:
     choices, at = [], 0
     for line, count, open_count in zip(lines, counts, open_counts, strict=True):
         tokens = _accepted(line.tokens[1:], targets[at : at + open_count])
+        assert tokens, f"request {line.request.number} makes a token in every step"
         choices.append(Choice(tokens, _chances(line.request, logits[at:], tokens)))
         at += count
     return choices
@@ -88,6 +89,7 @@ def _change(line: Line, logits: Tensor) -> int:
     if sampling.logit_bias:
         bias = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
         logits[:, list(sampling.logit_bias)] += bias
+    assert not (sampling.grammar and request.matcher is None), "a grammar without its matcher"
     early_count = max(0, sampling.tokens_min - len(request.output))
     logits[:early_count, sorted(request.ends)] = -torch.inf
     return len(logits) if request.matcher is None else _restrict(request, drafts, logits)
@@ -115,6 +117,8 @@ def _restrict(request: Request, drafts: Sequence[int], logits: Tensor) -> int:
     """Where the least length leaves nothing that the grammar allows, the grammar wins."""
     assert request.matcher is not None
     masks = request.matcher.allowed(request.output, drafts)
+    assert 1 <= len(masks) <= len(logits), f"{len(masks)} masks for {len(logits)} queries"
+    assert masks.any(axis=1).all(), "a mask without a token"
     allowed = torch.from_numpy(masks).to(logits.device)
     part = logits[: len(allowed)].masked_fill_(~allowed, -torch.inf)
     is_stuck = part.amax(-1) == -torch.inf

@@ -114,8 +114,10 @@ def _draw_cut(rows: Rows) -> Tensor:
 def _draw_within(rows: Rows, chances: Tensor, reach: int) -> Tensor:
     vocabulary = rows.scores.shape[1]
     reach = reach if reach * REACH_SHARE < vocabulary else vocabulary
+    assert len(rows.scores) > 0, "no rows to draw from"
     tokens, is_settled = _draw_reached(rows, chances, reach)
     left = torch.nonzero(~is_settled)[:, 0]
+    assert reach < vocabulary or len(left) == 0, "a whole row settles everything"
     if len(left):
         tokens[left] = _draw_within(rows.at(left), chances[left], reach * REACH_GROWTH)
     return tokens

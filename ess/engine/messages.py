@@ -121,6 +121,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     says in numbers what the limiter means. Of the rows that requests asked for in their step i
     after landing, `landed_asked[i]`, `landed_hits[i]` were resident. `requests` are those
     that came first, as many as are shown.
+    `depth_reasons` say why the next step's `depth` is 0 whatever was configured.
     """
 
     step_count: int = 0
@@ -150,6 +151,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     landed_hits: tuple[int, ...] = ()
     landed_asked: tuple[int, ...] = ()
     requests: tuple[RequestLine, ...] = ()
+    depth: int = 0
+    depth_reasons: tuple[str, ...] = ()
 
     @property
     def fullness(self) -> float:
@@ -185,6 +188,12 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     modes: str = "layerwise"
     promise: Literal["all", "some"] = "all"
     mtp: int = 1
+    mtp_auto: bool = False
+    tbo: Literal["off", "on", "auto"] | int = "off"
+    tpot_ms: float | None = None
+    deterministic: bool = False
+    depth: int = 0
+    budget_every: int = 64
     batch_max: int = 16
     chunk_tokens: int = 512
     length_max: int = 4096

@@ -256,6 +256,8 @@ class EngineLoop:
             landed_hits=tuple(engine.warmth.hits.tolist()),
             landed_asked=tuple(engine.warmth.asked.tolist()),
             requests=tuple(map(_line, islice(self._live.values(), SHOWN_MAX))),
+            depth=engine.depth,
+            depth_reasons=engine.depth_reasons(),
         )
 
 
@@ -304,6 +306,12 @@ def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
                 modes=launch.modes,
                 promise=launch.promise,
                 mtp=launch.mtp,
+                mtp_auto=launch.mtp_auto,
+                tbo=launch.tbo,
+                tpot_ms=launch.tpot_ms,
+                deterministic=launch.deterministic,
+                depth=launch.depth,
+                budget_every=launch.budget_every,
                 batch_max=launch.batch_max,
                 query_max=query_max,
                 chunk_tokens=launch.chunk_tokens,

@@ -6,6 +6,7 @@ Rows and keys become bytes here, queries become selections, codes become attenti
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +42,18 @@ class Batch:
         return self.offload.layout
 
 
-def front(batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Front:
+class Shared(Protocol):
+    """What the stages of a layer need of a batch or a prompt chunk."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def ops(self) -> Ops: ...
+    @property
+    def rotation(self) -> Rotation: ...
+
+
+def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
     """A layer's input as the pools and the attention need it."""
     layout, ops, rotation = batch.layout, batch.ops, batch.rotation
     if ops.has_stages():
@@ -55,19 +67,18 @@ def front(batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Front:
     return Front(entry.query, rows, probe.queries, probe.weights, keys)
 
 
-def queries(batch: Batch, layer: DecoderLayer, query: Tensor) -> Tensor:
+def queries(batch: Shared, layer: DecoderLayer, query: Tensor) -> Tensor:
     if not batch.ops.has_stages():
         return layer.mla.queries(query, batch.rotation)
     compiled = layer.compiled(batch.layout)
     return compiled.queries(query, batch.rotation, threads=compute_threads())
 
 
-def back(batch: Batch, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
+def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
     """Attended latents -> the layer's output."""
     if not batch.ops.has_stages():
         return layer.mlp(layer.output(hidden, attended))
-    compiled, threads = layer.compiled(batch.layout), compute_threads()
-    return compiled.mlp(compiled.output(hidden, attended, threads=threads), threads=threads)
+    return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
 
 
 def logits(batch: Batch, model: Model, finished: Tensor) -> Tensor:

@@ -58,10 +58,12 @@ class Runner:
         *,
         tuning: Tuning,
         verifier: Verifier,
+        deterministic: bool = False,
     ) -> None:
         self.model = model
         self.offload = offload
         self.ops = ops
+        self.is_deterministic = deterministic
         self.verifier = verifier
         self.verified_layer: int | None = None
         self.tuning = tuning

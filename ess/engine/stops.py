@@ -1,20 +1,25 @@
 """Where a growing text stops. Needs no torch: the server reads on its side of the wire.
 
 What is given out never depends on how the text was cut into pieces: the first stop is the one that
-is complete first, the longest of several that end together, and only the longest end of the text
-that may still become one is held back (`ess.models.detokenizer.StopStrings`).
+is complete first, the longest of several that end together. Held back is only what may still become
+a stop: the longest end of the text that begins one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from ess.models.detokenizer import Detokenizer, StopStrings
+from ess.errors import BadInput
+from ess.models.detokenizer import Detokenizer
+from ess.models.marks import first_mark, held_chars
 
 if TYPE_CHECKING:
     from ess.models.tokenizer import Tokenizer
+
+STOPS_MAX: Final = 16
+STOP_CHARS_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +34,31 @@ class StopText:
     """`keep` leaves the stop string at the end of the text."""
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
-        self._stops = StopStrings(stops)
+        check_stops(stops)
+        self._stops = tuple(stops)
         self._keep = keep
+        self._held = ""
+        self._stopped: str | None = None
 
     def feed(self, text: str) -> Released:
         """After a stop nothing is released any more."""
-        was_stopped = self._stops.hit is not None
-        released = self._stops.push(text)
-        if self._keep and not was_stopped:
-            released += self._stops.hit or ""
-        return Released(released, self._stops.hit)
+        if self._stopped is not None:
+            return Released("", self._stopped)
+        text = self._held + text
+        found = first_mark(text, self._stops)
+        if found is not None:
+            begin, self._stopped = found
+            self._held = ""
+            end = begin + len(self._stopped) if self._keep else begin
+            return Released(text[:end], self._stopped)
+        end = len(text) - held_chars(text, self._stops)
+        self._held = text[end:]
+        return Released(text[:end])
 
     def flush(self) -> str:
         """The text has ended: what was held back was no stop."""
-        return self._stops.finish()
+        held, self._held = self._held, ""
+        return held
 
 
 class Reader:
@@ -69,5 +85,9 @@ class Reader:
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Refuses what no text can be searched for."""
-    StopStrings(stops)
+    """Refuses what no text should be searched for."""
+    if len(stops) > STOPS_MAX:
+        raise BadInput(f"{len(stops)} stop strings; at most {STOPS_MAX} are served")
+    for stop in stops:
+        if not 0 < len(stop) <= STOP_CHARS_MAX:
+            raise BadInput(f"a stop string of {len(stop)} characters, not 1..{STOP_CHARS_MAX}")

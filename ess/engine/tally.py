@@ -50,6 +50,7 @@ class Tally:
         said[:, :known] = self._said[:known]
         seen[:, :known] = True
         for query, token in enumerate(drafts, start=1):
+            assert token >= 0, f"{token} is no token"
             place = fresh[token] if token in fresh else self._place[token]
             said[query:, place] += 1
             seen[query:, place] = True

@@ -95,11 +95,12 @@ def attend(
     require_threads(threads)
     queries, slots = dense(queries, QUERY_FORMS), ids("slots", slots)
     count, heads = queries.shape[:2]
-    partial = into or Partial(
-        torch.empty(count, heads, codec.latent_dim), torch.empty(count, heads)
-    )
-    for name, tensor in (("out", partial.out), ("lse", partial.lse)):
-        require_host(name, tensor, is_dense=True)
+    if into is None:
+        partial = Partial(torch.empty(count, heads, codec.latent_dim), torch.empty(count, heads))
+    else:
+        partial = into
+        require_host("out", partial.out, is_dense=True)
+        require_host("lse", partial.lse, is_dense=True)
     call = _Call(
         *(count, heads, codec.latent_dim, codec.rope_dim),
         *(FORMS[codec.form], QUERY_FORMS[queries.dtype], *byte_strides(queries)[:2]),
@@ -167,7 +168,8 @@ def ids(name: str, tensor: Tensor) -> Tensor:
         ends = torch.iinfo(torch.int32)
         low, high = int(tensor.min()), int(tensor.max())
         require_ids(name, low, high, low=ends.min, limit=ends.max + 1)
-    tensor = tensor.to(torch.int32)
+    if tensor.dtype != torch.int32:
+        tensor = tensor.to(torch.int32)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -179,7 +181,7 @@ def require_threads(threads: int) -> None:
 def require_host(
     name: str, tensor: Tensor, *, is_adjacent: bool = True, is_dense: bool = False
 ) -> None:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise BadInput(f"{name} is on {tensor.device}, the cpu ops need it on the host")
     if is_adjacent and tensor.numel() and tensor.stride(-1) != 1:
         raise BadInput(f"{name} steps {tensor.stride(-1)} elements within a row: copy it")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -84,10 +85,6 @@ class _Stage(ctypes.Structure):
     ]
 
 
-class _Bound(ctypes.Structure):
-    _fields_ = [("base", _POINTER), ("stride", _COUNT), ("form", _COUNT)]
-
-
 @dataclass(frozen=True, slots=True)
 class Panels:
     """`count` matrices [out_dim, in_dim], packed."""
@@ -148,13 +145,17 @@ class Routing:
     correction: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Given:
     """A result as the caller gets it, and the form in which values are written there."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     form: int
+
+    @functools.cached_property
+    def stride(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Stage:
@@ -333,22 +334,22 @@ class Stage:
         self, arguments: Sequence[Tensor], *, rotation: Sequence[Tensor] = (), threads: int = 1
     ) -> list[Tensor]:
         """Arguments as taken, float32 or bfloat16; results as given."""
-        if self._ready is None:
-            self._ready = self._close()
-        tokens, given = arguments[0].shape[0], iter(arguments)
+        ready = self._ready or self._close()
+        tokens, taken = arguments[0].shape[0], 0
         kept, results = [], []
-        bound = [_dense_side(turn, tokens) for turn in rotation] or [_Bound(), _Bound()]
+        sides = _turns(rotation, tokens)
         for side in self._sides:
             if isinstance(side, int):
-                tensor = _checked(next(given), tokens, side)
+                tensor = _checked(arguments[taken], tokens, side)
+                taken += 1
                 kept.append(tensor)
                 form = FORMS[tensor.dtype]
+                sides += (tensor.data_ptr(), side * tensor.itemsize, form)
             else:
                 tensor = torch.empty((tokens, *side.shape), dtype=side.dtype)
                 results.append(tensor)
-                form = side.form
-            bound.append(_Bound(tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), form))
-        _run()(self._ready, (_Bound * len(bound))(*bound), tokens, threads)
+                sides += (tensor.data_ptr(), side.stride, side.form)
+        _run()(ready, (_COUNT * len(sides))(*sides), tokens, threads)
         del kept
         return results
 
@@ -356,20 +357,33 @@ class Stage:
         ops = (_Op * len(self._ops))(*self._ops)
         widths = (_COUNT * len(self._widths))(*self._widths)
         self._kept += [ops, widths]
-        return _Stage(ops, len(self._ops), widths, len(self._widths))
+        self._ready = _Stage(ops, len(self._ops), widths, len(self._widths))
+        return self._ready
 
 
-def _dense_side(turn: Tensor, tokens: int) -> _Bound:
-    if turn.dtype != torch.float32 or len(turn) != tokens or not turn.is_contiguous():
-        raise BadInput(f"a rotation is dense float32 of {tokens} tokens, got {tuple(turn.shape)}")
-    return _Bound(turn.data_ptr(), turn.stride(0) * 4, FORMS[torch.float32])
+def _turns(rotation: Sequence[Tensor], tokens: int) -> list[int]:
+    """Cosines and sines are the first two sides of every call; without a rotation nobody reads."""
+    if not rotation:
+        return [0] * 6
+    sides: list[int] = []
+    for turn in rotation:
+        if turn.dtype != torch.float32 or turn.shape[0] != tokens or not turn.is_contiguous():
+            shape = tuple(turn.shape)
+            raise BadInput(f"a rotation is dense float32 of {tokens} tokens, got {shape}")
+        sides += (turn.data_ptr(), turn.shape[1] * 4, FORMS[torch.float32])
+    return sides
 
 
 def _checked(tensor: Tensor, tokens: int, dim: int) -> Tensor:
-    if tensor.shape[0] != tokens or tensor[0].numel() != dim or tensor.dtype not in FORMS:
+    if (
+        tensor.shape[0] != tokens
+        or tensor.numel() != tokens * dim
+        or tensor.dtype not in FORMS
+        or not tensor.is_cpu
+    ):
         raise BadInput(
-            f"a stage takes {tokens} x {dim} float32 or bfloat16 values, "
-            f"got {tuple(tensor.shape)} of {tensor.dtype}"
+            f"a stage takes {tokens} x {dim} float32 or bfloat16 values on the host, "
+            f"got {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
         )
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
@@ -386,5 +400,6 @@ def _function(name: str, *types: Any, returns: Any = None) -> Callable[..., Any]
 
 @functools.cache
 def _run() -> Callable[..., None]:
-    bound = ctypes.POINTER(_Bound)
-    return _function("ess_stage", ctypes.POINTER(_Stage), bound, _COUNT, ctypes.c_int32)
+    """Sides are three numbers each: `ess::Bound` of csrc/cpu/kernels.h."""
+    sides = ctypes.POINTER(_COUNT)
+    return _function("ess_stage", ctypes.POINTER(_Stage), sides, _COUNT, ctypes.c_int32)

@@ -2,14 +2,15 @@
 
 A lane takes jobs and runs them one after another, in the order of submission. A job is a list of
 row copies that share one event. A lane copies the index lists at submission, so the caller may
-reuse them at once; the matrices must stay what they are until the event is done.
+reuse them at once; the matrices must stay what they are until the event is done, and so must lists
+that lie on a device.
 
     event = lane.submit([RowCopy(source=pool, source_rows=missing, target=slots, target_rows=free)])
     attend(resident)
     event.wait()
     attend(fetched)
 
-Nothing in here knows a device. Backends: ess.flashtrans for the CPU.
+Nothing in here knows a device. Backends: ess.flashtrans, for the CPU and for CUDA.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Where the live policy starts: constants of one model on one machine, and misses per layer.
 
 `ess-bench calibrate --out FILE` measures them; FILE is a benchmark document like any other, and its
-rows named `calibrate: ...` are what is read here. Without a file the policy starts from `DEFAULT`:
-no misses, so no layer is split until the counters have seen some.
+rows named `calibrate: ...` are what is read here. Without a file the policy starts from `DEFAULT`,
+the embedded model's constants on two cores of an EPYC, and no misses: so no layer is split until
+the counters have seen some.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ class Calibrated:
 
 DEFAULT: Final = Calibrated(
     constants=Calibration(
-        pre_attn_fixed_us=50.0,
-        pre_attn_query_us=10.0,
-        attend_query_us=50.0,
-        index_fixed_us=50.0,
-        index_key_us=0.02,
-        split_fixed_us=50.0,
-        split_query_us=10.0,
-        index_split_us=50.0,
+        pre_attn_fixed_us=120.0,
+        pre_attn_query_us=3.0,
+        attend_query_us=100.0,
+        index_fixed_us=90.0,
+        index_key_us=0.025,
+        split_fixed_us=0.0,
+        split_query_us=115.0,
+        index_split_us=60.0,
     ),
-    bytes_per_us=2000.0,
+    bytes_per_us=4400.0,
     misses={},
 )
 

@@ -7,6 +7,7 @@ rest. The ledger then says whether the batch is admitted, and if not, which acco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -57,10 +58,14 @@ class Budget:
     def books(self, *, context: int, batch: int) -> Ledger:
         """A ledger divided for this batch; unlimited host pages when no host memory is given."""
         pages = div_ceil(context, PAGE_ROWS)
-        whole = self.layout.host_page_bytes
-        host_pages = batch * pages if self.host_bytes is None else self.host_bytes // whole
+        host_pages = batch * pages
+        if self.host_bytes is not None:
+            host_pages = self.host_bytes // self.layout.host_page_bytes
         affordable = self.device_bytes // self.index_page_bytes
-        index_pages = min(batch * pages, affordable)
+        return self.ledger(index_pages=min(batch * pages, affordable), host_pages=host_pages)
+
+    def ledger(self, *, index_pages: int, host_pages: int) -> Ledger:
+        """Slots get what this many index pages leave."""
         left = self.device_bytes - index_pages * self.index_page_bytes
         return Ledger(
             [
@@ -77,9 +82,31 @@ class Budget:
                     unit_bytes=self.index_page_bytes,
                     capacity=index_pages,
                 ),
-                Account(name=HOST_PAGES, unit="host pages", unit_bytes=whole, capacity=host_pages),
+                Account(
+                    name=HOST_PAGES,
+                    unit="host pages",
+                    unit_bytes=self.layout.host_page_bytes,
+                    capacity=host_pages,
+                ),
             ]
         )
+
+    def split_for(self, lengths: Sequence[int], *, slot_floor: int | None) -> Ledger:
+        """One division for requests of these lengths: slots and index pages run out together.
+
+        Each reserves its floor of slots, or its whole length where none is given. The longest one
+        gets its pages, if they are to be had at all. Host pages hold everybody, if not said.
+        """
+        pages = [div_ceil(length, PAGE_ROWS) for length in lengths]
+        slots = [length if slot_floor is None else min(length, slot_floor) for length in lengths]
+        index_bytes = sum(pages) * self.index_page_bytes
+        share = index_bytes / (index_bytes + sum(slots) * self.slot_bytes)
+        index_pages = max(int(share * self.device_bytes) // self.index_page_bytes, max(pages))
+        host_pages = sum(pages)
+        if self.host_bytes is not None:
+            host_pages = self.host_bytes // self.layout.host_page_bytes
+        affordable = self.device_bytes // self.index_page_bytes
+        return self.ledger(index_pages=min(index_pages, affordable), host_pages=host_pages)
 
     def admit(self, *, context: int, batch: int, slots_each: int) -> None:
         """PoolFull, with the limiter and the numbers, unless the whole batch is admitted."""

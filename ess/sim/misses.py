@@ -67,8 +67,12 @@ class MissCurves:
         if context < 1 or slots < 0 or queries_each < 1:
             sizes = f"context {context}, slots {slots}, queries {queries_each}"
             raise BadInput(f"{sizes}: no such request")
-        nearest = min(self.shapes, key=lambda known: abs(math.log(known / context)))
         mean = self.mean(context=context, slots=slots) * queries_each / PUBLISHED_QUERIES
+        return self.spread(mean, context=context, queries_each=queries_each)
+
+    def spread(self, mean: float, *, context: int, queries_each: int) -> tuple[float, ...]:
+        """A mean over the layers in the shape that it has at the nearest published context."""
+        nearest = min(self.shapes, key=lambda known: abs(math.log(known / context)))
         most = float(min(queries_each * TOP_K, context))
         return tuple(min(most, mean * part) for part in self.shapes[nearest])
 

@@ -39,7 +39,7 @@ class Emulated:
         names = [one.entry for one in shape_of(1, 1, 1, alone=alone).launches]
         self.kernels = emulated(program, dict.fromkeys(names, "Resolve"), folder)
         self.seed = 0
-        for name in ("claim_new", "clear_block", "drop", "fill", "land", "settle", "warm"):
+        for name in ("clear_block", "drop", "fill", "land", "settle", "warm"):
             setattr(self, name, getattr(lru, name))
 
     def plan(self, arena, rows, /, *, step, ticket, split, **positions):
@@ -55,6 +55,24 @@ class Emulated:
             self.seed += 1
             self.kernels[entry](record, blocks=blocks, threads=THREADS, seed=self.seed)
         return self.claims()
+
+    def claim_new(self, arena, rows, *, step, out):
+        """The kernels', where there is room; that there is, the ledger promises them."""
+        absent = int((arena.slot_of[rows] < 0).sum())
+        if absent > self.room(arena, rows, step):
+            return lru.claim_new(arena, rows, step=step, out=out)
+        split = Split.create(query_count=1, top_k=max(1, rows.size))
+        line = rows[None] if rows.size else np.full((1, 1), -1, np.int32)
+        claims = self.plan(arena, line, step=step, ticket=1, split=split, rows=line, writes=True)
+        assert claims.place_count == 0
+        out[:] = split.slots[0, : rows.size]
+        return True
+
+    def room(self, arena, rows, step):
+        slots = arena.slots
+        bound = (arena.dirty[slots] != 0) | (arena.ticket_of[slots] != 0)
+        kept = np.isin(arena.row_of[slots], rows) | (arena.last_use[slots] >= step)
+        return int(((arena.row_of[slots] < 0) | ~(bound | kept)).sum())
 
     @property
     def report(self):

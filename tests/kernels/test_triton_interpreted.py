@@ -138,9 +138,9 @@ COPY = types(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("form", ["fp8", "bf16"])
+@pytest.mark.parametrize(("form", "adds"), [("fp8", False), ("fp8", True), ("bf16", False)])
 def test_attention_compiles_to_tensor_core_instructions(
-    form: Any, heads: int, tmp_path: Path
+    form: Any, adds: bool, heads: int, tmp_path: Path
 ) -> None:
     from ess.kernels.triton_ops import attend
     from ess.kernels.triton_ops.device import attend as device
@@ -150,7 +150,7 @@ def test_attention_compiles_to_tensor_core_instructions(
         device.attend,
         ATTEND,
         attend.constants(codec, query_dtype=torch.bfloat16, interpreted=False)
-        | {"HEADS": shape.heads, "KEYS": shape.keys},
+        | {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": adds},
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -172,7 +172,7 @@ def test_attention_in_float32_compiles_without_spills(tmp_path: Path) -> None:
             device.attend,
             ATTEND | {"queries": "*fp32"},
             attend.constants(RowCodec(form=form), query_dtype=torch.float32, interpreted=False)
-            | {"HEADS": shape.heads, "KEYS": shape.keys},
+            | {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": False},
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
@@ -233,13 +233,10 @@ def test_counts_and_strides_of_one_compile_too() -> None:
     from ess.kernels.triton_ops.device import index as keys
 
     half = {"query_dtype": torch.bfloat16, "interpreted": False}
+    rows = attend.constants(RowCodec(), **half) | {"HEADS": 16, "KEYS": 16, "ADDS": True}
     logits = index.constants(IndexCodec(), **half) | {"HEADS": 1, "HEADS_PADDED": 16}
     for kernel, given, constants in (
-        (
-            attention.attend,
-            ATTEND,
-            attend.constants(RowCodec(), **half) | {"HEADS": 16, "KEYS": 16},
-        ),
+        (attention.attend, ATTEND, rows),
         (keys.logits, LOGITS | {"queries": "*i16"}, logits | {"RUN": 64, "KEYS": 64}),
         (topk.top_k, TOP_K, {"HAS_SLOTS": True, "ROOM": 1, "SAMPLE": 64, "BLOCK": 64}),
         (copy.copy_rows, COPY, {"WORDS": 82, "BLOCK": 64}),

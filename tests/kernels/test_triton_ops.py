@@ -27,7 +27,9 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def attend_lists(case: test_attend.Case, **options: object) -> Partial:
+def attend_lists(
+    case: test_attend.Case, *, onto: Partial | None = None, **options: object
+) -> Partial:
     """The launch behind the door, with everything where the kernel wants it."""
     from ess.kernels.triton_ops import attend
 
@@ -36,6 +38,8 @@ def attend_lists(case: test_attend.Case, **options: object) -> Partial:
     shape = queries.shape[:2]
     out = torch.full((*shape, case.codec.latent_dim), 7.0, device=device())
     into = Partial(out, torch.full(shape, 7.0, device=device()))
+    if onto is not None:
+        into, options["adds"] = Partial(*(side.clone().to(device()) for side in onto)), True
     lists = attend.close_up(slots)
     attend.attend_lists(
         queries, rows, lists, case.codec, scale=case.scale, placed=placed, into=into, **options
@@ -56,6 +60,30 @@ def test_any_cut_of_the_lists_agrees(ops: backend.Ops, dtype: torch.dtype) -> No
     empty = attend_lists(case, split_keys=45)
     assert (empty.out[1] == 0).all()
     assert (empty.lse[1] == -math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_added_to_a_partial(ops: backend.Ops, dtype: torch.dtype) -> None:
+    """Query 0 has rows on both sides, 1 on the first only, 2 on the second only, 3 nowhere."""
+    case = test_attend.make(test_attend.CODECS["264"], heads=3, keys=60, queries=4, dtype=dtype)
+    case.slots[3] = -1
+    want = case.run(reference)
+    is_first = torch.arange(case.slots.shape[1]) % 3 > 0
+    is_first = torch.stack([is_first, torch.ones_like(is_first), torch.zeros_like(is_first)] * 2)
+    sides = [case.slots.where(keep[:4], -1) for keep in (is_first, ~is_first)]
+    case.slots = sides[0]
+    first = attend_lists(case)
+    case.slots = sides[1]
+    ours = attend_lists(case, onto=first)
+    out, lse = test_attend.tolerance(case.codec, dtype)
+    torch.testing.assert_close(ours.out, want.out, atol=out, rtol=0)
+    torch.testing.assert_close(ours.lse, want.lse, atol=lse, rtol=0)
+    for query in (1, 3):
+        test_attend.same_bits(
+            Partial(*(side[query] for side in ours)), Partial(*(side[query] for side in first))
+        )
+    with pytest.raises(BadInput, match="cut by split_keys 9 cannot be added"):
+        attend_lists(case, onto=first, split_keys=9)
 
 
 def test_bits_do_not_depend_on_the_grid(ops: backend.Ops) -> None:

@@ -13,6 +13,7 @@ from ess.door import sequence as life
 from ess.door import stepping
 from ess.engine import scheduler
 from ess.engine.batch import Line
+from ess.engine.choice import Choice
 from ess.engine.future import FutureMap, Outcome
 from ess.engine.request import Request
 from ess.engine.sampling import Sampling
@@ -187,6 +188,7 @@ REASONS = {
 @pytest.mark.parametrize("name", REASONS)
 def test_what_needs_the_tokens_runs_at_depth_0(name):
     """The whole batch does, as long as the request is in it; the tokens stay those of depth 0."""
+    assert REASONS[name].needs_host
     outputs = []
     for depth in (0, 1):
         eng = engine("v32", mtp=2, modes="none", depth=depth)
@@ -230,6 +232,16 @@ def test_sampling_that_needs_only_its_position_overlaps():
     assert len(set(outputs[0])) > 3
 
 
+def test_an_outcome_counts_drafts_and_not_the_newest_token():
+    request = Request(number=0, prompt=[1], sampling=Sampling())
+    for tokens, targets, verified in (
+        ((1,), (2,), (0, 0)),
+        ((1, 2, 3), (2, 3, 4), (2, 2)),
+        ((1, 2, 3), (5,), (2, 0)),
+    ):
+        assert Outcome(Line(request, tokens, 0), Choice(targets), ()).verified == verified
+
+
 def test_the_map_gives_each_thing_once_and_in_order():
     future = FutureMap(line_max=2, token_max=3)
     future.stash(1, [5, 6])
@@ -242,7 +254,9 @@ def test_the_map_gives_each_thing_once_and_in_order():
         future.take(1, 1)
     with pytest.raises(AssertionError, match="are no tokens"):
         future.stash(0, [-1])
-    outcome = Outcome(Line(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), (2,), ())
+    outcome = Outcome(
+        Line(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), Choice((2,)), ()
+    )
     future.tell(7, [outcome])
     with pytest.raises(AssertionError, match="in order"):
         future.tell(7, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import sys
 from types import FunctionType, ModuleType
 
 import numpy as np
@@ -47,17 +48,35 @@ def feed(eng, count: int, *, seed: int) -> list[int]:
     return sizes
 
 
+def calls_made(eng, count: int) -> int:
+    """How many functions, of Python and of C, the same requests call: work, not time."""
+    made = 0
+
+    def count_calls(_frame, event: str, _argument) -> None:
+        nonlocal made
+        made += event in ("call", "c_call")
+
+    sys.setprofile(count_calls)
+    try:
+        feed(eng, count, seed=0)
+    finally:
+        sys.setprofile(None)
+    return made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 def test_ten_thousand_short_requests(depth):
-    eng = engine("v32", modes="none", depth=depth)
+    eng = engine("v32", modes="none", depth=depth, budget_every=0)
     feed(eng, 1000, seed=0)
+    first_calls = calls_made(eng, 96)
     gc.collect()
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sizes = feed(eng, 9000, seed=1)
     gc.collect()
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     assert max(sizes) - min(sizes) <= 64, f"containers grew: {sizes}"
+    assert calls_made(eng, 96) <= 1.05 * first_calls
     assert grown_kib < 8 * 1024, f"resident memory grew by {grown_kib} KiB"
     last = eng.add(prompt(90), Sampling(tokens_max=10))
     run(eng)
@@ -67,12 +86,14 @@ def test_ten_thousand_short_requests(depth):
 
 
 def test_two_hundred_short_requests_leave_nothing():
-    eng = engine("v32", modes="none", depth=1)
-    feed(eng, 100, seed=0)
-    sizes = [items_held(eng)]
-    feed(eng, 100, seed=1)
-    sizes.append(items_held(eng))
+    eng = engine("v32", modes="none", depth=1, budget_every=0)
+    feed(eng, 40, seed=0)
+    calls, sizes = [], []
+    for _ in range(2):
+        calls.append(calls_made(eng, 80))
+        sizes.append(items_held(eng))
     assert sizes[1] <= sizes[0] + 16
+    assert calls[1] <= 1.05 * calls[0]
     run(eng)
 
 

@@ -32,6 +32,8 @@ STATUS = Status(
     places=(0, 0),
     slots_used=(5, 6),
     slots=(8, 8),
+    modes=((4, 3, 2, 1),),
+    depth_reasons=("request 3: a grammar follows the output",),
 )
 
 
@@ -122,6 +124,8 @@ def test_models_version_and_what_is_configured(served: Served):
         assert found["served_model_name"] == "test-model"
         assert found["max_running_requests"] == 16
         assert found["internal_states"][0]["max_total_num_tokens"] == 65536
+        assert found["engine"]["depth_reasons"] == ["request 3: a grammar follows the output"]
+        assert found["engine"]["modes"] == [{"resident": 4, "none": 3, "da": 2, "dba": 1}]
     for path in ("/model_info", "/get_model_info"):
         assert ask(served, path)["is_generation"] is True
 

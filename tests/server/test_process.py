@@ -55,7 +55,13 @@ def small():
     return model({**V32, **SMALL})
 
 
-def build(mtp: int, host_pages: int = 40, modes: str = "layerwise", slot_pages: int = 8) -> Engine:
+def build(
+    mtp: int,
+    host_pages: int = 40,
+    modes: str = "layerwise",
+    slot_pages: int = 8,
+    depth: int = 0,
+) -> Engine:
     layout = small().config.layout(row="f32", index="f32")
     offload = Offload.create(
         layout,
@@ -65,7 +71,8 @@ def build(mtp: int, host_pages: int = 40, modes: str = "layerwise", slot_pages: 
         slot_floor=24,
         sequence_max=3,
     )
-    return Engine(small(), offload, EngineConfig(mtp=mtp, chunk_tokens=64, modes=modes))
+    config = EngineConfig(mtp=mtp, chunk_tokens=64, modes=modes, depth=depth)
+    return Engine(small(), offload, config)
 
 
 FULL = Sampling(
@@ -199,6 +206,23 @@ def test_what_never_fits_is_refused_and_what_must_wait_is_counted():
         loop.turn()
     assert [len(wire.made(n)) for n in (2, 3, 4, 5)] == [90] * 4
     assert loop.status().limiter is None
+    loop.close()
+
+
+def test_the_status_says_why_a_step_waits_for_the_one_before():
+    clock = ManualClock()
+    penalised = Sampling(tokens_max=9, presence_penalty=0.5)
+    wire = Script(t1=[Add(1, prompt(20), Sampling(tokens_max=9)), Add(2, prompt(9), penalised)])
+    loop = EngineLoop(lambda: build(1, depth=1), wire, clock)
+    assert (loop.status().depth, loop.status().depth_reasons) == (1, ())
+    for _ in range(4):
+        loop.turn()
+    assert loop.status().depth == 0
+    assert loop.status().depth_reasons == ("request 1: penalties count the output",)
+    for _ in range(20):
+        loop.turn()
+    assert wire.made(1) == greedy(small(), prompt(20), 9)
+    assert (len(wire.made(2)), loop.status().depth) == (9, 1)
     loop.close()
 
 

@@ -161,6 +161,7 @@ def test_forms_for_people_and_for_spreadsheets(
     ("arguments", "says"),
     [
         (("--ctx", "128k", "--model", "gpt-2"), "no operator tables for 'gpt-2'"),
+        (("--ctx", "4k", "--mode", "fast"), "--mode fast: choose from layerwise"),
         (("--ctx", "64m"), "take a smaller --batch or --ctx"),
         (("--ctx", "4k", "--repetitions", "0"), "at least one is needed"),
         (("--ctx", "4k", "--trace", "no/such/t.json"), "no/such does not exist"),

@@ -11,6 +11,7 @@ from ess.bench import locality, plots
 from ess.bench.analysis import Locality, analyse, slots_for
 from ess.bench.locality import Plan
 from ess.bench.selected import record
+from ess.bench.twin import twin_row
 from ess.errors import BadInput, Unavailable
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 from tests.unit.test_bench_step import build, ids
@@ -82,6 +83,18 @@ def test_the_benchmark_has_its_rows() -> None:
     assert least.value >= least.baseline_value > 0
     assert 0 < rows["similarity to the token before (intra-layer)"].value < 1
     assert rows["tokens accepted per step, greedy"].value >= 1
+
+
+def test_the_laboratory_misses_what_the_engine_misses() -> None:
+    row = twin_row(build(704, distinct=1), ratio=0.83, mtp=2, steps=12)
+    assert row.met
+    assert row.value == row.baseline_value
+    assert row.value > 50
+    pairs = [pair.split("/") for pair in row.config["by_layer"].split()]
+    assert len(pairs) == 7
+    assert all(ours == theirs for ours, theirs in pairs)
+    with pytest.raises(BadInput, match="less than a step selects"):
+        twin_row(build(320, distinct=1), ratio=0.2, mtp=2, steps=2)
 
 
 def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

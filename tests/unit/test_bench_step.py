@@ -12,7 +12,7 @@ import torch
 from ess.bench import cli
 from ess.bench import prefix as prefixes
 from ess.bench.arms import Arm, Shape, Way
-from ess.bench.lists import shares, sizes
+from ess.bench.lists import modes, shares, size, sizes
 from ess.bench.prefix import Prefix, build_prefix
 from ess.bench.step import RESIDENT, WHOLE, take_turns
 from ess.bench.text import token_ids
@@ -132,6 +132,12 @@ def test_all_ways_write_the_same_text_and_the_counts_add_up() -> None:
 def test_lists_and_ranges() -> None:
     assert sizes("--batch", "1-16*2,3") == [1, 2, 4, 8, 16, 3]
     assert shares("--ratio", "0.1,0.2,0.1") == [0.1, 0.2]
+    assert size("--ctx", "4k") == 4096
+    assert modes("--mode", "none, da") == ["none", "da"]
+    with pytest.raises(BadInput, match="--mode fast: choose from layerwise"):
+        modes("--mode", "none,fast")
+    with pytest.raises(BadInput, match="--ctx 4k,8k: one value, not 2"):
+        size("--ctx", "4k,8k")
     for bad in ("0", "4-8*1", "1-99999", "x", "1,,2"):
         with pytest.raises(BadInput):
             sizes("--batch", bad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -100,6 +100,18 @@ def test_the_batch_limit_keeps_the_target(name):
         n for n in range(1, 1001) for d in range(1, 5) if machine.per_token(d, n, 4) <= 0.060
     )
     assert 0.75 * allowed <= state.batch_limit <= 1.25 * allowed + 1
+
+
+@pytest.mark.parametrize(("chance", "limit"), [(0.5, 35), (0.9, 44), (0.0, 35)])
+def test_the_batch_limit_by_hand(chance, limit):
+    """At depth 1 there is room for (60.5 - 20 - 5) / 1 requests; good drafts make room for more."""
+    state = replace(
+        fresh(target_ms=60.5, verified_max=3, batch_max=1000),
+        times=(0.020, 0.001, 0.005),
+        chances=(chance, chance),
+    )
+    assert state.batch_limit == limit
+    assert replace(state, batch_max=7).batch_limit == 7
 
 
 def test_a_target_that_nothing_meets_still_admits_one():

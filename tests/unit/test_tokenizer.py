@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ess.errors import BadInput
-from ess.models.detokenizer import Detokenizer, StopStrings
+from ess.models.detokenizer import Detokenizer
 from ess.models.tokenizer import Tokenizer, byte_alphabet
 
 TEXT = "the quick brown fox naïve façade 日本語のテキスト 🙂👩‍👩‍👧 ελληνικά العربية " * 8
@@ -147,43 +147,3 @@ def test_missing_and_linked_files_are_refused(folder: Path, tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").symlink_to(folder / "tokenizer.json")
     with pytest.raises(BadInput, match="symbolic link"):
         Tokenizer(tmp_path)
-
-
-def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Character by character: the first moment at which the text ends with a stop."""
-    for end in range(1, len(text) + 1):
-        for stop in sorted(stops, key=len, reverse=True):
-            if text[:end].endswith(stop):
-                return text[: end - len(stop)], stop
-    return text, None
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
-    pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=8),
-)
-def test_stops_do_not_depend_on_the_pieces(stops: list[str], pieces: list[str]) -> None:
-    finder, given_out = StopStrings(stops), ""
-    want, hit = by_definition("".join(pieces), stops)
-    for piece in pieces:
-        given_out += finder.push(piece)
-        assert want.startswith(given_out)
-    given_out += finder.finish()
-    assert (given_out, finder.hit) == (want, hit)
-
-
-def test_only_what_may_become_a_stop_is_held() -> None:
-    finder = StopStrings(["</stop>"])
-    assert finder.push("all of it <") == "all of it "
-    assert finder.push("/st") == ""
-    assert finder.push("x") == "</stx"
-    assert finder.push("</stop> later") == ""
-    assert finder.hit == "</stop>"
-    assert finder.push("more") == ""
-
-
-@pytest.mark.parametrize("stops", [[""], ["x" * 257], ["a"] * 17])
-def test_bad_stops_are_refused(stops: list[str]) -> None:
-    with pytest.raises(BadInput, match="stop string"):
-        StopStrings(stops)

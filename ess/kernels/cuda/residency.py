@@ -1,4 +1,4 @@
-"""One layer group's residency on a device: plan, locate, land, settle, drop, without the host.
+"""One layer group's residency on a device: plans, claims and landings without the host.
 
 The arrays are torch tensors of the device with the names of ess/pool/arena.py; they belong to the
 caller. A call queues kernels on a stream and returns. What changes from step to step is written to
@@ -85,6 +85,13 @@ class Residency:
             call("cuMemsetD32Async", report, 0, len(REPORT), stream)
         for kernel, blocks in self._phases:
             kernel.launch(record, blocks=blocks, threads=self.shape.threads, stream=stream)
+
+    def claim_new(self, split: Any, rows: Any, *, stream: int) -> None:
+        """Dirty slots for distinct rows that the step is about to write; pads are left out.
+
+        The ledger has reserved room for them: should there be none, the report counts places.
+        """
+        self.plan(split, rows, stream=stream, writes=True)
 
     def locate(self, slots: Any, rows: Any, *, stream: int, **selection: Any) -> None:
         """RESIDENT: slots of rows that have all landed. Faults add up in the report."""

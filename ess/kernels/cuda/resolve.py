@@ -59,7 +59,7 @@ class ResolveRecord(ctypes.Structure):
         *_pointers("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"),
         *_pointers("claimed_slots", "claimed_rows", "claimed_host_rows", "host_page_of"),
         *_pointers("pending", "first_count", "bin_count", "bin_total"),
-        *_sizes("query_max", "tile_max", "split_width"),
+        *_sizes("query_max", "tile_max", "split_width", "writes"),
     )
 
 
@@ -173,14 +173,18 @@ def resolve_record(
     page_table: Any = None,
     table_row: Any = None,
     host_page_of: Any = None,
+    writes: bool = False,
 ) -> ResolveRecord:
-    """The arrays must outlive every launch and every replay of a graph with this record in it."""
+    """With `writes` the rows are distinct and new to this step: slots for them, dirty at once.
+
+    The arrays must outlive every launch and every replay of a graph with this record in it.
+    """
     if split.slots.shape[0] < shape.query_max or split.slots.shape[1] < shape.top_k:
         raise BadInput(
             f"a split of shape {tuple(split.slots.shape)} cannot hold {shape.query_max} queries "
             f"of {shape.top_k} rows"
         )
-    record = ResolveRecord(query_max=shape.query_max, tile_max=shape.tile_max)
+    record = ResolveRecord(query_max=shape.query_max, tile_max=shape.tile_max, writes=int(writes))
     record.arena = arena_record(arena)
     record.selection = selection_record(arena, rows, positions, page_table, table_row)
     record.selection.width = shape.top_k

@@ -12,11 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
+from ess.errors import BadInput
 from ess.kernels.merge import Pair, Partial
 from ess.kernels.triton_ops.device import attend as device
 from ess.kernels.triton_ops.device import partials
 from ess.kernels.triton_ops.launch import bits, on, place
 from ess.layout import RowCodec
+from ess.units import div_ceil
 
 DOT_MIN: Final = 16
 LIST_BLOCK: Final = 1024
@@ -38,6 +40,15 @@ class Shape(NamedTuple):
     stages: int
 
 
+class _Cut(NamedTuple):
+    """What runs apart, and on how much of the device."""
+
+    splits: int
+    split_keys: int
+    spare_sms: int
+    adds: bool
+
+
 def close_up(slots: Tensor) -> Lists:
     """Slots [q, width], int32, with -1 anywhere."""
     count, width = slots.shape
@@ -50,7 +61,7 @@ def close_up(slots: Tensor) -> Lists:
 
 
 def shape_for(*, heads: int, is_half: bool) -> Shape:
-    """Register and shared memory budgets of sm_90; see docs/kernels.md."""
+    """What fits the registers and the shared memory of sm_90; float32 is for exactness only."""
     if not is_half:
         return Shape(heads=DOT_MIN, keys=16, warps=8, stages=1)
     block = min(64, max(DOT_MIN, triton.next_power_of_2(heads)))
@@ -73,8 +84,12 @@ def attend_lists(
     placed: Tensor | None = None,
     spare_sms: int = 0,
     split_keys: int | None = None,
+    adds: bool = False,
 ) -> Partial:
     """Attention over lists that are closed up, on a grid that leaves `spare_sms` alone.
+
+    With `adds`, `into` holds a partial over other rows and gets the joint one, in one pass over it
+    where attention apart and a merge take two; a query that names nothing is not touched.
 
     `split_keys` cuts every list into parts of so many names that run apart and are joined after:
     for batches too small to fill the device. The cut is part of the arithmetic: the same rows give
@@ -82,19 +97,23 @@ def attend_lists(
     """
     count, heads = queries.shape[:2]
     width = lists.named.shape[1]
+    if adds and split_keys is not None:
+        raise BadInput(f"lists cut by split_keys {split_keys} cannot be added to a partial")
+    if adds and not width:
+        return into
     if not count or not width:
         into.out.zero_()
         into.lse.fill_(float("-inf"))
         return into
     split_keys = split_keys or width
-    splits = -(-width // split_keys)
-    parts = into if splits == 1 else _parts(queries, splits, codec.latent_dim)
+    cut = _Cut(div_ceil(width, split_keys), split_keys, spare_sms, adds)
+    parts = into if cut.splits == 1 else _parts(queries, cut.splits, codec.latent_dim)
     with on(queries):
-        _launch(queries, rows, lists, codec, scale, parts, placed, spare_sms, split_keys, splits)
-        if splits > 1:
+        _launch(queries, rows, lists, codec, scale, placed, parts, cut)
+        if cut.splits > 1:
             dim = codec.latent_dim
             partials.join[(count, heads)](
-                *parts, lists.counts, *into, heads, splits, split_keys, dim, _padded(dim)
+                *parts, lists.counts, *into, heads, *cut[:2], dim, _padded(dim)
             )
     return into
 
@@ -111,24 +130,23 @@ def _launch(
     lists: Lists,
     codec: RowCodec,
     scale: float,
-    parts: Partial,
     placed: Tensor | None,
-    spare_sms: int,
-    split_keys: int,
-    splits: int,
+    parts: Partial,
+    cut: _Cut,
 ) -> None:
     where, is_half = place(queries), in_half(queries.dtype, codec)
     heads = queries.shape[1]
     shape = shape_for(heads=heads, is_half=is_half)
-    tasks = len(queries) * splits * -(-heads // shape.heads)
+    tasks = len(queries) * cut.splits * div_ceil(heads, shape.heads)
     elsewhere = rows if placed is None else placed
-    device.attend[(where.programs(tasks, spare_sms=spare_sms),)](
+    device.attend[(where.programs(tasks, spare_sms=cut.spare_sms),)](
         *(bits(queries), rows, *lists, *parts),
         *(scale, elsewhere.data_ptr() - rows.data_ptr(), rows.stride(0), elsewhere.stride(0)),
-        *(*queries.stride()[:2], len(queries), heads, lists.named.shape[1], splits, split_keys),
+        *(*queries.stride()[:2], len(queries), heads, lists.named.shape[1], *cut[:2]),
         **constants(codec, query_dtype=queries.dtype, interpreted=where.interpreted),
         HEADS=shape.heads,
         KEYS=shape.keys,
+        ADDS=cut.adds,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )

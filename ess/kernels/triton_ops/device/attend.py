@@ -91,9 +91,13 @@ def attend(
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr,
     ROPE_FROM: tl.constexpr, FORM: tl.constexpr, QUERY_IS_BF16: tl.constexpr,
     IN_BF16: tl.constexpr, INTERPRETED: tl.constexpr, PRECISION: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Writes out and lse [query, split, head]; a split behind the end of a list only if first."""
+    """Writes out and lse [query, split, head]; a split behind the end of a list only if first.
+
+    ADDS goes on from the partial that is there, as if its rows had been the first of the list: a
+    list that is empty then costs nothing, and no second partial is ever written.
+    """
     head_blocks = tl.cdiv(heads, HEADS)
     for task in range(tl.program_id(0), query_count * splits * head_blocks, tl.num_programs(0)):
         query = (task // head_blocks // splits).to(tl.int64)
@@ -102,13 +106,17 @@ def attend(
         is_head = head < heads
         count = tl.load(counts + query)
         end = tl.minimum(count, (split + 1) * split_keys)
+        is_live = is_head & (split * split_keys < count)
         asking = queries + query * query_stride + head * head_stride
-        asked = _query(asking, is_head, DIM, DIM_PADDED, QUERY_IS_BF16, IN_BF16)
+        asked = _query(asking, is_live, DIM, DIM_PADDED, QUERY_IS_BF16, IN_BF16)
         if ROPE > 0:
-            asked_rope = _query(asking + DIM, is_head, ROPE, ROPE_PADDED, QUERY_IS_BF16, IN_BF16)
+            asked_rope = _query(asking + DIM, is_live, ROPE, ROPE_PADDED, QUERY_IS_BF16, IN_BF16)
         top = tl.full((HEADS,), -float("inf"), tl.float32)
         total = tl.zeros((HEADS,), tl.float32)
         sums = tl.zeros((HEADS, DIM_PADDED), tl.float32)
+        if ADDS:
+            top, sums = _go_on(out, lse, query * heads + head, is_live, DIM, sums)
+            total = tl.where(top == -float("inf"), 0.0, 1.0)
         for first in range(split * split_keys, end, KEYS):
             key = first + tl.arange(0, KEYS)
             is_key = key < end
@@ -134,17 +142,25 @@ def attend(
             top = higher
         _finish(
             out, lse, sums, total, top, (query * splits + split) * heads + head, is_head, count,
-            split * split_keys, DIM, DIM_PADDED,
+            split * split_keys, DIM, DIM_PADDED, ADDS,
         )  # fmt: skip
+
+
+@triton.jit
+def _go_on(out, lse, at, is_head, DIM: tl.constexpr, sums):
+    column = tl.arange(0, sums.shape[1])
+    mask = is_head[:, None] & (column < DIM)[None, :]
+    sums = tl.load(out + (at[:, None] * DIM + column[None, :]), mask=mask, other=0.0)
+    return tl.load(lse + at, mask=is_head, other=-float("inf")), sums
 
 
 @triton.jit
 def _finish(
     out, lse, sums, total, top, at, is_head, count, first,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, DIM_PADDED)
-    is_written = is_head & ((first < count) | (first == 0))
+    is_written = is_head & ((first < count) | ((first == 0) & (not ADDS)))
     mean = tl.where(count > 0, sums / total[:, None], 0.0)
     mask = is_written[:, None] & (column < DIM)[None, :]
     tl.store(out + (at[:, None] * DIM + column[None, :]), mean, mask=mask)

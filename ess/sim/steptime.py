@@ -1,0 +1,87 @@
+"""How long a decode step takes, whatever the batch: simulated on a grid, linear between its points.
+
+A replay takes tens of thousands of steps, a simulated one takes ten milliseconds. So times are
+simulated once per corner of a grid over requests, mean context and missed rows, when a step first
+falls beside it. At zero misses everything is resident and there is no offload in the step.
+
+A corner is the faster of one batch and two overlapped halves, as in the planner.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
+
+from ess.sim.misses import MissCurves
+from ess.sim.operators import Operators
+from ess.sim.simulate import Scenario, simulate
+
+REQUESTS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
+CONTEXTS: Final = tuple(1 << power for power in range(11, 22))
+MISSES: Final = (0, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+
+
+class StepTime(NamedTuple):
+    """`exposed_us` of `step_us` wait for the host link."""
+
+    step_us: float
+    exposed_us: float
+
+
+class Clocked(Protocol):
+    """What a replay asks for: one step of a batch. `misses` are per request and layer."""
+
+    def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class StepTimes:
+    operators: Operators
+    curves: MissCurves
+    ranks: int
+    corners: dict[tuple[int, int, int, int], StepTime] = field(default_factory=dict)
+
+    def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime:
+        sides = (_beside(REQUESTS, requests), _beside(CONTEXTS, context), _beside(MISSES, misses))
+        step_us = exposed_us = 0.0
+        for corner in itertools.product(*sides):
+            weight = corner[0][1] * corner[1][1] * corner[2][1]
+            found = self._corner(queries, *(size for size, _ in corner))
+            step_us += weight * found.step_us
+            exposed_us += weight * found.exposed_us
+        return StepTime(step_us, exposed_us)
+
+    def _corner(self, queries: int, requests: int, context: int, misses: int) -> StepTime:
+        key = (queries, requests, context, misses)
+        if key not in self.corners:
+            self.corners[key] = min(self._simulate(*key, tbo=tbo) for tbo in (False, True))
+        return self.corners[key]
+
+    def _simulate(
+        self, queries: int, requests: int, context: int, misses: int, *, tbo: bool
+    ) -> StepTime:
+        layers = self.curves.spread(misses, context=context, queries_each=queries)
+        scenario = Scenario(
+            batch=requests,
+            queries_each=queries,
+            context=context,
+            tbo=tbo,
+            ranks=self.ranks,
+            misses=layers if misses else None,
+        )
+        found = simulate(self.operators, scenario)
+        return StepTime(found.step_us, found.exposed_us)
+
+
+def _beside(sizes: Sequence[int], size: float) -> list[tuple[int, float]]:
+    """The grid sizes around `size` with their weights. Beyond the last the last two go on, below
+    the first it stays: as in the operator tables."""
+    if size <= sizes[0]:
+        return [(sizes[0], 1.0)]
+    right = min(bisect_right(sizes, size), len(sizes) - 1)
+    low, high = sizes[right - 1], sizes[right]
+    share = (size - low) / (high - low)
+    return [(low, 1.0)] if share == 0.0 else [(low, 1.0 - share), (high, share)]

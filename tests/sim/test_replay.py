@@ -1,0 +1,224 @@
+"""Requests through tier and rank: times worked out by hand, and what must hold of any replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from ess.engine.chunking import PrefillTime
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.pool.ledger import Account, Ledger
+from ess.sim.arrivals import Arrival
+from ess.sim.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, Budget
+from ess.sim.goodput import Objective, summarise, tpot_s, ttft_s
+from ess.sim.prefilltime import Handoff, Tier
+from ess.sim.rank import BATCH, TPOT, Rank, mean_misses
+from ess.sim.replay import PREFILL, Drafting, Replay, replay
+from ess.sim.steptime import StepTime
+from ess.sim.traffic import Mix, at_rate, chance_of, draw, right_drafts
+
+GIB = 1 << 30
+SECOND_PER_TOKEN = PrefillTime(quadratic=1e-12, linear=1.0)
+
+
+@dataclass
+class Plain:
+    """A step takes 8 s, and 1 s for every query, and 1 s for every ten rows missed by each."""
+
+    asked: list[tuple[int, int, float, float]] = field(default_factory=list)
+
+    def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime:
+        self.asked.append((requests, queries, context, misses))
+        exposed_us = 1e6 * requests * misses / 10
+        return StepTime(1e6 * (8 + requests * queries) + exposed_us, exposed_us)
+
+
+def rank(slots: int = 1000, *, host_pages: int = 1000, **changes: object) -> Rank:
+    def ledger() -> Ledger:
+        sizes = {SLOTS: slots, INDEX_PAGES: 1000, HOST_PAGES: host_pages}
+        return Ledger(
+            [Account(name=name, unit=name, unit_bytes=1, capacity=n) for name, n in sizes.items()]
+        )
+
+    settings = {
+        "make_ledger": ledger,
+        "slot_count": slots,
+        "slot_floor": 100,
+        "times": Plain(),
+        "missed": lambda length, share: length - share,
+        "chunk_time": SECOND_PER_TOKEN,
+        "chunk_max": 64,
+    }
+    return Rank(**(settings | changes))
+
+
+def asks(*sizes: tuple[float, int, int]) -> list[Arrival]:
+    return [Arrival(at_s=at, prompt_tokens=p, output_tokens=o) for at, p, o in sizes]
+
+
+def times(found: Replay) -> list[tuple[float | None, float | None]]:
+    return [
+        tuple(None if at is None else round(at, 6) for at in (one.first_s, one.end_s))
+        for one in found.lives
+    ]
+
+
+def test_decode_by_hand():
+    """Prompts of one token need no prefill. The second joins when the step under way has ended.
+
+    0-9 the first alone; 9-19 and 19-29 both; the first has its 3 tokens; 29-38 the second alone.
+    """
+    found = replay(asks((0, 1, 3), (5, 1, 3)), rank(), drafting=Drafting(chance=0.0))
+    assert times(found) == [(9, 29), (19, 38)]
+    assert [ttft_s(one) for one in found.lives] == [9, 14]
+    assert [tpot_s(one) for one in found.lives] == [10, 9.5]
+    seen = summarise(found, Objective(ttft_s=10, tpot_s=10))
+    assert (seen.served_count, seen.good_share, seen.batch_peak) == (2, 0.5, 2)
+    assert seen.tokens_per_s == pytest.approx(6 / 38)
+    assert seen.batch_mean == pytest.approx((9 + 20 + 20 + 9) / 38)
+
+
+def test_chunks_run_beside_decode_by_hand():
+    """The second's 99 prompt tokens go in chunks of 64 and 35, a second each, behind the decode.
+
+    0-9 the first; 9-82 it and 64 tokens; 82-126 it and 35; 126-136 both.
+    """
+    found = replay(asks((0, 1, 4), (1, 100, 1)), rank(), drafting=Drafting(chance=0.0))
+    assert times(found) == [(9, 136), (136, 136)]
+    assert tpot_s(found.lives[1]) is None
+
+
+def test_a_tier_by_hand():
+    """One pipeline of one GPU: 10 s and 20 s of prompts in turn, then 2 s until they may decode."""
+    tier = Tier(
+        pipelines=1,
+        stages=1,
+        time=SECOND_PER_TOKEN,
+        handoff=Handoff(token_bytes=0, index_page_bytes=64, link_rate=64 / 2e6),
+        layer_count=61,
+    )
+    decode = rank(chunk_time=None)
+    found = replay(asks((0, 11, 1), (1, 21, 1)), decode, tier=tier, drafting=Drafting(chance=0.0))
+    assert times(found) == [(10 + 2 + 9, 21), (10 + 20 + 2 + 9, 41)]
+
+
+def test_right_drafts_make_tokens():
+    """Two queries a step and every draft right: 2 + 2 + 1 tokens in three steps of 10 s."""
+    found = replay(asks((0, 1, 5)), rank(depth=2), drafting=Drafting(chance=1.0))
+    assert times(found) == [(10, 30)]
+    none_right = replay(asks((0, 1, 5)), rank(depth=2), drafting=Drafting(chance=0.0))
+    assert times(none_right) == [(10, 50)]
+
+
+def test_misses_take_time_and_end_when_rows_fit():
+    """Lengths 150 and 50 in 120 slots: 50 take 50, 70 are left for 150: 80 missed by one of two."""
+    asked = asks((0, 150, 1), (0, 50, 1))
+    plain = Plain()
+    held = rank(slots=150, slot_floor=75, times=plain, chunk_max=1 << 20)
+    replay(asked, replace(held, slot_count=120), drafting=Drafting(chance=0.0))
+    assert mean_misses([150, 50], 120, held.missed) == 40
+    assert plain.asked[0] == (1, 1, 150, 30)
+    assert mean_misses([150, 50], 200, held.missed) == 0
+    assert mean_misses([10, 10, 300, 400], 220, held.missed) == 125
+
+
+def test_who_does_not_fit_waits_or_is_refused_by_name():
+    small = rank(slots=150, host_pages=4)
+    found = replay(asks((0, 90, 2), (0, 90, 2), (0, 300, 2)), small)
+    assert [one.refused for one in found.lives] == [None, None, HOST_PAGES]
+    first, second = found.lives[:2]
+    assert second.first_s > first.end_s
+    assert summarise(found, Objective(ttft_s=1, tpot_s=1)).waited_s.keys() == {SLOTS}
+    alone = replay(asks(*[(0, 1, 2)] * 3), rank(batch_max=1), waiting_max=2)
+    assert [one.refused for one in alone.lives] == [None, None, PREFILL]
+    late = replay(asks((0, 1, 9), (1, 1, 9), (10, 1, 9)), rank(batch_max=1), waiting_max=1)
+    assert [one.refused for one in late.lives] == [None, None, BATCH]
+
+
+def test_a_time_per_token_bounds_the_batch():
+    """At 14.5 s a token six requests fit a step of 8 s and 1 s for each; without it all ten do."""
+    asked = asks(*[(float(n), 1, 40) for n in range(10)])
+    free = replay(asked, rank())
+    paced = replay(asked, rank(target_ms=14_500.0))
+    assert (free.rank.batch_peak, paced.rank.batch_peak) == (10, 6)
+    assert paced.rank.waited_s.keys() == {TPOT}
+
+
+def test_nothing_is_lost_and_nothing_overlaps():
+    """A random load under pressure: every token is made, the ledger ends empty, order is kept."""
+    mix = Mix(rate=0.05, count=80, prompt_tokens=120, output_tokens=12, spread=0.8)
+    found = replay(draw(mix, seed=3), rank(slots=400, depth=3), waiting_max=20)
+    served = [one for one in found.lives if one.refused is None]
+    assert {one.refused for one in found.lives} > {None}
+    assert all(one.made == one.arrival.output_tokens for one in served)
+    assert all(one.length == one.arrival.prompt_tokens + one.made for one in served)
+    assert all(one.arrival.at_s < one.first_s <= one.end_s <= found.seconds for one in served)
+    assert [one.prefilled for one in served] == [one.arrival.prompt_tokens - 1 for one in served]
+    found.rank.ledger.check()
+    assert found.rank.ledger.promised(SLOTS) == 0
+
+
+def test_the_same_seed_is_the_same_replay():
+    mix = Mix(rate=0.1, count=30, prompt_tokens=50, output_tokens=8, spread=0.5)
+    again = [times(replay(draw(mix, seed=seed), rank(depth=2))) for seed in (1, 1, 2)]
+    assert again[0] == again[1] != again[2]
+
+
+def test_offload_changes_no_draws():
+    """Two systems make the same tokens in as many steps; only when is different."""
+    mix = Mix(rate=0.1, count=30, prompt_tokens=50, output_tokens=8)
+    arrivals = draw(mix, seed=1)
+    both = [replay(arrivals, rank(200, depth=2, slot_floor=floor)) for floor in (20, None)]
+    steps = [[life.step_count for life in one.lives] for one in both]
+    assert steps[0] == steps[1]
+    assert times(both[0]) != times(both[1])
+
+
+def test_drawn_lengths_and_rates():
+    mix = Mix(rate=4.0, count=20_000, prompt_tokens=1000, output_tokens=100, spread=1.0)
+    arrivals = draw(mix, seed=0)
+    assert arrivals[0].at_s == 0.0
+    assert len(arrivals) / arrivals[-1].at_s == pytest.approx(4.0, rel=0.03)
+    mean = sum(one.prompt_tokens for one in arrivals) / len(arrivals)
+    assert mean == pytest.approx(1000, rel=0.05)
+    assert at_rate(arrivals, 8.0)[-1].at_s == pytest.approx(len(arrivals) / 8.0, rel=1e-3)
+    assert {one.prompt_tokens for one in draw(replace(mix, spread=0.0), seed=0)} == {1000}
+
+
+@pytest.mark.parametrize(("accepted", "depth"), [(1.0, 4), (1.7, 2), (2.8, 4), (4.0, 4)])
+def test_drafts_are_right_as_often_as_said(accepted: float, depth: int):
+    chance = chance_of(accepted, depth=depth)
+    right = right_drafts(seed=0, number=0, chance=chance, steps=20_000, depth=depth)
+    assert 1 + sum(right) / len(right) == pytest.approx(accepted, rel=0.02)
+    assert len(right_drafts(seed=0, number=0, chance=0.5, steps=3, depth=1)) == 3
+
+
+def test_slots_and_index_pages_run_out_together():
+    budget = Budget(layout=ModelLayout.deepseek_v32(), device_bytes=80 * GIB)
+    ledger = budget.split_for([32_768] * 10, slot_floor=6400)
+    batch = budget.batch_max(context=32_768, slots_each=6400)
+    needs = {SLOTS: 6400, INDEX_PAGES: 512, HOST_PAGES: 0}
+    for _ in range(batch):
+        ledger.reserve(needs)
+    assert ledger.free(SLOTS) < 6400
+    assert ledger.free(INDEX_PAGES) < 512
+
+
+@pytest.mark.parametrize(
+    ("ask", "match"),
+    [
+        (lambda: replay([], rank()), "no requests"),
+        (lambda: replay(asks((0, 1, 1)), rank(chunk_time=None)), "exactly one"),
+        (lambda: Mix(rate=0.0, count=1, prompt_tokens=1, output_tokens=1), "rate of 0.0"),
+        (lambda: Mix(rate=1.0, count=0, prompt_tokens=1, output_tokens=1), "0 requests"),
+        (lambda: Mix(rate=1.0, count=1, prompt_tokens=0, output_tokens=1), "prompts of 0"),
+        (lambda: at_rate(asks((0, 1, 1), (0, 1, 1)), 1.0), "at one moment"),
+        (lambda: chance_of(2.5, depth=2), "between 1 and 2"),
+        (lambda: Objective(ttft_s=0.0, tpot_s=1.0), "objective of 0.0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(ask, match: str):
+    with pytest.raises(BadInput, match=match):
+        ask()

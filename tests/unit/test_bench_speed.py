@@ -1,0 +1,60 @@
+"""The two benchmarks of decode speed: they measure what they say, on something small."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from ess.bench import overhead
+from ess.kernels import native, stage
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_time_outside_is_what_no_kernel_took() -> None:
+    ns = Counter(step=100, stages=40, ess_attend=20, ess_index_top_k=10)
+    assert overhead._outside(ns, 1.0) == pytest.approx(0.3)
+    assert overhead._outside(ns, 0.5) == pytest.approx(0.5)
+
+
+def test_the_meter_sees_a_stage_and_leaves_its_result_alone() -> None:
+    one, weight = stage.Stage(), stage.pack(torch.randn(64, 64))
+    normed = one.norm(one.take(64), torch.ones(64), 1e-6)
+    one.give(one.linear(normed, weight), torch.float32)
+    x = torch.randn(9, 64)
+    [plain] = one([x])
+    meter = overhead.Meter()
+    with meter.reading(twice=True):
+        [metered] = one([x])
+    assert torch.equal(plain, metered)
+    assert set(meter.ns) == {"stages", "again", "products"}
+    assert meter.ns["products"] > 0
+    [after] = one([x])
+    assert torch.equal(plain, after)
+
+
+@pytest.mark.slow
+def test_overhead_in_small() -> None:
+    rows = overhead.overhead_benchmark(smoke=True)
+    shares = [row.value for row in rows if row.name.startswith("overhead")]
+    assert len(shares) == 4
+    assert all(0 < share < 100 for share in shares)
+
+
+@pytest.mark.slow
+def test_rival_in_small() -> None:
+    pytest.importorskip("transformers", reason="extra `oracle` is not installed")
+    from ess.bench import rival
+
+    rows = rival.rival_benchmark(smoke=True)
+    assert [row.name.split(",")[0] for row in rows[1:]] == ["decode", "decode"]
+    assert rows[0].value < rival.AGREES
