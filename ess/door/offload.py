@@ -226,6 +226,18 @@ class Offload:
         child.closer = self._close_sequence
         return child
 
+    def forget_prefixes(self) -> int:
+        """Nothing said before is found again; returns how many pages of prefix cache that were.
+
+        BadState while a sequence holds one of them: who forked it or found it reads its rows.
+        """
+        self._require_open()
+        self.drain()
+        latent = self._pools.latent
+        if latent.prefix.held_count:
+            raise BadState(f"{latent.prefix.held_count} cached pages are held by open sequences")
+        return latent.forget()
+
     # ---- arrival
 
     def import_rows(self, sequence: Sequence, *, layer: int, start: int, rows: Any) -> None:

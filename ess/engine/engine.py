@@ -249,8 +249,8 @@ class Engine:
         """The preempted come back, then the waiting enter, in order, while the ledger admits them.
 
         `refusal` says what the first one that has to wait is short of; a request that can never
-        fit ends as refused. Nobody asks again before somebody has left: asking costs a pass over
-        the prompt.
+        fit ends as refused, and keeps the reason. Nobody asks again before somebody has left:
+        asking costs a pass over the prompt.
         """
         if self._is_full and self._running_count:
             return
@@ -296,7 +296,7 @@ class Engine:
         except PoolFull as refusal:
             if refusal.retry_after_s is not None:
                 raise
-            self.refusal = refusal
+            request.refusal = refusal
             self._finish(request, "refused")
             return
         request.sequence = opened

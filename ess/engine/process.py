@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -66,13 +65,12 @@ class Live:
 
 
 class EngineLoop:
-    """Owns the engine; `build` makes a new one when the cached prefixes are to be forgotten."""
+    """Owns the engine."""
 
-    def __init__(self, build: Callable[[], Engine], wire: Wire, clock: Clock) -> None:
-        self._build = build
+    def __init__(self, engine: Engine, wire: Wire, clock: Clock) -> None:
+        self._engine = engine
         self._wire = wire
         self._clock = clock
-        self._engine = build()
         self._live: dict[int, Live] = {}
         self._made_count = self._prompt_count = self._cached_count = self._turn_count = 0
         self._step_s = 0.0
@@ -140,11 +138,9 @@ class EngineLoop:
         self._prompt_count += len(request.prompt)
 
     def _flush(self) -> str:
-        """Pools without a request are made anew: nothing of them is worth keeping."""
         if self._live:
             return f"{len(self._live)} requests are running or waiting"
-        self._engine.offload.close()
-        self._engine = self._build()
+        self._engine.offload.forget_prefixes()
         return ""
 
     # ---- what leaves
@@ -203,9 +199,8 @@ class EngineLoop:
             return request.matcher.failure
         if request.reason != "refused":
             return ""
-        refusal = self._engine.refusal
-        is_it = refusal is not None and refusal.retry_after_s is None
-        return str(refusal) if is_it else "the request needs more than the pools hold"
+        assert request.refusal is not None, f"request {request.number} was refused without a reason"
+        return str(request.refusal)
 
     def _report(self) -> None:
         now_s = self._clock.now_s()
@@ -276,8 +271,8 @@ def _line(live: Live) -> RequestLine:
     )
 
 
-def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
-    """How to make the engine over the loaded weights, and the vocabulary's size."""
+def build(launch: Launch) -> tuple[Engine, int]:
+    """The engine over the loaded weights, and the vocabulary's size."""
     import torch
 
     torch.set_num_threads(launch.threads)
@@ -289,48 +284,47 @@ def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
     layout = config.layout(row=launch.row, index=launch.index)
     query_max = launch.batch_max * launch.mtp
 
-    def build() -> Engine:
-        offload = Offload.create(
-            layout,
-            slot_bytes=launch.slot_bytes,
-            host_bytes=launch.host_bytes,
-            index_bytes=launch.index_bytes,
-            length_max=launch.length_max,
-            sequence_max=launch.batch_max,
+    offload = Offload.create(
+        layout,
+        slot_bytes=launch.slot_bytes,
+        host_bytes=launch.host_bytes,
+        index_bytes=launch.index_bytes,
+        length_max=launch.length_max,
+        sequence_max=launch.batch_max,
+        query_max=query_max,
+    )
+    engine = Engine(
+        model,
+        offload,
+        EngineConfig(
+            modes=launch.modes,
+            promise=launch.promise,
+            mtp=launch.mtp,
+            mtp_auto=launch.mtp_auto,
+            tbo=launch.tbo,
+            tpot_ms=launch.tpot_ms,
+            deterministic=launch.deterministic,
+            depth=launch.depth,
+            budget_every=launch.budget_every,
+            batch_max=launch.batch_max,
             query_max=query_max,
-        )
-        return Engine(
-            model,
-            offload,
-            EngineConfig(
-                modes=launch.modes,
-                promise=launch.promise,
-                mtp=launch.mtp,
-                mtp_auto=launch.mtp_auto,
-                tbo=launch.tbo,
-                tpot_ms=launch.tpot_ms,
-                deterministic=launch.deterministic,
-                depth=launch.depth,
-                budget_every=launch.budget_every,
-                batch_max=launch.batch_max,
-                query_max=query_max,
-                chunk_tokens=launch.chunk_tokens,
-                warm=launch.warm,
-                backend=launch.backend,
-                verify_every=launch.verify_every,
-            ),
-            tokenizer=tokenizer,
-        )
+            chunk_tokens=launch.chunk_tokens,
+            warm=launch.warm,
+            backend=launch.backend,
+            verify_every=launch.verify_every,
+        ),
+        tokenizer=tokenizer,
+    )
 
-    return build, model.config.vocab_size
+    return engine, model.config.vocab_size
 
 
 def serve(launch: Launch, wire: Wire, clock: Clock) -> None:
     """Load, say Ready, run until told to stop; a failure is said before it ends the process."""
     began_s = time.monotonic()
     try:
-        build, vocabulary = builder(launch)
-        loop = EngineLoop(build, wire, clock)
+        engine, vocabulary = build(launch)
+        loop = EngineLoop(engine, wire, clock)
         layout = loop.layout
         wire.give(
             Ready(

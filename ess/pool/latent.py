@@ -72,6 +72,12 @@ class LatentPool:
         if not published.all():
             self._clear(idle[~published])
 
+    def forget(self) -> int:
+        """All idle pages are free again, no longer findable; returns how many."""
+        idle = [self.prefix.forget_oldest() for _ in range(self.prefix.idle_count)]
+        self._clear(np.array(idle, np.int32))
+        return len(idle)
+
     def _clear(self, pages: PageIds) -> None:
         self.stored[:, pages] = 0
         self._keyed[:, pages] = 0

@@ -125,7 +125,7 @@ def run(
     wire: Script, turns: int, *, mtp: int = 1, host_pages: int = 40, modes: str = "layerwise"
 ) -> EngineLoop:
     clock = ManualClock()
-    loop = EngineLoop(lambda: build(mtp, host_pages, modes), wire, clock)
+    loop = EngineLoop(build(mtp, host_pages, modes), wire, clock)
     for _ in range(turns):
         loop.turn()
         clock.advance(0.06)
@@ -197,7 +197,8 @@ def test_what_never_fits_is_refused_and_what_must_wait_is_counted():
     loop = run(wire, 6, host_pages=8)
     [piece] = wire.pieces(1)
     assert piece.reason == "refused"
-    assert "more than the pools hold" in piece.sentence
+    assert "needs 10 index pages" in piece.sentence
+    assert "more than the pool's" in piece.sentence
     status = loop.status()
     assert status.waiting_count >= 1
     assert status.limiter in ("host pages", "sequences")
@@ -213,7 +214,7 @@ def test_the_status_says_why_a_step_waits_for_the_one_before():
     clock = ManualClock()
     penalised = Sampling(tokens_max=9, presence_penalty=0.5)
     wire = Script(t1=[Add(1, prompt(20), Sampling(tokens_max=9)), Add(2, prompt(9), penalised)])
-    loop = EngineLoop(lambda: build(1, depth=1), wire, clock)
+    loop = EngineLoop(build(1, depth=1), wire, clock)
     assert (loop.status().depth, loop.status().depth_reasons) == (1, ())
     for _ in range(4):
         loop.turn()
@@ -223,6 +224,15 @@ def test_the_status_says_why_a_step_waits_for_the_one_before():
         loop.turn()
     assert wire.made(1) == greedy(small(), prompt(20), 9)
     assert (len(wire.made(2)), loop.status().depth) == (9, 1)
+    loop.close()
+
+
+def test_each_of_those_refused_at_once_hears_its_own_reason():
+    wire = Script(t1=[Add(n, prompt(n), Sampling(tokens_max=4)) for n in (600, 700)])
+    loop = run(wire, 3, host_pages=8)
+    for number, pages in ((600, 10), (700, 11)):
+        [piece] = wire.pieces(number)
+        assert f"needs {pages} index pages" in piece.sentence
     loop.close()
 
 
@@ -254,7 +264,7 @@ def test_what_requests_found_resident_by_step_since_they_landed(modes: str, slot
         t4=[Add(2, prompt(130), Sampling(tokens_max=40))],
     )
     clock = ManualClock()
-    loop = EngineLoop(lambda: build(1, modes=modes, slot_pages=slot_pages), wire, clock)
+    loop = EngineLoop(build(1, modes=modes, slot_pages=slot_pages), wire, clock)
     for _ in range(30):
         loop.turn()
     status = loop.status()
@@ -306,7 +316,7 @@ def test_a_trace_that_is_never_stopped_has_an_end(monkeypatch: pytest.MonkeyPatc
 def test_a_status_comes_a_few_times_a_second_also_when_idle(advance_s: float, count: int):
     wire = Script(t10=[Stop()])
     clock = ManualClock()
-    loop = EngineLoop(lambda: build(1), wire, clock)
+    loop = EngineLoop(build(1), wire, clock)
     while not loop.is_stopped:
         loop.turn()
         clock.advance(advance_s)
