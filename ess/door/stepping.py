@@ -95,7 +95,7 @@ def append(
         pools.index.keys.write(group, step.rows[queries], keys)
         step.key_counts[group] = queries.stop
     member = pools.layout.groups[group].index(layer)
-    transit.member_slab(pools, member)[_claim(pools, step, group)[queries]] = rows
+    pools.sparse.member_slab(member)[_claim(pools, step, group)[queries]] = rows
     step.row_counts[layer] = queries.stop
     if queries.stop == step.query_count:
         step.appended.add(layer)

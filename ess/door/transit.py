@@ -34,7 +34,7 @@ def differing_slots(pools: Pools, layer: int) -> tuple[Rows, Rows]:
     well: a clean landed slot is a copy."""
     group = pools.layout.group_of(layer)
     slots, rows = pools.sparse.copies(group)
-    slab = member_slab(pools, pools.layout.groups[group].index(layer))
+    slab = pools.sparse.member_slab(pools.layout.groups[group].index(layer))
     truth = pools.latent.rows[layer][pools.index.host_rows(rows)]
     differs = (slab[slots] != truth).any(axis=1)
     return slots[differs], rows[differs]
@@ -44,9 +44,9 @@ def fetch_copies(pools: Pools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy
     """One copy per layer of the plan's group, the leader first."""
     return [
         RowCopy(
-            source=pools.latent.rows[layer],
+            source=pools.host_layers[layer],
             source_rows=host_rows,
-            target=member_slab(pools, member),
+            target=pools.slabs[member],
             target_rows=plan.slots,
         )
         for member, layer in enumerate(pools.layout.groups[plan.group])
@@ -56,24 +56,18 @@ def fetch_copies(pools: Pools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy
 def store_copy(pools: Pools, slots_of: Mapping[int, Rows], host_rows: Rows) -> RowCopy:
     """Rows of whole groups to `host_rows` of all their layers: one copy, since slots of all members
     are rows of one slab, and rows of all layers lie in one matrix behind one another."""
-    every = pools.latent.rows
     members = [
         (slots + member * PAGE_ROWS, layer)
         for group, slots in slots_of.items()
         for member, layer in enumerate(pools.layout.groups[group])
     ]
-    firsts = np.array([layer for _, layer in members]) * every.shape[1]
+    firsts = np.array([layer for _, layer in members]) * pools.host_layers[0].row_count
     return RowCopy(
-        source=pools.sparse.slab,
+        source=pools.slabs[0],
         source_rows=np.concatenate([slots for slots, _ in members]),
-        target=every.reshape(-1, every.shape[2]),
+        target=pools.host,
         target_rows=(firsts[:, None] + host_rows).reshape(-1),
     )
-
-
-def member_slab(pools: Pools, member: int) -> npt.NDArray[np.uint8]:
-    """The slab as the member-th layer of a group sees it: slot s is row s."""
-    return pools.sparse.slab[member * PAGE_ROWS :]
 
 
 def start_fetch(pools: Pools, plan: FetchPlan, host_rows: Rows) -> tuple[Event | None, ...]:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from ess.door.pools import Pools
-from ess.door.transit import member_slab
 from ess.pool.arena import Lookup, Split
 from ess.pool.index import IndexPool
 
@@ -53,7 +52,7 @@ class LayerView:
 def layer_view(pools: Pools, layer: int) -> LayerView:
     group, keys = pools.layout.group_of(layer), pools.index.keys.pages
     return LayerView(
-        slots=torch.from_numpy(member_slab(pools, pools.layout.groups[group].index(layer))),
+        slots=torch.from_numpy(pools.sparse.member_slab(pools.layout.groups[group].index(layer))),
         host=torch.from_numpy(pools.latent.rows[layer]),
         key_pages=torch.from_numpy(keys[group] if len(keys) else keys.reshape(0, 0)),
     )

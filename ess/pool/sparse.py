@@ -130,6 +130,10 @@ class SparsePool:
         ages = np.minimum(self.step + 1 - last_use, AGE_MAX)
         return np.bincount(ages, minlength=AGE_MAX + 1)
 
+    def member_slab(self, member: int) -> Bytes:
+        """The slab as the member-th layer of a group sees it: slot s is row s."""
+        return self.slab[member * PAGE_ROWS :]
+
     def chunk_slots(self, group: int) -> int:
         """Slots that one chunk gives to this group."""
         return len(self._chunk_blocks(group, 0)) * PAGE_ROWS
