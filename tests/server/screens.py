@@ -65,9 +65,8 @@ def shoot(folder: Path) -> list[Path]:
             for name, size, phone in (("desk", DESK, False), ("phone", PHONE, True)):
                 page.dress(scheme)
                 page.resize(*size, scale=2.0 if phone else 1.0, phone=phone)
-                page.value("new Promise((done) => setTimeout(done, 200))")
                 path = folder / f"dashboard-{name}-{scheme}.png"
-                path.write_bytes(page.picture(whole=phone))
+                path.write_bytes(page.still(whole=phone))
                 made.append(path)
         assert not page.errors(), page.errors()
     return made

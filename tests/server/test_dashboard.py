@@ -220,8 +220,7 @@ def test_a_recording_shows_the_same_again_and_fits(page: Browser, size: tuple, p
         for _ in range(2):
             page.go(f"{served.url}/dashboard?replay={screens.RECORDING}")
             page.until("document.body.dataset.replayed === ''")
-            page.value("new Promise((done) => setTimeout(done, 200))")
-            pictures.append(page.picture())
+            pictures.append(page.still())
             assert page.value("document.documentElement.scrollWidth") <= size[0]
         assert pictures[0] == pictures[1]
         assert page.value("document.getElementById('state').textContent") == "replay"

@@ -157,7 +157,7 @@ def test_tokens_come_in_pieces_and_are_the_model_s(mtp: int):
     status = loop.status()
     assert (status.made_count, status.prompt_count) == (8 + len(wire.made(6)), 220)
     assert (status.running_count, status.waiting_count) == (0, 0)
-    assert sum(status.hits) > 0
+    assert sum(status.landed_hits) > 0
     loop.close()
 
 
