@@ -8,10 +8,10 @@ depth 1 it learns what the step before has launched (`future`). Nothing here is 
 run on the offload's lane, everything else in the caller's thread.
 
 Under `promise="some"` a request is admitted with index pages for its prompt only, so more requests
-run, and growth may find no page. Then the youngest that runs gives up its slots and pages, and goes
-on later without recompute. No livelock: the oldest never gives way, admission refuses what could
-not run alone, and host pages, which preemption does not free, are promised in full. So the oldest
-always makes its tokens and ends. No thrashing: nobody comes back before `PAUSE_STEPS` steps without
+run, and growth may find no page. Then the last in rank that runs gives up its slots and pages, and goes
+on later without recompute. No livelock: the first in rank never gives way, admission refuses what could
+not run alone, and host pages, which preemption does not free, are promised in full. So the first
+in rank always makes its tokens and ends. No thrashing: nobody comes back before `PAUSE_STEPS` steps without
 a shortage, unless nothing else runs.
 """
 
@@ -159,9 +159,15 @@ class Engine:
 
     # ---- requests
 
-    def add(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Request:
+    def add(
+        self, prompt: Sequence[int], sampling: Sampling | None = None, *, priority: int = 0
+    ) -> Request:
+        """A lower `priority` enters, and comes back, before a higher one, which gives way first."""
         request = Request(
-            number=self._added_count, prompt=list(prompt), sampling=sampling or Sampling()
+            number=self._added_count,
+            prompt=list(prompt),
+            sampling=sampling or Sampling(),
+            priority=priority,
         )
         vocabulary = self._runner.model.config.vocab_size
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
@@ -174,6 +180,8 @@ class Engine:
         self._entry.equip(request)
         self._added_count += 1
         self._roster.add(request)
+        if self._roster.first("waiting") is request:
+            self._is_full = False
         return request
 
     def cancel(self, request: Request) -> None:
@@ -266,7 +274,7 @@ class Engine:
 
     def _come_back(self) -> bool:
         """Whether all that gave way to others run again; before that nobody enters."""
-        gone = [one for one in self._roster.by_age("preempted") if not one.is_held]
+        gone = [one for one in self._roster.by_rank("preempted") if not one.is_held]
         for request in gone:
             if self._running_count and self.step_count < self._resume_step:
                 return False
@@ -311,7 +319,7 @@ class Engine:
             self._future.stash(request.sequence.line, [request.tokens[-1]])
 
     def _launch(self) -> StepPlan:
-        """Plans for bounds and launches; when growth meets a full pool the youngest gives way."""
+        """Plans for bounds and launches; when growth meets a full pool the last in rank gives way."""
         while True:
             plan = scheduler.plan(
                 self._roster,
@@ -343,7 +351,7 @@ class Engine:
             return plan
 
     def _make_room(self, refusal: PoolFull) -> None:
-        """What is under way may end somebody; else the youngest leaves the device.
+        """What is under way may end somebody; else the last in rank leaves the device.
 
         One that runs alone finds no room only where others than this engine hold it; then it waits.
         """
@@ -351,7 +359,7 @@ class Engine:
         if self._flights:
             self._learn(0)
             return
-        self._preempt(self._roster.by_age("decoding", "prefilling")[-1])
+        self._preempt(self._roster.by_rank("decoding", "prefilling")[-1])
         self._resume_step = self.step_count + PAUSE_STEPS
 
     def _run_chunk(self, chunk: Chunk) -> None:

@@ -24,6 +24,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
     prompt: list[int]
     sampling: Sampling
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):

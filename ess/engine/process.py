@@ -129,7 +129,7 @@ class EngineLoop:
     def _add(self, message: Add) -> None:
         assert message.number not in self._live, f"number {message.number} is used twice"
         try:
-            request = self._engine.add(message.prompt, message.sampling)
+            request = self._engine.add(message.prompt, message.sampling, priority=message.priority)
         except EssError as error:
             refused = Piece(message.number, reason="refused", sentence=str(error))
             self._wire.give(Progress((refused,)))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 State = Literal["waiting", "prefilling", "decoding", "preempted", "finished"]
 Reason = Literal["length", "stop", "cancelled", "refused", "failed"]
 
+PRIORITY_MAX: Final = (1 << 31) - 1
 MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
     {
         ("waiting", "prefilling"),
@@ -44,7 +45,7 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`prompt` and `sampling` come from outside; everything else is the engine's.
+    """`prompt`, `sampling` and `priority` come from outside; everything else is the engine's.
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
     when its grammar could not be followed to the end: `matcher.failure` says why. `refusal` says
@@ -58,6 +59,7 @@ class Request:
     number: int
     prompt: list[int]
     sampling: Sampling
+    priority: int = 0
     output: list[int] = field(default_factory=list)
     state: State = "waiting"
     reason: Reason | None = None
@@ -80,10 +82,17 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise BadInput(f"request {self.number} has an empty prompt")
+        if abs(self.priority) > PRIORITY_MAX:
+            raise BadInput(f"priority is {self.priority}, must be -{PRIORITY_MAX}..{PRIORITY_MAX}")
 
     def move(self, state: State) -> None:
         assert (self.state, state) in MOVES, f"request {self.number}: {self.state} -> {state}"
         self.state = state
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who comes before whom: the lower priority value, and among equals the older."""
+        return self.priority, self.number
 
     @property
     def tokens(self) -> list[int]:

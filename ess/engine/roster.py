@@ -1,27 +1,32 @@
 """Who is in which state. The finished are in no list: nothing here grows with the past.
 
-Requests enter a state at the end and leave it from anywhere, mostly from the front, and the first
-one is looked at every step. An ordered dictionary does all three in constant time; a plain one
-walks over the places of all that have left from its front.
+Of those that wait for admission or for their prompt the first in rank is looked at every step, so
+these two states keep a heap of ranks beside the dictionary. A request leaves a state from anywhere;
+its rank stays in the heap until it comes to the top, where whoever is not in the dictionary any
+more is dropped, or until most of the heap has left. One that comes back is in the heap twice, which changes no answer.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterable
+from typing import Final
 
 from ess.engine.request import Request, State
+
+SPARE: Final = 64
 
 
 class Roster:
     def __init__(self) -> None:
         states: tuple[State, ...] = ("waiting", "prefilling", "decoding", "preempted")
-        self._by_state: dict[State, OrderedDict[int, Request]] = {
-            state: OrderedDict() for state in states
-        }
+        self._by_state: dict[State, dict[int, Request]] = {state: {} for state in states}
+        self._ranks: dict[State, list[tuple[int, int]]] = {"waiting": [], "prefilling": []}
 
     def add(self, request: Request) -> None:
         self._by_state[request.state][request.number] = request
+        if request.state in self._ranks:
+            heapq.heappush(self._ranks[request.state], request.rank)
 
     def move(self, request: Request, state: State) -> None:
         found = self._by_state[request.state].pop(request.number, None)
@@ -34,14 +39,18 @@ class Roster:
         return len(self._by_state[state])
 
     def first(self, state: State) -> Request | None:
-        """The one that has been in this state longest."""
-        return next(iter(self._by_state[state].values()), None)
+        """The first in rank of those that wait or are being prefilled."""
+        ranks, here = self._ranks[state], self._by_state[state]
+        if len(ranks) > 2 * len(here) + SPARE:
+            ranks[:] = sorted(request.rank for request in here.values())
+        while ranks and ranks[0][1] not in here:
+            heapq.heappop(ranks)
+        assert bool(ranks) == bool(here), f"{len(here)} are {state}, {len(ranks)} have a rank"
+        return here[ranks[0][1]] if ranks else None
 
     def of(self, state: State) -> Iterable[Request]:
-        """Those that have been in this state longest come first."""
         return self._by_state[state].values()
 
-    def by_age(self, *states: State) -> list[Request]:
-        """In the order in which they were added."""
+    def by_rank(self, *states: State) -> list[Request]:
         found = [request for state in states for request in self.of(state)]
-        return sorted(found, key=lambda request: request.number)
+        return sorted(found, key=lambda request: request.rank)

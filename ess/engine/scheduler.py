@@ -1,7 +1,7 @@
 """Who runs in the next step. Reads what the host has learned, changes nothing.
 
-All decoding requests run, up to the batch limit, oldest first; beside them at most one prompt
-chunk, of the request that has been prefilling longest. Admission is not decided here: the engine
+All decoding requests run, up to the batch limit, in order of rank; beside them at most one prompt
+chunk, of the first in rank that has not all of its prompt. Admission is not decided here: the engine
 opens sequences, and the ledger says when they fit.
 """
 
@@ -27,7 +27,9 @@ def _turns(roster: Roster, batch_max: int, query_max: int, verified_max: int) ->
     row is ever planned beyond its last position, and one that may be over waits until it is known.
     """
     runnable = [
-        request for request in roster.by_age("decoding") if request.left_count > request.ahead_count
+        request
+        for request in roster.by_rank("decoding")
+        if request.left_count > request.ahead_count
     ][:batch_max]
     spare = query_max - len(runnable)
     turns = []

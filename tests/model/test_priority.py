@@ -1,0 +1,89 @@
+"""Who comes first: a lower priority enters before a higher one, which gives way before it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ess.engine.request import Request
+from ess.engine.roster import SPARE, Roster
+from ess.engine.sampling import Sampling
+from ess.errors import BadInput
+from tests.model.test_engine import engine, expected, prompt, run
+
+LENGTHS = (50, 60, 62)
+TOKENS = 84
+
+
+def crowd(*priorities: int, promise: str):
+    """Each request needs a page at first and three at its end; the device has five."""
+    eng = engine("v32", modes="da", chunks=2, index_pages=5, promise=promise)
+    wanted = Sampling(tokens_max=TOKENS)
+    pairs = zip(LENGTHS, priorities, strict=True)
+    return eng, [eng.add(prompt(length), wanted, priority=one) for length, one in pairs]
+
+
+@pytest.mark.parametrize(("priorities", "order"), [((0, 0, 0), [0, 1, 2]), ((0, 7, -7), [2, 0, 1])])
+def test_the_waiting_enter_in_order_of_rank(priorities, order):
+    eng, made = crowd(*priorities, promise="all")
+    ended = []
+    while not eng.is_idle:
+        eng.step()
+        ended += [i for i, one in enumerate(made) if one.reason and i not in ended]
+    assert ended == order
+    for request in made:
+        assert request.output == expected("v32", len(request.prompt), TOKENS)
+
+
+def test_the_first_in_rank_never_gives_way_and_the_last_does():
+    eng, made = crowd(5, 0, -5, promise="some")
+    states: list[set[str]] = [set(), set(), set()]
+    while not eng.is_idle:
+        eng.step()
+        for seen, request in zip(states, made, strict=True):
+            seen.add(request.state)
+    assert ["preempted" in seen for seen in states] == [True, True, False]
+    for request in made:
+        assert request.output == expected("v32", len(request.prompt), TOKENS)
+
+
+def test_one_that_is_first_now_is_asked_for_at_once():
+    eng, [runs, waits, _] = crowd(0, 0, 0, promise="all")
+    for _ in range(3):
+        eng.step()
+    assert (runs.state, waits.state) == ("decoding", "waiting")
+    small = eng.add(prompt(20), Sampling(tokens_max=4), priority=-1)
+    eng.step()
+    assert small.state in ("prefilling", "decoding")
+    assert waits.state == "waiting"
+    run(eng)
+
+
+def test_a_priority_beyond_all_bounds_is_refused():
+    eng = engine("v32", modes="none")
+    with pytest.raises(BadInput, match="priority is 2147483648"):
+        eng.add(prompt(4), priority=1 << 31)
+    assert eng.is_idle
+
+
+def test_the_roster_finds_the_first_whoever_left_in_between():
+    rand, roster = random.Random(4), Roster()
+    waiting: dict[int, Request] = {}
+    for number in range(4000):
+        priority = rand.choice((-1, 0, 0, 3))
+        made = Request(number=number, prompt=[1], sampling=Sampling(), priority=priority)
+        roster.add(made)
+        waiting[number] = made
+        while waiting and rand.random() < 0.5:
+            gone = waiting.pop(rand.choice(list(waiting)))
+            roster.move(gone, rand.choice(("prefilling", "finished")))
+        found = roster.first("waiting")
+        assert found is min(waiting.values(), key=lambda one: one.rank, default=None)
+        assert len(roster._ranks["waiting"]) <= 2 * len(waiting) + SPARE
+        for request in list(roster.of("prefilling")):
+            roster.move(request, rand.choice(("preempted", "finished")))
+        for request in list(roster.of("preempted")):
+            roster.move(request, "finished" if rand.random() < 0.3 else "prefilling")
+        first = roster.first("prefilling")
+        assert first is min(roster.of("prefilling"), key=lambda one: one.rank, default=None)
