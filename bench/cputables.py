@@ -19,6 +19,7 @@ from ess.bench.lanes import TimedLane
 from ess.bench.prefix import Prefix
 from ess.bench.spans import step_spans
 from ess.errors import BadInput
+from ess.flashtrans.lanes import open_lane
 from ess.sim.tables import Curve, Surface
 from ess.sim.timeline import COMPUTE, Span
 
@@ -39,7 +40,7 @@ class Watched:
     """An engine whose steps come with their spans."""
 
     def __init__(self, prefix: Prefix, shape: Shape, way: Way) -> None:
-        self._lane = TimedLane()
+        self._lane = TimedLane(below=open_lane())
         self.arm = Arm(prefix, shape, way, lane=self._lane)
         self._timeline = self.arm.engine.tuning.timeline
         self._timeline.keeps_spans = True

@@ -67,10 +67,11 @@ class Job:
 
 
 class TimedLane:
-    """Keeps its jobs until they are taken. `bytes_per_us` None: as fast as the lane below."""
+    """Keeps its jobs until they are taken. `bytes_per_us` None: as fast as the lane below, by
+    default one whose copies all run beside compute, as those over a link do."""
 
     def __init__(self, *, bytes_per_us: float | None = None, below: Lane | None = None) -> None:
-        self._below = below or open_lane()
+        self._below = below or open_lane(at_once_bytes=0)
         self._jobs: list[Job] = []
         self._free_ns = 0
         self.bytes_per_us = bytes_per_us

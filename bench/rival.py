@@ -51,7 +51,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Try:
-    """One way to run the rival."""
+    """One way to run the rival; `kept` is how its past is."""
 
     dtype: str = "bfloat16"
     attention: str = "eager"

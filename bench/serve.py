@@ -2,7 +2,8 @@
 
 Streams read the paced engine's tokens through `ess serve`, two real processes and real sockets. A
 shared machine may give the server less than a core, so events are counted per second of the server
-process's own processor time.
+process's own processor time. From the engine to the socket is time on the wall: on a machine that
+is busy with other things it says more about these.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ess.bench.report import Row
 from ess.errors import BadState
 
 EVENTS_TARGET: Final = 60_000
-SOCKET_S_TARGET: Final = 0.005
+SOCKET_MS_TARGET: Final = 5.0
 RUN: Final = "from ess.server.cli import main; raise SystemExit(main())"
 READY_S: Final = 60.0
 BUCKET: Final = re.compile(r'^ess_token_to_socket_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.M)
@@ -59,36 +60,31 @@ def _measure(arm: Arm, seconds: float) -> list[Row]:
         spent_s, spent_cpu_s = time.monotonic() - began_s, cpu_s(pid) - began_cpu_s
         slowest_s = _quantile(_metrics(url), 0.99)
     per_core = event_count / max(spent_cpu_s, 1e-9)
-    config = {
+    config: dict[str, Any] = {
         "streams": arm.stream_count,
         "pace_ms": arm.pace_ms,
         "events": event_count,
         "cores_used": round(spent_cpu_s / spent_s, 3),
     }
-    return [
-        Row(
-            name=f"serve, {arm.name}",
-            value=per_core,
-            unit="events/s per core",
-            baseline="target",
-            baseline_value=EVENTS_TARGET,
-            ratio=per_core / EVENTS_TARGET,
-            target=1.0 if arm.pace_ms == 0.0 else None,
-            met=per_core >= EVENTS_TARGET if arm.pace_ms == 0.0 else None,
-            config=config,
-        ),
-        Row(
-            name=f"serve, engine to socket p99, {arm.name}",
-            value=slowest_s * 1e3,
-            unit="ms",
-            baseline="target",
-            baseline_value=SOCKET_S_TARGET * 1e3,
-            ratio=SOCKET_S_TARGET / slowest_s,
-            target=1.0 if arm.pace_ms else None,
-            met=slowest_s <= SOCKET_S_TARGET if arm.pace_ms else None,
-            config=config,
-        ),
-    ]
+    if arm.pace_ms == 0.0:
+        return [_row(arm, per_core, EVENTS_TARGET, unit="events/s per core", config=config)]
+    return [_row(arm, slowest_s * 1e3, SOCKET_MS_TARGET, unit="ms p99 to socket", config=config)]
+
+
+def _row(arm: Arm, value: float, target: float, *, unit: str, config: dict[str, Any]) -> Row:
+    """Events are better the more, milliseconds the fewer."""
+    ratio = target / value if unit.startswith("ms") else value / target
+    return Row(
+        name=f"serve, {arm.name}",
+        value=value,
+        unit=unit,
+        baseline="target",
+        baseline_value=target,
+        ratio=ratio,
+        target=1.0,
+        met=ratio >= 1.0,
+        config=config,
+    )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from ess.errors import Unavailable
 from ess.server.answering import Answer
 from ess.server.answers import answer, error_answer
 from ess.server.generation import Ending, Generation
-from ess.server.metrics import CONTENT_TYPE, exposition
+from ess.server.metrics import CONTENT_TYPE, MODES, exposition
 from ess.server.service import Service
 
 
@@ -80,6 +80,17 @@ def _server(service: Service) -> dict[str, Any]:
         "max_total_num_tokens": service.token_capacity,
         "status": service.link.state if not service.draining else "draining",
         "internal_states": [_load(service)],
+        "engine": _engine(service),
+    }
+
+
+def _engine(service: Service) -> dict[str, Any]:
+    """What the engine chose, beside what was configured; `modes` are counts per layer."""
+    status = service.board.status
+    return {
+        "depth": status.depth,
+        "depth_reasons": status.depth_reasons,
+        "modes": [dict(zip(MODES, counts, strict=True)) for counts in status.modes],
     }
 
 

@@ -55,11 +55,12 @@ class Answer:
         self.service = service
         self.call = call
         self.generations = generations
+        self._going_count = len(generations)
         self._times = Times(service.clock, service.tally)
 
     @property
     def is_done(self) -> bool:
-        return all(one.finish is not None for one in self.generations)
+        return self._going_count == 0
 
     def take(self, piece: Piece) -> tuple[int, Delta]:
         """A piece to text; what a stop string ended is ended at the engine too."""
@@ -68,12 +69,13 @@ class Answer:
         if piece.reason in ("refused", "failed"):
             raise _refusal(piece)
         delta = generation.feed(piece)
-        if generation.is_stopped_early:
-            self.service.link.abort_one(self.call, piece.number)
         if delta.tokens:
-            self._times.tokens(index, len(delta.tokens))
+            self._times.tokens(index, len(delta.tokens), now_s=self.call.heard_at_s)
         if delta.finish is not None:
+            self._going_count -= 1
             self._times.finished(delta.finish)
+            if generation.is_stopped_early:
+                self.service.link.abort_one(self.call, piece.number)
         return index, delta
 
     async def collect(self) -> None:
@@ -94,8 +96,7 @@ class Times:
         self._began_s = clock.now_s()
         self._last_s: dict[int, float] = {}
 
-    def tokens(self, index: int, count: int) -> None:
-        now_s = self._clock.now_s()
+    def tokens(self, index: int, count: int, *, now_s: float) -> None:
         last_s = self._last_s.get(index)
         if last_s is None:
             self._tally.first_token.add(now_s - self._began_s)
@@ -176,6 +177,8 @@ class EventStream(Response):
 
     def _encode(self, pieces: Sequence[Piece]) -> bytes:
         grown, writer = self._answer, self._writer
+        if len(pieces) == 1:
+            return writer.feed(*grown.take(pieces[0]))
         return b"".join([writer.feed(*grown.take(piece)) for piece in pieces])
 
     async def _send(self, send: Send, ready: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,12 +14,31 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ess.errors import BadInput, EssError
-from ess.server import about_routes, chat, completions, generate, text_routes
-from ess.server.answers import Absent, error_answer
+from ess.server import (
+    about_routes,
+    chat,
+    completions,
+    dashboard,
+    events,
+    generate,
+    openapi,
+    telemetry,
+    text_routes,
+    tracing,
+)
+from ess.server.answers import Absent, answer, error_answer
 from ess.server.gate import Gate
 from ess.server.service import Service
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+async def openapi_document(request: Request) -> Response:
+    return answer(openapi.document([(methods, path) for methods, path, _ in ROUTES]))
+
 
 ROUTES: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/v1/completions", completions.completions),
@@ -43,12 +63,21 @@ ROUTES: Sequence[tuple[str, str, Handler]] = (
     ("GET", "/ready", about_routes.ready),
     ("GET", "/v1/loads", about_routes.loads),
     ("GET", "/metrics", about_routes.metrics),
+    ("GET", "/v1/events", events.events),
+    ("POST", "/trace/start", tracing.start),
+    ("POST", "/trace/stop", tracing.stop),
+    ("GET", "/dashboard", dashboard.page),
+    ("GET", "/dashboard/{recording}", dashboard.recording),
+    ("GET", "/openapi.json", openapi_document),
 )
 
 
-def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
+def make_app(
+    service: Service, *, keys: Sequence[str] = (), spans: TracerProvider | None = None
+) -> ASGIApp:
     routes = [
-        Route(path, _named(handler), methods=methods.split()) for methods, path, handler in ROUTES
+        Route(path, _named(path, handler), methods=methods.split())
+        for methods, path, handler in ROUTES
     ]
     app = Starlette(
         routes=routes,
@@ -56,14 +85,16 @@ def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     app.state.service = service
-    return Gate(app, keys=keys, body_max=service.limits.body_max, tally=service.tally)
+    app.state.frames = events.Frames(service)
+    inner: ASGIApp = app if spans is None else telemetry.Spans(app, spans)
+    return Gate(inner, keys=keys, body_max=service.limits.body_max, tally=service.tally)
 
 
-def _named(handler: Handler) -> Handler:
+def _named(path: str, handler: Handler) -> Handler:
     """Counts by route, never by a path that a client made up; a failure of ours is an answer."""
 
     async def handle(request: Request) -> Response:
-        request.scope["route_name"] = request.scope["path"]
+        request.scope["route_name"] = path
         try:
             return await handler(request)
         except (EssError, HTTPException):

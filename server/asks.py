@@ -6,13 +6,24 @@ the answer, but is not served, is refused where the wish is made.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from ess.errors import BadInput
 
 Ask = TypeVar("Ask", bound=msgspec.Struct)
+
+
+_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_MANY_IDS: Final = {"type": "array", "items": _IDS}
+_TEXTS: Final = {"type": "array", "items": {"type": "string"}}
+Ids = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"anyOf": [_IDS, _MANY_IDS]})]
+Prompt = Annotated[
+    msgspec.Raw,
+    msgspec.Meta(extra_json_schema={"anyOf": [{"type": "string"}, _TEXTS, _IDS, _MANY_IDS]}),
+]
+"""Read later, by `read_ids` and `read_texts`: what they accept is said here."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -29,12 +40,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     json_object: bool | None = None
 
 
-class Common(msgspec.Struct, kw_only=True):
-    """What completions and chat completions share; None is as good as absent."""
+class Sampled(msgspec.Struct, kw_only=True):
+    """What all dialects call the same; None is as good as absent."""
 
-    model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -45,27 +53,35 @@ class Common(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+
+
+class Common(Sampled, kw_only=True):
+    """What completions and chat completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
     seed: int | None = None
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     ebnf: str | None = None
-    request_id: str | None = None
     rid: str | None = None
+    request_id: str | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None
     best_of: int | None = None
 
 
 class CompletionAsk(Common, kw_only=True):
-    prompt: msgspec.Raw
+    prompt: Prompt
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
@@ -84,24 +100,12 @@ class ChatAsk(Common, kw_only=True):
     modalities: list[str] | None = None
 
 
-class TokenSampling(msgspec.Struct, kw_only=True):
+class TokenSampling(Sampled, kw_only=True):
     """vLLM's sampling parameters by name."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     seed: int | None = None
-    n: int | None = None
     logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -117,26 +121,14 @@ class TokensAsk(msgspec.Struct, kw_only=True):
     request_id: str | None = None
 
 
-class SglangSampling(msgspec.Struct, kw_only=True):
+class SglangSampling(Sampled, kw_only=True):
     """SGLang's sampling parameters by name."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
     sampling_seed: int | None = None
-    n: int | None = None
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -146,7 +138,7 @@ class GenerateAsk(msgspec.Struct, kw_only=True):
     """SGLang's /generate: one prompt or several, as text or as ids."""
 
     text: str | list[str] | None = None
-    input_ids: msgspec.Raw = msgspec.Raw(b"null")
+    input_ids: Ids = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
     sampling_params: SglangSampling | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
@@ -167,7 +159,7 @@ class TokenizeAsk(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeAsk(msgspec.Struct, kw_only=True):
-    tokens: msgspec.Raw
+    tokens: Ids
     skip_special_tokens: bool | None = None
     model: str | None = None
 

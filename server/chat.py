@@ -42,7 +42,7 @@ async def chat(request: Request) -> Response:
     thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
     prompt = await encode_chat(service, ask.messages, tools, thinking=thinking)
     made, ending = wishes.samplings(service, _wanted(service, ask), [prompt])
-    call = service.begin(request.state.request_id, made)
+    call = service.begin(ask.rid or ask.request_id or request.state.request_id, made)
     generations = [Generation(service.tokenizer, ending) for _ in made]
     grown = Answer(service, call, generations)
     functions = [tool["function"] for tool in tools]

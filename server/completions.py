@@ -35,7 +35,7 @@ async def completions(request: Request) -> Response:
         ask, tokens_max=16 if ask.max_tokens is None else ask.max_tokens, logprobs=ask.logprobs
     )
     made, ending = wishes.samplings(service, wanted, prompts)
-    call = service.begin(request.state.request_id, made)
+    call = service.begin(ask.rid or ask.request_id or request.state.request_id, made)
     generations = [Generation(service.tokenizer, ending) for _ in made]
     grown = Answer(service, call, generations)
     shape = CompletionShape(service, ask, grown, prompts)

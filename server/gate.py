@@ -1,7 +1,8 @@
 """The first thing a request meets: its id, its key, the length of its body.
 
 Plain ASGI, because it wraps streams too. Every path needs the key when one is set, also those that
-do not exist, except the two that probes call.
+do not exist, except the two that probes call and the dashboard's page: a browser cannot send a key
+with an address, so the page, which says nothing of this server, asks for it and sends it itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ess.server.answers import Denied, TooLarge, error_answer
 from ess.server.tally import Tally
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/dashboard"})
 REQUEST_ID: Final = re.compile(rb"^[\x21-\x7e]{1,256}$")
 
 

@@ -58,11 +58,9 @@ def _wanted(ask: asks.GenerateAsk, sampling: asks.SglangSampling) -> wishes.Want
         sampling,
         tokens_max=128 if sampling.max_new_tokens is None else sampling.max_new_tokens,
         tokens_min=sampling.min_new_tokens,
-        ignore_eos=bool(sampling.ignore_eos),
         keep_stop=bool(sampling.no_stop_trim),
         keep_special=sampling.skip_special_tokens is False,
         seed=sampling.sampling_seed,
-        choices=sampling.n,
         logprobs=top if ask.return_logprob else None,
         grammar=wishes.one_grammar(grammars),
     )
@@ -146,9 +144,7 @@ async def generate_tokens(request: Request) -> Response:
         sampling,
         tokens_max=16 if sampling.max_tokens is None else sampling.max_tokens,
         tokens_min=sampling.min_tokens,
-        ignore_eos=bool(sampling.ignore_eos),
         seed=sampling.seed,
-        choices=sampling.n,
         logprobs=sampling.logprobs,
         grammar=wishes.one_grammar([*wishes.grammars_of(sampling.structured_outputs)]),
     )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+import msgspec
+
 from ess.engine.messages import Chance, Piece, Reason
 from ess.engine.stops import StopText
 from ess.models.detokenizer import Detokenizer
@@ -32,8 +34,7 @@ class Ending:
     keep_special: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """What one piece added. `stopped_by` is the stop string or stop token that ended it."""
 
     text: str

@@ -12,6 +12,7 @@ from ess.units import format_bytes
 
 PAGES = (
     ("API", "/v1"),
+    ("dashboard", "/dashboard"),
     ("metrics", "/metrics"),
     ("load", "/v1/loads"),
     ("health", "/health"),

@@ -8,8 +8,9 @@ knows whether the engine is loading, ready or lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Literal
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Literal, cast
 
 import zmq
 import zmq.asyncio
@@ -29,10 +30,12 @@ from ess.engine.messages import (
     Status,
     Stop,
     ToEngine,
+    Trace,
+    Traced,
 )
 from ess.engine.sampling import Sampling
 from ess.engine.wire import UNREAD_MAX
-from ess.errors import Unavailable
+from ess.errors import BadState, Unavailable
 from ess.server.board import Board
 
 State = Literal["starting", "ready", "lost"]
@@ -41,22 +44,23 @@ State = Literal["starting", "ready", "lost"]
 class Call:
     """The engine's requests of one HTTP request.
 
-    `pending` are those that have not ended; `made_at_s` is when the oldest piece that was taken
-    last left the engine, 0 if nobody knows.
+    `pending` are those that have not ended. The oldest piece of those taken last left the engine at
+    `made_at_s`, 0 if nobody knows, and arrived at `heard_at_s`.
     """
 
-    def __init__(self, request_id: str, numbers: range) -> None:
+    def __init__(self, request_id: str, numbers: range, *, started_s: float) -> None:
         self.request_id = request_id
+        self.started_s = started_s
         self.numbers = numbers
         self.pending = set(numbers)
         self.error: str | None = None
-        self.made_at_s = 0.0
+        self.made_at_s = self.heard_at_s = 0.0
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, piece: Piece, *, at_s: float = 0.0) -> None:
+    def put(self, piece: Piece, *, at_s: float = 0.0, heard_at_s: float = 0.0) -> None:
         if not self._pieces:
-            self.made_at_s = at_s
+            self.made_at_s, self.heard_at_s = at_s, heard_at_s
         self._pieces.append(piece)
         if piece.reason is not None:
             self.pending.discard(piece.number)
@@ -105,6 +109,8 @@ class EngineLink:
         self._calls: dict[int, Call] = {}
         self._next_number = 0
         self._flushing: list[asyncio.Future[str]] = []
+        self._is_tracing = False
+        self._traced: asyncio.Future[Traced] | None = None
         self.state: State = "starting"
         self.why_lost = ""
         self.ready: Ready | None = None
@@ -117,16 +123,25 @@ class EngineLink:
     def open_count(self) -> int:
         return len(self._calls)
 
+    @property
+    def calls(self) -> Mapping[int, Call]:
+        """By the number of the engine's request."""
+        return self._calls
+
     def start(self, request_id: str, prompts: Sequence[tuple[list[int], Sampling]]) -> Call:
         """One engine request per prompt, all in one call."""
         if self.state == "lost":
             raise Unavailable(f"the engine is gone: {self.why_lost}")
         numbers = range(self._next_number, self._next_number + len(prompts))
         self._next_number = numbers.stop
-        call = Call(request_id, numbers)
-        for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
-            self._calls[number] = call
-            self._send(Add(number, prompt, sampling))
+        call = Call(request_id, numbers, started_s=self._clock.now_s())
+        try:
+            for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
+                self._send(Add(number, prompt, sampling))
+                self._calls[number] = call
+        except Unavailable:
+            self.abort(call)
+            raise
         return call
 
     def abort(self, call: Call) -> None:
@@ -137,7 +152,8 @@ class EngineLink:
     def abort_one(self, call: Call, number: int) -> None:
         """End one of the call's requests; the call hears of it as of any other ending."""
         if self._calls.pop(number, None) is not None:
-            self._send(Abort(number))
+            with contextlib.suppress(Unavailable):
+                self._send(Abort(number))
             call.put(Piece(number, reason="cancelled"))
 
     def abort_ids(self, request_ids: set[str] | None) -> int:
@@ -156,9 +172,26 @@ class EngineLink:
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}: nothing can be flushed")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._flushing.append(answer)
         self._send(Flush())
+        self._flushing.append(answer)
         return await answer
+
+    def start_trace(self) -> None:
+        """One at a time, whoever asked for it."""
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}: nothing can be traced")
+        if self._is_tracing:
+            raise BadState("a trace is being taken already; stop it first")
+        self._send(Trace(True))
+        self._is_tracing = True
+
+    async def stop_trace(self) -> Traced:
+        if not self._is_tracing:
+            raise BadState("no trace is being taken; start one first")
+        if self._traced is None:
+            self._send(Trace(False))
+            self._traced = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._traced)
 
     # ---- for the one who runs it
 
@@ -180,19 +213,25 @@ class EngineLink:
         for call in set(self._calls.values()):
             call.fail(sentence)
         self._calls.clear()
-        for answer in self._flushing:
-            if not answer.done():
-                answer.set_exception(Unavailable(f"the engine is gone: {sentence}"))
+        gone = Unavailable(f"the engine is gone: {sentence}")
+        for answer in (*self._flushing, self._traced):
+            if answer is not None and not answer.done():
+                answer.set_exception(gone)
 
     def stop(self) -> None:
-        self._send(Stop())
+        with contextlib.suppress(Unavailable):
+            self._send(Stop())
 
     def close(self) -> None:
         self._socket.close()
 
     def _send(self, message: ToEngine) -> None:
-        """The queue is unbounded, so this never waits."""
-        self._socket.send(self._packer.pack(message), zmq.NOBLOCK)
+        """The queue is unbounded, so this never waits; without a peer there is no queue."""
+        sent = cast(
+            "asyncio.Future[None]", self._socket.send(self._packer.pack(message), zmq.NOBLOCK)
+        )
+        if sent.done() and sent.exception() is not None:
+            raise Unavailable("the engine does not listen")
 
     def _hear(self, message: FromEngine) -> None:
         match message:
@@ -205,8 +244,13 @@ class EngineLink:
                 self.ready, self.state = message, "ready"
                 self.became_ready.set()
             case Flushed(sentence):
-                if self._flushing:
-                    self._flushing.pop(0).set_result(sentence)
+                asker = self._flushing.pop(0) if self._flushing else None
+                if asker is not None and not asker.done():
+                    asker.set_result(sentence)
+            case Traced():
+                if self._traced is not None and not self._traced.done():
+                    self._traced.set_result(message)
+                self._is_tracing, self._traced = False, None
             case Fault(sentence):
                 self.lose(sentence)
 
@@ -216,4 +260,4 @@ class EngineLink:
             return
         if piece.reason is not None:
             del self._calls[piece.number]
-        call.put(piece, at_s=at_s)
+        call.put(piece, at_s=at_s, heard_at_s=self.heard_at_s)

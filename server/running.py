@@ -22,6 +22,7 @@ import uvicorn
 
 from ess import console
 from ess.clock import Clock
+from ess.errors import EssError
 from ess.server.child import EngineChild
 from ess.server.link import EngineLink
 from ess.server.service import Service
@@ -70,7 +71,7 @@ class Running:
             loop.add_signal_handler(number, self._on_signal, number)
         watching = [
             asyncio.ensure_future(one)
-            for one in (self._link.run(), self._watch_child(), self._watch_dog(), self._greet())
+            for one in (self._hear(), self._watch_child(), self._watch_dog(), self._greet())
         ]
         try:
             await self._server.serve(sockets=[listener])
@@ -108,6 +109,14 @@ class Running:
         self._link.lose("the server is shutting down")
         await self._flush()
         self._server.should_exit = True
+
+    async def _hear(self) -> None:
+        """A message that we cannot read is an engine that we cannot use."""
+        try:
+            await self._link.run()
+        except EssError as error:
+            self._child.kill()
+            await self._give_up(str(error))
 
     async def _watch_child(self) -> None:
         how = await self._child.ended()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from cyclopts import Parameter
 
@@ -70,6 +70,12 @@ class ServeFlags:
     "Verify as many tokens as pay, up to --mtp."
     tpot_ms: Annotated[float | None, Parameter(name=["--tpot-ms", "--tpot"])] = None
     "Milliseconds per token that admission and chunks keep to; 0 keeps to none."
+    deterministic: bool | None = None
+    "The same answer to the last bit, whatever else runs beside it; prompts run slower."
+    depth: int | None = None
+    "1 launches a step before the one before is learned; 0 waits."
+    budget_every: int | None = None
+    "Steps after which slots move to the layers that miss most; 0 never moves any."
     form: Annotated[Literal["bf16", "f32"] | None, Parameter(name=["--form", "--dtype"])] = None
     "What weights are computed in."
     row: Annotated[
@@ -104,6 +110,10 @@ class ServeFlags:
     "The longest request line and headers."
     metrics_compat: str | None = None
     "Whose metric names stand beside ours: vllm,sglang."
+    otlp_endpoint: Annotated[
+        str | None, Parameter(name=["--otlp-endpoint", "--otlp-traces-endpoint"])
+    ] = None
+    "Where OpenTelemetry spans go: http://127.0.0.1:4318/v1/traces. Needs ess[otel]."
     engine: Literal["model", "paced"] | None = None
     "paced makes tokens without a model, to try servers, routers and clients."
     pace_ms: float | None = None
@@ -114,6 +124,18 @@ class ServeFlags:
     tp_size: Annotated[
         int, Parameter(name=["--tp-size", "--tensor-parallel-size", "--tp"], show=False)
     ] = 1
+    disable_radix_cache: Annotated[
+        bool, Parameter(name=["--disable-radix-cache", "--no-enable-prefix-caching"], show=False)
+    ] = False
+    enable_dynamic_chunking: Annotated[bool, Parameter(show=False)] = False
+
+
+NOT_HERE: Final = {
+    "pp_size": "must be 1: one process holds the whole model",
+    "tp_size": "must be 1: one process holds the whole model",
+    "disable_radix_cache": "is not served: equal prefixes are always shared",
+    "enable_dynamic_chunking": "is for a prefill tier; here --tpot-ms sizes the chunks",
+}
 
 
 def serve(
@@ -138,9 +160,11 @@ def serve(
         Print what is served as one JSON document.
     """
     given = asdict(flags) if flags is not None else {}
-    for name in ("pp_size", "tp_size"):
-        if given.pop(name, 1) != 1:
-            raise BadInput(f"{name} must be 1: one process holds the whole model")
+    for name, sentence in NOT_HERE.items():
+        default = ServeFlags.__dataclass_fields__[name].default
+        if given.pop(name, default) != default:
+            flag = name.replace("_", "-")
+            raise BadInput(f"the flag --{flag} {sentence}")
     try:
         from ess.server.launch import serve_flags
     except ModuleNotFoundError as error:

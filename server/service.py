@@ -69,6 +69,7 @@ class Service:
     clock: Clock
     tally: Tally = field(default_factory=Tally)
     described: Mapping[str, Any] = field(default_factory=dict)
+    weight_bytes: int = 0
     started_unix: int = field(default_factory=lambda: int(time.time()))
     compat: tuple[str, ...] = ("vllm", "sglang")
     draining: bool = False

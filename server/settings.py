@@ -49,6 +49,9 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     mtp: int = 2
     mtp_auto: bool = False
     tpot_ms: float = 0.0
+    deterministic: bool = False
+    depth: int = 0
+    budget_every: int = 64
     form: Literal["bf16", "f32"] = "bf16"
     row: Literal["fp8", "bf16", "f32"] = "fp8"
     warmup: bool = True
@@ -64,6 +67,7 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     engine: Literal["model", "paced"] = "model"
     pace_ms: float = 0.0
     metrics_compat: str = "vllm,sglang"
+    otlp_endpoint: str = ""
 
 
 SECRET: Final = frozenset({"api_key"})
@@ -154,6 +158,8 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "chunk_tokens": (64, 1 << 20),
     "mtp": (1, 8),
     "tpot_ms": (0.0, 60_000.0),
+    "depth": (0, 1),
+    "budget_every": (0, 1 << 20),
     "verify": (0, 1 << 20),
     "threads": (0, 1024),
     "keep_alive_s": (0.01, 3600.0),
@@ -172,10 +178,21 @@ def _checked(settings: Settings) -> Settings:
             raise BadInput(f"{name} is {value}, must be {low:g}..{high:g}")
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise BadInput("tls_cert and tls_key are given together or not at all")
+    _check_deterministic(settings)
     unknown = {*compat_of(settings)} - {"vllm", "sglang"}
     if unknown:
         raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
     return settings
+
+
+def _check_deterministic(settings: Settings) -> None:
+    """The engine's own rule, said before anything is loaded."""
+    if not settings.deterministic:
+        return
+    if settings.overlap not in ("layerwise", "none"):
+        raise BadInput(f"deterministic runs every layer as none, but overlap is {settings.overlap}")
+    if settings.tbo != "off":
+        raise BadInput(f"deterministic needs tbo off, but it is {settings.tbo}")
 
 
 def compat_of(settings: Settings) -> tuple[str, ...]:

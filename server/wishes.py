@@ -17,7 +17,7 @@ from ess.engine.grammar import Grammar
 from ess.engine.sampling import Sampling
 from ess.engine.stops import check_stops
 from ess.errors import BadInput
-from ess.server.asks import Common, StructuredOutputs
+from ess.server.asks import Common, Sampled, StructuredOutputs
 from ess.server.generation import Ending
 from ess.server.service import SamplingDefaults, Service
 
@@ -55,9 +55,10 @@ SAME_NAMES: Final = (
 )
 
 
-def wanted_of(ask: Any, **named: Any) -> Wanted:
+def wanted_of(ask: Sampled, **named: Any) -> Wanted:
     """Fields that all dialects spell alike, and those given by name."""
-    return Wanted(**{name: getattr(ask, name) for name in SAME_NAMES}, **named)
+    same = {name: getattr(ask, name) for name in SAME_NAMES}
+    return Wanted(**same, ignore_eos=bool(ask.ignore_eos), choices=ask.n, **named)
 
 
 def wanted_of_openai(ask: Common, **named: Any) -> Wanted:
@@ -65,11 +66,9 @@ def wanted_of_openai(ask: Common, **named: Any) -> Wanted:
     return wanted_of(
         ask,
         tokens_min=ask.min_tokens,
-        ignore_eos=bool(ask.ignore_eos),
         keep_stop=bool(ask.include_stop_str_in_output or ask.no_stop_trim),
         keep_special=ask.skip_special_tokens is False,
         seed=ask.seed,
-        choices=ask.n,
         grammar=grammar_of(ask),
         **named,
     )

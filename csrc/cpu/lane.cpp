@@ -4,6 +4,9 @@
 // two timestamps stay the caller's until the job is complete. `completed` grows only after the
 // rows and the timestamps of a job are written, under the mutex that every waiter takes: who sees
 // a sequence number completed sees its rows.
+// A job of at most `at_once_bytes` that finds the lane idle is copied by who submits it: waking the
+// worker, and fetching what it wrote from its core's cache, would take longer. Nothing is under way
+// then, so the order stays that of submission.
 // Closing finishes what was submitted. A forked child has the memory without the thread, and maybe
 // a mutex that nobody will ever release: every call asks for the process first and touches nothing
 // in a foreign one.
@@ -65,18 +68,29 @@ struct Job {
 
 class Lane {
 public:
-    Lane(int threads, int64_t stream_above)
-        : threads_(threads), stream_above_(stream_above), worker_(&Lane::work, this) {}
+    Lane(int threads, int64_t stream_above, int64_t at_once_bytes)
+        : threads_(threads),
+          stream_above_(stream_above),
+          at_once_bytes_(at_once_bytes),
+          worker_(&Lane::work, this) {}
 
     ~Lane() { close(); }
 
     bool is_foreign() const { return getpid() != process_; }
 
-    int64_t submit(Job&& job) {
+    int64_t submit(const RowCopy* copies, int64_t count, int64_t* times, int32_t* at_once) {
         std::lock_guard<std::mutex> hold(mutex_);
         if (closing_) return closed;
-        jobs_.push_back(std::move(job));
-        posted_.notify_one();
+        *at_once = jobs_.empty() && is_small(copies, count);
+        if (*at_once) {
+            times[0] = now_ns();
+            for (int64_t i = 0; i < count; ++i) copy_rows(copies[i], 1, stream_above_);
+            times[1] = now_ns();
+            ++completed_;
+        } else {
+            jobs_.push_back(Job(copies, count, times));
+            posted_.notify_one();
+        }
         return ++submitted_;
     }
 
@@ -103,6 +117,12 @@ public:
     }
 
 private:
+    bool is_small(const RowCopy* copies, int64_t count) const {
+        int64_t bytes = 0;
+        for (int64_t i = 0; i < count; ++i) bytes += copies[i].count * copies[i].row_bytes;
+        return bytes <= at_once_bytes_;
+    }
+
     void work() {
         std::unique_lock<std::mutex> hold(mutex_);
         for (;;) {
@@ -128,6 +148,7 @@ private:
     const pid_t process_ = getpid();
     const int threads_;
     const int64_t stream_above_;
+    const int64_t at_once_bytes_;
     std::mutex mutex_;
     std::mutex joining_;
     std::condition_variable posted_;
@@ -145,22 +166,22 @@ private:
 using ess::Lane;
 
 // Null when the system has no thread to give.
-ESS_EXPORT Lane* ess_lane_open(int32_t threads, int64_t stream_above) {
+ESS_EXPORT Lane* ess_lane_open(int32_t threads, int64_t stream_above, int64_t at_once_bytes) {
     try {
-        return new Lane(threads, stream_above);
+        return new Lane(threads, stream_above, at_once_bytes);
     } catch (...) {
         return nullptr;
     }
 }
 
 // The job's sequence number, from 1; or bad_row (see `fault`), closed, foreign, full.
-// The worker writes start and end of the job to times[0] and times[1].
+// Start and end of the job go to times[0] and times[1]; `at_once`: they, and the rows, are there.
 ESS_EXPORT int64_t ess_lane_submit(Lane* lane, const ess::RowCopy* copies, int64_t copy_count,
-                                   int64_t* times, ess::Fault* fault) {
+                                   int64_t* times, ess::Fault* fault, int32_t* at_once) {
     if (lane->is_foreign()) return ess::foreign;
     if (ess::find_fault(copies, copy_count, fault)) return ess::bad_row;
     try {
-        return lane->submit(ess::Job(copies, copy_count, times));
+        return lane->submit(copies, copy_count, times, at_once);
     } catch (const std::bad_alloc&) {
         return ess::full;
     }

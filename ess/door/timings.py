@@ -3,8 +3,8 @@
 A layer's fetch is on the lane from `started_ns` to `finished_ns` of its event: its transfer time.
 What the owner's thread spent waiting for that event is exposed, the rest of the transfer is hidden.
 A wait may also sit out what the lane had before (a store, another layer's fetch): the time is lost
-to the layer all the same, so exposed may exceed transfer, and hidden never goes below zero. A lane
-that copies at submission hides nothing, though nobody ever waits for it.
+to the layer all the same, so exposed may exceed transfer, and hidden never goes below zero. A copy
+made at submission hides nothing, though nobody ever waits for it.
 
 Followers of a group are fetched with their leader. `ahead_count` says how many of a layer's fetches
 had started before the layer itself asked for them.
@@ -12,13 +12,15 @@ had started before the layer itself asked for them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ess.clock import Clock
-from ess.door.step import Resolution, Step
+from ess.door.step import Step
+from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.layout import ModelLayout
 
@@ -36,28 +38,34 @@ class _Seen:
 
 @dataclass(slots=True, kw_only=True)
 class Timings:
-    """Sums per layer since the start; what the open step has seen so far."""
+    """Sums per layer since the start; what the open step has seen so far.
+
+    If `keeps_spans`, also each fetch as (layer, started_ns, finished_ns), until somebody clears it.
+    """
 
     layout: ModelLayout
     clock: Clock
-    is_inline: bool
     counts: dict[str, Counts] = field(init=False)
+    keeps_spans: bool = False
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
     _seen: dict[Fetch, _Seen] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = ("transfer_ns", "exposed_ns", "hidden_ns", "fetch_count", "ahead_count")
         self.counts = {name: np.zeros(self.layout.layer_total, np.int64) for name in names}
 
-    def timed(self, layer: int, first_query: int, found: Resolution) -> Resolution:
-        """The resolution with a stopwatch on its wait."""
+    def watch(
+        self, layer: int, first_query: int, settle: Callable[[Event], None]
+    ) -> Callable[[Event], None]:
+        """The layer asks now; how to wait for its fetch, with a stopwatch."""
         seen = self._seen.setdefault((layer, first_query), _Seen(self._now_ns()))
 
-        def settle(event: Event) -> None:
+        def timed(event: Event) -> None:
             started_ns = self._now_ns()
-            found._settle(event)
+            settle(event)
             seen.waited_ns += self._now_ns() - started_ns
 
-        return replace(found, _settle=settle)
+        return timed
 
     def landed(self, step: Step) -> None:
         """The step is committed, its fetches are over."""
@@ -72,7 +80,9 @@ class Timings:
     def _count(self, layer: int, event: Event, seen: _Seen) -> None:
         transfer_ns = event.finished_ns - event.started_ns
         assert transfer_ns >= 0, f"a fetch of layer {layer} ended before it started"
-        exposed_ns = transfer_ns if self.is_inline else seen.waited_ns
+        if self.keeps_spans:
+            self.spans.append((layer, event.started_ns, event.finished_ns))
+        exposed_ns = transfer_ns if isinstance(event, DoneEvent) else seen.waited_ns
         for name, value in (
             ("transfer_ns", transfer_ns),
             ("exposed_ns", exposed_ns),

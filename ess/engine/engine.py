@@ -28,6 +28,7 @@ import torch
 from ess.clock import Clock, RealClock
 from ess.door import Offload, Promise
 from ess.engine import pace, prompt, scheduler
+from ess.engine.alike import check_deterministic, require_alike
 from ess.engine.batch import Chunk, Made, StepPlan, StepResult
 from ess.engine.entry import Entry
 from ess.engine.future import FutureMap, Outcome, depth_reasons
@@ -39,6 +40,7 @@ from ess.engine.runner import Runner
 from ess.engine.sampling import Sampling
 from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
+from ess.engine.warmth import Warmth
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import BackendName, ops
 from ess.models.model import Model
@@ -63,7 +65,8 @@ class EngineConfig:
     and chunks are admitted so that a token takes no longer; with it or with `mtp_auto` steps verify
     as many tokens as pay, `mtp` at most. Every `budget_every` steps slots move to the layer groups
     that miss most; 0 never. `verify_every` n checks one layer of every n-th step against the host's
-    rows.
+    rows. `deterministic` makes what a request says, to the last bit of its logits, independent of
+    its neighbours, of drafts and of chunks: every layer runs as NONE, prompts run slower.
     """
 
     modes: str | Sequence[str] = "layerwise"
@@ -83,8 +86,11 @@ class EngineConfig:
     backend: BackendName = "cpu"
     verify_every: int = 0
     verify_fatal: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
+        if self.deterministic:
+            check_deterministic(modes=self.modes, tbo=self.tbo, sbo=self.sbo)
         for name, high in (("mtp", 8), ("depth", 1)):
             value, low = getattr(self, name), 1 if name == "mtp" else 0
             if not low <= value <= high:
@@ -114,6 +120,7 @@ class Engine:
         self.step_count = 0
         self.preempted_count = 0
         self.moved_count = 0
+        self.warmth = Warmth()
         self.pace = pace.start(
             target_ms=config.tpot_ms,
             verified_max=config.mtp,
@@ -123,15 +130,23 @@ class Engine:
         self._clock = clock or RealClock()
         self._config = config
         self.verifier = Verifier(every=config.verify_every, is_fatal=config.verify_fatal)
+        computes = ops(config.backend)
+        if config.deterministic:
+            require_alike(computes, config.backend)
         self.tuning = Tuning(
             offload,
-            config.modes,
+            "none" if config.deterministic else config.modes,
             calibration=config.calibration,
             tbo=config.tbo,
             sbo=config.sbo,
         )
         self._runner = Runner(
-            model, offload, ops(config.backend), tuning=self.tuning, verifier=self.verifier
+            model,
+            offload,
+            computes,
+            tuning=self.tuning,
+            verifier=self.verifier,
+            deterministic=config.deterministic,
         )
         self._entry = Entry(model.config, tokenizer)
         self._roster = Roster()
@@ -195,11 +210,16 @@ class Engine:
         """Why the next step runs at depth 0 whatever the configuration; none if it need not."""
         return depth_reasons(self._roster.of("decoding"))
 
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way when the next one is planned."""
+        return 0 if self.depth_reasons() else self._config.depth
+
     # ---- the step
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        depth = 0 if self.depth_reasons() else self._config.depth
+        depth = self.depth
         self._learn(depth)
         self._rebalance()
         self._admit()
@@ -229,8 +249,8 @@ class Engine:
         """The preempted come back, then the waiting enter, in order, while the ledger admits them.
 
         `refusal` says what the first one that has to wait is short of; a request that can never
-        fit ends as refused. Nobody asks again before somebody has left: asking costs a pass over
-        the prompt.
+        fit ends as refused, and keeps the reason. Nobody asks again before somebody has left:
+        asking costs a pass over the prompt.
         """
         if self._is_full and self._running_count:
             return
@@ -276,7 +296,7 @@ class Engine:
         except PoolFull as refusal:
             if refusal.retry_after_s is not None:
                 raise
-            self.refusal = refusal
+            request.refusal = refusal
             self._finish(request, "refused")
             return
         request.sequence = opened
@@ -315,6 +335,7 @@ class Engine:
                 self._make_room(refusal)
                 continue
             self._flights.append(flight)
+            self.warmth.stepped(plan.turns, flight.step.firsts, flight.warmth)
             for turn in plan.turns:
                 turn.request.flight_count += 1
                 turn.request.ahead_count += turn.count

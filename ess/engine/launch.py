@@ -18,6 +18,7 @@ from ess.engine.future import FutureMap, Outcome
 from ess.engine.pace import Seen
 from ess.engine.rows import Batch
 from ess.engine.runner import Forward, Runner
+from ess.engine.warmth import StepWarmth
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Flight:
     step: Step
     draft_count: int
     seconds: float
+    warmth: StepWarmth
 
     def seen(self, verified: Sequence[tuple[int, int]]) -> Seen:
         return Seen(
@@ -66,7 +68,7 @@ def launch(
         future.stash(turn.sequence.line, [target[-1], *guesses])
     outcomes = zip(lines, choices, map(tuple, drafts), strict=True)
     future.tell(step.number, (Outcome(*each) for each in outcomes))
-    return Flight(turns, step, draft_count, clock.now_s() - started_s)
+    return Flight(turns, step, draft_count, clock.now_s() - started_s, batch.warmth)
 
 
 def _draft(

@@ -91,17 +91,25 @@ class LayerStep:
     def plan(self, part: range, selection: Tensor | None) -> Resolution:
         batch = self._batch
         at = self._half.first_part + (part.start > self.first_query)
-        return batch.offload.resolve(
+        found = batch.offload.resolve(
             self.number, selection, batch.step, first_query=part.start, part=at
         )
+        if selection is not None:
+            batch.warmth.resolved(part, found)
+        return found
 
     def locate(self, part: range) -> Found | None:
         """Every selected row's slot without a plan; None when one of them has no slot."""
         batch, group = self._batch, self._group
         selection = self.select(part)
         if selection is not None:
-            slots = batch.offload.locate(self.number, selection, batch.step, queries=part)
-            batch.located[group] = slots if ((slots >= 0) == (selection >= 0)).all() else None
+            slots = batch.offload.locate_all(
+                self.number, selection, batch.step, first_query=part.start
+            )
+            batch.located[group] = slots
+            if slots is not None:
+                lengths = batch.lengths[self._half.local(part)]
+                batch.warmth.located(part, lengths.clamp(max=batch.layout.top_k).numpy())
         located = batch.located[group]
         return None if located is None else Found(part, located)
 

@@ -1,6 +1,6 @@
 """What the server process and the engine process say to each other. Needs no torch.
 
-    server -> engine   Add, Abort, Flush, Stop
+    server -> engine   Add, Abort, Flush, Trace, Stop
     engine -> server   Ready once, then Progress after every step and Status a few times a second
 
 Each is one msgpack array, its type first. The server numbers requests; a number is never used
@@ -34,6 +34,12 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Forget cached prefixes."""
 
 
+class Trace(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From now on keep what every step did, or give it out as Traced and keep no more."""
+
+    is_on: bool
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End the process; requests still in it are given up."""
 
@@ -59,15 +65,45 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolUse(msgspec.Struct, frozen=True, array_like=True):
+    """Counted in units of `unit_bytes`."""
+
     name: str
     used: int
     capacity: int
+    unit_bytes: int = 0
+
+
+class RequestLine(msgspec.Struct, frozen=True, array_like=True):
+    """A request as it stands: of the rows that its turns asked for, how many were resident."""
+
+    number: int
+    state: str
+    prompt_count: int
+    prefilled_count: int
+    made_count: int
+    tokens_max: int
+    turn_count: int = 0
+    hit_count: int = 0
+    asked_count: int = 0
+
+
+class TraceSpan(msgspec.Struct, frozen=True, array_like=True):
+    """`start_us` counts from the trace's beginning."""
+
+    lane: str
+    name: str
+    start_us: float
+    took_us: float
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """`groups` are the layers that share slots; a row of one layer has `row_bytes`."""
+
     vocabulary: int
     length_max: int
     load_s: float
+    groups: tuple[tuple[int, ...], ...] = ()
+    row_bytes: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -81,7 +117,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     """The engine at one moment: counts since it started; lists are per layer group.
 
     `modes` says how often each layer ran RESIDENT, NONE, DA and DBA. Per layer too: microseconds of
-    fetches, and of those what was waited for. `turn_count` is one per request and step.
+    fetches, and of those what was waited for. `turn_count` is one per request and step. `shortage`
+    says in numbers what the limiter means. Of the rows that requests asked for in their step i
+    after landing, `landed_asked[i]`, `landed_hits[i]` were resident. `requests` are those
+    that came first, as many as are shown.
+    `depth_reasons` say why the next step's `depth` is 0 whatever was configured.
     """
 
     step_count: int = 0
@@ -107,6 +147,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     exposed_us: tuple[int, ...] = ()
     verified_count: int = 0
     mismatch_count: int = 0
+    shortage: str = ""
+    landed_hits: tuple[int, ...] = ()
+    landed_asked: tuple[int, ...] = ()
+    requests: tuple[RequestLine, ...] = ()
+    depth: int = 0
+    depth_reasons: tuple[str, ...] = ()
 
     @property
     def fullness(self) -> float:
@@ -118,6 +164,11 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`sentence` says why nothing was forgotten, if nothing was."""
 
     sentence: str = ""
+
+
+class Traced(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    spans: tuple[TraceSpan, ...]
+    left_out: int = 0
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -140,6 +191,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     mtp_auto: bool = False
     tbo: Literal["off", "on", "auto"] | int = "off"
     tpot_ms: float | None = None
+    deterministic: bool = False
+    depth: int = 0
+    budget_every: int = 64
     batch_max: int = 16
     chunk_tokens: int = 512
     length_max: int = 4096
@@ -153,8 +207,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """For the engine without a model: the least time of a step."""
 
 
-ToEngine = Add | Abort | Flush | Stop
-FromEngine = Ready | Progress | Status | Flushed | Fault
+ToEngine = Add | Abort | Flush | Trace | Stop
+FromEngine = Ready | Progress | Status | Flushed | Traced | Fault
 
 
 class Packer:

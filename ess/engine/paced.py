@@ -31,9 +31,12 @@ from ess.engine.messages import (
     Progress,
     Ready,
     Reason,
+    RequestLine,
     Status,
     Stop,
     ToEngine,
+    Trace,
+    Traced,
 )
 from ess.engine.wire import SocketWire, Wire
 
@@ -110,6 +113,9 @@ class PacedEngine:
             case Flush():
                 busy = f"{len(self._going)} requests are running or waiting"
                 wire.give(Flushed(busy if self._going else ""))
+            case Trace(is_on):
+                if not is_on:
+                    wire.give(Traced(()))
             case Stop():
                 self.is_stopped = True
 
@@ -122,6 +128,7 @@ class PacedEngine:
             prompt_count=self._prompt_count,
             running_count=running,
             waiting_count=len(self._going) - running,
+            requests=tuple(map(_line, islice(self._going.values(), running))),
         )
 
     def _piece(self, going: Going) -> Piece:
@@ -141,6 +148,18 @@ class PacedEngine:
         chances = tuple(_chance(token, sampling.logprobs) for token in tokens)
         chances = chances if sampling.logprobs is not None else ()
         return Piece(going.add.number, tuple(tokens), reason, cached_count, chances)
+
+
+def _line(going: Going) -> RequestLine:
+    add = going.add
+    return RequestLine(
+        add.number,
+        "decoding",
+        len(add.prompt),
+        len(add.prompt),
+        going.made_count,
+        add.sampling.tokens_max,
+    )
 
 
 def _chance(token: int, count: int | None) -> Chance:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -20,6 +20,7 @@ import zmq
 
 from ess.clock import Clock, RealClock
 from ess.door import Offload
+from ess.door.stats import Stats
 from ess.engine.batch import Made, StepResult
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.messages import (
@@ -34,17 +35,22 @@ from ess.engine.messages import (
     PoolUse,
     Progress,
     Ready,
+    RequestLine,
     Status,
     Stop,
     ToEngine,
+    Trace,
 )
 from ess.engine.request import Request
+from ess.engine.spans import Recorder
 from ess.engine.wire import SocketWire, Wire
 from ess.errors import EssError
+from ess.layout import ModelLayout
 from ess.models.load import load_model
 from ess.models.tokenizer import Tokenizer
 
-STATUS_EVERY_S: Final = 0.1
+STATUS_EVERY_S: Final = 0.25
+SHOWN_MAX: Final = 64
 IDLE_S: Final = 0.25
 BLOCKED_S: Final = 0.01
 
@@ -59,19 +65,23 @@ class Live:
 
 
 class EngineLoop:
-    """Owns the engine; `build` makes a new one when the cached prefixes are to be forgotten."""
+    """Owns the engine."""
 
-    def __init__(self, build: Callable[[], Engine], wire: Wire, clock: Clock) -> None:
-        self._build = build
+    def __init__(self, engine: Engine, wire: Wire, clock: Clock) -> None:
+        self._engine = engine
         self._wire = wire
         self._clock = clock
-        self._engine = build()
         self._live: dict[int, Live] = {}
         self._made_count = self._prompt_count = self._cached_count = self._turn_count = 0
         self._step_s = 0.0
         self._told_at_s = clock.now_s() - STATUS_EVERY_S
         self._is_blocked = False
+        self._recorder = Recorder(clock)
         self.is_stopped = False
+
+    @property
+    def layout(self) -> ModelLayout:
+        return self._engine.offload.layout
 
     def run(self) -> None:
         while not self.is_stopped:
@@ -108,6 +118,11 @@ class EngineLoop:
                     self._settle()
             case Flush():
                 self._wire.give(Flushed(self._flush()))
+            case Trace(is_on):
+                if is_on:
+                    self._recorder.start()
+                else:
+                    self._wire.give(self._recorder.stop())
             case Stop():
                 self.is_stopped = True
 
@@ -123,19 +138,19 @@ class EngineLoop:
         self._prompt_count += len(request.prompt)
 
     def _flush(self) -> str:
-        """Pools without a request are made anew: nothing of them is worth keeping."""
         if self._live:
             return f"{len(self._live)} requests are running or waiting"
-        self._engine.offload.close()
-        self._engine = self._build()
+        self._engine.offload.forget_prefixes()
         return ""
 
     # ---- what leaves
 
     def _step(self) -> None:
         began_s = self._clock.now_s()
+        self._recorder.before(self._engine)
         result = self._engine.step()
         self._step_s = self._clock.now_s() - began_s
+        self._recorder.after(self._engine, result, began_s)
         self._is_blocked = result.is_empty
         self._turn_count += result.turn_count
         pieces = self._pieces(result)
@@ -184,9 +199,8 @@ class EngineLoop:
             return request.matcher.failure
         if request.reason != "refused":
             return ""
-        refusal = self._engine.refusal
-        is_it = refusal is not None and refusal.retry_after_s is None
-        return str(refusal) if is_it else "the request needs more than the pools hold"
+        assert request.refusal is not None, f"request {request.number} was refused without a reason"
+        return str(request.refusal)
 
     def _report(self) -> None:
         now_s = self._clock.now_s()
@@ -194,10 +208,20 @@ class EngineLoop:
             self._told_at_s = now_s
             self._wire.give(self.status())
 
+    def _pools(self, stats: Stats) -> tuple[PoolUse, ...]:
+        layout = self._engine.offload.layout
+        host, index = stats.host_page_count, stats.index_page_count
+        host_used = host - stats.free_host_page_count
+        index_used = index - stats.free_index_page_count
+        return (
+            PoolUse("host pages", host_used, host, layout.host_page_bytes),
+            PoolUse("index pages", index_used, index, layout.index_page_bytes),
+        )
+
     def status(self) -> Status:
         engine = self._engine
         states = [live.request.state for live in self._live.values()]
-        refusal = engine.refusal
+        short = engine.refusal if "waiting" in states else None
         stats = engine.offload.stats()
         return Status(
             step_count=engine.step_count,
@@ -209,19 +233,9 @@ class EngineLoop:
             made_count=self._made_count,
             prompt_count=self._prompt_count,
             cached_count=self._cached_count,
-            limiter=refusal.limiter if refusal is not None and "waiting" in states else None,
-            pools=(
-                PoolUse(
-                    "host pages",
-                    stats.host_page_count - stats.free_host_page_count,
-                    stats.host_page_count,
-                ),
-                PoolUse(
-                    "index pages",
-                    stats.index_page_count - stats.free_index_page_count,
-                    stats.index_page_count,
-                ),
-            ),
+            limiter=short.limiter if short is not None else None,
+            shortage=str(short) if short is not None else "",
+            pools=self._pools(stats),
             hits=tuple(stats.hit_count.tolist()),
             misses=tuple(stats.miss_count.tolist()),
             places=tuple(stats.place_count.tolist()),
@@ -234,11 +248,31 @@ class EngineLoop:
             exposed_us=tuple((stats.exposed_ns // 1000).tolist()),
             verified_count=engine.verifier.checked_count,
             mismatch_count=engine.verifier.mismatch_count,
+            landed_hits=tuple(engine.warmth.hits.tolist()),
+            landed_asked=tuple(engine.warmth.asked.tolist()),
+            requests=tuple(map(_line, islice(self._live.values(), SHOWN_MAX))),
+            depth=engine.depth,
+            depth_reasons=engine.depth_reasons(),
         )
 
 
-def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
-    """How to make the engine over the loaded weights, and the vocabulary's size."""
+def _line(live: Live) -> RequestLine:
+    request = live.request
+    return RequestLine(
+        live.number,
+        request.state,
+        len(request.prompt),
+        request.prefilled_count,
+        len(request.output),
+        request.sampling.tokens_max,
+        request.turn_count,
+        request.hit_count,
+        request.asked_count,
+    )
+
+
+def build(launch: Launch) -> tuple[Engine, int]:
+    """The engine over the loaded weights, and the vocabulary's size."""
     import torch
 
     torch.set_num_threads(launch.threads)
@@ -250,50 +284,55 @@ def builder(launch: Launch) -> tuple[Callable[[], Engine], int]:
     layout = config.layout(row=launch.row, index=launch.index)
     query_max = launch.batch_max * launch.mtp
 
-    def build() -> Engine:
-        offload = Offload.create(
-            layout,
-            slot_bytes=launch.slot_bytes,
-            host_bytes=launch.host_bytes,
-            index_bytes=launch.index_bytes,
-            length_max=launch.length_max,
-            sequence_max=launch.batch_max,
+    offload = Offload.create(
+        layout,
+        slot_bytes=launch.slot_bytes,
+        host_bytes=launch.host_bytes,
+        index_bytes=launch.index_bytes,
+        length_max=launch.length_max,
+        sequence_max=launch.batch_max,
+        query_max=query_max,
+    )
+    engine = Engine(
+        model,
+        offload,
+        EngineConfig(
+            modes=launch.modes,
+            promise=launch.promise,
+            mtp=launch.mtp,
+            mtp_auto=launch.mtp_auto,
+            tbo=launch.tbo,
+            tpot_ms=launch.tpot_ms,
+            deterministic=launch.deterministic,
+            depth=launch.depth,
+            budget_every=launch.budget_every,
+            batch_max=launch.batch_max,
             query_max=query_max,
-        )
-        return Engine(
-            model,
-            offload,
-            EngineConfig(
-                modes=launch.modes,
-                promise=launch.promise,
-                mtp=launch.mtp,
-                mtp_auto=launch.mtp_auto,
-                tbo=launch.tbo,
-                tpot_ms=launch.tpot_ms,
-                batch_max=launch.batch_max,
-                query_max=query_max,
-                chunk_tokens=launch.chunk_tokens,
-                warm=launch.warm,
-                backend=launch.backend,
-                verify_every=launch.verify_every,
-            ),
-            tokenizer=tokenizer,
-        )
+            chunk_tokens=launch.chunk_tokens,
+            warm=launch.warm,
+            backend=launch.backend,
+            verify_every=launch.verify_every,
+        ),
+        tokenizer=tokenizer,
+    )
 
-    return build, model.config.vocab_size
+    return engine, model.config.vocab_size
 
 
 def serve(launch: Launch, wire: Wire, clock: Clock) -> None:
     """Load, say Ready, run until told to stop; a failure is said before it ends the process."""
     began_s = time.monotonic()
     try:
-        build, vocabulary = builder(launch)
-        loop = EngineLoop(build, wire, clock)
+        engine, vocabulary = build(launch)
+        loop = EngineLoop(engine, wire, clock)
+        layout = loop.layout
         wire.give(
             Ready(
                 vocabulary=vocabulary,
                 length_max=launch.length_max,
                 load_s=time.monotonic() - began_s,
+                groups=layout.groups,
+                row_bytes=layout.row_bytes,
             )
         )
         loop.run()

@@ -3,6 +3,10 @@
 Rows are encoded and then attended decoded, also within their own chunk, so that a chunk boundary
 or a prefix hit changes no value. The attention of a chunk reads the host's rows layer by layer; no
 slot is touched. What the working set needs is the selections of the last queries: the windows.
+
+Products over many tokens at once are fast, and their rounding depends on how many these are. In a
+deterministic engine a chunk runs through the stages of a decode step instead, which treat every
+token alike however the prompt is cut and whatever prefix was there.
 """
 
 from __future__ import annotations
@@ -15,8 +19,18 @@ import torch
 from torch import Tensor
 
 from ess.door import Sequence as Opened
-from ess.engine.rows import compute_threads, key_records, row_bytes, turned
+from ess.engine.rows import (
+    back,
+    compute_threads,
+    front,
+    key_records,
+    queries,
+    row_bytes,
+    turned,
+)
 from ess.engine.runner import Runner
+from ess.kernels.backend import Ops
+from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer, Entry
 from ess.models.layers import Rotation
 from ess.models.mla import attend_dense
@@ -36,6 +50,14 @@ class Span:
     rotation: Rotation
     windows: dict[int, Tensor]
 
+    @property
+    def layout(self) -> ModelLayout:
+        return self.runner.offload.layout
+
+    @property
+    def ops(self) -> Ops:
+        return self.runner.ops
+
 
 def run_chunk(
     runner: Runner, sequence: Opened, tokens: Sequence[int], start: int, following: Sequence[int]
@@ -49,16 +71,17 @@ def run_chunk(
     span = Span(
         runner=runner, sequence=sequence, start=start, stop=stop, rotation=rotation, windows={}
     )
+    run_layer = _layer_alike if runner.is_deterministic else _layer
     hidden = runner.model.embed(torch.tensor(list(tokens)))
     chosen: Tensor | None = None
     for layer in runner.model.layers:
-        hidden, chosen = _layer(span, layer, hidden, chosen)
+        hidden, chosen = run_layer(span, layer, hidden, chosen)
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"
         embedded = runner.model.embed(torch.tensor(list(following)))
         joined = mtp.join(embedded, runner.model.finish(hidden))
-        _layer(span, mtp.layer, joined, None)
+        run_layer(span, mtp.layer, joined, None)
     return torch.stack([span.windows[group] for group in sorted(span.windows)])
 
 
@@ -75,6 +98,23 @@ def _layer(
     return layer.mlp(layer.output(hidden, attended)), chosen
 
 
+def _layer_alike(
+    span: Span, layer: DecoderLayer, hidden: Tensor, given: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    offload, made, chosen = span.runner.offload, front(span, layer, hidden), given
+    at = {"layer": layer.number, "start": span.start}
+    if made.queries is not None and made.weights is not None:
+        offload.import_keys(span.sequence, keys=made.keys, **at)
+        chosen = _top_k(span, layer.number, made.queries, made.weights)
+        span.windows[span.layout.group_of(layer.number)] = _window(span, chosen)
+    assert chosen is not None, f"layer {layer.number} shares a selection that nobody made"
+    offload.import_rows(span.sequence, rows=made.rows, **at)
+    host_rows = offload.host_rows(span.sequence, 0, span.stop)
+    asked = queries(span, layer, made.query)
+    attended = _attend_chosen(span, layer.number, asked, host_rows, chosen)
+    return back(span, layer, hidden, attended), chosen
+
+
 def _select(span: Span, layer: DecoderLayer, entry: Entry) -> Tensor | None:
     """None while the selection covers every position."""
     offload, ops = span.runner.offload, span.runner.ops
@@ -88,17 +128,21 @@ def _select(span: Span, layer: DecoderLayer, entry: Entry) -> Tensor | None:
     )
     if span.stop <= layout.top_k:
         return None
-    codec = layout.index
+    return _top_k(span, layer.number, probe.queries, probe.weights)
+
+
+def _top_k(span: Span, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
+    offload, codec = span.runner.offload, span.layout.index
     assert codec is not None, "an indexer without an index codec"
     table = offload.page_table([span.sequence]).expand(span.stop - span.start, -1)
-    return ops.index_top_k(
-        probe.queries,
-        probe.weights,
-        offload.key_pages(layer.number),
+    return span.ops.index_top_k(
+        queries,
+        weights,
+        offload.key_pages(layer),
         table,
         torch.arange(span.start, span.stop, dtype=torch.int32) + 1,
         codec,
-        k=layout.top_k,
+        k=span.layout.top_k,
         threads=compute_threads(),
     )
 

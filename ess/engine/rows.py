@@ -6,11 +6,13 @@ Rows and keys become bytes here, queries become selections, codes become attenti
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ess.door import Offload, Step
+from ess.engine.warmth import StepWarmth
 from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
 from ess.layout import ModelLayout
@@ -31,6 +33,7 @@ class Batch:
     page_table: Tensor
     lengths: Tensor
     scale: float
+    warmth: StepWarmth
     located: dict[int, Tensor | None] = field(default_factory=dict)
     selected: dict[int, dict[range, Tensor]] = field(default_factory=dict)
 
@@ -39,7 +42,18 @@ class Batch:
         return self.offload.layout
 
 
-def front(batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Front:
+class Shared(Protocol):
+    """What the stages of a layer need of a batch or a prompt chunk."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def ops(self) -> Ops: ...
+    @property
+    def rotation(self) -> Rotation: ...
+
+
+def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
     """A layer's input as the pools and the attention need it."""
     layout, ops, rotation = batch.layout, batch.ops, batch.rotation
     if ops.has_stages():
@@ -53,14 +67,14 @@ def front(batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Front:
     return Front(entry.query, rows, probe.queries, probe.weights, keys)
 
 
-def queries(batch: Batch, layer: DecoderLayer, query: Tensor) -> Tensor:
+def queries(batch: Shared, layer: DecoderLayer, query: Tensor) -> Tensor:
     if not batch.ops.has_stages():
         return layer.mla.queries(query, batch.rotation)
     compiled = layer.compiled(batch.layout)
     return compiled.queries(query, batch.rotation, threads=compute_threads())
 
 
-def back(batch: Batch, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
+def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
     """Attended latents -> the layer's output."""
     if not batch.ops.has_stages():
         return layer.mlp(layer.output(hidden, attended))

@@ -21,6 +21,7 @@ from ess.engine.layer import LayerStep
 from ess.engine.rows import Batch, back, logits
 from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
+from ess.engine.warmth import StepWarmth
 from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
 from ess.layout import ModelLayout
@@ -57,10 +58,12 @@ class Runner:
         *,
         tuning: Tuning,
         verifier: Verifier,
+        deterministic: bool = False,
     ) -> None:
         self.model = model
         self.offload = offload
         self.ops = ops
+        self.is_deterministic = deterministic
         self.verifier = verifier
         self.verified_layer: int | None = None
         self.tuning = tuning
@@ -83,6 +86,7 @@ class Runner:
             page_table=self.offload.page_table(step.sequences)[line_of],
             lengths=positions + 1,
             scale=self.model.config.attention_scale,
+            warmth=StepWarmth(step.query_count),
         )
 
     def decode(self, batch: Batch, tokens: Sequence[int]) -> Forward:

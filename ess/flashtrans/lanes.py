@@ -26,15 +26,21 @@ from ess.kernels.streams import Event, Lane, RowCopy
 # Waits are cut into slices so that a signal, Ctrl-C above all, reaches Python.
 SLICE_S: Final = 0.2
 
+# What takes less time to copy than a worker takes to wake and to be waited for (docs/log.md).
+AT_ONCE_BYTES: Final = 512 << 10
 
-def open_lane(*, device: str = "cpu", threads: int = 1) -> Lane:
-    """The best lane of a device, "cpu" or "cuda:0". `threads` is what one copy may use here."""
+
+def open_lane(*, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_ONCE_BYTES) -> Lane:
+    """The best lane of a device, "cpu" or "cuda:0". `threads` is what one copy may use here, and
+    jobs of `at_once_bytes` or less are not worth a worker's while."""
     kind, _, ordinal = device.partition(":")
     if kind == "cuda" and (ordinal or "0").isdigit():
         return _stream_lane(int(ordinal or 0), threads)
     if device != "cpu":
         raise BadInput(f"there are no lanes of {device!r}; there are those of cpu and cuda:0")
-    return WorkerLane(threads=threads) if native.available() else InlineLane(threads=threads)
+    if not native.available():
+        return InlineLane(threads=threads)
+    return WorkerLane(threads=threads, at_once_bytes=at_once_bytes)
 
 
 def _stream_lane(ordinal: int, threads: int) -> Lane:
@@ -54,7 +60,7 @@ def closed_lane() -> BadState:
 
 
 class DoneEvent:
-    """A job that is over."""
+    """A job that was over when it had been submitted."""
 
     def __init__(self, started_ns: int, finished_ns: int) -> None:
         self.started_ns = started_ns
@@ -104,6 +110,8 @@ class InlineLane:
 class WorkerLane:
     """One native thread that sleeps until there is a job.
 
+    A job of at most `at_once_bytes` that finds nothing under way is copied at submission.
+
     The native side keeps bare addresses. `_pending` keeps what lies there, matrices and timestamps,
     until their job is complete; it outlives this object, because the finalizer, which waits for the
     jobs, holds it too. Events hold the lane, so they may be waited for after close(), from any
@@ -111,9 +119,9 @@ class WorkerLane:
     BadState: the native side is asked before the lock, which the fork may have caught locked.
     """
 
-    def __init__(self, *, threads: int = 1) -> None:
+    def __init__(self, *, threads: int = 1, at_once_bytes: int = 0) -> None:
         rows.check_threads(threads)
-        self._handle = _native("open")(threads, rows.STREAM_ABOVE_BYTES)
+        self._handle = _native("open")(threads, rows.STREAM_ABOVE_BYTES, at_once_bytes)
         if not self._handle:
             raise Unavailable("the system has no thread left for a copy lane")
         self._order = threading.Lock()
@@ -123,18 +131,20 @@ class WorkerLane:
 
     def submit(self, copies: Sequence[RowCopy]) -> Event:
         checked = [check(copy) for copy in copies]
-        packed = (rows.NativeCopy * len(checked))(*map(rows.pack, checked))
-        times, fault = (ctypes.c_int64 * 2)(), rows.NativeFault()
+        packed = b"".join(map(rows.packed, checked))
+        times, fault, at_once = (ctypes.c_int64 * 2)(), rows.NativeFault(), ctypes.c_int32()
         completed = self.completed()
         with self._order:
             sequence = _native("submit")(
-                self._handle, packed, len(checked), times, ctypes.byref(fault)
+                self._handle, packed, len(checked), times, ctypes.byref(fault), at_once
             )
             if sequence <= 0:
                 raise _refusal(sequence) if sequence else fault.error(checked)
-            self._pending.append(_Job(sequence, times, checked))
             self._last = _Job(sequence, times, [])
             self._forget(completed)
+            if at_once:
+                return DoneEvent(*times)
+            self._pending.append(_Job(sequence, times, checked))
         return WorkerEvent(self, sequence, times)
 
     def mark(self) -> Event:
@@ -235,8 +245,11 @@ def _refusal(answer: int) -> Exception:
 def _native(name: str) -> Callable[..., Any]:
     lane = ctypes.c_void_p
     signatures: dict[str, tuple[list[Any], Any]] = {
-        "open": ([ctypes.c_int32, ctypes.c_int64], lane),
-        "submit": ([lane, lane, ctypes.c_int64, lane, lane], ctypes.c_int64),
+        "open": ([ctypes.c_int32, ctypes.c_int64, ctypes.c_int64], lane),
+        "submit": (
+            [lane, lane, ctypes.c_int64, lane, lane, ctypes.POINTER(ctypes.c_int32)],
+            ctypes.c_int64,
+        ),
         "wait": ([lane, ctypes.c_int64, ctypes.c_int64], ctypes.c_int64),
         "completed": ([lane], ctypes.c_int64),
         "close": ([lane], None),

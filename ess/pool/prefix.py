@@ -51,6 +51,11 @@ class PrefixIndex:
     def idle_count(self) -> int:
         return len(self._idle)
 
+    @property
+    def held_count(self) -> int:
+        """Published pages that somebody reads."""
+        return len(self._hash_of) - len(self._idle)
+
     def __contains__(self, page: int) -> bool:
         return page in self._hash_of
 

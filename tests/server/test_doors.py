@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -12,7 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import ess
-from ess.engine.messages import PoolUse, Status
+from ess.clock import ManualClock
+from ess.engine.messages import PoolUse, RequestLine, Status
+from ess.errors import Unavailable
+from ess.server.board import RECENT_S, SUBSCRIBERS_MAX, Board
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 
 TEXT = "one two three four"
@@ -28,6 +32,8 @@ STATUS = Status(
     places=(0, 0),
     slots_used=(5, 6),
     slots=(8, 8),
+    modes=((4, 3, 2, 1),),
+    depth_reasons=("request 3: a grammar follows the output",),
 )
 
 
@@ -118,6 +124,8 @@ def test_models_version_and_what_is_configured(served: Served):
         assert found["served_model_name"] == "test-model"
         assert found["max_running_requests"] == 16
         assert found["internal_states"][0]["max_total_num_tokens"] == 65536
+        assert found["engine"]["depth_reasons"] == ["request 3: a grammar follows the output"]
+        assert found["engine"]["modes"] == [{"resident": 4, "none": 3, "da": 2, "dba": 1}]
     for path in ("/model_info", "/get_model_info"):
         assert ask(served, path)["is_generation"] is True
 
@@ -204,27 +212,33 @@ def test_flush(served: Served):
 
 
 def test_the_board_gives_every_viewer_the_newest(served: Served):
-    import asyncio
-
-    from ess.clock import ManualClock
-    from ess.errors import Unavailable
-    from ess.server.board import SUBSCRIBERS_MAX, Board
-
     async def watch() -> None:
         board = Board(ManualClock())
-        views = [board.watch() for _ in range(SUBSCRIBERS_MAX)]
-        waiting = [asyncio.ensure_future(anext(view)) for view in views]
-        await asyncio.sleep(0)
+        views = [board.enter() for _ in range(SUBSCRIBERS_MAX)]
         with pytest.raises(Unavailable, match="8 viewers"):
-            await anext(board.watch())
+            board.enter()
         for count in (1, 2, 3):
             board.publish(msgspec.structs.replace(STATUS, step_count=count))
-        assert [one.step_count for one in await asyncio.gather(*waiting)] == [3] * 8
+        assert all(view.is_set() for view in views)
+        assert board.status.step_count == 3
         for view in views:
-            await view.aclose()
-        again = asyncio.ensure_future(anext(board.watch()))
-        await asyncio.sleep(0)
+            board.leave(view)
+        again = board.enter()
+        assert not again.is_set()
         board.publish(STATUS)
-        assert (await again).step_count == 7
+        await asyncio.wait_for(again.wait(), 1)
 
     asyncio.run(watch())
+
+
+def test_the_board_keeps_a_minute_without_its_requests():
+    clock = ManualClock()
+    board = Board(clock)
+    line = RequestLine(1, "decoding", 2, 1, 0, 4)
+    for count in range(130):
+        clock.advance(1.0)
+        board.publish(msgspec.structs.replace(STATUS, step_count=count, requests=(line,)))
+    assert [status.step_count for _, status in board.recent] == list(range(69, 130))
+    assert board.recent[-1][0] - board.recent[0][0] == RECENT_S
+    assert not board.recent[-1][1].requests
+    assert board.status.requests == (line,)

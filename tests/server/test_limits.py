@@ -78,6 +78,9 @@ def test_a_request_id_goes_out_as_it_came_in():
         headers, body = ask(served, "/v1/completions", completion(), **{"X-Request-Id": "mine-1"})
         assert headers["x-request-id"] == "mine-1"
         assert json.loads(body)["id"] == "cmpl-mine-1"
+        for name in ("rid", "request_id"):
+            _, body = ask(served, "/v1/completions", completion(**{name: "mine-3"}))
+            assert json.loads(body)["id"] == "cmpl-mine-3"
         for bad in ("", "a b", "ä", "x" * 257):
             headers, _ = ask(served, "/health", **{"X-Request-Id": bad.encode().decode("latin-1")})
             assert len(headers["x-request-id"]) == 32

@@ -9,6 +9,7 @@ import torch
 
 from ess.clock import ManualClock
 from ess.door import Offload
+from ess.engine import spans
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.grammar import Grammar
 from ess.engine.messages import (
@@ -24,6 +25,9 @@ from ess.engine.messages import (
     Status,
     Stop,
     ToEngine,
+    Trace,
+    Traced,
+    TraceSpan,
 )
 from ess.engine.process import EngineLoop
 from ess.engine.sampling import Sampling
@@ -51,17 +55,24 @@ def small():
     return model({**V32, **SMALL})
 
 
-def build(mtp: int, host_pages: int = 40) -> Engine:
+def build(
+    mtp: int,
+    host_pages: int = 40,
+    modes: str = "layerwise",
+    slot_pages: int = 8,
+    depth: int = 0,
+) -> Engine:
     layout = small().config.layout(row="f32", index="f32")
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 8,
+        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * slot_pages,
         host_bytes=host_pages * layout.host_page_bytes,
         length_max=1024,
         slot_floor=24,
         sequence_max=3,
     )
-    return Engine(small(), offload, EngineConfig(mtp=mtp, chunk_tokens=64))
+    config = EngineConfig(mtp=mtp, chunk_tokens=64, modes=modes, depth=depth)
+    return Engine(small(), offload, config)
 
 
 FULL = Sampling(
@@ -110,9 +121,11 @@ class Script:
         return [token for piece in self.pieces(number) for token in piece.tokens]
 
 
-def run(wire: Script, turns: int, *, mtp: int = 1, host_pages: int = 40) -> EngineLoop:
+def run(
+    wire: Script, turns: int, *, mtp: int = 1, host_pages: int = 40, modes: str = "layerwise"
+) -> EngineLoop:
     clock = ManualClock()
-    loop = EngineLoop(lambda: build(mtp, host_pages), wire, clock)
+    loop = EngineLoop(build(mtp, host_pages, modes), wire, clock)
     for _ in range(turns):
         loop.turn()
         clock.advance(0.06)
@@ -131,7 +144,7 @@ def test_tokens_come_in_pieces_and_are_the_model_s(mtp: int):
         t1=[Add(5, first, Sampling(tokens_max=8))],
         t4=[Add(6, second, Sampling(tokens_max=6, stop_ids=ends))],
     )
-    loop = run(wire, 40, mtp=mtp)
+    loop = run(wire, 40, mtp=mtp, modes="none")
     assert wire.made(5) == greedy(small(), first, 8)
     stopped = greedy(small(), second, 3)
     assert wire.made(6) == stopped[: stopped.index(stopped[2]) + 1]
@@ -144,7 +157,7 @@ def test_tokens_come_in_pieces_and_are_the_model_s(mtp: int):
     status = loop.status()
     assert (status.made_count, status.prompt_count) == (8 + len(wire.made(6)), 220)
     assert (status.running_count, status.waiting_count) == (0, 0)
-    assert sum(status.hits) > 0
+    assert sum(status.landed_hits) > 0
     loop.close()
 
 
@@ -184,7 +197,8 @@ def test_what_never_fits_is_refused_and_what_must_wait_is_counted():
     loop = run(wire, 6, host_pages=8)
     [piece] = wire.pieces(1)
     assert piece.reason == "refused"
-    assert "more than the pools hold" in piece.sentence
+    assert "needs 10 index pages" in piece.sentence
+    assert "more than the pool's" in piece.sentence
     status = loop.status()
     assert status.waiting_count >= 1
     assert status.limiter in ("host pages", "sequences")
@@ -193,6 +207,32 @@ def test_what_never_fits_is_refused_and_what_must_wait_is_counted():
         loop.turn()
     assert [len(wire.made(n)) for n in (2, 3, 4, 5)] == [90] * 4
     assert loop.status().limiter is None
+    loop.close()
+
+
+def test_the_status_says_why_a_step_waits_for_the_one_before():
+    clock = ManualClock()
+    penalised = Sampling(tokens_max=9, presence_penalty=0.5)
+    wire = Script(t1=[Add(1, prompt(20), Sampling(tokens_max=9)), Add(2, prompt(9), penalised)])
+    loop = EngineLoop(build(1, depth=1), wire, clock)
+    assert (loop.status().depth, loop.status().depth_reasons) == (1, ())
+    for _ in range(4):
+        loop.turn()
+    assert loop.status().depth == 0
+    assert loop.status().depth_reasons == ("request 1: penalties count the output",)
+    for _ in range(20):
+        loop.turn()
+    assert wire.made(1) == greedy(small(), prompt(20), 9)
+    assert (len(wire.made(2)), loop.status().depth) == (9, 1)
+    loop.close()
+
+
+def test_each_of_those_refused_at_once_hears_its_own_reason():
+    wire = Script(t1=[Add(n, prompt(n), Sampling(tokens_max=4)) for n in (600, 700)])
+    loop = run(wire, 3, host_pages=8)
+    for number, pages in ((600, 10), (700, 11)):
+        [piece] = wire.pieces(number)
+        assert f"needs {pages} index pages" in piece.sentence
     loop.close()
 
 
@@ -214,11 +254,69 @@ def test_a_flush_waits_for_nobody_and_forgets():
     loop.close()
 
 
-@pytest.mark.parametrize(("advance_s", "count"), [(0.2, 10), (0.03, 3)])
+@pytest.mark.parametrize("slot_pages", [2, 8])
+@pytest.mark.parametrize("modes", ["none", "resident", "da", "dba", "layerwise"])
+def test_what_requests_found_resident_by_step_since_they_landed(modes: str, slot_pages: int):
+    """Every query asks each of two groups for 24 rows. What it could not attend at once was fetched
+    for it, read in place, or in its first step still on its way from the landing."""
+    wire = Script(
+        t1=[Add(1, prompt(90), Sampling(tokens_max=9))],
+        t4=[Add(2, prompt(130), Sampling(tokens_max=40))],
+    )
+    clock = ManualClock()
+    loop = EngineLoop(build(1, modes=modes, slot_pages=slot_pages), wire, clock)
+    for _ in range(30):
+        loop.turn()
+    status = loop.status()
+    first, second = len(wire.made(1)), len(wire.made(2))
+    assert first == 9 < second < 32
+    per_step = [48 * ((step < first) + (step < second)) for step in range(32)]
+    assert list(status.landed_asked) == per_step
+    late = sum(status.landed_asked) - sum(status.landed_hits)
+    late -= sum(status.misses) + sum(status.places)
+    assert 0 <= late <= status.landed_asked[0] - status.landed_hits[0]
+    assert (sum(status.misses) + sum(status.places) > 0) == (slot_pages == 2)
+    [line] = status.requests
+    assert (line.number, line.state, line.prompt_count) == (2, "decoding", 130)
+    assert (line.made_count, line.turn_count, line.asked_count) == (second, second, 48 * second)
+    assert 0 < line.hit_count <= line.asked_count
+    loop.close()
+
+
+def test_a_trace_has_every_stage_of_every_step_between_its_ends():
+    wire = Script(
+        t1=[Add(1, prompt(90), Sampling(tokens_max=60))],
+        t5=[Trace(True)],
+        t12=[Trace(False)],
+        t15=[Trace(True), Trace(False)],
+    )
+    loop = run(wire, 16, modes="none")
+    traced, empty = (message for message in wire.given if isinstance(message, Traced))
+    assert empty == Traced(())
+    steps = [span.name for span in traced.spans if span.lane == "steps"]
+    assert steps == [f"step {number}, 1 requests" for number in range(5, 12)]
+    stages = [span.name for span in traced.spans if span.lane == "stages"]
+    for stage in ("index", "select", "plan", "wait", "pre_attn", "attend_all"):
+        assert [stages.count(f"{stage} L{layer}") for layer in (0, 1)] == [7, 7]
+    assert traced.left_out == 0
+    loop.close()
+
+
+def test_a_trace_that_is_never_stopped_has_an_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spans, "SPANS_MAX", 20)
+    wire = Script(t1=[Trace(True), Add(1, prompt(20), Sampling(tokens_max=60))], t12=[Trace(False)])
+    loop = run(wire, 13)
+    [traced] = (message for message in wire.given if isinstance(message, Traced))
+    assert len(traced.spans) == 20
+    assert traced.left_out > 20
+    loop.close()
+
+
+@pytest.mark.parametrize(("advance_s", "count"), [(0.3, 10), (0.1, 4)])
 def test_a_status_comes_a_few_times_a_second_also_when_idle(advance_s: float, count: int):
     wire = Script(t10=[Stop()])
     clock = ManualClock()
-    loop = EngineLoop(lambda: build(1), wire, clock)
+    loop = EngineLoop(build(1), wire, clock)
     while not loop.is_stopped:
         loop.turn()
         clock.advance(advance_s)
@@ -233,6 +331,7 @@ def test_a_status_comes_a_few_times_a_second_also_when_idle(advance_s: float, co
         Add(2, [1], Sampling()),
         Abort(3),
         Flush(),
+        Trace(True),
         Stop(),
     ],
 )
@@ -244,7 +343,8 @@ def test_messages_survive_the_wire(message: ToEngine):
 def test_answers_survive_the_wire_and_noise_is_refused():
     packer = Packer()
     piece = Piece(1, (2, 3), "stop", 4, (Chance(-0.5, 1, ((2, -0.5),)),), "why")
-    for message in (Progress((piece,)), Status(hits=(1, 2)), Flushed("x")):
+    traced = Traced((TraceSpan("steps", "step 1", 0.5, 2.0),), 3)
+    for message in (Progress((piece,)), Status(hits=(1, 2)), Flushed("x"), traced):
         assert packer.for_server(packer.pack(message)) == message
     for noise in (b"", b"\xc1", b"\x91\xa3Add", packer.pack(Stop())[:-1], b"\x92\xa4Nope\x01"):
         with pytest.raises(BadInput, match="malformed"):

@@ -9,8 +9,9 @@ import pytest
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.server import settings
-from ess.server.serve import ServeFlags
+from ess.server import cli, settings
+from ess.server.launch import launch_of, read_checkpoint
+from ess.server.serve import NOT_HERE, ServeFlags
 from ess.server.settings import Settings, resolve, size_of
 from ess.server.sizing import plan_memory
 
@@ -49,8 +50,28 @@ def test_a_setting_that_is_a_word_or_a_number():
 
 def test_every_setting_has_its_flag():
     flags = {field.name for field in msgspec.structs.fields(Settings)} - {"model"}
-    listed = set(ServeFlags.__dataclass_fields__) - {"pp_size", "tp_size"}
+    listed = set(ServeFlags.__dataclass_fields__) - set(NOT_HERE)
     assert flags == listed
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--pp-size", "2"], "--pp-size must be 1"),
+        (["--tensor-parallel-size", "8"], "--tp-size must be 1"),
+        (["--disable-radix-cache"], "always shared"),
+        (["--enable-dynamic-chunking"], "--tpot-ms"),
+        (["--chunked-prefil-size", "512"], "--chunked-prefill-size"),
+        (["--max-num-seqs", "0"], "max_running is 0"),
+        (["--watchdog-timeout", "0"], "watchdog_s is 0"),
+        (["--mem-fraction-static", "200%", "--model", "x"], "--model"),
+    ],
+)
+def test_what_others_call_it_is_understood_or_explained(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["serve", *flags]) == 2
+    assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def test_a_key_is_never_shown():
@@ -95,6 +116,22 @@ def test_sizes_and_shares():
     for wrong in ("0%", "101%", "x%"):
         with pytest.raises(BadInput, match="share"):
             size_of(wrong, of=1)
+
+
+def test_deterministic_names_what_it_excludes():
+    assert resolve({"deterministic": True, "overlap": "none"}, environment={})
+    for name, value in (("overlap", "da"), ("overlap", "resident"), ("tbo", "on"), ("tbo", 8)):
+        with pytest.raises(BadInput, match=f"deterministic .*{name}.* is {value}"):
+            resolve({"deterministic": True, name: value}, environment={})
+
+
+def test_the_engine_is_told_what_was_chosen():
+    asked = {"deterministic": True, "depth": 1, "budget_every": 9}
+    found = resolve(asked, environment={}).settings
+    told = launch_of(found, read_checkpoint(""), planned(max_model_len="2k"))
+    assert (told.deterministic, told.depth, told.budget_every) == (True, 1, 9)
+    with pytest.raises(BadInput, match=r"depth is 2, must be 0\.\.1"):
+        resolve({"depth": 2}, environment={})
 
 
 LAYOUT = ModelLayout.embedded()

@@ -16,53 +16,8 @@ import torch
 from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
+from ess.models.tiny.random_checkpoint import TINY_V32 as V32
 from ess.models.weights.shapes import expected_tensors
-
-V32: dict[str, Any] = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_nextn_predict_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "n_shared_experts": 1,
-    "n_routed_experts": 16,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 1024,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "index_topk": 64,
-    "index_head_dim": 128,
-    "index_n_heads": 16,
-    "first_k_dense_replace": 1,
-}
 
 GLM: dict[str, Any] = {
     **{k: v for k, v in V32.items() if k not in ("rope_scaling", "rope_theta")},

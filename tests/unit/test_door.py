@@ -64,7 +64,7 @@ def snapshot(offload: Offload) -> tuple:
         pools.sparse.slot_of,
         pools.sparse._row_of,
         pools.sparse._dirty,
-        pools.latent._stored,
+        pools.latent.stored,
         pools.latent._keyed,
         pools.latent.rows,
         pools.latent.keys.pages,
@@ -354,3 +354,32 @@ def test_half_a_layer_cannot_be_committed(offload):
     offload.append(1, rows(1), step)
     refused(offload, BadState, "layer 1", lambda: offload.commit(step, accepted=[1, 1]))
     offload.abandon(step)
+
+
+def test_prefixes_are_forgotten_when_nobody_holds_them():
+    with make() as offload:
+        tokens = list(range(140))
+        first = opened_full(offload, tokens)
+        offload.abandon(offload.begin([first], query_counts=[1]))
+        first.close()
+        second = offload.open(tokens)
+        assert second.cached_count == 64
+        with pytest.raises(BadState, match="1 cached pages are held"):
+            offload.forget_prefixes()
+        second.close()
+        assert offload.forget_prefixes() == 2
+        offload.check()
+        stats = offload.stats()
+        assert stats.free_host_page_count == stats.host_page_count
+        assert offload.open(tokens).cached_count == 0
+        assert offload.forget_prefixes() == 0
+
+
+def opened_full(offload: Offload, tokens: list[int]):
+    sequence = offload.open(tokens)
+    for layer in range(3):
+        offload.import_rows(sequence, layer=layer, start=0, rows=rows(128))
+    for layer in (0, 2):
+        keys = torch.ones((128, LAYOUT.index.key_bytes), dtype=torch.uint8)
+        offload.import_keys(sequence, layer=layer, start=0, keys=keys)
+    return sequence

@@ -31,13 +31,13 @@ from ess.kernels.checks import (
 from ess.kernels.merge import Pair, Partial, check_merge
 from ess.kernels.reference import Keys, hadamard, has_stages, read_keys, write_keys
 from ess.kernels.triton_ops import attend as attention
-from ess.kernels.triton_ops import index, rows
+from ess.kernels.triton_ops import index
+from ess.kernels.triton_ops import rows as codec_kernels
 from ess.kernels.triton_ops.launch import interpreted, require_device
 from ess.layout import IndexCodec, RowCodec, RowForm
 from ess.units import PAGE_ROWS
 
 PLAIN_FORMS: Final[dict[torch.dtype, RowForm]] = {torch.float32: "f32", torch.bfloat16: "bf16"}
-INT32: Final = torch.iinfo(torch.int32)
 
 __all__ = [
     "attend",
@@ -68,17 +68,17 @@ def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
     check_rows(values, codec, out)
     _require_device(values=values)
     _require_rows("out", out)
-    return rows.encode_rows(_adjacent(values), codec, out)
+    return codec_kernels.encode_rows(_adjacent(values), codec, out)
 
 
-def decode_rows(encoded: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
+def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
     """Rows [n, row_bytes] into values [n, latent + rope], float32 or bfloat16."""
-    check_rows(out, codec, encoded)
+    check_rows(out, codec, rows)
     _require_device(out=out)
-    _require_rows("rows", encoded)
+    _require_rows("rows", rows)
     if out.stride(1) != 1:
-        return out.copy_(rows.decode_rows(encoded, codec, out.contiguous()))
-    return rows.decode_rows(encoded, codec, out)
+        return out.copy_(codec_kernels.decode_rows(rows, codec, out.contiguous()))
+    return codec_kernels.decode_rows(rows, codec, out)
 
 
 def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
@@ -87,24 +87,24 @@ def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
         return reference.encode_keys(values, codec)
     require("values", values, (None, codec.key_dim), ("torch.float32", "torch.bfloat16"))
     _require_device(values=values)
-    return Keys(*rows.encode_keys(_adjacent(values), codec))
+    return Keys(*codec_kernels.encode_keys(_adjacent(values), codec))
 
 
 def sparse_attention(
-    queries: Tensor, plain: Tensor, slots: Tensor, *, latent_dim: int, scale: float
+    queries: Tensor, rows: Tensor, slots: Tensor, *, latent_dim: int, scale: float
 ) -> Partial:
     """Over plain rows [slot, dim], encoded as they lie."""
-    check_attention(queries, plain, slots, latent_dim)
-    if plain.dtype not in PLAIN_FORMS or plain.shape[1] * plain.element_size() % 4:
-        plain = plain.float()
-    form = PLAIN_FORMS[plain.dtype]
-    codec = RowCodec(form=form, latent_dim=latent_dim, rope_dim=plain.shape[1] - latent_dim)
-    return attend(queries, _adjacent(plain).view(torch.uint8), slots, codec, scale=scale)
+    check_attention(queries, rows, slots, latent_dim)
+    if rows.dtype not in PLAIN_FORMS or rows.shape[1] * rows.element_size() % 4:
+        rows = rows.float()
+    form = PLAIN_FORMS[rows.dtype]
+    codec = RowCodec(form=form, latent_dim=latent_dim, rope_dim=rows.shape[1] - latent_dim)
+    return attend(queries, _adjacent(rows).view(torch.uint8), slots, codec, scale=scale)
 
 
 def attend(
     queries: Tensor,
-    encoded: Tensor,
+    rows: Tensor,
     slots: Tensor,
     codec: RowCodec,
     *,
@@ -114,18 +114,18 @@ def attend(
     threads: int = 1,
 ) -> Partial:
     """By the contract of `reference.attend`; `placed` may be pinned memory of the host."""
-    check_attend(queries, encoded, slots, codec, placed, into)
+    check_attend(queries, rows, slots, codec, placed, into)
     _require_device(queries=queries, slots=slots)
-    _require_rows("rows", encoded)
+    _require_rows("rows", rows)
     if placed is not None:
         _require_rows("placed", placed, host=True)
     low = -1 if placed is None else -1 - len(placed)
-    _require_in_range("slots", slots, low=low, limit=len(encoded))
+    _require_in_range("slots", slots, low=low, limit=len(rows))
     partial = into or _new_partial(queries, codec.latent_dim)
     dense = Partial(*(tensor.contiguous() for tensor in partial))
     lists = attention.close_up(_adjacent(slots.to(torch.int32)))
     asked = _adjacent(_plain(queries))
-    attention.attend_lists(asked, encoded, lists, codec, scale=scale, placed=placed, into=dense)
+    attention.attend_lists(asked, rows, lists, codec, scale=scale, placed=placed, into=dense)
     return _given_back(dense, partial)
 
 

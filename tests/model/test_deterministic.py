@@ -1,0 +1,86 @@
+"""`deterministic`: the same bits whatever the neighbours, drafts, chunks and prefixes are."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import msgspec
+import pytest
+import torch
+
+from ess.door import Offload
+from ess.engine.alike import require_alike
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.sampling import Sampling
+from ess.errors import BadInput, Unavailable
+from ess.models.load import load_model
+from tests.model.grid import text
+
+LENGTH, SHIFT = 300, 40
+SAMPLING = Sampling(tokens_max=14, temperature=0.8, seed=3, logprobs=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(1)
+    return load_model()
+
+
+def engine(model, *, mtp: int = 1, chunks: int = 5, **changes) -> Engine:
+    kept = model.config if mtp > 1 else msgspec.structs.replace(model.config, mtp_layer_count=0)
+    layout = kept.layout()
+    offload = Offload.create(
+        layout,
+        slot_bytes=layout.group_count * layout.page_bytes * chunks,
+        host_bytes=80 * layout.host_page_bytes,
+        length_max=1024,
+        slot_floor=64,
+        poison=True,
+    )
+    return Engine(model, offload, EngineConfig(mtp=mtp, **changes))
+
+
+def said(eng: Engine, *neighbours: int) -> list[object]:
+    """The request's tokens with their chances to the last bit, among requests that share its text
+    from the start or not at all."""
+    others = [eng.add(text("embedded")[:count], Sampling(tokens_max=20)) for count in neighbours]
+    for _ in range(4 * len(others)):
+        eng.step()
+    request = eng.add(text("embedded")[:LENGTH], SAMPLING)
+    chances: list[object] = []
+    while request.reason is None:
+        for made in eng.step().made:
+            if made.request is request:
+                chances += [dataclasses.astuple(chance) for chance in made.chances]
+    eng.offload.close()
+    return [*request.output, *chances]
+
+
+def test_the_same_bits_in_every_company(model):
+    alone = said(engine(model, deterministic=True))
+    assert len(alone) == 2 * SAMPLING.tokens_max
+    for changes, neighbours in (
+        ({"chunk_tokens": 64}, (290, 17)),
+        ({"mtp": 4, "chunk_tokens": 200}, ()),
+        ({"mtp": 2, "chunk_tokens": 96, "depth": 1}, (130, 64, 299)),
+        ({"chunks": 24, "batch_max": 2}, (200,)),
+    ):
+        assert said(engine(model, deterministic=True, **changes), *neighbours) == alone, changes
+
+
+def test_without_it_the_bits_may_differ(model):
+    """The test above would say nothing if chunks never changed a bit."""
+    assert said(engine(model, chunk_tokens=64)) != said(engine(model, chunk_tokens=300))
+
+
+def test_what_it_cannot_be_combined_with_is_refused_by_name(model):
+    with pytest.raises(BadInput, match="every layer as NONE, but modes is 'da'"):
+        EngineConfig(deterministic=True, modes="da")
+    with pytest.raises(BadInput, match="needs tbo off"):
+        EngineConfig(deterministic=True, tbo="on")
+    with pytest.raises(BadInput, match="needs sbo off"):
+        EngineConfig(deterministic=True, sbo="combine-down")
+    lacking = types.SimpleNamespace(has_stages=lambda: False, implementation=lambda: "torch")
+    with pytest.raises(Unavailable, match="compiled stages, which backend 'reference' lacks"):
+        require_alike(lacking, "reference")

@@ -1,0 +1,148 @@
+"""The server's end of the wire: late, foreign and unreadable answers, and whom they reach."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from ess.clock import ManualClock
+from ess.engine.messages import Abort, Add, Fault, Flush, Flushed, Packer, Piece, Progress, Ready
+from ess.engine.sampling import Sampling
+from ess.errors import BadInput, Unavailable
+from ess.server.board import Board
+from ess.server.link import EngineLink
+
+READY = Ready(vocabulary=10, length_max=10, load_s=0.0)
+Peer = zmq.asyncio.Socket
+
+
+def linked(folder: Path, act: Callable[[EngineLink, Peer], Awaitable[None]]) -> None:
+    """`act` has the link and the engine's bare socket."""
+
+    async def run() -> None:
+        context, clock = zmq.asyncio.Context(), ManualClock()
+        endpoint = f"ipc://{folder}/engine"
+        link = EngineLink(context, endpoint, board=Board(clock), clock=clock)
+        peer = context.socket(zmq.DEALER)
+        peer.connect(endpoint)
+        try:
+            async with asyncio.timeout(10):
+                await act(link, peer)
+        finally:
+            peer.close(linger=0)
+            link.close()
+            context.destroy(linger=0)
+
+    asyncio.run(run())
+
+
+async def told(peer: Peer) -> object:
+    return Packer().for_engine(await peer.recv())
+
+
+def test_pieces_reach_their_call_and_no_other(tmp_path: Path):
+    async def act(link: EngineLink, peer: Peer) -> None:
+        hearing = asyncio.ensure_future(link.run())
+        await peer.send(Packer().pack(READY))
+        await link.became_ready.wait()
+        one = link.start("a", [([1], Sampling()), ([2], Sampling())])
+        two = link.start("b", [([3], Sampling())])
+        assert [(await told(peer)).number for _ in range(3)] == [0, 1, 2]
+        pieces = (Piece(2, (7,)), Piece(1, (8,), "stop"), Piece(0, (9,)), Piece(99, (5,)))
+        await peer.send(Packer().pack(Progress(pieces, 1.5)))
+        assert [piece.number for piece in await one.take()] == [1, 0]
+        assert (await two.take())[0].tokens == (7,)
+        assert one.made_at_s == 1.5
+        assert (one.pending, link.open_count) == ({0}, 2)
+        link.abort(one)
+        assert (await told(peer)) == Abort(0)
+        assert (await one.take())[0].reason == "cancelled"
+        link.abort(one)
+        await peer.send(Packer().pack(Progress((Piece(0, (4,)), Piece(1, (4,))))))
+        await peer.send(Packer().pack(Progress((Piece(2, (6,), "length"),))))
+        assert (await two.take())[0].tokens == (6,)
+        assert link.open_count == 0
+        three = link.start("c", [([3], Sampling())])
+        assert (await told(peer)).number == 3, "a number is used once"
+        assert three.pending == {3}
+        hearing.cancel()
+
+    linked(tmp_path, act)
+
+
+def test_a_fault_ends_every_call_after_what_it_had(tmp_path: Path):
+    async def act(link: EngineLink, peer: Peer) -> None:
+        hearing = asyncio.ensure_future(link.run())
+        with pytest.raises(Unavailable, match="starting"):
+            await link.flush()
+        packer = Packer()
+        await peer.send(packer.pack(READY))
+        await link.became_ready.wait()
+        call = link.start("a", [([1], Sampling())])
+        flush = asyncio.ensure_future(link.flush())
+        await peer.send(packer.pack(Progress((Piece(0, (7,)),))))
+        await peer.send(packer.pack(Fault("it broke")))
+        with pytest.raises(Unavailable, match="it broke"):
+            await flush
+        assert (await call.take())[0].tokens == (7,)
+        with pytest.raises(Unavailable, match="it broke"):
+            await call.take()
+        with pytest.raises(Unavailable, match="it broke"):
+            link.start("b", [([1], Sampling())])
+        link.lose("again")
+        assert link.why_lost == "it broke"
+        hearing.cancel()
+
+    linked(tmp_path, act)
+
+
+def test_an_asker_who_left_does_not_take_the_next_answer(tmp_path: Path):
+    async def act(link: EngineLink, peer: Peer) -> None:
+        hearing = asyncio.ensure_future(link.run())
+        packer = Packer()
+        await peer.send(packer.pack(READY))
+        await link.became_ready.wait()
+        first, second = (asyncio.ensure_future(link.flush()) for _ in range(2))
+        assert [await told(peer) for _ in range(2)] == [Flush(), Flush()]
+        first.cancel()
+        await peer.send(packer.pack(Flushed("one")))
+        await peer.send(packer.pack(Flushed("two")))
+        assert await second == "two"
+        hearing.cancel()
+
+    linked(tmp_path, act)
+
+
+def test_what_cannot_be_read_ends_the_hearing(tmp_path: Path):
+    async def act(link: EngineLink, peer: Peer) -> None:
+        await peer.send(b"\xc1 noise")
+        with pytest.raises(BadInput, match="from the engine is malformed"):
+            await link.run()
+
+    linked(tmp_path, act)
+
+
+def test_without_an_engine_nothing_is_queued(tmp_path: Path):
+    async def run() -> None:
+        context, clock = zmq.asyncio.Context(), ManualClock()
+        endpoint = f"ipc://{tmp_path}/engine"
+        link = EngineLink(context, endpoint, board=Board(clock), clock=clock)
+        with pytest.raises(Unavailable, match="does not listen"):
+            link.start("a", [([1], Sampling()), ([2], Sampling())])
+        assert link.open_count == 0
+        link.stop()
+        link.close()
+        context.destroy(linger=0)
+
+    asyncio.run(run())
+
+
+def test_an_add_is_packed_with_all_that_was_asked():
+    packer = Packer()
+    add = Add(1, [5, 6], Sampling(seed=3, logit_bias={4: 1.0}))
+    assert packer.for_engine(packer.pack(add)) == add

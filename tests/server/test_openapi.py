@@ -1,0 +1,133 @@
+"""The document says what the server does: every route is in it, and what it says holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import msgspec
+import pytest
+
+from ess.server import app, asks, openapi
+from ess.server.gate import OPEN_PATHS
+from ess.server.service import Limits
+from tests.server.harness import PacedEngine, Served, saying
+from tests.server.test_fuzz import KINDS
+
+ROUTES = [(methods, path) for methods, path, _ in app.ROUTES]
+DOCUMENT = json.loads(msgspec.json.encode(openapi.document(ROUTES)))
+
+
+def operations() -> dict[tuple[str, str], Any]:
+    return {
+        (method.upper(), path): operation
+        for path, methods in DOCUMENT["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+def test_every_route_is_in_the_document_and_the_other_way_round():
+    served = {(method, path) for methods, path in ROUTES for method in methods.split()}
+    assert set(operations()) == served
+    assert set(openapi.DOORS) == {path for _, path in ROUTES}
+
+
+def test_every_body_that_a_route_reads_is_described():
+    for path, kind in KINDS.items():
+        body = operations()["POST", path]["requestBody"]["content"]["application/json"]
+        assert body["schema"] == {"$ref": openapi.SCHEMAS + kind.__name__}
+        described = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
+        assert set(described) == {field.encode_name for field in msgspec.structs.fields(kind)}
+
+
+def test_operations_have_names_of_their_own_and_open_doors_need_no_key():
+    names = [one["operationId"] for one in operations().values()]
+    assert len(set(names)) == len(names)
+    open_paths = {path for (_, path), one in operations().items() if one.get("security") == []}
+    assert open_paths == OPEN_PATHS
+
+
+def shape(name: str) -> jsonschema_rs.Validator:
+    return jsonschema_rs.validator_for(
+        {"$ref": openapi.SCHEMAS + name, "components": DOCUMENT["components"]}
+    )
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1], [2]], 5, {"a": 1}, [None], [["a"]]])
+def test_what_is_read_later_is_described_as_it_is_read(prompt: object):
+    is_right = shape("CompletionAsk").is_valid({"prompt": prompt})
+    try:
+        asks.read_texts(msgspec.Raw(json.dumps(prompt).encode()), where="prompt")
+    except asks.BadInput:
+        assert not is_right
+    else:
+        assert is_right
+
+
+def test_every_example_is_served():
+    examples = {path: door.example for path, door in openapi.DOORS.items() if door.asks}
+    with Served(PacedEngine(saying("one"))) as served:
+        for path, example in examples.items():
+            body = json.dumps(example).encode()
+            with urllib.request.urlopen(served.url + path, body) as answer:
+                assert answer.status == 200
+
+
+LIMITS = Limits(running_max=64, waiting_max=4096, length_max=4096)
+
+
+def test_errors_have_the_shape_that_is_described():
+    with Served(PacedEngine(saying("one"))) as served:
+        for path in ("/nothing", "/v1/completions", "/dashboard/none.json"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(served.url + path)
+            assert shape("ErrorAnswer").is_valid(json.loads(caught.value.read()))
+            assert caught.value.headers["x-request-id"]
+        with urllib.request.urlopen(served.url + "/openapi.json") as answer:
+            assert json.loads(answer.read()) == DOCUMENT
+
+
+@pytest.mark.slow
+def test_a_stranger_s_tool_finds_nothing_to_complain_of(tmp_path: Path):
+    """schemathesis makes right and wrong requests from the document and judges the answers."""
+    (tmp_path / "schemathesis.toml").write_text("")
+    with Served(PacedEngine(saying("one two")), limits=LIMITS) as served:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "schemathesis.cli", "run", served.url + "/openapi.json"),
+                *("--phases", "examples,coverage,fuzzing", "--max-examples", "25"),
+                *("--seed", "20261121", "--generation-deterministic", "--no-color"),
+                *("--checks", CHECKS, "--request-timeout", "20"),
+                *("--exclude-path", "/v1/events"),
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        answers = served.service.tally.answers
+        assert {path for path, code in answers if code == 200} >= set(openapi.DOORS) - UNMET
+        assert sum(answers.values()) > 1500
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        assert served.service.link.open_count == 0
+        assert served.service.link.state == "ready"
+
+
+UNMET = {"/v1/events", "/dashboard/{recording}"}
+CHECKS = ",".join(
+    (
+        "not_a_server_error",
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_headers_conformance",
+        "response_schema_conformance",
+        "negative_data_rejection",
+        "unsupported_method",
+    )
+)

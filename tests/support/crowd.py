@@ -1,0 +1,52 @@
+"""Streams that run beside a test, each in a thread of its own, until the server or we end them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+
+class Crowd:
+    """`texts[i]` is what stream i has had so far, as raw events."""
+
+    def __init__(self, url: str, asked: Sequence[dict], *, key: str = "") -> None:
+        self._address = urlsplit(url)
+        self._key = key
+        self.texts = [b""] * len(asked)
+        self._made: list[http.client.HTTPConnection] = []
+        self._threads = [
+            threading.Thread(target=self._one, args=each, daemon=True) for each in enumerate(asked)
+        ]
+
+    def __enter__(self) -> Crowd:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for made in self._made:
+            with contextlib.suppress(OSError):
+                made.sock and made.sock.shutdown(2)
+        for thread in self._threads:
+            thread.join(20)
+        for made in self._made:
+            made.close()
+
+    def is_over(self, number: int) -> bool:
+        return not self._threads[number].is_alive()
+
+    def _one(self, number: int, asked: dict) -> None:
+        made = http.client.HTTPConnection(self._address.netloc, timeout=120)
+        self._made.append(made)
+        headers = {"content-type": "application/json", "x-request-id": f"crowd-{number:02d}"}
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+            made.request("POST", "/v1/completions", json.dumps({**asked, "stream": True}), headers)
+            answer = made.getresponse()
+            while line := answer.readline():
+                self.texts[number] += line
