@@ -16,8 +16,8 @@ from ess.sim.operators import Fitted, Operators
 from ess.sim.plan import Ask, Planner
 from ess.sim.prefilltime import estimate
 from ess.sim.steptime import StepTimes
-from ess.sim.traffic import Mix, draw
-from ess.sim.worker import Serving, serve
+from ess.sim.traffic import Mix, at_rate, draw
+from ess.sim.worker import RATE_MAX, Serving, serve
 
 OBJECTIVE = Objective(ttft_s=10.0, tpot_s=0.06)
 
@@ -60,6 +60,22 @@ def test_a_saturated_rank_does_what_the_planner_says(planner: Planner):
     assert found.offload.batch_peak == most
     assert 2 * most * 512 / busy_s == pytest.approx(point.tokens_per_s, rel=0.03)
     assert found.offload.tokens_per_s > 2.0 * found.resident.tokens_per_s
+
+
+@pytest.mark.slow
+def test_what_is_sustained_is_and_a_fifth_more_is_not(planner: Planner):
+    arrivals = draw(Mix(rate=1.0, count=120, prompt_tokens=130_048, output_tokens=1024), seed=0)
+    serving = Serving(objective=OBJECTIVE, tier=(8, 8), cached_share=0.95)
+    offload, resident = serve(planner, arrivals, serving, sustained=True).sustained
+    assert offload > 2.0 * resident > 0.0
+    for rate, is_met in ((offload, True), (1.2 * offload, False)):
+        again = serve(planner, at_rate(arrivals, rate), serving).offload
+        assert (again.good_share >= 0.9) == is_met
+    few = serve(planner, arrivals[:20], serving, sustained=True).sustained
+    assert few is not None
+    assert few[0] == RATE_MAX > few[1]
+    out_of_reach = replace(serving, objective=Objective(ttft_s=1e-3, tpot_s=0.06))
+    assert serve(planner, arrivals, out_of_reach, sustained=True).sustained == (0.0, 0.0)
 
 
 def test_without_pressure_offload_changes_nothing(planner: Planner):
