@@ -122,5 +122,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 def _failed(request: Request, error: Exception) -> Response:
     """What went wrong goes to the log, never to the client."""
-    logging.getLogger("ess").error("request %s failed", request.state.request_id, exc_info=error)
+    state = request.state
+    traced = f" of trace {state.trace}" if state.trace else ""
+    log = logging.getLogger("ess")
+    log.error("request %s%s failed", state.request_id, traced, exc_info=error)
     return error_answer(EssError())

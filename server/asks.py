@@ -40,6 +40,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     json_object: bool | None = None
 
 
+class Addressed(msgspec.Struct, kw_only=True):
+    """Whose request it is, and who comes before whom: a lower priority is earlier, as in vLLM."""
+
+    priority: int | None = None
+    session_id: str | None = None
+
+
 class Sampled(msgspec.Struct, kw_only=True):
     """What all dialects call the same; None is as good as absent."""
 
@@ -58,7 +65,10 @@ class Sampled(msgspec.Struct, kw_only=True):
 
 
 class Common(Sampled, kw_only=True):
-    """What completions and chat completions share."""
+    """What completions and chat completions share: Addressed too, but a struct has one base."""
+
+    priority: int | None = None
+    session_id: str | None = None
 
     model: str | None = None
     max_tokens: int | None = None
@@ -110,7 +120,7 @@ class TokenSampling(Sampled, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
 
-class TokensAsk(msgspec.Struct, kw_only=True):
+class TokensAsk(Addressed, kw_only=True):
     """/inference/v1/generate: ids in, ids out."""
 
     token_ids: list[int]
@@ -134,7 +144,7 @@ class SglangSampling(Sampled, kw_only=True):
     ebnf: str | None = None
 
 
-class GenerateAsk(msgspec.Struct, kw_only=True):
+class GenerateAsk(Addressed, kw_only=True):
     """SGLang's /generate: one prompt or several, as text or as ids."""
 
     text: str | list[str] | None = None

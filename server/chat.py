@@ -25,6 +25,7 @@ from ess.models.chat.reply import (
     collect,
 )
 from ess.server import asks, wishes
+from ess.server.address import begin
 from ess.server.answering import Answer, event, respond
 from ess.server.completions import encode_text, usage
 from ess.server.generation import Delta, Generation
@@ -42,7 +43,7 @@ async def chat(request: Request) -> Response:
     thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
     prompt = await encode_chat(service, ask.messages, tools, thinking=thinking)
     made, ending = wishes.samplings(service, _wanted(service, ask), [prompt])
-    call = service.begin(ask.rid or ask.request_id or request.state.request_id, made)
+    call = begin(request, ask, made, named=ask.rid or ask.request_id)
     generations = [Generation(service.tokenizer, ending) for _ in made]
     grown = Answer(service, call, generations)
     functions = [tool["function"] for tool in tools]

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ess.engine.messages import Chance
 from ess.errors import BadInput
 from ess.server import asks, wishes
+from ess.server.address import begin
 from ess.server.answering import Answer, event, respond
 from ess.server.generation import Delta, Generation
 from ess.server.logprobs import completion_logprobs
@@ -35,7 +36,7 @@ async def completions(request: Request) -> Response:
         ask, tokens_max=16 if ask.max_tokens is None else ask.max_tokens, logprobs=ask.logprobs
     )
     made, ending = wishes.samplings(service, wanted, prompts)
-    call = service.begin(ask.rid or ask.request_id or request.state.request_id, made)
+    call = begin(request, ask, made, named=ask.rid or ask.request_id)
     generations = [Generation(service.tokenizer, ending) for _ in made]
     grown = Answer(service, call, generations)
     shape = CompletionShape(service, ask, grown, prompts)

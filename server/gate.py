@@ -8,18 +8,16 @@ with an address, so the page, which says nothing of this server, asks for it and
 from __future__ import annotations
 
 import hmac
-import re
-import secrets
 from collections.abc import Awaitable, Sequence
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ess.server.address import address, headers_of
 from ess.server.answers import Denied, TooLarge, error_answer
 from ess.server.tally import Tally
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/dashboard"})
-REQUEST_ID: Final = re.compile(rb"^[\x21-\x7e]{1,256}$")
 
 
 class Gate:
@@ -34,16 +32,13 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = _request_id(headers.get(b"x-request-id", b""))
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state.update(address(headers))
         path: str = scope["path"]
 
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message.get("headers", ()),
-                    (b"x-request-id", request_id.encode()),
-                ]
+                message["headers"] = [*message.get("headers", ()), *headers_of(state)]
                 self._tally.answers[scope.get("route_name", "other"), message["status"]] += 1
             return send(message)
 
@@ -86,7 +81,3 @@ class Limited:
         if self._left < 0:
             raise TooLarge(f"the body is longer than {self._body_max:,} bytes")
         return message
-
-
-def _request_id(given: bytes) -> str:
-    return given.decode() if REQUEST_ID.match(given) else secrets.token_hex(16)

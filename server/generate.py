@@ -11,6 +11,7 @@ from starlette.responses import Response
 from ess.engine.grammar import Grammar, Kind
 from ess.errors import BadInput
 from ess.server import asks, wishes
+from ess.server.address import begin
 from ess.server.answering import Answer, event, respond
 from ess.server.completions import encode_text, usage
 from ess.server.generation import Delta, Generation
@@ -25,8 +26,7 @@ async def generate(request: Request) -> Response:
     prompts = await _prompts(service, ask)
     sampling = ask.sampling_params or asks.SglangSampling()
     made, ending = wishes.samplings(service, _wanted(ask, sampling), prompts)
-    request_id = ask.rid if isinstance(ask.rid, str) and ask.rid else request.state.request_id
-    call = service.begin(request_id, made)
+    call = begin(request, ask, made, named=ask.rid if isinstance(ask.rid, str) else None)
     grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
     is_many = isinstance(ask.text, list) or bytes(ask.input_ids).lstrip()[:2] == b"[["
     shape = GenerateShape(ask, grown, prompts, is_many=is_many or len(made) > 1)
@@ -149,7 +149,7 @@ async def generate_tokens(request: Request) -> Response:
         grammar=wishes.one_grammar([*wishes.grammars_of(sampling.structured_outputs)]),
     )
     made, ending = wishes.samplings(service, wanted, [ask.token_ids])
-    call = service.begin(ask.request_id or request.state.request_id, made)
+    call = begin(request, ask, made, named=ask.request_id)
     grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
     shape = TokensShape(service, ask, grown)
     writer = TokensWriter(shape) if ask.stream else None

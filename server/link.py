@@ -128,7 +128,13 @@ class EngineLink:
         """By the number of the engine's request."""
         return self._calls
 
-    def start(self, request_id: str, prompts: Sequence[tuple[list[int], Sampling]]) -> Call:
+    def start(
+        self,
+        request_id: str,
+        prompts: Sequence[tuple[list[int], Sampling]],
+        *,
+        priority: int = 0,
+    ) -> Call:
         """One engine request per prompt, all in one call."""
         if self.state == "lost":
             raise Unavailable(f"the engine is gone: {self.why_lost}")
@@ -137,7 +143,7 @@ class EngineLink:
         call = Call(request_id, numbers, started_s=self._clock.now_s())
         try:
             for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
-                self._send(Add(number, prompt, sampling))
+                self._send(Add(number, prompt, sampling, priority))
                 self._calls[number] = call
         except Unavailable:
             self.abort(call)

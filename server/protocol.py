@@ -7,6 +7,7 @@ together have a length and a time in which they must be complete.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any, Final
 
 from uvicorn.config import Config
@@ -27,6 +28,7 @@ def refusal(status: bytes, body: bytes, *headers: bytes) -> bytes:
         b"content-type: application/json",
         b"content-length: %d" % len(body),
         b"connection: close",
+        b"x-request-id: " + secrets.token_hex(16).encode(),
         *headers,
     )
     return b"\r\n".join(head) + b"\r\n\r\n" + body

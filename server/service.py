@@ -88,11 +88,17 @@ class Service:
         if model and model != "unknown" and model not in self.names:
             raise Absent(f"the model {model!r:.80} is not served here; {self.name!r} is")
 
-    def begin(self, request_id: str, prompts: Sequence[tuple[list[int], Sampling]]) -> Call:
+    def begin(
+        self,
+        request_id: str,
+        prompts: Sequence[tuple[list[int], Sampling]],
+        *,
+        priority: int = 0,
+    ) -> Call:
         """Hand the prompts to the engine, or say why not."""
         self.check_state()
         self._check_room(len(prompts))
-        return self.link.start(request_id, prompts)
+        return self.link.start(request_id, prompts, priority=priority)
 
     def check_state(self) -> None:
         if self.link.state == "lost":

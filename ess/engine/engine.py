@@ -8,11 +8,11 @@ depth 1 it learns what the step before has launched (`future`). Nothing here is 
 run on the offload's lane, everything else in the caller's thread.
 
 Under `promise="some"` a request is admitted with index pages for its prompt only, so more requests
-run, and growth may find no page. Then the last in rank that runs gives up its slots and pages, and goes
-on later without recompute. No livelock: the first in rank never gives way, admission refuses what could
-not run alone, and host pages, which preemption does not free, are promised in full. So the first
-in rank always makes its tokens and ends. No thrashing: nobody comes back before `PAUSE_STEPS` steps without
-a shortage, unless nothing else runs.
+run, and growth may find no page. Then the last in rank that runs gives up its slots and pages, and
+goes on later without recompute. No livelock: the first in rank never gives way, admission refuses
+what could not run alone, and host pages, which preemption does not free, are promised in full. So
+the first in rank always makes its tokens and ends. No thrashing: nobody comes back before
+`PAUSE_STEPS` steps without a shortage, unless nothing else runs.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ class Engine:
             self._future.stash(request.sequence.line, [request.tokens[-1]])
 
     def _launch(self) -> StepPlan:
-        """Plans for bounds and launches; when growth meets a full pool the last in rank gives way."""
+        """Plans for bounds and launches; where growth finds a full pool the last in rank leaves."""
         while True:
             plan = scheduler.plan(
                 self._roster,

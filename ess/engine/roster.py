@@ -3,7 +3,8 @@
 Of those that wait for admission or for their prompt the first in rank is looked at every step, so
 these two states keep a heap of ranks beside the dictionary. A request leaves a state from anywhere;
 its rank stays in the heap until it comes to the top, where whoever is not in the dictionary any
-more is dropped, or until most of the heap has left. One that comes back is in the heap twice, which changes no answer.
+more is dropped, or until most of the heap has left. One that comes back is in the heap twice, which
+changes no answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who runs in the next step. Reads what the host has learned, changes nothing.
 
 All decoding requests run, up to the batch limit, in order of rank; beside them at most one prompt
-chunk, of the first in rank that has not all of its prompt. Admission is not decided here: the engine
-opens sequences, and the ledger says when they fit.
+chunk, of the first in rank that has not all of its prompt. Admission is not decided here: the
+engine opens sequences, and the ledger says when they fit.
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ def test_connections_beyond_the_most_are_told_so():
             told = made.recv(4096)
             assert told.startswith(b"HTTP/1.1 503")
             assert b"retry-after: 1" in told
+            assert b"x-request-id: " in told
         for one in held:
             one.close()
         until(lambda: not served._server.server_state.connections, "closing")

@@ -1,0 +1,75 @@
+"""Who asks: ids, sessions, traces and priorities, from a request to its answer and the engine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ess.server import address
+from tests.server.harness import PacedEngine, Served, counting
+from tests.server.test_limits import ask, completion, refused
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+BODIES = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/generate": {"text": "a"},
+    "/inference/v1/generate": {"token_ids": [5]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_priority_and_session_come_from_the_body_of_every_dialect(path: str):
+    with Served(PacedEngine(counting(2))) as served:
+        headers, _ = ask(served, path, {**BODIES[path], "priority": -3, "session_id": "s-1"})
+        assert headers["x-session-id"] == "s-1"
+        ask(served, path, BODIES[path])
+        assert [add.priority for add in served.engine.adds] == [-3, 0]
+        for wrong, says in (
+            ({"priority": 1 << 31}, "priority is 2147483648, must be"),
+            ({"priority": "high"}, "priority"),
+            ({"session_id": "a\r\nb: c"}, "session_id must be"),
+            ({"session_id": "\ud800"}, "body"),
+        ):
+            code, headers, error = refused(served, path, {**BODIES[path], **wrong})
+            assert code == 400
+            assert says in error["message"]
+            assert "x-session-id" not in headers
+        assert len(served.engine.adds) == 2
+
+
+def test_a_session_comes_from_a_header_too():
+    with Served(PacedEngine(counting(2))) as served:
+        headers, _ = ask(served, "/v1/completions", completion(), **{"X-Session-Id": "s-2"})
+        assert headers["x-session-id"] == "s-2"
+        headers, _ = ask(served, "/health", **{"X-Session-Id": "no name"})
+        assert "x-session-id" not in headers
+
+
+def test_a_trace_is_passed_on_with_a_parent_of_ours(caplog: pytest.LogCaptureFixture):
+    with Served(PacedEngine(counting(2))) as served:
+        headers, _ = ask(served, "/v1/completions", completion(stream=True), traceparent=PARENT)
+        assert re.fullmatch(f"00-{TRACE}-[0-9a-f]{{16}}-01", headers["traceparent"])
+        assert headers["traceparent"] != PARENT
+        headers, _ = ask(served, "/health")
+        assert "traceparent" not in headers
+        served.service.tokenizer = None
+        refused(served, "/v1/completions", completion(), traceparent=PARENT)
+    assert f"of trace 00-{TRACE}-" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        b"",
+        b"00-" + b"0" * 32 + b"-b7ad6b7169203331-01",
+        PARENT.replace("b7ad6b7169203331", "0" * 16).encode(),
+        PARENT.upper().encode(),
+        PARENT.encode() + b"-more",
+        b"ff" + PARENT.encode()[2:],
+    ],
+)
+def test_what_is_no_traceparent_is_passed_over(given: bytes):
+    assert address.address({b"traceparent": given})["trace"] == ""
