@@ -167,11 +167,12 @@ List list_block() {
 }
 
 // A group's blocks lie scattered over the slab: hardware prefetch does not follow them.
-__attribute__((always_inline)) inline void prefetch_block(const Arena& arena, int64_t b) {
+__attribute__((always_inline)) inline void prefetch_block(const Arena& arena, int64_t b,
+                                                          bool with_ages) {
     if (b >= arena.block_count) return;
     for (int32_t slot = arena.blocks[b]; slot < arena.blocks[b] + kBlockSlots; slot += 16) {
         __builtin_prefetch(arena.row_of + slot, 0, 2);
-        __builtin_prefetch(arena.last_use + slot, 0, 2);
+        if (with_ages) __builtin_prefetch(arena.last_use + slot, 0, 2);
     }
 }
 
@@ -182,7 +183,7 @@ int64_t oldest(const Arena& arena, int32_t step, int64_t wanted, int floor, int3
     Search search{arena, step, wanted, floor, arena.candidates(), arena.candidate_ages()};
     const List list = list_block();
     for (int64_t b = 0; b < arena.block_count && !search.complete(); b++) {
-        prefetch_block(arena, b + 8);
+        prefetch_block(arena, b + 8, search.floor <= kAgeMax);
         search.listed += list(arena, step, search.floor, arena.blocks[b],
                               search.slots + search.listed, search.ages + search.listed);
         if (search.listed - search.counted >= kBatch) search.admit();
