@@ -17,7 +17,7 @@ from ess.bench.lists import modes, shares, sizes
 from ess.bench.report import Format, Row
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.sim.plan import check_planned
+from ess.sim.gpus import check_planned
 from ess.units import PAGE_ROWS, format_bytes
 
 if TYPE_CHECKING:

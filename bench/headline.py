@@ -51,7 +51,7 @@ def headline(
     model
         The model of the predicted half.
     gpu
-        The GPU of the predicted half.
+        The GPU of the predicted half: h100 or h200.
     gpus
         GPUs that share the experts.
     accepted

@@ -11,8 +11,8 @@ from ess.bench.halves import Found, Plan
 from ess.bench.report import Row, compare
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.sim import misses, tables
-from ess.sim.operators import Fitted, Operators
+from ess.sim import misses
+from ess.sim.gpus import operators_of
 from ess.sim.plan import Ask, Planner, Point
 from ess.sim.plan import Plan as Answer
 from ess.sim.simulate import Scenario, simulate
@@ -36,7 +36,7 @@ class Curves:
 def predict(found: Found, plan: Plan, context: int, mtp: int) -> None:
     ask = Ask(context=context, queries_each=mtp, accepted=plan.accepted, gpu_count=plan.gpus)
     planner = Planner(
-        operators=Operators(tables=tables.load(None), fitted=Fitted.shipped()),
+        operators=operators_of(plan.gpu),
         curves=misses.published(),
         ask=ask,
         layout=ModelLayout.deepseek_v32(),

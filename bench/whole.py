@@ -80,6 +80,13 @@ class Whole(Offload):
         planner.translate(array, self._pools.tables.lines, lines, lengths, out=rows)
         return torch.from_numpy(rows)
 
+    def locate_all(
+        self, layer: int, selection: Any, step: Step, *, first_query: int = 0
+    ) -> torch.Tensor | None:
+        return self.locate(
+            layer, selection, step, queries=range(first_query, first_query + len(selection))
+        )
+
     def seal(self, step: Step, *, accepted: Many[int]) -> None:
         self._require_step(step)
         lines = [sequence.line for sequence in step.sequences]

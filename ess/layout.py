@@ -191,6 +191,8 @@ class ModelLayout:
 
     def group_of(self, layer: int) -> int:
         self.check_layer(layer)
+        if self.group_count == self.layer_total:
+            return layer
         return next(g for g, group in enumerate(self.groups) if group[0] <= layer <= group[-1])
 
     def check_layer(self, layer: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,12 +22,16 @@ from ess.server import (
     events,
     generate,
     openapi,
+    telemetry,
     text_routes,
     tracing,
 )
 from ess.server.answers import Absent, answer, error_answer
 from ess.server.gate import Gate
 from ess.server.service import Service
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -67,7 +72,9 @@ ROUTES: Sequence[tuple[str, str, Handler]] = (
 )
 
 
-def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
+def make_app(
+    service: Service, *, keys: Sequence[str] = (), spans: TracerProvider | None = None
+) -> ASGIApp:
     routes = [
         Route(path, _named(path, handler), methods=methods.split())
         for methods, path, handler in ROUTES
@@ -79,7 +86,8 @@ def make_app(service: Service, *, keys: Sequence[str] = ()) -> ASGIApp:
     app.router.redirect_slashes = False
     app.state.service = service
     app.state.frames = events.Frames(service)
-    return Gate(app, keys=keys, body_max=service.limits.body_max, tally=service.tally)
+    inner: ASGIApp = app if spans is None else telemetry.Spans(app, spans)
+    return Gate(inner, keys=keys, body_max=service.limits.body_max, tally=service.tally)
 
 
 def _named(path: str, handler: Handler) -> Handler:

@@ -43,6 +43,11 @@ COMMANDS: Final = (
         summary="Serve a model over HTTP.",
     ),
     Command(
+        name="sim",
+        home="ess.server.sim:sim",
+        summary="What users would see of requests that arrive, with offload and without.",
+    ),
+    Command(
         name="top",
         home="ess.server.talk:top",
         summary="What a running server does, as it does it.",

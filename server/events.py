@@ -41,7 +41,8 @@ class Frames:
 
     def latest(self) -> bytes:
         service = self.service
-        key = (service.board.published_s, service.link.state, service.draining)
+        silent_s = int(service.clock.now_s() - service.link.heard_at_s)
+        key = (service.board.published_s, service.link.state, service.draining, silent_s)
         if key != self._key:
             self._key, self._ready = key, _event("frame", frame(service))
         return self._ready
@@ -73,7 +74,7 @@ class FrameStream(Response):
             await self._send(send, self._frames.latest())
             if is_lost:
                 break
-            await _either(self._fresh, QUIET_S)
+            await _set_within(self._fresh, QUIET_S)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, ready: bytes) -> None:
@@ -81,7 +82,7 @@ class FrameStream(Response):
         await asyncio.wait_for(send(body), self._service.limits.stall_s)
 
 
-async def _either(fresh: asyncio.Event, most_s: float) -> None:
+async def _set_within(fresh: asyncio.Event, most_s: float) -> None:
     try:
         await asyncio.wait_for(fresh.wait(), most_s)
     except TimeoutError:
@@ -111,6 +112,7 @@ def frame(service: Service) -> dict[str, Any]:
         "model": service.name,
         "state": "draining" if service.draining and link.state != "lost" else link.state,
         "why": link.why_lost,
+        "silent_s": service.clock.now_s() - link.heard_at_s,
         "limiter": status.limiter,
         "shortage": status.shortage,
         "tokens_per_s": service.board.tokens_per_s,

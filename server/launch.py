@@ -10,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import uvicorn
@@ -26,7 +26,7 @@ from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.tokenizer import Tokenizer
 from ess.models.weights.folder import Folder
-from ess.server import greeting, settings
+from ess.server import greeting, settings, telemetry
 from ess.server.app import make_app
 from ess.server.board import Board
 from ess.server.child import EngineChild
@@ -37,6 +37,9 @@ from ess.server.service import Limits, SamplingDefaults, Service
 from ess.server.settings import Resolved, Settings
 from ess.server.sizing import AUTO, MemoryPlan, plan_memory
 from ess.units import format_bytes
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 EMBEDDED: Final = "ess-embedded"
 PROGRAM: Final = {"model": "ess.engine.process", "paced": "ess.engine.paced"}
@@ -189,12 +192,13 @@ async def _serve(
     link = EngineLink(context, endpoint, board=board, clock=clock)
     try:
         service = make_service(resolved, checkpoint, plan, link=link, board=board)
-        server = QuietServer(uvicorn_config(found, service))
-        child = await EngineChild.start(
-            PROGRAM[found.engine], launch_of(found, checkpoint, plan), endpoint
-        )
-        running = Running(service, server, child, settings=found, clock=clock)
-        return await running.run(listener)
+        with telemetry.provided(found.otlp_endpoint, model=service.name) as spans:
+            server = QuietServer(uvicorn_config(found, service, spans=spans))
+            child = await EngineChild.start(
+                PROGRAM[found.engine], launch_of(found, checkpoint, plan), endpoint
+            )
+            running = Running(service, server, child, settings=found, clock=clock)
+            return await running.run(listener)
     finally:
         link.close()
         context.destroy(linger=200)
@@ -268,13 +272,15 @@ def launch_of(found: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Laun
     )
 
 
-def uvicorn_config(found: Settings, service: Service) -> uvicorn.Config:
+def uvicorn_config(
+    found: Settings, service: Service, *, spans: TracerProvider | None = None
+) -> uvicorn.Config:
     protocol = limited(
         connections_max=found.max_connections,
         head_bytes_max=settings.size_of(found.header_bytes, of=1 << 20),
     )
     return uvicorn.Config(
-        make_app(service, keys=settings.keys_of(found)),
+        make_app(service, keys=settings.keys_of(found), spans=spans),
         http=protocol,
         ws="none",
         lifespan="off",

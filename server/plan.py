@@ -12,9 +12,9 @@ from ess import console
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server import planpage
-from ess.sim import misses, tables
-from ess.sim.operators import Fitted, Operators
-from ess.sim.plan import Ask, Plan, Planner, Point, check_planned
+from ess.sim import misses
+from ess.sim.gpus import check_planned, operators_of
+from ess.sim.plan import Ask, Plan, Planner, Point
 from ess.units import format_bytes, parse_size
 
 DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*$")
@@ -47,7 +47,7 @@ def plan(
     model
         A model with operator tables: deepseek-v3.2.
     gpu
-        A GPU with operator tables: h200.
+        A GPU with operator tables: h100 or h200.
     gpus
         GPUs that share the experts: 8, 16, 32, 64, 128 or 256.
     mtp
@@ -84,7 +84,7 @@ def plan(
         batch=batch,
         ratio=ratio,
     )
-    planner = _planner(ask, perf_db)
+    planner = planner_of(ask, gpu, perf_db)
     if html is not None:
         html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
         console.note(f"written: {html}")
@@ -98,9 +98,9 @@ def _present(found: Plan, ask: Ask, *, json: bool) -> None:
         _print(found, ask)
 
 
-def _planner(ask: Ask, perf_db: Path | None) -> Planner:
+def planner_of(ask: Ask, gpu: str, perf_db: Path | None) -> Planner:
     return Planner(
-        operators=Operators(tables=tables.load(perf_db), fitted=Fitted.shipped()),
+        operators=operators_of(gpu, package=perf_db),
         curves=misses.published(),
         ask=ask,
         layout=ModelLayout.deepseek_v32(),

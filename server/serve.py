@@ -110,6 +110,10 @@ class ServeFlags:
     "The longest request line and headers."
     metrics_compat: str | None = None
     "Whose metric names stand beside ours: vllm,sglang."
+    otlp_endpoint: Annotated[
+        str | None, Parameter(name=["--otlp-endpoint", "--otlp-traces-endpoint"])
+    ] = None
+    "Where OpenTelemetry spans go: http://127.0.0.1:4318/v1/traces. Needs ess[otel]."
     engine: Literal["model", "paced"] | None = None
     "paced makes tokens without a model, to try servers, routers and clients."
     pace_ms: float | None = None

@@ -67,6 +67,7 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     engine: Literal["model", "paced"] = "model"
     pace_ms: float = 0.0
     metrics_compat: str = "vllm,sglang"
+    otlp_endpoint: str = ""
 
 
 SECRET: Final = frozenset({"api_key"})

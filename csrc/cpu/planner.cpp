@@ -23,6 +23,8 @@ constexpr int64_t kInFlight = -3;
 constexpr int64_t kUsedLater = -4;
 constexpr int64_t kAgesNotAscending = -5;
 constexpr int64_t kSlotOutOfRange = -6;
+constexpr int64_t kPageNotActive = -7;
+constexpr int64_t kBadPosition = -8;
 
 constexpr int kIntoL2 = 2;
 constexpr int64_t kMapAhead = 256;
@@ -46,6 +48,20 @@ struct Split {
 
     int32_t* claimed_slots() const { return claimed; }
     int32_t* claimed_rows() const { return claimed + entry_count; }
+};
+
+// Where positions lead: through page tables to row ids, from there to host rows and to the bits
+// that say which of these were stored, one mask of pages per layer.
+struct Lookup {
+    const int32_t* lines;
+    const int32_t* host_page_of;
+    const uint64_t* stored;
+    int32_t* rows;
+    int32_t* host_rows;
+    int64_t line_count;
+    int64_t page_max;
+    int64_t host_page_count;
+    int64_t unwritten_count;
 };
 
 inline __attribute__((always_inline)) bool in_range(const int32_t* ids, int64_t n, int32_t lowest,
@@ -174,6 +190,66 @@ struct Plan {
     }
 };
 
+// False: nothing is written.
+bool translate(const int32_t* selection, const int32_t* page_table, const int32_t* table_row,
+               const int32_t* length, int32_t* out, int64_t queries, int64_t width, int64_t tables,
+               int64_t pages) {
+    if (!within(table_row, queries, 0, tables)) return false;
+    if (!within(length, queries, 0, pages * 64 + 1)) return false;
+    for (int64_t q = 0; q < queries; q++) {
+        const int32_t* table = page_table + table_row[q] * pages;
+        const int32_t* position = selection + q * width;
+        if (!within(position, width, -1, length[q])) return false;
+        int32_t page = 0;
+        for (int64_t c = 0; c < width; c++)
+            if (position[c] >= 0) page |= table[position[c] >> 6];
+        if (page < 0) return false;
+    }
+    for (int64_t q = 0; q < queries; q++) {
+        const int32_t* table = page_table + table_row[q] * pages;
+        for (int64_t at = q * width; at < (q + 1) * width; at++) {
+            int32_t position = selection[at];
+            out[at] = position < 0 ? -1 : table[position >> 6] * 64 + (position & 63);
+        }
+    }
+    return true;
+}
+
+bool translate(const Lookup& in, const int32_t* selection, const int32_t* line_of,
+               const int32_t* length, int32_t* out, int64_t queries, int64_t width) {
+    return translate(selection, in.lines, line_of, length, out, queries, width, in.line_count,
+                     in.page_max);
+}
+
+// Host rows of claimed rows, and how many of them some layer never stored.
+bool name_sources(Lookup& in, const int32_t* rows, int64_t n, int64_t first, int64_t layers) {
+    in.unwritten_count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t page = in.host_page_of[rows[i] >> 6];
+        if (page < 0) return false;
+        in.host_rows[i] = int32_t(page * 64 + (rows[i] & 63));
+        const uint64_t* mask = in.stored + first * in.host_page_count + page;
+        uint64_t common = ~uint64_t(0);
+        for (int64_t layer = 0; layer < layers; layer++) common &= mask[layer * in.host_page_count];
+        in.unwritten_count += ~common >> (rows[i] & 63) & 1;
+    }
+    return true;
+}
+
+int64_t plan(Arena& arena, Split& split, const int32_t* rows, int64_t queries, int64_t width,
+             int64_t step, int64_t ticket) {
+    if (!within(rows, queries * width, -1, arena.row_count)) return kRowOutOfRange;
+    split.hit_total = split.place_total = split.late_ticket = arena.evicted_count = 0;
+    Plan plan{arena, split, rows, width, queries * width - 1, int32_t(step)};
+    for (int64_t q = 0; q < queries; q++) plan.probe(q);
+    for (int age = 1; age <= kAgeMax; age++)
+        arena.hit_age[age] += plan.ages[0][age] + plan.ages[1][age];
+    int64_t claimed = plan.claim(int32_t(ticket));
+    int64_t next = 0;
+    for (int64_t q = 0; q < queries; q++) next = plan.serve(q, next, claimed);
+    return plan.latest > step ? kUsedLater : claimed;
+}
+
 // Where each row is, into `slot`; afterwards slot_of is as before.
 int64_t probe_distinct(const Arena& arena, const int32_t* rows, int64_t n, int32_t* slot) {
     if (!within(rows, n, 0, arena.row_count)) return kRowOutOfRange;
@@ -234,40 +310,44 @@ ESS_EXPORT int64_t ess_translate(const int32_t* selection, const int32_t* page_t
                                  const int32_t* table_row, const int32_t* length, int32_t* out,
                                  int64_t queries, int64_t width, int64_t tables,
                                  int64_t pages) {
-    if (!within(table_row, queries, 0, tables)) return 0;
-    if (!within(length, queries, 0, pages * 64 + 1)) return 0;
-    for (int64_t q = 0; q < queries; q++) {
-        const int32_t* table = page_table + table_row[q] * pages;
-        const int32_t* position = selection + q * width;
-        if (!within(position, width, -1, length[q])) return 0;
-        int32_t page = 0;
-        for (int64_t c = 0; c < width; c++)
-            if (position[c] >= 0) page |= table[position[c] >> 6];
-        if (page < 0) return 0;
-    }
-    for (int64_t q = 0; q < queries; q++) {
-        const int32_t* table = page_table + table_row[q] * pages;
-        for (int64_t at = q * width; at < (q + 1) * width; at++) {
-            int32_t position = selection[at];
-            out[at] = position < 0 ? -1 : table[position >> 6] * 64 + (position & 63);
-        }
-    }
-    return 1;
+    return translate(selection, page_table, table_row, length, out, queries, width, tables, pages);
 }
 
 // The claims made, in split->claimed_slots and claimed_rows.
 ESS_EXPORT int64_t ess_plan(Arena* arena, Split* split, const int32_t* rows, int64_t queries,
                             int64_t width, int64_t step, int64_t ticket) {
-    if (!within(rows, queries * width, -1, arena->row_count)) return kRowOutOfRange;
-    split->hit_total = split->place_total = split->late_ticket = arena->evicted_count = 0;
-    Plan plan{*arena, *split, rows, width, queries * width - 1, int32_t(step)};
-    for (int64_t q = 0; q < queries; q++) plan.probe(q);
-    for (int age = 1; age <= kAgeMax; age++)
-        arena->hit_age[age] += plan.ages[0][age] + plan.ages[1][age];
-    int64_t claimed = plan.claim(int32_t(ticket));
-    int64_t next = 0;
-    for (int64_t q = 0; q < queries; q++) next = plan.serve(q, next, claimed);
-    return plan.latest > step ? kUsedLater : claimed;
+    return plan(*arena, *split, rows, queries, width, step, ticket);
+}
+
+// A plan of positions: row ids go to in->rows, the host rows of the claims to in->host_rows.
+ESS_EXPORT int64_t ess_resolve(Arena* arena, Split* split, Lookup* in, const int32_t* selection,
+                               const int32_t* line_of, const int32_t* length, int64_t queries,
+                               int64_t width, int64_t first_layer, int64_t layers, int64_t step,
+                               int64_t ticket) {
+    if (!translate(*in, selection, line_of, length, in->rows, queries, width)) return kBadPosition;
+    int64_t claimed = plan(*arena, *split, in->rows, queries, width, step, ticket);
+    if (claimed < 0) return claimed;
+    return name_sources(*in, split->claimed_rows(), claimed, first_layer, layers) ? claimed
+                                                                                  : kPageNotActive;
+}
+
+// How many positions have no landed slot; slots, -1 for these and for pads, go to `slots`.
+ESS_EXPORT int64_t ess_locate(const Arena* arena, const Lookup* in, const int32_t* selection,
+                              const int32_t* line_of, const int32_t* length, int32_t* slots,
+                              int64_t queries, int64_t width) {
+    if (!translate(*in, selection, line_of, length, slots, queries, width)) return kBadPosition;
+    const int64_t n = queries * width;
+    if (!within(slots, n, -1, arena->row_count)) return kRowOutOfRange;
+    int64_t absent = 0;
+    for (int64_t i = 0; i < n; i++) {
+        __builtin_prefetch(arena->slot_of + std::max(slots[std::min(i + 32, n - 1)], 0));
+        if (slots[i] < 0) continue;
+        const int32_t slot = arena->slot_of[slots[i]];
+        const bool landed = slot >= 0 && arena->ticket_of[slot] == 0;
+        slots[i] = landed ? slot : -1;
+        absent += !landed;
+    }
+    return absent;
 }
 
 // 1, or 0 when there is no room and nothing has changed.

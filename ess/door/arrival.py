@@ -98,10 +98,11 @@ def _active_rows(pools: Pools, sequence: Sequence, positions: Rows) -> Rows:
 
 
 def _start(pools: Pools, plan: FetchPlan) -> FetchPlan:
+    host_rows = pools.index.host_rows(plan.rows)
     try:
-        transit.check_stored(pools, plan.group, pools.index.host_rows(plan.rows))
+        transit.check_stored(pools, plan.group, host_rows)
     except BadState:
         pools.sparse.drop(plan.group, plan.rows)
         raise
-    transit.start_fetch(pools, plan)
+    transit.start_fetch(pools, plan, host_rows)
     return plan

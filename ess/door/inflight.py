@@ -53,7 +53,7 @@ class InFlight:
     def settle_until(self, event: Event) -> None:
         """Wait for `event` and commit everything submitted up to it."""
         event.wait()
-        if not any(pending.event is event for pending in self._pending):
+        if not self._pending or not any(pending.event is event for pending in self._pending):
             return
         while True:
             pending = self._pending.popleft()

@@ -21,8 +21,8 @@ from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
 from ess.door.step import Resolution, Step
 from ess.door.timings import Timings
-from ess.door.transit import differing_slots, member_slab
-from ess.door.workspace import Part, make_part
+from ess.door.transit import differing_slots
+from ess.door.workspace import Part, layer_view, make_part
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane
@@ -51,6 +51,7 @@ class Offload:
         self.timings = Timings(layout=pools.layout, clock=clock)
         self._residency = Residency(pools)
         self._budgets = Budgets(pools, query_max)
+        self._views = [layer_view(pools, layer) for layer in range(pools.layout.layer_total)]
         self._step: Step | None = None
         self._sealed: deque[Step] = deque()
         self._opened_count = 0
@@ -96,8 +97,8 @@ class Offload:
             poison=poison,
         )
         opened = lane or open_lane(device=device)
-        parts = [make_part(query_max, layout.top_k) for _ in range(part_max)]
         pools = build_pools(layout, sizes, opened)
+        parts = [make_part(pools, query_max) for _ in range(part_max)]
         return cls(pools, parts, opened, query_max, clock or RealClock())
 
     # ---- what may be read
@@ -118,18 +119,18 @@ class Offload:
 
     def slots(self, layer: int) -> torch.Tensor:
         """[slab rows, row_bytes]: where the hits and misses of this layer are."""
-        group = self.layout.group_of(layer)
-        member = self.layout.groups[group].index(layer)
-        return torch.from_numpy(member_slab(self._pools, member))
+        self.layout.check_layer(layer)
+        return self._views[layer].slots
 
     def host(self, layer: int) -> torch.Tensor:
         """[host rows, row_bytes]: where rows without a slot are read in place."""
         self.layout.check_layer(layer)
-        return torch.from_numpy(self._pools.latent.rows[layer])
+        return self._views[layer].host
 
     def key_pages(self, layer: int) -> torch.Tensor:
         """[active pages, page_bytes]: index keys of this layer's group, block-split."""
-        return torch.from_numpy(self._pools.index.keys.pages[self.layout.group_of(layer)])
+        self.layout.check_layer(layer)
+        return self._views[layer].key_pages
 
     def page_table(self, sequences: Many[Sequence]) -> torch.Tensor:
         """[sequences, pages] active pages, -1 padded: for the indexer."""
@@ -336,8 +337,8 @@ class Offload:
             self._counters.planned(plan, self._group_row_bytes(group))
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
-        found = stepping.resolution(self._pools, step, layer, key)
-        return self.timings.timed(layer, first_query, found)
+        settle = self.timings.watch(layer, first_query, self._pools.inflight.settle_until)
+        return stepping.resolution(self._pools, step, layer, key, settle)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -354,6 +355,22 @@ class Offload:
             in_range("a query", query, 0, step.query_count - 1)
         numbers = np.array(chosen, np.int32)
         return torch.from_numpy(stepping.locate(self._pools, step, layer, array, numbers))
+
+    def locate_all(
+        self, layer: int, selection: Any, step: Step, *, first_query: int = 0
+    ) -> torch.Tensor | None:
+        """`locate` for the queries from `first_query` on; None when a selected row is absent."""
+        self._require_step(step)
+        self.layout.check_layer(layer)
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
+        in_range("selection rows", len(array), 1, step.query_count - first_query)
+        slots = np.empty_like(array)
+        lookup = self._parts[0].lookup
+        absent_count = stepping.locate_into(
+            self._pools, step, layer, array, first_query, lookup=lookup, out=slots
+        )
+        return None if absent_count else torch.from_numpy(slots)
 
     def host_codes(
         self, layer: int, selection: Any, step: Step, *, first_query: int = 0

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ess.door.inflight import InFlight
 from ess.errors import BadInput
+from ess.flashtrans.views import known
 from ess.kernels.memory import host_memory
-from ess.kernels.streams import Lane
+from ess.kernels.streams import Known, Lane
 from ess.layout import ModelLayout
 from ess.pool.index import IndexPool, PageTables
 from ess.pool.latent import LatentPool
@@ -35,6 +36,9 @@ class PoolSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
+    """The owners, and their memory as the lane takes it: `slabs` by member, `host` as one matrix of
+    all layers' rows and by layer."""
+
     layout: ModelLayout
     sizes: PoolSizes
     latent: LatentPool
@@ -43,6 +47,9 @@ class Pools:
     sparse: SparsePool
     ledger: Ledger
     inflight: InFlight
+    slabs: tuple[Known, ...]
+    host: Known
+    host_layers: tuple[Known, ...]
 
     def slot_need(self, length_max: int | None) -> int:
         """Slots per group that a sequence of at most this length reserves."""
@@ -89,6 +96,9 @@ def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
         sparse=sparse,
         ledger=Ledger(_accounts(layout, latent, index, sparse)),
         inflight=InFlight(lane),
+        slabs=tuple(known(sparse.member_slab(m)) for m in range(layout.group_layers_max)),
+        host=known(latent.rows.reshape(-1, layout.row_bytes)),
+        host_layers=tuple(known(rows) for rows in latent.rows),
     )
 
 

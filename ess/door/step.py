@@ -12,7 +12,6 @@ import torch
 from ess.door.sequence import Sequence
 from ess.door.workspace import Part
 from ess.kernels.streams import Event
-from ess.pool.arena import Split
 from ess.pool.index import PageTables
 from ess.pool.sparse import FetchPlan
 
@@ -46,6 +45,7 @@ class Step:
     query_line: Rows
     query_start: Rows
     query_offset: Rows
+    query_stop: Rows
     claimed: dict[int, Rows] = field(default_factory=dict)
     appended: set[int] = field(default_factory=set)
     keyed: set[int] = field(default_factory=set)
@@ -65,6 +65,8 @@ class Step:
     def lengths(self, layer: int) -> Rows:
         """What each query may select: up to itself once its new row of this layer is there."""
         count = self.row_counts.get(layer, 0)
+        if count == self.query_count:
+            return self.query_stop
         lengths = self.query_start.copy()
         lengths[:count] += self.query_offset[:count] + np.int32(1)
         return lengths
@@ -88,6 +90,7 @@ def new_step(
         query_line=lines,
         query_start=starts,
         query_offset=offsets,
+        query_stop=starts + offsets + np.int32(1),
     )
 
 
@@ -124,19 +127,17 @@ class Resolution:
 
 
 def as_resolution(
-    split: Split, query_count: int, event: Event | None, settle: Callable[[Event], None]
+    part: Part, query_count: int, event: Event | None, settle: Callable[[Event], None]
 ) -> Resolution:
-    def top(array: Rows) -> torch.Tensor:
-        return torch.from_numpy(array[:query_count])
-
+    hit, miss, place, slots, hit_count, miss_count, place_count = part.views.top(query_count)
     return Resolution(
-        hit=top(split.hit),
-        miss=top(split.miss),
-        place=top(split.place),
-        slots=top(split.slots),
-        hit_count=top(split.hit_count),
-        miss_count=top(split.miss_count),
-        place_count=top(split.place_count),
+        hit=hit,
+        miss=miss,
+        place=place,
+        slots=slots,
+        hit_count=hit_count,
+        miss_count=miss_count,
+        place_count=place_count,
         _event=event,
         _settle=settle,
     )

@@ -22,6 +22,7 @@ length), so a slot without its row cannot be attended by mistake.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -33,7 +34,9 @@ from ess.door.sequence import Sequence, grow, publish, refresh
 from ess.door.step import Resolution, Resolved, Rows, Step, as_resolution, new_step
 from ess.door.workspace import Part, name_host_rows
 from ess.errors import BadInput, BadState
+from ess.kernels.streams import Event
 from ess.pool import planner
+from ess.pool.arena import Lookup
 from ess.pool.sparse import FetchPlan
 
 Bytes = npt.NDArray[np.uint8]
@@ -92,7 +95,7 @@ def append(
         pools.index.keys.write(group, step.rows[queries], keys)
         step.key_counts[group] = queries.stop
     member = pools.layout.groups[group].index(layer)
-    transit.member_slab(pools, member)[_claim(pools, step, group)[queries]] = rows
+    pools.sparse.member_slab(member)[_claim(pools, step, group)[queries]] = rows
     step.row_counts[layer] = queries.stop
     if queries.stop == step.query_count:
         step.appended.add(layer)
@@ -114,18 +117,15 @@ def resolve(
     group = pools.layout.group_of(layer)
     if (group, first_query) in step.resolved:
         raise BadState(f"layer {layer}, queries from {first_query}: resolved already")
-    queries = slice(first_query, first_query + len(selection))
-    rows = part.rows[: len(selection)]
-    planner.translate(
-        selection,
-        pools.tables.lines,
-        step.query_line[queries],
-        step.lengths(layer)[queries],
-        out=rows,
-    )
-    _claim(pools, step, group)
-    plan = pools.sparse.plan(group, rows, part.split)
-    _refuse_unwritten(pools, plan, part, len(selection))
+    lookup, queries = part.lookup, slice(first_query, first_query + len(selection))
+    lines, lengths = step.query_line[queries], step.lengths(layer)[queries]
+    if group not in step.claimed:
+        rows = lookup.rows[: len(selection)]
+        planner.translate(selection, lookup.lines, lines, lengths, out=rows)  # or nothing changes
+        _claim(pools, step, group)
+    plan = pools.sparse.resolve(group, lookup, selection, lines, lengths, part.split)
+    if plan.place_count or lookup.unwritten_count:
+        _refuse_unwritten(pools, plan, part, len(selection))
     if plan.place_count:
         name_host_rows(part.split, len(selection), pools.index)
     step.resolved[group, first_query] = Resolved(
@@ -133,7 +133,7 @@ def resolve(
         part=part,
         query_count=len(selection),
         may_name_new=step.row_counts.get(layer, 0) > first_query,
-        events=transit.start_fetch(pools, plan),
+        events=transit.start_fetch(pools, plan, lookup.host_rows[: len(plan.rows)]),
     )
     return plan
 
@@ -146,6 +146,26 @@ def locate(pools: Pools, step: Step, layer: int, selection: Rows, queries: Rows)
     group = pools.layout.group_of(layer)
     _claim(pools, step, group)
     return pools.sparse.locate(group, rows)
+
+
+def locate_into(
+    pools: Pools,
+    step: Step,
+    layer: int,
+    selection: Rows,
+    first_query: int,
+    *,
+    lookup: Lookup,
+    out: Rows,
+) -> int:
+    """`locate` for consecutive queries; returns how many positions are not resident."""
+    group = pools.layout.group_of(layer)
+    queries = slice(first_query, first_query + len(selection))
+    lines, lengths = step.query_line[queries], step.lengths(layer)[queries]
+    if group not in step.claimed:
+        planner.translate(selection, lookup.lines, lines, lengths, out=out)
+        _claim(pools, step, group)
+    return pools.sparse.locate_into(out, group, lookup, selection, lines, lengths)
 
 
 def host_codes(pools: Pools, step: Step, layer: int, selection: Rows, first_query: int) -> Rows:
@@ -177,31 +197,34 @@ def _refuse_unwritten(pools: Pools, plan: FetchPlan, part: Part, query_count: in
         raise
 
 
-def resolution(pools: Pools, step: Step, layer: int, key: tuple[int, int]) -> Resolution:
+def resolution(
+    pools: Pools, step: Step, layer: int, key: tuple[int, int], settle: Callable[[Event], None]
+) -> Resolution:
     """The leader's answer, good for every layer of the group; each waits for its own copy."""
     resolved = step.resolved[key]
     if resolved.may_name_new and step.row_counts.get(layer, 0) < key[1] + resolved.query_count:
         raise BadState(f"layer {layer}: append its new rows first, the selection may name them")
     return as_resolution(
-        resolved.part.split,
+        resolved.part,
         resolved.query_count,
         resolved.events[pools.layout.groups[key[0]].index(layer)],
-        pools.inflight.settle_until,
+        settle,
     )
 
 
 def seal(pools: Pools, step: Step, accepted: list[int]) -> dict[int, int]:
     """The device's half of a commit; returns the bytes that each group sends to the host."""
     _require_complete(pools, step, accepted)
-    for resolved in step.resolved.values():
-        for event in resolved.events:
-            if event is not None:
-                pools.inflight.settle_until(event)
+    for event in (one for resolved in step.resolved.values() for one in resolved.events):
+        if event is not None and pools.inflight.pending_count:
+            pools.inflight.settle_until(event)
     kept = step.query_offset < np.repeat(np.array(accepted, np.int32), step.query_counts)
     stored = _store(pools, step, kept)
+    rejected = step.rows[~kept]
     for group in step.claimed:
-        is_whole = step.appended.issuperset(pools.layout.groups[group])
-        pools.sparse.drop(group, step.rows[~kept] if is_whole else step.rows)
+        dropped = rejected if group in stored else step.rows
+        if len(dropped):
+            pools.sparse.drop(group, dropped)
     lines = [sequence.line for sequence in step.sequences]
     pools.tables.lengths[lines] += np.array(accepted, np.int32)
     return stored
@@ -247,36 +270,33 @@ def check_tokens(step: Step, accepted: list[int], tokens: Tokens) -> None:
 
 
 def _store(pools: Pools, step: Step, kept: npt.NDArray[np.bool_]) -> dict[int, int]:
-    """Send the kept rows home; they are stored, and clean, when the copies have landed."""
-    if not kept.any():
-        return {}
-    to_host = pools.index.host_rows(step.rows[kept])
+    """Send the kept rows home; they are stored, and clean, when the copy has landed.
+
+    Returns the bytes that leave of each group whose layers are all there.
+    """
+    groups = pools.layout.groups
     slots_of = {
         group: slots[kept]
         for group, slots in step.claimed.items()
-        if step.appended.issuperset(pools.layout.groups[group])
+        if step.appended.issuperset(groups[group])
     }
-    copies = [
-        copy
-        for group, slots in slots_of.items()
-        for copy in transit.store_copies(pools, group, slots, to_host)
-    ]
-    for group in step.keyed:
-        keys = pools.index.keys.read(group, step.rows[kept])
-        pools.latent.keys.write(group, to_host, keys)
-        pools.latent.mark_keys(group, to_host)
+    layers = [layer for group in slots_of for layer in groups[group]]
+    if layers and kept.any():
+        to_host = pools.index.host_rows(step.rows[kept])
+        _store_keys(pools, sorted(step.keyed), step.rows[kept], to_host)
 
-    def stored() -> None:
-        for group, slots in slots_of.items():
-            pools.sparse.settle(group, slots)
-            for layer in pools.layout.groups[group]:
-                pools.latent.mark_rows(layer, to_host)
-        for sequence in step.sequences:
-            publish(pools, sequence)
+        def stored() -> None:
+            pools.sparse.settle(np.concatenate(list(slots_of.values())))
+            pools.latent.mark_rows(layers, to_host)
+            for sequence in step.sequences:
+                publish(pools, sequence)
 
-    pools.inflight.submit(copies, stored)
+        pools.inflight.submit([transit.store_copy(pools, slots_of, to_host)], stored)
     row_bytes = pools.layout.row_bytes
-    return {
-        group: len(slots) * len(pools.layout.groups[group]) * row_bytes
-        for group, slots in slots_of.items()
-    }
+    return {group: slots.size * len(groups[group]) * row_bytes for group, slots in slots_of.items()}
+
+
+def _store_keys(pools: Pools, keyed: list[int], rows: Rows, to_host: Rows) -> None:
+    if keyed:
+        pools.latent.keys.copy_keys(pools.index.keys, rows, to_host, layers=keyed)
+        pools.latent.mark_keys(keyed, to_host)

@@ -12,13 +12,14 @@ had started before the layer itself asked for them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ess.clock import Clock
-from ess.door.step import Resolution, Step
+from ess.door.step import Step
 from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.layout import ModelLayout
@@ -53,16 +54,18 @@ class Timings:
         names = ("transfer_ns", "exposed_ns", "hidden_ns", "fetch_count", "ahead_count")
         self.counts = {name: np.zeros(self.layout.layer_total, np.int64) for name in names}
 
-    def timed(self, layer: int, first_query: int, found: Resolution) -> Resolution:
-        """The resolution with a stopwatch on its wait."""
+    def watch(
+        self, layer: int, first_query: int, settle: Callable[[Event], None]
+    ) -> Callable[[Event], None]:
+        """The layer asks now; how to wait for its fetch, with a stopwatch."""
         seen = self._seen.setdefault((layer, first_query), _Seen(self._now_ns()))
 
-        def settle(event: Event) -> None:
+        def timed(event: Event) -> None:
             started_ns = self._now_ns()
-            found._settle(event)
+            settle(event)
             seen.waited_ns += self._now_ns() - started_ns
 
-        return replace(found, _settle=settle)
+        return timed
 
     def landed(self, step: Step) -> None:
         """The step is committed, its fetches are over."""

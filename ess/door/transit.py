@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ def differing_slots(pools: Pools, layer: int) -> tuple[Rows, Rows]:
     well: a clean landed slot is a copy."""
     group = pools.layout.group_of(layer)
     slots, rows = pools.sparse.copies(group)
-    slab = member_slab(pools, pools.layout.groups[group].index(layer))
+    slab = pools.sparse.member_slab(pools.layout.groups[group].index(layer))
     truth = pools.latent.rows[layer][pools.index.host_rows(rows)]
     differs = (slab[slots] != truth).any(axis=1)
     return slots[differs], rows[differs]
@@ -44,33 +44,33 @@ def fetch_copies(pools: Pools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy
     """One copy per layer of the plan's group, the leader first."""
     return [
         RowCopy(
-            source=pools.latent.rows[layer],
+            source=pools.host_layers[layer],
             source_rows=host_rows,
-            target=member_slab(pools, member),
+            target=pools.slabs[member],
             target_rows=plan.slots,
         )
         for member, layer in enumerate(pools.layout.groups[plan.group])
     ]
 
 
-def store_copies(pools: Pools, group: int, slots: Rows, host_rows: Rows) -> list[RowCopy]:
-    return [
-        RowCopy(
-            source=member_slab(pools, member),
-            source_rows=slots,
-            target=pools.latent.rows[layer],
-            target_rows=host_rows,
-        )
+def store_copy(pools: Pools, slots_of: Mapping[int, Rows], host_rows: Rows) -> RowCopy:
+    """Rows of whole groups to `host_rows` of all their layers: one copy, since slots of all members
+    are rows of one slab, and rows of all layers lie in one matrix behind one another."""
+    members = [
+        (slots + member * PAGE_ROWS, layer)
+        for group, slots in slots_of.items()
         for member, layer in enumerate(pools.layout.groups[group])
     ]
+    firsts = np.array([layer for _, layer in members]) * pools.host_layers[0].row_count
+    return RowCopy(
+        source=pools.slabs[0],
+        source_rows=np.concatenate([slots for slots, _ in members]),
+        target=pools.host,
+        target_rows=(firsts[:, None] + host_rows).reshape(-1),
+    )
 
 
-def member_slab(pools: Pools, member: int) -> npt.NDArray[np.uint8]:
-    """The slab as the member-th layer of a group sees it: slot s is row s."""
-    return pools.sparse.slab[member * PAGE_ROWS :]
-
-
-def start_fetch(pools: Pools, plan: FetchPlan) -> tuple[Event | None, ...]:
+def start_fetch(pools: Pools, plan: FetchPlan, host_rows: Rows) -> tuple[Event | None, ...]:
     """Put a plan's copies under way: one event per layer of its group, the leader's first.
 
     Without rows of its own a plan may still depend on an earlier one (a late hit): the lane is
@@ -79,7 +79,7 @@ def start_fetch(pools: Pools, plan: FetchPlan) -> tuple[Event | None, ...]:
     layers = pools.layout.groups[plan.group]
     if not plan.is_pending:
         return (None,) * len(layers)
-    copies = fetch_copies(pools, plan, pools.index.host_rows(plan.rows))
+    copies = fetch_copies(pools, plan, host_rows)
     nothing: Callable[[], None] = lambda: None  # noqa: E731
     commits = [nothing] * (len(layers) - 1) + [lambda: pools.sparse.commit(plan)]
     return tuple(

@@ -5,27 +5,70 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
-from ess.pool.arena import Split
+from ess.door.pools import Pools
+from ess.pool.arena import Lookup, Split
 from ess.pool.index import IndexPool
-
-Matrix = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One part's selection as row ids and the planner's answer, good for every layer of a group."""
 
-    rows: Matrix
+    lookup: Lookup
     split: Split
+    views: Views
 
 
-def make_part(query_max: int, top_k: int) -> Part:
-    return Part(
-        rows=np.empty((query_max, top_k), np.int32),
-        split=Split.create(query_count=query_max, top_k=top_k),
+class Views:
+    """Tensors over the first rows of a split's arrays, made when their number changes."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self._count = 0
+        self._tensors: tuple[torch.Tensor, ...] = ()
+
+    def top(self, query_count: int) -> tuple[torch.Tensor, ...]:
+        """hit, miss, place, slots and the counts of the first three."""
+        if self._count != query_count:
+            one = self._split
+            arrays = (one.hit, one.miss, one.place, one.slots)
+            counts = (one.hit_count, one.miss_count, one.place_count)
+            self._tensors = tuple(torch.from_numpy(a[:query_count]) for a in (*arrays, *counts))
+            self._count = query_count
+        return self._tensors
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """The memory of one layer as tensors: slots, host rows and index keys lie where they lie."""
+
+    slots: torch.Tensor
+    host: torch.Tensor
+    key_pages: torch.Tensor
+
+
+def layer_view(pools: Pools, layer: int) -> LayerView:
+    group, keys = pools.layout.group_of(layer), pools.index.keys.pages
+    return LayerView(
+        slots=torch.from_numpy(pools.sparse.member_slab(pools.layout.groups[group].index(layer))),
+        host=torch.from_numpy(pools.latent.rows[layer]),
+        key_pages=torch.from_numpy(keys[group] if len(keys) else keys.reshape(0, 0)),
     )
+
+
+def make_part(pools: Pools, query_max: int) -> Part:
+    top_k = pools.layout.top_k
+    split = Split.create(query_count=query_max, top_k=top_k)
+    lookup = Lookup(
+        lines=pools.tables.lines,
+        host_page_of=pools.index.host_page_of,
+        stored=pools.latent.stored,
+        rows=np.empty((query_max, top_k), np.int32),
+        host_rows=np.empty(query_max * top_k, np.int32),
+    )
+    return Part(lookup, split, Views(split))
 
 
 def name_host_rows(split: Split, query_count: int, index: IndexPool) -> None:

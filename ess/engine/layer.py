@@ -103,10 +103,11 @@ class LayerStep:
         batch, group = self._batch, self._group
         selection = self.select(part)
         if selection is not None:
-            slots = batch.offload.locate(self.number, selection, batch.step, queries=part)
-            are_all = bool(((slots >= 0) == (selection >= 0)).all())
-            batch.located[group] = slots if are_all else None
-            if are_all:
+            slots = batch.offload.locate_all(
+                self.number, selection, batch.step, first_query=part.start
+            )
+            batch.located[group] = slots
+            if slots is not None:
                 lengths = batch.lengths[self._half.local(part)]
                 batch.warmth.located(part, lengths.clamp(max=batch.layout.top_k).numpy())
         located = batch.located[group]

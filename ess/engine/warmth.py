@@ -2,7 +2,8 @@
 
 A query of a group asks for min(length, top_k) rows. A resolution says how many of them could be
 attended at once; a row that is still on its way to its slot is no hit. A step whose rows were only
-located found all of them.
+located found all of them. The counts are read on the host; a planner on a device would have to hand
+them over with the step's results instead.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class WorkerLane:
 
     def submit(self, copies: Sequence[RowCopy]) -> Event:
         checked = [check(copy) for copy in copies]
-        packed = (rows.NativeCopy * len(checked))(*map(rows.pack, checked))
+        packed = b"".join(map(rows.packed, checked))
         times, fault, at_once = (ctypes.c_int64 * 2)(), rows.NativeFault(), ctypes.c_int32()
         completed = self.completed()
         with self._order:

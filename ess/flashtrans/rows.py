@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -120,6 +121,19 @@ class NativeFault(ctypes.Structure):
 def pack(copy: CheckedCopy) -> NativeCopy:
     source, target = _pack_side(copy.source), _pack_side(copy.target)
     return NativeCopy(source, target, copy.count, copy.source.row_bytes)
+
+
+def packed(copy: CheckedCopy) -> bytes:
+    """`pack` where a structure of its own is not worth its while."""
+    sides = (*_numbers(copy.source), *_numbers(copy.target))
+    return struct.pack("12q", *sides, copy.count, copy.source.row_bytes)
+
+
+def _numbers(side: Side) -> tuple[int, ...]:
+    matrix = (side.address, side.stride_bytes, side.row_count)
+    if side.rows is None:
+        return (*matrix, 0, 0)
+    return (*matrix, native.address(side.rows), side.rows.itemsize)
 
 
 def _pack_side(side: Side) -> _NativeSide:

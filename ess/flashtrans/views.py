@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ess.errors import BadInput, Unavailable
 from ess.kernels.native import address
-from ess.kernels.streams import IndexList, RowCopy, RowMatrix, Tensor
+from ess.kernels.streams import IndexList, Known, RowCopy, RowMatrix, Tensor
 
 _INDEX_DTYPES: Final = (np.dtype(np.int32), np.dtype(np.int64))
 
@@ -98,7 +98,29 @@ def _with_own_list(side: Side) -> Side:
     return side if side.rows is None else replace(side, rows=side.rows.copy())
 
 
+def known(matrix: npt.NDArray[Any]) -> Known:
+    """Looked at once, for copies that come again and again; it must be writable."""
+    if not matrix.flags.writeable:
+        raise BadInput("a known matrix is read-only")
+    side = _side("matrix", matrix, None, devices=False)
+    return Known(matrix, side.address, side.row_count, side.row_bytes, side.stride_bytes)
+
+
 def _side(name: str, matrix: RowMatrix, rows: IndexList, *, devices: bool) -> Side:
+    if isinstance(matrix, Known):
+        of = matrix
+        side = Side(name, of, of.address, of.row_count, of.row_bytes, of.stride_bytes, None)
+    else:
+        side = _looked_at(name, matrix, devices=devices)
+    tensor = None if rows is None or isinstance(rows, np.ndarray) else rows
+    if devices and tensor is not None and _is_on_device(f"{name}_rows", tensor, devices=True):
+        side.device_rows = _device_list(name, tensor)
+    else:
+        side.rows = _list(name, rows)
+    return side
+
+
+def _looked_at(name: str, matrix: npt.NDArray[Any] | Tensor, *, devices: bool) -> Side:
     on_device = False
     if isinstance(matrix, np.ndarray):
         shape, strides, item = matrix.shape, matrix.strides, matrix.itemsize
@@ -117,13 +139,7 @@ def _side(name: str, matrix: RowMatrix, rows: IndexList, *, devices: bool) -> Si
     if stride_bytes < row_bytes:
         raise BadInput(f"{name} steps {stride_bytes} bytes from row to row of {row_bytes} bytes")
     start = address(matrix) if isinstance(matrix, np.ndarray) else matrix.data_ptr()
-    side = Side(name, matrix, start, shape[0], row_bytes, stride_bytes, None, on_device)
-    tensor = None if rows is None or isinstance(rows, np.ndarray) else rows
-    if devices and tensor is not None and _is_on_device(f"{name}_rows", tensor, devices=True):
-        side.device_rows = _device_list(name, tensor)
-    else:
-        side.rows = _list(name, rows)
-    return side
+    return Side(name, matrix, start, shape[0], row_bytes, stride_bytes, None, on_device)
 
 
 def _device_list(name: str, rows: Tensor) -> DeviceList:

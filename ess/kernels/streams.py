@@ -37,7 +37,19 @@ class Tensor(Protocol):
     def numpy(self) -> Any: ...
 
 
-RowMatrix: TypeAlias = npt.NDArray[Any] | Tensor
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A matrix on the host that has been looked at: `ess.flashtrans.views.known`. Good as long as
+    its memory stays where it is."""
+
+    owner: object
+    address: int
+    row_count: int
+    row_bytes: int
+    stride_bytes: int
+
+
+RowMatrix: TypeAlias = npt.NDArray[Any] | Tensor | Known
 IndexList: TypeAlias = npt.NDArray[Any] | Tensor | None
 
 

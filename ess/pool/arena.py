@@ -139,6 +139,24 @@ class Split:
         return bool(shape[0] <= query_count and shape[1] <= top_k)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lookup:
+    """Where positions lead: by `lines` of pages to row ids, by `host_page_of` to host rows, by
+    `stored[layer, host page]` to the bits that say which of these were ever written.
+
+    Of the latest `resolve` it holds the row ids in the top-left of `rows`, and in front of
+    `host_rows` the sources of the claims, `unwritten_count` of which no copy may read.
+    """
+
+    lines: Ints
+    host_page_of: Ints
+    stored: npt.NDArray[np.uint64]
+    rows: Ints
+    host_rows: Ints
+    unwritten_count: int = 0
+    native: Any = field(default=None, init=False, repr=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Claims:
     """Rows to fetch, and where to. Counts are of entries, duplicates included, but for evictions.

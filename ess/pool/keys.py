@@ -7,9 +7,15 @@ by host page, the index pool holds active pages on the device.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from ess.kernels import native
 from ess.layout import ModelLayout
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
@@ -30,6 +36,7 @@ class KeyPages:
         split = PAGE_ROWS * value_bytes
         self._values = _by_key(self.pages[:, :, :split])
         self._scales = _by_key(self.pages[:, :, split:])
+        self._base = native.address(self.pages)
 
     @property
     def layer_count(self) -> int:
@@ -50,12 +57,30 @@ class KeyPages:
         parts = (self._values[layer, page, offset], self._scales[layer, page, offset])
         return np.concatenate(parts, axis=1)
 
-    def copy_keys(self, source: KeyPages, source_rows: RowIds, rows: RowIds) -> None:
-        """The same keys of all layers from another tier, key by key."""
+    def copy_keys(
+        self, source: KeyPages, source_rows: RowIds, rows: RowIds, *, layers: Sequence[int]
+    ) -> None:
+        """The same keys of these layers from another tier, key by key."""
+        if native.available():
+            return self._copy_native(source, source_rows, rows, np.array(layers, np.int32))
+        layer = np.asarray(layers)[:, None]
         page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
         there, at = source_rows // PAGE_ROWS, source_rows % PAGE_ROWS
-        self._values[:, page, offset] = source._values[:, there, at]
-        self._scales[:, page, offset] = source._scales[:, there, at]
+        self._values[layer, page, offset] = source._values[layer, there, at]
+        self._scales[layer, page, offset] = source._scales[layer, there, at]
+
+    def _copy_native(
+        self, source: KeyPages, source_rows: RowIds, rows: RowIds, layers: RowIds
+    ) -> None:
+        assert len(source_rows) == len(rows), f"{len(source_rows)} keys to {len(rows)} rows"
+        assert self.key_bytes == source.key_bytes, f"keys of {source.key_bytes} bytes"
+        lists = (source_rows, rows, layers)
+        assert all(native.contiguous(ids, np.int32) for ids in lists), "ids are dense int32"
+        layer_max = min(self.layer_count, source.layer_count)
+        numbers = (len(rows), len(layers), layer_max, self.value_bytes, self._scales.shape[3])
+        sides = (source._base, source.pages.shape[1], self._base, self.pages.shape[1])
+        done = _copy()(struct.pack("12q", *sides, *map(native.address, lists), *numbers))
+        assert done, f"a key outside of {source.pages.shape} or {self.pages.shape}"
 
     def copy_pages(self, source: KeyPages, source_pages: PageIds, pages: PageIds) -> None:
         for layer in range(self.layer_count):
@@ -75,3 +100,9 @@ def _by_key(part: Bytes) -> Bytes:
     strides = (*part.strides[:2], each, 1)
     shape = (layers, pages, PAGE_ROWS, each)
     return np.lib.stride_tricks.as_strided(part, shape, strides)
+
+
+@functools.cache
+def _copy() -> Callable[[bytes], int]:
+    """Takes a `KeyCopy` of csrc/cpu/keys.cpp, packed."""
+    return native.function("ess_keys_copy", [ctypes.c_char_p], ctypes.c_int32)

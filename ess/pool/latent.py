@@ -1,14 +1,15 @@
 """The latent pool: every row of every layer and a copy of every index key, on the host. The truth.
 
 `rows[layer][host row]` where host row = host page * 64 + offset. A bit per row and layer says
-whether it has been stored. That one mask answers four questions: may a prefetch read this row, is
-an import a duplicate, how long is a sequence, and may a page be published for reuse (all 64 bits
-in every layer, MTP and index keys included). Freed rows are filled with 0xFF when `poison` is set:
-NaN in e4m3, bf16 and f32, so that a stale read shouts.
+whether it has been stored: `stored[layer, host page]`. That one mask answers four questions: may a
+prefetch read this row, is an import a duplicate, how long is a sequence, and may a page be
+published for reuse (all 64 bits in every layer, MTP and index keys included). Freed rows are filled
+with 0xFF when `poison` is set: NaN in e4m3, bf16 and f32, so that a stale read shouts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,8 @@ from ess.units import PAGE_ROWS
 
 Bytes = npt.NDArray[np.uint8]
 RowIds = npt.NDArray[np.int32]
+
+Layers = int | Sequence[int]
 
 POISON: Final = 0xFF
 FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -39,7 +42,7 @@ class LatentPool:
         shape = (layout.layer_total, page_count * PAGE_ROWS, layout.row_bytes)
         self.rows: Bytes = memory[:row_bytes_total].reshape(shape)
         self.keys = KeyPages(layout, memory[row_bytes_total:], page_count)
-        self._stored = np.zeros((layout.layer_total, page_count), np.uint64)
+        self.stored = np.zeros((layout.layer_total, page_count), np.uint64)
         self._keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
         if poison:
             memory.fill(POISON)
@@ -76,7 +79,7 @@ class LatentPool:
         return len(idle)
 
     def _clear(self, pages: PageIds) -> None:
-        self._stored[:, pages] = 0
+        self.stored[:, pages] = 0
         self._keyed[:, pages] = 0
         if self._poison:
             for page in pages.tolist():
@@ -84,15 +87,15 @@ class LatentPool:
             self.keys.fill(pages, POISON)
         self.pages.give_back(pages)
 
-    def mark_rows(self, layer: int, host_rows: RowIds) -> None:
-        """These rows of this layer hold their values now."""
-        _mark(self._stored[layer], host_rows)
+    def mark_rows(self, layers: Layers, host_rows: RowIds) -> None:
+        """These rows of these layers hold their values now."""
+        _mark(self.stored, layers, host_rows)
 
-    def mark_keys(self, key_layer: int, host_rows: RowIds) -> None:
-        _mark(self._keyed[key_layer], host_rows)
+    def mark_keys(self, key_layers: Layers, host_rows: RowIds) -> None:
+        _mark(self._keyed, key_layers, host_rows)
 
     def is_stored(self, layer: int, host_rows: RowIds) -> npt.NDArray[np.bool_]:
-        return _is_marked(self._stored[layer], host_rows)
+        return _is_marked(self.stored[layer], host_rows)
 
     def is_keyed(self, key_layer: int, host_rows: RowIds) -> npt.NDArray[np.bool_]:
         return _is_marked(self._keyed[key_layer], host_rows)
@@ -101,7 +104,7 @@ class LatentPool:
         """Positions from 0 on that every main layer has: the length of these pages' sequence."""
         if len(pages) == 0:
             return 0
-        common = np.bitwise_and.reduce(self._stored[: self.layout.layer_count, pages], axis=0)
+        common = np.bitwise_and.reduce(self.stored[: self.layout.layer_count, pages], axis=0)
         partial = np.flatnonzero(common != FULL)
         full_count = int(partial[0]) if len(partial) else len(pages)
         if full_count == len(pages):
@@ -111,7 +114,7 @@ class LatentPool:
 
     def is_complete(self, page: int) -> bool:
         """All 64 rows stored in all layers, MTP and index keys included."""
-        return bool((self._stored[:, page] == FULL).all() and (self._keyed[:, page] == FULL).all())
+        return bool((self.stored[:, page] == FULL).all() and (self._keyed[:, page] == FULL).all())
 
     def publish(self, page: int, content: bytes) -> bool:
         assert self.pages.hold_count(page) > 0, "only a held page is published"
@@ -123,7 +126,7 @@ class LatentPool:
         here, there = source * PAGE_ROWS, target * PAGE_ROWS
         self.rows[:, there : there + PAGE_ROWS] = self.rows[:, here : here + PAGE_ROWS]
         self.keys.copy_page(source, target)
-        self._stored[:, target] = self._stored[:, source]
+        self.stored[:, target] = self.stored[:, source]
         self._keyed[:, target] = self._keyed[:, source]
 
     def check(self) -> None:
@@ -140,8 +143,10 @@ def _bits(host_rows: RowIds) -> npt.NDArray[np.uint64]:
     return np.uint64(1) << (host_rows % PAGE_ROWS).astype(np.uint64)
 
 
-def _mark(mask: npt.NDArray[np.uint64], host_rows: RowIds) -> None:
-    np.bitwise_or.at(mask, host_rows // PAGE_ROWS, _bits(host_rows))
+def _mark(mask: npt.NDArray[np.uint64], layers: Layers, host_rows: RowIds) -> None:
+    firsts = np.atleast_1d(np.asarray(layers, np.int64)) * mask.shape[1]
+    places = (firsts[:, None] + host_rows // PAGE_ROWS).reshape(-1)
+    np.bitwise_or.at(mask.reshape(-1), places, np.tile(_bits(host_rows), len(firsts)))
 
 
 def _is_marked(mask: npt.NDArray[np.uint64], host_rows: RowIds) -> npt.NDArray[np.bool_]:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput
-from ess.pool.arena import AGE_FREE, AGE_MAX, BLOCK_SLOTS, Arena, Claims, Ints, Split, check
+from ess.pool.arena import AGE_FREE, AGE_MAX, BLOCK_SLOTS, Arena, Claims, Ints, Lookup, Split, check
 from ess.units import PAGE_ROWS
 
 __all__ = [
@@ -34,7 +34,9 @@ __all__ = [
     "drop",
     "fill",
     "land",
+    "locate",
     "plan",
+    "resolve",
     "settle",
     "translate",
     "warm",
@@ -105,6 +107,42 @@ def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> C
         late_ticket=late_ticket,
         evicted_count=evicted,
     )
+
+
+def resolve(
+    arena: Arena,
+    lookup: Lookup,
+    selection: Ints,
+    line_of: Ints,
+    length: Ints,
+    *,
+    layers: range,
+    step: int,
+    ticket: int,
+    split: Split,
+) -> Claims:
+    """`translate`, then `plan`; then where the claims are on the host, in all of `layers`."""
+    rows = lookup.rows[: len(selection)]
+    translate(selection, lookup.lines, line_of, length, out=rows)
+    claims = plan(arena, rows, step=step, ticket=ticket, split=split)
+    page, offset = lookup.host_page_of[claims.rows // PAGE_ROWS], claims.rows % PAGE_ROWS
+    assert (page >= 0).all(), "a row of a page that is not active"
+    lookup.host_rows[: page.size] = page * PAGE_ROWS + offset
+    common = np.bitwise_and.reduce(lookup.stored[layers.start : layers.stop, page], axis=0)
+    is_written = (common >> offset.astype(np.uint64)) & np.uint64(1)
+    lookup.unwritten_count = page.size - int(is_written.sum())
+    return claims
+
+
+def locate(
+    arena: Arena, lookup: Lookup, selection: Ints, line_of: Ints, length: Ints, *, out: Ints
+) -> int:
+    """Landed slots of these positions, -1 for all others; how many positions are others."""
+    translate(selection, lookup.lines, line_of, length, out=out)
+    _assert_rows(arena, out, lowest=-1)
+    slot = np.where(out >= 0, arena.slot_of[out], -1)
+    out[:] = np.where(arena.ticket_of[slot] == 0, slot, -1)
+    return int(((selection >= 0) & (out < 0)).sum())
 
 
 def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:

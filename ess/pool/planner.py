@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from ess.kernels import native
 from ess.pool import lru
-from ess.pool.arena import AGE_MAX, Arena, Claims, Ints, Split, make_scratch
+from ess.pool.arena import AGE_MAX, Arena, Claims, Ints, Lookup, Split, make_scratch
 from ess.pool.lru import check, clear_block, settle
 
 __all__ = [
@@ -25,7 +25,9 @@ __all__ = [
     "drop",
     "fill",
     "land",
+    "locate",
     "plan",
+    "resolve",
     "settle",
     "translate",
     "warm",
@@ -39,7 +41,9 @@ _REFUSALS: Final = (
     "a slot was used after this step",
     "ages must ascend from 1",
     "a slot outside the slab",
+    "a row of a page that is not active",
 )
+_BAD_POSITION: Final = -8
 
 _INT32_MAX: Final = 2**31 - 1
 
@@ -79,6 +83,18 @@ class _SplitRecord(ctypes.Structure):
         ("hit_total", ctypes.c_int64),
         ("place_total", ctypes.c_int64),
         ("late_ticket", ctypes.c_int64),
+    )
+
+
+class _LookupRecord(ctypes.Structure):
+    """`ess::Lookup` in csrc/cpu/planner.cpp."""
+
+    _fields_ = (
+        *_pointer_fields("lines", "host_page_of", "stored", "rows", "host_rows"),
+        ("line_count", ctypes.c_int64),
+        ("page_max", ctypes.c_int64),
+        ("host_page_count", ctypes.c_int64),
+        ("unwritten_count", ctypes.c_int64),
     )
 
 
@@ -131,6 +147,22 @@ def _bound_split(split: Split) -> _Bound:
     return split.native  # type: ignore[no-any-return]
 
 
+def _bound_lookup(lookup: Lookup) -> _Bound:
+    if lookup.native is None:
+        _assert_ids(2, lookup.lines, lookup.rows)
+        _assert_ids(1, lookup.host_page_of, lookup.host_rows)
+        assert lookup.stored.dtype == np.uint64, f"{lookup.stored.dtype} where uint64 is expected"
+        assert lookup.stored.flags.c_contiguous, "stored is not C-contiguous"
+        lookup.native = _bind(
+            _LookupRecord(),
+            lookup,
+            line_count=len(lookup.lines),
+            page_max=lookup.lines.shape[1],
+            host_page_count=lookup.stored.shape[1],
+        )
+    return lookup.native  # type: ignore[no-any-return]
+
+
 def _assert_ids(dimension_count: int, *arrays: Ints) -> None:
     for ids in arrays:
         assert ids.dtype == np.int32, f"{ids.dtype} where int32 is expected"
@@ -167,6 +199,10 @@ def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> C
     home, into = _bound_arena(arena), _bound_split(split)
     call = _symbol("ess_plan", 3, 4)
     claimed = _accepted(call(home.at, into.at, native.address(rows), *rows.shape, step, ticket))
+    return _planned(home, into, split, claimed)
+
+
+def _planned(home: _Bound, into: _Bound, split: Split, claimed: int) -> Claims:
     return Claims(
         slots=split.claimed[0, :claimed],
         rows=split.claimed[1, :claimed],
@@ -175,6 +211,66 @@ def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> C
         late_ticket=into.record.late_ticket,
         evicted_count=home.record.evicted_count,
     )
+
+
+@_twin_of(lru.resolve)
+def resolve(
+    arena: Arena,
+    lookup: Lookup,
+    selection: Ints,
+    line_of: Ints,
+    length: Ints,
+    *,
+    layers: range,
+    step: int,
+    ticket: int,
+    split: Split,
+) -> Claims:
+    """`translate`, then `plan`; then where the claims are on the host, in all of `layers`."""
+    _assert_positions(selection, line_of, length)
+    assert split.holds(selection.shape), f"{selection.shape}, split {split.slots.shape}"
+    assert lookup.rows.shape[1] == selection.shape[1], "row ids lie as positions do"
+    assert lookup.rows.size >= selection.size, f"{selection.shape} into {lookup.rows.shape}"
+    assert lookup.host_rows.size >= selection.size, f"{selection.shape}: each may be a miss"
+    assert 0 <= layers.start <= layers.stop <= len(lookup.stored), f"{layers} of the layers"
+    _assert_int32(ticket, "ticket", lowest=1)
+    _assert_int32(step, "step")
+    home, into, room = _bound_arena(arena), _bound_split(split), _bound_lookup(lookup)
+    given = map(native.address, (selection, line_of, length))
+    numbers = (*selection.shape, layers.start, len(layers), step, ticket)
+    claimed = _symbol("ess_resolve", 6, 6)(home.at, into.at, room.at, *given, *numbers)
+    if claimed == _BAD_POSITION:
+        _refuse_positions(lookup, selection, line_of, length)
+    lookup.unwritten_count = room.record.unwritten_count
+    return _planned(home, into, split, _accepted(claimed))
+
+
+@_twin_of(lru.locate)
+def locate(
+    arena: Arena, lookup: Lookup, selection: Ints, line_of: Ints, length: Ints, *, out: Ints
+) -> int:
+    """Landed slots of these positions, -1 for all others; how many positions are others."""
+    _assert_positions(selection, line_of, length)
+    _assert_ids(2, out)
+    assert out.shape == selection.shape, f"selection {selection.shape} into {out.shape}"
+    home, room = _bound_arena(arena), _bound_lookup(lookup)
+    given = map(native.address, (selection, line_of, length, out))
+    absent = _symbol("ess_locate", 6, 2)(home.at, room.at, *given, *selection.shape)
+    if absent == _BAD_POSITION:
+        _refuse_positions(lookup, selection, line_of, length)
+    return _accepted(absent)
+
+
+def _assert_positions(selection: Ints, line_of: Ints, length: Ints) -> None:
+    _assert_ids(2, selection)
+    _assert_ids(1, line_of, length)
+    assert line_of.shape == length.shape == selection.shape[:1], "one line and length a query"
+
+
+def _refuse_positions(lookup: Lookup, selection: Ints, line_of: Ints, length: Ints) -> NoReturn:
+    out = np.empty_like(selection)
+    lru.translate(selection, lookup.lines, line_of, length, out=out)
+    raise AssertionError("the native translation refused what its specification accepts")
 
 
 @_twin_of(lru.claim_new)

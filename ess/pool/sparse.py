@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ess.layout import ModelLayout
 from ess.pool import planner
-from ess.pool.arena import AGE_MAX, Arena, Claims, Split, make_scratch
+from ess.pool.arena import AGE_MAX, Arena, Claims, Lookup, Split, make_scratch
 from ess.pool.index import page_rows
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
@@ -130,6 +130,10 @@ class SparsePool:
         ages = np.minimum(self.step + 1 - last_use, AGE_MAX)
         return np.bincount(ages, minlength=AGE_MAX + 1)
 
+    def member_slab(self, member: int) -> Bytes:
+        """The slab as the member-th layer of a group sees it: slot s is row s."""
+        return self.slab[member * PAGE_ROWS :]
+
     def chunk_slots(self, group: int) -> int:
         """Slots that one chunk gives to this group."""
         return len(self._chunk_blocks(group, 0)) * PAGE_ROWS
@@ -153,6 +157,43 @@ class SparsePool:
         arena = self._arenas[group]
         claims = planner.plan(arena, rows, step=self.step, ticket=ticket, split=split)
         return self._fetch_plan(group, ticket, claims)
+
+    def resolve(
+        self,
+        group: int,
+        lookup: Lookup,
+        selection: RowIds,
+        line_of: RowIds,
+        length: RowIds,
+        split: Split,
+    ) -> FetchPlan:
+        """`plan` for positions of page table lines; `lookup` has the sources of the claims."""
+        layers = self.layout.groups[group]
+        ticket = self._next_ticket()
+        claims = planner.resolve(
+            self._arenas[group],
+            lookup,
+            selection,
+            line_of,
+            length,
+            layers=range(layers[0], layers[-1] + 1),
+            step=self.step,
+            ticket=ticket,
+            split=split,
+        )
+        return self._fetch_plan(group, ticket, claims)
+
+    def locate_into(
+        self,
+        out: SlotIds,
+        group: int,
+        lookup: Lookup,
+        selection: RowIds,
+        line_of: RowIds,
+        length: RowIds,
+    ) -> int:
+        """`locate` for positions of page table lines; returns how many have no landed slot."""
+        return planner.locate(self._arenas[group], lookup, selection, line_of, length, out=out)
 
     def locate(self, group: int, rows: RowIds) -> SlotIds:
         """Slots of rows that have landed, -1 for all others. Decides and changes nothing."""
@@ -198,7 +239,7 @@ class SparsePool:
         """Dirty slots for rows that this step writes; None (nothing changed) when too few."""
         arena = self._arenas[group]
         before = self._resident_count(group, rows)
-        free_before = self.slot_count(group) - self._used_count[group]
+        free_before = arena.blocks.size * PAGE_ROWS - self._used_count[group]
         slots = np.empty(len(rows), np.int32)
         if not planner.claim_new(arena, rows, step=self.step, out=slots):
             return None
@@ -213,9 +254,9 @@ class SparsePool:
         for member in range(len(self.layout.groups[group])):
             self.slab[slots + member * PAGE_ROWS] = POISON
 
-    def settle(self, group: int, slots: SlotIds) -> None:
-        """Stores of these slots have landed."""
-        planner.settle(self._arenas[group], slots)
+    def settle(self, slots: SlotIds) -> None:
+        """Stores of these slots, of any groups, have landed."""
+        planner.settle(self._arenas[0], slots)
 
     def drop(self, group: int, rows: RowIds) -> None:
         self._used_count[group] -= planner.drop(self._arenas[group], rows)
@@ -229,7 +270,7 @@ class SparsePool:
         self.departed_count += used_before - sum(self._used_count)
 
     def _resident_count(self, group: int, rows: RowIds) -> int:
-        return int((self.slot_of[group, rows] >= 0).sum())
+        return int(np.count_nonzero(self._arenas[group].slot_of.take(rows) >= 0))
 
     # ---- budgets
 

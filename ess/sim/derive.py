@@ -1,8 +1,9 @@
 """The committed operator tables, derived from the package they come from.
 
-    python -m ess.sim.derive PACKAGE_FOLDER OUT_FOLDER
+    python -m ess.sim.derive PACKAGE_FOLDER SYSTEM OUT_FOLDER
 
 PACKAGE_FOLDER is an unpacked `aiconfigurator-core` (pinned in NOTICE); pyarrow must be installed.
+SYSTEM is the package's name of a GPU: h100_sxm or h200_sxm.
 Rows are selected and renamed, times become microseconds, and nothing else is computed: the same
 function serves `--perf-db`, so a larger or newer package can be used without committing it.
 """
@@ -150,10 +151,10 @@ def write(tables: Mapping[str, Lines], folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) != 2:
-        raise BadInput("give the unpacked package and the folder to write to, nothing else")
-    package, folder = map(Path, arguments)
-    write(derive(package), folder)
+    if len(arguments) != 3:
+        raise BadInput("give the unpacked package, the GPU's name in it and the folder to write to")
+    package, system, folder = arguments
+    write(derive(Path(package), system=system), Path(folder))
 
 
 if __name__ == "__main__":

@@ -67,17 +67,22 @@ class Prefill:
         return self.ttft_s - hidden * (self.ttft_s - self.busy_s)
 
 
-def prefill(time: PrefillTime, pipeline: Pipeline, sizes: Sequence[int]) -> Prefill:
-    """Chunks of the given sizes, in order, through all stages."""
+def prefill(
+    time: PrefillTime, pipeline: Pipeline, sizes: Sequence[int], *, after: int = 0
+) -> Prefill:
+    """Chunks of the given sizes, in order, through all stages, behind `after` tokens."""
     free_at = [0.0] * len(pipeline.shares)
-    done = 0
+    done = after
     for size in sizes:
         work, arrives = time.of(size, after=done), 0.0
         for stage, share in enumerate(pipeline.shares):
             began = max(free_at[stage], arrives)
             arrives = free_at[stage] = began + work * share + pipeline.chunk_overhead_s
         done += size
-    busy = time.of(done) * max(pipeline.shares) + len(sizes) * pipeline.chunk_overhead_s
+    busy = (
+        time.of(done - after, after=after) * max(pipeline.shares)
+        + len(sizes) * pipeline.chunk_overhead_s
+    )
     assert busy <= free_at[-1] * (1 + 1e-9), "a stage was busy for longer than the prefill took"
     return Prefill(ttft_s=free_at[-1], busy_s=busy, chunk_sizes=tuple(sizes))
 

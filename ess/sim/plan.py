@@ -278,11 +278,3 @@ def _spread(most: int) -> list[int]:
         return list(range(1, most + 1))
     step = (most - 1) / (CANDIDATES_MAX - 1)
     return sorted({1 + round(step * place) for place in range(CANDIDATES_MAX)})
-
-
-def check_planned(model: str, gpu: str) -> None:
-    """Operator tables exist for one pair so far."""
-    if (model, gpu) != ("deepseek-v3.2", "h200"):
-        raise BadInput(
-            f"no operator tables for {model!r} on {gpu!r}; there are deepseek-v3.2, h200"
-        )

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ess.engine.chunking import Chunking, PrefillTime
+from ess.engine.chunking import Chunking, PrefillTime, next_chunk
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.sim.operators import FLOP_PER_QUERY, Machine
-from ess.sim.pipeline import Pipeline, chunked
+from ess.sim.pipeline import Pipeline, prefill
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
 TOKEN_US: Final = 8 / 52_300 * 1e6
@@ -73,16 +73,25 @@ class Tier:
             asked = f"{self.pipelines} prefill pipelines of {self.stages} GPUs"
             raise BadInput(f"{asked}: 1 to 1024 pipelines of 1 to {self.layer_count} GPUs can be")
 
-    def seconds(self, prompt: int) -> tuple[float, float]:
+    def seconds(self, prompt: int, *, cached: int = 0) -> tuple[float, float]:
         """How long a prompt keeps its pipeline, and how long until it may decode.
 
         The last token is left to decode, which runs it first.
         """
-        tokens = prompt - 1
-        if tokens == 0:
-            return 0.0, 0.0
+        assert 0 <= cached < prompt, f"{cached} of {prompt} tokens are cached"
+        sizes = self._sizes(prompt - 1, cached)
+        if not sizes:
+            return 0.0, self.handoff.seconds(prompt=prompt, last_chunk=0)
         pipeline = Pipeline.of_layers(layers=self.layer_count, stages=self.stages)
-        chunking = Chunking(first=FIRST_CHUNK, context=align_up(tokens, PAGE_ROWS))
-        found = chunked(self.time, pipeline, chunking, prompt=tokens)
-        last = found.chunk_sizes[-1]
-        return found.busy_s, found.ttft_s + self.handoff.seconds(prompt=prompt, last_chunk=last)
+        found = prefill(self.time, pipeline, sizes, after=cached)
+        landed_s = self.handoff.seconds(prompt=prompt, last_chunk=sizes[-1])
+        return found.busy_s, found.ttft_s + landed_s
+
+    def _sizes(self, tokens: int, cached: int) -> list[int]:
+        """As the engine would choose them, from the end of what is cached."""
+        chunking = Chunking(first=FIRST_CHUNK, context=align_up(max(tokens, 1), PAGE_ROWS))
+        sizes, done = [], cached
+        while done < tokens:
+            sizes.append(min(next_chunk(self.time, chunking, done=done), tokens - done))
+            done += sizes[-1]
+        return sizes

@@ -72,11 +72,13 @@ class Rank:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Life:
-    """One request on its way. `right` holds, for each of its steps, how many drafts are right."""
+    """One request on its way. `right` holds, for each of its steps, how many drafts are right;
+    `cached` prompt tokens need no prefill."""
 
     number: int
     arrival: Arrival
     right: bytes
+    cached: int = 0
     length: int = 0
     prefilled: int = 0
     made: int = 0
@@ -189,7 +191,8 @@ class Running:
 
     def _enter(self, life: Life) -> None:
         life.length = life.arrival.prompt_tokens
-        if self.rank.chunk_time is not None and life.length > 1:
+        life.prefilled = life.cached
+        if self.rank.chunk_time is not None and life.length > 1 + life.cached:
             self.prefilling.append(life)
         else:
             self._decode(life)

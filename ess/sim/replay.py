@@ -54,15 +54,24 @@ def replay(
     tier: Tier | None = None,
     drafting: Drafting = Drafting(),
     waiting_max: int = WAITING_MAX,
+    cached: Sequence[int] = (),
 ) -> Replay:
-    """`arrivals` in order of time. Prefill runs on the tier, or beside decode if there is none."""
+    """`arrivals` in order of time, `cached` tokens of their prompts, none if nothing is given.
+    Prefill runs on the tier, or beside decode if there is none."""
     if not arrivals:
         raise BadInput("a replay of no requests has nothing to report")
     if (tier is None) == (rank.chunk_time is None):
         raise BadInput("prefill runs on a tier or beside decode, on exactly one of them")
     lives = tuple(
-        Life(number=number, arrival=one, right=_right(one, number, rank.depth, drafting))
-        for number, one in enumerate(arrivals)
+        Life(
+            number=number,
+            arrival=one,
+            right=_right(one, number, rank.depth, drafting),
+            cached=found,
+        )
+        for number, (one, found) in enumerate(
+            zip(arrivals, cached or [0] * len(arrivals), strict=True)
+        )
     )
     events = _Events(Running(rank), tier, waiting_max)
     for life in lives:
@@ -137,7 +146,7 @@ class _Events:
 
     def _prefill(self, tier: Tier, life: Life) -> None:
         """On the pipeline that is free first."""
-        busy_s, ready_s = tier.seconds(life.arrival.prompt_tokens)
+        busy_s, ready_s = tier.seconds(life.arrival.prompt_tokens, cached=life.cached)
         begun_s = max(self.now_s, heapq.heappop(self._free_s))
         heapq.heappush(self._free_s, begun_s + busy_s)
         self._landing.add(life.number)

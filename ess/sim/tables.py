@@ -18,7 +18,7 @@ from typing import Final
 from ess.errors import BadInput
 from ess.sim.derive import DERIVATIONS, derive
 
-SHIPPED: Final = Path(__file__).resolve().parent / "h200"
+FOLDER: Final = Path(__file__).resolve().parent
 
 Line = tuple[float | str, ...]
 
@@ -68,15 +68,15 @@ class Tables:
     absorb: Mapping[str, Curve]
 
 
-def load(package: Path | None = None) -> Tables:
+def load(package: Path | None = None, *, gpu: str = "h200", system: str = "h200_sxm") -> Tables:
     """The tables that ship with ESS, or those of an unpacked measurement package."""
     if package is None:
-        return _build(_shipped(), source="shipped H200 subset")
-    return _build(derive(package), source=str(package))
+        return _build(_shipped(gpu), source=f"shipped {gpu} subset")
+    return _build(derive(package, system=system), source=str(package))
 
 
-def _shipped() -> dict[str, list[Line]]:
-    return {one.name: _read(SHIPPED / f"{one.name}.csv", one.columns) for one in DERIVATIONS}
+def _shipped(gpu: str) -> dict[str, list[Line]]:
+    return {one.name: _read(FOLDER / gpu / f"{one.name}.csv", one.columns) for one in DERIVATIONS}
 
 
 def _read(path: Path, columns: Sequence[str]) -> list[Line]:

@@ -19,6 +19,8 @@ import pytest
 
 from ess.errors import BadInput, BadState
 from ess.flashtrans import InlineLane, ManualLane, WorkerLane, copy_rows, open_lane
+from ess.flashtrans.lanes import DoneEvent
+from ess.flashtrans.views import known
 from ess.kernels import native
 from ess.kernels.streams import Event, Lane, RowCopy
 
@@ -29,12 +31,13 @@ MAKERS: dict[str, Callable[[], Lane]] = {
     "inline": InlineLane,
     "manual": ManualLane,
     "worker": lambda: WorkerLane(threads=2),
+    "at once": lambda: WorkerLane(at_once_bytes=64 << 10),
 }
 
 
 @pytest.fixture(params=list(MAKERS))
 def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
-    if request.param == "worker" and not native.available():
+    if request.param in ("worker", "at once") and not native.available():
         pytest.skip("ess._native is not built")
     made = MAKERS[request.param]()
     yield made
@@ -382,3 +385,38 @@ def test_a_lane_that_hangs() -> None:
 def test_a_negative_delay_is_refused() -> None:
     with pytest.raises(BadInput, match="delay_max is -1"):
         ManualLane(delay_max=-1)
+
+
+@needs_native
+def test_a_small_job_is_copied_at_submission_when_nothing_is_under_way() -> None:
+    pool, slots = rows(40_000), zeros(40_000)
+    small = RowCopy(source=slots[:100], target=zeros(100))
+    with WorkerLane(at_once_bytes=100 * 656) as lane:
+        first = lane.submit([RowCopy(source=pool[:100], target=slots[:100])])
+        assert isinstance(first, DoneEvent)
+        assert first.finished_ns > first.started_ns > 0
+        assert np.array_equal(slots[:100], pool[:100])
+        too_large = lane.submit([RowCopy(source=pool[:101], target=slots[:101])])
+        assert not isinstance(too_large, DoneEvent)
+        too_large.wait()
+        mixed = [lane.submit([RowCopy(source=pool, target=slots)]), lane.submit([small])]
+        mixed[1].wait()
+        assert mixed[0].done()
+        assert mixed[0].finished_ns <= mixed[1].finished_ns
+        assert np.array_equal(small.target, pool[:100])
+        assert isinstance(lane.submit([small]), DoneEvent)
+        lane.mark().wait()
+
+
+def test_a_known_matrix_is_taken_as_it_was_seen(lane: Lane) -> None:
+    pool, slots = rows(50), zeros(20)
+    wanted, free = np.array([7, 3]), np.array([0, 19], np.int32)
+    lane.submit(
+        [RowCopy(source=known(pool), source_rows=wanted, target=known(slots), target_rows=free)]
+    ).wait()
+    assert np.array_equal(slots[free], pool[wanted])
+    with pytest.raises(BadInput, match="source_rows\\[1\\] is 50"):
+        lane.submit([RowCopy(source=known(pool), source_rows=np.array([0, 50]), target=slots[:2])])
+    pool.flags.writeable = False
+    with pytest.raises(BadInput, match="read-only"):
+        known(pool)

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
@@ -33,6 +34,9 @@ from ess.server.link import EngineLink
 from ess.server.protocol import limited
 from ess.server.running import QuietServer
 from ess.server.service import Limits, SamplingDefaults, Service
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 VOCABULARY = 4096
 EOS = 1
@@ -118,9 +122,11 @@ class Served:
         keys: Sequence[str] = (),
         connections_max: int = 1024,
         head_bytes_max: int = 32 << 10,
+        spans: TracerProvider | None = None,
     ) -> None:
         self.engine = engine
         self._keys = keys
+        self._spans = spans
         self._limits = limits or Limits(running_max=16, waiting_max=64, length_max=4096)
         self._style = style or PlainStyle()
         self._is_marked = is_marked
@@ -189,7 +195,7 @@ class Served:
             clock=clock,
         )
         config = uvicorn.Config(
-            make_app(service, keys=self._keys),
+            make_app(service, keys=self._keys, spans=self._spans),
             http=self._protocol,
             ws="none",
             lifespan="off",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 import urllib.error
@@ -12,19 +13,21 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ess.engine.messages import Traced, TraceSpan
+from ess.engine.messages import Status, Traced, TraceSpan
+from ess.server.service import Limits
 from ess.server.tracing import trace_document
 from tests.server import screens
-from tests.server.harness import PacedEngine, Served, counting, until
+from tests.server.harness import PacedEngine, Served, counting, raw, until
 from tests.server.test_life import Process
 from tests.support import chromium
 from tests.support.chromium import Browser
 from tests.support.crowd import Crowd
 
 needs_browser = pytest.mark.skipif(
-    chromium.path() is None, reason="Chromium is not installed: apt-get install chromium"
+    chromium.path() is None and os.environ.get("BROWSER_TESTS") != "required",
+    reason="Chromium is not installed: apt-get install chromium",
 )
-SMALL = ("--max-running", "2", "--max-model-len", "2k")
+SMALL = ("--max-running", "2", "--max-model-len", "2k", "--overlap", "da")
 DATASET = "document.getElementById('requests').rows"
 
 
@@ -117,10 +120,7 @@ def check_numbers(page: Browser, url: str) -> None:
 
 
 def check_charts(page: Browser) -> None:
-    assert set(page.value("document.getElementById('layers').dataset.modes").split()) <= {
-        *("resident", "none", "da", "dba")
-    }
-    assert len(page.value("document.getElementById('layers').dataset.modes").split()) == 7
+    assert page.value("document.getElementById('layers').dataset.modes").split() == ["da"] * 7
     assert page.value("+document.getElementById('heat').dataset.columns") > 2
     assert "step 1:" in page.value("document.getElementById('landed').textContent")
     assert "warm-up on" in page.value("document.getElementById('landed').textContent")
@@ -193,6 +193,24 @@ def test_a_server_with_a_key_asks_for_it_once(page: Browser):
 
 @pytest.mark.slow
 @needs_browser
+def test_it_says_when_the_engine_is_loading_silent_or_gone(page: Browser):
+    page.events.clear()
+    binds = "document.getElementById('binds').textContent"
+    with Served(PacedEngine(counting(1), says_ready=False)) as served:
+        page.go(served.url + "/dashboard")
+        page.until(f"{binds}.includes('being loaded')")
+    with Served(PacedEngine(counting(1))) as served:
+        page.go(served.url + "/dashboard")
+        page.until(f"{binds}.includes('Nearest limit')")
+        served.engine.hold()
+        page.until(f"{binds}.includes('said nothing for')")
+        served.call(lambda: served.service.link.lose("it fell over"))
+        page.until(f"{binds} === 'The engine is gone: it fell over'")
+        assert page.value("document.getElementById('state').dataset.state") == "lost"
+
+
+@pytest.mark.slow
+@needs_browser
 @pytest.mark.parametrize(("size", "phone"), [(screens.DESK, False), (screens.PHONE, True)])
 def test_a_recording_shows_the_same_again_and_fits(page: Browser, size: tuple, phone: bool):
     page.events.clear()
@@ -202,8 +220,7 @@ def test_a_recording_shows_the_same_again_and_fits(page: Browser, size: tuple, p
         for _ in range(2):
             page.go(f"{served.url}/dashboard?replay={screens.RECORDING}")
             page.until("document.body.dataset.replayed === ''")
-            page.value("new Promise((done) => setTimeout(done, 200))")
-            pictures.append(page.picture())
+            pictures.append(page.still())
             assert page.value("document.documentElement.scrollWidth") <= size[0]
         assert pictures[0] == pictures[1]
         assert page.value("document.getElementById('state').textContent") == "replay"
@@ -261,6 +278,18 @@ def test_a_ninth_viewer_is_told_so_and_all_end_with_the_engine():
             viewer.close()
             frame = json.loads(last[6:])
             assert (frame["state"], frame["why"]) == ("lost", "it fell over")
+
+
+def test_a_viewer_that_takes_nothing_leaves_its_place():
+    limits = Limits(running_max=2, waiting_max=2, length_max=4096, stall_s=0.3)
+    long = Status(hits=(10**9,) * 20_000, misses=(10**9,) * 20_000)
+    with Served(PacedEngine(counting(1), status=long), limits=limits) as served:
+        until(lambda: len(served.service.board.recent) > 9, "a past of some megabytes")
+        with raw(served.port) as stalled:
+            stalled.sendall(b"GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
+            until(lambda: served.service.board._subscribers, "the viewer")
+            until(lambda: not served.service.board._subscribers, "its leaving")
+        assert served.service.tally.disconnect_count == 1
 
 
 def test_one_trace_at_a_time_and_none_is_an_answer():

@@ -14,6 +14,7 @@ from ess.sim.arrivals import Arrival
 from ess.sim.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, Budget
 from ess.sim.goodput import Objective, summarise, tpot_s, ttft_s
 from ess.sim.prefilltime import Handoff, Tier
+from ess.sim.prefixes import reused, shared
 from ess.sim.rank import BATCH, TPOT, Rank, mean_misses
 from ess.sim.replay import PREFILL, Drafting, Replay, replay
 from ess.sim.steptime import StepTime
@@ -102,6 +103,40 @@ def test_a_tier_by_hand():
     decode = rank(chunk_time=None)
     found = replay(asks((0, 11, 1), (1, 21, 1)), decode, tier=tier, drafting=Drafting(chance=0.0))
     assert times(found) == [(10 + 2 + 9, 21), (10 + 20 + 2 + 9, 41)]
+
+
+def test_cached_tokens_are_not_prefilled():
+    """Of 201 tokens 128 are cached: 72 s of prefill, as chunks of 64 and 8 beside no decode."""
+    asked = asks((0, 201, 1))
+    assert times(replay(asked, rank(), cached=[128], drafting=Drafting(chance=0.0))) == [(81, 81)]
+    tier = Tier(
+        pipelines=1,
+        stages=1,
+        time=SECOND_PER_TOKEN,
+        handoff=Handoff(token_bytes=0, index_page_bytes=0, link_rate=1.0),
+        layer_count=61,
+    )
+    alone = rank(chunk_time=None)
+    found = replay(asked, alone, tier=tier, cached=[128], drafting=Drafting(chance=0.0))
+    assert times(found) == [(81, 81)]
+    assert tier.seconds(201, cached=192)[0] == pytest.approx(8.0)
+    assert tier.seconds(193, cached=192) == (0.0, 0.0)
+
+
+def test_blocks_are_found_again_until_they_are_pushed_out():
+    """512 tokens a block; the page before the end of what is found is run again with MTP."""
+    blocks = [(1, 2, 3), (1, 2, 4), (1, 2, 3), (9,), (1, 2, 3)]
+    arrivals = [
+        Arrival(at_s=0.0, prompt_tokens=512 * len(one), output_tokens=1, prefix_blocks=one)
+        for one in blocks
+    ]
+    assert reused(arrivals, has_mtp=False) == [0, 1024, 1472, 0, 1472]
+    assert reused(arrivals, has_mtp=True) == [0, 960, 1408, 0, 1408]
+    assert reused(arrivals, token_max=1536, has_mtp=False) == [0, 1024, 1024, 0, 1024]
+    assert shared(arrivals, 0.5) == [768, 768, 768, 256, 768]
+    assert shared(arrivals, 1.0)[3] == 448
+    with pytest.raises(BadInput, match=r"share of 1\.5"):
+        shared(arrivals, 1.5)
 
 
 def test_right_drafts_make_tokens():

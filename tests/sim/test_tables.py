@@ -7,7 +7,9 @@ import pytest
 
 from ess.errors import BadInput
 from ess.sim import misses, tables
-from ess.sim.tables import SHIPPED, Curve, Surface
+from ess.sim.gpus import check_planned, operators_of
+from ess.sim.simulate import Scenario, simulate
+from ess.sim.tables import FOLDER, Curve, Surface
 
 
 def test_curves_interpolate_extrapolate_and_never_go_below_a_launch():
@@ -31,8 +33,27 @@ def test_shipped_tables_hold_what_was_measured():
     assert found.gemm[7168, 16_384].at(128) == pytest.approx(59.7)
 
 
+def test_an_h100_is_an_h200_with_slower_memory():
+    """Its indexer scans slower, its experts read slower; where kernels compute it is no other."""
+    both = [operators_of(gpu) for gpu in ("h100", "h200")]
+    slow, fast = (found.tables for found in both)
+    assert slow.attention.at(128, 131_072) == pytest.approx(1395, abs=1)
+    assert slow.attention.at(128, 32_768) == pytest.approx(718, abs=1)
+    assert slow.experts[32, "uniform"].at(1024) > 1.1 * fast.experts[32, "uniform"].at(1024)
+    asked = Scenario(batch=20, queries_each=2, context=131_072)
+    steps = [simulate(operators, asked).step_us for operators in both]
+    assert 1.0 < steps[0] / steps[1] < 4.8 / 3.35
+
+
+def test_unknown_gpus_are_refused_with_those_there_are():
+    with pytest.raises(BadInput, match=r"'b200'; there are deepseek-v3.2 on h100, h200"):
+        operators_of("b200")
+    with pytest.raises(BadInput, match="'llama' on 'h100'"):
+        check_planned("llama", "h100")
+
+
 def test_shipped_tables_are_small():
-    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 200_000
+    assert sum(path.stat().st_size for path in FOLDER.glob("h?00/*")) < 200_000
 
 
 def test_a_package_that_is_not_one_is_refused(tmp_path: Path):

@@ -172,6 +172,17 @@ class Browser:
         self.value("0")
         return [found for one in self.events if (found := _error(one))]
 
+    def still(self, *, whole: bool = False) -> bytes:
+        """A picture once nothing moves any more: layout has settled, scroll bars have faded."""
+        before = b""
+        for _ in range(40):
+            taken = self.picture(whole=whole)
+            if taken == before:
+                return taken
+            before = taken
+            time.sleep(0.3)
+        raise AssertionError("the page never stands still")
+
     def picture(self, *, whole: bool = False) -> bytes:
         taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(taken["data"])

@@ -33,6 +33,8 @@ class Crowd:
                 made.sock and made.sock.shutdown(2)
         for thread in self._threads:
             thread.join(20)
+        for made in self._made:
+            made.close()
 
     def is_over(self, number: int) -> bool:
         return not self._threads[number].is_alive()

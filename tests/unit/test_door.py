@@ -64,7 +64,7 @@ def snapshot(offload: Offload) -> tuple:
         pools.sparse.slot_of,
         pools.sparse._row_of,
         pools.sparse._dirty,
-        pools.latent._stored,
+        pools.latent.stored,
         pools.latent._keyed,
         pools.latent.rows,
         pools.latent.keys.pages,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ess.kernels import native
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.pool.index import IndexPool, PageTables, page_rows
 from ess.pool.latent import LatentPool
@@ -117,3 +118,22 @@ def test_page_tables_give_lines_and_rows():
     with pytest.raises(AssertionError):
         tables.give_back(line)
     assert (tables.page_max, tables.free_count) == (3, 1)
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_keys_go_from_tier_to_tier_row_by_row(pools, monkeypatch, is_native):
+    if is_native and not native.available():
+        pytest.skip(native.why_missing())
+    monkeypatch.setattr(native, "available", lambda: is_native)
+    latent, index = pools
+    rng = np.random.default_rng(0)
+    index.keys.pages[:] = rng.integers(0, 255, index.keys.pages.shape)
+    here, there = np.array([70, 3, 255], np.int32), np.array([0, 383, 64], np.int32)
+    latent.keys.copy_keys(index.keys, here, there, layers=[1])
+    assert np.array_equal(latent.keys.read(1, there), index.keys.read(1, here))
+    assert (latent.keys.pages[0] == 0).all()
+    assert np.count_nonzero(latent.keys.pages[1]) <= 3 * index.keys.key_bytes
+    latent.keys.copy_keys(index.keys, here[:2], there[:2], layers=[0, 1])
+    assert np.array_equal(latent.keys.read(0, there[:2]), index.keys.read(0, here[:2]))
+    with pytest.raises((AssertionError, IndexError)):
+        latent.keys.copy_keys(index.keys, here, np.array([0, 0, 384], np.int32), layers=[0])

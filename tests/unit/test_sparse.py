@@ -143,7 +143,7 @@ def test_a_settled_slot_may_give_way_a_dirty_one_not():
     sparse.begin_step()
     plan, split = select(sparse, 1, 100)
     assert (plan.place_count, split.place[0, 0], len(plan.rows)) == (1, 100, 0)
-    sparse.settle(1, slots[5:6])
+    sparse.settle(slots[5:6])
     plan, _ = select(sparse, 1, 100)
     assert plan.slots.tolist() == slots[5:6].tolist()
 

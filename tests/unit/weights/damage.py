@@ -10,6 +10,7 @@ tracemalloc bounds what Python allocates in one case.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -26,6 +27,7 @@ import conftest
 import torch
 
 from ess.errors import BadInput
+from ess.models.registry import MODULES
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.rank import RankWeights
 
@@ -231,6 +233,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     damage_json_bytes,
     replace_file,
 )
+
+
+# A damaged configuration may name the other family: its module is no stray file.
+for module in MODULES.values():
+    importlib.import_module(module)
 
 
 class Watch:

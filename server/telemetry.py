@@ -1,0 +1,96 @@
+"""A span per generating request, for OpenTelemetry, if it is installed and has somewhere to go.
+
+Plain ASGI inside the gate: what has no key has no span. A `traceparent` that came with the request
+is the span's parent. The span ends with the answer's last byte, so its length is the request's;
+when the first byte of the body left is an attribute and an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import ess
+from ess.errors import Unavailable
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+
+TRACED: Final = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"}
+)
+
+
+@contextlib.contextmanager
+def provided(endpoint: str, *, model: str) -> Iterator[TracerProvider | None]:
+    """None without an endpoint; what has not left yet leaves at the end."""
+    provider = provider_to(endpoint, model=model) if endpoint else None
+    try:
+        yield provider
+    finally:
+        if provider is not None:
+            provider.shutdown()
+
+
+def provider_to(endpoint: str, *, model: str) -> TracerProvider:
+    """Spans leave in batches, from a thread of their own."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"{error.name} is missing: install ess[otel]") from None
+    return provider_over(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model=model)
+
+
+def provider_over(processor: SpanProcessor, *, model: str) -> TracerProvider:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    about = {"service.name": "ess", "service.version": ess.__version__, "ess.model": model}
+    provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    return provider
+
+
+class Spans:
+    def __init__(self, app: ASGIApp, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._app = app
+        self._tracer = provider.get_tracer("ess.server", ess.__version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in TRACED:
+            await self._app(scope, receive, send)
+            return
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        carried = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
+        began_s, has_body = time.monotonic(), False
+        with self._tracer.start_as_current_span(
+            f"{scope['method']} {scope['path']}",
+            context=self._propagator.extract(carried),
+            kind=SpanKind.SERVER,
+        ) as span:
+            span.set_attribute("http.request.method", scope["method"])
+            span.set_attribute("http.route", scope["path"])
+            span.set_attribute("gen_ai.request.id", scope["state"]["request_id"])
+
+            async def noted(message: Message) -> None:
+                nonlocal has_body
+                await send(message)
+                if message["type"] == "http.response.start":
+                    span.set_attribute("http.response.status_code", message["status"])
+                    if message["status"] >= 500:
+                        span.set_status(Status(StatusCode.ERROR))
+                elif message.get("body") and not has_body:
+                    has_body = True
+                    span.set_attribute("ess.first_byte_s", time.monotonic() - began_s)
+                    span.add_event("first byte")
+
+            await self._app(scope, receive, noted)

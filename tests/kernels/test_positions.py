@@ -1,0 +1,100 @@
+"""Selections as positions: resolve and locate of the native planner against their specification."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ess.errors import BadInput
+from ess.pool import lru, planner
+from ess.pool.arena import Arena, Lookup, Split
+from tests.kernels.test_planner import SPLIT, ids, needs_native
+
+pytestmark = needs_native
+LAYERS = 3
+QUERIES, WIDTH = 4, 24
+
+
+def two_worlds(rng):
+    """The same lines of pages, stored bits and empty arena, for either implementation."""
+    pages = rng.permutation(20)[:15].astype(np.int32).reshape(3, 5)
+    host_page_of = np.full(20, -1, np.int32)
+    host_page_of[pages.reshape(-1)] = rng.permutation(30)[:15]
+    stored = np.full((LAYERS, 30), 2**64 - 1, np.uint64)
+    stored[1, host_page_of[pages[0, 0]]] ^= np.uint64(1 << 63)
+    for operations in (lru, planner):
+        rows = np.full((QUERIES + 1, WIDTH), 77, np.int32)
+        lookup = Lookup(
+            lines=pages.copy(),
+            host_page_of=host_page_of.copy(),
+            stored=stored.copy(),
+            rows=rows,
+            host_rows=np.full(rows.size, 77, np.int32),
+        )
+        arena = Arena.alone(row_count=20 * 64, slot_count=64)
+        yield operations, lookup, arena, Split.create(query_count=QUERIES + 1, top_k=WIDTH)
+
+
+def positions(rng):
+    chosen = [np.sort(rng.choice(200, WIDTH - 4, replace=False)) for _ in range(QUERIES)]
+    return np.pad(chosen, ((0, 0), (0, 4)), constant_values=-1).astype(np.int32)
+
+
+def test_positions_resolve_and_locate_as_their_specification_says():
+    seen = Counter()
+    rng = np.random.default_rng(5)
+    worlds = list(two_worlds(rng))
+    lines, lengths = ids([0, 0, 1, 2]), ids([200, 201, 202, 320])
+    for step in range(300, 330):
+        selection, found = positions(rng), []
+        for operations, lookup, arena, split in worlds:
+            out = np.empty_like(selection)
+            claims = operations.resolve(
+                arena,
+                lookup,
+                selection,
+                lines,
+                lengths,
+                layers=range(step % 2, LAYERS),
+                step=step,
+                ticket=step,
+                split=split,
+            )
+            hidden = operations.locate(arena, lookup, selection, lines, lengths, out=out)
+            in_flight = out.copy()
+            operations.land(arena, claims.slots.copy(), ticket=step)
+            absent = operations.locate(arena, lookup, selection, lines, lengths, out=out)
+            source = lookup.host_rows[: len(claims.rows)].copy()
+            found.append(
+                [claims.slots.copy(), claims.rows.copy(), source, lookup.rows, in_flight, out]
+                + [lookup.unwritten_count, hidden, absent, claims.place_count]
+                + [getattr(split, name) for name in SPLIT]
+            )
+            assert hidden > absent == ((out < 0) & (selection >= 0)).sum()
+            seen["unwritten"] += lookup.unwritten_count
+            seen["placed"] += claims.place_count
+            assert (source % 64 == claims.rows % 64).all()
+            assert (source // 64 == lookup.host_page_of[claims.rows // 64]).all()
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert seen["unwritten"]
+    assert seen["placed"]
+
+
+@pytest.mark.parametrize("name", ["resolve", "locate"])
+def test_a_bad_position_claims_nothing(name):
+    sentences = []
+    for operations, lookup, arena, split in two_worlds(np.random.default_rng(0)):
+        selection = np.full((1, WIDTH), -1, np.int32)
+        selection[0, :2] = [3, 130]
+        own = {"out": np.empty_like(selection)}
+        if name == "resolve":
+            own = {"layers": range(LAYERS), "step": 300, "ticket": 1, "split": split}
+        with pytest.raises(BadInput, match=r"selection\[0, 1\]") as refused:
+            getattr(operations, name)(arena, lookup, selection, ids([0]), ids([130]), **own)
+        sentences.append(str(refused.value))
+        assert (arena.row_of == -1).all()
+        assert (arena.slot_of == -1).all()
+    assert sentences[0] == sentences[1]

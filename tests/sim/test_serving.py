@@ -1,0 +1,136 @@
+"""`ess sim`: simulated step times under arrivals, beside the planner, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ess.layout import ModelLayout
+from ess.server.cli import main
+from ess.sim import misses, tables
+from ess.sim.goodput import Objective
+from ess.sim.operators import Fitted, Operators
+from ess.sim.plan import Ask, Planner
+from ess.sim.prefilltime import estimate
+from ess.sim.steptime import StepTimes
+from ess.sim.traffic import Mix, at_rate, draw
+from ess.sim.worker import RATE_MAX, Serving, serve
+
+OBJECTIVE = Objective(ttft_s=10.0, tpot_s=0.06)
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner(
+        operators=Operators(tables=tables.load(), fitted=Fitted.shipped()),
+        curves=misses.published(),
+        ask=Ask(context=131_072),
+        layout=ModelLayout.deepseek_v32(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "slots", "error"),
+    [(64, 131_072, 131_072, 1e-9), (40, 32_768, 6400, 0.01), (57, 90_000, 8000, 0.03)],
+)
+def test_steps_between_grid_points_are_the_planners(
+    planner: Planner, batch: int, context: int, slots: int, error: float
+):
+    here = replace(planner, ask=Ask(context=context))
+    times = StepTimes(operators=planner.operators, curves=planner.curves, ranks=32)
+    missed = planner.curves.mean(context=context, slots=slots)
+    found = times.at(requests=batch, queries=2, context=context, misses=missed)
+    assert found.step_us == pytest.approx(here.point(batch, slots).step_us, rel=error)
+
+
+def test_a_saturated_rank_does_what_the_planner_says(planner: Planner):
+    """Two full batches arrive at once: batch and tokens a second are those of `ess plan`.
+
+    3 % for the drafts of a finite number of steps, and since the mean context is a little less.
+    """
+    most = planner.budget.batch_max(context=131_072, slots_each=6400)
+    mix = Mix(rate=1e6, count=2 * most, prompt_tokens=130_560, output_tokens=512)
+    serving = Serving(objective=OBJECTIVE, tier=(1024, 61))
+    found = serve(planner, draw(mix, seed=0), serving)
+    point = planner.point(most, planner.budget.slots_each(context=131_072, batch=most))
+    busy_s = found.offload.seconds * found.offload.busy_share
+    assert found.offload.batch_peak == most
+    assert 2 * most * 512 / busy_s == pytest.approx(point.tokens_per_s, rel=0.03)
+    assert found.offload.tokens_per_s > 2.0 * found.resident.tokens_per_s
+
+
+@pytest.mark.slow
+def test_what_is_sustained_is_and_a_fifth_more_is_not(planner: Planner):
+    arrivals = draw(Mix(rate=1.0, count=120, prompt_tokens=130_048, output_tokens=1024), seed=0)
+    serving = Serving(objective=OBJECTIVE, tier=(8, 8), cached_share=0.95)
+    offload, resident = serve(planner, arrivals, serving, sustained=True).sustained
+    assert offload > 2.0 * resident > 0.0
+    for rate, is_met in ((offload, True), (1.2 * offload, False)):
+        again = serve(planner, at_rate(arrivals, rate), serving).offload
+        assert (again.good_share >= 0.9) == is_met
+    few = serve(planner, arrivals[:20], serving, sustained=True).sustained
+    assert few is not None
+    assert few[0] == RATE_MAX > few[1]
+    out_of_reach = replace(serving, objective=Objective(ttft_s=1e-3, tpot_s=0.06))
+    assert serve(planner, arrivals, out_of_reach, sustained=True).sustained == (0.0, 0.0)
+
+
+def test_without_pressure_offload_changes_nothing(planner: Planner):
+    mix = Mix(rate=0.5, count=12, prompt_tokens=8192, output_tokens=64)
+    found = serve(planner, draw(mix, seed=0), Serving(objective=OBJECTIVE))
+    assert found.offload == found.resident
+    assert found.offload.misses_mean == 0.0
+
+
+def test_prefill_takes_what_was_published(planner: Planner):
+    """52,300 tokens a second and node without the sparse rows; longer prompts are slower."""
+    time = estimate(planner.layout, planner.operators.machine)
+    attend_s = 61 * 2 * 128 * 2048 * (576 + 512) / 640e12
+    assert 8 / (time.linear - attend_s) == pytest.approx(52_300)
+    assert time.of(131_072) > 4.2 * time.of(32_768)
+
+
+@pytest.mark.parametrize("prefill", ["2x2", "beside"])
+def test_the_same_seed_prints_the_same_bytes(prefill: str, capsys: pytest.CaptureFixture[str]):
+    def said(seed: int) -> str:
+        asked = ["--rate", "0.5", "--requests", "8", "--out", "40", "--prefill", prefill]
+        assert main(["sim", *asked, "--spread", "0.5", "--seed", str(seed), "--json"]) == 0
+        return capsys.readouterr().out
+
+    once = said(1)
+    assert once == said(1) != said(2)
+    assert json.loads(once)["offload"]["served_count"] == 8
+
+
+def test_a_trace_is_replayed_at_the_rate_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 900, "output_length": 20, "hash_ids": []}\n'
+    trace.write_text("".join(line % (1000 * number) for number in range(6)))
+    assert main(["sim", "--trace", str(trace), "--rate", "0.5", "--requests", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "of 4 that arrive in 6 s" in shown
+    assert "further tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ([], "give --trace FILE, or --rate"),
+        (["--rate", "0"], "rate of 0.0"),
+        (["--rate", "1", "--prefill", "4"], "pipelines x GPUs"),
+        (["--rate", "1", "--prefill", "1x99"], "1 to 61 GPUs"),
+        (["--rate", "1", "--requests", "0"], "at least one"),
+        (["--rate", "1", "--waiting", "-1"], "waiting -1"),
+        (["--rate", "1", "--gpu", "abacus"], "abacus"),
+        (["--rate", "1", "--ctx", "4m"], "a prompt of 4,194,304 tokens"),
+        (["--trace", "nowhere.csv"], "nowhere.csv"),
+    ],
+)
+def test_wrong_asks_get_a_sentence(asked: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["sim", *asked]) != 0
+    assert says in capsys.readouterr().err
