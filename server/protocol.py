@@ -96,6 +96,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's word for what is not HTTP, in the shape of our errors."""
+        body = b'{"error":{"message":"the request is not HTTP/1.1","type":"invalid_request_error",'
+        self.transport.write(refusal(b"400 Bad Request", body + b'"param":null,"code":null}}'))
+        self.transport.close()
+
     def _refuse_head(self) -> None:
         sentence = b"the request's line and headers are longer than %d bytes" % self.head_bytes_max
         body = b'{"error":{"message":"%b","type":"invalid_request_error",' % sentence

@@ -156,6 +156,9 @@ def test_what_is_not_http_is_answered_and_forgotten(sent: bytes):
             made.shutdown(socket.SHUT_WR)
             told = made.recv(4096)
             assert told[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 404", b"HTTP/1.1 413")
+            head, _, body = told.partition(b"\r\n\r\n")
+            assert b"x-request-id: " in head
+            assert json.loads(body)["error"]["message"]
         ask(served, "/health")
 
 
