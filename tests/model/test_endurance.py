@@ -75,7 +75,8 @@ def test_ten_thousand_short_requests(depth):
     sizes = feed(eng, 9000, seed=1)
     gc.collect()
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
-    assert max(sizes) - min(sizes) <= 64, f"containers grew: {sizes}"
+    half = len(sizes) // 2
+    assert max(sizes[half:]) - max(sizes[:half]) <= 16, f"containers grew: {sizes}"
     assert calls_made(eng, 96) <= 1.05 * first_calls
     assert grown_kib < 8 * 1024, f"resident memory grew by {grown_kib} KiB"
     last = eng.add(prompt(90), Sampling(tokens_max=10))
