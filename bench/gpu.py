@@ -30,7 +30,7 @@ SCHEMA: Final = "ess.bench/1"
 
 
 def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
-    """Left out, with the reason, on a machine without the packages of ESS."""
+    """Left out, with the reason, on a machine without torch or Triton."""
     try:
         home = importlib.import_module("ess.bench.gpu_layer")
     except ImportError as error:

@@ -15,13 +15,14 @@ beside it. The copy alone, the kernels alone and the resident partial beside the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ess.bench.gpu_rig import Row, row
 from ess.bench.layer_points import (
     HOST_ROWS_MAX,
     TOP_K,
@@ -33,7 +34,6 @@ from ess.bench.layer_points import (
     lay_out,
     points,
 )
-from ess.bench.report import Row, compare
 from ess.errors import Unavailable
 from ess.kernels import backend
 from ess.kernels.merge import Partial
@@ -313,48 +313,37 @@ def measure(layer: Layer) -> dict[str, list[float]]:
 def rows_of(point: Point, batch: Batch, samples: dict[str, list[float]]) -> list[Row]:
     """Medians made rows: exposed time against the transfer, interference, the cost of a split."""
     medians = {name: statistics.median(each) for name, each in samples.items()}
-    config = point.config | {"misses": round(batch.misses_mean, 1)}
-    rows = [
-        Row(name=f"layer: {name}", value=medians[name], unit="us", config=config, samples=each)
-        for name, each in samples.items()
-    ]
-    moved = len(batch.host_rows) * ROWS.row_bytes
-    rate = moved / medians["copy"] / 1e3
-    rows.append(Row(name="layer: copy rate", value=rate, unit="GB/s", config=config))
+    config: dict[str, Any] = point.config | {"misses": round(batch.misses_mean, 1)}
+    rows = [row(f"layer: {name}", "us", each, **config) for name, each in samples.items()]
+    rate = len(batch.host_rows) * ROWS.row_bytes / medians["copy"] / 1e3
+    rows.append(row("layer: copy rate", "GB/s", [rate], **config))
     for mode in ("none", "da", "dba"):
         exposed = max(medians[mode] - medians["resident"], 0.1)
-        rows.append(
-            compare(
-                name=f"layer: exposed by {mode}",
-                unit="us",
-                ours=[exposed],
-                baseline=("the copy alone", [medians["copy"]]),
-                target=None if mode == "none" else 1 / EXPOSED_MAX,
-                config=config,
-            )
-        )
+        baseline = "the copy alone", medians["copy"]
+        target = None if mode == "none" else 1 / EXPOSED_MAX
+        name = f"layer: exposed by {mode}"
+        rows.append(row(name, "us", [exposed], baseline=baseline, target=target, **config))
     return [*rows, _interference(medians, config)]
 
 
 def _interference(medians: dict[str, float], config: dict[str, Any]) -> Row:
     """Both together against the longer alone: 1 where neither disturbs the other."""
     longer = max(medians["attend 0"], medians["copy"])
-    return compare(
-        name="layer: attend 0 beside the copy",
-        unit="us",
-        ours=[medians["attend 0 and copy"]],
-        baseline=("the longer alone", [longer]),
+    return row(
+        "layer: attend 0 beside the copy",
+        "us",
+        [medians["attend 0 and copy"]],
+        baseline=("the longer alone", longer),
         target=1 / SLOWDOWN_MAX,
-        config=config,
+        **config,
     )
 
 
-def layer_gpu_benchmark(*, smoke: bool, gather: Gather = triton_gather) -> list[Row]:
+def layer_gpu_benchmark(*, smoke: bool, gather: Gather = triton_gather) -> Iterator[Row]:
     """Every point in turn; `gather` is whatever moves rows on this machine."""
     backend.ops("cuda")
     if not torch.cuda.is_available():
         raise Unavailable("the one-layer benchmark measures a GPU, and there is none here")
-    rows: list[Row] = []
     drawn: dict[tuple[int, int], list[Step]] = {}
     for point in points(smoke=smoke):
         kind = point.context, point.queries
@@ -363,7 +352,6 @@ def layer_gpu_benchmark(*, smoke: bool, gather: Gather = triton_gather) -> list[
         host_rows = min(HOST_ROWS_MAX, point.batch * point.context)
         batch = lay_out(point, drawn[kind], host_row_count=host_rows)
         layer = Layer(point=point, batch=batch, gather=gather)
-        rows += rows_of(point, batch, measure(layer))
+        yield from rows_of(point, batch, measure(layer))
         del layer
         torch.cuda.empty_cache()
-    return rows

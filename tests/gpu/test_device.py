@@ -15,8 +15,8 @@ from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.catalogue import ROW_BYTES as ROW_SIZES
 from ess.kernels.cuda.catalogue import rival_form
 from ess.kernels.cuda.rows import flat_form, ring_form
-from tests.kernels.test_planner import Campaign, Side, assert_every_case_was_met
 from tests.support import device_scenarios as scenarios
+from tests.support.twins import Campaign, Side, assert_every_case_was_met
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ from ess.errors import BadInput
 from ess.kernels.cuda.resolve import NOW, REPORT, ResolveShape, resolve_program, resolve_record
 from ess.pool import lru
 from ess.pool.arena import AGE_MAX, Arena, Claims, Split
-from tests.kernels.test_planner import Campaign, Side, assert_every_case_was_met, ids
 from tests.support.emulate import emulated, needs_compiler
+from tests.support.twins import Campaign, Side, assert_every_case_was_met, ids
 
 pytestmark = needs_compiler
 

@@ -30,7 +30,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
 OFFLOAD = "tests/model/test_offload.py"
 SUITES = {
-    "ess.pool.lru": ["tests/unit/test_lru.py", "tests/kernels/test_planner.py"],
+    "ess.pool.lru": [
+        "tests/unit/test_lru.py",
+        "tests/kernels/test_planner_drawn.py",
+        "tests/kernels/test_planner.py",
+    ],
     "ess.pool.pages": ["tests/unit/test_pages.py"],
     "ess.pool.prefix": ["tests/unit/test_prefix.py", "tests/unit/test_latent.py"],
     "ess.pool.latent": ["tests/unit/test_latent.py", "tests/unit/test_door.py", OFFLOAD],

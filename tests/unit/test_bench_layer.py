@@ -91,21 +91,21 @@ def test_rows_say_what_is_exposed_and_what_disturbs() -> None:
         "attend 0": 50.0, "attend 0 and copy": 60.0, "attend all": 55.0, "attend 1": 9.0,
         "merge": 3.0,
     }  # fmt: skip
-    rows = {row.name: row for row in rows_of(SMALL, batch, {n: [t] for n, t in times.items()})}
-    assert rows["layer: exposed by none"].value == 41
-    assert rows["layer: exposed by none"].met is None
-    assert rows["layer: exposed by da"].value == 5
-    assert rows["layer: exposed by da"].ratio == 8
-    assert rows["layer: exposed by da"].met
-    assert rows["layer: exposed by dba"].value == pytest.approx(0.1)
-    assert rows["layer: attend 0 beside the copy"].ratio == pytest.approx(50 / 60)
-    assert not rows["layer: attend 0 beside the copy"].met
-    rate = rows["layer: copy rate"].value
+    rows = {row["name"]: row for row in rows_of(SMALL, batch, {n: [t] for n, t in times.items()})}
+    assert rows["layer: exposed by none"]["value"] == 41
+    assert rows["layer: exposed by none"]["met"] is None
+    assert rows["layer: exposed by da"]["value"] == 5
+    assert rows["layer: exposed by da"]["ratio"] == 8
+    assert rows["layer: exposed by da"]["met"]
+    assert rows["layer: exposed by dba"]["value"] == pytest.approx(0.1)
+    assert rows["layer: attend 0 beside the copy"]["ratio"] == pytest.approx(50 / 60)
+    assert not rows["layer: attend 0 beside the copy"]["met"]
+    rate = rows["layer: copy rate"]["value"]
     assert rate == pytest.approx(len(batch.host_rows) * 656 / 40e-6 / 1e9)
-    assert rows["layer: merge"].config["misses"] == round(batch.misses_mean, 1)
+    assert rows["layer: merge"]["config"]["misses"] == round(batch.misses_mean, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(Unavailable, match="cuda"):
-        layer_gpu_benchmark(smoke=True)
+        list(layer_gpu_benchmark(smoke=True))
