@@ -1,26 +1,68 @@
 // Index logits: scale of the key * sum over heads of weight * relu(query . key).
 //
-// A page is decoded once per query and multiplied in blocks of eight keys by a vector or two of
-// heads. Heads are lanes; what they weigh is added lane by lane over the vectors and across lanes
-// at the end, always in the same order. Keys behind the query's length are computed with the rest
-// of their page, whatever they hold, and dropped by the caller.
+// A page is decoded once for all queries of a run and multiplied in blocks of a few keys by up to
+// three vectors of heads, whoever's they are: few heads fill one vector with all of a query's, many
+// heads take several. Heads are lanes; what they weigh is added lane by lane over the vectors of a
+// query and across lanes at the end, always in the same order, so a query gets the same bits in any
+// run. Keys behind the query's length are computed with the rest of their page, whatever they hold,
+// and dropped.
 //
 // Products are taken in bf16 where both sides fit: fp8 keys, and queries in fp8 or bf16.
 #pragma once
 
-constexpr int64_t kPageKeys = 64;
+constexpr int64_t kIndexKeys = kLanes == 16 ? 8 : 4;
+constexpr int kIndexVectors = 3;
 
+// The queries of a run, packed: vector v of heads at packed + v * panel, [step, lane].
 struct IndexWork {
+    int64_t spread, words, steps, panel;
+    int64_t per_query;  // vectors
     uint32_t* packed;
-    uint32_t* keys;
-    float* weights;  // by lane: the head's in the first of its lanes, 0 in the others
+    float* weights;  // [vector, lane]
+    uint32_t* keys;  // of a page
+    Floats* begun;   // sums of the query whose vectors a block did not end with, by key
+    float* logits;   // [query, key] of a page
+
+    IndexWork(const Index& call, int64_t query_count, bool half)
+        : spread(spread_of(call.head_count, call.key_dim / (half ? 2 : 1))),
+          words(call.key_dim / (half ? 2 : 1)), steps(words / spread), panel(steps * kLanes),
+          per_query(round_up(call.head_count * spread, kLanes) / kLanes) {
+        const uintptr_t bytes = carve(0, query_count);
+        carve((uintptr_t)scratch(Use::index, int64_t(bytes)), query_count);
+    }
+
+private:
+    // Lays the arrays out from `at` on; returns where they end.
+    uintptr_t carve(uintptr_t at, int64_t query_count) {
+        const int64_t vectors = query_count * per_query;
+        packed = (uint32_t*)at, at += vectors * panel * 4;
+        weights = (float*)at, at += vectors * kLanes * 4;
+        at = round_up(at, 64), keys = (uint32_t*)at, at += kPageKeys * words * 4;
+        at = round_up(at, 64), begun = (Floats*)at, at += kPageKeys * sizeof(Floats);
+        logits = (float*)at, at += query_count * kPageKeys * 4;
+        return at;
+    }
 };
 
-ESS_LANE IndexWork index_work(const Packing& query) {
-    const int64_t packed = round_up(query.word_count() * 4, 64);
-    const int64_t keys = round_up(kPageKeys * query.words * 4, 64);
-    uint8_t* at = (uint8_t*)scratch(Use::index, packed + keys + query.width * 4);
-    return {(uint32_t*)at, (uint32_t*)(at + packed), (float*)(at + packed + keys)};
+// The head that a lane stands for once `fold` has added the lanes that a head takes.
+ESS_LANE int64_t head_of(int64_t lane, int64_t spread) {
+    return lane / 4 * (4 / spread) + lane % (4 / spread);
+}
+
+template <bool half>
+ESS_LANE void pack_run(const Index& call, const Run& run, const IndexWork& work) {
+    for (int64_t i = 0; i < run.count * work.per_query; i++) {
+        const int64_t query = run.first + i / work.per_query;
+        const int64_t first = i % work.per_query * kLanes, rest = call.head_count - first;
+        const Packing vector(rest < kLanes ? rest : kLanes, call.head_count, work.words);
+        pack<half>(vector, call.queries + query * call.query_stride + first * call.head_stride,
+                   call.query_form, call.head_stride, work.packed + i * work.panel);
+        for (int64_t lane = 0; lane < kLanes; lane++) {
+            const int64_t head = first + head_of(lane, work.spread);
+            work.weights[i * kLanes + lane] =
+                head < call.head_count ? call.weights[query * call.head_count + head] : 0.0f;
+        }
+    }
 }
 
 // The values of a page's keys as words; float32 pages are words as they lie.
@@ -42,76 +84,135 @@ struct NextPage {
     bool wants(int64_t step) const { return step < lines; }
 };
 
+// Adds neighbouring lanes, `by` of them, within quarters of a vector; a quarter of what comes out
+// holds the sums of `by` vectors, one behind the other.
+template <int by, int count>
+ESS_LANE void fold_keys(Floats* sums) {
+    for (int left = count / 2; left > count / 2 / by; left /= 2)
+        for (int i = 0; i < left; i++)
+            sums[i] = ESS_PICK(sums[2 * i], sums[2 * i + 1], 0x88) +
+                      ESS_PICK(sums[2 * i], sums[2 * i + 1], 0xDD);
+}
+
+// Adds the quarters of vectors that hold four keys each.
+ESS_LANE void store_keys(const Floats* sums, float* to) {
+#if ESS_LANES == 16
+    const __m512 a = (__m512)sums[0], b = (__m512)sums[1];
+    __m512 sum = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+    sum = _mm512_add_ps(_mm512_shuffle_f32x4(sum, sum, 0x88),
+                        _mm512_shuffle_f32x4(sum, sum, 0xDD));
+    _mm256_storeu_ps(to, _mm512_castps512_ps256(sum));
+#elif ESS_LANES == 8
+    const __m256 sum = (__m256)sums[0];
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1)));
+#else
+    store(to, sums[0]);
+#endif
+}
+
+// What the heads of one vector give to a block of keys.
+template <int spread>
+ESS_LANE void weigh(const IndexWork& work, int64_t vector, int64_t key,
+                    Floats (&sums)[kIndexKeys]) {
+    constexpr int count = kIndexKeys / spread;
+    const int64_t query = spread > 1 ? vector : vector / work.per_query;
+    const int64_t part = spread > 1 ? 0 : vector % work.per_query;
+    const Floats weights = load<Floats>(work.weights + vector * kLanes);
+    fold_keys<spread, kIndexKeys>(sums);
+    for (int i = 0; i < count; i++) {
+        const Floats before = part ? work.begun[key + i] : Floats{};
+        sums[i] = multiply_add(sums[i] < 0.0f ? Floats{} : sums[i], weights, before);
+    }
+    if (spread == 1 && part + 1 < work.per_query) {
+        for (int i = 0; i < count; i++) work.begun[key + i] = sums[i];
+        return;
+    }
+    fold_keys<4 / spread, count>(sums);
+    store_keys(sums, work.logits + query * kPageKeys + key);
+}
+
 template <bool half, int spread, int vectors, typename Later>
-ESS_LANE void index_block(const Packing& query, const uint32_t* keys, const uint32_t* packed,
-                          const float* weights, const Later& later, Floats (&totals)[kKeys]) {
-    Floats sums[kKeys][vectors] = {};
-    multiply<half, spread>({keys, query.words, spread}, packed, query.width, query.steps(), sums,
-                           later);
-    for (int64_t i = 0; i < kKeys; i++)
-        for (int v = 0; v < vectors; v++) {
-            const Floats logit = fold<spread>(sums[i][v]);
-            totals[i] = multiply_add(logit < 0.0f ? Floats{} : logit,
-                                     load<Floats>(weights + v * kLanes), totals[i]);
+ESS_LANE void index_block(const IndexWork& work, const uint32_t* keys, int64_t key, int64_t vector,
+                          const Later& later) {
+    Floats sums[kIndexKeys][vectors] = {};
+    multiply<half, spread>({keys + key * work.words, work.words, spread},
+                           work.packed + vector * work.panel, kLanes, work.steps, sums, later,
+                           work.panel);
+    for (int v = 0; v < vectors; v++) {
+        Floats mine[kIndexKeys];
+        for (int i = 0; i < kIndexKeys; i++) mine[i] = sums[i][v];
+        weigh<spread>(work, vector + v, key, mine);
+    }
+}
+
+// Up to three vectors of heads with all keys of a page; their words stay in the first-level cache.
+template <bool half, int spread, int vectors>
+ESS_LANE void index_vectors(const IndexWork& work, const uint32_t* keys, int64_t vector,
+                            NextPage next) {
+    for (int64_t key = 0; key < kPageKeys; key += kIndexKeys, next.from += 64 * next.lines)
+        index_block<half, spread, vectors>(work, keys, key, vector, next);
+}
+
+template <bool half, int spread>
+ESS_LANE void index_page(const IndexWork& work, const uint32_t* keys, int64_t vectors,
+                         NextPage next) {
+    for (int64_t vector = 0; vector < vectors; vector += kIndexVectors, next.lines = 0)
+        switch (vectors - vector) {
+            case 1: index_vectors<half, spread, 1>(work, keys, vector, next); break;
+            case 2: index_vectors<half, spread, 2>(work, keys, vector, next); break;
+            default: index_vectors<half, spread, kIndexVectors>(work, keys, vector, next);
         }
 }
 
-template <bool half, int spread, int vectors>
-ESS_LANE void index_page(const Packing& query, const IndexWork& work, const uint32_t* keys,
-                         NextPage next, float* logits) {
-    for (int64_t key = 0; key < kPageKeys; key += kKeys, next.from += 64 * next.lines) {
-        Floats totals[kKeys] = {};
-        const uint32_t* from = keys + key * query.words;
-        index_block<half, spread, vectors>(query, from, work.packed, work.weights, next, totals);
-        constexpr int64_t width = vectors * kLanes;
-        int64_t lane = width;
-        for (; lane + width <= query.width; lane += width)
-            index_block<half, spread, vectors>(query, from, work.packed + lane,
-                                               work.weights + lane, Nothing{}, totals);
-        if (lane < query.width)
-            index_block<half, spread, 1>(query, from, work.packed + lane, work.weights + lane,
-                                         Nothing{}, totals);
-        for (int64_t i = 0; i < kKeys; i++) logits[key + i] = total(totals[i]);
+// Those of a page's logits that lie within the length of their query.
+ESS_LANE void give_out(const Index& call, const Run& run, const IndexWork& work, int64_t page,
+                       const float_any* scales, float* logits, int64_t stride) {
+    for (int64_t query = 0; query < run.count; query++) {
+        const int64_t rest = call.lengths[run.first + query] - page * kPageKeys;
+        const int64_t count = rest < kPageKeys ? rest : kPageKeys;
+        const float* from = work.logits + query * kPageKeys;
+        float* to = logits + query * stride + page * kPageKeys;
+        for (int64_t i = 0; i < count; i++) to[i] = scales ? from[i] * scales[i] : from[i];
+    }
+}
+
+template <bool half, int spread>
+void index_spread(const Index& call, const Run& run, const IndexWork& work, int64_t first,
+                  int64_t last, float* logits, int64_t stride) {
+    const int32_t* table = call.table + run.longest * call.table_stride;
+    const bool is_fp8 = call.key_form == Form::fp8;
+    const int64_t page_bytes = kPageKeys * (is_fp8 ? call.key_dim + 4 : 4 * call.key_dim);
+    const int64_t blocks = kPageKeys / kIndexKeys, lines = (page_bytes / 64 + blocks - 1) / blocks;
+    for (int64_t page = first; page < last; page++) {
+        const uint8_t* from = call.pages.base + table[page] * call.pages.stride;
+        const int64_t after = table[page + 1 < last ? page + 1 : page];
+        const NextPage next{call.pages.base + after * call.pages.stride,
+                            page + 1 < last ? lines : 0};
+        const uint32_t* keys = page_words<half>(call, from, work.keys);
+        index_page<half, spread>(work, keys, run.count * work.per_query, next);
+        const uint8_t* scales = is_fp8 ? from + kPageKeys * call.key_dim : nullptr;
+        give_out(call, run, work, page, (const float_any*)scales, logits, stride);
     }
 }
 
 template <bool half>
-void index_in(const Index& call, int64_t query, int64_t first, int64_t last, float* logits) {
-    const Packing packing(call.head_count, call.head_count, call.key_dim / (half ? 2 : 1));
-    const IndexWork work = index_work(packing);
-    pack<half>(packing, call.queries + query * call.query_stride, call.query_form,
-               call.head_stride, work.packed);
-    __builtin_memset(work.weights, 0, packing.width * 4);
-    for (int64_t head = 0; head < call.head_count; head++)
-        work.weights[head * packing.spread] = call.weights[query * call.head_count + head];
-    const auto page_at = [&](int64_t i) {
-        return call.pages.base + call.table[query * call.table_stride + i] * call.pages.stride;
-    };
-    const int64_t page_bytes = kPageKeys * (call.key_form == Form::f32 ? 4 * call.key_dim
-                                                                       : call.key_dim + 4);
-    for (int64_t i = first; i < last; i++, logits += kPageKeys) {
-        const uint8_t* from = page_at(i);
-        const NextPage next{page_at(i + 1 < last ? i + 1 : i),
-                            i + 1 < last ? (page_bytes / 64 + kKeys - 1) / kKeys : 0};
-        const uint32_t* keys = page_words<half>(call, from, work.keys);
-        if (packing.spread == 4)
-            index_page<half, 4, 1>(packing, work, keys, next, logits);
-        else if (packing.spread == 2)
-            index_page<half, 2, 1>(packing, work, keys, next, logits);
-        else if (packing.width == kLanes)
-            index_page<half, 1, 1>(packing, work, keys, next, logits);
-        else
-            index_page<half, 1, 2>(packing, work, keys, next, logits);
-        if (call.key_form == Form::f32) continue;
-        const float_any* scales = (const float_any*)(from + kPageKeys * call.key_dim);
-        for (int64_t key = 0; key < kPageKeys; key++) logits[key] *= scales[key];
-    }
+void index_in(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
+              int64_t stride) {
+    const IndexWork work(call, run.count, half);
+    pack_run<half>(call, run, work);
+    if (work.spread == 4)
+        index_spread<half, kLanes >= 8 ? 4 : 1>(call, run, work, first, last, logits, stride);
+    else if (work.spread == 2)
+        index_spread<half, kLanes >= 8 ? 2 : 1>(call, run, work, first, last, logits, stride);
+    else
+        index_spread<half, 1>(call, run, work, first, last, logits, stride);
 }
 
-void index(const Index& call, int64_t query, int64_t first, int64_t last, float* logits) {
+void index(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
+           int64_t stride) {
 #if ESS_HALF
     if (call.key_form == Form::fp8 && call.query_form != Form::f32)
-        return index_in<true>(call, query, first, last, logits);
+        return index_in<true>(call, run, first, last, logits, stride);
 #endif
-    index_in<false>(call, query, first, last, logits);
+    index_in<false>(call, run, first, last, logits, stride);
 }

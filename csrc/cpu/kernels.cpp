@@ -7,14 +7,16 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "crew.h"
 
 namespace ess {
 namespace {
 
-constexpr int64_t kPageKeys = 64;
 constexpr int64_t kPiecePages = 64;
+constexpr int64_t kPiecePagesLeast = 8;
+constexpr int64_t kRunQueries = 12;  // a page's decoding counts little then, and all fit the caches
 constexpr int64_t kHeadUnit = 16;
 
 struct Free {
@@ -52,21 +54,32 @@ int64_t page_count(const Index& call, int64_t query) {
 
 void fill(float* from, float* to) { std::fill(from, to, -std::numeric_limits<float>::infinity()); }
 
-// Logits of one query in pieces of pages. The last page may reach past the query's length: it is
-// computed aside.
-void index_piece(const Index& call, int64_t query, int64_t piece, float* logits) {
-    const int64_t first = piece * kPiecePages;
-    const int64_t last = std::min(first + kPiecePages, page_count(call, query));
-    const int64_t whole = std::min(last, int64_t(call.lengths[query]) / kPageKeys);
-    if (whole > first) kernels().index(call, query, first, whole, logits + first * kPageKeys);
-    if (last <= whole) return;
-    float page[kPageKeys];
-    kernels().index(call, query, whole, last, page);
-    std::copy(page, page + (call.lengths[query] - whole * kPageKeys), logits + whole * kPageKeys);
+// Whether `query` may join `run`: it must find the same pages where it looks, and look about as far,
+// because a run is computed as far as its longest query reaches.
+bool joins(const Index& call, const Run& run, int64_t query) {
+    const int64_t pages = page_count(call, query), others = page_count(call, run.longest);
+    if (run.count == kRunQueries || pages > others + 1 || others > pages + 1) return false;
+    const int32_t* table = call.table + query * call.table_stride;
+    const int32_t* other = call.table + run.longest * call.table_stride;
+    return std::equal(table, table + std::min(pages, others), other);
 }
 
-int64_t index_piece_count(const Index& call, int64_t query) {
-    return (page_count(call, query) + kPiecePages - 1) / kPiecePages;
+std::vector<Run> runs_of(const Index& call) {
+    std::vector<Run> runs;
+    for (int64_t query = 0; query < call.query_count; query++) {
+        if (runs.empty() || !joins(call, runs.back(), query)) runs.push_back({query, 0, query});
+        Run& run = runs.back();
+        run.count++;
+        if (page_count(call, query) > page_count(call, run.longest)) run.longest = query;
+    }
+    return runs;
+}
+
+// Pages of a piece: many, but so that no thread goes without where there are fewer runs.
+int64_t piece_pages(int64_t pages, int64_t run_count, int32_t threads) {
+    const int64_t sharers = (threads + run_count - 1) / std::max<int64_t>(1, run_count);
+    const int64_t share = (pages + sharers - 1) / std::max<int64_t>(1, sharers);
+    return std::min(kPiecePages, std::max(kPiecePagesLeast, share));
 }
 
 int32_t index_fault(const Index& call, int64_t* span) {
@@ -137,14 +150,18 @@ ESS_EXPORT int32_t ess_index_logits(const ess::Index* call, float* logits, int64
                                     int32_t threads, int64_t* span) {
     using namespace ess;
     if (int32_t fault = index_fault(*call, span)) return fault;
-    const int64_t per_query = call->table_width / kPiecePages + 1;
-    run_pieces(threads, call->query_count * per_query, [&](int64_t piece) {
-        const int64_t query = piece / per_query;
-        float* row = logits + query * stride;
-        if (piece % per_query < index_piece_count(*call, query))
-            index_piece(*call, query, piece % per_query, row);
-        if (piece % per_query == 0)
-            fill(row + call->lengths[query], row + call->table_width * kPageKeys);
+    const std::vector<Run> runs = runs_of(*call);
+    const int64_t some = piece_pages(call->table_width, runs.size(), threads);
+    const int64_t per_run = call->table_width / some + 1;
+    run_pieces(threads, int64_t(runs.size()) * per_run, [&](int64_t piece) {
+        const Run& run = runs[piece / per_run];
+        const int64_t first = piece % per_run * some, pages = page_count(*call, run.longest);
+        float* rows = logits + run.first * stride;
+        if (first < pages)
+            kernels().index(*call, run, first, std::min(first + some, pages), rows, stride);
+        for (int64_t i = 0; first == 0 && i < run.count; i++)
+            fill(rows + i * stride + call->lengths[run.first + i],
+                 rows + i * stride + call->table_width * kPageKeys);
     });
     return 0;
 }
@@ -160,17 +177,27 @@ ESS_EXPORT int32_t ess_top_k(const float* logits, int64_t stride, int64_t width,
     return 0;
 }
 
-// Both in one: the logits of a query live in scratch and nowhere else.
+// Both in one: the logits of a run live in scratch and nowhere else.
 ESS_EXPORT int32_t ess_index_top_k(const ess::Index* call, int64_t k, int32_t* out,
                                    int32_t threads, int64_t* span) {
     using namespace ess;
     if (int32_t fault = index_fault(*call, span)) return fault;
-    const bool alone = call->query_count < threads;
-    run_pieces(alone ? 1 : threads, call->query_count, [&](int64_t query) {
-        float* logits = static_cast<float*>(scratch(Use::logits, 4 * call->lengths[query] + 64));
-        run_pieces(alone ? threads : 1, index_piece_count(*call, query),
-                   [&](int64_t piece) { index_piece(*call, query, piece, logits); });
-        kernels().top_k(logits, call->lengths[query], k, out + query * k);
+    const std::vector<Run> runs = runs_of(*call);
+    const int64_t run_count = runs.size();
+    const int32_t inside = run_count < threads ? threads : 1;
+    run_pieces(inside > 1 ? 1 : threads, run_count, [&](int64_t at) {
+        const Run& run = runs[at];
+        const int64_t pages = page_count(*call, run.longest), stride = pages * kPageKeys;
+        const int64_t some = piece_pages(pages, 1, inside);
+        float* logits = static_cast<float*>(scratch(Use::logits, 4 * run.count * stride + 64));
+        run_pieces(inside, (pages + some - 1) / some, [&](int64_t piece) {
+            const int64_t first = piece * some;
+            kernels().index(*call, run, first, std::min(first + some, pages), logits, stride);
+        });
+        run_pieces(inside, run.count, [&](int64_t i) {
+            const int64_t query = run.first + i;
+            kernels().top_k(logits + i * stride, call->lengths[query], k, out + query * k);
+        });
     });
     return 0;
 }

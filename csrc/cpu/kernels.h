@@ -43,6 +43,8 @@ struct Attend {
     float scale;
 };
 
+constexpr int64_t kPageKeys = 64;
+
 // Index logits. Pages hold 64 keys, then (fp8) 64 scales.
 struct Index {
     int64_t query_count;
@@ -59,6 +61,13 @@ struct Index {
     const float* weights;  // [query, head], dense
     const int32_t* table;
     const int32_t* lengths;
+};
+
+// Consecutive queries that read the same pages, each as far as it reaches; `longest` reaches all.
+struct Run {
+    int64_t first;
+    int64_t count;
+    int64_t longest;
 };
 
 struct Merge {
@@ -117,8 +126,10 @@ constexpr int64_t kExpertsMax = 512;
 struct Kernels {
     const char* name;
     void (*attend)(const Attend& call, int64_t query, int64_t first_head, int64_t last_head);
-    // Logits of pages first .. last - 1 of a query; logits[0] is that of the first of their keys.
-    void (*index)(const Index& call, int64_t query, int64_t first, int64_t last, float* logits);
+    // Logits of pages first .. last - 1 for every query of a run; rows of `stride` floats, of which
+    // those behind a query's length are left alone.
+    void (*index)(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
+                  int64_t stride);
     void (*top_k)(const float* logits, int64_t count, int64_t k, int32_t* out);
     void (*merge)(const Merge& call);
     // Tokens first .. last - 1, at most kStageTokens.

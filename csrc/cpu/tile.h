@@ -79,22 +79,21 @@ ESS_LANE Ints repeat(const uint32_t* from) {
 #define ESS_TURN(v, order) (Floats)_mm_shuffle_ps((__m128)(v), (__m128)(v), order)
 #endif
 
+// Two lanes of every quarter of a, then two of b.
+#if ESS_LANES == 16
+#define ESS_PICK(a, b, order) (Floats)_mm512_shuffle_ps((__m512)(a), (__m512)(b), order)
+#elif ESS_LANES == 8
+#define ESS_PICK(a, b, order) (Floats)_mm256_shuffle_ps((__m256)(a), (__m256)(b), order)
+#else
+#define ESS_PICK(a, b, order) (Floats)_mm_shuffle_ps((__m128)(a), (__m128)(b), order)
+#endif
+
 // Every lane gets the sum of the `spread` lanes that it belongs to.
 template <int spread>
 ESS_LANE Floats fold(Floats sum) {
     if constexpr (spread >= 2) sum += ESS_TURN(sum, 0xB1);
     if constexpr (spread >= 4) sum += ESS_TURN(sum, 0x4E);
     return sum;
-}
-
-ESS_LANE float total(Floats vector) {
-#if ESS_LANES == 16
-    return _mm512_reduce_add_ps((__m512)vector);
-#else
-    for (int64_t half = kLanes / 2; half; half /= 2)
-        for (int64_t i = 0; i < half; i++) vector[i] += vector[i + half];
-    return vector[0];
-#endif
 }
 
 // One factor of a product, read word by word: word (row, step) at from[row * stride + step * next].
@@ -109,16 +108,18 @@ struct Nothing {
     bool wants(int64_t) const { return false; }
 };
 
-// sums[row][column] += rows of `left` times columns of `right`, [step, vector of columns]. What
-// will be needed later is requested from memory meanwhile, a little at every step.
+// sums[row][column] += rows of `left` times columns of `right`, [step, vector of columns], vectors
+// side by side or `vector_stride` apart. What will be needed later is requested from memory
+// meanwhile, a little at every step.
 template <bool half, int spread, int rows, int vectors, typename Later = Nothing>
 ESS_LANE void multiply(Factor left, const uint32_t* right, int64_t right_stride, int64_t steps,
-                       Floats (&sums)[rows][vectors], const Later& later = {}) {
+                       Floats (&sums)[rows][vectors], const Later& later = {},
+                       int64_t vector_stride = kLanes) {
     for (int64_t step = 0; step < steps; step++) {
         later.request(step);
         Ints columns[vectors];
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) columns[v] = load<Ints>(right + v * kLanes);
+        for (int v = 0; v < vectors; v++) columns[v] = load<Ints>(right + v * vector_stride);
 #pragma GCC unroll 16
         for (int row = 0; row < rows; row++) {
             Ints word = repeat<spread>(left.from + row * left.stride);
