@@ -40,14 +40,6 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     def median_s(self) -> float:
         return statistics.median(self.seconds)
 
-    @property
-    def min_s(self) -> float:
-        return min(self.seconds)
-
-    @property
-    def max_s(self) -> float:
-        return max(self.seconds)
-
     def per(self, unit_count: float, *, scale: float = 1.0) -> list[float]:
         """Rates: `unit_count * scale` per second, for each repetition."""
         return [unit_count * scale / one for one in self.seconds]

@@ -1,17 +1,11 @@
-"""Ids, sizes and the few arithmetic helpers that every part shares."""
+"""Sizes and the few arithmetic helpers that every part shares."""
 
 from __future__ import annotations
 
 import re
-from typing import Final, NewType
+from typing import Final
 
 from ess.errors import BadInput
-
-Pos = NewType("Pos", int)
-RowId = NewType("RowId", int)
-SlotId = NewType("SlotId", int)
-LayerId = NewType("LayerId", int)
-GroupId = NewType("GroupId", int)
 
 PAGE_ROWS: Final = 64
 

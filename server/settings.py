@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from ess.engine.alike import check_deterministic
 from ess.errors import BadInput
 from ess.units import parse_size
 
@@ -178,21 +179,12 @@ def _checked(settings: Settings) -> Settings:
             raise BadInput(f"{name} is {value}, must be {low:g}..{high:g}")
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise BadInput("tls_cert and tls_key are given together or not at all")
-    _check_deterministic(settings)
+    if settings.deterministic:
+        check_deterministic(settings.overlap, called="overlap", tbo=settings.tbo)
     unknown = {*compat_of(settings)} - {"vllm", "sglang"}
     if unknown:
         raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
     return settings
-
-
-def _check_deterministic(settings: Settings) -> None:
-    """The engine's own rule, said before anything is loaded."""
-    if not settings.deterministic:
-        return
-    if settings.overlap not in ("layerwise", "none"):
-        raise BadInput(f"deterministic runs every layer as none, but overlap is {settings.overlap}")
-    if settings.tbo != "off":
-        raise BadInput(f"deterministic needs tbo off, but it is {settings.tbo}")
 
 
 def compat_of(settings: Settings) -> tuple[str, ...]:

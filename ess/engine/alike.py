@@ -1,4 +1,5 @@
-"""Determinism: what it asks of a configuration and of the kernels.
+"""Determinism: what it asks of a configuration and of the kernels. Needs no torch, so a server can
+refuse before anything is loaded.
 
 The same rows in the same order are the same bits, whatever else is in the batch: attention, the
 indexer and the compiled stages keep that promise. What breaks it is a merge of two partials whose
@@ -8,17 +9,21 @@ cut follows residency (DA, DBA), and torch's products, whose rounding follows th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels.backend import Ops
-from ess.overlap.sbo import Sbo
-from ess.overlap.tbo import Tbo
+
+if TYPE_CHECKING:
+    from ess.kernels.backend import Ops
 
 
-def check_deterministic(*, modes: str | Sequence[str], tbo: Tbo, sbo: Sbo) -> None:
+def check_deterministic(
+    modes: str | Sequence[str], *, called: str = "modes", **others: str | int
+) -> None:
+    """The modes by the name that whoever set them calls them; `others` must be off."""
     if modes not in ("layerwise", "none"):
-        raise BadInput(f"deterministic runs every layer as NONE, but modes is {modes!r}")
-    for name, value in (("tbo", tbo), ("sbo", sbo)):
+        raise BadInput(f"deterministic runs every layer as NONE, but {called} is {modes!r}")
+    for name, value in others.items():
         if value != "off":
             raise BadInput(f"deterministic needs {name} off, but it is {value!r}")
 

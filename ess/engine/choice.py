@@ -28,11 +28,6 @@ class Choice:
     chances: tuple[Chance, ...] = ()
 
 
-def choose(line: Line, logits: Tensor) -> Choice:
-    """From logits [queries, vocabulary] of this line."""
-    return choose_all([line], logits)[0]
-
-
 def choose_all(lines: Sequence[Line], logits: Tensor) -> list[Choice]:
     """From logits float32 [queries of all lines, vocabulary], which stay as they are."""
     counts = [len(line.tokens) for line in lines]

@@ -90,7 +90,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.deterministic:
-            check_deterministic(modes=self.modes, tbo=self.tbo, sbo=self.sbo)
+            check_deterministic(self.modes, tbo=self.tbo, sbo=self.sbo)
         for name, high in (("mtp", 8), ("depth", 1)):
             value, low = getattr(self, name), 1 if name == "mtp" else 0
             if not low <= value <= high:

@@ -21,9 +21,8 @@ therefore runs at depth 0 as long as one such request is in it: `depth_reasons`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -34,24 +33,13 @@ from ess.engine.request import Request
 
 ABSENT: Final = -1
 
-DEPTH_REASONS: Final[Mapping[str, Callable[[Request], bool]]] = MappingProxyType(
-    {
-        "penalties count the output": lambda request: request.sampling.penalises,
-        "min_tokens is not reached": lambda request: (
-            len(request.output) < request.sampling.tokens_min
-        ),
-        "a grammar follows the output": lambda request: request.matcher is not None,
-    }
-)
-
 
 def depth_reasons(requests: Iterable[Request]) -> tuple[str, ...]:
     """Why a batch of these requests runs at depth 0, one sentence each; none if it need not."""
     return tuple(
         f"request {request.number}: {reason}"
         for request in requests
-        for reason, applies in DEPTH_REASONS.items()
-        if applies(request)
+        for reason in request.sampling.host_reasons(len(request.output))
     )
 
 

@@ -12,13 +12,23 @@ its place; with n tokens verified a step makes
 tokens per request, and its time per token is T / made(n). Steps of one kind tell nothing about
 another, neither of its time nor of its chances, so now and then two steps run at the next lower or
 higher depth; until then the fit leans, lightly, on half of the first step's time being fixed and
-half going by the query.
+half going by the query (`prior`).
 
 For a given batch the depth of the least time per token is also the one of most tokens per second,
 so the target plays no part in it; it changes only for 3 %. The target bounds the batch: as many as
 some depth can serve within it. Who runs already stays, so a batch above the bound shrinks by its
-endings. What is drafted never changes what is said: all this may be as wrong as it likes, it costs
-speed, never tokens. It is pure: state and observation in, state out.
+endings.
+
+The bound needs the split into fixed and per query, which steps of one size do not tell: a guess
+that two are too many would never be corrected, since two would never run. So as long as only one
+size was seen, a second request enters if one alone is within the target. What a wrong try costs:
+these two are late until one of them ends, and it is made once, because from then on the fit leans
+on the last split that was told by different sizes and not on the first step's halves. Upward the
+fit is trusted as far as twice the widest batch so far: every doubling is seen before the next one,
+also when misses make steps longer than any straight line.
+
+What is drafted never changes what is said: all this may be as wrong as it likes, it costs speed,
+never tokens. It is pure: state and observation in, state out.
 """
 
 from __future__ import annotations
@@ -43,6 +53,7 @@ TRY_EVERY: Final = 32
 TRY_STEPS: Final = 2
 WIN: Final = 0.03
 CHANCE_START: Final = 0.7
+SPREAD_MIN: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +74,9 @@ class Seen:
 class Pace:
     """Fitted time, chances by place of the draft, and what has been decided from them.
 
-    `times` are seconds: fixed, per query, per draft pass.
+    `moments` are sums of products of 1, queries, draft passes and requests of the steps seen.
+    `times` are seconds: fixed, per query, per draft pass. `prior` is what the fit leans on: told
+    apart by steps of different sizes if `knows_sizes`. `widest` is the largest batch so far.
     """
 
     target_s: float | None
@@ -79,6 +92,8 @@ class Pace:
     depth: int = 1
     request_count: int = 1
     step_count: int = 0
+    widest: int = 0
+    knows_sizes: bool = False
 
     @property
     def verified_count(self) -> int:
@@ -90,13 +105,14 @@ class Pace:
 
     @property
     def batch_limit(self) -> int:
-        """The most requests that some depth keeps within the target; one if nothing is known."""
+        """The most requests that some depth keeps within the target; one if nothing is known, two
+        if one is within it and nobody knows more."""
         if self.target_s is None:
             return self.batch_max
-        if not any(self.times):
-            return 1
-        depths = range(1, self.verified_max + 1)
-        return min(self.batch_max, max(1, *(self._most(depth) for depth in depths)))
+        within = max(map(self._most, range(1, self.verified_max + 1))) if self.widest else 0
+        if within == 1 and not self.knows_sizes:
+            within = 2
+        return max(1, min(within, 2 * self.widest, self.batch_max))
 
     @property
     def chunk_limit(self) -> int:
@@ -139,7 +155,7 @@ def start(*, target_ms: float | None, verified_max: int, batch_max: int, chunk_m
         verified_max=verified_max,
         batch_max=batch_max,
         chunk_max=chunk_max,
-        moments=np.zeros((3, 3)),
+        moments=np.zeros((4, 4)),
         products=np.zeros(3),
         prior=np.zeros(3),
         chances=(CHANCE_START,) * (verified_max - 1),
@@ -156,21 +172,25 @@ def advance(pace: Pace, seen: Seen) -> Pace:
     if seen.request_count == 0:
         return pace
     assert seen.query_count >= seen.request_count, f"{seen.query_count} queries"
-    features = np.array([1.0, seen.query_count, seen.draft_count])
+    features = np.array([1.0, seen.query_count, seen.draft_count, seen.request_count])
     prior = pace.prior
     if not prior.any():
         prior = np.array([seen.seconds / 2, seen.seconds / 2 / seen.query_count, 0.0])
     moments = FADE * pace.moments + np.outer(features, features)
-    products = FADE * pace.products + features * seen.seconds
+    products = FADE * pace.products + features[:3] * seen.seconds
+    times = _solve(moments[:3, :3], products, prior)
+    tells_sizes = _spread(moments) >= SPREAD_MIN
     pace = replace(
         pace,
         moments=moments,
         products=products,
-        prior=prior,
-        times=_solve(moments, products, prior),
+        prior=np.array(times) if tells_sizes else prior,
+        times=times,
         chances=_follow(pace.chances, seen.verified),
         request_count=seen.request_count,
         step_count=pace.step_count + 1,
+        widest=max(pace.widest, seen.request_count),
+        knows_sizes=pace.knows_sizes or tells_sizes,
     )
     return replace(pace, depth=_depth(pace, seen.request_count))
 
@@ -181,6 +201,12 @@ def _solve(moments: Floats, products: Floats, prior: Floats) -> tuple[float, flo
     solved = np.linalg.solve(moments + lean, products + lean @ prior)
     fixed, query, draft = np.maximum(solved, 0.0).tolist()
     return fixed, query, draft
+
+
+def _spread(moments: Floats) -> float:
+    """Of the requests in the steps that count, the squared distances from their mean, summed."""
+    weight, requests, squares = moments[0, 0], moments[0, 3], moments[3, 3]
+    return float(squares - requests * requests / weight)
 
 
 def _follow(chances: tuple[float, ...], verified: Sequence[tuple[int, int]]) -> tuple[float, ...]:

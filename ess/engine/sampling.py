@@ -79,15 +79,20 @@ class Sampling:
     def penalises(self) -> bool:
         return any((self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0))
 
-    @property
-    def needs_host(self) -> bool:
-        """The draw depends on the tokens made so far: the next step cannot be drawn before the
-        host has learned this one."""
-        return self.penalises or self.tokens_min > 0 or self.grammar is not None
+    def host_reasons(self, made_count: int = 0) -> tuple[str, ...]:
+        """Why the draw behind `made_count` tokens depends on them: such a step cannot be drawn
+        before the host has learned the one before. None if it does not."""
+        applies = {
+            "penalties count the output": self.penalises,
+            "min_tokens is not reached": made_count < self.tokens_min,
+            "a grammar follows the output": self.grammar is not None,
+        }
+        return tuple(reason for reason, holds in applies.items() if holds)
 
     @property
     def changes_logits(self) -> bool:
-        return self.needs_host or bool(self.logit_bias)
+        """Of some token at least."""
+        return bool(self.host_reasons() or self.logit_bias)
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

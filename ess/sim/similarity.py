@@ -47,10 +47,6 @@ class NeighbourFetch:
     fetched_max: int
     useful: float
 
-    @property
-    def useless(self) -> float:
-        return self.fetched - self.useful
-
 
 def neighbour_fetch(
     load: Load, profiles: tuple[LayerProfile, LayerProfile], *, layer: int, slots: int, skip: int

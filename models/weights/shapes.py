@@ -10,7 +10,6 @@ layer, where DeepSeek stores copies of the embedding and the head and GLM does n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -51,10 +50,6 @@ class Spec:
     @property
     def scale_name(self) -> str:
         return self.name + SCALE_SUFFIX
-
-    @property
-    def value_count(self) -> int:
-        return math.prod(self.shape)
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -58,3 +58,15 @@ def test_no_more_enter_than_the_target_allows():
             assert eng.refusal.limiter == "time per token"
     assert max(counts) == 2, "20 ms and two times 10 are within 45, three times are not"
     assert eng.refusal is None
+
+
+def test_a_second_one_enters_beside_a_slow_lone_one():
+    """Alone a step takes 32 ms of 45: that two take 34 is only seen by letting them."""
+    eng = engine("v32", modes="none", chunks=6, tpot_ms=45.0)
+    LoadClock(step_s=0.03, query_s=0.002).watch(eng)
+    made = [eng.add(prompt(1), Sampling(tokens_max=60)) for _ in range(6)]
+    counts = [result.turn_count for result in eng.run()]
+    assert counts[0] == 1
+    assert max(counts) >= 4
+    for request in made:
+        assert request.output == expected("v32", 1, 60)

@@ -121,7 +121,7 @@ def test_sizes_and_shares():
 def test_deterministic_names_what_it_excludes():
     assert resolve({"deterministic": True, "overlap": "none"}, environment={})
     for name, value in (("overlap", "da"), ("overlap", "resident"), ("tbo", "on"), ("tbo", 8)):
-        with pytest.raises(BadInput, match=f"deterministic .*{name}.* is {value}"):
+        with pytest.raises(BadInput, match=f"deterministic .*{name}.* is {value!r}$"):
             resolve({"deterministic": True, name: value}, environment={})
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ess.engine.batch import Line
 from ess.engine.chances import chances
-from ess.engine.choice import choose, choose_all
+from ess.engine.choice import Choice, choose_all
 from ess.engine.draw import draw
 from ess.engine.grammar import Grammar
 from ess.engine.request import Request
@@ -40,6 +40,10 @@ def asked(prompt=(0,), output=(), ends=(), number=0, **wishes) -> Request:
 
 def line_of(request: Request, *tokens: int) -> Line:
     return Line(request, tokens, len(request.tokens) - 1)
+
+
+def choose(line: Line, logits: Tensor) -> Choice:
+    return choose_all([line], logits)[0]
 
 
 def pick(logits: list[float], **given) -> int:

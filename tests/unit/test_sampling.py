@@ -61,16 +61,19 @@ def test_stops_and_grammars_that_make_no_sense_are_refused():
 
 
 def test_the_host_is_needed_where_the_past_counts():
-    for needs in (
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": -0.1},
-        {"repetition_penalty": 1.1},
-        {"tokens_min": 1},
-        {"grammar": Grammar("json_object")},
+    for reason, needs in (
+        ("penalties", {"presence_penalty": 0.1}),
+        ("penalties", {"frequency_penalty": -0.1}),
+        ("penalties", {"repetition_penalty": 1.1}),
+        ("min_tokens", {"tokens_min": 1}),
+        ("a grammar", {"grammar": Grammar("json_object")}),
     ):
-        assert Sampling(**needs).needs_host, needs
+        [found] = Sampling(**needs).host_reasons()
+        assert found.startswith(reason), needs
+    assert Sampling(tokens_min=3).host_reasons(2) == ("min_tokens is not reached",)
+    assert Sampling(tokens_min=3).host_reasons(3) == ()
     free = Sampling(temperature=1.0, top_p=0.5, stop=("x",), logprobs=3, logit_bias={1: 2.0})
-    assert not free.needs_host
+    assert not free.host_reasons()
     assert free.changes_logits
 
 

@@ -101,7 +101,6 @@ def test_the_neighbours_selection_is_a_poor_hint() -> None:
     judged = neighbour_fetch(load, (profile, profile), layer=5, slots=1664, skip=4)
     assert judged.useful <= min(judged.missed, judged.fetched)
     assert judged.fetched_max >= judged.fetched > 3 * judged.useful > 0
-    assert judged.useless == judged.fetched - judged.useful
 
 
 def test_a_trace_that_is_written_replays_as_what_was_generated(tmp_path: Path) -> None:
