@@ -57,7 +57,6 @@ def test_pieces_reach_their_call_and_no_other(tmp_path: Path):
         await peer.send(Packer().pack(Progress(pieces, 1.5)))
         assert [piece.number for piece in await one.take()] == [1, 0]
         assert (await two.take())[0].tokens == (7,)
-        assert one.made_at_s == 1.5
         assert (one.pending, link.open_count) == ({0}, 2)
         link.abort(one)
         assert (await told(peer)) == Abort(0)
