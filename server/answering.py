@@ -73,7 +73,7 @@ class Answer:
             raise _refusal(piece)
         delta = generation.feed(piece)
         if delta.tokens:
-            self._times.tokens(index, len(delta.tokens), now_s=self.call.heard_at_s)
+            self._times.tokens(index, len(delta.tokens), self.call.heard_at_s)
         if delta.finish is not None:
             self._going_count -= 1
             self._times.finished(delta.finish)
@@ -99,7 +99,7 @@ class Times:
         self._began_s = clock.now_s()
         self._last_s: dict[int, float] = {}
 
-    def tokens(self, index: int, count: int, *, now_s: float) -> None:
+    def tokens(self, index: int, count: int, now_s: float) -> None:
         last_s = self._last_s.get(index)
         if last_s is None:
             self._tally.first_token.add(now_s - self._began_s)
@@ -187,12 +187,9 @@ class EventStream(Response):
         return b"" if self._answer.is_done else KEEP_ALIVE
 
     def _pass_on(self, pieces: Sequence[Piece]) -> bool:
-        """Straight to the socket; an end that the engine gave, and a reader that is behind, are the
-        pump's."""
+        """Straight to the socket; a reader that is behind is the pump's."""
         straight = self._straight
-        if straight is None or not straight.is_free:
-            return False
-        if any(piece.reason is not None for piece in pieces):
+        if straight is None or not straight.is_free():
             return False
         ready = self._encode(pieces)
         if ready:

@@ -48,7 +48,7 @@ class Call:
 
     `pending` are those that have not ended; the oldest piece of those taken last arrived at
     `heard_at_s`. Whoever waits in `take` may name a reader, which gets pieces in the link's own
-    turn, without a task being woken for them, until it wants no more.
+    turn, without a task being woken for them; an end, and what the reader does not want, wake it.
     """
 
     def __init__(self, request_id: str, numbers: range, *, started_s: float) -> None:
@@ -70,6 +70,7 @@ class Call:
         self._pieces.append(piece)
         if piece.reason is not None:
             self.pending.discard(piece.number)
+            self._reader = None
         return is_first
 
     def tell(self) -> None:

@@ -43,17 +43,20 @@ class Straight:
     is behind, a client that is gone and an answer that is over are left to it.
     """
 
+    __slots__ = ("_cycle", "_flow", "_write")
+
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
 
-    @property
     def is_free(self) -> bool:
-        cycle = self._cycle
-        is_open = cycle.chunked_encoding and not (cycle.disconnected or cycle.response_complete)
-        return bool(is_open) and not cycle.flow.write_paused
+        return not (self._flow.write_paused or self._cycle.disconnected)
 
     def write(self, ready: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(ready), ready))
+        assert self._cycle.chunked_encoding, "the answer has begun, and it has no length"
+        assert not self._cycle.response_complete, "nothing follows an end"
+        self._write(b"%x\r\n%b\r\n" % (len(ready), ready))
 
 
 class LimitedProtocol(HttpToolsProtocol):
