@@ -2,8 +2,8 @@
 
 Streams read the paced engine's tokens through `ess serve`, two real processes and real sockets. A
 shared machine may give the server less than a core, so events are counted per second of the server
-process's own processor time. From the engine to the socket is time on the wall: on a machine that
-is busy with other things it says more about these.
+process's own processor time. From the engine to the socket is time on the wall, of the last stream
+of a step: `waited_for_a_core` says how much of the wall others had.
 """
 
 from __future__ import annotations
@@ -55,16 +55,19 @@ def serve_benchmark(*, smoke: bool) -> list[Row]:
 
 def _measure(arm: Arm, seconds: float) -> list[Row]:
     with served(arm) as (url, pid):
-        began_s, began_cpu_s = time.monotonic(), cpu_s(pid)
+        began_s, began_cpu_s, began_queued_s = time.monotonic(), cpu_s(pid), queued_s(pid)
         event_count = asyncio.run(_read(url, arm, seconds))
         spent_s, spent_cpu_s = time.monotonic() - began_s, cpu_s(pid) - began_cpu_s
+        spent_queued_s = queued_s(pid) - began_queued_s
         slowest_s = _quantile(_metrics(url), 0.99)
     per_core = event_count / max(spent_cpu_s, 1e-9)
     config: dict[str, Any] = {
         "streams": arm.stream_count,
         "pace_ms": arm.pace_ms,
         "events": event_count,
+        "us_per_event": round(1e6 / per_core, 1),
         "cores_used": round(spent_cpu_s / spent_s, 3),
+        "waited_for_a_core": round(spent_queued_s / spent_s, 3),
     }
     if arm.pace_ms == 0.0:
         return [_row(arm, per_core, EVENTS_TARGET, unit="events/s per core", config=config)]
@@ -126,6 +129,12 @@ def cpu_s(pid: int) -> float:
     """Processor time of a process so far, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def queued_s(pid: int) -> float:
+    """Time that a process was ready to run and something else had the core."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
 
 
 async def _read(url: str, arm: Arm, seconds: float) -> int:

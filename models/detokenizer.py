@@ -10,7 +10,7 @@ soon as that is certain.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,11 +24,21 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped = frozenset[int]() if keep_special else tokenizer.special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_whole = True
 
-    def push(self, ids: Iterable[int]) -> str:
-        """The whole characters that these ids complete; often empty."""
+    def push(self, ids: Sequence[int]) -> str:
+        """The whole characters that these ids complete; often empty.
+
+        Where no character has begun, an id that is whole characters by itself is its own text.
+        """
+        if self._is_whole and len(ids) == 1 and ids[0] not in self._skipped:
+            text = self._tokenizer.text_of(ids[0])
+            if text is not None:
+                return text
         fresh = (self._tokenizer.bytes_of(i) for i in ids if i not in self._skipped)
-        return self._decoder.decode(b"".join(fresh))
+        text = self._decoder.decode(b"".join(fresh))
+        self._is_whole = self.waiting == 0
+        return text
 
     def finish(self) -> str:
         """What an unfinished character at the end is worth: U+FFFD or nothing."""

@@ -38,6 +38,7 @@ class Tokenizer:
             token_id for token_id, token in self._added.items() if token.special
         )
         self._bytes_of: dict[int, bytes] = {}
+        self._text_of: dict[int, str | None] = {}
 
     def __len__(self) -> int:
         """Ids are below this, added tokens included."""
@@ -67,6 +68,14 @@ class Tokenizer:
             found = self._bytes_of[token_id] = self._look_up(token_id)
         return found
 
+    def text_of(self, token_id: int) -> str | None:
+        """The text of one token if its bytes are whole characters, else None."""
+        try:
+            return self._text_of[token_id]
+        except KeyError:
+            found = self._text_of[token_id] = _text(self.bytes_of(token_id))
+            return found
+
     def _look_up(self, token_id: int) -> bytes:
         if not 0 <= token_id < 1 << 31:
             raise BadInput(f"{token_id} is not a token id")
@@ -79,6 +88,13 @@ class Tokenizer:
         if all(char in alphabet for char in token):
             return bytes(alphabet[char] for char in token)
         return str(token).encode("utf-8")
+
+
+def _text(spelled: bytes) -> str | None:
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 @functools.cache

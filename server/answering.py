@@ -4,8 +4,10 @@ A dialect (completions, chat, ...) says how pieces are written: `Frames` for str
 `Whole` for one document. What is common is here: first pieces, keep-alives, stalled readers,
 disconnects, failures.
 
-Events leave as bytes that are ready to send, all that have come in one write. Nothing is timed per
-event: one timer per stream ticks, and acts only if nothing was sent since it last did.
+Events leave as bytes that are ready to send, all that have come in one write. Once a stream is
+under way they go straight to the socket, in the turn of the loop in which they came: a task is
+woken only for the beginning, the end and a reader that is behind. Nothing is timed per event: one
+timer per stream ticks, and acts only if nothing was sent since it last did.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ess.errors import BadInput, EssError
 from ess.server.answers import answer, error_body
 from ess.server.generation import Delta, Generation
 from ess.server.link import Call
+from ess.server.protocol import STRAIGHT, Straight
 from ess.server.service import Service
 from ess.server.tally import Tally
 
@@ -70,7 +73,7 @@ class Answer:
             raise _refusal(piece)
         delta = generation.feed(piece)
         if delta.tokens:
-            self._times.tokens(index, len(delta.tokens), now_s=self.call.heard_at_s)
+            self._times.tokens(index, len(delta.tokens), self.call.heard_at_s)
         if delta.finish is not None:
             self._going_count -= 1
             self._times.finished(delta.finish)
@@ -96,7 +99,7 @@ class Times:
         self._began_s = clock.now_s()
         self._last_s: dict[int, float] = {}
 
-    def tokens(self, index: int, count: int, *, now_s: float) -> None:
+    def tokens(self, index: int, count: int, now_s: float) -> None:
         last_s = self._last_s.get(index)
         if last_s is None:
             self._tally.first_token.add(now_s - self._began_s)
@@ -151,9 +154,11 @@ class EventStream(Response):
         self._first = first
         self._is_quiet = True
         self._is_sending = False
+        self._straight: Straight | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._answer.service
+        self._straight = scope.get("extensions", {}).get(STRAIGHT)
         try:
             if not await first_of(self._pump(send), gone(receive), self._tick()):
                 service.tally.disconnect_count += 1
@@ -163,17 +168,36 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)}
         await send(head)
+        reader = None
         try:
             ready = self._writer.begin() + self._encode(self._first)
             while not self._answer.is_done:
                 if ready:
                     await self._send(send, ready)
-                pieces = await self._answer.call.take()
-                ready = self._encode(pieces) if pieces else KEEP_ALIVE
+                    reader = self._pass_on
+                pieces = await self._answer.call.take(reader)
+                ready = self._encode(pieces) if pieces else self._nudged()
             ready += self._writer.end()
         except EssError as error:
             ready = event(error_body(error)[1])
         await send({"type": "http.response.body", "body": ready + DONE, "more_body": False})
+
+    def _nudged(self) -> bytes:
+        """Nothing came: the stream is silent, or what has left straight was its end."""
+        return b"" if self._answer.is_done else KEEP_ALIVE
+
+    def _pass_on(self, pieces: Sequence[Piece]) -> bool:
+        """Straight to the socket; a reader that is behind is the pump's."""
+        straight = self._straight
+        if straight is None or not straight.is_free():
+            return False
+        ready = self._encode(pieces)
+        if ready:
+            self._is_quiet = False
+            straight.write(ready)
+        if self._answer.is_done:
+            self._answer.call.nudge()
+        return True
 
     def _encode(self, pieces: Sequence[Piece]) -> bytes:
         grown, writer = self._answer, self._writer
@@ -185,10 +209,6 @@ class EventStream(Response):
         self._is_quiet, self._is_sending = False, True
         await send({"type": "http.response.body", "body": ready, "more_body": True})
         self._is_sending = False
-        made_at_s = self._answer.call.made_at_s
-        if made_at_s and ready is not KEEP_ALIVE:
-            service = self._answer.service
-            service.tally.to_socket.add(service.clock.now_s() - made_at_s)
 
     async def _tick(self) -> None:
         """Nudge a stream that was quiet; ends when the reader has taken nothing for too long."""

@@ -84,8 +84,8 @@ class Generation:
         if piece.cached_count is not None:
             self.cached_count = piece.cached_count
         delta = self._grow(piece)
-        self.tokens.extend(delta.tokens)
-        self.chances.extend(delta.chances)
+        self.tokens += delta.tokens
+        self.chances += delta.chances
         self._texts.append(delta.text)
         self.finish, self.stopped_by = delta.finish, delta.stopped_by
         return delta

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, cast
 
 import zmq
@@ -37,15 +37,18 @@ from ess.engine.sampling import Sampling
 from ess.engine.wire import UNREAD_MAX
 from ess.errors import BadState, Unavailable
 from ess.server.board import Board
+from ess.server.tally import Waits
 
 State = Literal["starting", "ready", "lost"]
+Reader = Callable[[list[Piece]], bool]
 
 
 class Call:
     """The engine's requests of one HTTP request.
 
-    `pending` are those that have not ended. The oldest piece of those taken last left the engine at
-    `made_at_s`, 0 if nobody knows, and arrived at `heard_at_s`.
+    `pending` are those that have not ended; the oldest piece of those taken last arrived at
+    `heard_at_s`. Whoever waits in `take` may name a reader, which gets pieces in the link's own
+    turn, without a task being woken for them; an end, and what the reader does not want, wake it.
     """
 
     def __init__(self, request_id: str, numbers: range, *, started_s: float) -> None:
@@ -54,16 +57,39 @@ class Call:
         self.numbers = numbers
         self.pending = set(numbers)
         self.error: str | None = None
-        self.made_at_s = self.heard_at_s = 0.0
+        self.heard_at_s = 0.0
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._reader: Reader | None = None
 
-    def put(self, piece: Piece, *, at_s: float = 0.0, heard_at_s: float = 0.0) -> None:
-        if not self._pieces:
-            self.made_at_s, self.heard_at_s = at_s, heard_at_s
+    def put(self, piece: Piece, *, heard_at_s: float = 0.0) -> bool:
+        """True if it is the first of those that nobody has taken: somebody must be told."""
+        is_first = not self._pieces
+        if is_first:
+            self.heard_at_s = heard_at_s
         self._pieces.append(piece)
         if piece.reason is not None:
             self.pending.discard(piece.number)
+            self._reader = None
+        return is_first
+
+    def tell(self) -> None:
+        """The reader if it takes them, else the one who waits, who also learns of its failure.
+
+        With the waiter woken, but not yet running, the reader is passed over: what has been left to
+        the waiter comes before what is new.
+        """
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._reader is not None:
+            pieces, self._pieces = self._pieces, []
+            try:
+                if self._reader(pieces):
+                    return
+            except Exception as error:
+                self._waiter.set_exception(error)
+                return
+            self._pieces[:0] = pieces
         self.nudge()
 
     def fail(self, sentence: str) -> None:
@@ -75,14 +101,17 @@ class Call:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[Piece]:
-        """All pieces that have come; waits for the first unless it is nudged.
+    async def take(self, reader: Reader | None = None) -> list[Piece]:
+        """All pieces that have come; waits for the first that no reader takes, or for a nudge.
 
         What came before a failure is given out first, then Unavailable is raised.
         """
         if not self._pieces and self.error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
+            try:
+                await self._waiter
+            finally:
+                self._reader = None
         if not self._pieces and self.error is not None:
             raise Unavailable(f"the engine is gone: {self.error}")
         taken, self._pieces = self._pieces, []
@@ -116,6 +145,7 @@ class EngineLink:
         self.ready: Ready | None = None
         self.became_ready = asyncio.Event()
         self.heard_at_s = clock.now_s()
+        self.to_socket = Waits()
 
     # ---- for the routes
 
@@ -161,6 +191,7 @@ class EngineLink:
             with contextlib.suppress(Unavailable):
                 self._send(Abort(number))
             call.put(Piece(number, reason="cancelled"))
+            call.nudge()
 
     def abort_ids(self, request_ids: set[str] | None) -> int:
         """Abort by the ids that clients know; None means all. Returns how many calls it met."""
@@ -242,8 +273,7 @@ class EngineLink:
     def _hear(self, message: FromEngine) -> None:
         match message:
             case Progress(pieces, at_s):
-                for piece in pieces:
-                    self._deliver(piece, at_s)
+                self._deliver(pieces, at_s)
             case Status():
                 self._board.publish(message)
             case Ready():
@@ -260,10 +290,23 @@ class EngineLink:
             case Fault(sentence):
                 self.lose(sentence)
 
-    def _deliver(self, piece: Piece, at_s: float) -> None:
-        call = self._calls.get(piece.number)
-        if call is None:
-            return
-        if piece.reason is not None:
-            del self._calls[piece.number]
-        call.put(piece, at_s=at_s, heard_at_s=self.heard_at_s)
+    def _deliver(self, pieces: Sequence[Piece], at_s: float) -> None:
+        """All are handed out before anybody is told: choices of one answer leave together."""
+        told: list[Call] = []
+        for piece in pieces:
+            call = self._calls.get(piece.number)
+            if call is None:
+                continue
+            if piece.reason is not None:
+                del self._calls[piece.number]
+            if call.put(piece, heard_at_s=self.heard_at_s):
+                told.append(call)
+        for call in told:
+            call.tell()
+        if at_s:
+            asyncio.get_running_loop().call_soon(self._written, at_s, len(pieces))
+
+    def _written(self, at_s: float, count: int) -> None:
+        """The loop writes to sockets at the end of each of its turns, so in this one the step's
+        pieces are out; each counts as late as the last."""
+        self.to_socket.add(self._clock.now_s() - at_s, count)

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 import ess
 from ess.server.service import Service
-from ess.server.tally import WAIT_BOUNDS_S, Tally, Waits
+from ess.server.tally import WAIT_BOUNDS_S, Waits
 from ess.units import PAGE_ROWS
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -42,7 +42,7 @@ class Written(Collector):
         yield from _own(service)
         yield from _pools(service)
         yield from _groups(service)
-        yield from _waits(service.tally)
+        yield from _waits(service)
         for name in service.compat:
             yield from COMPAT[name](service)
 
@@ -121,12 +121,13 @@ def _groups(service: Service) -> Iterator[Metric]:
         yield _labelled(name, sentence, ["group"], shown)
 
 
-def _waits(tally: Tally) -> Iterator[Metric]:
+def _waits(service: Service) -> Iterator[Metric]:
+    tally = service.tally
     for name, sentence, waits in (
         ("ess_first_token_seconds", "from request to token", tally.first_token),
         ("ess_between_tokens_seconds", "between tokens", tally.between_tokens),
         ("ess_request_seconds", "whole requests", tally.whole),
-        ("ess_token_to_socket_seconds", "from the engine to the socket", tally.to_socket),
+        ("ess_token_to_socket_seconds", "from the engine to the socket", service.link.to_socket),
     ):
         yield _histogram(name, sentence, waits)
 

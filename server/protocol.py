@@ -11,10 +11,11 @@ import secrets
 from typing import Any, Final
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 HEAD_S: Final = 30.0
+STRAIGHT: Final = "ess.straight"
 
 BUSY: Final = (
     b'{"error":{"message":"this server holds as many connections as it may","type":"overloaded",'
@@ -32,6 +33,30 @@ def refusal(status: bytes, body: bytes, *headers: bytes) -> bytes:
         *headers,
     )
     return b"\r\n".join(head) + b"\r\n\r\n" + body
+
+
+class Straight:
+    """Past ASGI to the socket, for the body of an answer whose head has left in chunks.
+
+    An event through `send` costs more in calls and awaits than in the write itself. This is
+    uvicorn's own write without them, and only where its `send` would not have waited: a reader that
+    is behind, a client that is gone and an answer that is over are left to it.
+    """
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def is_free(self) -> bool:
+        return not (self._flow.write_paused or self._cycle.disconnected)
+
+    def write(self, ready: bytes) -> None:
+        assert self._cycle.chunked_encoding, "the answer has begun, and it has no length"
+        assert not self._cycle.response_complete, "nothing follows an end"
+        self._write(b"%x\r\n%b\r\n" % (len(ready), ready))
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -85,6 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_head()
             return
         super().on_headers_complete()
+        self.scope["extensions"] = {STRAIGHT: Straight(self.cycle)}  # type: ignore[dict-item]
 
     def _expect_head(self) -> None:
         if self._head_timer is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import Iterator
@@ -148,6 +149,9 @@ class Running:
             await asyncio.sleep(0.02)
 
     async def _greet(self) -> None:
+        """What has been loaded stays: no collection need walk it while streams wait."""
         await self._link.became_ready.wait()
         if self._link.ready is not None:
+            gc.collect()
+            gc.freeze()
             console.note(f"ess: ready, loaded in {self._link.ready.load_s:.1f} s")

@@ -20,9 +20,9 @@ class Waits:
     counts: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS_S) + 1))
     total_s: float = 0.0
 
-    def add(self, wait_s: float) -> None:
-        self.counts[bisect.bisect_left(WAIT_BOUNDS_S, wait_s)] += 1
-        self.total_s += wait_s
+    def add(self, wait_s: float, count: int = 1) -> None:
+        self.counts[bisect.bisect_left(WAIT_BOUNDS_S, wait_s)] += count
+        self.total_s += wait_s * count
 
     @property
     def count(self) -> int:
@@ -42,4 +42,3 @@ class Tally:
     first_token: Waits = field(default_factory=Waits)
     between_tokens: Waits = field(default_factory=Waits)
     whole: Waits = field(default_factory=Waits)
-    to_socket: Waits = field(default_factory=Waits)

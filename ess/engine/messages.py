@@ -45,7 +45,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End the process; requests still in it are given up."""
 
 
-class Chance(msgspec.Struct, frozen=True, array_like=True):
+class Chance(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a made token was worth: its log probability, its rank from 1, and the likeliest."""
 
     logprob: float
@@ -53,7 +53,7 @@ class Chance(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step did for one request. `cached_count` comes with the first piece only; `sentence`
     says why it was refused or has failed."""
 

@@ -168,6 +168,11 @@ class Served:
         """In the server's thread."""
         self._loop.call_soon_threadsafe(act)
 
+    @property
+    def is_held_back(self) -> bool:
+        """A reader is behind."""
+        return any(one.flow.write_paused for one in self._server.server_state.connections)
+
     def _run(self, endpoint: str) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(endpoint))

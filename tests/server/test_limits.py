@@ -233,6 +233,22 @@ def test_a_reader_that_stalls_slows_nobody_and_is_given_up():
         stalled.close()
 
 
+def test_a_reader_that_pauses_misses_nothing():
+    """Straight to the socket, then held back behind a full one, then straight again."""
+    engine = PacedEngine(lambda add: range(10, 4010), per_step=4, pace_s=0.0005)
+    with Served(engine, limits=Limits(running_max=2, waiting_max=0, length_max=4096)) as served:
+        wishes = {"max_tokens": 4000, "logprobs": 20, "ignore_eos": True}
+        body = {"token_ids": [5], "sampling_params": wishes, "stream": True}
+        with opened(served, body, "/inference/v1/generate") as made:
+            until(lambda: served.is_held_back, "a full socket")
+            told = bytearray()
+            while b"[DONE]" not in told[-100:]:
+                told += made.recv(1 << 18)
+        lines = [line[6:] for line in told.splitlines() if line.startswith(b"data: {")]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert [i for choice in choices for i in choice["token_ids"]] == [*range(10, 4010)]
+
+
 def test_aborting_by_id_ends_the_stream_with_abort():
     engine = PacedEngine(counting(10**6), pace_s=0.005)
     with Served(engine, limits=LIMITS) as served:

@@ -57,7 +57,6 @@ def test_pieces_reach_their_call_and_no_other(tmp_path: Path):
         await peer.send(Packer().pack(Progress(pieces, 1.5)))
         assert [piece.number for piece in await one.take()] == [1, 0]
         assert (await two.take())[0].tokens == (7,)
-        assert one.made_at_s == 1.5
         assert (one.pending, link.open_count) == ({0}, 2)
         link.abort(one)
         assert (await told(peer)) == Abort(0)
@@ -70,6 +69,53 @@ def test_pieces_reach_their_call_and_no_other(tmp_path: Path):
         three = link.start("c", [([3], Sampling())])
         assert (await told(peer)).number == 3, "a number is used once"
         assert three.pending == {3}
+        hearing.cancel()
+
+    linked(tmp_path, act)
+
+
+def test_a_reader_gets_what_it_wants_and_the_one_who_waits_the_rest_in_order(tmp_path: Path):
+    """It runs in the link's own turn; its failure is that of its caller, and the link goes on."""
+    wanted, read = [True, True, False], []
+
+    def reader(pieces: list[Piece]) -> bool:
+        if pieces[0].tokens == (13,):
+            raise ZeroDivisionError
+        if not wanted.pop(0):
+            return False
+        read.extend(piece.tokens for piece in pieces)
+        return True
+
+    async def act(link: EngineLink, peer: Peer) -> None:
+        async def say(token: int, reason: str | None = None) -> None:
+            pieces = (Piece(0, (token,), reason), Piece(1, (-token,)))
+            await peer.send(Packer().pack(Progress(pieces, 1.0)))
+
+        hearing = asyncio.ensure_future(link.run())
+        await peer.send(Packer().pack(READY))
+        await link.became_ready.wait()
+        call = link.start("a", [([1], Sampling()), ([2], Sampling())])
+        taking = asyncio.ensure_future(call.take(reader))
+        await asyncio.sleep(0)
+        for token in (5, 6, 7):
+            await say(token)
+        assert [piece.tokens for piece in await taking] == [(7,), (-7,)]
+        assert read == [(5,), (-5,), (6,), (-6,)], "choices of a step come together"
+        assert link.to_socket.count == 6
+
+        taking = asyncio.ensure_future(call.take(reader))
+        await asyncio.sleep(0)
+        await say(8, "length")
+        assert [piece.tokens for piece in await taking] == [(8,), (-8,)], "an end wakes"
+
+        taking = asyncio.ensure_future(call.take(reader))
+        await asyncio.sleep(0)
+        await peer.send(Packer().pack(Progress((Piece(1, (13,)),))))
+        with pytest.raises(ZeroDivisionError):
+            await taking
+        await peer.send(Packer().pack(Progress((Piece(1, (14,)),))))
+        assert [piece.tokens for piece in await call.take()] == [(14,)]
+        assert not hearing.done()
         hearing.cancel()
 
     linked(tmp_path, act)

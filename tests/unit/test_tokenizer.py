@@ -64,10 +64,12 @@ def test_a_stream_equals_the_whole(
     found = draws.draw(st.one_of(ids, text))
     keep = draws.draw(st.booleans())
     stream = Detokenizer(tokenizer, keep_special=keep)
-    pieces = []
-    for token_id in found:
-        pieces.append(stream.push([token_id]))
+    pieces, place = [], 0
+    while place < len(found):
+        count = draws.draw(st.integers(1, 3))
+        pieces.append(stream.push(found[place : place + count]))
         assert stream.waiting <= 3
+        place += count
     pieces.append(stream.finish())
     assert "".join(pieces) == tokenizer.decode(found, keep_special=keep)
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
