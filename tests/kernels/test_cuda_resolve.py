@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.kernels.cuda.resolve import NOW, REPORT, ResolveShape, resolve_program, resolve_record
+from ess.kernels.cuda.audit import KINDS, NONE_FOUND, assert_sound
+from ess.kernels.cuda.resolve import (
+    CLUSTER_BLOCKS,
+    NOW,
+    REPORT,
+    ResolveShape,
+    audit_record,
+    resolve_program,
+    resolve_record,
+    slot_program,
+    upkeep_record,
+    warm_record,
+)
 from ess.pool import lru
 from ess.pool.arena import AGE_MAX, Arena, Claims, Split
 from tests.kernels.test_planner import Campaign, Side, assert_every_case_was_met, ids
@@ -22,39 +34,102 @@ from tests.support.emulate import emulated, needs_compiler
 pytestmark = needs_compiler
 
 THREADS = 64
+LINE = 24
 
 
-def shape_of(query_max, top_k, block_max, *, alone):
+UPKEEP = ("ess_land", "ess_settle", "ess_drop", "ess_clear_blocks")
+TOGETHER = {"phases": 0, "alone": 1, "cluster": 4}
+
+
+def shape_of(query_max, top_k, block_max, *, together):
     """Blocks of two warps: all that crosses warps and tiles happens, at the cost of few fibers."""
     shape = ResolveShape.of(query_max=query_max, top_k=top_k, block_max=block_max)
-    return replace(shape, alone=alone, threads=THREADS)
+    return replace(shape, together=together, threads=THREADS)
 
 
 class Emulated:
-    """Operations in which `plan` is the kernels' and the rest the specification's."""
+    """The operations of the specification, by the kernels."""
 
-    def __init__(self, folder, *, alone):
-        self.alone = alone
-        program = resolve_program(alone=alone, threads=THREADS)
-        names = [one.entry for one in shape_of(1, 1, 1, alone=alone).launches]
+    def __init__(self, folder, *, together):
+        self.together = together
+        program = resolve_program(together=together, threads=THREADS)
+        names = [one.entry for one in shape_of(1, 1, 1, together=together).launches]
         self.kernels = emulated(program, dict.fromkeys(names, "Resolve"), folder)
+        for file, records in (
+            ("upkeep.cu", dict.fromkeys(UPKEEP, "Upkeep")),
+            ("audit.cu", {"ess_audit": "Audit"}),
+        ):
+            self.kernels |= emulated(slot_program(file, THREADS), records, folder)
         self.seed = 0
-        for name in ("clear_block", "drop", "fill", "land", "settle", "warm"):
-            setattr(self, name, getattr(lru, name))
 
-    def plan(self, arena, rows, /, *, step, ticket, split, **positions):
-        assert split.holds(rows.shape), "as the specification does"
-        shape = shape_of(*rows.shape, max(1, arena.blocks.size), alone=self.alone)
+    def launch(self, entry, record, blocks):
+        self.seed += 1
+        self.kernels[entry](record, blocks=blocks, threads=THREADS, seed=self.seed)
+
+    def begin(self, arena, shape, *, step, ticket=1, query_count=0):
         self.work = {name: np.full(n, -77, np.int32) for name, n in shape.workspace.items()}
-        self.work["now"][:] = step, ticket, len(rows), arena.blocks.size, 1
-        if not self.alone:
+        self.work["now"][:] = step, ticket, query_count, arena.blocks.size, 1
+        if not self.together:
             self.work["report"][:] = 0
-        given = positions or {"rows": np.ascontiguousarray(rows)}
+
+    def plan(self, arena, rows, /, *, step, ticket, split, **options):
+        assert split.holds(rows.shape), "as the specification does"
+        shape = shape_of(*rows.shape, max(1, arena.blocks.size), together=self.together)
+        self.begin(arena, shape, step=step, ticket=ticket, query_count=len(rows))
+        given = {"rows": np.ascontiguousarray(rows)} | options
         record = resolve_record(shape, arena=arena, split=split, workspace=self.work, **given)
+        return self.run(shape, record)
+
+    def warm(self, arena, rows, ages, *, step, ticket, **options):
+        """The list is an array of the greatest length; how much of it counts, the device knows."""
+        shape = shape_of(
+            rows.size // LINE + 1, LINE, max(1, arena.blocks.size), together=self.together
+        )
+        self.begin(arena, shape, step=step, ticket=ticket, query_count=-77)
+        padding = np.full(shape.query_max * LINE - rows.size, -77, np.int32)
+        self.list = {"rows": np.concatenate([rows, padding])}
+        self.list |= {"count": ids([rows.size])} | options
+        if ages is not None:
+            self.list["ages"] = np.concatenate([ages, padding])
+        return self.run(shape, warm_record(shape, arena=arena, workspace=self.work, **self.list))
+
+    def fill(self, arena, rows, **options):
+        return self.warm(arena, rows, None, **options)
+
+    def run(self, shape, record):
         for entry, blocks in shape.launches:
-            self.seed += 1
-            self.kernels[entry](record, blocks=blocks, threads=THREADS, seed=self.seed)
+            self.launch(entry, record, blocks)
         return self.claims()
+
+    def upkeep(self, entry, arena, numbers, *, blocks=2, **now):
+        self.begin(arena, shape_of(1, 1, 1, together=self.together), **({"step": 1} | now))
+        self.work["report"][:] = 0
+        record = upkeep_record(arena, np.ascontiguousarray(numbers), workspace=self.work)
+        self.launch(entry, record, blocks)
+        return self.report
+
+    def land(self, arena, slots, *, ticket):
+        self.upkeep("ess_land", arena, slots, ticket=ticket)
+
+    def settle(self, arena, slots):
+        self.upkeep("ess_settle", arena, slots)
+
+    def drop(self, arena, rows):
+        return self.upkeep("ess_drop", arena, rows)["left"]
+
+    def clear_block(self, arena, block, *, step):
+        return self.clear_blocks(arena, ids([block]), step=step)
+
+    def clear_blocks(self, arena, blocks, *, step):
+        return self.upkeep("ess_clear_blocks", arena, blocks, blocks=1, step=step)["held"] == 0
+
+    def check(self, arena, *, step):
+        found = np.zeros(2 + 2 * KINDS, np.int32)
+        found[2 + KINDS :] = NONE_FOUND
+        self.begin(arena, shape_of(1, 1, 1, together=self.together), step=step)
+        record = audit_record(arena, found, workspace=self.work)
+        self.launch("ess_audit", record, 2)
+        assert_sound(found)
 
     def claim_new(self, arena, rows, *, step, out):
         """The kernels', where there is room; that there is, the ledger promises them."""
@@ -63,7 +138,7 @@ class Emulated:
             return lru.claim_new(arena, rows, step=step, out=out)
         split = Split.create(query_count=1, top_k=max(1, rows.size))
         line = rows[None] if rows.size else np.full((1, 1), -1, np.int32)
-        claims = self.plan(arena, line, step=step, ticket=1, split=split, rows=line, writes=True)
+        claims = self.plan(arena, line, step=step, ticket=1, split=split, purpose="write")
         assert claims.place_count == 0
         out[:] = split.slots[0, : rows.size]
         return True
@@ -92,9 +167,9 @@ class Emulated:
         )
 
 
-@pytest.fixture(scope="module", params=["phases", "alone"])
+@pytest.fixture(scope="module", params=TOGETHER)
 def operations(request, tmp_path_factory):
-    return Emulated(tmp_path_factory.mktemp("device"), alone=request.param == "alone")
+    return Emulated(tmp_path_factory.mktemp("device"), together=TOGETHER[request.param])
 
 
 def campaign(operations, seed, step_count):
@@ -223,10 +298,15 @@ def test_a_record_names_what_does_not_fit():
         ResolveShape.of(query_max=0, top_k=16, block_max=2)
 
 
-def test_small_batches_run_in_one_block():
+def test_one_block_then_a_cluster_then_the_whole_device():
     small = ResolveShape.of(query_max=4, top_k=2048, block_max=100)
+    middle = ResolveShape.of(query_max=16, top_k=2048, block_max=1600)
+    without = ResolveShape.of(query_max=16, top_k=2048, block_max=1600, clusters=False)
     large = ResolveShape.of(query_max=160, top_k=2048, block_max=16_000)
-    assert [small.alone, large.alone] == [True, False]
+    shapes = small, middle, without, large
+    assert [one.together for one in shapes] == [1, CLUSTER_BLOCKS, 0, 0]
+    assert [len(one.launches) for one in shapes] == [1, 1, 6, 6]
+    assert middle.launches[0].blocks == CLUSTER_BLOCKS
     assert large.tile_max * large.threads * 8 >= 16_000 * 64
     assert len(NOW) == large.workspace["now"]
 
