@@ -32,6 +32,9 @@ SCENARIOS = (
     "memory_is_registered_whole_and_let_go",
     "a_graph_is_replayed_with_changing_selections",
     "positions_become_slots_when_all_is_resident",
+    "a_cluster_replays_a_graph",
+    "a_landing_warms_and_fills_behind_the_plans",
+    "an_audit_names_what_is_wrong",
     "rows_leave_and_are_settled",
     "every_form_moves_the_same_bytes",
 )
