@@ -68,7 +68,8 @@ struct Selection {
         if (position >= 0) {
             i64 page = position / kPageRows;
             const bool inside = length == nullptr || position < length[query];
-            row = inside && page < table_width ? page_table[table_row[query] * table_width + page] : -1;
+            if (inside && page < table_width)
+                row = page_table[table_row[query] * table_width + page];
             row = row < 0 ? -2 : row * kPageRows + position % kPageRows;
         }
         rows[entry] = row;

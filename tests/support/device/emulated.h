@@ -2,11 +2,11 @@
 // the kernels can be run against their specifications where there is no GPU.
 //
 // The blocks of a grid run one after another in random order, those of a cluster at once. The
-// threads of a block are fibers; a fiber runs until it waits at a barrier or a warp operation or, at random, before an atomic one;
-// then another of its warp is drawn, and another warp when none of it can go on. Shared memory is
-// poisoned before every block. A
-// bulk load is poison until somebody waits for its arrival; a bulk store happens as late as the
-// kernel's own waits allow. Not seen here: the order of memory between blocks that run at once.
+// threads of a block are fibers; a fiber runs until it waits at a barrier or a warp operation or, at
+// random, before an atomic one; then another of its warp is drawn, and another warp, of any block of
+// the cluster, when none of it can go on. Shared memory is poisoned before every block. A bulk load
+// is poison until somebody waits for its arrival; a bulk store happens as late as the kernel's own
+// waits allow. Not seen here: the order of memory between blocks that run at once.
 #pragma once
 
 #include <csetjmp>
@@ -231,11 +231,11 @@ inline void launch(void (*run)(const void*), const void* record, i32 blocks, i32
     if (blocks % kClusterBlocks) fail("a grid is not whole clusters");
     if (kClusterBlocks > 1 && shared_bytes) fail("clusters with dynamic shared memory");
     std::vector<i32> order(blocks / kClusterBlocks);
-    for (size_t i = 0; i < order.size(); i++) order[i] = i32(i);
-    for (size_t left = order.size(); left > 0; left--) {
-        const i32 pick = i32(draw() % left);
+    for (i32 i = 0; i < i32(order.size()); i++) order[i] = i;
+    for (i32 left = i32(order.size()); left > 0; left--) {
+        i32 pick = i32(draw() % left);
         block.cluster = order[pick];
-        blockIdx = {block.cluster * kClusterBlocks, 0, 0};
+        blockIdx = {order[pick] * kClusterBlocks, 0, 0};
         order[pick] = order[left - 1];
         std::memset(block.dynamic, kPoison, shared_bytes);
         run_block(kClusterBlocks * threads);
