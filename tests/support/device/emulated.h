@@ -2,11 +2,11 @@
 // the kernels can be run against their specifications where there is no GPU.
 //
 // The blocks of a grid run one after another in random order, those of a cluster at once. The
-// threads of a block are fibers; a fiber runs until it waits at a barrier or a warp operation or, at
-// random, before an atomic one; then another of its warp is drawn, and another warp, of any block of
-// the cluster, when none of it can go on. Shared memory is poisoned before every block. A bulk load
-// is poison until somebody waits for its arrival; a bulk store happens as late as the kernel's own
-// waits allow. Not seen here: the order of memory between blocks that run at once.
+// threads of a block are fibers; a fiber runs until it waits at a barrier or a warp operation or,
+// at random, before an atomic one; then another of its warp is drawn, and another warp, of any
+// block of the cluster, when none of it can go on. Shared memory is poisoned before every block. A
+// bulk load is poison until somebody waits for its arrival; a bulk store happens as late as the
+// kernel's own waits allow. Not seen here: the order of memory between blocks that run at once.
 #pragma once
 
 #include <csetjmp>
@@ -205,7 +205,7 @@ inline void run_block(i32 threads) {
     for (auto& table : block.exchanged) table.assign(threads, 0);
     block.done = 0;
     const i32 warps = (threads + kLanes - 1) / kLanes;
-    i32 warp = 0;
+    i32 warp = i32(draw() % warps);
     while (block.done < threads) {
         i32 pick = draw() % 256 == 0 ? -1 : ready_lane(warp, threads);
         for (i32 left = warps; pick < 0 && left > 0; left--) {
