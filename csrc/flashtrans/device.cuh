@@ -69,6 +69,15 @@ __device__ __forceinline__ void store_unit(u32* to, u32 unit) {
     asm volatile(ESS_STORE_OP ".u32 [%0], %1;" :: "l"(to), "r"(unit) : "memory");
 }
 
+// ---- clusters (sm_90): blocks that run at once and wait for one another
+
+#define ESS_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+
+// What any thread of the cluster wrote before it, all see after it.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // ---- bulk copies: the copy engine of a multiprocessor moves whole rows through shared memory
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {

@@ -1,10 +1,10 @@
 // csrc/flashtrans/device.cuh for a CPU that plays a spiteful device, so that the very sources of
 // the kernels can be run against their specifications where there is no GPU.
 //
-// The blocks of a grid run one after another in random order. The threads of a block are fibers; a
-// fiber runs until it waits at a barrier or a warp operation or, at random, before an atomic one;
-// then another of its warp is drawn, and another warp when none of it can go on. Shared memory is
-// poisoned before every block. A
+// The blocks of a grid run one after another in random order, those of a cluster at once. The
+// threads of a block are fibers; a fiber runs until it waits at a barrier or a warp operation or,
+// at random, before an atomic one; then another of its warp is drawn, and another warp, of any
+// block of the cluster, when none of it can go on. Shared memory is poisoned before every block. A
 // bulk load is poison until somebody waits for its arrival; a bulk store happens as late as the
 // kernel's own waits allow. Not seen here: the order of memory between blocks that run at once.
 #pragma once
@@ -31,6 +31,7 @@ struct Index { i32 x, y, z; };
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define ESS_KERNEL extern "C" void
+#define ESS_CLUSTER(blocks)
 #define ESS_SHARED static __attribute__((section("ess_shared")))
 #define ESS_DYNAMIC_SHARED(name) u8* name = emulated::block.dynamic
 
@@ -44,6 +45,11 @@ namespace emulated {
 constexpr i32 kLanes = 32;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr u8 kPoison = 0xFF;
+#ifdef ESS_BLOCKS
+constexpr i32 kClusterBlocks = ESS_BLOCKS;
+#else
+constexpr i32 kClusterBlocks = 1;
+#endif
 
 [[noreturn]] inline void fail(const char* sentence) {
     std::fprintf(stderr, "emulated device: %s\n", sentence);
@@ -52,7 +58,7 @@ constexpr u8 kPoison = 0xFF;
 
 struct Store { void* to; const void* from; u32 bytes; };
 struct Load { void* to; const void* from; u32 bytes; u64* arrival; };
-enum class Mode { ready, at_barrier, at_warp, done };
+enum class Mode { ready, at_barrier, at_cluster, at_warp, done };
 
 struct Fiber {
     ucontext_t start;
@@ -64,6 +70,7 @@ struct Fiber {
     std::vector<Store> stores;
 };
 
+// A block, or all blocks of a cluster: then its fibers are those of the first, of the second, ...
 struct Block {
     std::vector<Fiber> fibers;
     std::vector<u8> stacks;
@@ -75,6 +82,8 @@ struct Block {
     jmp_buf scheduler;
     i32 current = 0;
     i32 done = 0;
+    i32 cluster = 0;
+    std::vector<u8> shared[kClusterBlocks];
     u64 random = 1;
 };
 
@@ -89,12 +98,34 @@ inline u64 draw() {
 
 inline Fiber& self() { return block.fibers[block.current]; }
 
+// ---- clusters: the blocks have the static shared memory in turn, as their threads do
+
+inline size_t static_bytes() { return __stop_ess_shared - __start_ess_shared; }
+
+inline void poison_shared() {
+    for (auto& one : block.shared) one.assign(static_bytes(), kPoison);
+    if (static_bytes()) std::memset(__start_ess_shared, kPoison, static_bytes());
+}
+
+inline void enter(i32 index) {
+    const i32 before = blockIdx.x - block.cluster * kClusterBlocks, rank = index / blockDim.x;
+    block.current = index;
+    threadIdx = {index % blockDim.x, 0, 0};
+    if (rank == before) return;
+    blockIdx = {block.cluster * kClusterBlocks + rank, 0, 0};
+    if (!static_bytes()) return;
+    std::memcpy(block.shared[before].data(), __start_ess_shared, static_bytes());
+    std::memcpy(__start_ess_shared, block.shared[rank].data(), static_bytes());
+}
+
+// The first thread of the block that runs.
+inline i32 first_of_block() { return block.current / blockDim.x * blockDim.x; }
+
 inline void leave(Mode mode) {
     i32 index = block.current;
     self().mode = mode;
     if (_setjmp(self().here) == 0) _longjmp(block.scheduler, 1);
-    block.current = index;
-    threadIdx = {index, 0, 0};
+    enter(index);
 }
 
 inline void perhaps_leave() {
@@ -145,8 +176,7 @@ inline void begin() {
 
 inline void resume(i32 index) {
     Fiber& fiber = block.fibers[index];
-    block.current = index;
-    threadIdx = {index, 0, 0};
+    enter(index);
     if (_setjmp(block.scheduler)) return;
     if (fiber.started) _longjmp(fiber.here, 1);
     fiber.started = true;
@@ -170,13 +200,12 @@ inline i32 ready_lane(i32 warp, i32 threads) {
 
 // One warp runs as far as it can before another is drawn: warps drift apart as they do on a device.
 inline void run_block(i32 threads) {
-    if (__start_ess_shared)
-        std::memset(__start_ess_shared, kPoison, __stop_ess_shared - __start_ess_shared);
+    poison_shared();
     block.fibers.assign(threads, Fiber());
     for (auto& table : block.exchanged) table.assign(threads, 0);
     block.done = 0;
     const i32 warps = (threads + kLanes - 1) / kLanes;
-    i32 warp = 0;
+    i32 warp = i32(draw() % warps);
     while (block.done < threads) {
         i32 pick = draw() % 256 == 0 ? -1 : ready_lane(warp, threads);
         for (i32 left = warps; pick < 0 && left > 0; left--) {
@@ -195,18 +224,21 @@ inline void launch(void (*run)(const void*), const void* record, i32 blocks, i32
     block.random = seed * 2 + 1;
     block.run = run;
     block.record = record;
-    block.stacks.resize(threads * kStackBytes);
+    block.stacks.resize(kClusterBlocks * threads * kStackBytes);
     block.dynamic = dynamic.data() + (128 - size_t(dynamic.data()) % 128);
     gridDim = {blocks, 1, 1};
     blockDim = {threads, 1, 1};
-    std::vector<i32> order(blocks);
-    for (i32 i = 0; i < blocks; i++) order[i] = i;
-    for (i32 left = blocks; left > 0; left--) {
+    if (blocks % kClusterBlocks) fail("a grid is not whole clusters");
+    if (kClusterBlocks > 1 && shared_bytes) fail("clusters with dynamic shared memory");
+    std::vector<i32> order(blocks / kClusterBlocks);
+    for (i32 i = 0; i < i32(order.size()); i++) order[i] = i;
+    for (i32 left = i32(order.size()); left > 0; left--) {
         i32 pick = i32(draw() % left);
-        blockIdx = {order[pick], 0, 0};
+        block.cluster = order[pick];
+        blockIdx = {order[pick] * kClusterBlocks, 0, 0};
         order[pick] = order[left - 1];
         std::memset(block.dynamic, kPoison, shared_bytes);
-        run_block(threads);
+        run_block(kClusterBlocks * threads);
         if (!block.loads.empty()) fail("a block left before its bulk loads had arrived");
     }
 }
@@ -225,7 +257,14 @@ inline void launch(void (*run)(const void*), const void* record, i32 blocks, i32
 
 // ---- what kernels call
 
-inline void __syncthreads() { emulated::meet(emulated::Mode::at_barrier, 0, blockDim.x); }
+inline void __syncthreads() {
+    emulated::meet(emulated::Mode::at_barrier, emulated::first_of_block(), blockDim.x);
+}
+
+inline void cluster_barrier() {
+    emulated::meet(emulated::Mode::at_cluster, 0, i32(emulated::block.fibers.size()));
+}
+
 inline void __syncwarp() { emulated::exchange(0); }
 
 inline u32 __ballot_sync(u32, bool vote) {
