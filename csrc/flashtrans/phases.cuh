@@ -122,7 +122,8 @@ __device__ void probe(const Resolve& call, i32 query, Desk& desk) {
         absent |= mark == kAbsent;
     }
     fill(hit, hits, width);
-    if (absent) call.report->absent = 1;
+    if (__ballot_sync(kAllLanes, absent) != 0 && threadIdx.x % 32 == 0)
+        atomicExch(&call.report->absent, 1);
     if (threadIdx.x == 0) {
         call.hit_count[query] = hits;
         call.pending[query] = pending;

@@ -17,7 +17,8 @@ from ess.kernels.cuda.resolve import NOW, REPORT, ResolveShape, resolve_program,
 from ess.pool import lru
 from ess.pool.arena import AGE_MAX, Arena, Claims, Split
 from tests.kernels.test_planner import Campaign, Side, assert_every_case_was_met, ids
-from tests.support.emulate import emulated, needs_compiler
+from tests.support.device_scenarios import ARENA, SPLIT
+from tests.support.emulate import emulated, lent, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -34,7 +35,7 @@ class Emulated:
     """Operations in which `plan` is the kernels' and the rest the specification's."""
 
     def __init__(self, folder, *, alone):
-        self.alone = alone
+        self.alone, self.folder = alone, folder
         program = resolve_program(alone=alone, threads=THREADS)
         names = [one.entry for one in shape_of(1, 1, 1, alone=alone).launches]
         self.kernels = emulated(program, dict.fromkeys(names, "Resolve"), folder)
@@ -51,9 +52,14 @@ class Emulated:
             self.work["report"][:] = 0
         given = positions or {"rows": np.ascontiguousarray(rows)}
         record = resolve_record(shape, arena=arena, split=split, workspace=self.work, **given)
-        for entry, blocks in shape.launches:
-            self.seed += 1
-            self.kernels[entry](record, blocks=blocks, threads=THREADS, seed=self.seed)
+        arrays = given | self.work | {name: getattr(arena, name) for name in ARENA}
+        arrays |= {name: getattr(split, name) for name in SPLIT}
+        arrays = {name: array for name, array in arrays.items() if name != "writes"}
+        unwritten = {*self.work, *SPLIT} - {"now", *([] if self.alone else ["report"])}
+        with lent(self.folder, arrays, unwritten=unwritten):
+            for entry, blocks in shape.launches:
+                self.seed += 1
+                self.kernels[entry](record, blocks=blocks, threads=THREADS, seed=self.seed)
         return self.claims()
 
     def claim_new(self, arena, rows, *, step, out):
@@ -93,8 +99,8 @@ class Emulated:
 
 
 @pytest.fixture(scope="module", params=["phases", "alone"])
-def operations(request, tmp_path_factory):
-    return Emulated(tmp_path_factory.mktemp("device"), alone=request.param == "alone")
+def operations(request, folder):
+    return Emulated(folder, alone=request.param == "alone")
 
 
 def campaign(operations, seed, step_count):
