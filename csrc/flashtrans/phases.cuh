@@ -21,7 +21,9 @@
 // Nothing that a phase reads and that blocks of the same phase write can change its result: probes
 // only lower values that are negative anyway, and an assignment writes the cells of rows that it is
 // first for and of rows that give way, which nobody selected. Ages that two queries see at once are
-// counted by the one whose exchange came first. So a result does not depend on the schedule.
+// counted by the one whose exchange came first. So a result does not depend on the schedule. Words
+// that blocks of a phase both read and write are touched by atomic and relaxed operations alone:
+// the map in probe and assign, the stamps in probe.
 //
 // A call that `writes` is claim_new(): its rows are distinct and about to be written by the step,
 // so their slots are dirty at once and nothing is in flight. The specification changes nothing when
@@ -74,12 +76,12 @@ __device__ i32 find(const Resolve& call, i32 query, i32 column, u32* ages) {
         if (row != kPad) atomicAdd(&call.report->faults, 1);
         return kPad;
     }
-    const i32 slot = arena.slot_of[row];
+    const i32 slot = load_relaxed(&arena.slot_of[row]);
     if (slot < 0) {
         atomicMin(&arena.slot_of[row], kClaim + i32(call.entry(query, column)));
         return kAbsent;
     }
-    i32 used = arena.last_use[slot];
+    i32 used = load_relaxed(&arena.last_use[slot]);
     const i32 ticket = arena.ticket_of[slot];
     if (call.writes != 0) {
         if (ticket != 0) atomicAdd(&call.report->faults, 1);
@@ -145,7 +147,7 @@ __device__ bool names_first(const Resolve& call, i32 query, i32 column) {
     if (column >= call.selection.width) return false;
     if (call.slots[call.place_of(query, column)] != kAbsent) return false;
     const i64 entry = call.entry(query, column);
-    return call.arena.slot_of[call.selection.rows[entry]] == kClaim + i32(entry);
+    return load_relaxed(&call.arena.slot_of[call.selection.rows[entry]]) == kClaim + i32(entry);
 }
 
 __device__ void count_rows(const Resolve& call, i32 query, Desk& desk) {
@@ -297,7 +299,7 @@ __device__ void hand_over(const Resolve& call, i32 i, i32 row) {
         arena.slot_of[before] = -1;
         atomicAdd(&call.report->evicted, 1);
     }
-    arena.slot_of[row] = slot;
+    store_relaxed(&arena.slot_of[row], slot);
     arena.row_of[slot] = row;
     arena.last_use[slot] = call.now->step;
     arena.ticket_of[slot] = call.writes != 0 ? 0 : call.now->ticket;
@@ -320,7 +322,7 @@ __device__ void assign(const Resolve& call, i32 query, Desk& desk) {
             const i32 row = call.selection.rows[call.entry(query, column)];
             const i32 i = next + ranks.before[0];
             if (i < claimed) hand_over(call, i, row);
-            else call.arena.slot_of[row] = -1;
+            else store_relaxed(&call.arena.slot_of[row], -1);
         }
         next += ranks.total[0];
     }

@@ -54,8 +54,8 @@ template <typename T, typename Change>
 T atomically(T* at, Change change) {
     emulated::Hush hush;
     emulated::perhaps_leave();
-    emulated::touch(kAtomicRead, at, sizeof(T));
-    emulated::touch(kAtomicWrite, at, sizeof(T));
+    watch_touch(kAtomicRead, at, sizeof(T));
+    watch_touch(kAtomicWrite, at, sizeof(T));
     const T before = *at;
     *at = change(before);
     return before;
@@ -81,27 +81,33 @@ inline i32 atomicExch(i32* at, i32 value) {
 inline i32 load_relaxed(const i32* from) {
     emulated::Hush hush;
     emulated::perhaps_leave();
-    emulated::touch(kAtomicRead, from, sizeof(i32));
+    watch_touch(kAtomicRead, from, sizeof(i32));
     return *from;
 }
 
 inline void store_relaxed(i32* to, i32 value) {
     emulated::Hush hush;
     emulated::perhaps_leave();
-    emulated::touch(kAtomicWrite, to, sizeof(i32));
+    watch_touch(kAtomicWrite, to, sizeof(i32));
     *to = value;
 }
 
+// The compiler may take a unit apart: what a device does in one piece is told as one.
 template <typename Unit>
 Unit load_unit(const Unit* from) {
 #if ESS_LOAD == 0
     watch_constant(from, sizeof(Unit));
+#else
+    watch_touch(kRead, from, sizeof(Unit));
 #endif
+    emulated::Hush hush;
     return *from;
 }
 
 template <typename Unit>
 void store_unit(Unit* to, Unit unit) {
+    watch_touch(kWrite, to, sizeof(Unit));
+    emulated::Hush hush;
     *to = unit;
 }
 
@@ -126,9 +132,9 @@ inline void bulk_load(void* to, const void* from, u32 bytes, u64* arrival) {
     check_bulk(to, from, bytes);
     for (u64* one : emulated::self().new_arrivals)
         if (one == arrival) emulated::fail("a barrier is used before the copy engine can see it");
-    emulated::touch(kAtomicWrite, arrival, sizeof(u64));
-    emulated::touch(kRead, from, bytes);
-    emulated::touch(kWrite, to, bytes);
+    watch_touch(kAtomicWrite, arrival, sizeof(u64));
+    watch_touch(kRead, from, bytes);
+    watch_touch(kWrite, to, bytes);
     std::memset(to, emulated::kPoison, bytes);
     emulated::block.loads.push_back({to, from, bytes, arrival});
 }
@@ -137,7 +143,7 @@ inline void bulk_wait(u64* arrival, u32 parity) {
     emulated::Hush hush;
     auto& loads = emulated::block.loads;
     emulated::perhaps_leave();
-    emulated::touch(kAtomicRead, arrival, sizeof(u64));
+    watch_touch(kAtomicRead, arrival, sizeof(u64));
     for (size_t i = 0; i < loads.size() && (*arrival & 1) == parity; i++) {
         if (loads[i].arrival != arrival) continue;
         emulated::finish_load(loads[i]);
@@ -149,8 +155,8 @@ inline void bulk_wait(u64* arrival, u32 parity) {
 inline void bulk_store(void* to, const void* from, u32 bytes) {
     emulated::Hush hush;
     check_bulk(to, from, bytes);
-    emulated::touch(kRead, from, bytes);
-    emulated::touch(kWrite, to, bytes);
+    watch_touch(kRead, from, bytes);
+    watch_touch(kWrite, to, bytes);
     emulated::self().stores.push_back({to, from, bytes});
 }
 

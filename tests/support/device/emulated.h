@@ -130,13 +130,6 @@ inline void leave(Mode mode) {
     watch_thread(blockIdx.x, index);
 }
 
-// On behalf of the kernel, while the device itself is hushed.
-inline void touch(Touch how, const void* at, size_t bytes) {
-    watch_hush(false);
-    watch_touch(how, at, bytes);
-    watch_hush(true);
-}
-
 inline void perhaps_leave() {
     if (draw() % 4 == 0) leave(Mode::ready);
 }

@@ -16,6 +16,7 @@
 // done since the last one before it left is never ordered with the rest of its block.
 #include "watch.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -101,6 +102,7 @@ struct Span {
 
 struct Watch {
     bool quiet = true;
+    bool moved = false;
     unsigned ticks = 0;
     std::map<Address, Array> arrays;
     std::vector<Span> own;
@@ -109,17 +111,13 @@ struct Watch {
     Path path;
 };
 
-Watch& watch() {
-    static Watch one;
-    return one;
-}
+static Watch watch;
 
 [[noreturn]] void fail(const std::string& sentence) {
-    Watch& w = watch();
-    w.quiet = true;
+    watch.quiet = true;
     static char kept[512];
-    std::snprintf(kept, sizeof kept, "%s: %s", w.run.kernel.c_str(), sentence.c_str());
-    w.run.fail(kept);
+    std::snprintf(kept, sizeof kept, "%s: %s", watch.run.kernel.c_str(), sentence.c_str());
+    watch.run.fail(kept);
     std::abort();
 }
 
@@ -129,14 +127,14 @@ std::string place(const Array& array, Address at) {
 }
 
 int member(Thread thread, int level) {
-    const int blocks = watch().run.cluster_blocks;
+    const int blocks = watch.run.cluster_blocks;
     const int members[kLevels] = {thread.block / blocks, thread.block % blocks,
                                   thread.index / kLanes, thread.index % kLanes};
     return members[level];
 }
 
 const Path& left_at(Thread thread) {
-    const Run& run = watch().run;
+    const Run& run = watch.run;
     return run.left[size_t(thread.block) * run.threads + thread.index];
 }
 
@@ -178,9 +176,8 @@ bool conflict(int one, int other) {
 
 [[noreturn]] void tell_race(const Array& array, Address at, int touch, int earlier,
                             const Seen& seen, int level, bool constant) {
-    const Watch& w = watch();
-    const bool same = member(seen.who, level) == member(w.now, level);
-    std::string sentence = "race on " + place(array, at) + ": " + w.now.name() + " " +
+    const bool same = member(seen.who, level) == member(watch.now, level);
+    std::string sentence = "race on " + place(array, at) + ": " + watch.now.name() + " " +
                            kWords[touch] + " what " + (same ? seen.other : seen.who).name() + " " +
                            kWords[earlier];
     if (constant || seen.path.member[0] == kConstant) sentence += ", one of them as a constant";
@@ -196,11 +193,11 @@ void check_race(Array& array, Address at, int touch, const Path& now) {
             tell_race(array, at, touch, earlier, word.by[earlier], level,
                       now.member[0] == kConstant);
     }
-    add(word.by[touch], now, watch().now);
+    add(word.by[touch], now, watch.now);
 }
 
 Array* find(Address at) {
-    auto& arrays = watch().arrays;
+    auto& arrays = watch.arrays;
     auto next = arrays.upper_bound(at);
     if (next == arrays.begin()) return nullptr;
     Array& array = (--next)->second;
@@ -208,23 +205,22 @@ Array* find(Address at) {
 }
 
 bool is_own(Address at, size_t bytes) {
-    for (const Span& span : watch().own)
+    for (const Span& span : watch.own)
         if (at - span.at < span.bytes && at + bytes <= span.at + span.bytes) return true;
     return false;
 }
 
 [[noreturn]] void tell_stray(int touch, Address at, size_t bytes) {
-    const Watch& w = watch();
-    std::string sentence = w.now.name() + " " + kWords[touch] + " " + std::to_string(bytes) +
+    std::string sentence = watch.now.name() + " " + kWords[touch] + " " + std::to_string(bytes) +
                            " bytes outside of every array";
-    auto next = w.arrays.upper_bound(at);
-    if (next != w.arrays.begin()) {
+    auto next = watch.arrays.upper_bound(at);
+    if (next != watch.arrays.begin()) {
         const Array& before = std::prev(next)->second;
         sentence += ", " + std::to_string(int64_t(at + bytes - before.at - before.bytes)) +
                     " bytes past the end of " + before.name + " (" +
                     std::to_string(before.bytes) + " bytes)";
     }
-    if (next != w.arrays.end())
+    if (next != watch.arrays.end())
         sentence += ", " + std::to_string(next->first - at) + " before " + next->second.name;
     fail(sentence);
 }
@@ -234,43 +230,43 @@ void check_written(Array& array, Address at, size_t bytes, int touch) {
     const bool writes = touch == kWrite || touch == kAtomicWrite;
     for (size_t i = at - array.at; i < at - array.at + bytes; i++) {
         if (!writes && !array.written[i])
-            fail(watch().now.name() + " " + kWords[touch] + " " + place(array, array.at + i) +
+            fail(watch.now.name() + " " + kWords[touch] + " " + place(array, array.at + i) +
                  ", which nobody has written");
         if (writes) array.written[i] = true;
     }
 }
 
+void follow() {
+    const Run& run = watch.run;
+    watch.moved = false;
+    const size_t warps = (run.threads + kLanes - 1) / kLanes, block = watch.now.block;
+    watch.path.interval[0] = run.launch;
+    watch.path.interval[1] = run.cluster[block / run.cluster_blocks];
+    watch.path.interval[2] = run.block[block];
+    watch.path.interval[3] = run.warp[block * warps + watch.now.index / kLanes];
+    for (int level = 0; level < kLevels; level++) watch.path.member[level] = member(watch.now, level);
+}
+
 void check(int touch, Address at, size_t bytes, bool constant) {
-    Watch& w = watch();
-    if (w.quiet || is_own(at, bytes)) return;
+    if (is_own(at, bytes)) return;
     Array* array = find(at);
     if (!array || at + bytes > array->at + array->bytes) tell_stray(touch, at, bytes);
     if (bytes <= 16 && at % bytes != 0)
-        fail(w.now.name() + " " + kWords[touch] + " a unit of " + std::to_string(bytes) +
+        fail(watch.now.name() + " " + kWords[touch] + " a unit of " + std::to_string(bytes) +
              " bytes at the odd address of " + place(*array, at));
     check_written(*array, at, bytes, touch);
     if (!array->words) array->make_words(bytes % 4 ? 1 : 4);
     if (bytes % 4 && array->grain != 1) array->make_words(1);
-    Path now = w.path;
+    if (watch.moved) follow();
+    Path now = watch.path;
     if (array->shared_by) now.interval[0] = array->shared_by;
     if (constant) now.member[0] = kConstant;
     for (Address word = at; word < at + bytes; word += array->grain)
         check_race(*array, word, touch, now);
 }
 
-void follow() {
-    Watch& w = watch();
-    const Run& run = w.run;
-    const size_t warps = (run.threads + kLanes - 1) / kLanes, block = w.now.block;
-    w.path.interval[0] = run.launch;
-    w.path.interval[1] = run.cluster[block / run.cluster_blocks];
-    w.path.interval[2] = run.block[block];
-    w.path.interval[3] = run.warp[block * warps + w.now.index / kLanes];
-    for (int level = 0; level < kLevels; level++) w.path.member[level] = member(w.now, level);
-}
-
 void add_array(const char* name, const void* at, size_t bytes, bool written, unsigned shared_by) {
-    Array& array = watch().arrays[Address(at)];
+    Array& array = watch.arrays[Address(at)];
     if (!array.words || array.bytes != bytes) array.words = nullptr;
     array.name = name;
     array.at = Address(at);
@@ -285,66 +281,67 @@ void watch_array(const char* name, const void* at, size_t bytes, bool written) {
     if (bytes > 0) add_array(name, at, bytes, written, 0);
 }
 
-void watch_forget(const void* at) { watch().arrays.erase(Address(at)); }
+void watch_forget(const void* at) { watch.arrays.erase(Address(at)); }
 
 void watch_written(const void* at, size_t bytes) {
     Array* array = find(Address(at));
-    for (size_t i = 0; array && !array->written.empty() && i < bytes; i++)
-        array->written[Address(at) - array->at + i] = true;
+    if (!array || array->written.empty()) return;
+    const auto from = array->written.begin() + (Address(at) - array->at);
+    std::fill(from, from + bytes, true);
 }
 
 void watch_copied(const void* to, const void* from, size_t bytes) {
-    const Array* source = find(Address(from));
-    for (size_t i = 0; i < bytes; i++)
-        if (!source || source->written.empty() || source->written[Address(from) - source->at + i])
+    const Array *source = find(Address(from)), *target = find(Address(to));
+    if (!source || source->written.empty()) return watch_written(to, bytes);
+    for (size_t i = 0; target && i < bytes; i++)
+        if (source->written[Address(from) - source->at + i])
             watch_written((const char*)to + i, 1);
 }
 
 void watch_launch(const char* kernel, int blocks, int cluster_blocks, int threads,
                   void (*fail)(const char*)) {
-    Watch& w = watch();
     const size_t warps = size_t(threads + kLanes - 1) / kLanes;
-    w.quiet = true;
-    w.own.clear();
-    for (auto next = w.arrays.begin(); next != w.arrays.end();)
-        next = next->second.shared_by ? w.arrays.erase(next) : std::next(next);
-    w.run = {kernel, cluster_blocks, threads, ++w.ticks, {}, {}, {}, {}, fail};
-    w.run.cluster.assign((blocks + cluster_blocks - 1) / cluster_blocks, ++w.ticks);
-    w.run.block.assign(blocks, ++w.ticks);
-    w.run.warp.assign(blocks * warps, ++w.ticks);
-    w.run.left.assign(size_t(blocks) * threads, Path());
+    watch.quiet = true;
+    watch.own.clear();
+    for (auto next = watch.arrays.begin(); next != watch.arrays.end();)
+        next = next->second.shared_by ? watch.arrays.erase(next) : std::next(next);
+    watch.run = {kernel, cluster_blocks, threads, ++watch.ticks, {}, {}, {}, {}, fail};
+    watch.run.cluster.assign((blocks + cluster_blocks - 1) / cluster_blocks, ++watch.ticks);
+    watch.run.block.assign(blocks, ++watch.ticks);
+    watch.run.warp.assign(blocks * warps, ++watch.ticks);
+    watch.run.left.assign(size_t(blocks) * threads, Path());
 }
 
-void watch_private(const void* at, size_t bytes) { watch().own.push_back({Address(at), bytes}); }
+void watch_private(const void* at, size_t bytes) { watch.own.push_back({Address(at), bytes}); }
 
 void watch_shared(const void* at, size_t bytes) {
-    if (bytes > 0) add_array("shared memory", at, bytes, false, ++watch().ticks);
+    if (bytes > 0) add_array("shared memory", at, bytes, false, ++watch.ticks);
 }
 
 void watch_thread(int block, int thread) {
-    watch().now = {block, thread};
-    follow();
+    watch.now = {block, thread};
+    watch.moved = true;
 }
 
 bool watch_hush(bool quiet) {
-    const bool before = watch().quiet;
-    watch().quiet = quiet;
+    const bool before = watch.quiet;
+    watch.quiet = quiet;
     return before;
 }
 
 void watch_met(Scope scope, int block, int thread) {
-    Run& run = watch().run;
+    Run& run = watch.run;
     const size_t warps = size_t(run.threads + kLanes - 1) / kLanes;
-    const unsigned tick = ++watch().ticks;
+    const unsigned tick = ++watch.ticks;
     if (scope == kCluster) run.cluster[block / run.cluster_blocks] = tick;
     if (scope == kBlock) run.block[block] = tick;
     if (scope == kWarp) run.warp[block * warps + thread / kLanes] = tick;
-    follow();
+    watch.moved = true;
 }
 
 void watch_left() {
-    Watch& w = watch();
-    w.run.left[size_t(w.now.block) * w.run.threads + w.now.index] = w.path;
+    if (watch.moved) follow();
+    watch.run.left[size_t(watch.now.block) * watch.run.threads + watch.now.index] = watch.path;
 }
 
 void watch_touch(Touch touch, const void* at, size_t bytes) {
@@ -355,31 +352,34 @@ void watch_constant(const void* at, size_t bytes) { check(kRead, Address(at), by
 
 // ---- what instrumented code calls
 
-#define ESS_SEEN(bytes)                                                                      \
-    extern "C" void __tsan_read##bytes(void* at) { check(kRead, Address(at), bytes, false); } \
-    extern "C" void __tsan_write##bytes(void* at) { check(kWrite, Address(at), bytes, false); }
-#define ESS_SEEN_ODD(bytes)                                                       \
-    extern "C" void __tsan_unaligned_read##bytes(void* at) {                      \
-        check(kRead, Address(at), bytes, false);                                  \
-    }                                                                             \
-    extern "C" void __tsan_unaligned_write##bytes(void* at) {                     \
-        check(kWrite, Address(at), bytes, false);                                 \
+#define ESS_SEEN(name, touch, bytes)                               \
+    extern "C" void __tsan_##name(const void* at) {                \
+        if (!watch.quiet) check(touch, Address(at), bytes, false); \
     }
 
-ESS_SEEN(1)
-ESS_SEEN(2)
-ESS_SEEN(4)
-ESS_SEEN(8)
-ESS_SEEN(16)
-ESS_SEEN_ODD(2)
-ESS_SEEN_ODD(4)
-ESS_SEEN_ODD(8)
-ESS_SEEN_ODD(16)
+ESS_SEEN(read1, kRead, 1)
+ESS_SEEN(write1, kWrite, 1)
+ESS_SEEN(read2, kRead, 2)
+ESS_SEEN(write2, kWrite, 2)
+ESS_SEEN(read4, kRead, 4)
+ESS_SEEN(write4, kWrite, 4)
+ESS_SEEN(read8, kRead, 8)
+ESS_SEEN(write8, kWrite, 8)
+ESS_SEEN(read16, kRead, 16)
+ESS_SEEN(write16, kWrite, 16)
+ESS_SEEN(unaligned_read2, kRead, 2)
+ESS_SEEN(unaligned_write2, kWrite, 2)
+ESS_SEEN(unaligned_read4, kRead, 4)
+ESS_SEEN(unaligned_write4, kWrite, 4)
+ESS_SEEN(unaligned_read8, kRead, 8)
+ESS_SEEN(unaligned_write8, kWrite, 8)
+ESS_SEEN(unaligned_read16, kRead, 16)
+ESS_SEEN(unaligned_write16, kWrite, 16)
 
 extern "C" void __tsan_init() {}
-extern "C" void __tsan_read_range(void* at, size_t bytes) {
-    check(kRead, Address(at), bytes, false);
+extern "C" void __tsan_read_range(const void* at, size_t bytes) {
+    if (!watch.quiet) check(kRead, Address(at), bytes, false);
 }
-extern "C" void __tsan_write_range(void* at, size_t bytes) {
-    check(kWrite, Address(at), bytes, false);
+extern "C" void __tsan_write_range(const void* at, size_t bytes) {
+    if (!watch.quiet) check(kWrite, Address(at), bytes, false);
 }
