@@ -5,8 +5,8 @@
 // fiber runs until it waits at a barrier or a warp operation or, at random, before an atomic one;
 // then another of its warp is drawn, and another warp when none of it can go on. Shared memory is
 // poisoned before every block. A bulk load is poison until somebody waits for its arrival; a bulk
-// store happens as late as the kernel's own waits allow. A barrier and a warp operation wait for all
-// threads that have not left, as since sm_70, and all must come to the same one.
+// store happens as late as the kernel's own waits allow. A barrier and a warp operation wait for
+// all threads that have not left, as since sm_70, and all must come to the same one.
 //
 // Blocks do not run at once; watch.h finds what would go wrong if they did, and strays.
 #pragma once

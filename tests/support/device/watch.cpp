@@ -5,15 +5,17 @@
 // emulated device itself does is hushed.
 //
 // Two touches of one word race unless something orders them, whatever the schedule of this run.
-// Threads form a tree: lanes of a warp, warps of a block, blocks of a cluster, clusters of a launch.
-// What orders the members of a group is that all of them meet, so a group has an interval, which
-// changes with every meeting, and two touches by different members of a group are ordered exactly
-// if the interval of the group differs; deeper levels do not matter then. So a word needs to
-// remember, for each way of touching it, one interval and one member for each level (or that there
-// were several), and not a list of threads: what that forgets was ordered with all that follows.
-// Launches are ordered: the interval of the outermost group is the launch itself. Atomic touches do
-// not race with one another, and order nothing. A meeting orders those who come: what a thread has
-// done since the last one before it left is never ordered with the rest of its block.
+// Threads form a tree: lanes of a warp, warps of a block, blocks of a cluster, clusters of a
+// launch. What orders the members of a group is that all of them meet, so a group has an interval,
+// which changes with every meeting, and two touches by different members of a group are ordered
+// exactly if the interval of the group differs; deeper levels do not matter then. So a word needs
+// to remember, for each way of touching it, one interval and one member for each level (or that
+// there were several), and not a list of threads: what that forgets was ordered with all that
+// follows. Launches are ordered: the interval of the outermost group is the launch itself. Atomic
+// touches do not race with one another, and order nothing. A meeting orders those who come: what a
+// thread has done since the last one before it left is never ordered with the rest of its block.
+//
+// Not seen: what goes astray within one array, or from one array right into another.
 #include "watch.h"
 
 #include <algorithm>
@@ -244,7 +246,8 @@ void follow() {
     watch.path.interval[1] = run.cluster[block / run.cluster_blocks];
     watch.path.interval[2] = run.block[block];
     watch.path.interval[3] = run.warp[block * warps + watch.now.index / kLanes];
-    for (int level = 0; level < kLevels; level++) watch.path.member[level] = member(watch.now, level);
+    for (int level = 0; level < kLevels; level++)
+        watch.path.member[level] = member(watch.now, level);
 }
 
 void check(int touch, Address at, size_t bytes, bool constant) {
@@ -267,7 +270,7 @@ void check(int touch, Address at, size_t bytes, bool constant) {
 
 void add_array(const char* name, const void* at, size_t bytes, bool written, unsigned shared_by) {
     Array& array = watch.arrays[Address(at)];
-    if (!array.words || array.bytes != bytes) array.words = nullptr;
+    if (array.bytes != bytes) array.words = nullptr;
     array.name = name;
     array.at = Address(at);
     array.bytes = bytes;
