@@ -81,6 +81,15 @@ __device__ __forceinline__ void store_relaxed(i32* to, i32 word) {
     asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" :: "l"(to), "r"(word) : "memory");
 }
 
+// ---- clusters (sm_90): blocks that run at once and wait for one another
+
+#define ESS_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+
+// What any thread of the cluster wrote before it, all see after it.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // ---- bulk copies: the copy engine of a multiprocessor moves whole rows through shared memory
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {

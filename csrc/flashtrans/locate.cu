@@ -19,8 +19,7 @@ struct Locate {
     __device__ i32 slot(i32 query, i32 column) const {
         const i32 row = selection.translate(query, column);
         if (row == -1) return -1;
-        const bool possible = row >= 0 && row < selection.row_count;
-        const i32 found = possible ? arena.slot_of[row] : -1;
+        const i32 found = selection.names(row) ? arena.slot_of[row] : -1;
         if (found >= 0 && arena.ticket_of[found] == 0) return found;
         atomicAdd(&report->faults, 1);
         return -1;

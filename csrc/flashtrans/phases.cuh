@@ -23,11 +23,18 @@
 // first for and of rows that give way, which nobody selected. Ages that two queries see at once are
 // counted by the one whose exchange came first. So a result does not depend on the schedule. Words
 // that blocks of a phase both read and write are touched by atomic and relaxed operations alone:
-// the map in probe and assign, the stamps in probe.
+// the map in probe and assign (a list may name a row that gives way: no claim before, none after),
+// and the stamps in probe.
 //
-// A call that `writes` is claim_new(): its rows are distinct and about to be written by the step,
+// A call that writes is claim_new(): its rows are distinct and about to be written by the step,
 // so their slots are dirty at once and nothing is in flight. The specification changes nothing when
 // there is no room for all; here the ledger has promised room, and what finds none shows as places.
+//
+// A call that warms is warm(), and fill() when it has no ages: a list of distinct rows, cut into
+// queries of `width`, of which nothing is said but what was claimed, so there is no serving. A row
+// takes its victim only while that is older than itself. Victims are ordered and ages ascend, so
+// those that take one are the first few of the missing rows; the least number that was refused is
+// how many. Each looks at its own victim alone, which nobody else touches.
 //
 // When nothing is absent, count to assign return at once and only the selection has been touched.
 #pragma once
@@ -42,6 +49,8 @@ constexpr i32 kClaim = -2147483647 - 1;
 constexpr i32 kAbsent = kClaim;
 constexpr i32 kPad = -1;
 
+enum Purpose : i64 { kSelects, kWrites, kWarms };
+
 struct Resolve {
     Arena arena;
     Selection selection;
@@ -51,16 +60,38 @@ struct Resolve {
     i32 *hit_count, *miss_count, *place_count;
     i32 *claimed_slots, *claimed_rows, *claimed_host_rows;
     const i32* host_page_of;
+    const u64* stored;
+    const i32 *ages, *list_count;
     i32 *pending, *first_count;
     i32 *bin_count, *bin_total;
     i64 query_max;
     i64 tile_max;
     i64 split_width;
-    i64 writes;
+    i64 stored_width;
+    i64 layer_count;
+    i64 list_max;
+    Purpose purpose;
 
     __device__ i64 entry(i32 query, i32 column) const { return query * selection.width + column; }
 
     __device__ i64 place_of(i32 query, i32 column) const { return query * split_width + column; }
+
+    __device__ i64 list_size() const {
+        return list_count != nullptr && *list_count < list_max ? *list_count : list_max;
+    }
+
+    __device__ i32 query_count() const {
+        if (purpose != kWarms) return now->query_count;
+        return i32((list_size() + selection.width - 1) / selection.width);
+    }
+
+    __device__ bool holds(i32 query, i32 column) const {
+        if (column >= selection.width) return false;
+        return purpose != kWarms || entry(query, column) < list_size();
+    }
+
+    // How long ago a row that warms was used.
+    __device__ i32 age(i64 entry) const { return ages == nullptr ? kAgeMax : ages[entry]; }
 
     __device__ i32 tile_count() const {
         return (now->block_count * kPageRows + kTileSlots - 1) / kTileSlots;
@@ -72,7 +103,7 @@ struct Resolve {
 __device__ i32 find(const Resolve& call, i32 query, i32 column, u32* ages) {
     const Arena& arena = call.arena;
     const i32 row = call.selection.translate(query, column), step = call.now->step;
-    if (row < 0 || row >= call.selection.row_count) {
+    if (!call.selection.names(row)) {
         if (row != kPad) atomicAdd(&call.report->faults, 1);
         return kPad;
     }
@@ -83,7 +114,7 @@ __device__ i32 find(const Resolve& call, i32 query, i32 column, u32* ages) {
     }
     i32 used = load_relaxed(&arena.last_use[slot]);
     const i32 ticket = arena.ticket_of[slot];
-    if (call.writes != 0) {
+    if (call.purpose == kWrites) {
         if (ticket != 0) atomicAdd(&call.report->faults, 1);
         arena.last_use[slot] = step;
         arena.dirty[slot] = 1;
@@ -104,7 +135,34 @@ __device__ void fill(i32* list, i32 from, i64 width) {
     for (i64 i = from + i32(threadIdx.x); i < width; i += kThreads) list[i] = -1;
 }
 
+// A row of a list as if used `age` steps ago. Whether it is absent.
+__device__ bool restamp(const Resolve& call, i64 entry) {
+    const Arena& arena = call.arena;
+    const i32 row = call.selection.rows[entry], age = call.age(entry);
+    if (!call.selection.names(row) || age < (entry > 0 ? call.age(entry - 1) : 1)) {
+        atomicAdd(&call.report->faults, 1);
+        return false;
+    }
+    const i32 slot = arena.slot_of[row], used = call.now->step - age;
+    if (slot < 0) atomicMin(&arena.slot_of[row], kClaim + i32(entry));
+    else if (arena.last_use[slot] < used) arena.last_use[slot] = used;
+    return slot < 0;
+}
+
+__device__ void probe_list(const Resolve& call, i32 query, Desk& desk) {
+    i32 absent = 0;
+    for (i32 base = 0; base < call.selection.width; base += kThreads) {
+        const i32 column = base + i32(threadIdx.x);
+        const bool one = call.holds(query, column) && restamp(call, call.entry(query, column));
+        absent += rank_votes(one, false, desk.of_warp).total[0];
+    }
+    if (threadIdx.x != 0) return;
+    call.pending[query] = absent;
+    if (absent > 0) atomicExch(&call.report->absent, 1);
+}
+
 __device__ void probe(const Resolve& call, i32 query, Desk& desk) {
+    if (call.purpose == kWarms) return probe_list(call, query, desk);
     for (i32 i = threadIdx.x; i <= kAgeMax; i += kThreads) desk.ages[i] = 0;
     __syncthreads();
     const i64 width = call.selection.width;
@@ -144,10 +202,13 @@ __device__ void probe(const Resolve& call, i32 query, Desk& desk) {
 // ---- count
 
 __device__ bool names_first(const Resolve& call, i32 query, i32 column) {
-    if (column >= call.selection.width) return false;
-    if (call.slots[call.place_of(query, column)] != kAbsent) return false;
+    if (!call.holds(query, column)) return false;
+    const bool lists = call.purpose == kWarms;
+    if (!lists && call.slots[call.place_of(query, column)] != kAbsent) return false;
     const i64 entry = call.entry(query, column);
-    return load_relaxed(&call.arena.slot_of[call.selection.rows[entry]]) == kClaim + i32(entry);
+    const i32 row = call.selection.rows[entry];
+    if (!call.selection.names(row)) return false;
+    return load_relaxed(&call.arena.slot_of[row]) == kClaim + i32(entry);
 }
 
 __device__ void count_rows(const Resolve& call, i32 query, Desk& desk) {
@@ -235,7 +296,7 @@ __device__ void scan(const Resolve& call, i32 warp) {
     if (warp > kBins) return;
     const bool rows = warp == 0;
     i32* numbers = rows ? call.first_count : call.bin_count + (warp - 1) * call.tile_max;
-    const i32 sum = sums_before(numbers, rows ? call.now->query_count : call.tile_count());
+    const i32 sum = sums_before(numbers, rows ? call.query_count() : call.tile_count());
     if (threadIdx.x % 32 != 0) return;
     if (rows) {
         call.report->missing = sum;
@@ -292,22 +353,42 @@ __device__ void rank(const Resolve& call, i32 tile, Desk& desk) {
 
 // ---- assign
 
-__device__ void hand_over(const Resolve& call, i32 i, i32 row) {
+__device__ bool gives_way(const Resolve& call, i32 i, i64 entry) {
+    if (call.purpose != kWarms) return true;
+    const i32 slot = call.claimed_slots[i], age = call.now->step - call.arena.last_use[slot];
+    if (call.arena.row_of[slot] < 0) return true;
+    if ((age < kAgeMax ? age : kAgeMax) > call.age(entry)) return true;
+    atomicMin(&call.report->claimed, i);
+    return false;
+}
+
+__device__ bool was_written(const Resolve& call, i32 host_page, i32 offset) {
+    for (i64 layer = 0; layer < call.layer_count; layer++)
+        if ((call.stored[layer * call.stored_width + host_page] >> offset & 1) == 0) return false;
+    return true;
+}
+
+__device__ void name_source(const Resolve& call, i32 i, i32 row) {
+    const i32 page = call.host_page_of[row / kPageRows], offset = row % kPageRows;
+    call.claimed_host_rows[i] = page * kPageRows + offset;
+    if (!was_written(call, page, offset)) atomicAdd(&call.report->unwritten, 1);
+}
+
+__device__ void hand_over(const Resolve& call, i32 i, i64 entry) {
     const Arena& arena = call.arena;
+    const i32 row = call.selection.rows[entry];
     const i32 slot = call.claimed_slots[i], before = arena.row_of[slot];
     if (before >= 0) {
-        arena.slot_of[before] = -1;
+        store_relaxed(&arena.slot_of[before], -1);
         atomicAdd(&call.report->evicted, 1);
     }
     store_relaxed(&arena.slot_of[row], slot);
     arena.row_of[slot] = row;
-    arena.last_use[slot] = call.now->step;
-    arena.ticket_of[slot] = call.writes != 0 ? 0 : call.now->ticket;
-    if (call.writes != 0) arena.dirty[slot] = 1;
+    arena.last_use[slot] = call.now->step - (call.purpose == kWarms ? call.age(entry) : 0);
+    arena.ticket_of[slot] = call.purpose == kWrites ? 0 : call.now->ticket;
+    if (call.purpose == kWrites) arena.dirty[slot] = 1;
     call.claimed_rows[i] = row;
-    if (call.host_page_of != nullptr)
-        call.claimed_host_rows[i] =
-            call.host_page_of[row / kPageRows] * kPageRows + row % kPageRows;
+    if (call.host_page_of != nullptr) name_source(call, i, row);
 }
 
 __device__ void assign(const Resolve& call, i32 query, Desk& desk) {
@@ -319,10 +400,10 @@ __device__ void assign(const Resolve& call, i32 query, Desk& desk) {
         const bool first = names_first(call, query, column);
         const Ranks ranks = rank_votes(first, false, desk.of_warp);
         if (first) {
-            const i32 row = call.selection.rows[call.entry(query, column)];
+            const i64 entry = call.entry(query, column);
             const i32 i = next + ranks.before[0];
-            if (i < claimed) hand_over(call, i, row);
-            else store_relaxed(&call.arena.slot_of[row], -1);
+            if (i < claimed && gives_way(call, i, entry)) hand_over(call, i, entry);
+            else store_relaxed(&call.arena.slot_of[call.selection.rows[entry]], -1);
         }
         next += ranks.total[0];
     }
@@ -331,7 +412,7 @@ __device__ void assign(const Resolve& call, i32 query, Desk& desk) {
 // ---- serve
 
 __device__ void serve(const Resolve& call, i32 query, Desk& desk) {
-    if (call.pending[query] == 0) return;
+    if (call.purpose == kWarms || call.pending[query] == 0) return;
     const i64 width = call.selection.width;
     i32 *miss = call.miss + call.place_of(query, 0), *place = call.place + call.place_of(query, 0);
     i32 misses = 0, places = 0;

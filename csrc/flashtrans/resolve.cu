@@ -3,7 +3,7 @@
 
 ESS_PHASE(ess_probe) {
     ESS_SHARED Desk desk;
-    if (i32(blockIdx.x) < call.now->query_count) probe(call, blockIdx.x, desk);
+    if (i32(blockIdx.x) < call.query_count()) probe(call, blockIdx.x, desk);
 }
 
 ESS_PHASE(ess_count) {
@@ -12,7 +12,7 @@ ESS_PHASE(ess_count) {
     const i32 tile = i32(blockIdx.x) - i32(call.query_max);
     if (tile >= 0) {
         if (tile < call.tile_count()) count_slots(call, tile, desk);
-    } else if (i32(blockIdx.x) < call.now->query_count) {
+    } else if (i32(blockIdx.x) < call.query_count()) {
         count_rows(call, blockIdx.x, desk);
     }
 }
@@ -29,11 +29,11 @@ ESS_PHASE(ess_rank) {
 
 ESS_PHASE(ess_assign) {
     ESS_SHARED Desk desk;
-    if (call.report->absent != 0 && i32(blockIdx.x) < call.now->query_count)
+    if (call.report->absent != 0 && i32(blockIdx.x) < call.query_count())
         assign(call, blockIdx.x, desk);
 }
 
 ESS_PHASE(ess_serve) {
     ESS_SHARED Desk desk;
-    if (i32(blockIdx.x) < call.now->query_count) serve(call, blockIdx.x, desk);
+    if (i32(blockIdx.x) < call.query_count()) serve(call, blockIdx.x, desk);
 }

@@ -40,19 +40,26 @@ struct Report {
     i32 places;
     i32 late_ticket;
     i32 evicted;
+    i32 unwritten;
     i32 faults;
+    i32 left;
+    i32 held;
 };
 
 // Selected entries [query, column]. With a page table `selection` holds positions and the row ids
-// are written to `rows`; without one `rows` holds them already.
+// are written to `rows`; without one `rows` holds them already. With lengths a position beyond its
+// query's is as impossible as one in a page without an id.
 struct Selection {
     const i32* positions;
     const i32* page_table;
     const i32* table_row;
+    const i32* length;
     i32* rows;
     i64 table_width;
     i64 width;
     i64 row_count;
+
+    __device__ bool names(i32 row) const { return row >= 0 && row < row_count; }
 
     __device__ i32 translate(i32 query, i32 column) const {
         i64 entry = query * width + column;
@@ -60,7 +67,9 @@ struct Selection {
         i32 position = positions[entry], row = -1;
         if (position >= 0) {
             i64 page = position / kPageRows;
-            row = page < table_width ? page_table[table_row[query] * table_width + page] : -1;
+            const bool inside = length == nullptr || position < length[query];
+            if (inside && page < table_width)
+                row = page_table[table_row[query] * table_width + page];
             row = row < 0 ? -2 : row * kPageRows + position % kPageRows;
         }
         rows[entry] = row;

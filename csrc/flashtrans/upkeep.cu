@@ -1,7 +1,12 @@
-// What happens to slots between plans: land(), settle() and drop() of ess/pool/lru.py.
+// What happens to slots between plans: land(), settle(), drop() and clear_block() of
+// ess/pool/lru.py.
 //
-// One thread an element; no two elements of a list may name the same row or slot, so nothing is
-// ordered. The number of elements lies on the device, with the list, as a plan has left it there.
+// One thread an element. No two elements of a list name the same slot; rows that leave may be named
+// twice, since an exchange gives their slot to one of the threads. The number of elements lies on
+// the device, with the list, as a plan has left it there.
+//
+// Blocks are cleared all or none, as a chunk changes its owner whole, so one block of threads does
+// it: everybody has looked before anybody clears.
 #include "resolve.cuh"
 
 namespace {
@@ -10,11 +15,28 @@ struct Upkeep {
     Arena arena;
     const i32* list;
     const i32* count;
-    const i32* ticket;
+    const Now* now;
+    Report* report;
     i64 count_max;
 
     __device__ i32 size() const {
         return count != nullptr && *count < count_max ? *count : i32(count_max);
+    }
+
+    // The i-th slot of the listed blocks, and whether something holds it there.
+    __device__ i32 slot(i32 i) const { return list[i / kPageRows] + i % kPageRows; }
+
+    __device__ bool is_held(i32 at) const {
+        if (arena.row_of[at] < 0) return false;
+        const bool bound = arena.dirty[at] != 0 || arena.ticket_of[at] != 0;
+        return bound || arena.last_use[at] >= now->step;
+    }
+
+    __device__ void empty(i32 at) const {
+        arena.row_of[at] = -1;
+        arena.dirty[at] = 0;
+        arena.ticket_of[at] = 0;
+        atomicAdd(&report->left, 1);
     }
 };
 
@@ -29,7 +51,7 @@ struct Upkeep {
 ESS_UPKEEP(ess_land) {
     ESS_EACH(i) {
         i32* ticket = call.arena.ticket_of + call.list[i];
-        if (*ticket == *call.ticket) *ticket = 0;
+        if (*ticket == call.now->ticket) *ticket = 0;
     }
 }
 
@@ -41,11 +63,25 @@ ESS_UPKEEP(ess_settle) {
 // These rows leave, whatever their state; absent ones are passed over.
 ESS_UPKEEP(ess_drop) {
     ESS_EACH(i) {
-        const i32 row = call.list[i], slot = call.arena.slot_of[row];
-        if (slot < 0) continue;
+        const i32 slot = atomicExch(&call.arena.slot_of[call.list[i]], -1);
+        if (slot >= 0) call.empty(slot);
+    }
+}
+
+// All rows of these blocks leave, unless one is held: then none does, and the report has how many.
+ESS_UPKEEP(ess_clear_blocks) {
+    ESS_SHARED u32 of_warp[kWarps];
+    const i32 count = call.size() * kPageRows;
+    i32 held = 0;
+    for (i32 base = 0; base < count; base += kThreads) {
+        const i32 i = base + i32(threadIdx.x);
+        held += rank_votes(i < count && call.is_held(call.slot(i)), false, of_warp).total[0];
+    }
+    if (threadIdx.x == 0) call.report->held = held;
+    for (i32 i = threadIdx.x; held == 0 && i < count; i += kThreads) {
+        const i32 at = call.slot(i), row = call.arena.row_of[at];
+        if (row < 0) continue;
         call.arena.slot_of[row] = -1;
-        call.arena.row_of[slot] = -1;
-        call.arena.dirty[slot] = 0;
-        call.arena.ticket_of[slot] = 0;
+        call.empty(at);
     }
 }

@@ -8,11 +8,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support import device_scenarios as scenarios
+from tests.support import residency_scenarios as residency
 
 if __name__ == "__main__":
     scenarios.every_form_moves_the_same_bytes((584, 656), 200)
-    for alone in (True, False):
-        scenarios.a_graph_is_replayed_with_changing_selections(3, 1, alone=alone)
-    scenarios.positions_become_slots_when_all_is_resident()
-    scenarios.rows_leave_and_are_settled()
+    for together in (0, 1, 8):
+        residency.a_graph_is_replayed_with_changing_selections(3, 1, together=together)
+        residency.a_landing_warms_and_fills_behind_the_plans(together)
+    residency.an_audit_names_what_is_wrong()
+    residency.positions_become_slots_when_all_is_resident()
+    residency.rows_leave_and_are_settled()
     print("all scenarios played")

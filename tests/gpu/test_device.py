@@ -17,10 +17,12 @@ from ess.kernels.cuda.catalogue import rival_form
 from ess.kernels.cuda.rows import flat_form, ring_form
 from tests.kernels.test_planner import Campaign, Side, assert_every_case_was_met
 from tests.support import device_scenarios as scenarios
+from tests.support import residency_scenarios as residency
 
 pytestmark = pytest.mark.gpu
 
 SANITISED = Path(__file__).with_name("sanitised.py")
+WAYS = {0: "phases", 1: "alone", 8: "cluster"}
 REFUSALS = ("Device not supported", "Unable to initialize", "driver is not supported")
 
 
@@ -45,41 +47,45 @@ def test_memory_is_registered_whole_and_let_go():
     scenarios.memory_is_registered_whole_and_let_go()
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "phases"])
-def test_the_planner_agrees_over_a_campaign(alone):
+@pytest.mark.parametrize("together", WAYS, ids=WAYS.get)
+def test_the_planner_agrees_over_a_campaign(together):
     from ess.pool import lru
 
     world = Campaign(7)
-    world.sides = [Side(lru, (3, 2)), Side(scenarios.OnDevice(alone=alone), (3, 2))]
+    world.sides = [Side(lru, (3, 2)), Side(residency.OnDevice(together=together), (3, 2))]
     for _ in range(150):
         world.one_step()
     assert_every_case_was_met(world.seen)
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "phases"])
-def test_a_thousand_replays_of_one_graph(alone):
-    step = scenarios.Step(query_max=4, top_k=512, row_count=20_000, slot_count=4096, alone=alone)
+@pytest.mark.parametrize("together", WAYS, ids=WAYS.get)
+def test_a_thousand_replays_of_one_graph(together):
+    step = residency.Step(
+        query_max=4, top_k=512, row_count=20_000, slot_count=4096, together=together
+    )
     for number in range(1000):
         step.replay(300 + number, step.select())
         if number % 100 == 0 or number == 999:
             step.check(300 + number)
 
 
-def test_a_batch_of_160_requests():
-    step = scenarios.Step(
-        query_max=160, top_k=2048, row_count=60_000, slot_count=32_768, alone=False
+@pytest.mark.parametrize("together", [0, 8, 16])
+def test_a_batch_of_160_requests(together):
+    step = residency.Step(
+        query_max=160, top_k=2048, row_count=60_000, slot_count=32_768, together=together
     )
     for number in range(6):
         step.replay(300 + number, step.select())
         step.check(300 + number)
 
 
-def test_repeats_are_equal_bit_for_bit():
+@pytest.mark.parametrize("together", [0, 8])
+def test_repeats_are_equal_bit_for_bit(together):
     """Twenty runs of one plan from one state, at a size where blocks race."""
     seen = set()
     for _ in range(20):
-        step = scenarios.Step(
-            query_max=64, top_k=1024, row_count=9000, slot_count=4096, alone=False
+        step = residency.Step(
+            query_max=64, top_k=1024, row_count=9000, slot_count=4096, together=together
         )
         step.replay(300, step.select())
         seen.add(step.residency.arena.row_of.read().tobytes() + step.splits.slots.read().tobytes())
@@ -87,11 +93,22 @@ def test_repeats_are_equal_bit_for_bit():
 
 
 def test_positions_become_slots():
-    scenarios.positions_become_slots_when_all_is_resident()
+    residency.positions_become_slots_when_all_is_resident()
+
+
+@pytest.mark.parametrize("together", WAYS, ids=WAYS.get)
+def test_a_landing_warms_and_fills(together):
+    residency.a_landing_warms_and_fills_behind_the_plans(
+        together, row_count=30_000, slot_count=4096
+    )
+
+
+def test_an_audit_names_what_is_wrong():
+    residency.an_audit_names_what_is_wrong()
 
 
 def test_rows_leave_and_are_settled():
-    scenarios.rows_leave_and_are_settled()
+    residency.rows_leave_and_are_settled()
 
 
 def test_rows_beyond_four_gigabytes():

@@ -13,7 +13,7 @@ import os
 import pytest
 
 from ess.kernels import native
-from tests.support import device_scenarios, emulated_driver
+from tests.support import device_scenarios, emulated_driver, residency_scenarios
 from tests.support.emulate import needs_compiler
 
 pytestmark = [
@@ -25,16 +25,22 @@ pytestmark = [
     ),
 ]
 
-SCENARIOS = (
+LANE = (
     "jobs_keep_their_order_and_their_rows",
     "a_job_follows_the_compute_stream_and_compute_follows_the_job",
     "refusals_name_what_is_wrong_and_change_nothing",
     "memory_is_registered_whole_and_let_go",
-    "a_graph_is_replayed_with_changing_selections",
-    "positions_become_slots_when_all_is_resident",
-    "rows_leave_and_are_settled",
     "every_form_moves_the_same_bytes",
 )
+RESIDENCY = (
+    "a_graph_is_replayed_with_changing_selections",
+    "a_cluster_replays_a_graph",
+    "a_landing_warms_and_fills_behind_the_plans",
+    "an_audit_names_what_is_wrong",
+    "positions_become_slots_when_all_is_resident",
+    "rows_leave_and_are_settled",
+)
+SCENARIOS = dict.fromkeys(LANE, device_scenarios) | dict.fromkeys(RESIDENCY, residency_scenarios)
 
 
 @pytest.fixture(scope="module")
@@ -52,5 +58,6 @@ def test_scenario(scenario, folder):
 
 if __name__ == "__main__":
     emulated_driver.begin()
-    getattr(device_scenarios, os.environ["ESS_SCENARIO"])()
-    print(os.environ["ESS_SCENARIO"])
+    name = os.environ["ESS_SCENARIO"]
+    getattr(SCENARIOS[name], name)()
+    print(name)

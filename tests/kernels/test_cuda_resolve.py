@@ -13,94 +13,28 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.kernels.cuda.resolve import NOW, REPORT, ResolveShape, resolve_program, resolve_record
+from ess.kernels.cuda.resolve import (
+    CLUSTER_BLOCKS,
+    NOW,
+    ResolveShape,
+    resolve_record,
+    warm_record,
+)
 from ess.pool import lru
 from ess.pool.arena import AGE_MAX, Arena, Claims, Split
 from tests.kernels.test_planner import Campaign, Side, assert_every_case_was_met, ids
-from tests.support.device_scenarios import ARENA, SPLIT
-from tests.support.emulate import emulated, lent, needs_compiler
+from tests.support.emulate import needs_compiler
+from tests.support.emulated_residency import LINE, Emulated
 
 pytestmark = needs_compiler
 
-THREADS = 64
+
+TOGETHER = {"phases": 0, "alone": 1, "cluster": 4}
 
 
-def shape_of(query_max, top_k, block_max, *, alone):
-    """Blocks of two warps: all that crosses warps and tiles happens, at the cost of few fibers."""
-    shape = ResolveShape.of(query_max=query_max, top_k=top_k, block_max=block_max)
-    return replace(shape, alone=alone, threads=THREADS)
-
-
-class Emulated:
-    """Operations in which `plan` is the kernels' and the rest the specification's."""
-
-    def __init__(self, folder, *, alone):
-        self.alone, self.folder = alone, folder
-        program = resolve_program(alone=alone, threads=THREADS)
-        names = [one.entry for one in shape_of(1, 1, 1, alone=alone).launches]
-        self.kernels = emulated(program, dict.fromkeys(names, "Resolve"), folder)
-        self.seed = 0
-        for name in ("clear_block", "drop", "fill", "land", "settle", "warm"):
-            setattr(self, name, getattr(lru, name))
-
-    def plan(self, arena, rows, /, *, step, ticket, split, **positions):
-        assert split.holds(rows.shape), "as the specification does"
-        shape = shape_of(*rows.shape, max(1, arena.blocks.size), alone=self.alone)
-        self.work = {name: np.full(n, -77, np.int32) for name, n in shape.workspace.items()}
-        self.work["now"][:] = step, ticket, len(rows), arena.blocks.size, 1
-        if not self.alone:
-            self.work["report"][:] = 0
-        given = positions or {"rows": np.ascontiguousarray(rows)}
-        record = resolve_record(shape, arena=arena, split=split, workspace=self.work, **given)
-        arrays = given | self.work | {name: getattr(arena, name) for name in ARENA}
-        arrays |= {name: getattr(split, name) for name in SPLIT}
-        arrays = {name: array for name, array in arrays.items() if name != "writes"}
-        unwritten = {*self.work, *SPLIT} - {"now", *([] if self.alone else ["report"])}
-        with lent(self.folder, arrays, unwritten=unwritten):
-            for entry, blocks in shape.launches:
-                self.seed += 1
-                self.kernels[entry](record, blocks=blocks, threads=THREADS, seed=self.seed)
-        return self.claims()
-
-    def claim_new(self, arena, rows, *, step, out):
-        """The kernels', where there is room; that there is, the ledger promises them."""
-        absent = int((arena.slot_of[rows] < 0).sum())
-        if absent > self.room(arena, rows, step):
-            return lru.claim_new(arena, rows, step=step, out=out)
-        split = Split.create(query_count=1, top_k=max(1, rows.size))
-        line = rows[None] if rows.size else np.full((1, 1), -1, np.int32)
-        claims = self.plan(arena, line, step=step, ticket=1, split=split, rows=line, writes=True)
-        assert claims.place_count == 0
-        out[:] = split.slots[0, : rows.size]
-        return True
-
-    def room(self, arena, rows, step):
-        slots = arena.slots
-        bound = (arena.dirty[slots] != 0) | (arena.ticket_of[slots] != 0)
-        kept = np.isin(arena.row_of[slots], rows) | (arena.last_use[slots] >= step)
-        return int(((arena.row_of[slots] < 0) | ~(bound | kept)).sum())
-
-    @property
-    def report(self):
-        return dict(zip(REPORT, self.work["report"].tolist(), strict=True))
-
-    def claims(self):
-        report = self.report
-        assert report["faults"] == 0
-        count = report["claimed"]
-        return Claims(
-            slots=self.work["claimed_slots"][:count],
-            rows=self.work["claimed_rows"][:count],
-            hit_count=report["hits"],
-            place_count=report["places"],
-            late_ticket=report["late_ticket"],
-            evicted_count=report["evicted"],
-        )
-
-
-@pytest.fixture(scope="module", params=["phases", "alone"])
+@pytest.fixture(scope="module", params=TOGETHER)
 def operations(request, folder):
-    return Emulated(folder, alone=request.param == "alone")
+    return Emulated(folder, together=TOGETHER[request.param])
 
 
 def campaign(operations, seed, step_count):
@@ -123,19 +57,36 @@ def test_many_steps_agree(operations, seed):
 
 def both(operations, make, rows, *, step, ticket=1):
     """Claims of the specification and of the kernels, from the same arena; all arrays equal."""
-    arenas = [make() for _ in range(2)]
     splits = [Split.create(query_count=len(rows), top_k=rows.shape[1]) for _ in range(2)]
-    claims = [
-        one.plan(arena, rows, step=step, ticket=ticket, split=split)
-        for one, arena, split in zip((lru, operations), arenas, splits, strict=True)
+    plans = [
+        lambda arena, one=one, split=split: one.plan(
+            arena, rows, step=step, ticket=ticket, split=split
+        )
+        for one, split in zip((lru, operations), splits, strict=True)
     ]
-    for name in ("slot_of", "row_of", "last_use", "ticket_of", "hit_age"):
-        np.testing.assert_array_equal(getattr(arenas[1], name), getattr(arenas[0], name), name)
+    claims = agree(make, *plans)
     for name in ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"):
         np.testing.assert_array_equal(getattr(splits[1], name), getattr(splits[0], name), name)
+    return claims
+
+
+def agree(make, by_specification, by_kernels):
+    arenas = [make() for _ in range(2)]
+    claims = by_specification(arenas[0]), by_kernels(arenas[1])
+    for name in ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "hit_age"):
+        np.testing.assert_array_equal(getattr(arenas[1], name), getattr(arenas[0], name), name)
     for name in Claims.__slots__:
         np.testing.assert_array_equal(getattr(claims[1], name), getattr(claims[0], name), name)
     return claims[0]
+
+
+def warmed(operations, make, rows, ages, *, step=1000, ticket=9):
+    """As `both`, for a landing."""
+    calls = [
+        lambda arena, one=one: one.warm(arena, rows, ages, step=step, ticket=ticket)
+        for one in (lru, operations)
+    ]
+    return agree(make, *calls)
 
 
 def aged_arena(slot_count, *, seed=0, row_count=20_000):
@@ -158,6 +109,135 @@ def test_the_oldest_of_several_tiles(operations, wanted):
     rows = np.arange(wanted, dtype=np.int32)[None]
     claims = both(operations, lambda: aged_arena(2048), rows, step=1000, ticket=9)
     assert claims.slots.size == wanted or claims.place_count > 0
+
+
+@pytest.mark.parametrize("age", [1, 150, 254, 255, 256, 400])
+def test_a_row_that_warms_takes_what_is_older(operations, age):
+    """About half of the rows are there already, some of them dirty or in flight."""
+    random = np.random.default_rng(age)
+    rows = np.concatenate([np.arange(900), 10_000 + np.arange(700)])
+    rows = ids(random.permutation(rows)[:800])
+    ages = ids(np.sort(random.integers(max(1, age - 3), age + 1, rows.size)))
+    claims = warmed(operations, lambda: aged_arena(1024), rows, ages)
+    assert 0 < claims.slots.size < 800
+    assert (claims.evicted_count > 0) == (ages[0] < 255)
+
+
+def test_of_equal_ages_the_first_rows_are_let_in(operations):
+    """One slot of age 9 and one of 5, for rows of ages 5, 5 and 8."""
+    arena = lambda: Arena.alone(row_count=640, slot_count=64)  # noqa: E731
+
+    def full():
+        one = arena()
+        lru.fill(one, ids(range(64)), step=300, ticket=1)
+        lru.land(one, ids(range(64)), ticket=1)
+        one.last_use[:] = 300
+        one.last_use[[7, 30]] = 295, 291
+        return one
+
+    claims = warmed(operations, full, ids([100, 101, 102]), ids([5, 5, 8]), step=300)
+    assert claims.slots.tolist() == [30]
+    assert claims.rows.tolist() == [100]
+
+
+@pytest.mark.parametrize("count", [0, 1, LINE, 5 * LINE + 1])
+def test_lists_of_any_length_fill_what_is_free(operations, count):
+    rows = ids(np.random.default_rng(count).permutation(20_000)[:count])
+    calls = [
+        lambda arena, one=one: one.fill(arena, rows, step=1000, ticket=9)
+        for one in (lru, operations)
+    ]
+    claims = agree(lambda: aged_arena(1024), *calls)
+    assert claims.evicted_count == 0
+    assert claims.slots.size <= count
+
+
+@pytest.mark.parametrize(
+    ("rows", "ages"), [([5, 20_000, 6], [1, 1, 1]), ([5, 6, 7], [3, 2, 3]), ([5, 6, 7], [0, 1, 1])]
+)
+def test_a_list_that_cannot_be_is_reported(operations, rows, ages):
+    arena = aged_arena(64)
+    with pytest.raises(AssertionError):
+        operations.warm(arena, ids(rows), ids(ages), step=1000, ticket=9)
+    assert operations.report["faults"] == 1
+    lru.check(arena, step=1000)
+
+
+def test_a_landing_learns_what_no_copy_may_read(operations):
+    stored = np.full((2, 12), 2**64 - 1, np.uint64)
+    stored[0, 4] &= ~np.uint64(1 << 9)
+    stored[1, [4, 5]] &= ~np.uint64(1 << 63)
+    host_page_of = ids([4, 5, *range(6, 14)])
+    rows = ids([0, 9, 63, 127, 500])
+    arena = Arena.alone(row_count=640, slot_count=128)
+    operations.fill(arena, rows, step=5, ticket=1, host_page_of=host_page_of, stored=stored)
+    assert operations.report["unwritten"] == 3
+    host_rows = operations.work["claimed_host_rows"][: rows.size]
+    np.testing.assert_array_equal(host_rows, [256, 265, 319, 383, 11 * 64 + 500 % 64])
+
+
+def test_blocks_are_cleared_all_or_none(operations):
+    arenas = [aged_arena(256) for _ in range(2)]
+    for arena in arenas:
+        arena.dirty[:128] = arena.ticket_of[:128] = 0
+    assert operations.clear_blocks(arenas[0], ids([0, 64]), step=1000)
+    assert all(lru.clear_block(arenas[1], block, step=1000) for block in (0, 64))
+    assert operations.report["left"] == 128 - (aged_arena(256).row_of[:128] < 0).sum()
+    for name in ("slot_of", "row_of", "last_use", "ticket_of", "dirty"):
+        np.testing.assert_array_equal(getattr(arenas[0], name), getattr(arenas[1], name), name)
+    arenas = [aged_arena(256) for _ in range(2)]
+    for arena in arenas:
+        arena.dirty[:64] = arena.ticket_of[:128] = 0
+        arena.dirty[64:128] = arena.row_of[64:128] >= 0
+    assert not operations.clear_blocks(arenas[0], ids([0, 64]), step=1000)
+    np.testing.assert_array_equal(arenas[0].row_of, arenas[1].row_of)
+    assert not operations.clear_blocks(arenas[0], ids([0]), step=int(arenas[0].last_use[:64].max()))
+
+
+def test_a_row_named_twice_leaves_once(operations):
+    arena = aged_arena(64)
+    rows = arena.row_of[arena.row_of >= 0][:20]
+    assert operations.drop(arena, np.concatenate([rows, rows, ids([7])])) == 20
+    operations.check(arena, step=1000)
+    lru.check(arena, step=1000)
+
+
+def spoil(name, where, value):
+    return pytest.param(name, where, value, id=f"{name} {where} {value}")
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "value"),
+    [
+        spoil("row_of", 5, 20_000),
+        spoil("row_of", 5, 12_345),
+        spoil("row_of", 5, -2),
+        spoil("slot_of", 3, 70),
+        spoil("slot_of", 3, 1000),
+        spoil("slot_of", 3, -5),
+        spoil("last_use", slice(None), 1001),
+        spoil("ticket_of", slice(None), 3),
+        spoil("ticket_of", 9, -3),
+        spoil("blocks", 1, 32),
+        spoil("blocks", 1, 0),
+        spoil("blocks", 1, 128),
+        spoil("blocks", slice(0, 1), 64),
+    ],
+)
+def test_an_audit_finds_what_the_specifications_does(operations, name, where, value):
+    arena = aged_arena(128)
+    operations.check(arena, step=1000)
+    getattr(arena, name)[where] = value
+    for check in (lru.check, operations.check):
+        with pytest.raises((AssertionError, IndexError)):
+            check(arena, step=1000)
+
+
+def test_a_row_in_a_slot_of_another_group_is_missed_by_both_sides(operations):
+    arena = aged_arena(128)
+    arena.blocks = arena.blocks[:1]
+    with pytest.raises(AssertionError, match="rows have slots"):
+        operations.check(arena, step=1000)
 
 
 def test_hits_alone_touch_the_selection_alone(operations):
@@ -206,6 +286,22 @@ def test_positions_are_translated_on_the_way(operations):
     np.testing.assert_array_equal(host_rows, claims.rows + 6400)
 
 
+def test_a_position_beyond_its_context_is_reported(operations):
+    arena = Arena.alone(row_count=640, slot_count=128)
+    split = Split.create(query_count=2, top_k=2)
+    given = {
+        "positions": ids([[0, 9], [9, 10]]),
+        "page_table": ids([[3]]),
+        "table_row": ids([0, 0]),
+    }
+    given |= {"rows": np.zeros((2, 2), np.int32), "length": ids([10, 10])}
+    with pytest.raises(AssertionError):
+        operations.plan(arena, given["rows"], step=5, ticket=1, split=split, **given)
+    assert operations.report["faults"] == 1
+    assert split.slots[1, 1] == -1
+    assert split.slots[0, 1] == split.slots[1, 0] >= 0
+
+
 @pytest.mark.parametrize("wrong", [640, -2, 2**31 - 1])
 def test_a_row_that_cannot_be_is_reported_and_left_out(operations, wrong):
     arena = Arena.alone(row_count=640, slot_count=64)
@@ -225,14 +321,23 @@ def test_a_record_names_what_does_not_fit():
         resolve_record(shape, split=split, **given)
     with pytest.raises(BadInput, match="page_table"):
         resolve_record(replace(shape, query_max=3), split=split, positions=ids([[1]]), **given)
+    with pytest.raises(BadInput, match=r"\(65,\).*room for 64"):
+        warm_record(shape, arena=arena, workspace={}, rows=ids(range(65)))
+    with pytest.raises(BadInput, match=r"\(3,\) and \(2,\)"):
+        warm_record(shape, arena=arena, workspace={}, rows=ids([1, 2, 3]), ages=ids([1, 1]))
     with pytest.raises(BadInput, match="0 queries"):
         ResolveShape.of(query_max=0, top_k=16, block_max=2)
 
 
-def test_small_batches_run_in_one_block():
+def test_one_block_then_a_cluster_then_the_whole_device():
     small = ResolveShape.of(query_max=4, top_k=2048, block_max=100)
+    middle = ResolveShape.of(query_max=16, top_k=2048, block_max=1600)
+    without = ResolveShape.of(query_max=16, top_k=2048, block_max=1600, clusters=False)
     large = ResolveShape.of(query_max=160, top_k=2048, block_max=16_000)
-    assert [small.alone, large.alone] == [True, False]
+    shapes = small, middle, without, large
+    assert [one.together for one in shapes] == [1, CLUSTER_BLOCKS, 0, 0]
+    assert [len(one.launches) for one in shapes] == [1, 1, 6, 6]
+    assert middle.launches[0].blocks == CLUSTER_BLOCKS
     assert large.tile_max * large.threads * 8 >= 16_000 * 64
     assert len(NOW) == large.workspace["now"]
 

@@ -1,4 +1,4 @@
-"""What the lane and the residency of a device must do, on a real one and on the emulated driver.
+"""What the lane of a device must do, on a real one and on the emulated driver.
 
 Neither torch nor any package but NumPy and cuda-python is needed.
 """
@@ -15,20 +15,13 @@ from ess.flashtrans.stream_lane import StreamLane
 from ess.kernels.cuda import driver
 from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.driver import Device
-from ess.kernels.cuda.graphs import CudaGraph
 from ess.kernels.cuda.pinned import pinned_memory, register
-from ess.kernels.cuda.residency import Residency, now_of
-from ess.kernels.cuda.resolve import ResolveShape
 from ess.kernels.cuda.rows import MoveForm, flat_form, move_record
 from ess.kernels.cuda.streams import CudaStream
 from ess.kernels.memory import host_memory
 from ess.kernels.streams import RowCopy
-from ess.pool import lru
-from ess.pool.arena import Arena, Claims, Split
 
 ROW_BYTES = 656
-ARENA = ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks", "hit_age")
-SPLIT = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
 
 
 def random_rows(random, count, row_bytes=ROW_BYTES):
@@ -193,203 +186,6 @@ def memory_is_registered_whole_and_let_go():
     assert not again.any()
     with pytest.raises(BadInput, match="whole pages"):
         register(device, again[5:], row_bytes=1)
-
-
-class OnDevice:
-    """Operations in which `plan` runs on a device and the rest is the specification's.
-
-    The arena goes there and back at every call, so that campaigns written for arrays of the host
-    can be played.
-    """
-
-    def __init__(self, *, alone):
-        self.device = Device()
-        self.stream = CudaStream(self.device)
-        self.alone = alone
-        for name in ("claim_new", "clear_block", "drop", "fill", "land", "settle", "warm"):
-            setattr(self, name, getattr(lru, name))
-
-    def plan(self, arena, rows, *, step, ticket, split):
-        there = {name: DeviceArray(self.device, getattr(arena, name)) for name in ARENA}
-        splits = {name: DeviceArray(self.device, getattr(split, name)) for name in SPLIT}
-        shape = residency_shape(*rows.shape, max(1, arena.blocks.size), alone=self.alone)
-        residency = Residency(
-            self.device, shape, SimpleNamespace(**there), lambda n: ints(self.device, n)
-        )
-        residency.now.write(
-            now_of(step=step, ticket=ticket, query_count=len(rows), block_count=arena.blocks.size)
-        )
-        selected = DeviceArray(self.device, rows)
-        residency.plan(SimpleNamespace(**splits), selected, stream=self.stream.handle)
-        self.stream.synchronize()
-        for owner, arrays in ((arena, there), (split, splits)):
-            for name, array in arrays.items():
-                getattr(owner, name)[...] = array.read()
-        return claims_of(residency)
-
-
-def claims_of(residency):
-    report = residency.report()
-    assert report["faults"] == 0, report
-    count = report["claimed"]
-    return Claims(
-        slots=residency.workspace["claimed_slots"].read()[:count],
-        rows=residency.workspace["claimed_rows"].read()[:count],
-        hit_count=report["hits"],
-        place_count=report["places"],
-        late_ticket=report["late_ticket"],
-        evicted_count=report["evicted"],
-    )
-
-
-def ints(device, count):
-    return DeviceArray(device, np.full(count, -7, np.int32))
-
-
-def residency_shape(query_max, top_k, block_max, *, alone):
-    return ResolveShape(
-        query_max=query_max,
-        top_k=top_k,
-        block_max=block_max,
-        alone=alone,
-        threads=1024 if alone else 512,
-    )
-
-
-class Step:
-    """Plan, fetch and land as one graph over one group, beside the same in NumPy."""
-
-    def __init__(self, *, query_max, top_k, row_count, slot_count, alone, seed=0):
-        self.random = np.random.default_rng(seed)
-        self.device = Device()
-        self.compute = CudaStream(self.device)
-        self.arena = Arena.alone(row_count=row_count, slot_count=slot_count)
-        self.split = Split.create(query_count=query_max, top_k=top_k)
-        there = {name: DeviceArray(self.device, getattr(self.arena, name)) for name in ARENA}
-        self.shape = residency_shape(query_max, top_k, slot_count // 64, alone=alone)
-        self.residency = Residency(
-            self.device, self.shape, SimpleNamespace(**there), lambda n: ints(self.device, n)
-        )
-        self.splits = SimpleNamespace(
-            **{name: DeviceArray(self.device, getattr(self.split, name)) for name in SPLIT}
-        )
-        self.rows = DeviceArray(self.device, np.zeros((query_max, top_k), np.int32))
-        pool = pinned_memory(self.device, row_count * ROW_BYTES, touch_threads=1)
-        self.pool = pool.reshape(-1, ROW_BYTES)
-        self.pool[:] = random_rows(self.random, row_count)
-        self.slab = DeviceArray(self.device, np.zeros((slot_count, ROW_BYTES), np.uint8))
-        self.device.kernel(flat_form(ROW_BYTES).program, flat_form(ROW_BYTES).entry)
-        self.graph = CudaGraph(self.device)
-        with self.graph.capture(self.compute.handle):
-            self.queue()
-
-    def queue(self):
-        stream, work = self.compute.handle, self.residency.workspace
-        self.residency.plan(self.splits, self.rows, stream=stream)
-        source = SimpleNamespace(
-            data_ptr=lambda: int(self.pool.__array_interface__["data"][0]),
-            stride=lambda: (ROW_BYTES, 1),
-        )
-        move(
-            self,
-            flat_form(ROW_BYTES),
-            source,
-            self.slab,
-            source_rows=work["claimed_rows"],
-            target_rows=work["claimed_slots"],
-            count=self.residency.claimed_count,
-        )
-        self.residency.land(work["claimed_slots"], stream=stream, count=work["report"][:1])
-
-    def replay(self, step, rows):
-        claims = lru.plan(self.arena, rows, step=step, ticket=step, split=self.split)
-        lru.land(self.arena, claims.slots, ticket=step)
-        self.rows.write(rows)
-        self.residency.now.write(
-            now_of(
-                step=step,
-                ticket=step,
-                query_count=len(rows),
-                block_count=self.shape.block_max,
-            )
-        )
-        self.graph.launch(self.compute.handle)
-        self.compute.synchronize()
-        assert self.residency.report()["claimed"] == claims.slots.size, step
-
-    def check(self, step):
-        for name in ARENA:
-            there = getattr(self.residency.arena, name).read()
-            np.testing.assert_array_equal(there, getattr(self.arena, name), f"{name} at {step}")
-        for name in SPLIT:
-            there = getattr(self.splits, name).read()
-            np.testing.assert_array_equal(there, getattr(self.split, name), f"{name} at {step}")
-        used = np.flatnonzero(self.arena.row_of >= 0)
-        np.testing.assert_array_equal(self.slab.read()[used], self.pool[self.arena.row_of[used]])
-
-    def select(self):
-        """Mostly what is resident, some of it twice, pads among it."""
-        shape = (self.shape.query_max, self.shape.top_k)
-        rows = self.random.integers(0, self.arena.slot_of.size, shape)
-        resident = self.arena.row_of[self.arena.row_of >= 0]
-        if resident.size:
-            kept = self.random.random(shape) < 0.9
-            rows = np.where(kept, self.random.choice(resident, shape), rows)
-        rows[self.random.random(shape) < 0.05] = -1
-        return rows.astype(np.int32)
-
-
-def a_graph_is_replayed_with_changing_selections(replay_count=8, check_every=2, alone=True):
-    step = Step(query_max=2, top_k=96, row_count=640, slot_count=256, alone=alone)
-    for number in range(replay_count):
-        step.replay(300 + number, step.select())
-        if number % check_every == 0 or number == replay_count - 1:
-            step.check(300 + number)
-
-
-def positions_become_slots_when_all_is_resident():
-    random = np.random.default_rng(4)
-    step = Step(query_max=3, top_k=40, row_count=640, slot_count=128, alone=True)
-    step.replay(300, random.integers(0, 640, (3, 40)).astype(np.int32))
-    arena, residency = step.arena, step.residency
-    resident = arena.row_of[arena.row_of >= 0]
-    rows = random.choice(resident, (3, 20)).astype(np.int32)
-    rows[:, ::7] = -1
-    slots = DeviceArray(step.device, np.full((3, 24), -5, np.int32))
-    given = {"step": 305, "ticket": 1, "query_count": 3, "block_count": 2}
-    residency.now.write(now_of(**given, stamps=False))
-    selected = DeviceArray(step.device, rows)
-    residency.locate(slots, selected, stream=step.compute.handle)
-    step.compute.synchronize()
-    found = slots.read()
-    np.testing.assert_array_equal(found[:, :20], np.where(rows < 0, -1, arena.slot_of[rows]))
-    assert (found[:, 20:] == -5).all()
-    step.check(300)
-    absent = np.flatnonzero(arena.slot_of < 0)[:4].astype(np.int32)[None]
-    residency.now.write(now_of(**given, stamps=True))
-    for given_rows in (selected, DeviceArray(step.device, absent)):
-        residency.locate(slots, given_rows, stream=step.compute.handle)
-        step.compute.synchronize()
-    assert residency.report()["faults"] == absent.size
-    assert set(residency.arena.last_use.read()[arena.slot_of[rows[rows >= 0]]]) == {305}
-
-
-def rows_leave_and_are_settled():
-    step = Step(query_max=2, top_k=50, row_count=640, slot_count=128, alone=True)
-    step.replay(300, step.select())
-    stream, arena = step.compute.handle, step.arena
-    gone = np.unique(step.random.integers(0, 640, 300)).astype(np.int32)
-    leaving = DeviceArray(step.device, gone)
-    step.residency.drop(leaving, stream=stream)
-    lru.drop(arena, gone)
-    used = np.flatnonzero(arena.row_of >= 0)[::2].astype(np.int32)
-    arena.dirty[used] = 1
-    step.residency.arena.dirty.write(arena.dirty)
-    settled = DeviceArray(step.device, used[:5])
-    step.residency.settle(settled, stream=stream)
-    lru.settle(arena, used[:5])
-    step.compute.synchronize()
-    step.check(300)
 
 
 def every_form_moves_the_same_bytes(row_sizes=(264,), pair_count=300):

@@ -28,8 +28,11 @@ RECORDS = {
         [f"ess_{name}" for name in ("probe", "count", "scan", "rank", "assign", "serve")],
         "Resolve",
     ),
-    "alone.cu": {"ess_resolve_alone": "Resolve"},
-    "upkeep.cu": dict.fromkeys(["ess_land", "ess_settle", "ess_drop"], "Upkeep"),
+    "together.cu": {"ess_resolve_together": "Resolve"},
+    "upkeep.cu": dict.fromkeys(
+        [f"ess_{name}" for name in ("land", "settle", "drop", "clear_blocks")], "Upkeep"
+    ),
+    "audit.cu": {"ess_audit": "Audit"},
 }
 
 

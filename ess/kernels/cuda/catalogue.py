@@ -7,8 +7,10 @@ from typing import Final
 
 from ess.kernels.cuda.program import Program
 from ess.kernels.cuda.resolve import (
-    ALONE_THREADS,
+    CLUSTER_BLOCKS,
+    CLUSTER_BLOCKS_MAX,
     PHASE_THREADS,
+    TOGETHER_THREADS,
     resolve_program,
     slot_program,
 )
@@ -24,14 +26,15 @@ def programs() -> Iterator[Program]:
         yield flat_form(row_bytes).program
         if row_bytes % 16 == 0:
             yield ring_form(row_bytes).program
-    yield resolve_program(alone=False, threads=PHASE_THREADS)
-    yield resolve_program(alone=True, threads=ALONE_THREADS)
-    yield slot_program("locate.cu", PHASE_THREADS)
-    yield slot_program("upkeep.cu", PHASE_THREADS)
+    yield resolve_program(together=0, threads=PHASE_THREADS)
+    for blocks in (1, CLUSTER_BLOCKS):
+        yield resolve_program(together=blocks, threads=TOGETHER_THREADS)
+    for file in ("locate.cu", "upkeep.cu", "audit.cu"):
+        yield slot_program(file, PHASE_THREADS)
 
 
 def trial_programs() -> Iterator[Program]:
-    """What only the benchmark and the tests load: other hints, another depth, the rival."""
+    """What only the benchmark and the tests load: other hints and depths, a rival, a cluster."""
     for stores in STORE_HINTS:
         for in_flight in (1, 2, 4):
             for waits in (False, True):
@@ -45,6 +48,7 @@ def trial_programs() -> Iterator[Program]:
                     waits_for_host=waits,
                 ).program
     yield rival_form(656).program
+    yield resolve_program(together=CLUSTER_BLOCKS_MAX, threads=TOGETHER_THREADS)
 
 
 def rival_form(row_bytes: int) -> MoveForm:

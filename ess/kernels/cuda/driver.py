@@ -17,6 +17,7 @@ from ess.kernels.cuda.program import Program
 
 NOT_READY: Final = 600
 STATIC_SHARED_BYTES: Final = 48 << 10
+PORTABLE_CLUSTER_BLOCKS: Final = 8
 
 # The architectures whose own instructions a plain number would leave out.
 _OWN: Final = (90, 100, 101, 103, 110, 120, 121)
@@ -71,21 +72,26 @@ class Device:
         """For the calling thread."""
         call("cuCtxSetCurrent", self.context)
 
-    def kernel(self, source: Program, entry: str, *, shared_bytes: int = 0) -> Kernel:
+    def kernel(
+        self, source: Program, entry: str, *, shared_bytes: int = 0, cluster_blocks: int = 0
+    ) -> Kernel:
         """Compiled for this device and loaded, once each."""
         found = self._kernels.get((source, entry))
         if found is None:
-            found = self._load(source, entry, shared_bytes)
+            found = self._load(source, entry, shared_bytes, cluster_blocks)
             self._kernels[source, entry] = found
         return found
 
-    def _load(self, source: Program, entry: str, shared_bytes: int) -> Kernel:
+    def _load(self, source: Program, entry: str, shared_bytes: int, cluster_blocks: int) -> Kernel:
         self.make_current()
         module = call("cuModuleLoadData", program.cubin(source, self.arch, folder=self._folder))
         handle = int(call("cuModuleGetFunction", module, entry.encode()))
         if shared_bytes > STATIC_SHARED_BYTES:
             wanted = constant("CUfunction_attribute", "MAX_DYNAMIC_SHARED_SIZE_BYTES")
             call("cuFuncSetAttribute", handle, wanted, shared_bytes)
+        if cluster_blocks > PORTABLE_CLUSTER_BLOCKS:
+            wanted = constant("CUfunction_attribute", "NON_PORTABLE_CLUSTER_SIZE_ALLOWED")
+            call("cuFuncSetAttribute", handle, wanted, 1)
         return Kernel(self, handle, entry)
 
     def _number(self, name: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from ess.errors import BadInput
 from ess.kernels.cuda.program import Program
@@ -18,15 +18,22 @@ from ess.units import PAGE_ROWS, div_ceil
 BINS: Final = 256
 ITEMS: Final = 8
 PHASE_THREADS: Final = 512
-ALONE_THREADS: Final = 1024
+TOGETHER_THREADS: Final = 1024
 ALONE_ENTRIES_MAX: Final = 8192
 ALONE_SLOTS_MAX: Final = 32768
+CLUSTER_BLOCKS: Final = 8
+CLUSTER_BLOCKS_MAX: Final = 16
+CLUSTER_ENTRIES_MAX: Final = CLUSTER_BLOCKS * 4096
+CLUSTER_SLOTS_MAX: Final = CLUSTER_BLOCKS * 16384
 ENTRIES_MAX: Final = 1 << 30
+
+Purpose = Literal["select", "write", "warm"]
+PURPOSES: Final[tuple[Purpose, ...]] = ("select", "write", "warm")
 
 NOW: Final = ("step", "ticket", "query_count", "block_count", "stamps")
 REPORT: Final = (
     *("claimed", "missing", "eligible", "absent", "hits", "places", "late_ticket"),
-    *("evicted", "faults"),
+    *("evicted", "unwritten", "faults", "left", "held"),
 )
 
 
@@ -44,7 +51,7 @@ class ArenaRecord(ctypes.Structure):
 
 class SelectionRecord(ctypes.Structure):
     _fields_ = (
-        *_pointers("positions", "page_table", "table_row", "rows"),
+        *_pointers("positions", "page_table", "table_row", "length", "rows"),
         *_sizes("table_width", "width", "row_count"),
     )
 
@@ -58,8 +65,10 @@ class ResolveRecord(ctypes.Structure):
         *_pointers("now", "report"),
         *_pointers("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"),
         *_pointers("claimed_slots", "claimed_rows", "claimed_host_rows", "host_page_of"),
+        *_pointers("stored", "ages", "list_count"),
         *_pointers("pending", "first_count", "bin_count", "bin_total"),
-        *_sizes("query_max", "tile_max", "split_width", "writes"),
+        *_sizes("query_max", "tile_max", "split_width", "stored_width", "layer_count"),
+        *_sizes("list_max", "purpose"),
     )
 
 
@@ -79,8 +88,18 @@ class UpkeepRecord(ctypes.Structure):
 
     _fields_ = (
         ("arena", ArenaRecord),
-        *_pointers("list", "count", "ticket"),
+        *_pointers("list", "count", "now", "report"),
         *_sizes("count_max"),
+    )
+
+
+class AuditRecord(ctypes.Structure):
+    """Audit of csrc/flashtrans/audit.cu."""
+
+    _fields_ = (
+        ("arena", ArenaRecord),
+        *_pointers("now", "found", "first", "used", "resident"),
+        *_sizes("row_count", "slot_count"),
     )
 
 
@@ -91,26 +110,34 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolveShape:
-    """The largest call that a record is made for. Queries and blocks are counted on the device."""
+    """The largest call that a record is made for. Queries and blocks are counted on the device.
+
+    `together` is how many blocks, one or those of a cluster, run all phases in one launch; 0 is a
+    launch a phase over the whole device.
+    """
 
     query_max: int
     top_k: int
     block_max: int
-    alone: bool
+    together: int
     threads: int
 
     @classmethod
-    def of(cls, *, query_max: int, top_k: int, block_max: int) -> ResolveShape:
-        """One block of threads does it all where that is faster than six launches."""
+    def of(
+        cls, *, query_max: int, top_k: int, block_max: int, clusters: bool = True
+    ) -> ResolveShape:
+        """`clusters`: whether the device has them, as every one since sm_90 does."""
         if min(query_max, top_k, block_max) < 1 or query_max * top_k > ENTRIES_MAX:
             raise BadInput(
                 f"{query_max} queries of {top_k} rows over {block_max} blocks cannot be resolved"
             )
-        small = query_max * top_k <= ALONE_ENTRIES_MAX
-        alone = small and block_max * PAGE_ROWS <= ALONE_SLOTS_MAX
-        threads = ALONE_THREADS if alone else PHASE_THREADS
+        together = blocks_together(query_max * top_k, block_max * PAGE_ROWS, clusters=clusters)
         return cls(
-            query_max=query_max, top_k=top_k, block_max=block_max, alone=alone, threads=threads
+            query_max=query_max,
+            top_k=top_k,
+            block_max=block_max,
+            together=together,
+            threads=TOGETHER_THREADS if together else PHASE_THREADS,
         )
 
     @property
@@ -119,14 +146,14 @@ class ResolveShape:
 
     @property
     def program(self) -> Program:
-        return resolve_program(alone=self.alone, threads=self.threads)
+        return resolve_program(together=self.together, threads=self.threads)
 
     @property
     def launches(self) -> list[Launch]:
-        """In this order; the report is zeroed before the first, which `alone` does itself."""
+        """In this order; the report is zeroed before the first, which one launch does itself."""
         queries, tiles = self.query_max, self.tile_max
-        if self.alone:
-            return [Launch("ess_resolve_alone", 1)]
+        if self.together:
+            return [Launch("ess_resolve_together", self.together)]
         return [
             Launch("ess_probe", queries),
             Launch("ess_count", queries + tiles),
@@ -153,13 +180,29 @@ class ResolveShape:
         }
 
 
-def resolve_program(*, alone: bool, threads: int) -> Program:
-    return slot_program("alone.cu" if alone else "resolve.cu", threads)
+def blocks_together(entry_count: int, slot_count: int, *, clusters: bool) -> int:
+    """Of the one launch; 0 where a launch a phase is expected to be faster.
+
+    Six launches leave about 8 us of gaps and use the whole device; the barriers of a cluster cost
+    about 2 us, those of one block nothing, but there is no more to work with. A block needs about
+    3 us for the queries and tiles of one request, so a cluster pays until every block of it has a
+    second one. One block takes up to four: by then its barriers no longer make up for its work.
+    """
+    if entry_count <= ALONE_ENTRIES_MAX and slot_count <= ALONE_SLOTS_MAX:
+        return 1
+    fits = entry_count <= CLUSTER_ENTRIES_MAX and slot_count <= CLUSTER_SLOTS_MAX
+    return CLUSTER_BLOCKS if clusters and fits else 0
 
 
-def slot_program(file: str, threads: int) -> Program:
+def resolve_program(*, together: int, threads: int) -> Program:
+    if not together:
+        return slot_program("resolve.cu", threads)
+    return slot_program("together.cu", threads, ("ESS_BLOCKS", together))
+
+
+def slot_program(file: str, threads: int, *more: tuple[str, int]) -> Program:
     ways = ("ESS_LOAD", 0), ("ESS_STORE", 0)
-    return Program(file=file, defines=(("ESS_THREADS", threads), *ways))
+    return Program(file=file, defines=(("ESS_THREADS", threads), *ways, *more))
 
 
 def resolve_record(
@@ -169,14 +212,14 @@ def resolve_record(
     split: Any,
     workspace: Mapping[str, Any],
     rows: Any,
-    positions: Any = None,
-    page_table: Any = None,
-    table_row: Any = None,
     host_page_of: Any = None,
-    writes: bool = False,
+    stored: Any = None,
+    purpose: Purpose = "select",
+    **selection: Any,
 ) -> ResolveRecord:
-    """With `writes` the rows are distinct and new to this step: slots for them, dirty at once.
+    """To "write" the rows are distinct and new to this step: slots for them, dirty at once.
 
+    `stored` [layers of the group, host page] has the bits of the host rows that were ever written.
     The arrays must outlive every launch and every replay of a graph with this record in it.
     """
     if split.slots.shape[0] < shape.query_max or split.slots.shape[1] < shape.top_k:
@@ -184,16 +227,58 @@ def resolve_record(
             f"a split of shape {tuple(split.slots.shape)} cannot hold {shape.query_max} queries "
             f"of {shape.top_k} rows"
         )
-    record = ResolveRecord(query_max=shape.query_max, tile_max=shape.tile_max, writes=int(writes))
-    record.arena = arena_record(arena)
-    record.selection = selection_record(arena, rows, positions, page_table, table_row)
+    record = _claims_record(shape, arena, workspace, host_page_of, stored, purpose)
+    record.selection = selection_record(arena, rows, **selection)
     record.selection.width = shape.top_k
     for name in ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"):
         setattr(record, name, address(getattr(split, name)))
+    record.split_width = split.slots.shape[1]
+    return record
+
+
+def warm_record(
+    shape: ResolveShape,
+    *,
+    arena: Any,
+    workspace: Mapping[str, Any],
+    rows: Any,
+    ages: Any = None,
+    count: Any = None,
+    host_page_of: Any = None,
+    stored: Any = None,
+) -> ResolveRecord:
+    """Distinct rows and their ages, ascending from 1; without ages they take free slots alone.
+
+    `count` lies on the device; without it the list is as long as its array.
+    """
+    room = shape.query_max * shape.top_k
+    if rows.shape[0] > room or (ages is not None and ages.shape != rows.shape):
+        shapes = tuple(rows.shape), None if ages is None else tuple(ages.shape)
+        raise BadInput(f"rows and ages of shapes {shapes[0]} and {shapes[1]}, room for {room}")
+    record = _claims_record(shape, arena, workspace, host_page_of, stored, "warm")
+    record.selection = SelectionRecord(
+        rows=address(rows), width=shape.top_k, row_count=arena.slot_of.shape[0]
+    )
+    record.ages, record.list_count = address(ages), address(count)
+    record.list_max = rows.shape[0]
+    return record
+
+
+def _claims_record(
+    shape: ResolveShape,
+    arena: Any,
+    workspace: Mapping[str, Any],
+    host_page_of: Any,
+    stored: Any,
+    purpose: Purpose,
+) -> ResolveRecord:
+    record = ResolveRecord(query_max=shape.query_max, tile_max=shape.tile_max)
+    record.arena = arena_record(arena)
     for name, array in workspace.items():
         setattr(record, name, address(array))
-    record.host_page_of = address(host_page_of)
-    record.split_width = split.slots.shape[1]
+    record.host_page_of, record.stored = address(host_page_of), address(stored)
+    record.layer_count, record.stored_width = (0, 0) if stored is None else stored.shape
+    record.purpose = PURPOSES.index(purpose)
     return record
 
 
@@ -203,14 +288,12 @@ def locate_record(
     rows: Any,
     slots: Any,
     workspace: Mapping[str, Any],
-    positions: Any = None,
-    page_table: Any = None,
-    table_row: Any = None,
+    **selection: Any,
 ) -> LocateRecord:
     """Positions or row ids [query, column] to slots of the same shape or wider."""
     record = LocateRecord(
         arena=arena_record(arena),
-        selection=selection_record(arena, rows, positions, page_table, table_row),
+        selection=selection_record(arena, rows, **selection),
         split_width=slots.shape[1],
     )
     for name, array in (("now", workspace["now"]), ("report", workspace["report"])):
@@ -220,12 +303,20 @@ def locate_record(
 
 
 def upkeep_record(
-    arena: Any, numbers: Any, *, count: Any = None, ticket: Any = None
+    arena: Any, numbers: Any, *, workspace: Mapping[str, Any], count: Any = None
 ) -> UpkeepRecord:
-    """Slots, or the rows that leave; without a count all of them."""
-    return UpkeepRecord(
-        arena_record(arena), address(numbers), address(count), address(ticket), numbers.shape[0]
-    )
+    """Slots, the rows that leave, or blocks to clear; without a count all of them."""
+    lists = numbers, count, workspace["now"], workspace["report"]
+    return UpkeepRecord(arena_record(arena), *map(address, lists), numbers.shape[0])
+
+
+def audit_record(arena: Any, findings: Any, *, workspace: Mapping[str, Any]) -> AuditRecord:
+    """Findings are two counts, then a count and a place of each kind."""
+    home, number = address(findings) or 0, ctypes.sizeof(ctypes.c_int32)
+    kinds = (findings.shape[0] - 2) // 2
+    places = (home + at * number for at in (2, 2 + kinds, 0, 1))
+    sizes = arena.slot_of.shape[0], arena.row_of.shape[0]
+    return AuditRecord(arena_record(arena), address(workspace["now"]), *places, *sizes)
 
 
 def arena_record(arena: Any) -> ArenaRecord:
@@ -233,12 +324,19 @@ def arena_record(arena: Any) -> ArenaRecord:
 
 
 def selection_record(
-    arena: Any, rows: Any, positions: Any, page_table: Any, table_row: Any
+    arena: Any,
+    rows: Any,
+    *,
+    positions: Any = None,
+    page_table: Any = None,
+    table_row: Any = None,
+    length: Any = None,
 ) -> SelectionRecord:
+    """Row ids, or positions of contexts of `length` tokens and room for their row ids."""
     if len({one is None for one in (positions, page_table, table_row)}) > 1:
         raise BadInput("positions need a page_table and a table_row; row ids need none of these")
     return SelectionRecord(
-        *map(address, (positions, page_table, table_row, rows)),
+        *map(address, (positions, page_table, table_row, length, rows)),
         0 if page_table is None else page_table.shape[1],
         rows.shape[1],
         arena.slot_of.shape[0],

@@ -3,7 +3,12 @@
 
 inline void __syncthreads(ESS_LINE) {
     emulated::Hush hush;
-    emulated::meet(emulated::Mode::at_barrier, 0, blockDim.x, line);
+    emulated::meet(emulated::Mode::at_barrier, emulated::first_of_block(), blockDim.x, line);
+}
+
+inline void cluster_barrier(ESS_LINE) {
+    emulated::Hush hush;
+    emulated::meet(emulated::Mode::at_cluster, 0, i32(emulated::block.fibers.size()), line);
 }
 
 inline void __syncwarp(u32 mask = ~0u, ESS_LINE) {
@@ -54,8 +59,8 @@ template <typename T, typename Change>
 T atomically(T* at, Change change) {
     emulated::Hush hush;
     emulated::perhaps_leave();
-    watch_touch(kAtomicRead, at, sizeof(T));
-    watch_touch(kAtomicWrite, at, sizeof(T));
+    watch_touch(watched::kAtomicRead, at, sizeof(T));
+    watch_touch(watched::kAtomicWrite, at, sizeof(T));
     const T before = *at;
     *at = change(before);
     return before;
@@ -81,14 +86,14 @@ inline i32 atomicExch(i32* at, i32 value) {
 inline i32 load_relaxed(const i32* from) {
     emulated::Hush hush;
     emulated::perhaps_leave();
-    watch_touch(kAtomicRead, from, sizeof(i32));
+    watch_touch(watched::kAtomicRead, from, sizeof(i32));
     return *from;
 }
 
 inline void store_relaxed(i32* to, i32 value) {
     emulated::Hush hush;
     emulated::perhaps_leave();
-    watch_touch(kAtomicWrite, to, sizeof(i32));
+    watch_touch(watched::kAtomicWrite, to, sizeof(i32));
     *to = value;
 }
 
@@ -98,7 +103,7 @@ Unit load_unit(const Unit* from) {
 #if ESS_LOAD == 0
     watch_constant(from, sizeof(Unit));
 #else
-    watch_touch(kRead, from, sizeof(Unit));
+    watch_touch(watched::kRead, from, sizeof(Unit));
 #endif
     emulated::Hush hush;
     return *from;
@@ -106,7 +111,7 @@ Unit load_unit(const Unit* from) {
 
 template <typename Unit>
 void store_unit(Unit* to, Unit unit) {
-    watch_touch(kWrite, to, sizeof(Unit));
+    watch_touch(watched::kWrite, to, sizeof(Unit));
     emulated::Hush hush;
     *to = unit;
 }
@@ -132,9 +137,9 @@ inline void bulk_load(void* to, const void* from, u32 bytes, u64* arrival) {
     check_bulk(to, from, bytes);
     for (u64* one : emulated::self().new_arrivals)
         if (one == arrival) emulated::fail("a barrier is used before the copy engine can see it");
-    watch_touch(kAtomicWrite, arrival, sizeof(u64));
-    watch_touch(kRead, from, bytes);
-    watch_touch(kWrite, to, bytes);
+    watch_touch(watched::kAtomicWrite, arrival, sizeof(u64));
+    watch_touch(watched::kRead, from, bytes);
+    watch_touch(watched::kWrite, to, bytes);
     std::memset(to, emulated::kPoison, bytes);
     emulated::block.loads.push_back({to, from, bytes, arrival});
 }
@@ -143,7 +148,7 @@ inline void bulk_wait(u64* arrival, u32 parity) {
     emulated::Hush hush;
     auto& loads = emulated::block.loads;
     emulated::perhaps_leave();
-    watch_touch(kAtomicRead, arrival, sizeof(u64));
+    watch_touch(watched::kAtomicRead, arrival, sizeof(u64));
     for (size_t i = 0; i < loads.size() && (*arrival & 1) == parity; i++) {
         if (loads[i].arrival != arrival) continue;
         emulated::finish_load(loads[i]);
@@ -155,8 +160,8 @@ inline void bulk_wait(u64* arrival, u32 parity) {
 inline void bulk_store(void* to, const void* from, u32 bytes) {
     emulated::Hush hush;
     check_bulk(to, from, bytes);
-    watch_touch(kRead, from, bytes);
-    watch_touch(kWrite, to, bytes);
+    watch_touch(watched::kRead, from, bytes);
+    watch_touch(watched::kWrite, to, bytes);
     emulated::self().stores.push_back({to, from, bytes});
 }
 

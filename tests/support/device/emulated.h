@@ -1,12 +1,13 @@
 // csrc/flashtrans/device.cuh for a CPU that plays a spiteful device, so that the very sources of
 // the kernels can be run against their specifications where there is no GPU.
 //
-// The blocks of a grid run one after another in random order. The threads of a block are fibers; a
-// fiber runs until it waits at a barrier or a warp operation or, at random, before an atomic one;
-// then another of its warp is drawn, and another warp when none of it can go on. Shared memory is
-// poisoned before every block. A bulk load is poison until somebody waits for its arrival; a bulk
-// store happens as late as the kernel's own waits allow. A barrier and a warp operation wait for
-// all threads that have not left, as since sm_70, and all must come to the same one.
+// The blocks of a grid run one after another in random order, those of a cluster at once. The
+// threads of a block are fibers; a fiber runs until it waits at a barrier or a warp operation or,
+// at random, before an atomic one; then another of its warp is drawn, and another warp, of any
+// block of the cluster, when none of it can go on. Shared memory is poisoned before every block. A
+// bulk load is poison until somebody waits for its arrival; a bulk store happens as late as the
+// kernel's own waits allow. A barrier and a warp operation wait for all threads that have not left,
+// as since sm_70, and all must come to the same one.
 //
 // Blocks do not run at once; watch.h finds what would go wrong if they did, and strays.
 #pragma once
@@ -36,6 +37,7 @@ struct Index { i32 x, y, z; };
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define ESS_KERNEL extern "C" void
+#define ESS_CLUSTER(blocks)
 #define ESS_SHARED static __attribute__((section("ess_shared")))
 #define ESS_DYNAMIC_SHARED(name) u8* name = emulated::block.dynamic
 
@@ -49,6 +51,11 @@ namespace emulated {
 constexpr i32 kLanes = 32;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr u8 kPoison = 0xFF;
+#ifdef ESS_BLOCKS
+constexpr i32 kClusterBlocks = ESS_BLOCKS;
+#else
+constexpr i32 kClusterBlocks = 1;
+#endif
 
 // Where in the sources a thread is.
 struct Line {
@@ -62,7 +69,7 @@ struct Line {
 
 struct Store { void* to; const void* from; u32 bytes; };
 struct Load { void* to; const void* from; u32 bytes; u64* arrival; };
-enum class Mode { ready, at_barrier, at_warp, done };
+enum class Mode { ready, at_barrier, at_cluster, at_warp, done };
 
 struct Fiber {
     ucontext_t start;
@@ -82,6 +89,7 @@ struct Given {
     u32 turn;
 };
 
+// A block, or all blocks of a cluster: then its fibers are those of the first, of the second, ...
 struct Block {
     std::vector<Fiber> fibers;
     std::vector<u8> stacks;
@@ -93,6 +101,8 @@ struct Block {
     jmp_buf scheduler;
     i32 current = 0;
     i32 done = 0;
+    i32 cluster = 0;
+    std::vector<u8> shared[kClusterBlocks];
     u64 random = 1;
     std::string failure;
 };
@@ -121,13 +131,35 @@ inline u64 draw() {
 
 inline Fiber& self() { return block.fibers[block.current]; }
 
+// ---- clusters: the blocks have the static shared memory in turn, as their threads do
+
+inline size_t static_bytes() { return __stop_ess_shared - __start_ess_shared; }
+
+inline void poison_shared() {
+    for (auto& one : block.shared) one.assign(static_bytes(), kPoison);
+    if (static_bytes()) std::memset(__start_ess_shared, kPoison, static_bytes());
+}
+
+inline void enter(i32 index) {
+    const i32 before = blockIdx.x - block.cluster * kClusterBlocks, rank = index / blockDim.x;
+    block.current = index;
+    threadIdx = {index % blockDim.x, 0, 0};
+    blockIdx = {block.cluster * kClusterBlocks + rank, 0, 0};
+    watch_thread(blockIdx.x, threadIdx.x);
+    if (rank == before) return;
+    if (!static_bytes()) return;
+    std::memcpy(block.shared[before].data(), __start_ess_shared, static_bytes());
+    std::memcpy(__start_ess_shared, block.shared[rank].data(), static_bytes());
+}
+
+// The first thread of the block that runs.
+inline i32 first_of_block() { return block.current / blockDim.x * blockDim.x; }
+
 inline void leave(Mode mode) {
     i32 index = block.current;
     self().mode = mode;
     if (_setjmp(self().here) == 0) _longjmp(block.scheduler, 1);
-    block.current = index;
-    threadIdx = {index, 0, 0};
-    watch_thread(blockIdx.x, index);
+    enter(index);
 }
 
 inline void perhaps_leave() {
@@ -156,7 +188,10 @@ inline void wake(Mode mode, i32 first, i32 count) {
         line = &fiber.line;
         fiber.mode = Mode::ready;
     }
-    if (line) watch_met(mode == Mode::at_warp ? kWarp : kBlock, blockIdx.x, first);
+    const watched::Scope scope = mode == Mode::at_warp      ? watched::kWarp
+                                 : mode == Mode::at_barrier ? watched::kBlock
+                                                            : watched::kCluster;
+    if (line) watch_met(scope, blockIdx.x, first % blockDim.x);
 }
 
 inline void meet(Mode mode, i32 first, i32 count, Line line) {
@@ -202,15 +237,14 @@ inline void begin() {
     watch_left();
     block.done++;
     wake(Mode::at_warp, block.current / kLanes * kLanes, kLanes);
-    wake(Mode::at_barrier, 0, blockDim.x);
+    wake(Mode::at_barrier, first_of_block(), blockDim.x);
+    wake(Mode::at_cluster, 0, i32(block.fibers.size()));
     _longjmp(block.scheduler, 1);
 }
 
 inline void resume(i32 index) {
     Fiber& fiber = block.fibers[index];
-    block.current = index;
-    threadIdx = {index, 0, 0};
-    watch_thread(blockIdx.x, index);
+    enter(index);
     if (_setjmp(block.scheduler)) return;
     if (fiber.started) _longjmp(fiber.here, 1);
     fiber.started = true;
@@ -245,10 +279,8 @@ inline std::string whereabouts() {
 
 // One warp runs as far as it can before another is drawn: warps drift apart as they do on a device.
 inline void run_block(i32 threads) {
-    if (__start_ess_shared)
-        std::memset(__start_ess_shared, kPoison, __stop_ess_shared - __start_ess_shared);
-    if (__start_ess_shared)
-        watch_shared(__start_ess_shared, __stop_ess_shared - __start_ess_shared);
+    poison_shared();
+    watch_shared(__start_ess_shared, static_bytes());
     block.fibers.assign(threads, Fiber());
     for (auto& table : block.exchanged) table.assign(threads, Given());
     block.done = 0;
@@ -284,21 +316,24 @@ inline const char* launch(const char* kernel, void (*run)(const void*), const vo
     block.record = record;
     block.failure.clear();
     block.loads.clear();
-    block.stacks.resize(threads * kStackBytes);
+    block.stacks.resize(kClusterBlocks * threads * kStackBytes);
     block.dynamic = dynamic.data() + (128 - size_t(dynamic.data()) % 128);
     gridDim = {blocks, 1, 1};
     blockDim = {threads, 1, 1};
-    watch_launch(kernel, blocks, 1, threads, fail);
+    if (blocks % kClusterBlocks) return "a grid is not whole clusters";
+    if (kClusterBlocks > 1 && shared_bytes) return "clusters with dynamic shared memory";
+    watch_launch(kernel, blocks, kClusterBlocks, threads, fail);
     show_own_memory(record, record_bytes);
-    std::vector<i32> order(blocks);
-    for (i32 i = 0; i < blocks; i++) order[i] = i;
-    for (i32 left = blocks; left > 0 && block.failure.empty(); left--) {
+    std::vector<i32> order(blocks / kClusterBlocks);
+    for (i32 i = 0; i < i32(order.size()); i++) order[i] = i;
+    for (i32 left = i32(order.size()); left > 0 && block.failure.empty(); left--) {
         i32 pick = i32(draw() % left);
-        blockIdx = {order[pick], 0, 0};
+        block.cluster = order[pick];
+        blockIdx = {order[pick] * kClusterBlocks, 0, 0};
         order[pick] = order[left - 1];
         std::memset(block.dynamic, kPoison, shared_bytes);
         watch_shared(block.dynamic, shared_bytes);
-        run_block(threads);
+        run_block(kClusterBlocks * threads);
         if (block.failure.empty() && !block.loads.empty())
             block.failure = "a block left before its bulk loads had arrived";
     }

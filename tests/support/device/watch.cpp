@@ -28,6 +28,8 @@
 #include <string>
 #include <vector>
 
+using namespace watched;
+
 namespace {
 
 constexpr int kLanes = 32, kLevels = 4, kMany = -1, kConstant = -2, kOrdered = -1;
@@ -65,26 +67,38 @@ struct FreeWords {
     void operator()(Word* words) const { std::free(words); }
 };
 
-// Words are 4 bytes until somebody touches less than that.
+// Words are 4 bytes until somebody touches less than that. The blocks of a cluster have their
+// shared memory at the same address in turn: there are as many copies, and one is seen.
 struct Array {
     std::string name;
     Address at = 0;
     size_t bytes = 0;
     size_t grain = 4;
     unsigned shared_by = 0;
+    size_t copies = 1, copy = 0;
     std::vector<bool> written;
     std::unique_ptr<Word, FreeWords> words;
 
-    size_t word(Address address) const { return address / grain - at / grain; }
+    Address end() const { return at + bytes; }
+
+    size_t word(Address address) const {
+        return copy * ((end() - 1) / grain - at / grain + 1) + address / grain - at / grain;
+    }
+
+    std::vector<bool>::reference is_written(Address address) {
+        return written[copy * bytes + address - at];
+    }
 
     void make_words(size_t of) {
-        const size_t before = grain;
-        std::unique_ptr<Word, FreeWords> old = std::move(words);
+        Array before = {{}, at, bytes, grain, 0, copies, 0, {}, std::move(words)};
+        const size_t seen = copy;
         grain = of;
-        const size_t count = word(at + bytes - 1) + 1;
-        words.reset((Word*)std::calloc(count, sizeof(Word)));
-        for (size_t i = 0; old && i < bytes; i++)
-            words.get()[i] = old.get()[(at + i) / before - at / before];
+        copy = copies;
+        words.reset((Word*)std::calloc(word(at), sizeof(Word)));
+        for (copy = 0; before.words && copy < copies; before.copy = ++copy)
+            for (Address i = at; i < end(); i++)
+                words.get()[word(i)] = before.words.get()[before.word(i)];
+        copy = seen;
     }
 };
 
@@ -203,7 +217,7 @@ Array* find(Address at) {
     auto next = arrays.upper_bound(at);
     if (next == arrays.begin()) return nullptr;
     Array& array = (--next)->second;
-    return at < array.at + array.bytes ? &array : nullptr;
+    return at < array.end() ? &array : nullptr;
 }
 
 bool is_own(Address at, size_t bytes) {
@@ -218,7 +232,7 @@ bool is_own(Address at, size_t bytes) {
     auto next = watch.arrays.upper_bound(at);
     if (next != watch.arrays.begin()) {
         const Array& before = std::prev(next)->second;
-        sentence += ", " + std::to_string(int64_t(at + bytes - before.at - before.bytes)) +
+        sentence += ", " + std::to_string(int64_t(at + bytes - before.end())) +
                     " bytes past the end of " + before.name + " (" +
                     std::to_string(before.bytes) + " bytes)";
     }
@@ -230,11 +244,11 @@ bool is_own(Address at, size_t bytes) {
 void check_written(Array& array, Address at, size_t bytes, int touch) {
     if (array.written.empty()) return;
     const bool writes = touch == kWrite || touch == kAtomicWrite;
-    for (size_t i = at - array.at; i < at - array.at + bytes; i++) {
-        if (!writes && !array.written[i])
-            fail(watch.now.name() + " " + kWords[touch] + " " + place(array, array.at + i) +
+    for (Address i = at; i < at + bytes; i++) {
+        if (!writes && !array.is_written(i))
+            fail(watch.now.name() + " " + kWords[touch] + " " + place(array, i) +
                  ", which nobody has written");
-        if (writes) array.written[i] = true;
+        if (writes) array.is_written(i) = true;
     }
 }
 
@@ -253,14 +267,15 @@ void follow() {
 void check(int touch, Address at, size_t bytes, bool constant) {
     if (is_own(at, bytes)) return;
     Array* array = find(at);
-    if (!array || at + bytes > array->at + array->bytes) tell_stray(touch, at, bytes);
+    if (!array || at + bytes > array->end()) tell_stray(touch, at, bytes);
     if (bytes <= 16 && at % bytes != 0)
         fail(watch.now.name() + " " + kWords[touch] + " a unit of " + std::to_string(bytes) +
              " bytes at the odd address of " + place(*array, at));
+    if (watch.moved) follow();
+    if (array->shared_by) array->copy = watch.path.member[1];
     check_written(*array, at, bytes, touch);
     if (!array->words) array->make_words(bytes % 4 ? 1 : 4);
     if (bytes % 4 && array->grain != 1) array->make_words(1);
-    if (watch.moved) follow();
     Path now = watch.path;
     if (array->shared_by) now.interval[0] = array->shared_by;
     if (constant) now.member[0] = kConstant;
@@ -270,12 +285,14 @@ void check(int touch, Address at, size_t bytes, bool constant) {
 
 void add_array(const char* name, const void* at, size_t bytes, bool written, unsigned shared_by) {
     Array& array = watch.arrays[Address(at)];
-    if (array.bytes != bytes) array.words = nullptr;
+    const size_t copies = shared_by ? watch.run.cluster_blocks : 1;
+    if (array.bytes != bytes || array.copies != copies) array.words = nullptr;
+    array.copies = copies;
     array.name = name;
     array.at = Address(at);
     array.bytes = bytes;
     array.shared_by = shared_by;
-    array.written.assign(written ? 0 : bytes, false);
+    array.written.assign(written ? 0 : copies * bytes, false);
 }
 
 }  // namespace

@@ -4,8 +4,10 @@
 
 #include <cstddef>
 
+namespace watched {
 enum Touch { kRead, kWrite, kAtomicRead, kAtomicWrite, kTouches };
 enum Scope { kCluster, kBlock, kWarp };
+}  // namespace watched
 
 extern "C" {
 
@@ -26,11 +28,11 @@ void watch_shared(const void* at, size_t bytes);
 void watch_thread(int block, int thread);
 bool watch_hush(bool quiet);
 // All threads around this one have met, or it has left for good.
-void watch_met(Scope scope, int block, int thread);
+void watch_met(watched::Scope scope, int block, int thread);
 void watch_left();
 
 // What no load or store of the kernel shows.
-void watch_touch(Touch touch, const void* at, size_t bytes);
+void watch_touch(watched::Touch touch, const void* at, size_t bytes);
 // A load through the read-only path: nobody may write there in the whole launch.
 void watch_constant(const void* at, size_t bytes);
 
