@@ -371,7 +371,7 @@ __device__ bool was_written(const Resolve& call, i32 host_page, i32 offset) {
 __device__ void name_source(const Resolve& call, i32 i, i32 row) {
     const i32 page = call.host_page_of[row / kPageRows], offset = row % kPageRows;
     call.claimed_host_rows[i] = page * kPageRows + offset;
-    if (!was_written(call, page, offset)) atomicAdd(&call.report->unwritten, 1);
+    if (page < 0 || !was_written(call, page, offset)) atomicAdd(&call.report->unwritten, 1);
 }
 
 __device__ void hand_over(const Resolve& call, i32 i, i64 entry) {

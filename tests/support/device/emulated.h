@@ -285,7 +285,7 @@ inline void run_block(i32 threads) {
     for (auto& table : block.exchanged) table.assign(threads, Given());
     block.done = 0;
     const i32 warps = (threads + kLanes - 1) / kLanes;
-    i32 warp = 0;
+    i32 warp = i32(draw() % warps);
     while (block.done < threads && block.failure.empty()) {
         i32 pick = draw() % 256 == 0 ? -1 : ready_lane(warp, threads);
         for (i32 left = warps; pick < 0 && left > 0; left--) {
