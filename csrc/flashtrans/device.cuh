@@ -69,6 +69,18 @@ __device__ __forceinline__ void store_unit(u32* to, u32 unit) {
     asm volatile(ESS_STORE_OP ".u32 [%0], %1;" :: "l"(to), "r"(unit) : "memory");
 }
 
+// A word that threads without order between them may read and write: the value is one that
+// somebody wrote, whole, and nothing follows from it about other words.
+__device__ __forceinline__ i32 load_relaxed(const i32* from) {
+    i32 word;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+    return word;
+}
+
+__device__ __forceinline__ void store_relaxed(i32* to, i32 word) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" :: "l"(to), "r"(word) : "memory");
+}
+
 // ---- clusters (sm_90): blocks that run at once and wait for one another
 
 #define ESS_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)

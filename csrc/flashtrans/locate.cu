@@ -1,8 +1,9 @@
 // RESIDENT: every row of the batch has landed, so positions become slots and nothing is decided.
 //
 // It runs as the top-k's epilogue, one thread an entry, and stamps only when the host has said that
-// room is getting scarce (now->stamps): a step that stamps nothing writes nothing but its slots. A
-// row that is not there after all, which the ledger excludes, is counted as a fault and left out.
+// room is getting scarce (now->stamps): a step that stamps nothing writes nothing but its slots.
+// All who stamp a slot write the same step. A row that is not there after all, which the ledger
+// excludes, is counted as a fault and left out.
 #include "resolve.cuh"
 
 namespace {
@@ -34,6 +35,6 @@ ESS_KERNEL __launch_bounds__(kThreads) ess_locate(const __grid_constant__ Locate
     for (i32 column = threadIdx.x; column < call.selection.width; column += kThreads) {
         const i32 slot = call.slot(query, column);
         call.slots[query * call.split_width + column] = slot;
-        if (stamps && slot >= 0) call.arena.last_use[slot] = call.now->step;
+        if (stamps && slot >= 0) store_relaxed(&call.arena.last_use[slot], call.now->step);
     }
 }

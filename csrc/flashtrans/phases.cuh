@@ -21,7 +21,10 @@
 // Nothing that a phase reads and that blocks of the same phase write can change its result: probes
 // only lower values that are negative anyway, and an assignment writes the cells of rows that it is
 // first for and of rows that give way, which nobody selected. Ages that two queries see at once are
-// counted by the one whose exchange came first. So a result does not depend on the schedule.
+// counted by the one whose exchange came first. So a result does not depend on the schedule. Words
+// that blocks of a phase both read and write are touched by atomic and relaxed operations alone:
+// the map in probe and assign (a list may name a row that gives way: no claim before, none after),
+// and the stamps in probe.
 //
 // A call that writes is claim_new(): its rows are distinct and about to be written by the step,
 // so their slots are dirty at once and nothing is in flight. The specification changes nothing when
@@ -104,12 +107,12 @@ __device__ i32 find(const Resolve& call, i32 query, i32 column, u32* ages) {
         if (row != kPad) atomicAdd(&call.report->faults, 1);
         return kPad;
     }
-    const i32 slot = arena.slot_of[row];
+    const i32 slot = load_relaxed(&arena.slot_of[row]);
     if (slot < 0) {
         atomicMin(&arena.slot_of[row], kClaim + i32(call.entry(query, column)));
         return kAbsent;
     }
-    i32 used = arena.last_use[slot];
+    i32 used = load_relaxed(&arena.last_use[slot]);
     const i32 ticket = arena.ticket_of[slot];
     if (call.purpose == kWrites) {
         if (ticket != 0) atomicAdd(&call.report->faults, 1);
@@ -155,7 +158,7 @@ __device__ void probe_list(const Resolve& call, i32 query, Desk& desk) {
     }
     if (threadIdx.x != 0) return;
     call.pending[query] = absent;
-    if (absent > 0) call.report->absent = 1;
+    if (absent > 0) atomicExch(&call.report->absent, 1);
 }
 
 __device__ void probe(const Resolve& call, i32 query, Desk& desk) {
@@ -179,7 +182,8 @@ __device__ void probe(const Resolve& call, i32 query, Desk& desk) {
         absent |= mark == kAbsent;
     }
     fill(hit, hits, width);
-    if (absent) call.report->absent = 1;
+    if (__ballot_sync(kAllLanes, absent) != 0 && threadIdx.x % 32 == 0)
+        atomicExch(&call.report->absent, 1);
     if (threadIdx.x == 0) {
         call.hit_count[query] = hits;
         call.pending[query] = pending;
@@ -203,7 +207,8 @@ __device__ bool names_first(const Resolve& call, i32 query, i32 column) {
     if (!lists && call.slots[call.place_of(query, column)] != kAbsent) return false;
     const i64 entry = call.entry(query, column);
     const i32 row = call.selection.rows[entry];
-    return call.selection.names(row) && call.arena.slot_of[row] == kClaim + i32(entry);
+    if (!call.selection.names(row)) return false;
+    return load_relaxed(&call.arena.slot_of[row]) == kClaim + i32(entry);
 }
 
 __device__ void count_rows(const Resolve& call, i32 query, Desk& desk) {
@@ -374,10 +379,10 @@ __device__ void hand_over(const Resolve& call, i32 i, i64 entry) {
     const i32 row = call.selection.rows[entry];
     const i32 slot = call.claimed_slots[i], before = arena.row_of[slot];
     if (before >= 0) {
-        arena.slot_of[before] = -1;
+        store_relaxed(&arena.slot_of[before], -1);
         atomicAdd(&call.report->evicted, 1);
     }
-    arena.slot_of[row] = slot;
+    store_relaxed(&arena.slot_of[row], slot);
     arena.row_of[slot] = row;
     arena.last_use[slot] = call.now->step - (call.purpose == kWarms ? call.age(entry) : 0);
     arena.ticket_of[slot] = call.purpose == kWrites ? 0 : call.now->ticket;
@@ -398,7 +403,7 @@ __device__ void assign(const Resolve& call, i32 query, Desk& desk) {
             const i64 entry = call.entry(query, column);
             const i32 i = next + ranks.before[0];
             if (i < claimed && gives_way(call, i, entry)) hand_over(call, i, entry);
-            else call.arena.slot_of[call.selection.rows[entry]] = -1;
+            else store_relaxed(&call.arena.slot_of[call.selection.rows[entry]], -1);
         }
         next += ranks.total[0];
     }

@@ -143,7 +143,7 @@ def test_a_lane_follows_torch():
             assert (rig.pool[:300] == turn).all()
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_compute_sanitizer(tool):
     checker = shutil.which("compute-sanitizer")
     if checker is None:

@@ -34,11 +34,6 @@ pytestmark = needs_compiler
 TOGETHER = {"phases": 0, "alone": 1, "cluster": 4}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("device")
-
-
 @pytest.fixture(scope="module", params=TOGETHER)
 def operations(request, folder):
     return Emulated(folder, together=TOGETHER[request.param])

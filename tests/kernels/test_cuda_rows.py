@@ -10,16 +10,11 @@ import pytest
 from ess.errors import BadInput
 from ess.kernels.cuda import rows
 from ess.kernels.cuda.rows import MoveForm
-from tests.support.emulate import emulated, needs_compiler
+from tests.support.emulate import emulated, lent, needs_compiler
 
 pytestmark = needs_compiler
 
 ROW_SIZES = (264, 528, 584, 656, 1152, 2304)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("device")
 
 
 def address(array):
@@ -59,6 +54,10 @@ class Case:
         sides = self.source, self.target
         return [number for side in sides for number in (side.strides[0], address(side))]
 
+    def arrays(self):
+        names = ("source", "source_rows", "target", "target_rows", "count")
+        return {name: getattr(self, name) for name in names}
+
     def record(self, count=None):
         self.count = None if count is None else np.array([count], np.int32)
         return rows.move_record(
@@ -73,11 +72,12 @@ class Case:
         )
 
 
-def run(form: MoveForm, record, folder, *, blocks=2, threads=None, seed=1):
+def run(form: MoveForm, case, record, folder, *, blocks=2, threads=None, seed=1):
     threads = threads or form.threads
     shared = form.in_flight * threads * (form.row_bytes + 8) if form.way == "ring" else 0
     kernel = emulated(form.program, {form.entry: "Move"}, folder)[form.entry]
-    kernel(record, blocks=blocks, threads=threads, shared_bytes=shared, seed=seed)
+    with lent(folder, case.arrays()):
+        kernel(record, blocks=blocks, threads=threads, shared_bytes=shared, seed=seed)
 
 
 def form_of(way, case):
@@ -98,7 +98,7 @@ def test_rows_arrive_and_nothing_else_changes(way, row_bytes, folder):
         case = Case(row_bytes, pair_count, seed=seed)
         expected = case.expected(pair_count)
         record = case.record()
-        run(form_of(way, case), record, folder, blocks=blocks, threads=threads, seed=seed)
+        run(form_of(way, case), case, record, folder, blocks=blocks, threads=threads, seed=seed)
         np.testing.assert_array_equal(case.target, expected)
 
 
@@ -107,7 +107,7 @@ def test_rows_arrive_and_nothing_else_changes(way, row_bytes, folder):
 def test_the_count_lies_on_the_device(way, row_bytes, count, folder):
     case = Case(row_bytes, 60)
     expected = case.expected(min(count, 60))
-    run(form_of(way, case), case.record(count), folder, threads=64)
+    run(form_of(way, case), case, case.record(count), folder, threads=64)
     np.testing.assert_array_equal(case.target, expected)
 
 
@@ -118,7 +118,7 @@ def test_without_lists_rows_keep_their_numbers(way, row_bytes, folder):
     expected = case.expected(50)
     record = case.record()
     record.source_rows = record.target_rows = None
-    run(form_of(way, case), record, folder, threads=32)
+    run(form_of(way, case), case, record, folder, threads=32)
     np.testing.assert_array_equal(case.target, expected)
 
 
@@ -127,7 +127,7 @@ def test_odd_addresses_take_narrower_units(folder):
     form = form_of("flat", case)
     assert form.unit_bytes == 4
     expected = case.expected(30)
-    run(form, case.record(), folder, threads=64)
+    run(form, case, case.record(), folder, threads=64)
     np.testing.assert_array_equal(case.target, expected)
     with pytest.raises(BadInput, match="16"):
         rows.ring_form(656, *case.numbers())
@@ -137,7 +137,7 @@ def test_the_rival_of_the_benchmark_moves_the_same(folder):
     case = Case(656, 70)
     form = MoveForm(way="rival", row_bytes=656, unit_bytes=16, in_flight=1, threads=64)
     expected = case.expected(70)
-    run(form, case.record(), folder)
+    run(form, case, case.record(), folder)
     np.testing.assert_array_equal(case.target, expected)
 
 

@@ -1,14 +1,21 @@
-"""The CUDA sources as a library of this CPU, on the device that device/emulated.h plays."""
+"""The CUDA sources as a library of this CPU, on the device that device/emulated.h plays.
+
+Kernels may touch what is lent to them and nothing else; device/watch.cpp sees all they do.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
 import pytest
 
 from ess.kernels.cuda.program import Program
@@ -16,15 +23,22 @@ from ess.kernels.cuda.program import Program
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc" / "flashtrans"
 DEVICE = Path(__file__).resolve().parent / "device"
+WATCH = "libwatch.so"
+LIBRARY = ("-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 FLAGS = (
-    *("-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"),
-    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"),
+    *("-O1", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", "-Wno-unused-function"),
     *("-Wno-clobbered", "-Wno-maybe-uninitialized", "-Wno-unused-parameter"),
 )
+SEEN = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
 
+Array = npt.NDArray[Any]
 Launch = Callable[..., None]
+
+
+class DeviceFault(AssertionError):
+    """What a kernel did wrong, in a sentence."""
 
 
 def emulated(program: Program, kernels: dict[str, str], folder: Path) -> dict[str, Launch]:
@@ -37,6 +51,24 @@ def emulated(program: Program, kernels: dict[str, str], folder: Path) -> dict[st
     return {kernel: _bound(loaded, kernel) for kernel in kernels}
 
 
+@contextlib.contextmanager
+def lent(
+    folder: Path, arrays: Mapping[str, Array | None], *, unwritten: Collection[str] = ()
+) -> Iterator[None]:
+    """For the time being kernels may use these arrays, and read the unwritten once written."""
+    watch = _watch(folder)
+    given = {name: array for name, array in arrays.items() if array is not None and array.size}
+    for name, array in given.items():
+        assert array.flags.c_contiguous, name
+        at = array.__array_interface__["data"][0]
+        watch.watch_array(name.encode(), at, array.nbytes, name not in unwritten)
+    try:
+        yield
+    finally:
+        for array in given.values():
+            watch.watch_forget(array.__array_interface__["data"][0])
+
+
 def source_of(program: Program, kernels: dict[str, str]) -> tuple[str, str]:
     """The C++ around the kernels, and a name for what it becomes."""
     lines = [f'#include "{program.file}"']
@@ -46,23 +78,48 @@ def source_of(program: Program, kernels: dict[str, str]) -> tuple[str, str]:
 
 
 def build(text: str, program: Program, library: Path) -> None:
-    source = library.with_suffix(".cpp")
+    """Instrumented, but without the compiler's runtime: the watch takes its place."""
+    watch = build_watch(library.parent)
+    source, part = library.with_suffix(".cpp"), library.with_suffix(".o")
     source.write_text(text)
     folders = [f"-I{SOURCES}", f"-I{DEVICE}"]
-    command = ["g++", *FLAGS, *program.options, *folders, str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    flags = [*LIBRARY, *FLAGS, *SEEN, *program.options, *folders]
+    compile_cpp([*flags, "-c", str(source), "-o", str(part)])
+    compile_cpp(["-shared", str(part), str(watch), "-Wl,-rpath,$ORIGIN", "-o", str(library)])
+
+
+def build_watch(folder: Path) -> Path:
+    watch = folder / WATCH
+    if not watch.exists():
+        flags = [*LIBRARY, "-O2", f"-Wl,-soname,{WATCH}", "-fvisibility=default"]
+        compile_cpp([*flags, str(DEVICE / "watch.cpp"), "-o", str(watch)])
+    return watch
+
+
+def compile_cpp(arguments: list[str]) -> None:
+    done = subprocess.run(["g++", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@functools.cache
+def _watch(folder: Path) -> ctypes.CDLL:
+    watch = ctypes.CDLL(str(build_watch(folder)))
+    watch.watch_array.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool]
+    watch.watch_forget.argtypes = [ctypes.c_void_p]
+    return watch
 
 
 def _bound(library: ctypes.CDLL, kernel: str) -> Launch:
     symbol = getattr(library, f"emulate_{kernel}")
     number = ctypes.c_int32
     symbol.argtypes = [ctypes.c_void_p, number, number, number, ctypes.c_uint64]
-    symbol.restype = None
+    symbol.restype = ctypes.c_char_p
 
     def launch(
         record: ctypes.Structure, *, blocks: int, threads: int, shared_bytes: int = 0, seed: int = 1
     ) -> None:
-        symbol(ctypes.addressof(record), blocks, threads, shared_bytes, seed)
+        wrong = symbol(ctypes.addressof(record), blocks, threads, shared_bytes, seed)
+        if wrong is not None:
+            raise DeviceFault(wrong.decode())
 
     return launch

@@ -9,7 +9,15 @@ import sys
 from pathlib import Path
 
 from ess.kernels.cuda import program
-from tests.support.emulate import DEVICE, ROOT, build, source_of
+from tests.support.emulate import (
+    DEVICE,
+    LIBRARY,
+    ROOT,
+    build,
+    build_watch,
+    compile_cpp,
+    source_of,
+)
 
 RECORDS = {
     "rows.cu": {"ess_move_rows": "Move"},
@@ -44,10 +52,9 @@ def run_script(script: str, folder: Path, **environment: str) -> str:
 
 def build_driver(folder: Path) -> None:
     library = folder / "libcuda.so.1"
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall"]
-    command += ["-Wl,-soname,libcuda.so.1", str(DEVICE / "driver.cpp"), "-o", str(library), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    watch = ["-ldl", str(build_watch(folder)), "-Wl,-rpath,$ORIGIN"]
+    flags = [*LIBRARY, "-O1", f"-Wl,-soname,{library.name}"]
+    compile_cpp([*flags, str(DEVICE / "driver.cpp"), *watch, "-o", str(library)])
 
 
 def begin() -> None:

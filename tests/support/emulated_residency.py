@@ -19,7 +19,8 @@ from ess.kernels.cuda.resolve import (
 )
 from ess.pool import lru
 from ess.pool.arena import Claims, Split
-from tests.support.emulate import emulated
+from tests.support.emulate import emulated, lent
+from tests.support.residency_scenarios import ARENA, SPLIT
 
 THREADS = 64
 LINE = 24
@@ -36,7 +37,7 @@ class Emulated:
     """The operations of the specification, by the kernels."""
 
     def __init__(self, folder, *, together):
-        self.together = together
+        self.together, self.folder = together, folder
         program = resolve_program(together=together, threads=THREADS)
         names = [one.entry for one in shape_of(1, 1, 1, together=together).launches]
         self.kernels = emulated(program, dict.fromkeys(names, "Resolve"), folder)
@@ -47,15 +48,25 @@ class Emulated:
             self.kernels |= emulated(slot_program(file, THREADS), records, folder)
         self.seed = 0
 
-    def launch(self, entry, record, blocks):
-        self.seed += 1
-        self.kernels[entry](record, blocks=blocks, threads=THREADS, seed=self.seed)
+    def launch(self, launches, record, arena, /, **arrays):
+        """Kernels may use what is named here; of the rest of the workspace nothing is known yet."""
+        given = self.work | {name: getattr(arena, name) for name in ARENA}
+        given |= {name: one for name, one in arrays.items() if isinstance(one, np.ndarray)}
+        with lent(self.folder, given, unwritten={*self.work, *SPLIT} - self.written):
+            for entry, blocks in launches:
+                self.seed += 1
+                self.kernels[entry](record, blocks=blocks, threads=THREADS, seed=self.seed)
 
     def begin(self, arena, shape, *, step, ticket=1, query_count=0):
         self.work = {name: np.full(n, -77, np.int32) for name, n in shape.workspace.items()}
         self.work["now"][:] = step, ticket, query_count, arena.blocks.size, 1
+        self.written = {"now"}
         if not self.together:
-            self.work["report"][:] = 0
+            self.clear_report()
+
+    def clear_report(self):
+        self.work["report"][:] = 0
+        self.written.add("report")
 
     def plan(self, arena, rows, /, *, step, ticket, split, **options):
         assert split.holds(rows.shape), "as the specification does"
@@ -63,7 +74,9 @@ class Emulated:
         self.begin(arena, shape, step=step, ticket=ticket, query_count=len(rows))
         given = {"rows": np.ascontiguousarray(rows)} | options
         record = resolve_record(shape, arena=arena, split=split, workspace=self.work, **given)
-        return self.run(shape, record)
+        given |= {name: getattr(split, name) for name in SPLIT}
+        self.launch(shape.launches, record, arena, **given)
+        return self.claims()
 
     def warm(self, arena, rows, ages, *, step, ticket, **options):
         """The list is an array of the greatest length; how much of it counts, the device knows."""
@@ -76,21 +89,19 @@ class Emulated:
         self.list |= {"count": np.array([rows.size], np.int32)} | options
         if ages is not None:
             self.list["ages"] = np.concatenate([ages, padding])
-        return self.run(shape, warm_record(shape, arena=arena, workspace=self.work, **self.list))
+        record = warm_record(shape, arena=arena, workspace=self.work, **self.list)
+        self.launch(shape.launches, record, arena, **self.list)
+        return self.claims()
 
     def fill(self, arena, rows, **options):
         return self.warm(arena, rows, None, **options)
 
-    def run(self, shape, record):
-        for entry, blocks in shape.launches:
-            self.launch(entry, record, blocks)
-        return self.claims()
-
     def upkeep(self, entry, arena, numbers, *, blocks=2, **now):
         self.begin(arena, shape_of(1, 1, 1, together=self.together), **({"step": 1} | now))
-        self.work["report"][:] = 0
-        record = upkeep_record(arena, np.ascontiguousarray(numbers), workspace=self.work)
-        self.launch(entry, record, blocks)
+        self.clear_report()
+        listed = np.ascontiguousarray(numbers)
+        record = upkeep_record(arena, listed, workspace=self.work)
+        self.launch([(entry, blocks)], record, arena, listed=listed)
         return self.report
 
     def land(self, arena, slots, *, ticket):
@@ -113,7 +124,7 @@ class Emulated:
         found[2 + KINDS :] = NONE_FOUND
         self.begin(arena, shape_of(1, 1, 1, together=self.together), step=step)
         record = audit_record(arena, found, workspace=self.work)
-        self.launch("ess_audit", record, 2)
+        self.launch([("ess_audit", 2)], record, arena, found=found)
         assert_sound(found)
 
     def claim_new(self, arena, rows, *, step, out):

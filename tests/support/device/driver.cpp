@@ -5,7 +5,9 @@
 // the next one of a stream drawn at random among those whose waits are over. So whatever is not
 // ordered by an event goes wrong sooner or later. A module is the path of an emulated library.
 // Host memory must be registered before a kernel or a copy names it; memory of the device that is
-// freed is poisoned.
+// freed is poisoned. The watch is told what there is, so that it finds kernels that stray.
+#include "watch.h"
+
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -51,7 +53,7 @@ struct Stream {
 };
 
 struct Function {
-    void (*launch)(const void*, int, int, int, uint64_t);
+    const char* (*launch)(const void*, int, int, int, uint64_t);
     int record_bytes;
 };
 
@@ -64,7 +66,7 @@ struct World {
     bool initialised = false;
     bool current = false;
     uint64_t random = seed();
-    int64_t ticks = 0;
+    int64_t ticks = 0, allocation_count = 0;
     Stream legacy;
     std::vector<Stream*> streams{&legacy};
     std::map<Address, size_t> registered, allocated;
@@ -117,6 +119,19 @@ bool inside(const std::map<Address, size_t>& ranges, Address at, size_t bytes) {
     return at + bytes <= next->first + next->second;
 }
 
+bool reachable(Address at, size_t bytes) {
+    return inside(world().allocated, at, bytes) || inside(world().registered, at, bytes);
+}
+
+// What was never written is as unknown in the copy.
+Result copy(Address to, Address from, size_t bytes, void* stream) {
+    if (!reachable(to, bytes) || !reachable(from, bytes)) return kInvalid;
+    return queue(stream, [=] {
+        std::memcpy((void*)to, (void*)from, bytes);
+        watch_copied((void*)to, (void*)from, bytes);
+    });
+}
+
 }  // namespace
 
 EXPORT Result cuInit(unsigned) {
@@ -154,7 +169,7 @@ EXPORT Result cuModuleGetFunction(void** function, void* module, const char* nam
     void* launch = dlsym(module, ("emulate_" + entry).c_str());
     void* bytes = dlsym(module, ("bytes_" + entry).c_str());
     if (!launch || !bytes) return kNotFound;
-    *function = new Function{(void (*)(const void*, int, int, int, uint64_t))launch, *(int*)bytes};
+    *function = new Function{(decltype(Function::launch))launch, *(int*)bytes};
     return kOk;
 }
 EXPORT Result cuFuncSetAttribute(void*, int, int) { return kOk; }
@@ -166,7 +181,10 @@ EXPORT Result cuLaunchKernel(void* handle, unsigned blocks, unsigned, unsigned, 
     return queue(stream, [=] {
         alignas(16) char own[1024];
         std::memcpy(own, record.data(), record.size());
-        function.launch(own, int(blocks), int(threads), int(shared), draw());
+        const char* wrong = function.launch(own, int(blocks), int(threads), int(shared), draw());
+        if (!wrong) return;
+        std::fprintf(stderr, "emulated device: %s\n", wrong);
+        std::abort();
     });
 }
 EXPORT Result cuLaunchHostFunc(void* stream, void (*run)(void*), void* argument) {
@@ -242,9 +260,11 @@ EXPORT Result cuMemHostRegister(void* at, size_t bytes, unsigned) {
     for (auto& [start, size] : ranges)
         if (Address(at) < start + size && start < Address(at) + bytes) return kAlreadyRegistered;
     ranges[Address(at)] = bytes;
+    watch_array("host memory", at, bytes, true);
     return kOk;
 }
 EXPORT Result cuMemHostUnregister(void* at) {
+    watch_forget(at);
     return world().registered.erase(Address(at)) ? kOk : kNotRegistered;
 }
 EXPORT Result cuMemHostGetDevicePointer(Address* seen, void* at, unsigned) {
@@ -257,28 +277,33 @@ EXPORT Result cuMemAlloc(Address* at, size_t bytes) {
     *at = Address(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
     std::memset((void*)*at, 0xFF, bytes);
     world().allocated[*at] = bytes;
+    const std::string name = "device memory " + std::to_string(++world().allocation_count);
+    watch_array(name.c_str(), (void*)*at, bytes, false);
     return kOk;
 }
 EXPORT Result cuMemFree(Address at) {
     auto found = world().allocated.find(at);
     if (found == world().allocated.end()) return kInvalid;
     std::memset((void*)at, 0xFF, found->second);
+    watch_forget((void*)at);
     world().allocated.erase(found);
     return kOk;
 }
 EXPORT Result cuMemcpyHtoDAsync(Address to, const void* from, size_t bytes, void* stream) {
     if (!inside(world().registered, Address(from), bytes)) return kInvalid;
-    return queue(stream, [=] { std::memcpy((void*)to, from, bytes); });
+    return copy(to, Address(from), bytes, stream);
 }
 EXPORT Result cuMemcpyDtoHAsync(void* to, Address from, size_t bytes, void* stream) {
-    return queue(stream, [=] { std::memcpy(to, (void*)from, bytes); });
+    return copy(Address(to), from, bytes, stream);
 }
 EXPORT Result cuMemcpyDtoDAsync(Address to, Address from, size_t bytes, void* stream) {
-    return queue(stream, [=] { std::memcpy((void*)to, (void*)from, bytes); });
+    return copy(to, from, bytes, stream);
 }
 EXPORT Result cuMemsetD32Async(Address at, unsigned value, size_t count, void* stream) {
+    if (!reachable(at, count * 4) || at % 4) return kInvalid;
     return queue(stream, [=] {
         for (size_t i = 0; i < count; i++) ((unsigned*)at)[i] = value;
+        watch_written((void*)at, count * 4);
     });
 }
 

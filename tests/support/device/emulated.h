@@ -6,13 +6,19 @@
 // at random, before an atomic one; then another of its warp is drawn, and another warp, of any
 // block of the cluster, when none of it can go on. Shared memory is poisoned before every block. A
 // bulk load is poison until somebody waits for its arrival; a bulk store happens as late as the
-// kernel's own waits allow. Not seen here: the order of memory between blocks that run at once.
+// kernel's own waits allow. A barrier and a warp operation wait for all threads that have not left,
+// as since sm_70, and all must come to the same one.
+//
+// Blocks do not run at once; watch.h finds what would go wrong if they did, and strays.
 #pragma once
+
+#include "watch.h"
 
 #include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <ucontext.h>
 #include <vector>
 
@@ -22,8 +28,8 @@ typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned char u8;
 
-struct uint2 { u32 x, y; };
-struct uint4 { u32 x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
 struct Index { i32 x, y, z; };
 
 #define __device__
@@ -51,10 +57,15 @@ constexpr i32 kClusterBlocks = ESS_BLOCKS;
 constexpr i32 kClusterBlocks = 1;
 #endif
 
-[[noreturn]] inline void fail(const char* sentence) {
-    std::fprintf(stderr, "emulated device: %s\n", sentence);
-    std::abort();
-}
+// Where in the sources a thread is.
+struct Line {
+    const char* file;
+    i32 number;
+
+    bool operator==(Line other) const { return file == other.file && number == other.number; }
+};
+
+#define ESS_LINE emulated::Line line = {__builtin_FILE(), __builtin_LINE()}
 
 struct Store { void* to; const void* from; u32 bytes; };
 struct Load { void* to; const void* from; u32 bytes; u64* arrival; };
@@ -65,16 +76,24 @@ struct Fiber {
     jmp_buf here;
     bool started = false;
     Mode mode = Mode::ready;
+    Line line = {};
     u32 turn = 0;
+    std::vector<u64*> new_arrivals;
     std::vector<std::vector<Store>> committed;
     std::vector<Store> stores;
+};
+
+// What a lane gave to its warp, and in which turn: one that has left gave nothing.
+struct Given {
+    u64 value;
+    u32 turn;
 };
 
 // A block, or all blocks of a cluster: then its fibers are those of the first, of the second, ...
 struct Block {
     std::vector<Fiber> fibers;
     std::vector<u8> stacks;
-    std::vector<u64> exchanged[2];
+    std::vector<Given> exchanged[2];
     std::vector<Load> loads;
     u8* dynamic = nullptr;
     void (*run)(const void*) = nullptr;
@@ -85,9 +104,23 @@ struct Block {
     i32 cluster = 0;
     std::vector<u8> shared[kClusterBlocks];
     u64 random = 1;
+    std::string failure;
 };
 
 static Block block;
+
+// While the device works for a kernel, what it touches is its own.
+struct Hush {
+    bool before = watch_hush(true);
+    ~Hush() { watch_hush(before); }
+};
+
+// A thread ends the launch.
+[[noreturn]] inline void fail(const char* sentence) {
+    watch_hush(true);
+    block.failure = sentence;
+    _longjmp(block.scheduler, 1);
+}
 
 inline u64 draw() {
     block.random ^= block.random << 13;
@@ -111,8 +144,9 @@ inline void enter(i32 index) {
     const i32 before = blockIdx.x - block.cluster * kClusterBlocks, rank = index / blockDim.x;
     block.current = index;
     threadIdx = {index % blockDim.x, 0, 0};
-    if (rank == before) return;
     blockIdx = {block.cluster * kClusterBlocks + rank, 0, 0};
+    watch_thread(blockIdx.x, threadIdx.x);
+    if (rank == before) return;
     if (!static_bytes()) return;
     std::memcpy(block.shared[before].data(), __start_ess_shared, static_bytes());
     std::memcpy(__start_ess_shared, block.shared[rank].data(), static_bytes());
@@ -132,24 +166,52 @@ inline void perhaps_leave() {
     if (draw() % 4 == 0) leave(Mode::ready);
 }
 
-// Whoever comes last wakes all.
-inline void meet(Mode mode, i32 first, i32 count) {
+inline std::string text_of(Line line) {
+    const char* name = std::strrchr(line.file, '/');
+    return std::string(name ? name + 1 : line.file) + ":" + std::to_string(line.number);
+}
+
+[[noreturn]] inline void fail_apart(Line one, Line other) {
+    const std::string lines = text_of(one) + " and " + text_of(other);
+    fail(("threads meet that wait at different places: " + lines).c_str());
+}
+
+// Whoever comes or leaves last wakes all who wait.
+inline void wake(Mode mode, i32 first, i32 count) {
+    for (i32 i = first; i < first + count; i++)
+        if (block.fibers[i].mode != mode && block.fibers[i].mode != Mode::done) return;
+    const Line* line = nullptr;
+    for (i32 i = first; i < first + count; i++) {
+        Fiber& fiber = block.fibers[i];
+        if (fiber.mode != mode) continue;
+        if (line && !(*line == fiber.line)) fail_apart(*line, fiber.line);
+        line = &fiber.line;
+        fiber.mode = Mode::ready;
+    }
+    const watched::Scope scope = mode == Mode::at_warp      ? watched::kWarp
+                                 : mode == Mode::at_barrier ? watched::kBlock
+                                                            : watched::kCluster;
+    if (line) watch_met(scope, blockIdx.x, first % blockDim.x);
+}
+
+inline void meet(Mode mode, i32 first, i32 count, Line line) {
     self().mode = mode;
-    for (i32 i = first; i < first + count; i++)
-        if (block.fibers[i].mode != mode && block.fibers[i].mode != Mode::done) return leave(mode);
-    for (i32 i = first; i < first + count; i++)
-        if (block.fibers[i].mode == mode) block.fibers[i].mode = Mode::ready;
-    leave(Mode::ready);
+    self().line = line;
+    wake(mode, first, count);
+    leave(self().mode);
 }
 
 // Every lane gives one value and reads those of its warp.
-inline const u64* exchange(u64 value) {
+inline const Given* exchange(u64 value, u32 mask, Line line) {
+    if (mask != ~0u) fail("a warp operation names a part of the warp, which is not played here");
     i32 first = block.current / kLanes * kLanes;
-    std::vector<u64>& table = block.exchanged[self().turn++ % 2];
-    table[block.current] = value;
-    meet(Mode::at_warp, first, kLanes);
+    std::vector<Given>& table = block.exchanged[++self().turn % 2];
+    table[block.current] = {value, self().turn};
+    meet(Mode::at_warp, first, kLanes, line);
     return table.data() + first;
 }
+
+inline bool gave(const Given& given) { return given.turn == self().turn; }
 
 inline void finish_load(const Load& load) {
     std::memcpy(load.to, load.from, load.bytes);
@@ -165,12 +227,18 @@ inline void finish_stores(size_t left) {
 }
 
 inline void begin() {
+    watch_hush(false);
     block.run(block.record);
+    watch_hush(true);
     if (!self().stores.empty()) fail("a bulk store was never committed");
     for (auto& group : self().committed)
         if (!group.empty()) fail("a thread left before its bulk stores were written");
     self().mode = Mode::done;
+    watch_left();
     block.done++;
+    wake(Mode::at_warp, block.current / kLanes * kLanes, kLanes);
+    wake(Mode::at_barrier, first_of_block(), blockDim.x);
+    wake(Mode::at_cluster, 0, i32(block.fibers.size()));
     _longjmp(block.scheduler, 1);
 }
 
@@ -198,178 +266,91 @@ inline i32 ready_lane(i32 warp, i32 threads) {
     return -1;
 }
 
+// Of each place where threads wait, the first that does.
+inline std::string whereabouts() {
+    std::string text;
+    for (size_t i = 0; i < block.fibers.size(); i++) {
+        const std::string line = text_of(block.fibers[i].line);
+        if (block.fibers[i].mode == Mode::done || text.find(line) != text.npos) continue;
+        text += (text.empty() ? "thread " : ", thread ") + std::to_string(i) + " at " + line;
+    }
+    return text;
+}
+
 // One warp runs as far as it can before another is drawn: warps drift apart as they do on a device.
 inline void run_block(i32 threads) {
     poison_shared();
+    watch_shared(__start_ess_shared, static_bytes());
     block.fibers.assign(threads, Fiber());
-    for (auto& table : block.exchanged) table.assign(threads, 0);
+    for (auto& table : block.exchanged) table.assign(threads, Given());
     block.done = 0;
     const i32 warps = (threads + kLanes - 1) / kLanes;
     i32 warp = i32(draw() % warps);
-    while (block.done < threads) {
+    while (block.done < threads && block.failure.empty()) {
         i32 pick = draw() % 256 == 0 ? -1 : ready_lane(warp, threads);
         for (i32 left = warps; pick < 0 && left > 0; left--) {
             if (left == warps) warp = i32(draw() % warps);
             warp = (warp + 1) % warps;
             pick = ready_lane(warp, threads);
         }
-        if (pick < 0) fail("threads wait for one another at different places");
-        resume(pick);
+        if (pick < 0) block.failure = "threads wait for one another: " + whereabouts();
+        else resume(pick);
     }
 }
 
-inline void launch(void (*run)(const void*), const void* record, i32 blocks, i32 threads,
-                   i32 shared_bytes, u64 seed) {
+// What a kernel may read that is neither its arrays' nor shared.
+inline void show_own_memory(const void* record, i32 record_bytes) {
+    watch_private(block.stacks.data(), block.stacks.size());
+    watch_private(record, record_bytes);
+    watch_private(&block, sizeof(Block));
+    for (const Index* one : {&blockIdx, &threadIdx, &gridDim, &blockDim})
+        watch_private(one, sizeof(Index));
+}
+
+// What went wrong, or null.
+inline const char* launch(const char* kernel, void (*run)(const void*), const void* record,
+                          i32 record_bytes, i32 blocks, i32 threads, i32 shared_bytes, u64 seed) {
     std::vector<u8> dynamic(shared_bytes + 128);
     block.random = seed * 2 + 1;
     block.run = run;
     block.record = record;
+    block.failure.clear();
+    block.loads.clear();
     block.stacks.resize(kClusterBlocks * threads * kStackBytes);
     block.dynamic = dynamic.data() + (128 - size_t(dynamic.data()) % 128);
     gridDim = {blocks, 1, 1};
     blockDim = {threads, 1, 1};
-    if (blocks % kClusterBlocks) fail("a grid is not whole clusters");
-    if (kClusterBlocks > 1 && shared_bytes) fail("clusters with dynamic shared memory");
+    if (blocks % kClusterBlocks) return "a grid is not whole clusters";
+    if (kClusterBlocks > 1 && shared_bytes) return "clusters with dynamic shared memory";
+    watch_launch(kernel, blocks, kClusterBlocks, threads, fail);
+    show_own_memory(record, record_bytes);
     std::vector<i32> order(blocks / kClusterBlocks);
     for (i32 i = 0; i < i32(order.size()); i++) order[i] = i;
-    for (i32 left = i32(order.size()); left > 0; left--) {
+    for (i32 left = i32(order.size()); left > 0 && block.failure.empty(); left--) {
         i32 pick = i32(draw() % left);
         block.cluster = order[pick];
         blockIdx = {order[pick] * kClusterBlocks, 0, 0};
         order[pick] = order[left - 1];
         std::memset(block.dynamic, kPoison, shared_bytes);
+        watch_shared(block.dynamic, shared_bytes);
         run_block(kClusterBlocks * threads);
-        if (!block.loads.empty()) fail("a block left before its bulk loads had arrived");
+        if (block.failure.empty() && !block.loads.empty())
+            block.failure = "a block left before its bulk loads had arrived";
     }
+    return block.failure.empty() ? nullptr : block.failure.c_str();
 }
 
 }  // namespace emulated
 
-// A launch from Python: the record, the grid, the threads of a block, its shared bytes, a seed. The
-// size of the record is for whoever must copy it.
+// A launch from Python: the record, the grid, the threads of a block, its shared bytes, a seed. It
+// returns what went wrong, or null. The size of the record is for whoever must copy it.
 #define ESS_EMULATE(kernel, Record)                                                             \
     extern "C" __attribute__((visibility("default"))) const i32 bytes_##kernel = sizeof(Record); \
-    extern "C" __attribute__((visibility("default"))) void emulate_##kernel(                    \
+    extern "C" __attribute__((visibility("default"))) const char* emulate_##kernel(             \
         const Record* record, i32 blocks, i32 threads, i32 shared_bytes, u64 seed) {            \
-        emulated::launch([](const void* at) { kernel(*(const Record*)at); }, record, blocks,    \
-                         threads, shared_bytes, seed);                                          \
+        return emulated::launch(                                                                \
+            #kernel, [](const void* at) { kernel(*(const Record*)at); }, record, sizeof(Record), \
+            blocks, threads, shared_bytes, seed);                                               \
     }
 
-// ---- what kernels call
-
-inline void __syncthreads() {
-    emulated::meet(emulated::Mode::at_barrier, emulated::first_of_block(), blockDim.x);
-}
-
-inline void cluster_barrier() {
-    emulated::meet(emulated::Mode::at_cluster, 0, i32(emulated::block.fibers.size()));
-}
-
-inline void __syncwarp() { emulated::exchange(0); }
-
-inline u32 __ballot_sync(u32, bool vote) {
-    const u64* votes = emulated::exchange(vote);
-    u32 mask = 0;
-    for (i32 lane = 0; lane < emulated::kLanes; lane++) mask |= u32(votes[lane]) << lane;
-    return mask;
-}
-
-inline u32 __match_any_sync(u32, i32 value) {
-    const u64* values = emulated::exchange(u32(value));
-    u32 mask = 0;
-    for (i32 lane = 0; lane < emulated::kLanes; lane++)
-        mask |= u32(values[lane] == u32(value)) << lane;
-    return mask;
-}
-
-inline i32 __shfl_up_sync(u32, i32 value, u32 by) {
-    const u64* values = emulated::exchange(u32(value));
-    i32 lane = threadIdx.x % emulated::kLanes;
-    return lane < i32(by) ? value : i32(values[lane - by]);
-}
-
-inline i32 __shfl_sync(u32, i32 value, i32 lane) {
-    return i32(emulated::exchange(u32(value))[lane % emulated::kLanes]);
-}
-
-inline i32 __popc(u32 mask) { return __builtin_popcount(mask); }
-
-template <typename T, typename U>
-T atomicAdd(T* at, U value) {
-    emulated::perhaps_leave();
-    T before = *at;
-    *at = before + T(value);
-    return before;
-}
-
-inline i32 atomicMin(i32* at, i32 value) {
-    emulated::perhaps_leave();
-    i32 before = *at;
-    *at = before < value ? before : value;
-    return before;
-}
-
-inline i32 atomicMax(i32* at, i32 value) {
-    emulated::perhaps_leave();
-    i32 before = *at;
-    *at = before > value ? before : value;
-    return before;
-}
-
-inline i32 atomicExch(i32* at, i32 value) {
-    emulated::perhaps_leave();
-    i32 before = *at;
-    *at = value;
-    return before;
-}
-
-template <typename Unit>
-Unit load_unit(const Unit* from) {
-    if (size_t(from) % sizeof(Unit)) emulated::fail("a unit is loaded from an unaligned address");
-    return *from;
-}
-
-template <typename Unit>
-void store_unit(Unit* to, Unit unit) {
-    if (size_t(to) % sizeof(Unit)) emulated::fail("a unit is stored at an unaligned address");
-    *to = unit;
-}
-
-inline void arrival_init(u64* arrival) { *arrival = 0; }
-inline void arrivals_ready() {}
-
-inline void bulk_load(void* to, const void* from, u32 bytes, u64* arrival) {
-    if (size_t(to) % 16 || size_t(from) % 16 || bytes % 16)
-        emulated::fail("a bulk load is not in units of 16 bytes");
-    std::memset(to, emulated::kPoison, bytes);
-    emulated::block.loads.push_back({to, from, bytes, arrival});
-}
-
-inline void bulk_wait(u64* arrival, u32 parity) {
-    auto& loads = emulated::block.loads;
-    emulated::perhaps_leave();
-    for (size_t i = 0; i < loads.size() && (*arrival & 1) == parity; i++) {
-        if (loads[i].arrival != arrival) continue;
-        emulated::finish_load(loads[i]);
-        loads.erase(loads.begin() + i--);
-    }
-    if ((*arrival & 1) == parity) emulated::fail("a thread waits for a row that nobody loads");
-}
-
-inline void bulk_store(void* to, const void* from, u32 bytes) {
-    if (size_t(to) % 16 || size_t(from) % 16 || bytes % 16)
-        emulated::fail("a bulk store is not in units of 16 bytes");
-    emulated::self().stores.push_back({to, from, bytes});
-}
-
-inline void bulk_commit() {
-    emulated::self().committed.push_back(emulated::self().stores);
-    emulated::self().stores.clear();
-}
-
-template <i32 left>
-void bulk_wait_read() {
-    emulated::finish_stores(left);
-}
-
-inline void bulk_wait_written() { emulated::finish_stores(0); }
+#include "calls.h"
