@@ -51,7 +51,8 @@ def attend_benchmark(*, smoke: bool) -> list[Row]:
             torch.manual_seed(0)
             roof, rows = _roof(smoke=smoke)
             rows += _attention_rows(roof, smoke=smoke) + _index_rows(roof, smoke=smoke)
-            return rows + _top_k_rows(smoke=smoke) + [_merge_row(smoke=smoke)]
+            rows += _together_rows(roof, smoke=smoke) + _top_k_rows(smoke=smoke)
+            return [*rows, _merge_row(smoke=smoke)]
     finally:
         torch.set_num_threads(before)
 
@@ -207,15 +208,24 @@ def _index_rows(roof: Roof, *, smoke: bool) -> list[Row]:
     ]
 
 
-def _index_row(roof: Roof, codec: IndexCodec, context: int) -> Row:
-    page_count = context // PAGE_ROWS
-    pages = torch.zeros(page_count, codec.page_bytes, dtype=torch.uint8)
+def _pages(codec: IndexCodec, context: int) -> Tensor:
+    pages = torch.zeros(context // PAGE_ROWS, codec.page_bytes, dtype=torch.uint8)
     keys = cpu.encode_keys(torch.randn(context, codec.key_dim), codec)
     cpu.write_keys(pages, torch.arange(context), keys, codec)
+    return pages
+
+
+def _asked(codec: IndexCodec, count: int) -> tuple[Tensor, Tensor]:
+    """Queries that fp8 holds, and what their heads weigh."""
     kind = torch.float32 if codec.form == "f32" else torch.bfloat16
-    queries = torch.randn(1, codec.head_count, codec.key_dim).to(torch.float8_e4m3fn).to(kind)
-    weights, out = torch.randn(1, codec.head_count), torch.empty(1, context)
-    table = torch.randperm(page_count, dtype=torch.int32)[None]
+    queries = torch.randn(count, codec.head_count, codec.key_dim).to(torch.float8_e4m3fn)
+    return queries.to(kind), torch.randn(count, codec.head_count)
+
+
+def _index_row(roof: Roof, codec: IndexCodec, context: int) -> Row:
+    page_count = context // PAGE_ROWS
+    pages, (queries, weights) = _pages(codec, context), _asked(codec, 1)
+    out, table = torch.empty(1, context), torch.randperm(page_count, dtype=torch.int32)[None]
     lengths = torch.tensor([context], dtype=torch.int32)
 
     def ours() -> Tensor:
@@ -234,6 +244,39 @@ def _index_row(roof: Roof, codec: IndexCodec, context: int) -> Row:
     roof_us = roof.time_us(flops, page_count * codec.page_bytes, form=codec.form)
     config = {"form": codec.form, "heads": codec.head_count, "context": context}
     return _row("index logits", "torch ops", samples, config, roof_us=roof_us)
+
+
+def _together_rows(roof: Roof, *, smoke: bool) -> list[Row]:
+    contexts = [4096] if smoke else [4096, 16_384, 131_072]
+    cases = [(8, count, context) for count in (2, 4, 64) for context in contexts]
+    return [
+        _together_row(roof, IndexCodec(form="fp8", head_count=heads), count, context, smoke=smoke)
+        for heads, count, context in (cases[:2] if smoke else [*cases, (64, 2, 16_384)])
+    ]
+
+
+def _together_row(roof: Roof, codec: IndexCodec, count: int, context: int, *, smoke: bool) -> Row:
+    """Queries of one request beside as many of which no two neighbours share their pages."""
+    pages, (queries, weights) = _pages(codec, context), _asked(codec, count)
+    order = torch.randperm(len(pages), dtype=torch.int32)
+    same, parted = order.repeat(count, 1), order.repeat(count, 1)
+    parted[1::2] = order.flip(0)
+    lengths = torch.full((count,), context, dtype=torch.int32)
+    out = torch.empty(count, context)
+
+    def arm(name: str, table: Tensor) -> Arm:
+        def run() -> Tensor:
+            cpu.index_logits(queries, weights, pages, table, lengths, codec, out=out)
+            return out[0]
+
+        return Arm(name=name, run=run)
+
+    samples = _measure({"one": arm("one", same), "each": arm("each", parted)}, smoke=smoke)
+    flops = 2.0 * count * context * codec.head_count * codec.key_dim
+    roof_us = roof.time_us(flops, len(pages) * codec.page_bytes, form=codec.form)
+    config: dict[str, Any] = {"heads": codec.head_count, "queries": count, "context": context}
+    config |= {"gflops": [round(flops / one.median_s / 1e9) for one in samples]}
+    return _row("index logits of one request", "a page per query", samples, config, roof_us=roof_us)
 
 
 def _torch_logits(queries: Tensor, weights: Tensor, pages: Tensor, codec: IndexCodec) -> Tensor:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -100,6 +101,7 @@ def overhead(
     *,
     ctx: str = "4k",
     batch: str = "16",
+    mtp: int = 1,
     steps: int = STEPS,
     json: bool = False,
     out: Path | None = None,
@@ -112,6 +114,8 @@ def overhead(
         The context.
     batch
         Requests per step, a list.
+    mtp
+        Tokens verified per request and step.
     steps
         Measured steps.
     json
@@ -122,14 +126,16 @@ def overhead(
     console.check_folder("--out", out)
     if steps < 1:
         raise BadInput(f"--steps {steps}: at least one step is measured")
+    if mtp < 1:
+        raise BadInput(f"--mtp {mtp}: at least one token is verified")
     [context] = sizes("--ctx", ctx)
     measured_on = machine.machine()
-    rows = rows_of(context, sizes("--batch", batch), steps=steps)
+    rows = rows_of(context, sizes("--batch", batch), mtp=mtp, steps=steps)
     document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
     report.present(document, json=json, out=out)
 
 
-def rows_of(context: int, batches: Sequence[int], *, steps: int) -> list[Row]:
+def rows_of(context: int, batches: Sequence[int], *, mtp: int = 1, steps: int) -> list[Row]:
     if not native.available():
         raise Unavailable(native.why_missing())
     torch.set_num_threads(1)
@@ -138,30 +144,31 @@ def rows_of(context: int, batches: Sequence[int], *, steps: int) -> list[Row]:
         row
         for batch in batches
         for mode in MODES
-        for row in _rows(prefix, context, batch, mode, steps)
+        for row in _rows(prefix, Shape(context=context, batch=batch, mtp=mtp, steps=steps), mode)
     ]
 
 
-def _rows(prefix: Prefix, context: int, batch: int, mode: str, steps: int) -> list[Row]:
-    shape = Shape(context=context, batch=batch, mtp=1, steps=steps + WARM_UP_STEPS + INSIDE_STEPS)
-    arm = Arm(prefix, shape, Way(name=mode, mode=mode, ratio=1.0))
+def _rows(prefix: Prefix, shape: Shape, mode: str) -> list[Row]:
+    run = replace(shape, steps=shape.steps + WARM_UP_STEPS + INSIDE_STEPS)
+    arm = Arm(prefix, run, Way(name=mode, mode=mode, ratio=1.0))
     for _ in range(WARM_UP_STEPS):
         arm.step()
-    taken = [_measured(arm) for _ in range(steps)]
+    taken = [_measured(arm) for _ in range(shape.steps)]
     inside = statistics.median(_inside(arm) for _ in range(INSIDE_STEPS))
     arm.offload.close()
     medians = {
         name: statistics.median(ns[name] for ns in taken) / 1e6
         for name in sorted(set().union(*taken))
     }
-    config = {"context": context, "batch": batch, "mode": mode, "products": round(inside, 2)}
+    config = {"context": shape.context, "batch": shape.batch, "mtp": shape.mtp, "mode": mode}
+    config |= {"products": round(inside, 2)}
     config |= {f"{name}_ms": round(ms, 2) for name, ms in medians.items() if name != "step"}
     wide = statistics.median(_outside(ns, 1.0) for ns in taken)
     strict = statistics.median(_outside(ns, inside) for ns in taken)
     return [
         Row(name="step, thread time", value=medians["step"], unit="ms", config=config),
-        _share("overhead: outside of native compute", wide, mode, batch),
-        _share("overhead: all but products, indexer and attention", strict, mode, batch),
+        _share("overhead: outside of native compute", wide, mode, shape.batch),
+        _share("overhead: all but products, indexer and attention", strict, mode, shape.batch),
     ]
 
 

@@ -11,7 +11,7 @@
 #pragma once
 
 constexpr int64_t kIndexKeys = kLanes == 16 ? 8 : 4;
-constexpr int kIndexVectors = 3;
+constexpr int kIndexVectors = kLanes == 4 ? 2 : 3;
 
 // The queries of a run, packed: vector v of heads at packed + v * panel, [step, lane].
 struct IndexWork {
@@ -73,11 +73,15 @@ ESS_LANE const uint32_t* page_words(const Index& call, const uint8_t* page, uint
     return to;
 }
 
-// An eighth of the next page, line by line.
+// The next page, or a part of it, line by line.
 struct NextPage {
     const uint8_t* from;
     int64_t lines;
 
+    NextPage part(int64_t at, int64_t count) const {
+        const int64_t share = (lines + count - 1) / count;
+        return {from + 64 * share * at, share};
+    }
     __attribute__((always_inline)) void request(int64_t step) const {
         if (step < lines) __builtin_prefetch(from + 64 * step, 0, 2);
     }
@@ -131,26 +135,29 @@ ESS_LANE void weigh(const IndexWork& work, int64_t vector, int64_t key,
     store_keys(sums, work.logits + query * kPageKeys + key);
 }
 
-template <bool half, int spread, int vectors, typename Later>
+template <bool half, int spread, int vectors, int blocks>
 ESS_LANE void index_block(const IndexWork& work, const uint32_t* keys, int64_t key, int64_t vector,
-                          const Later& later) {
-    Floats sums[kIndexKeys][vectors] = {};
+                          const NextPage& next) {
+    Floats sums[blocks * kIndexKeys][vectors] = {};
     multiply<half, spread>({keys + key * work.words, work.words, spread},
-                           work.packed + vector * work.panel, kLanes, work.steps, sums, later,
+                           work.packed + vector * work.panel, kLanes, work.steps, sums, next,
                            work.panel);
-    for (int v = 0; v < vectors; v++) {
-        Floats mine[kIndexKeys];
-        for (int i = 0; i < kIndexKeys; i++) mine[i] = sums[i][v];
-        weigh<spread>(work, vector + v, key, mine);
-    }
+    for (int v = 0; v < vectors; v++)
+        for (int block = 0; block < blocks; block++) {
+            Floats mine[kIndexKeys];
+            for (int i = 0; i < kIndexKeys; i++) mine[i] = sums[block * kIndexKeys + i][v];
+            weigh<spread>(work, vector + v, key + block * kIndexKeys, mine);
+        }
 }
 
 // Up to three vectors of heads with all keys of a page; their words stay in the first-level cache.
-template <bool half, int spread, int vectors>
+template <bool half, int spread, int vectors, int blocks = 1>
 ESS_LANE void index_vectors(const IndexWork& work, const uint32_t* keys, int64_t vector,
-                            NextPage next) {
-    for (int64_t key = 0; key < kPageKeys; key += kIndexKeys, next.from += 64 * next.lines)
-        index_block<half, spread, vectors>(work, keys, key, vector, next);
+                            const NextPage& next) {
+    constexpr int64_t step = blocks * kIndexKeys;
+    for (int64_t key = 0; key < kPageKeys; key += step)
+        index_block<half, spread, vectors, blocks>(work, keys, key, vector,
+                                                   next.part(key / step, kPageKeys / step));
 }
 
 template <bool half, int spread>
@@ -158,7 +165,7 @@ ESS_LANE void index_page(const IndexWork& work, const uint32_t* keys, int64_t ve
                          NextPage next) {
     for (int64_t vector = 0; vector < vectors; vector += kIndexVectors, next.lines = 0)
         switch (vectors - vector) {
-            case 1: index_vectors<half, spread, 1>(work, keys, vector, next); break;
+            case 1: index_vectors<half, spread, 1, 2>(work, keys, vector, next); break;
             case 2: index_vectors<half, spread, 2>(work, keys, vector, next); break;
             default: index_vectors<half, spread, kIndexVectors>(work, keys, vector, next);
         }
@@ -182,12 +189,11 @@ void index_spread(const Index& call, const Run& run, const IndexWork& work, int6
     const int32_t* table = call.table + run.longest * call.table_stride;
     const bool is_fp8 = call.key_form == Form::fp8;
     const int64_t page_bytes = kPageKeys * (is_fp8 ? call.key_dim + 4 : 4 * call.key_dim);
-    const int64_t blocks = kPageKeys / kIndexKeys, lines = (page_bytes / 64 + blocks - 1) / blocks;
     for (int64_t page = first; page < last; page++) {
         const uint8_t* from = call.pages.base + table[page] * call.pages.stride;
         const int64_t after = table[page + 1 < last ? page + 1 : page];
         const NextPage next{call.pages.base + after * call.pages.stride,
-                            page + 1 < last ? lines : 0};
+                            page + 1 < last ? page_bytes / 64 : 0};
         const uint32_t* keys = page_words<half>(call, from, work.keys);
         index_page<half, spread>(work, keys, run.count * work.per_query, next);
         const uint8_t* scales = is_fp8 ? from + kPageKeys * call.key_dim : nullptr;

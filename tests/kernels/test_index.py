@@ -129,6 +129,82 @@ def test_bits_depend_on_the_query_and_its_keys_alone(
     assert (wide[:, -6:] == 7).all()
 
 
+def crowd(form: str, heads: int, *, key_dim: int = 128) -> Case:
+    """Queries of several requests, as steps and prompt chunks ask them: their own lengths in any
+    order, also across the end of a page, over equal tables, or some that part in a later page."""
+    case = make(form, heads=heads, key_dim=key_dim)
+    order = case.table[-1, :65]
+    parted, last = order[:9].clone(), order[:9].clone()
+    parted[3], last[8] = order[20], order[30]
+    asked = [(order, range(300, 330)), (order[:9], [64, 0, 1, 63, 65, 128, 129]), (order, [513])]
+    asked += [(parted, [513, 512]), (last, [513, 512]), (order, [513, 4097, 4096, 4095])]
+    rows = [(table, length) for table, lengths in asked for length in lengths]
+    table = torch.full((len(rows), 66), -1, dtype=torch.int32)
+    for q, (pages, length) in enumerate(rows):
+        used = -(-length // 64)
+        table[q, :used] = pages[:used]
+    generator = torch.Generator().manual_seed(1)
+    queries = torch.randn(len(rows), heads, key_dim, generator=generator)
+    return Case(
+        codec=case.codec,
+        queries=queries.to(FORMS[form][1]),
+        weights=torch.randn(len(rows), heads, generator=generator),
+        pages=case.pages,
+        table=table,
+        lengths=torch.tensor([length for _, length in rows], dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("heads", "key_dim"), [(3, 128), (8, 36), (8, 128), (33, 64)])
+def test_a_query_among_others_gets_the_bits_that_it_gets_alone(
+    ops: backend.Ops, form: str, heads: int, key_dim: int
+) -> None:
+    case = crowd(form, heads, key_dim=key_dim)
+    names = ("queries", "weights", "table", "lengths")
+    alone = [
+        {name: getattr(case, name)[q : q + 1] for name in names} for q in range(len(case.table))
+    ]
+    want = torch.cat([case.run(ops.index_logits, **one) for one in alone])
+    assert (want.isneginf().sum(dim=1) == want.shape[1] - case.lengths).all()
+    for threads in (1, 3):
+        same_bits(case.run(ops.index_logits, threads=threads), want)
+    wide = case.queries.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2]
+    same_bits(case.run(ops.index_logits, queries=wide), want)
+    for threads in (1, 3, 16):
+        chosen = case.run(ops.index_top_k, k=300, threads=threads)
+        assert torch.equal(chosen, ops.top_k(want, case.lengths, k=300))
+
+
+@pytest.mark.parametrize("form", ["fp8 under fp8", "fp8 under f32"])
+def test_every_code_of_a_key_counts_for_what_it_is(ops: backend.Ops, form: str) -> None:
+    """A query that looks at one value of the keys reads it; NaN spoils only its key."""
+    codec = IndexCodec(form="fp8", key_dim=128, head_count=1)
+    codes = (torch.arange(64 * 128) % 256).to(torch.uint8)
+    codes[(codes & 127) == 127] = 1
+    page = torch.cat([codes, torch.ones(64).view(torch.uint8)])
+    broken = page.clone()
+    broken[[5 * 128 + 7, 40 * 128]] = torch.tensor([127, 255], dtype=torch.uint8)
+    looks = torch.cat([torch.eye(128), -torch.eye(128)])[:, None]
+    table = torch.zeros(256, 1, dtype=torch.int32)
+    given = (looks.to(FORMS[form][1]), torch.ones(256, 1), torch.stack([page, broken]))
+    lengths = torch.full((256,), 64, dtype=torch.int32)
+    values = codes.view(torch.float8_e4m3fn).float().view(64, 128).T
+    want = torch.cat([values, -values]).clamp(min=0)
+    assert torch.equal(ops.index_logits(*given, table, lengths, codec), want)
+    want[:, [5, 40]] = math.nan
+    ours = ops.index_logits(*given, table + 1, lengths, codec)
+    torch.testing.assert_close(ours, want, atol=0, rtol=0, equal_nan=True)
+
+
+@needs_native
+def test_equal_rows_of_a_table_are_one_row() -> None:
+    ops, case = backend.ops("cpu"), crowd("fp8 under bf16", 8)
+    table = case.table[-3:-2].expand(len(case.table), -1)
+    want = case.run(ops.index_logits, table=table.contiguous())
+    same_bits(case.run(ops.index_logits, table=table), want)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_both_in_one_are_one_after_the_other(ops: backend.Ops, form: str) -> None:
     case = make(form)
