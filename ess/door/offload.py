@@ -47,7 +47,7 @@ class Offload:
         self._lane = lane
         self._query_max = query_max
         self.clock = clock
-        self._counters = Counters(pools.layout.group_count)
+        self._counters = Counters(pools.layout)
         self.timings = Timings(layout=pools.layout, clock=clock)
         self._residency = Residency(pools)
         self._budgets = Budgets(pools, query_max)
@@ -257,17 +257,14 @@ class Offload:
         """Selections of the last prefill queries, [groups, windows, k] positions, oldest first."""
         array = as_array(windows, "windows", "int32", (self.layout.group_count, None, None))
         for plan in arrival.warm(self._pools, sequence, array):
-            self._counters.moved(plan, self._group_row_bytes(plan.group))
+            self._counters.moved(plan)
 
     def fill(self, sequence: Sequence, *, row_max: int | None = None) -> int:
         """Copy rows into free slots while these last; returns how many rows were started."""
         plans = arrival.fill(self._pools, sequence, row_max)
         for plan in plans:
-            self._counters.moved(plan, self._group_row_bytes(plan.group))
+            self._counters.moved(plan)
         return sum(len(plan.rows) for plan in plans)
-
-    def _group_row_bytes(self, group: int) -> int:
-        return len(self.layout.groups[group]) * self.layout.row_bytes
 
     # ---- a step
 
@@ -334,7 +331,7 @@ class Offload:
             in_range("selection rows", len(array), 1, step.query_count - first_query)
             room = self._part_for(step, group, part)
             plan = stepping.resolve(self._pools, step, layer, array, first_query, room)
-            self._counters.planned(plan, self._group_row_bytes(group))
+            self._counters.planned(plan)
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
         settle = self.timings.watch(layer, first_query, self._pools.inflight.settle_until)
@@ -370,7 +367,10 @@ class Offload:
         absent_count = stepping.locate_into(
             self._pools, step, layer, array, first_query, lookup=lookup, out=slots
         )
-        return None if absent_count else torch.from_numpy(slots)
+        if absent_count:
+            return None
+        self._counters.located(self.layout.group_of(layer), array)
+        return torch.from_numpy(slots)
 
     def host_codes(
         self, layer: int, selection: Any, step: Step, *, first_query: int = 0
