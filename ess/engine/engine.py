@@ -235,6 +235,7 @@ class Engine:
         if plan.chunk is not None:
             self._run_chunk(plan.chunk)
         self._learn(depth if plan.turns else 0)
+        self._refill(plan)
         self.step_count += 1
         made, self._made = tuple(self._made), []
         return StepResult(made, plan.chunk, len(plan.turns))
@@ -349,6 +350,11 @@ class Engine:
                 turn.request.ahead_count += turn.count
                 turn.request.draft_count = draft_count
             return plan
+
+    def _refill(self, plan: StepPlan) -> None:
+        if self._config.warm:
+            opened = [turn.request.sequence for turn in plan.turns]
+            self.offload.refill([sequence for sequence in opened if sequence is not None])
 
     def _make_room(self, refusal: PoolFull) -> None:
         """What is under way may end somebody; else the last in rank leaves the device.
