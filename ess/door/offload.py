@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Many
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from ess.door import sequence as life
 from ess.door.budgets import Budgets
 from ess.door.checks import as_array, counts, in_range
 from ess.door.pools import Pools, PoolSizes, build_pools
+from ess.door.refill import Refill
 from ess.door.residency import Residency
 from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
@@ -27,6 +27,7 @@ from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
+from ess.pool.sparse import FetchPlan
 from ess.units import PAGE_ROWS, parse_size
 
 
@@ -47,9 +48,10 @@ class Offload:
         self._lane = lane
         self._query_max = query_max
         self.clock = clock
-        self._counters = Counters(pools.layout.group_count)
+        self._counters = Counters(pools.layout)
         self.timings = Timings(layout=pools.layout, clock=clock)
         self._residency = Residency(pools)
+        self._refill = Refill(pools, self._residency)
         self._budgets = Budgets(pools, query_max)
         self._views = [layer_view(pools, layer) for layer in range(pools.layout.layer_total)]
         self._step: Step | None = None
@@ -81,11 +83,8 @@ class Offload:
         Copies run beside compute unless another `lane` is given; waits for them are timed on
         `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         """
-        for name, value in (
-            ("sequence_max", sequence_max),
-            ("query_max", query_max),
-            ("part_max", part_max),
-        ):
+        given = {"sequence_max": sequence_max, "query_max": query_max, "part_max": part_max}
+        for name, value in given.items():
             in_range(name, value, 1, 1 << 20)
         sizes = PoolSizes(
             slot_bytes=parse_size(slot_bytes),
@@ -157,7 +156,7 @@ class Offload:
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
         """Every row of these sequences is in a slot, in every layer."""
-        return self._residency.all_resident(sequences)
+        return not self._residency.lacking(sequences)
 
     @property
     def is_scarce(self) -> bool:
@@ -256,18 +255,22 @@ class Offload:
     def warm(self, sequence: Sequence, windows: Any) -> None:
         """Selections of the last prefill queries, [groups, windows, k] positions, oldest first."""
         array = as_array(windows, "windows", "int32", (self.layout.group_count, None, None))
-        for plan in arrival.warm(self._pools, sequence, array):
-            self._counters.moved(plan, self._group_row_bytes(plan.group))
+        self._moved(arrival.warm(self._pools, sequence, array))
 
     def fill(self, sequence: Sequence, *, row_max: int | None = None) -> int:
         """Copy rows into free slots while these last; returns how many rows were started."""
-        plans = arrival.fill(self._pools, sequence, row_max)
-        for plan in plans:
-            self._counters.moved(plan, self._group_row_bytes(plan.group))
-        return sum(len(plan.rows) for plan in plans)
+        return self._moved(arrival.fill(self._pools, sequence, row_max))
 
-    def _group_row_bytes(self, group: int) -> int:
-        return len(self.layout.groups[group]) * self.layout.row_bytes
+    def refill(self, sequences: Many[Sequence]) -> int:
+        """Behind a step: some absent rows of one of these into free slots; returns how many."""
+        if self._step is not None:
+            raise BadState(f"step {self._step.number} is not committed")
+        return self._moved(self._refill.go_on(sequences))
+
+    def _moved(self, plans: list[FetchPlan]) -> int:
+        for plan in plans:
+            self._counters.moved(plan)
+        return sum(len(plan.rows) for plan in plans)
 
     # ---- a step
 
@@ -334,7 +337,7 @@ class Offload:
             in_range("selection rows", len(array), 1, step.query_count - first_query)
             room = self._part_for(step, group, part)
             plan = stepping.resolve(self._pools, step, layer, array, first_query, room)
-            self._counters.planned(plan, self._group_row_bytes(group))
+            self._counters.planned(plan)
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
         settle = self.timings.watch(layer, first_query, self._pools.inflight.settle_until)
@@ -370,7 +373,10 @@ class Offload:
         absent_count = stepping.locate_into(
             self._pools, step, layer, array, first_query, lookup=lookup, out=slots
         )
-        return None if absent_count else torch.from_numpy(slots)
+        if absent_count:
+            return None
+        self._counters.located(self.layout.group_of(layer), array)
+        return torch.from_numpy(slots)
 
     def host_codes(
         self, layer: int, selection: Any, step: Step, *, first_query: int = 0
@@ -381,8 +387,7 @@ class Offload:
         in_range("first_query", first_query, 0, step.query_count - 1)
         array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
         in_range("selection rows", len(array), 1, step.query_count - first_query)
-        codes = stepping.host_codes(self._pools, step, layer, array, first_query)
-        return torch.from_numpy(codes)
+        return torch.from_numpy(stepping.host_codes(self._pools, step, layer, array, first_query))
 
     def _part_for(self, step: Step, group: int, number: int | None) -> Part:
         taken = [one.part for (other, _), one in step.resolved.items() if other == group]
@@ -487,12 +492,7 @@ class Offload:
     def __enter__(self) -> Offload:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_open(self) -> None:

@@ -11,12 +11,13 @@ there soon, so the next step asks again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Final
 
 from ess.door.pools import Pools
 from ess.door.sequence import Sequence, refresh
+from ess.units import div_ceil
 
 PATIENCE: Final = 16
 SCARCE: Final = 10
@@ -36,10 +37,11 @@ class Residency:
     pools: Pools
     _answers: dict[int, _Answer] = field(default_factory=dict)
 
-    def all_resident(self, sequences: Iterable[Sequence]) -> bool:
-        """All rows of the main model's layers have landed. Remembers the latest batch only."""
+    def lacking(self, sequences: Many[Sequence]) -> list[Sequence]:
+        """Those with a row of the main model's layers that has not landed. Remembers the latest
+        batch only."""
         self._answers = {one.number: self._answer(one) for one in sequences}
-        return all(answer.is_resident for answer in self._answers.values())
+        return [one for one in sequences if not self._answers[one.number].is_resident]
 
     def forget(self, sequence: Sequence) -> None:
         """Rows have arrived on the host that may have no slot."""
@@ -47,11 +49,12 @@ class Residency:
 
     def is_scarce(self) -> bool:
         """Less than a tenth of some group's slots is free: from here on, ages matter."""
-        sparse = self.pools.sparse
-        slots = [sparse.slot_count(group) for group in range(self.pools.layout.group_count)]
-        return any(
-            (count - sparse.used_count(group)) * SCARCE < count for group, count in enumerate(slots)
-        )
+        return any(self.room(group) < 0 for group in range(self.pools.layout.group_count))
+
+    def room(self, group: int) -> int:
+        """Free slots above the last tenth."""
+        slot_count = self.pools.sparse.slot_count(group)
+        return slot_count - self.pools.sparse.used_count(group) - div_ceil(slot_count, SCARCE)
 
     def _answer(self, sequence: Sequence) -> _Answer:
         sparse = self.pools.sparse

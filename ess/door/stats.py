@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ess.door.pools import Pools
 from ess.door.timings import Timings
+from ess.layout import ModelLayout
 from ess.pool.sparse import FetchPlan
 
 Counts = npt.NDArray[np.int64]
@@ -51,9 +52,10 @@ class Stats:
 class Counters:
     """The running counts; `Stats` is a copy of them."""
 
-    def __init__(self, group_count: int) -> None:
+    def __init__(self, layout: ModelLayout) -> None:
+        self._row_bytes = [len(layers) * layout.row_bytes for layers in layout.groups]
         self._counts = {
-            name: np.zeros(group_count, np.int64)
+            name: np.zeros(layout.group_count, np.int64)
             for name in (
                 "hit_count",
                 "miss_count",
@@ -65,15 +67,21 @@ class Counters:
         }
         self.step_count = 0
 
-    def planned(self, plan: FetchPlan, row_bytes: int) -> None:
+    def planned(self, plan: FetchPlan) -> None:
         self._counts["hit_count"][plan.group] += plan.hit_count
         self._counts["miss_count"][plan.group] += len(plan.rows)
         self._counts["place_count"][plan.group] += plan.place_count
-        self.moved(plan, row_bytes)
+        self.moved(plan)
 
-    def moved(self, plan: FetchPlan, row_bytes: int) -> None:
+    def located(self, group: int, selection: npt.NDArray[np.int32]) -> None:
+        """All of it was resident. At full length no row has padding, and none is looked through."""
+        padded = selection[selection[:, -1] < 0]
+        full_count = (len(selection) - len(padded)) * selection.shape[1]
+        self._counts["hit_count"][group] += full_count + np.count_nonzero(padded >= 0)
+
+    def moved(self, plan: FetchPlan) -> None:
         self._counts["evicted_count"][plan.group] += plan.evicted_count
-        self._counts["fetched_bytes"][plan.group] += len(plan.rows) * row_bytes
+        self._counts["fetched_bytes"][plan.group] += len(plan.rows) * self._row_bytes[plan.group]
 
     def stored(self, group: int, byte_count: int) -> None:
         self._counts["stored_bytes"][group] += byte_count

@@ -177,15 +177,23 @@ class Engine:
             raise BadInput(
                 f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
             )
-        self._entry.equip(request)
+        may_enter = self._entry.equip(request)
         self._added_count += 1
-        self._roster.add(request)
-        if self._roster.first("waiting") is request:
-            self._is_full = False
+        if may_enter:
+            self._enter(request)
         return request
+
+    def _enter(self, request: Request) -> None:
+        self._roster.add(request)
+        if request.refusal is not None:
+            self._finish(request, "refused")
+        elif self._roster.first("waiting") is request:
+            self._is_full = False
 
     def cancel(self, request: Request) -> None:
         """At any moment; what steps under way still say of it is dropped."""
+        if self._entry.give_up(request):
+            self._roster.add(request)
         if request.reason is None:
             self._finish(request, "cancelled")
 
@@ -208,11 +216,16 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits or is under way; requests preempted by hand may be left."""
+        """Nothing runs, waits, compiles or is under way; requests preempted by hand may be left."""
         running = sum(self._roster.count(one) for one in ("waiting", "prefilling", "decoding"))
         preempted = self._roster.of("preempted")
         is_told = not self._flights and not self._made
-        return running == 0 and is_told and all(one.is_held for one in preempted)
+        return (
+            running == 0
+            and self._entry.is_empty
+            and is_told
+            and all(one.is_held for one in preempted)
+        )
 
     def depth_reasons(self) -> tuple[str, ...]:
         """Why the next step runs at depth 0 whatever the configuration; none if it need not."""
@@ -230,11 +243,14 @@ class Engine:
         depth = self.depth
         self._learn(depth)
         self._rebalance()
+        for request in self._entry.compiled():
+            self._enter(request)
         self._admit()
         plan = self._launch()
         if plan.chunk is not None:
             self._run_chunk(plan.chunk)
         self._learn(depth if plan.turns else 0)
+        self._refill(plan)
         self.step_count += 1
         made, self._made = tuple(self._made), []
         return StepResult(made, plan.chunk, len(plan.turns))
@@ -243,9 +259,14 @@ class Engine:
         """Steps until nothing can run: all is done, preempted, or waits for room."""
         while not self.is_idle:
             result = self.step()
-            if result.is_empty:
+            if not result.is_empty:
+                yield result
+            elif not self._entry.wait():
                 return
-            yield result
+
+    def close(self) -> None:
+        """Grammars that nobody waits for any more are not compiled."""
+        self._entry.close()
 
     def _rebalance(self) -> None:
         every = self._config.budget_every
@@ -349,6 +370,11 @@ class Engine:
                 turn.request.ahead_count += turn.count
                 turn.request.draft_count = draft_count
             return plan
+
+    def _refill(self, plan: StepPlan) -> None:
+        if self._config.warm:
+            opened = [turn.request.sequence for turn in plan.turns]
+            self.offload.refill([sequence for sequence in opened if sequence is not None])
 
     def _make_room(self, refusal: PoolFull) -> None:
         """What is under way may end somebody; else the last in rank leaves the device.

@@ -103,6 +103,7 @@ class EngineLoop:
             self._engine.offload.drain()
 
     def close(self) -> None:
+        self._engine.close()
         self._engine.offload.close()
 
     # ---- what arrives

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from ess.engine.sampling import Sampling
-from ess.errors import BadInput, PoolFull
+from ess.errors import BadInput, EssError
 
 if TYPE_CHECKING:
     from ess.door import Sequence
@@ -49,7 +49,7 @@ class Request:
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
     when its grammar could not be followed to the end: `matcher.failure` says why. `refusal` says
-    why it could never have been admitted.
+    why it could never have been admitted, or what its grammar lacks.
 
     `output` is what the host has learned. `flight_count` steps that it has not learned may have
     made up to `ahead_count` tokens more; `draft_count` drafts wait on the device for the next one.
@@ -74,7 +74,7 @@ class Request:
     flight_count: int = 0
     ahead_count: int = 0
     is_held: bool = False
-    refusal: PoolFull | None = None
+    refusal: EssError | None = None
     turn_count: int = 0
     hit_count: int = 0
     asked_count: int = 0

@@ -9,19 +9,25 @@ import functools
 import json
 import math
 import re
+import threading
+import time
 
 import pytest
 import torch
 
+from ess.clock import ManualClock
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.grammar import Grammar
+from ess.engine.grammar import Grammar, Grammars
+from ess.engine.messages import Add
+from ess.engine.process import EngineLoop
 from ess.engine.request import Request
 from ess.engine.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.load import EMBEDDED, load_model
 from ess.models.plain import Plain
 from ess.models.tokenizer import Tokenizer
+from tests.server.test_process import Script
 
 SCHEMA = {
     "type": "object",
@@ -218,8 +224,89 @@ def test_an_engine_refuses_what_it_cannot_follow_and_stays_as_it_was():
             made.add([1, 2], wish)
     assert made.is_idle
     made.offload.close()
-    made = engine()
-    with pytest.raises(BadInput, match="unclosed character class"):
-        made.add([1, 2], Sampling(grammar=Grammar("regex", "[a")))
-    assert made.is_idle
+
+
+class Gate:
+    """Compiling waits here until it is let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun_count = 0
+        self._opened = threading.Event()
+        compile_one = Grammars._compile
+
+        def held(grammars: Grammars, grammar: Grammar) -> object:
+            self.begun_count += 1
+            assert self._opened.wait(timeout=60), "nobody has opened the gate"
+            return compile_one(grammars, grammar)
+
+        monkeypatch.setattr(Grammars, "_compile", held)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def test_others_keep_their_pace_while_a_grammar_is_compiled(monkeypatch):
+    """A token per step, and whoever comes later enters: nobody waits for the compiler."""
+    gate, made = Gate(monkeypatch), engine()
+    other = made.add(ids("The module named"), Sampling(tokens_max=40, ignore_eos=True))
+    while not other.output:
+        made.step()
+    bound = made.add(ids("The module named"), Sampling(grammar=DATE, tokens_max=20))
+    later = made.add(ids("A file"), Sampling(tokens_max=6, ignore_eos=True))
+    for count in range(2, 13):
+        assert not made.step().is_empty
+        assert len(other.output) == count
+    assert (later.reason, bound.state) == ("length", "waiting")
+    gate.open()
+    for _ in made.run():
+        pass
+    assert re.fullmatch(DATE.text, said(bound))
+    assert len(other.output) == 40
+    made.close()
     made.offload.close()
+
+
+def test_who_is_cancelled_while_a_grammar_is_compiled_leaves_nothing(monkeypatch):
+    gate, made = Gate(monkeypatch), engine()
+    pair = [made.add([1, 2], Sampling(grammar=Grammar("regex", text))) for text in ("ab", "cd")]
+    for request in pair:
+        made.step()
+        made.cancel(request)
+        assert (request.state, request.reason) == ("finished", "cancelled")
+    assert made.is_idle
+    gate.open()
+    third = made.add([1, 2], Sampling(grammar=Grammar("regex", "ef")))
+    for _ in made.run():
+        pass
+    assert said(third) == "ef"
+    assert gate.begun_count <= 2, "the second was never begun"
+    made.close()
+    made.offload.close()
+
+
+def test_a_grammar_that_is_none_refuses_its_request_with_the_reason():
+    made = engine()
+    wrong = made.add([1, 2], Sampling(grammar=Grammar("regex", "[a")))
+    right = made.add([1, 2], Sampling(grammar=Grammar("regex", "ab")))
+    for _ in made.run():
+        pass
+    assert wrong.reason == "refused"
+    assert "unclosed character class" in str(wrong.refusal)
+    assert (said(right), made.is_idle) == ("ab", True)
+    made.close()
+    made.offload.close()
+
+
+def test_the_server_is_told_why_a_grammar_was_refused():
+    wire = Script(t1=[Add(1, [1, 2], Sampling(grammar=Grammar("lark", "start: nothing")))])
+    loop = EngineLoop(engine(), wire, ManualClock())
+    for _ in range(4000):
+        loop.turn()
+        if wire.pieces(1):
+            break
+        time.sleep(0.005)
+    [piece] = wire.pieces(1)
+    assert (piece.reason, piece.tokens) == ("refused", ())
+    assert "nothing" in piece.sentence
+    assert "grammar (lark)" in piece.sentence
+    loop.close()

@@ -7,6 +7,7 @@ import pytest
 from ess.engine.engine import Engine
 from ess.engine.request import Request
 from ess.engine.sampling import Sampling
+from ess.overlap.policy import Mode
 from tests.model.test_engine import engine, expected, prompt, run
 
 LENGTHS = (50, 60, 62)
@@ -102,3 +103,23 @@ def test_room_held_by_others_is_waited_for():
         assert eng.refusal is not None
     run(eng)
     assert request.output == expected("v32", 60, 20)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_after_pressure_a_worker_runs_resident_again(depth):
+    """256 slots per layer: 150 and 200 rows do not fit together, 150 to 200 alone do."""
+    eng = engine("v32", mtp=2, modes="layerwise", chunks=4, depth=depth)
+    long = eng.add(prompt(150), Sampling(tokens_max=55, ignore_eos=True))
+    brief = eng.add(prompt(200), Sampling(tokens_max=8, ignore_eos=True))
+    resident = []
+    for _ in eng.run():
+        eng.offload.check()
+        if brief.reason is None:
+            continue
+        resident.append(int(eng.tuning.mode_counts[:, Mode.RESIDENT].sum()))
+    run(eng)
+    assert eng.offload.stats().evicted_count.sum() > 0, "there was no pressure"
+    assert resident[-1] - resident[0] > 10
+    for request in (long, brief):
+        budget = request.sampling.tokens_max
+        assert request.output == expected("v32", len(request.prompt), budget)

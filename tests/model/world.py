@@ -161,6 +161,10 @@ class World:
         if twin is not None:
             self.offload.fill(twin.real, row_max=self.random.choice([None, 1, 10]))
 
+    def refill(self) -> None:
+        """Also while a step is sealed and not learned."""
+        self.offload.refill([twin.real for twin in self.active])
+
     def preempt(self) -> None:
         twin = self._any_active()
         if twin is not None:
@@ -404,6 +408,7 @@ WEIGHTS = {
     "step": 50,
     "warm": 4,
     "fill": 4,
+    "refill": 10,
     "preempt": 6,
     "resume": 8,
     "fork": 3,

@@ -276,6 +276,7 @@ def test_what_requests_found_resident_by_step_since_they_landed(modes: str, slot
     late -= sum(status.misses) + sum(status.places)
     assert 0 <= late <= status.landed_asked[0] - status.landed_hits[0]
     assert (sum(status.misses) + sum(status.places) > 0) == (slot_pages == 2)
+    assert sum(status.hits) == sum(status.landed_hits), "also of rows that were only located"
     [line] = status.requests
     assert (line.number, line.state, line.prompt_count) == (2, "decoding", 130)
     assert (line.made_count, line.turn_count, line.asked_count) == (second, second, 48 * second)

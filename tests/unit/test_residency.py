@@ -63,6 +63,21 @@ def test_new_rows_keep_a_sequence_resident():
         assert truly_resident(offload, sequence)
 
 
+def test_what_is_only_located_counts_as_hits():
+    with make() as offload:
+        sequence = filled(offload)
+        offload.drain()
+        step = offload.begin([sequence, opened(offload)], query_counts=[1, 1])
+        for chosen in (selection(0, 3, 7), selection(*range(LAYOUT.top_k))):
+            before = offload.stats().hit_count[0]
+            assert offload.locate_all(0, chosen, step) is not None
+            assert offload.stats().hit_count[0] - before == int((chosen >= 0).sum())
+        before = offload.stats().hit_count[0]
+        assert offload.locate_all(0, selection(0, 1), step, first_query=1) is None
+        assert offload.stats().hit_count[0] == before
+        offload.abandon(step)
+
+
 def test_an_eviction_ends_it_at_once():
     """128 slots: two sequences of 60 fit, and rows of the third push some out."""
     with roomy(128) as offload:

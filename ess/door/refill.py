@@ -1,0 +1,109 @@
+"""What pressure, a preemption or a full arena has left out comes back when there is room again.
+
+Called behind every step, a refill walks through one sequence with absent rows and starts copies
+into free slots. It stays behind the steps: it looks at `LOOK_PAGES` pages and starts at most
+`FILL_ROWS` rows per group, since copies go in one line with the fetches of the next step. It leaves
+a tenth of every group's slots free, so it never makes slots scarce; its rows rank as the oldest,
+and no row gives way to one: a wrong guess costs a copy.
+
+A walk that came around without starting a copy rests until a row departs. Without that, a sequence
+that a small group can never hold would be looked through in every step.
+
+Only what the host has learned is copied: rows below `length` are on the host, or in slots until
+they are. So steps that are sealed and not learned need not be waited for. (The MTP module's row may
+lack on the host; then it stays absent.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.door import transit
+from ess.door.pools import Pools
+from ess.door.residency import Residency
+from ess.door.sequence import Sequence
+from ess.pool.sparse import FetchPlan
+from ess.units import PAGE_ROWS
+
+Rows = npt.NDArray[np.int32]
+
+LOOK_PAGES: Final = 32
+FILL_ROWS: Final = 8 * PAGE_ROWS
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Goes on at `page`; since page 0 it has `started` copies or not."""
+
+    page: int = 0
+    has_started: bool = False
+    rested_at: int = -1
+
+
+@dataclass(slots=True)
+class Refill:
+    pools: Pools
+    residency: Residency
+    _walks: dict[int, _Walk] = field(default_factory=dict)
+
+    def go_on(self, sequences: Many[Sequence]) -> list[FetchPlan]:
+        """The copies that were started, for one of the sequences."""
+        rooms = {g: self.residency.room(g) for g in range(self.pools.layout.group_count)}
+        rooms = {group: room for group, room in rooms.items() if room > 0}
+        active = [one for one in sequences if one.state == "active"]
+        if not rooms or not active:
+            return []
+        lacking = self.residency.lacking(active)
+        self._walks = {one.number: self._walks.get(one.number, _Walk()) for one in lacking}
+        for sequence in lacking:
+            walk = self._walks[sequence.number]
+            if walk.rested_at != self.pools.sparse.departed_count:
+                return self._walk_on(sequence, walk, rooms)
+        return []
+
+    def _walk_on(
+        self, sequence: Sequence, walk: _Walk, rooms: Mapping[int, int]
+    ) -> list[FetchPlan]:
+        """One look; the next one is further on, unless more was absent than may start at once."""
+        start = walk.page * PAGE_ROWS
+        count = min(LOOK_PAGES * PAGE_ROWS, sequence.length - start)
+        assert count > 0, f"a walk at {start} of {sequence.length} positions"
+        rows = self.pools.tables.rows(sequence.line, start, count)
+        plans, goes_on = [], True
+        for group, room in rooms.items():
+            absent = rows[self.pools.sparse.slot_of[group, rows] < 0]
+            absent = absent[self._are_stored(group, absent)]
+            goes_on &= len(absent) <= FILL_ROWS or room < FILL_ROWS
+            if len(absent):
+                plans.append(self._start(group, absent[: min(room, FILL_ROWS)]))
+        walk.has_started |= bool(plans)
+        if goes_on:
+            self._turn(walk, sequence)
+        return plans
+
+    def _turn(self, walk: _Walk, sequence: Sequence) -> None:
+        walk.page += LOOK_PAGES
+        if walk.page * PAGE_ROWS >= sequence.length:
+            walk.rested_at = -1 if walk.has_started else self.pools.sparse.departed_count
+            walk.page, walk.has_started = 0, False
+            self.residency.forget(sequence)
+
+    def _are_stored(self, group: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        host_rows = self.pools.index.host_rows(rows)
+        stored = np.ones(len(rows), np.bool_)
+        for layer in self.pools.layout.groups[group]:
+            stored &= self.pools.latent.is_stored(layer, host_rows)
+        return stored
+
+    def _start(self, group: int, rows: Rows) -> FetchPlan:
+        plan = self.pools.sparse.fill(group, rows)
+        assert len(plan.rows) == len(rows), f"{len(rows)} rows, {len(plan.rows)} free slots"
+        assert plan.evicted_count == 0, "a row has given way to a refill"
+        transit.start_fetch(self.pools, plan, self.pools.index.host_rows(plan.rows))
+        return plan

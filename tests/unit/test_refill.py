@@ -1,0 +1,120 @@
+"""Free slots are filled again: bounded, behind the steps, never against somebody's row."""
+
+from __future__ import annotations
+
+import pytest
+
+from ess.door import refill
+from ess.errors import BadState
+from ess.units import div_ceil
+from tests.unit.test_door import make, opened, rows, selection
+from tests.unit.test_residency import decode, filled, roomy, truly_resident
+
+
+def settled(offload, *sequences) -> int:
+    """Refills until nothing is started any more; returns how many rows of all groups were."""
+    total = 0
+    while count := offload.refill(sequences):
+        total += count
+        offload.drain()
+        offload.check()
+        for layer in range(3):
+            assert offload.verify(layer) == []
+    return total
+
+
+def pushed_out(offload, *, length: int = 60):
+    """A sequence that had all of its rows in slots, and another that has taken some of them."""
+    first, second = filled(offload, length), filled(offload, length)
+    offload.drain()
+    for start in range(0, length, 8):
+        decode(offload, second, chosen=tuple(range(start, min(start + 8, length))))
+        offload.drain()
+    assert not truly_resident(offload, first)
+    return first, second
+
+
+def test_what_was_pushed_out_comes_back_when_there_is_room():
+    with roomy(128) as offload:
+        first, second = pushed_out(offload, length=100)
+        assert offload.refill([first, second]) == 0, "nobody gives way"
+        second.close()
+        offload.drain()
+        assert settled(offload, first) > 0
+        assert offload.all_resident([first])
+        assert truly_resident(offload, first)
+        assert not offload.is_scarce
+        decode(offload, first)
+
+
+def test_a_resumed_sequence_comes_back_too():
+    with roomy(128) as offload:
+        sequence = filled(offload, 60)
+        offload.preempt(sequence)
+        offload.resume(sequence)
+        assert settled(offload, sequence) == 60 * 2
+        assert offload.all_resident([sequence])
+
+
+def test_a_look_is_bounded_and_goes_on_where_it_was(monkeypatch):
+    monkeypatch.setattr(refill, "LOOK_PAGES", 1)
+    monkeypatch.setattr(refill, "FILL_ROWS", 40)
+    with make(slot_bytes=1 << 16) as offload:
+        sequence = opened(offload, 100)
+        started = []
+        while not offload.all_resident([sequence]):
+            started.append(offload.refill([sequence]))
+            offload.drain()
+        assert started == [2 * 40, 2 * 24, 2 * 36], "two pages, 64 and 36 rows, of two groups"
+
+
+def test_a_tenth_stays_free_and_a_vain_walk_rests(monkeypatch):
+    """One group is too small for the rows: nobody looks for more before a row departs."""
+    looked = []
+    walk_on = refill.Refill._walk_on
+    monkeypatch.setattr(
+        refill.Refill, "_walk_on", lambda *given: looked.append(1) or walk_on(*given)
+    )
+    with roomy(256) as offload:
+        assert offload.move_budget(source=0, target=1)
+        small, large = offload.stats().slot_count.tolist()
+        sequence = opened(offload, 200)
+        assert settled(offload, sequence) == small - div_ceil(small, 10) + 200
+        assert not offload.is_scarce
+        assert small < 200 < large
+        other = filled(offload, 5)
+        offload.drain()
+        looks = len(looked)
+        for _ in range(5):
+            assert offload.refill([sequence]) == 0
+        assert len(looked) == looks
+        other.close()
+        assert offload.refill([sequence]) == 0
+        assert len(looked) == looks + 1
+
+
+def test_steps_under_way_are_not_waited_for():
+    with roomy(256) as offload:
+        sequence = opened(offload, 60)
+        step = offload.begin([sequence], query_counts=[2])
+        with pytest.raises(BadState, match="not committed"):
+            offload.refill([sequence])
+        for layer in range(3):
+            offload.append(layer, rows(2), step)
+            if layer in (0, 2):
+                offload.resolve(layer, selection(0, queries=2), step).wait()
+        offload.seal(step, accepted=[1])
+        assert offload.refill([sequence]) == 2 * 59, "row 0 is there; rows above 60 are not known"
+        offload.learn(step, accepted=[1])
+        offload.drain()
+        offload.check()
+        assert offload.all_resident([sequence])
+
+
+def test_a_row_that_the_mtp_module_never_made_stays_absent():
+    with roomy(256) as offload:
+        sequence = offload.open(list(range(61)))
+        for layer in range(3):
+            offload.import_rows(sequence, layer=layer, start=0, rows=rows(60 - (layer == 2)))
+        assert settled(offload, sequence) == 60 + 59
+        assert offload.all_resident([sequence]), "it is asked of the main model's layers"
