@@ -21,6 +21,8 @@ PAGES = (
 
 
 def greet(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> None:
+    for sentence in resolved.notes:
+        console.note(f"ess: {sentence}")
     if json:
         console.print_json(
             {
