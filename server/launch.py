@@ -278,6 +278,7 @@ def uvicorn_config(
     protocol = limited(
         connections_max=found.max_connections,
         head_bytes_max=settings.size_of(found.header_bytes, of=1 << 20),
+        tally=service.tally,
     )
     return uvicorn.Config(
         make_app(service, keys=settings.keys_of(found), spans=spans),

@@ -133,8 +133,11 @@ def test_connections_beyond_the_most_are_told_so():
             assert b"x-request-id: " in told
         for one in held:
             one.close()
-        until(lambda: not served._server.server_state.connections, "closing")
-        ask(served, "/health")
+        until(lambda: served.service.tally.connection_count == 0, "closing")
+        told = ask(served, "/metrics")[1]
+        assert b'\ness_refusals_total{reason="connections"} 1.0\n' in told
+        assert b"\ness_connections 1.0\n" in told
+        assert b"\nprocess_resident_memory_bytes " in told
 
 
 @pytest.mark.parametrize(
@@ -195,8 +198,11 @@ def test_who_leaves_is_cancelled_also_while_waiting_for_the_first_token(stream: 
             engine.hold()
         made = opened(served, completion(stream=stream))
         until(lambda: len(engine.adds) == 1, "the request")
-        if stream and not held:
+        if held:
+            until(lambda: served.service.link.oldest_wait_s > 0.0, "a wait")
+        elif stream:
             assert b"data: " in made.recv(4096) + made.recv(4096)
+            assert served.service.link.oldest_wait_s == 0.0
         made.close()
         until(lambda: engine.aborted == [engine.adds[0].number], "the abort")
         assert served.service.link.open_count == 0
