@@ -98,7 +98,7 @@ def test_the_server_s_own_sentence_is_passed_on(
 ):
     monkeypatch.delenv("ESS_API_KEY", raising=False)
     assert cli.main(["top", "--url", served.url]) == 1
-    assert "a valid API key is needed" in capsys.readouterr().err
+    assert "no API key came along; a valid one is needed" in capsys.readouterr().err
     monkeypatch.setenv("ESS_API_KEY", "secret,other")
     assert cli.main(["top", "--url", served.url, "--json"]) == 0
     assert run(served, "chat", "-q", "x", "--model", "none") == 1

@@ -91,6 +91,21 @@ def test_a_request_id_goes_out_as_it_came_in():
 # ---- sizes
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "code", "says"),
+    [
+        ("/chat/completions", {}, 404, "did you mean /v1/chat/completions?"),
+        ("/v1/complitions", {}, 404, "did you mean /v1/completions?"),
+        ("/zzzzzz", None, 404, "there is no /zzzzzz; /openapi.json lists what there is"),
+        ("/v1/completions", None, 405, "GET is not served at /v1/completions; POST is"),
+    ],
+)
+def test_a_wrong_path_is_told_the_right_one(path: str, body: dict | None, code: int, says: str):
+    with Served(PacedEngine(counting(2))) as served:
+        found, _, error = refused(served, path, body)
+        assert (found, says in error["message"]) == (code, True), error
+
+
 def test_a_long_body_is_refused_with_and_without_its_length():
     limits = Limits(running_max=2, waiting_max=2, length_max=4096, body_max=2000)
     with Served(PacedEngine(counting(2)), limits=limits) as served:
