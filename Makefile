@@ -3,19 +3,30 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+SERVES := $(VENV)/.serves
 NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h)
 
 .PHONY: serve test check bench test-gpu bench-gpu clean
 
 # The CPU build of torch is pinned first: a looser request would pull gigabytes of CUDA.
-$(STAMP): pyproject.toml $(NATIVE)
+define INSTALL
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q setuptools wheel
-	$(BIN)/pip install -q --no-build-isolation -e '.[dev,oracle]'
+	$(BIN)/pip install -q --no-build-isolation -e '.[$(1)]'
+	touch $(SERVES)
+endef
+
+COMMA := ,
+$(STAMP): pyproject.toml $(NATIVE)
+	$(call INSTALL,dev$(COMMA)oracle)
 	touch $@
 
-serve: $(STAMP)
+# To serve needs a third of what the checks need.
+$(SERVES): pyproject.toml $(NATIVE)
+	$(call INSTALL,serve)
+
+serve: $(SERVES)
 	$(BIN)/ess serve
 
 test: check

@@ -176,6 +176,7 @@ def _load(service: Service) -> dict[str, Any]:
         "row_hit_rate": sum(status.hits) / asked if asked else 1.0,
         "utilization": min(1.0, status.running_count / service.limits.running_max),
         "limiter": status.limiter,
+        "oldest_wait_s": service.link.oldest_wait_s,
     }
 
 

@@ -8,6 +8,7 @@ Overload carries Retry-After (seconds, and milliseconds for the clients that rea
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,9 @@ from starlette.responses import Response
 from ess.errors import BadInput, BadState, EssError, PoolFull, Unavailable
 
 JSON: Final = "application/json"
+FIELD: Final = re.compile(
+    r"(?:the )?([a-z]+(?:_[a-z]+)*)(?:[.\[][\w.\[\]]*| (?:of )?id -?\d+)?(?::| (?:is|has|must)\b)"
+)
 
 
 class Refused(EssError):
@@ -57,7 +61,10 @@ def answer(document: Any, *, status: int = 200, headers: dict[str, str] | None =
     )
 
 
-def error_body(error: EssError, *, param: str | None = None) -> tuple[int, dict[str, Any]]:
+def error_body(error: EssError) -> tuple[int, dict[str, Any]]:
+    """The sentence of a wrong value opens with the field, which clients also get by itself."""
+    named = FIELD.match(str(error)) if isinstance(error, BadInput) else None
+    param = named[1] if named is not None and named[1] != "body" else None
     for kind, status, name in STATUS_OF:
         if isinstance(error, kind):
             code = error.reason if isinstance(error, Refused) else None

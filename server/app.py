@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -112,12 +113,21 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for these"
+    path = request.url.path[:100]
     if error.status_code == 404:
-        return error_answer(Absent(f"there is no {request.url.path[:100]}"))
-    made = error_answer(BadInput(f"{request.method} is not served at {request.url.path[:100]}"))
+        return error_answer(Absent(f"there is no {path}; {_nearest(path)}"))
+    served = (error.headers or {}).get("Allow", "")
+    made = error_answer(BadInput(f"{request.method} is not served at {path}; {served} is"))
     made.status_code = error.status_code
     made.headers.update(error.headers or {})
     return made
+
+
+def _nearest(path: str) -> str:
+    """What was probably meant: most often the /v1 of the client's base URL is missing."""
+    known = [one for _, one, _ in ROUTES]
+    close = [f"/v1{path}"] if f"/v1{path}" in known else difflib.get_close_matches(path, known, n=1)
+    return f"did you mean {close[0]}?" if close else "/openapi.json lists what there is"
 
 
 def _failed(request: Request, error: Exception) -> Response:

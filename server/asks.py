@@ -188,11 +188,23 @@ def read(raw: bytes, kind: type[Ask]) -> Ask:
         raw.decode("utf-8")
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.ValidationError as error:
-        raise BadInput(f"the body is not as it should be: {error}") from None
+        raise BadInput(_placed(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise BadInput("the body is nested too deeply") from None
+
+
+def _placed(sentence: str) -> str:
+    """The field first, as in every other error.
+
+    >>> _placed("Expected `int | null`, got `str` - at `$.max_tokens`")
+    'max_tokens: expected `int | null`, got `str`'
+    """
+    what, _, where = sentence.rpartition(" - at `$.")
+    if not what:
+        return f"the body: {sentence[:1].lower()}{sentence[1:]}"
+    return f"{where.rstrip('`')}: {what[:1].lower()}{what[1:]}"
 
 
 def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:

@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -32,7 +32,7 @@ TRIAL_S: Final = 300.0
 HOST_BYTES_MIN: Final = 2 << 30
 PACKAGES: Final = (
     *("torch", "safetensors", "tokenizers", "starlette", "uvicorn", "uvloop", "httptools"),
-    *("pyzmq", "prometheus-client"),
+    *("pyzmq", "prometheus-client", "jinja2", "llguidance"),
 )
 PLACEHOLDERS: Final = ("flash-mla", "deep-gemm")
 
@@ -62,9 +62,18 @@ def doctor(*, port: int = 8000, json: bool = False) -> int:
         if not json:
             _print(check)
     failed = any(check.grade == "fail" for check in checks)
+    console.note(_summary(checks))
     if json:
         console.print_json({"ok": not failed, "checks": msgspec.to_builtins(checks)})
     return ERRORS_FOUND if failed else console.OK
+
+
+def _summary(checks: Sequence[Check]) -> str:
+    bad, poor = ([c.name for c in checks if c.grade == grade] for grade in ("fail", "warn"))
+    if bad:
+        return f"ess: this machine cannot serve yet: {', '.join(bad)}"
+    note = f"; worth a look: {', '.join(poor)}" if poor else ""
+    return f"ess: this machine can serve, `ess serve` starts{note}"
 
 
 def examined(port: int) -> Iterator[Check]:
@@ -117,6 +126,7 @@ def _native() -> Check:
 
 
 def _memory() -> Check:
+    """What the pools of a server are cut from."""
     free = memory_free()
     enough = free >= HOST_BYTES_MIN
     hint = "" if enough else "give --host-bytes less than a quarter of what is free"
@@ -129,6 +139,9 @@ def _locked() -> Check:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return Check(name="locked memory", grade="ok", found="unlimited")
+    if shutil.which("nvidia-smi") is None:
+        found = f"{format_bytes(limit)}: enough without a GPU"
+        return Check(name="locked memory", grade="ok", found=found)
     hint = "ulimit -l unlimited, if rows are to be pinned for a GPU"
     return Check(name="locked memory", grade="warn", found=format_bytes(limit), hint=hint)
 
@@ -187,6 +200,7 @@ def _port(port: int) -> Check:
 
 
 def _decode() -> Check:
+    console.note("ess: decoding a little, offloaded and resident, which takes some seconds ...")
     done = subprocess.run(
         [sys.executable, "-m", "ess.engine.trial"],
         capture_output=True,

@@ -123,6 +123,9 @@ def frame(service: Service) -> dict[str, Any]:
         "length_max": service.limits.length_max,
         "step_s": status.step_s,
         "refusals": dict(service.tally.refusals),
+        "oldest_wait_s": link.oldest_wait_s,
+        "disconnects": service.tally.disconnect_count,
+        "failures": service.tally.failure_count,
         "verified": status.verified_count,
         "mismatches": status.mismatch_count,
         "warmup": _setting(service.described, "warmup"),
@@ -164,9 +167,11 @@ def _requests(service: Service, status: Status) -> list[dict[str, Any]]:
 
 
 def counts(status: Status, at_s: float) -> dict[str, Any]:
-    """What only grows, and when it was so."""
+    """What only grows, with how many ran and waited, and when it was so."""
     return {
         "at_s": at_s,
+        "running": status.running_count,
+        "waiting": status.waiting_count,
         "steps": status.step_count,
         "turns": status.turn_count,
         "made": status.made_count,

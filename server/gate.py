@@ -60,11 +60,12 @@ class Gate:
             given = headers.get(b"x-api-key", b"")
         matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
         if not any(matches):
-            raise Denied("a valid API key is needed: Authorization: Bearer KEY")
+            came = "this API key is not known here" if given.strip() else "no API key came along"
+            raise Denied(f"{came}; a valid one is needed: Authorization: Bearer KEY")
 
     def _check_length(self, length: bytes) -> None:
         if not length.isdigit() or int(length[:20]) > self._body_max:
-            raise TooLarge(f"the body is longer than {self._body_max:,} bytes")
+            raise too_large(self._body_max)
 
 
 class Limited:
@@ -79,5 +80,10 @@ class Limited:
         message = await self._receive()
         self._left -= len(message.get("body", b""))
         if self._left < 0:
-            raise TooLarge(f"the body is longer than {self._body_max:,} bytes")
+            raise too_large(self._body_max)
         return message
+
+
+def too_large(body_max: int) -> TooLarge:
+    sentence = f"the body is longer than the {body_max:,} bytes that are read here"
+    return TooLarge(f"{sentence}; the server's --body-bytes says how many")

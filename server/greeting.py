@@ -21,6 +21,8 @@ PAGES = (
 
 
 def greet(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> None:
+    for sentence in resolved.notes:
+        console.note(f"ess: {sentence}")
     if json:
         console.print_json(
             {
@@ -44,10 +46,15 @@ def _grid(*justify: str) -> Table:
 
 
 def _settings(resolved: Resolved) -> Table:
+    """What somebody or the machine chose; the rest is as documented."""
     table = _grid("left", "left", "left")
+    rest = 0
     for name, shown in resolved.shown().items():
-        value = "-" if shown["value"] == "" else str(shown["value"])
-        table.add_row(name.replace("_", "-"), value, shown["from"])
+        if shown["from"] == "default":
+            rest += 1
+        else:
+            table.add_row(name.replace("_", "-"), str(shown["value"]) or "-", shown["from"])
+    table.add_row(f"{rest} more", "as they come", "/server_info lists all")
     return table
 
 

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 EMBEDDED: Final = "ess-embedded"
 PROGRAM: Final = {"model": "ess.engine.process", "paced": "ess.engine.paced"}
-IDLE_CONNECTION_S: Final = 75  # longer than load balancers keep theirs
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +142,8 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
     if not found.model:
         fresh["model"] = EMBEDDED
     origins.update(dict.fromkeys(fresh, "derived"))
-    return Resolved(settings=msgspec.structs.replace(found, **fresh), origins=origins)
+    chosen = msgspec.structs.replace(found, **fresh)
+    return msgspec.structs.replace(resolved, settings=chosen, origins=origins)
 
 
 def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
@@ -156,7 +156,7 @@ def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
     for name in fresh:
         origins[name] = "derived"
     chosen = msgspec.structs.replace(resolved.settings, **fresh)
-    return Resolved(settings=chosen, origins=origins)
+    return msgspec.structs.replace(resolved, settings=chosen, origins=origins)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -278,6 +278,7 @@ def uvicorn_config(
     protocol = limited(
         connections_max=found.max_connections,
         head_bytes_max=settings.size_of(found.header_bytes, of=1 << 20),
+        tally=service.tally,
     )
     return uvicorn.Config(
         make_app(service, keys=settings.keys_of(found), spans=spans),
@@ -288,7 +289,7 @@ def uvicorn_config(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=IDLE_CONNECTION_S,
+        timeout_keep_alive=round(found.idle_s),
         timeout_graceful_shutdown=2,
         ssl_certfile=found.tls_cert or None,
         ssl_keyfile=found.tls_key or None,

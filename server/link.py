@@ -154,6 +154,12 @@ class EngineLink:
         return len(self._calls)
 
     @property
+    def oldest_wait_s(self) -> float:
+        """How long the one that has waited longest has had nothing from the engine."""
+        silent = [call.started_s for call in self._calls.values() if not call.heard_at_s]
+        return self._clock.now_s() - min(silent) if silent else 0.0
+
+    @property
     def calls(self) -> Mapping[int, Call]:
         """By the number of the engine's request."""
         return self._calls

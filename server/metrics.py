@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -30,6 +30,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 def exposition(service: Service) -> bytes:
     page = CollectorRegistry(auto_describe=False)
     page.register(Written(service))
+    ProcessCollector(registry=page)
     return generate_latest(page)
 
 
@@ -54,6 +55,9 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _labelled("ess_build_info", "the version", ["version"], [((ess.__version__,), 1)])
     yield _gauge("ess_requests_running", "requests in the engine's batch", status.running_count)
     yield _gauge("ess_requests_waiting", "requests that wait", service.waiting_count)
+    oldest_s = service.link.oldest_wait_s
+    yield _gauge("ess_oldest_wait_seconds", "how long the oldest has had nothing", oldest_s)
+    yield _gauge("ess_connections", "HTTP connections held", tally.connection_count)
     yield _gauge("ess_requests_preempted", "requests set aside", status.preempted_count)
     yield _gauge("ess_tokens_per_second", "tokens made, of late", service.board.tokens_per_s)
     yield _gauge("ess_step_seconds", "the last step's duration", status.step_s)

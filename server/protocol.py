@@ -14,6 +14,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from ess.server.tally import Tally
+
 HEAD_S: Final = 30.0
 STRAIGHT: Final = "ess.straight"
 
@@ -62,6 +64,7 @@ class Straight:
 class LimitedProtocol(HttpToolsProtocol):
     connections_max = 1024
     head_bytes_max = 32 << 10
+    tally: Tally
 
     def __init__(
         self,
@@ -76,7 +79,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.tally.connection_count = len(self.connections)
         if len(self.connections) > self.connections_max:
+            self.tally.refusals["connections"] += 1
             busy = refusal(
                 b"503 Service Unavailable", BUSY, b"retry-after: 1", b"x-ess-reason: connections"
             )
@@ -88,6 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._got_head()
         super().connection_lost(exc)
+        self.tally.connection_count = len(self.connections)
 
     def data_received(self, received: bytes) -> None:
         if self.transport.is_closing():
@@ -136,10 +142,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def limited(*, connections_max: int, head_bytes_max: int) -> type[LimitedProtocol]:
+def limited(*, connections_max: int, head_bytes_max: int, tally: Tally) -> type[LimitedProtocol]:
     """uvicorn makes the protocol itself, so limits are fields of a class."""
     return type(
         "LimitedHere",
         (LimitedProtocol,),
-        {"connections_max": connections_max, "head_bytes_max": head_bytes_max},
+        {"connections_max": connections_max, "head_bytes_max": head_bytes_max, "tally": tally},
     )

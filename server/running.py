@@ -58,6 +58,7 @@ class Running:
         self._child = child
         self._settings = settings
         self._clock = clock
+        self._began_s = clock.now_s()
         self._signals = 0
         self._draining: asyncio.Task[None] | None = None
 
@@ -154,4 +155,5 @@ class Running:
         if self._link.ready is not None:
             gc.collect()
             gc.freeze()
-            console.note(f"ess: ready, loaded in {self._link.ready.load_s:.1f} s")
+            took = f"after {self._clock.now_s() - self._began_s:.1f} s"
+            console.note(f"ess: ready {took}, {self._link.ready.load_s:.1f} s of them loading")

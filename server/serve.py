@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from ess.errors import BadInput, Unavailable
+from ess import console
+from ess.errors import Unavailable
+from ess.server.foreign import ForeignFlags, check_foreign
 
 
 @Parameter(name="*")
@@ -55,7 +57,8 @@ class ServeFlags:
     index_bytes: str | None = None
     "Memory for the index keys of running requests."
     chunk_tokens: Annotated[
-        int | None, Parameter(name=["--chunk-tokens", "--chunked-prefill-size"])
+        int | None,
+        Parameter(name=["--chunk-tokens", "--chunked-prefill-size", "--max-num-batched-tokens"]),
     ] = None
     "Prompt tokens run beside one decode step."
     overlap: Literal["layerwise", "da", "dba", "none", "resident"] | None = None
@@ -64,24 +67,24 @@ class ServeFlags:
     "Device pages of a request: all at its start, or some, and more as it grows."
     tbo: str | None = None
     "Steps in two halves: off, on, auto, or the least tokens of a step for it."
-    mtp: int | None = None
+    mtp: Annotated[int | None, Parameter(name=["--mtp", "--speculative-num-draft-tokens"])] = None
     "Tokens verified per step, at most; 1 drafts none."
     mtp_auto: bool | None = None
     "Verify as many tokens as pay, up to --mtp."
     tpot_ms: Annotated[float | None, Parameter(name=["--tpot-ms", "--tpot"])] = None
     "Milliseconds per token that admission and chunks keep to; 0 keeps to none."
-    deterministic: bool | None = None
+    deterministic: Annotated[
+        bool | None, Parameter(name=["--deterministic", "--enable-deterministic-inference"])
+    ] = None
     "The same answer to the last bit, whatever else runs beside it; prompts run slower."
     depth: int | None = None
     "1 launches a step before the one before is learned; 0 waits."
     budget_every: int | None = None
     "Steps after which slots move to the layers that miss most; 0 never moves any."
-    form: Annotated[Literal["bf16", "f32"] | None, Parameter(name=["--form", "--dtype"])] = None
-    "What weights are computed in."
-    row: Annotated[
-        Literal["fp8", "bf16", "f32"] | None, Parameter(name=["--row", "--kv-cache-dtype"])
-    ] = None
-    "How latent rows are stored."
+    form: Annotated[str | None, Parameter(name=["--form", "--dtype"])] = None
+    "What weights are computed in: bf16 or f32."
+    row: Annotated[str | None, Parameter(name=["--row", "--kv-cache-dtype"])] = None
+    "How latent rows are stored: fp8, bf16 or f32."
     warmup: Annotated[bool | None, Parameter(negative="--no-warmup")] = None
     "Fill slots with what the prompt chose last."
     verify: int | None = None
@@ -92,6 +95,8 @@ class ServeFlags:
         float | None, Parameter(name=["--keep-alive-s", "--sse-keep-alive"])
     ] = None
     "Seconds of silence after which a stream gets a comment."
+    idle_s: float | None = None
+    "Seconds that an unused connection is kept; longer than a load balancer keeps its own."
     stall_s: float | None = None
     "Seconds after which a reader that takes nothing is given up."
     drain_s: Annotated[
@@ -118,31 +123,13 @@ class ServeFlags:
     "paced makes tokens without a model, to try servers, routers and clients."
     pace_ms: float | None = None
     "Milliseconds of a step of the paced engine."
-    pp_size: Annotated[
-        int, Parameter(name=["--pp-size", "--pipeline-parallel-size"], show=False)
-    ] = 1
-    tp_size: Annotated[
-        int, Parameter(name=["--tp-size", "--tensor-parallel-size", "--tp"], show=False)
-    ] = 1
-    disable_radix_cache: Annotated[
-        bool, Parameter(name=["--disable-radix-cache", "--no-enable-prefix-caching"], show=False)
-    ] = False
-    enable_dynamic_chunking: Annotated[bool, Parameter(show=False)] = False
-
-
-NOT_HERE: Final = {
-    "pp_size": "must be 1: one process holds the whole model",
-    "tp_size": "must be 1: one process holds the whole model",
-    "disable_radix_cache": "is not served: equal prefixes are always shared",
-    "enable_dynamic_chunking": "is for a prefill tier; here --tpot-ms sizes the chunks",
-}
 
 
 def serve(
-    model: str | None = None,
-    /,
+    model: Annotated[str | None, Parameter(name=["--model", "--model-path"])] = None,
     *,
     flags: ServeFlags | None = None,
+    foreign: ForeignFlags | None = None,
     config: Path | None = None,
     json: bool = False,
 ) -> int:
@@ -160,11 +147,8 @@ def serve(
         Print what is served as one JSON document.
     """
     given = asdict(flags) if flags is not None else {}
-    for name, sentence in NOT_HERE.items():
-        default = ServeFlags.__dataclass_fields__[name].default
-        if given.pop(name, default) != default:
-            flag = name.replace("_", "-")
-            raise BadInput(f"the flag --{flag} {sentence}")
+    for sentence in check_foreign(foreign or ForeignFlags()):
+        console.note(f"ess: {sentence}")
     try:
         from ess.server.launch import serve_flags
     except ModuleNotFoundError as error:

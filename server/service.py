@@ -104,9 +104,10 @@ class Service:
         if self.link.state == "lost":
             raise Unavailable(f"the engine is gone: {self.link.why_lost}")
         if self.draining:
-            raise self._refused("the server is shutting down", "draining", 5.0)
+            sentence = "the server is shutting down; send the request to another"
+            raise self._refused(sentence, "draining", 5.0)
         if self.link.state == "starting":
-            raise self._refused("the model is being loaded", "starting", 2.0)
+            raise self._refused("the model is being loaded; try again soon", "starting", 2.0)
 
     def _check_room(self, count: int) -> None:
         room = self.limits.running_max + self.limits.waiting_max
@@ -119,7 +120,8 @@ class Service:
         )
         if limiter:
             sentence += f"; those that wait are short of {limiter}"
-        raise self._refused(sentence, reason, min(30.0, max(1.0, self.tally.whole.mean_s)))
+        again_s = min(30.0, max(1.0, self.tally.whole.mean_s))
+        raise self._refused(f"{sentence}; try again in {again_s:.0f} s", reason, again_s)
 
     def _refused(self, sentence: str, reason: str, retry_after_s: float) -> Refused:
         self.tally.refusals[reason] += 1

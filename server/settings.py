@@ -1,6 +1,6 @@
 """What `ess serve` is told, and by whom: the only place where its configuration is read.
 
-    default < file (--config, TOML) < environment (ESS_...) < flag
+    default < file (--config, TOML) < environment of others < environment (ESS_...) < flag
 
 A field of `Settings` is a setting: its name is the file's key, `ESS_` and its name in capitals the
 variable, and its name with dashes the flag. `resolve` gives the values and where each came from.
@@ -19,6 +19,7 @@ import msgspec
 
 from ess.engine.alike import check_deterministic
 from ess.errors import BadInput
+from ess.server.foreign import VALUES, is_of_cluster, read_foreign
 from ess.units import parse_size
 
 Origin = Literal["default", "file", "environment", "flag", "derived"]
@@ -59,6 +60,7 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     verify: int = 0
     threads: int = 0
     keep_alive_s: float = 15.0
+    idle_s: float = 75.0
     stall_s: float = 60.0
     drain_s: float = 30.0
     drain_grace_s: float = 5.0
@@ -78,6 +80,7 @@ FIELDS: Final = {field.name: field for field in msgspec.structs.fields(Settings)
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     origins: Mapping[str, Origin]
+    notes: tuple[str, ...] = ()
 
     def shown(self) -> dict[str, dict[str, Any]]:
         """Every value with its origin; secrets only as set or not."""
@@ -95,8 +98,10 @@ def resolve(
     """Flags that are None were not given."""
     values: dict[str, Any] = {name: field.default for name, field in FIELDS.items()}
     origins: dict[str, Origin] = dict.fromkeys(FIELDS, "default")
+    foreign, notes = read_foreign(environment)
     layers: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
         ("file", {} if config is None else read_file(config)),
+        ("environment", foreign),
         ("environment", read_environment(environment)),
         ("flag", {name: value for name, value in flags.items() if value is not None}),
     )
@@ -104,7 +109,7 @@ def resolve(
         for name, value in given.items():
             values[name] = _converted(name, value, origin)
             origins[name] = origin
-    return Resolved(settings=_checked(Settings(**values)), origins=origins)
+    return Resolved(settings=_checked(Settings(**values)), origins=origins, notes=tuple(notes))
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """An unknown ESS_ variable is refused too: a setting that is silently ignored misleads."""
     found = {}
     for variable, value in environment.items():
-        if not variable.startswith(PREFIX):
+        if not variable.startswith(PREFIX) or is_of_cluster(variable, value):
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in FIELDS:
@@ -143,6 +148,7 @@ def _suggestion(name: str, prefix: str = "") -> str:
 
 def _converted(name: str, value: Any, origin: Origin) -> Any:
     kind = FIELDS[name].type
+    value = VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
     given = str(value) if kind is str and isinstance(value, int) else value
     try:
         return msgspec.convert(given, kind, strict=origin == "file")
@@ -164,6 +170,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "verify": (0, 1 << 20),
     "threads": (0, 1024),
     "keep_alive_s": (0.01, 3600.0),
+    "idle_s": (1.0, 86400.0),
     "stall_s": (0.01, 86400.0),
     "drain_s": (0.0, 86400.0),
     "drain_grace_s": (0.0, 3600.0),
@@ -197,11 +204,13 @@ def keys_of(settings: Settings) -> tuple[str, ...]:
 
 
 def size_of(text: str, *, of: int) -> int:
-    """A size, or a share of what there is.
+    """A size, or a share of what there is: 25%, or 0.25 as others write it.
 
-    >>> size_of("25%", of=4096)
-    1024
+    >>> size_of("25%", of=4096), size_of("0.25", of=4096)
+    (1024, 1024)
     """
+    if text.startswith(("0.", ".")) and text.lstrip("0").lstrip(".").isdigit():
+        return int(of * float(text))
     if text.endswith("%"):
         try:
             share = float(text[:-1])

@@ -3,80 +3,19 @@ and rich only, so that they run where no server does."""
 
 from __future__ import annotations
 
-import http.client
-import json as jsons
-import os
+import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final
-from urllib.parse import urlsplit
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.live import Live
 from rich.table import Table
 
 from ess import console
-from ess.errors import BadInput, Unavailable
-
-URL: Final = "http://127.0.0.1:8000"
-TIMEOUT_S: Final = 600.0
-
-
-class Client:
-    """One server; every call is a connection of its own."""
-
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self._parts = urlsplit(url)
-        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
-            raise BadInput(f"--url {url}: write http://HOST:PORT")
-        self._url = url
-        self._key = api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]
-
-    def ask(self, path: str) -> dict[str, Any]:
-        with self._send("GET", path, None) as answer:
-            found: dict[str, Any] = jsons.loads(answer.read())
-        return found
-
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a stream, up to the last; an error event is raised."""
-        with self._send("POST", path, body) as answer:
-            for line in answer:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                event: dict[str, Any] = jsons.loads(line[len(b"data: ") :])
-                if "error" in event:
-                    raise Unavailable(f"the server says: {event['error']['message']}")
-                yield event
-
-    def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> http.client.HTTPResponse:
-        is_safe = self._parts.scheme == "https"
-        kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_S)
-        headers = {"connection": "close"}
-        if self._key:
-            headers["authorization"] = f"Bearer {self._key}"
-        sent = None if body is None else jsons.dumps(body).encode()
-        try:
-            connection.request(method, self._parts.path.rstrip("/") + path, sent, headers)
-            answer = connection.getresponse()
-        except OSError as error:
-            connection.close()
-            raise Unavailable(f"no server at {self._url}: {error}") from None
-        if answer.status != 200:
-            with answer:
-                said = _message(answer.read())
-            raise Unavailable(f"{self._url} answers {answer.status}: {said}")
-        return answer
-
-
-def _message(raw: bytes) -> str:
-    try:
-        return str(jsons.loads(raw)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return raw[:200].decode("utf-8", "replace")
+from ess.errors import BadInput, EssError
+from ess.server.client import URL, Client
 
 
 class Watch:
@@ -163,23 +102,35 @@ def chat(
     client = Client(url, api_key)
     messages = [{"role": "system", "content": system}] if system else []
     asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    for line in [question] if question is not None else _lines():
-        messages.append({"role": "user", "content": line})
-        body = {**asked, "model": model, "messages": messages, "stream": True}
-        text = _answer(client, body, stats=stats, json=json)
-        messages.append({"role": "assistant", "content": text})
+    is_typed = question is None and sys.stdin.isatty()
+    if is_typed:
+        served = client.ask("/v1/models")["data"][0]["id"]
+        console.note(f"{model or served} at {client.url}; Ctrl-C stops an answer, Ctrl-D ends")
+    for line in [question] if question is not None else _lines(is_typed=is_typed):
+        told = [*messages, {"role": "user", "content": line}]
+        body = {**asked, "model": model, "messages": told, "stream": True}
+        try:
+            text = _answer(client, body, stats=stats, json=json)
+        except (EssError, KeyboardInterrupt) as error:
+            if not is_typed:
+                raise
+            console.note(f"\n({str(error) or 'stopped'}; forgotten)")
+            continue
+        messages = [*told, {"role": "assistant", "content": text}]
 
 
-def _lines() -> Iterator[str]:
+def _lines(*, is_typed: bool) -> Iterator[str]:
+    """Typed lines can be edited, and earlier ones come back with the arrow keys."""
+    if is_typed:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
     while True:
-        if sys.stdin.isatty():
-            sys.stderr.write("> ")
-            sys.stderr.flush()
-        line = sys.stdin.readline()
-        if not line:
+        try:
+            line = input("> " if is_typed else "")
+        except (EOFError, KeyboardInterrupt):
             return
         if line.strip():
-            yield line.rstrip("\n")
+            yield line
 
 
 def _answer(client: Client, body: dict[str, Any], *, stats: bool, json: bool) -> str:
@@ -203,8 +154,24 @@ def _answer(client: Client, body: dict[str, Any], *, stats: bool, json: bool) ->
         if json:
             console.print_json({"text": text, **found})
         else:
-            console.note("  ".join(f"{name} {value}" for name, value in found.items()))
+            console.note(_sentence(found))
     return text
+
+
+def _sentence(found: Mapping[str, Any]) -> str:
+    """What was measured, as a person says it; what was not is left out."""
+    rate, turns, hits = (found[n] for n in ("tokens_per_s", "tokens_per_step", "row_hit_rate"))
+    cached = f" ({found['cached_tokens']} cached)" if found["cached_tokens"] else ""
+    parts = [
+        f"{found['prompt_tokens']} tokens of prompt{cached}",
+        f"first text after {found['ttft_ms']:,.0f} ms",
+        f"{found['tokens']} tokens" + (f" at {rate} a second" if rate else ""),
+    ]
+    if turns is not None:
+        parts.append(f"{turns:.2f} per step")
+    if hits is not None:
+        parts.append(f"{hits:.1%} of rows resident")
+    return " · ".join(parts)
 
 
 def top(
@@ -240,10 +207,19 @@ def top(
     if once or not out.is_terminal:
         out.print(_shown(client))
         return
-    with Live(_shown(client), console=out, auto_refresh=False) as live:
+    live = Live(_shown(client), console=out, auto_refresh=False)
+    with live, contextlib.suppress(KeyboardInterrupt):
         while True:
             time.sleep(every)
-            live.update(_shown(client), refresh=True)
+            live.update(_looked(client), refresh=True)
+
+
+def _looked(client: Client) -> Table | str:
+    """A server that is away may come back."""
+    try:
+        return _shown(client)
+    except EssError as error:
+        return f"{error}; looking again"
 
 
 def _shown(client: Client) -> Table:
@@ -252,9 +228,11 @@ def _shown(client: Client) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
+    table.add_row("server", client.url.partition("://")[2], "Ctrl-C ends")
     running = f"of {load['max_running_requests']}"
     table.add_row("running", f"{load['num_running_reqs']}", running)
     table.add_row("waiting", f"{load['num_waiting_reqs']}", _limited(load))
+    table.add_row("oldest wait", f"{load['oldest_wait_s']:.1f} s", "without a token")
     table.add_row("tokens/s", f"{load['gen_throughput']:,.1f}", "")
     table.add_row("tokens/step", f"{load['tokens_per_turn']:.2f}", "per request")
     table.add_row("rows resident", f"{load['row_hit_rate']:.1%}", "of those selected")

@@ -39,6 +39,12 @@ class Tally:
     refusals: Counter[str] = field(default_factory=Counter)
     finishes: Counter[str] = field(default_factory=Counter)
     disconnect_count: int = 0
+    connection_count: int = 0
     first_token: Waits = field(default_factory=Waits)
     between_tokens: Waits = field(default_factory=Waits)
     whole: Waits = field(default_factory=Waits)
+
+    @property
+    def failure_count(self) -> int:
+        """Answers that were our fault."""
+        return sum(count for (_, status), count in self.answers.items() if status == 500)

@@ -51,7 +51,7 @@ async def detokenize(request: Request) -> Response:
     texts = []
     for ids in asks.read_ids(ask.tokens, where="tokens"):
         if any(not 0 <= token < service.vocabulary for token in ids):
-            raise BadInput(f"tokens must be 0..{service.vocabulary - 1}")
+            raise BadInput(f"tokens must be ids 0..{service.vocabulary - 1}")
         texts.append(service.tokenizer.decode(ids, keep_special=keep_special))
     many = bytes(ask.tokens).lstrip()[1:].lstrip()[:1] == b"["
     shown: Any = texts if many else texts[0]

@@ -154,10 +154,12 @@ def check_prompt(service: Service, prompt: list[int]) -> None:
         raise BadInput("the prompt is empty")
     if len(prompt) >= length_max:
         raise BadInput(
-            f"the prompt has {len(prompt):,} tokens; with at least one made, {length_max:,} fit"
+            f"the prompt has {len(prompt):,} tokens, but at most {length_max - 1:,} leave room to"
+            f" answer: the longest request has {length_max:,} positions"
         )
     if not 0 <= min(prompt) <= max(prompt) < service.vocabulary:
-        raise BadInput(f"token ids of the prompt must be 0..{service.vocabulary - 1}")
+        wrong = next(token for token in prompt if not 0 <= token < service.vocabulary)
+        raise BadInput(f"the prompt has the token id {wrong}, not 0..{service.vocabulary - 1}")
 
 
 def _stops(wanted: Wanted) -> tuple[str, ...]:

@@ -63,12 +63,12 @@ class Sampling:
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, LOGPROBS_MAX)
         if self.grammar is not None and self.ignore_eos:
-            raise BadInput("ignore_eos with a grammar: what is complete allows only the end")
+            raise BadInput("ignore_eos is not served with a grammar: what is complete ends")
         check_stops(self.stop)
 
     def check_ids(self, vocabulary: int) -> None:
         """Every id must be one that the model can make; top_k may be above the vocabulary."""
-        _known("stop id", self.stop_ids, vocabulary)
+        _known("stop_token_ids id", self.stop_ids, vocabulary)
         _known("logit_bias id", self.logit_bias, vocabulary)
 
     @property

@@ -87,7 +87,7 @@ class Reader:
 def check_stops(stops: Sequence[str]) -> None:
     """Refuses what no text should be searched for."""
     if len(stops) > STOPS_MAX:
-        raise BadInput(f"{len(stops)} stop strings; at most {STOPS_MAX} are served")
+        raise BadInput(f"stop has {len(stops)} stop strings; at most {STOPS_MAX} are served")
     for stop in stops:
         if not 0 < len(stop) <= STOP_CHARS_MAX:
-            raise BadInput(f"a stop string of {len(stop)} characters, not 1..{STOP_CHARS_MAX}")
+            raise BadInput(f"stop has a string of {len(stop)} characters, not 1..{STOP_CHARS_MAX}")

@@ -34,6 +34,7 @@ from ess.server.link import EngineLink
 from ess.server.protocol import limited
 from ess.server.running import QuietServer
 from ess.server.service import Limits, SamplingDefaults, Service
+from ess.server.tally import Tally
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -130,7 +131,10 @@ class Served:
         self._limits = limits or Limits(running_max=16, waiting_max=64, length_max=4096)
         self._style = style or PlainStyle()
         self._is_marked = is_marked
-        self._protocol = limited(connections_max=connections_max, head_bytes_max=head_bytes_max)
+        self._tally = Tally()
+        self._protocol = limited(
+            connections_max=connections_max, head_bytes_max=head_bytes_max, tally=self._tally
+        )
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
@@ -198,6 +202,7 @@ class Served:
             link=link,
             board=board,
             clock=clock,
+            tally=self._tally,
         )
         config = uvicorn.Config(
             make_app(service, keys=self._keys, spans=self._spans),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from ess.engine.messages import PoolUse, Status
-from ess.server import cli, doctor
+from ess.server import cli, doctor, talk
+from ess.server.client import Client
 from ess.server.doctor import Check
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 
@@ -42,8 +44,8 @@ def test_a_question_gets_its_answer(served: Served, capsys: pytest.CaptureFixtur
     assert run(served, "chat", *asked, "--stats") == 0
     out, err = capsys.readouterr()
     assert out == " At noon, I think.\n"
-    assert "ttft_ms" in err
-    assert "tokens_per_s" in err
+    said = r"17 tokens of prompt \(1 cached\) · first text after [\d,]+ ms · 9 tokens at"
+    assert re.search(said, err)
     add = served.engine.adds[-1]
     assert TOKENIZER.decode(add.prompt) == "system: Be brief.\nuser: When?\nassistant:"
     assert (add.sampling.seed, add.sampling.temperature) == (4, 0.5)
@@ -68,10 +70,41 @@ def test_a_conversation_remembers(
     assert said == "user: When?\nassistant:  At noon, I think.\nuser: Where?\nassistant:"
 
 
+def test_a_typed_question_that_is_refused_or_stopped_is_forgotten(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    typed = iter(["word " * 5000, "Why?", "When?"])
+    answer = talk._answer
+
+    def stopped(client: Client, body: dict, **how: bool) -> str:
+        if body["messages"][-1]["content"] == "Why?":
+            raise KeyboardInterrupt
+        return answer(client, body, **how)
+
+    def line(prompt: str) -> str:
+        assert prompt == "> "
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(talk, "_answer", stopped)
+    assert run(served, "chat") == 0
+    out, err = capsys.readouterr()
+    assert out == " At noon, I think.\n"
+    assert err.startswith(f"test-model at {served.url}; Ctrl-C stops")
+    assert "leave room to answer" in err
+    assert "(stopped; forgotten)" in err
+    assert TOKENIZER.decode(served.engine.adds[-1].prompt) == "user: When?\nassistant:"
+
+
 def test_top_shows_the_load(served: Served, capsys: pytest.CaptureFixture[str]):
     assert run(served, "top", "--once") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "running 3 of 16" in shown
+    assert "oldest wait 0.0 s" in shown
     assert "short of slots" in shown
     assert "tokens/step 1.50" in shown
     assert "rows resident 90.0%" in shown
@@ -83,7 +116,7 @@ def test_top_shows_the_load(served: Served, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["chat", "-q", "x", "--url", "http://127.0.0.1:1"], 1, "no server at"),
+        (["chat", "-q", "x", "--url", "127.0.0.1:1"], 1, "no server at http://127.0.0.1:1"),
         (["top", "--url", "ftp://x"], 2, "write http://HOST:PORT"),
         (["top", "--every", "0"], 2, "--every 0"),
     ],
@@ -98,7 +131,7 @@ def test_the_server_s_own_sentence_is_passed_on(
 ):
     monkeypatch.delenv("ESS_API_KEY", raising=False)
     assert cli.main(["top", "--url", served.url]) == 1
-    assert "a valid API key is needed" in capsys.readouterr().err
+    assert "no API key came along; a valid one is needed" in capsys.readouterr().err
     monkeypatch.setenv("ESS_API_KEY", "secret,other")
     assert cli.main(["top", "--url", served.url, "--json"]) == 0
     assert run(served, "chat", "-q", "x", "--model", "none") == 1
@@ -113,11 +146,15 @@ def test_doctor_s_code_says_whether_something_failed(
     bad = Check(name="c", grade="fail", found="3", hint="do that")
     monkeypatch.setattr(doctor, "examined", lambda port: iter((good, poor)))
     assert cli.main(["doctor"]) == 0
-    assert "-> do this" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "-> do this" in said.out
+    assert "can serve, `ess serve` starts; worth a look: b" in said.err
     monkeypatch.setattr(doctor, "examined", lambda port: iter((good, poor, bad)))
     assert cli.main(["doctor", "--json"]) == 3
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
     assert found["ok"] is False
+    assert "cannot serve yet: c" in said.err
     assert [check["grade"] for check in found["checks"]] == ["ok", "warn", "fail"]
 
 

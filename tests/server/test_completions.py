@@ -187,7 +187,7 @@ def test_echo_and_logprobs(served: Served):
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 5000}, "positions are left"),
         ({"temperature": -1}, "temperature is -1.0"),
-        ({"temperature": "hot"}, "$.temperature"),
+        ({"temperature": "hot"}, "temperature: expected `float | null`, got `str`"),
         ({"top_p": 0}, "top_p is 0"),
         ({"top_k": -2}, "top_k is -2"),
         ({"n": 0}, "n is 0"),
@@ -198,15 +198,15 @@ def test_echo_and_logprobs(served: Served):
         ({"prompt": [[1], "x"]}, "prompt must be"),
         ({"prompt": [1] * 4096}, "4,096 tokens"),
         ({"stop": [str(i) for i in range(17)]}, "17 stop strings"),
-        ({"stop": ""}, "stop string of 0 characters"),
+        ({"stop": ""}, "stop has a string of 0 characters"),
         ({"logit_bias": {"x": 1}}, "not a token id"),
         ({"logit_bias": {"4096": 1}}, "logit_bias id 4096"),
         ({"logit_bias": {"1": 101}}, "-100.0..100.0"),
         ({"logprobs": 21}, "logprobs is 21"),
-        ({"stop_token_ids": [-1]}, "stop id -1"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids id -1"),
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens is 6"),
         ({"regex": ""}, "without a text"),
-        ({"ignore_eos": True, "regex": "a"}, "ignore_eos with a grammar"),
+        ({"ignore_eos": True, "regex": "a"}, "ignore_eos is not served with a grammar"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "beam"),
@@ -224,6 +224,8 @@ def test_a_wrong_value_is_named_and_nothing_is_queued(served: Served, changed, s
     found = json.loads(caught.value.read())["error"]
     assert says in found["message"]
     assert found["type"] == "invalid_request_error"
+    is_of_several = says in ("without a text", "echo", "2 constraints")
+    assert found["param"] == (None if is_of_several else next(iter(changed)))
     assert len(served.engine.adds) == before
 
 

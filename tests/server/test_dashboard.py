@@ -124,7 +124,7 @@ def check_charts(page: Browser) -> None:
     assert page.value("+document.getElementById('heat').dataset.columns") > 2
     assert "step 1:" in page.value("document.getElementById('landed').textContent")
     assert "warm-up on" in page.value("document.getElementById('landed').textContent")
-    for name in ("layers", "heat", "landing"):
+    for name in ("layers", "heat", "landing", "rate-past", "running-past", "hit-past"):
         inked = f"""(() => {{
             const canvas = document.getElementById('{name}');
             const dots = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -263,6 +263,7 @@ def test_events_begin_with_the_past_and_go_on():
         moments = [frame["at_s"] for _, frame in rest]
         assert moments[0] >= past[-1]["at_s"]
         assert moments == sorted(set(moments)), "a frame came twice"
+        assert {(one["running"], one["waiting"]) for one in past} == {(0, 0)}
         until(lambda: not served.service.board._subscribers, "the viewer's leaving")
 
 

@@ -91,6 +91,21 @@ def test_a_request_id_goes_out_as_it_came_in():
 # ---- sizes
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "code", "says"),
+    [
+        ("/chat/completions", {}, 404, "did you mean /v1/chat/completions?"),
+        ("/v1/complitions", {}, 404, "did you mean /v1/completions?"),
+        ("/zzzzzz", None, 404, "there is no /zzzzzz; /openapi.json lists what there is"),
+        ("/v1/completions", None, 405, "GET is not served at /v1/completions; POST is"),
+    ],
+)
+def test_a_wrong_path_is_told_the_right_one(path: str, body: dict | None, code: int, says: str):
+    with Served(PacedEngine(counting(2))) as served:
+        found, _, error = refused(served, path, body)
+        assert (found, says in error["message"]) == (code, True), error
+
+
 def test_a_long_body_is_refused_with_and_without_its_length():
     limits = Limits(running_max=2, waiting_max=2, length_max=4096, body_max=2000)
     with Served(PacedEngine(counting(2)), limits=limits) as served:
@@ -133,8 +148,11 @@ def test_connections_beyond_the_most_are_told_so():
             assert b"x-request-id: " in told
         for one in held:
             one.close()
-        until(lambda: not served._server.server_state.connections, "closing")
-        ask(served, "/health")
+        until(lambda: served.service.tally.connection_count == 0, "closing")
+        told = ask(served, "/metrics")[1]
+        assert b'\ness_refusals_total{reason="connections"} 1.0\n' in told
+        assert b"\ness_connections 1.0\n" in told
+        assert b"\nprocess_resident_memory_bytes " in told
 
 
 @pytest.mark.parametrize(
@@ -195,8 +213,11 @@ def test_who_leaves_is_cancelled_also_while_waiting_for_the_first_token(stream: 
             engine.hold()
         made = opened(served, completion(stream=stream))
         until(lambda: len(engine.adds) == 1, "the request")
-        if stream and not held:
+        if held:
+            until(lambda: served.service.link.oldest_wait_s > 0.0, "a wait")
+        elif stream:
             assert b"data: " in made.recv(4096) + made.recv(4096)
+            assert served.service.link.oldest_wait_s == 0.0
         made.close()
         until(lambda: engine.aborted == [engine.adds[0].number], "the abort")
         assert served.service.link.open_count == 0

@@ -179,7 +179,7 @@ def test_a_wrong_wish_is_refused_with_its_sentence_and_nothing_runs():
         ]
     )
     loop = run(wire, 2)
-    for number, says in ((1, "prompt ids"), (2, "stop id 512"), (3, "at most 1024")):
+    for number, says in ((1, "prompt ids"), (2, "stop_token_ids id 512"), (3, "at most 1024")):
         [piece] = wire.pieces(number)
         assert piece.reason == "refused"
         assert says in piece.sentence

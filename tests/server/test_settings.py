@@ -10,8 +10,17 @@ import pytest
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server import cli, settings
+from ess.server.foreign import (
+    CHUNKS,
+    LAYERS,
+    NO_EFFECT,
+    NOT_HERE,
+    SAME,
+    ForeignFlags,
+    check_foreign,
+)
 from ess.server.launch import launch_of, read_checkpoint
-from ess.server.serve import NOT_HERE, ServeFlags
+from ess.server.serve import ServeFlags
 from ess.server.settings import Settings, resolve, size_of
 from ess.server.sizing import plan_memory
 
@@ -50,8 +59,7 @@ def test_a_setting_that_is_a_word_or_a_number():
 
 def test_every_setting_has_its_flag():
     flags = {field.name for field in msgspec.structs.fields(Settings)} - {"model"}
-    listed = set(ServeFlags.__dataclass_fields__) - set(NOT_HERE)
-    assert flags == listed
+    assert flags == set(ServeFlags.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,11 @@ def test_every_setting_has_its_flag():
         (["--chunked-prefil-size", "512"], "--chunked-prefill-size"),
         (["--max-num-seqs", "0"], "max_running is 0"),
         (["--watchdog-timeout", "0"], "watchdog_s is 0"),
-        (["--mem-fraction-static", "200%", "--model", "x"], "--model"),
+        (["--mem-fraction-static", "200%", "--model-path", "x"], "'x' is not a folder"),
+        (["--page-size", "16"], "--page-size must be 64"),
+        (["--dp", "2"], "--dp-size must be 1"),
+        (["--log-level", "info", "--tp", "2"], "--tp-size must be 1"),
+        (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
     ],
 )
 def test_what_others_call_it_is_understood_or_explained(
@@ -72,6 +84,78 @@ def test_what_others_call_it_is_understood_or_explained(
 ):
     assert cli.main(["serve", *flags]) == 2
     assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_every_flag_of_theirs_says_what_becomes_of_it():
+    assert not set(NO_EFFECT) & set(NOT_HERE)
+    assert set(NO_EFFECT) | set(NOT_HERE) == set(ForeignFlags.__dataclass_fields__)
+    assert set(check_foreign(ForeignFlags(enable_metrics=True, swap_space=4))) == {
+        "the flag --enable-metrics has no effect: /metrics is always served",
+        "the flag --swap-space has no effect: --host-bytes says how much the host keeps",
+    }
+    assert check_foreign(ForeignFlags()) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "name", "value"),
+    [
+        ("VLLM_API_KEY", "k", "api_key", "k"),
+        ("VLLM_BATCH_INVARIANT", "1", "deterministic", True),
+        ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "true", "deterministic", True),
+        ("VLLM_ENGINE_ITERATION_TIMEOUT_S", "60", "watchdog_s", 60.0),
+        ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5", "idle_s", 5.0),
+        ("SGLANG_TIMEOUT_KEEP_ALIVE", "6", "idle_s", 6.0),
+        ("VLLM_CPU_KVCACHE_SPACE", "40", "host_bytes", "40GiB"),
+    ],
+)
+def test_a_variable_of_theirs_sets_ours(variable: str, given: str, name: str, value: object):
+    assert variable in SAME
+    found = resolve({}, environment={variable: given})
+    assert getattr(found.settings, name) == value
+    assert (found.origins[name], found.notes) == ("environment", ())
+    assert getattr(resolve({}, environment={variable: ""}).settings, name) != value
+    ours = {variable: given, f"ESS_{name.upper()}": "0" if value is True else "77"}
+    assert getattr(resolve({}, environment=ours).settings, name) != value
+
+
+def test_a_variable_of_theirs_that_sets_nothing_is_named():
+    environment = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "SGLANG_PP_LAYER_PARTITION": "15,15,15,16",
+        "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": "0.8",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HOME": "x",
+    }
+    assert resolve({}, environment=environment).notes == (
+        f"the variable SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR has no effect: {CHUNKS}",
+        f"the variable SGLANG_PP_LAYER_PARTITION has no effect: {LAYERS}",
+        "the variable VLLM_WORKER_MULTIPROC_METHOD has no effect: nothing here has that name",
+    )
+    pair = {"VLLM_BATCH_INVARIANT": "1", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0"}
+    with pytest.raises(BadInput, match="VLLM_BATCH_INVARIANT gives deterministic another value"):
+        resolve({}, environment=pair)
+
+
+def test_a_value_of_theirs_is_read():
+    found = resolve({"form": "bfloat16", "row": "fp8_ds_mla"}, environment={"ESS_ROW": "auto"})
+    assert (found.settings.form, found.settings.row) == ("bf16", "fp8")
+    assert resolve({"form": "float32"}, environment={}).settings.form == "f32"
+    with pytest.raises(BadInput, match="form from flag is 'float16'"):
+        resolve({"form": "float16"}, environment={})
+
+
+def test_a_cluster_s_own_variables_are_no_settings():
+    """A service that is named ess, or vllm, is told to every container so."""
+    environment = {
+        "ESS_PORT": "tcp://10.0.0.1:8000",
+        "ESS_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "ESS_SERVICE_HOST": "10.0.0.1",
+        "ESS_SERVICE_PORT_HTTP": "8000",
+        "VLLM_PORT": "tcp://10.0.0.2:8000",
+        "VLLM_SERVICE_PORT": "8000",
+    }
+    found = resolve({}, environment=environment)
+    assert (found.settings.port, found.origins["port"], found.notes) == (8000, "default", ())
 
 
 def test_a_key_is_never_shown():

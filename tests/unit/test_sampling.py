@@ -38,7 +38,7 @@ def test_settings_out_of_range_name_themselves(bad):
 
 
 def test_ids_that_the_model_lacks_are_named_with_the_vocabulary():
-    with pytest.raises(BadInput, match="stop id 512: the vocabulary has 512 ids"):
+    with pytest.raises(BadInput, match="stop_token_ids id 512: the vocabulary has 512 ids"):
         Sampling(stop_ids=frozenset({3, 512})).check_ids(512)
     with pytest.raises(BadInput, match="logit_bias id -1: the vocabulary has 512 ids"):
         Sampling(logit_bias={-1: 1.0}).check_ids(512)
@@ -46,11 +46,11 @@ def test_ids_that_the_model_lacks_are_named_with_the_vocabulary():
 
 
 def test_stops_and_grammars_that_make_no_sense_are_refused():
-    with pytest.raises(BadInput, match="stop string of 0 characters"):
+    with pytest.raises(BadInput, match="stop has a string of 0 characters"):
         Sampling(stop=("",))
     with pytest.raises(BadInput, match="17 stop strings"):
         Sampling(stop=("x",) * 17)
-    with pytest.raises(BadInput, match="ignore_eos with a grammar"):
+    with pytest.raises(BadInput, match="ignore_eos is not served with a grammar"):
         Sampling(ignore_eos=True, grammar=Grammar("json_object"))
     with pytest.raises(BadInput, match="kind 'ebnf' is not one of json_schema"):
         Grammar("ebnf", "x")  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""A running server as its client sees it. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json as jsons
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from ess.errors import BadInput, Unavailable
+
+URL: Final = "http://127.0.0.1:8000"
+TIMEOUT_S: Final = 600.0
+
+
+class Client:
+    """One server; every call is a connection of its own."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        url = url if "://" in url else f"http://{url}"
+        self._parts = urlsplit(url)
+        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
+            raise BadInput(f"--url {url}: write http://HOST:PORT")
+        self.url = url
+        self._key = api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]
+
+    def ask(self, path: str) -> dict[str, Any]:
+        with self._send("GET", path, None) as answer:
+            found: dict[str, Any] = jsons.loads(answer.read())
+        return found
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a stream, up to the last; an error event is raised."""
+        with self._send("POST", path, body) as answer:
+            for line in self._lines(answer):
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event: dict[str, Any] = jsons.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise Unavailable(f"the server says: {event['error']['message']}")
+                yield event
+
+    def _lines(self, answer: http.client.HTTPResponse) -> Iterator[bytes]:
+        try:
+            yield from answer
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"the connection to {self.url} broke: {error}") from None
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> http.client.HTTPResponse:
+        is_safe = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_S)
+        headers = {"connection": "close"}
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
+        sent = None if body is None else jsons.dumps(body).encode()
+        try:
+            connection.request(method, self._parts.path.rstrip("/") + path, sent, headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            hint = "; `ess serve` starts one" if self.url == URL else ""
+            raise Unavailable(f"no server at {self.url}: {error}{hint}") from None
+        if answer.status != 200:
+            with answer:
+                said = _message(answer.read())
+            raise Unavailable(f"{self.url} answers {answer.status}: {said}")
+        return answer
+
+
+def _message(raw: bytes) -> str:
+    try:
+        return str(jsons.loads(raw)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return raw[:200].decode("utf-8", "replace")

@@ -1,0 +1,164 @@
+"""What operators of vLLM and SGLang have in their scripts: variables and flags of those servers.
+
+Where we have the same notion their name sets ours. What we know but have no use for is named in a
+line that says why, and so is what we do not know: nothing of theirs is passed over in silence,
+except what is so here anyway.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Final
+
+from cyclopts import Parameter
+
+from ess.errors import BadInput
+
+FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
+
+# Their variable, our setting, and how a value of theirs is written as one of ours.
+SAME: Final[Mapping[str, tuple[str, str]]] = {
+    "VLLM_API_KEY": ("api_key", "{}"),
+    "VLLM_BATCH_INVARIANT": ("deterministic", "{}"),
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": ("deterministic", "{}"),
+    "VLLM_ENGINE_ITERATION_TIMEOUT_S": ("watchdog_s", "{}"),
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ("idle_s", "{}"),
+    "SGLANG_TIMEOUT_KEEP_ALIVE": ("idle_s", "{}"),
+    "VLLM_CPU_KVCACHE_SPACE": ("host_bytes", "{}GiB"),
+}
+
+VALUES: Final[Mapping[str, Mapping[str, str]]] = {
+    "form": {"auto": "bf16", "bfloat16": "bf16", "float32": "f32"},
+    "row": {"auto": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8", "bfloat16": "bf16"},
+}
+
+SO_ANYWAY: Final = frozenset({"VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"})
+
+LAYERS: Final = "one process holds all layers: there is nothing to divide"
+CHUNKS: Final = "it is for a prefill tier; here tpot_ms sizes the chunks"
+WHY_NOT: Final[Mapping[str, str]] = {
+    "VLLM_PP_LAYER_PARTITION": LAYERS,
+    "SGLANG_PP_LAYER_PARTITION": LAYERS,
+    "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": CHUNKS,
+    "SGLANG_DISABLE_HISPARSE_PREFETCH": "overlap=none fetches without anything beside it",
+    "SGLANG_BOOTSTRAP_PORT": "this server has no prefill tier to meet",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "this server has no prefill tier to meet",
+    "VLLM_LOGGING_LEVEL": "the log has one level: what went wrong",
+    "VLLM_ATTENTION_BACKEND": "ess doctor shows the kernels, which are chosen by the machine",
+}
+
+# A cluster gives every container the addresses of its services, ESS_... for one that is named ess.
+OF_CLUSTER: Final = re.compile(r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+
+
+def is_of_cluster(variable: str, value: str) -> bool:
+    """
+    >>> is_of_cluster("ESS_PORT", "tcp://10.0.0.1:8000"), is_of_cluster("ESS_PORT", "8000")
+    (True, False)
+    """
+    return OF_CLUSTER.fullmatch(variable) is not None or value.startswith(("tcp://", "udp://"))
+
+
+def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Our settings as their variables give them, and a sentence for each that gives none."""
+    found: dict[str, str] = {}
+    notes = []
+    for variable, value in sorted(environment.items()):
+        if not variable.startswith(FAMILY) or value == "" or variable in SO_ANYWAY:
+            continue
+        if is_of_cluster(variable, value):
+            continue
+        if variable in SAME:
+            name, form = SAME[variable]
+            given = form.format(value)
+            if found.setdefault(name, given) != given:
+                raise BadInput(f"{variable} gives {name} another value than a variable beside it")
+        else:
+            why = WHY_NOT.get(variable, "nothing here has that name")
+            notes.append(f"the variable {variable} has no effect: {why}")
+    return found, notes
+
+
+@Parameter(name="*", show=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignFlags:
+    """Flags of theirs that ask for what is so here anyway, or for what does not exist here."""
+
+    trust_remote_code: bool = False
+    enforce_eager: Annotated[bool, Parameter(name=["--enforce-eager", "--disable-cuda-graph"])] = (
+        False
+    )
+    disable_log_requests: Annotated[
+        bool, Parameter(name=["--disable-log-requests", "--no-enable-log-requests"])
+    ] = False
+    enable_metrics: bool = False
+    enable_prefix_caching: bool = False
+    enable_chunked_prefill: bool = False
+    enable_auto_tool_choice: bool = False
+    enable_cache_report: bool = False
+    enable_hisparse: bool = False
+    skip_server_warmup: bool = False
+    hisparse_config: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    gpu_memory_utilization: float | None = None
+    swap_space: float | None = None
+    log_level: Annotated[str | None, Parameter(name=["--log-level", "--uvicorn-log-level"])] = None
+    speculative_algorithm: Annotated[
+        str | None, Parameter(name=["--speculative-algorithm", "--spec-algorithm"])
+    ] = None
+    pp_size: Annotated[int, Parameter(name=["--pp-size", "--pipeline-parallel-size"])] = 1
+    tp_size: Annotated[int, Parameter(name=["--tp-size", "--tensor-parallel-size", "--tp"])] = 1
+    dp_size: Annotated[int, Parameter(name=["--dp-size", "--data-parallel-size", "--dp"])] = 1
+    page_size: Annotated[int, Parameter(name=["--page-size", "--block-size"])] = 64
+    speculative_eagle_topk: int = 1
+    disable_radix_cache: Annotated[
+        bool, Parameter(name=["--disable-radix-cache", "--no-enable-prefix-caching"])
+    ] = False
+    enable_dynamic_chunking: bool = False
+
+
+# Taken with a line: what they ask for is here, or is nothing that an answer depends on.
+NO_EFFECT: Final[Mapping[str, str]] = {
+    "trust_remote_code": "no code of a checkpoint is ever run",
+    "enforce_eager": "no step runs as a graph",
+    "disable_log_requests": "requests are not logged",
+    "enable_metrics": "/metrics is always served",
+    "enable_prefix_caching": "equal prefixes are always shared",
+    "enable_chunked_prefill": "prompts always run in chunks",
+    "enable_auto_tool_choice": "tools are always served",
+    "enable_cache_report": "usage always says how many tokens were cached",
+    "enable_hisparse": "offload is what this server is",
+    "skip_server_warmup": "nothing is warmed up",
+    "hisparse_config": "--slot-bytes and --host-bytes say how much is kept where",
+    "tool_call_parser": "the checkpoint's own format is parsed",
+    "reasoning_parser": "the checkpoint's own format is parsed",
+    "gpu_memory_utilization": "--slot-bytes and --index-bytes say what is used",
+    "swap_space": "--host-bytes says how much the host keeps",
+    "log_level": "the log has one level: what went wrong",
+    "speculative_algorithm": "drafts are the checkpoint's own, --mtp says how many",
+}
+
+# Refused: an answer, or where it is made, would be another than was asked for.
+NOT_HERE: Final[Mapping[str, str]] = {
+    "pp_size": "must be 1: one process holds the whole model",
+    "tp_size": "must be 1: one process holds the whole model",
+    "dp_size": "must be 1: start one server per replica, with a router in front",
+    "page_size": "must be 64: so many rows are a page",
+    "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",
+    "disable_radix_cache": "is not served: equal prefixes are always shared",
+    "enable_dynamic_chunking": "is for a prefill tier; here --tpot-ms sizes the chunks",
+}
+
+
+def check_foreign(flags: ForeignFlags) -> list[str]:
+    """A sentence for each that was given and changes nothing; what cannot be is refused."""
+    fields = ForeignFlags.__dataclass_fields__
+    given = [n for n, value in asdict(flags).items() if value != fields[n].default]
+    shown = {name: "--" + name.replace("_", "-") for name in given}
+    for name in given:
+        if name in NOT_HERE:
+            raise BadInput(f"the flag {shown[name]} {NOT_HERE[name]}")
+    return [f"the flag {shown[name]} has no effect: {NO_EFFECT[name]}" for name in given]
