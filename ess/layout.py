@@ -139,6 +139,7 @@ class ModelLayout:
     value_dim: int = 128
     query_rank: int = 1536
     slot_floor: int = 6400
+    _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _require(self.layer_count > 0, f"layer_count is {self.layer_count}, must be positive")
@@ -150,6 +151,10 @@ class ModelLayout:
             listed == list(range(self.layer_total)) and all(self.groups),
             f"groups must list layers 0..{self.layer_total - 1} once each, in order, none empty",
         )
+        places = [
+            (g, member) for g, group in enumerate(self.groups) for member in range(len(group))
+        ]
+        object.__setattr__(self, "_places", tuple(places))
 
     @property
     def layer_total(self) -> int:
@@ -158,6 +163,11 @@ class ModelLayout:
     @property
     def group_count(self) -> int:
         return len(self.groups)
+
+    @property
+    def main_group_count(self) -> int:
+        """Groups of the main model's layers: the first ones."""
+        return self._places[self.layer_count - 1][0] + 1
 
     @property
     def group_layers_max(self) -> int:
@@ -190,13 +200,15 @@ class ModelLayout:
         return keys + self.group_count * PAGE_ROWS * 4
 
     def group_of(self, layer: int) -> int:
+        return self.place_of(layer)[0]
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Its group, and which of the group's layers it is."""
         self.check_layer(layer)
-        if self.group_count == self.layer_total:
-            return layer
-        return next(g for g, group in enumerate(self.groups) if group[0] <= layer <= group[-1])
+        return self._places[layer]
 
     def check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layer_total:
+        if not 0 <= layer < len(self._places):
             raise BadInput(f"layer {layer} is outside 0..{self.layer_total - 1} of {self.name}")
 
     @classmethod
