@@ -39,6 +39,7 @@ class RowCodec:
     latent_dim: int = 512
     rope_dim: int = 64
     opaque_bytes: int = 0
+    row_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _require(self.form in ("fp8", "bf16", "f32", "opaque"), f"row form {self.form!r} unknown")
@@ -52,14 +53,14 @@ class RowCodec:
                 self.latent_dim % SCALE_GROUP == 0,
                 f"latent_dim {self.latent_dim} is not a multiple of the scale group {SCALE_GROUP}",
             )
+        object.__setattr__(self, "row_bytes", self._row_bytes())
         _require(self.row_bytes % 4 == 0, f"a row of {self.row_bytes} bytes is not a multiple of 4")
 
     @property
     def scale_count(self) -> int:
         return self.latent_dim // SCALE_GROUP if self.form == "fp8" else 0
 
-    @property
-    def row_bytes(self) -> int:
+    def _row_bytes(self) -> int:
         match self.form:
             case "fp8":
                 return self.latent_dim + self.scale_count * SCALE_BYTES + 2 * self.rope_dim

@@ -19,7 +19,7 @@ from ess.door.pools import Pools, PoolSizes, build_pools
 from ess.door.residency import Residency
 from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
-from ess.door.step import Resolution, Step
+from ess.door.step import Resolution, Rows, Step
 from ess.door.timings import Timings
 from ess.door.transit import differing_slots
 from ess.door.workspace import Part, layer_view, make_part
@@ -42,6 +42,7 @@ class Offload:
     def __init__(
         self, pools: Pools, parts: list[Part], lane: Lane, query_max: int, clock: Clock
     ) -> None:
+        self.layout = pools.layout
         self._pools = pools
         self._parts = parts
         self._lane = lane
@@ -51,6 +52,7 @@ class Offload:
         self.timings = Timings(layout=pools.layout, clock=clock)
         self._residency = Residency(pools)
         self._budgets = Budgets(pools, query_max)
+        self._group_row_bytes = [len(each) * self.layout.row_bytes for each in self.layout.groups]
         self._views = [layer_view(pools, layer) for layer in range(pools.layout.layer_total)]
         self._step: Step | None = None
         self._sealed: deque[Step] = deque()
@@ -102,10 +104,6 @@ class Offload:
         return cls(pools, parts, opened, query_max, clock or RealClock())
 
     # ---- what may be read
-
-    @property
-    def layout(self) -> ModelLayout:
-        return self._pools.layout
 
     @property
     def length_max(self) -> int:
@@ -257,17 +255,14 @@ class Offload:
         """Selections of the last prefill queries, [groups, windows, k] positions, oldest first."""
         array = as_array(windows, "windows", "int32", (self.layout.group_count, None, None))
         for plan in arrival.warm(self._pools, sequence, array):
-            self._counters.moved(plan, self._group_row_bytes(plan.group))
+            self._counters.moved(plan, self._group_row_bytes[plan.group])
 
     def fill(self, sequence: Sequence, *, row_max: int | None = None) -> int:
         """Copy rows into free slots while these last; returns how many rows were started."""
         plans = arrival.fill(self._pools, sequence, row_max)
         for plan in plans:
-            self._counters.moved(plan, self._group_row_bytes(plan.group))
+            self._counters.moved(plan, self._group_row_bytes[plan.group])
         return sum(len(plan.rows) for plan in plans)
-
-    def _group_row_bytes(self, group: int) -> int:
-        return len(self.layout.groups[group]) * self.layout.row_bytes
 
     # ---- a step
 
@@ -297,9 +292,8 @@ class Offload:
         """
         self._require_step(step)
         self.layout.check_layer(layer)
-        in_range("first_query", first_query, 0, step.query_count - 1)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
-        in_range("the rows of a part", len(array), 1, step.query_count - first_query)
+        _require_part(step, first_query, len(array), "the rows of a part")
         listed = None
         if keys is not None:
             arrival.key_group(self.layout, layer)
@@ -325,16 +319,13 @@ class Offload:
         different layers at once, so that neither takes the other's.
         """
         self._require_step(step)
-        self.layout.check_layer(layer)
-        in_range("first_query", first_query, 0, step.query_count - 1)
-        group = self.layout.group_of(layer)
+        group, member = self.layout.place_of(layer)
         key = (group, first_query)
-        if self.layout.groups[group][0] == layer:
-            array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
-            in_range("selection rows", len(array), 1, step.query_count - first_query)
+        if member == 0:
+            array = self._selected(selection, step, first_query)
             room = self._part_for(step, group, part)
             plan = stepping.resolve(self._pools, step, layer, array, first_query, room)
-            self._counters.planned(plan, self._group_row_bytes(group))
+            self._counters.planned(plan, self._group_row_bytes[group])
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
         settle = self.timings.watch(layer, first_query, self._pools.inflight.settle_until)
@@ -362,9 +353,7 @@ class Offload:
         """`locate` for the queries from `first_query` on; None when a selected row is absent."""
         self._require_step(step)
         self.layout.check_layer(layer)
-        in_range("first_query", first_query, 0, step.query_count - 1)
-        array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
-        in_range("selection rows", len(array), 1, step.query_count - first_query)
+        array = self._selected(selection, step, first_query)
         slots = np.empty_like(array)
         lookup = self._parts[0].lookup
         absent_count = stepping.locate_into(
@@ -378,11 +367,14 @@ class Offload:
         """The selection as codes that read the host's rows, whatever is resident: for checks."""
         self._require_step(step)
         self.layout.check_layer(layer)
-        in_range("first_query", first_query, 0, step.query_count - 1)
-        array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
-        in_range("selection rows", len(array), 1, step.query_count - first_query)
+        array = self._selected(selection, step, first_query)
         codes = stepping.host_codes(self._pools, step, layer, array, first_query)
         return torch.from_numpy(codes)
+
+    def _selected(self, selection: Any, step: Step, first_query: int) -> Rows:
+        array: Rows = as_array(selection, "selection", "int32", (None, self.layout.top_k))
+        _require_part(step, first_query, len(array), "selection rows")
+        return array
 
     def _part_for(self, step: Step, group: int, number: int | None) -> Part:
         taken = [one.part for (other, _), one in step.resolved.items() if other == group]
@@ -498,3 +490,10 @@ class Offload:
     def _require_open(self) -> None:
         if not self._is_open:
             raise BadState("this offload is closed")
+
+
+def _require_part(step: Step, first_query: int, count: int, name: str) -> None:
+    """`count` queries of the step, one at least, from `first_query` on."""
+    if not 0 <= first_query < first_query + count <= step.query_count:
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        in_range(name, count, 1, step.query_count - first_query)

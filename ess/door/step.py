@@ -46,6 +46,7 @@ class Step:
     query_start: Rows
     query_offset: Rows
     query_stop: Rows
+    query_count: int = field(init=False)
     claimed: dict[int, Rows] = field(default_factory=dict)
     appended: set[int] = field(default_factory=set)
     keyed: set[int] = field(default_factory=set)
@@ -53,9 +54,8 @@ class Step:
     key_counts: dict[int, int] = field(default_factory=dict)
     resolved: dict[tuple[int, int], Resolved] = field(default_factory=dict)
 
-    @property
-    def query_count(self) -> int:
-        return len(self.rows)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "query_count", len(self.rows))
 
     @property
     def firsts(self) -> list[int]:

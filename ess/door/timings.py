@@ -58,12 +58,12 @@ class Timings:
         self, layer: int, first_query: int, settle: Callable[[Event], None]
     ) -> Callable[[Event], None]:
         """The layer asks now; how to wait for its fetch, with a stopwatch."""
-        seen = self._seen.setdefault((layer, first_query), _Seen(self._now_ns()))
+        seen = self._seen.setdefault((layer, first_query), _Seen(self.clock.now_ns()))
 
         def timed(event: Event) -> None:
-            started_ns = self._now_ns()
+            started_ns = self.clock.now_ns()
             settle(event)
-            seen.waited_ns += self._now_ns() - started_ns
+            seen.waited_ns += self.clock.now_ns() - started_ns
 
         return timed
 
@@ -91,6 +91,3 @@ class Timings:
             ("ahead_count", int(event.started_ns < seen.asked_ns)),
         ):
             self.counts[name][layer] += value
-
-    def _now_ns(self) -> int:
-        return round(self.clock.now_s() * 1e9)
