@@ -19,7 +19,7 @@ from ess.door.pools import Pools, PoolSizes, build_pools
 from ess.door.residency import Residency
 from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
-from ess.door.step import Resolution, Rows, Step
+from ess.door.step import Resolution, Rows, Step, as_resolution
 from ess.door.timings import Timings
 from ess.door.transit import differing_slots
 from ess.door.workspace import Part, layer_view, make_part
@@ -324,12 +324,15 @@ class Offload:
         if member == 0:
             array = self._selected(selection, step, first_query)
             room = self._part_for(step, group, part)
-            plan = stepping.resolve(self._pools, step, layer, array, first_query, room)
+            plan = stepping.resolve(self._pools, step, group, array, first_query, room)
             self._counters.planned(plan, self._group_row_bytes[group])
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
-        settle = self.timings.watch(layer, first_query, self._pools.inflight.settle_until)
-        return stepping.resolution(self._pools, step, layer, key, settle)
+        resolved = stepping.resolved(step, layer, key)
+        event, settle = resolved.events[member], self._pools.inflight.settle_until
+        if not resolved.plan.is_pending:
+            return as_resolution(resolved, None, settle)
+        return as_resolution(resolved, event, self.timings.watch(layer, first_query, settle))
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None

@@ -22,7 +22,6 @@ length), so a slot without its row cannot be attended by mistake.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from itertools import pairwise, starmap
 
@@ -32,7 +31,7 @@ import numpy.typing as npt
 from ess.door import transit
 from ess.door.pools import Pools
 from ess.door.sequence import Sequence, grow, publish, refresh
-from ess.door.step import Resolution, Resolved, Rows, Step, as_resolution, new_step
+from ess.door.step import Resolved, Rows, Step, new_step
 from ess.door.workspace import Part, name_host_rows
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import DoneEvent
@@ -117,9 +116,9 @@ def _next_part(step: Step, so_far: int, name: str, first: int, rows: Bytes) -> s
 
 
 def resolve(
-    pools: Pools, step: Step, layer: int, selection: Rows, first_query: int, part: Part
+    pools: Pools, step: Step, group: int, selection: Rows, first_query: int, part: Part
 ) -> FetchPlan:
-    group = pools.layout.group_of(layer)
+    layer = pools.layout.groups[group][0]
     if (group, first_query) in step.resolved:
         raise BadState(f"layer {layer}, queries from {first_query}: resolved already")
     lookup, queries = part.lookup, slice(first_query, first_query + len(selection))
@@ -207,26 +206,20 @@ def _refuse_unwritten(pools: Pools, plan: FetchPlan, part: Part, query_count: in
         raise
 
 
-def resolution(
-    pools: Pools, step: Step, layer: int, key: tuple[int, int], settle: Callable[[Event], None]
-) -> Resolution:
+def resolved(step: Step, layer: int, key: tuple[int, int]) -> Resolved:
     """The leader's answer, good for every layer of the group; each waits for its own copy."""
-    resolved = step.resolved[key]
-    if resolved.may_name_new and step.row_counts.get(layer, 0) < key[1] + resolved.query_count:
+    found = step.resolved[key]
+    if found.may_name_new and step.row_counts.get(layer, 0) < key[1] + found.query_count:
         raise BadState(f"layer {layer}: append its new rows first, the selection may name them")
-    return as_resolution(
-        resolved.part,
-        resolved.query_count,
-        resolved.events[pools.layout.groups[key[0]].index(layer)],
-        settle,
-    )
+    return found
 
 
 def seal(pools: Pools, step: Step, accepted: list[int]) -> dict[int, int]:
     """The device's half of a commit; returns the bytes that each group sends to the host."""
     _require_complete(pools, step, accepted)
-    for event in (one for resolved in step.resolved.values() for one in resolved.events):
-        if event is not None and pools.inflight.pending_count:
+    for one in step.resolved.values() if pools.inflight.pending_count else ():
+        for event in one.events if one.plan.is_pending else ():
+            assert event is not None, "a plan that is pending has an event for every layer"
             pools.inflight.settle_until(event)
     kept = step.query_offset < np.repeat(np.array(accepted, np.int32), step.query_counts)
     stored = _store(pools, step, kept)

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ess.door.pools import Pools
 from ess.pool.arena import Lookup, Split
 from ess.pool.index import IndexPool
+
+Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,16 +30,15 @@ class Views:
     def __init__(self, split: Split) -> None:
         self._split = split
         self._count = 0
-        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._tensors: Seven | None = None
 
-    def top(self, query_count: int) -> tuple[torch.Tensor, ...]:
+    def top(self, query_count: int) -> Seven:
         """hit, miss, place, slots and the counts of the first three."""
-        if self._count != query_count:
-            one = self._split
-            arrays = (one.hit, one.miss, one.place, one.slots)
-            counts = (one.hit_count, one.miss_count, one.place_count)
-            self._tensors = tuple(torch.from_numpy(a[:query_count]) for a in (*arrays, *counts))
-            self._count = query_count
+        if self._tensors is None or self._count != query_count:
+            one, top = self._split, lambda array: torch.from_numpy(array[:query_count])
+            lists = (top(one.hit), top(one.miss), top(one.place), top(one.slots))
+            counts = (top(one.hit_count), top(one.miss_count), top(one.place_count))
+            self._tensors, self._count = (*lists, *counts), query_count
         return self._tensors
 
 

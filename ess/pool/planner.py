@@ -247,9 +247,10 @@ def resolve(
     assert lookup.rows.size >= selection.size, f"{selection.shape} into {lookup.rows.shape}"
     assert lookup.host_rows.size >= selection.size, f"{selection.shape}: each may be a miss"
     assert 0 <= layers.start <= layers.stop <= len(lookup.stored), f"{layers} of the layers"
-    _assert_int32(ticket, "ticket", lowest=1)
-    _assert_int32(step, "step")
-    home, into, room = _bound_arena(arena), _bound_split(split), _bound_lookup(lookup)
+    assert 0 < ticket <= _INT32_MAX, f"ticket {ticket}"
+    assert 0 <= step <= _INT32_MAX, f"step {step}"
+    home = arena.native or _bound_arena(arena)
+    into, room = split.native or _bound_split(split), lookup.native or _bound_lookup(lookup)
     given = map(native.address, (selection, line_of, length))
     numbers = (*selection.shape, layers.start, len(layers), step, ticket)
     claimed = _symbol("ess_resolve", 6, 6)(home.at, into.at, room.at, *given, *numbers)
@@ -268,7 +269,8 @@ def locate(
     _assert_positions(selection, line_of, length)
     _assert_ids(2, out)
     assert out.shape == selection.shape, f"selection {selection.shape} into {out.shape}"
-    home, room = _bound_arena(arena), _bound_lookup(lookup)
+    home = arena.native or _bound_arena(arena)
+    room = lookup.native or _bound_lookup(lookup)
     given = map(native.address, (selection, line_of, length, out))
     absent = _symbol("ess_locate", 6, 2)(home.at, room.at, *given, *selection.shape)
     if absent == _BAD_POSITION:
