@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -35,10 +36,11 @@ class Views:
     def top(self, query_count: int) -> Seven:
         """hit, miss, place, slots and the counts of the first three."""
         if self._tensors is None or self._count != query_count:
-            one, top = self._split, lambda array: torch.from_numpy(array[:query_count])
-            lists = (top(one.hit), top(one.miss), top(one.place), top(one.slots))
-            counts = (top(one.hit_count), top(one.miss_count), top(one.place_count))
-            self._tensors, self._count = (*lists, *counts), query_count
+            one = self._split
+            arrays = (one.hit, one.miss, one.place, one.slots)
+            counts = (one.hit_count, one.miss_count, one.place_count)
+            tops = (torch.from_numpy(array[:query_count]) for array in (*arrays, *counts))
+            self._tensors, self._count = cast(Seven, tuple(tops)), query_count
         return self._tensors
 
 
