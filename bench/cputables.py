@@ -48,9 +48,9 @@ class Watched:
 
     def step(self) -> list[Span]:
         self._lane.take_jobs()
-        begin_ns = self._timeline.now_ns()
+        begin_ns = self._timeline.clock.now_ns()
         self.arm.step()
-        end_ns = self._timeline.now_ns()
+        end_ns = self._timeline.clock.now_ns()
         self.arm.offload.drain()
         layers = self.arm.offload.layout.layer_count
         stages, jobs = self._timeline.spans, self._lane.take_jobs()

@@ -47,4 +47,4 @@ class Forced(Offload):
             chosen = chosen[(slots >= 0) & ~pool.is_dirty(slots)]
             count = min(self.miss_count, len(chosen))
             places = np.linspace(0, len(chosen), count, endpoint=False).astype(np.int64)
-            pool.drop(group, np.ascontiguousarray(chosen[places], np.int32))
+            pool.drop([group], np.ascontiguousarray(chosen[places], np.int32))

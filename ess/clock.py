@@ -9,13 +9,18 @@ from typing import Protocol
 class Clock(Protocol):
     def now_s(self) -> float: ...
 
+    def now_ns(self) -> int:
+        return round(self.now_s() * 1e9)
 
-class RealClock:
+
+class RealClock(Clock):
     def now_s(self) -> float:
         return time.monotonic()
 
+    now_ns = staticmethod(time.monotonic_ns)
 
-class ManualClock:
+
+class ManualClock(Clock):
     """A clock that moves only when it is told to."""
 
     def __init__(self, start_s: float = 0.0) -> None:

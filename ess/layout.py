@@ -39,6 +39,7 @@ class RowCodec:
     latent_dim: int = 512
     rope_dim: int = 64
     opaque_bytes: int = 0
+    row_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _require(self.form in ("fp8", "bf16", "f32", "opaque"), f"row form {self.form!r} unknown")
@@ -52,14 +53,14 @@ class RowCodec:
                 self.latent_dim % SCALE_GROUP == 0,
                 f"latent_dim {self.latent_dim} is not a multiple of the scale group {SCALE_GROUP}",
             )
+        object.__setattr__(self, "row_bytes", self._row_bytes())
         _require(self.row_bytes % 4 == 0, f"a row of {self.row_bytes} bytes is not a multiple of 4")
 
     @property
     def scale_count(self) -> int:
         return self.latent_dim // SCALE_GROUP if self.form == "fp8" else 0
 
-    @property
-    def row_bytes(self) -> int:
+    def _row_bytes(self) -> int:
         match self.form:
             case "fp8":
                 return self.latent_dim + self.scale_count * SCALE_BYTES + 2 * self.rope_dim
@@ -139,6 +140,7 @@ class ModelLayout:
     value_dim: int = 128
     query_rank: int = 1536
     slot_floor: int = 6400
+    _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _require(self.layer_count > 0, f"layer_count is {self.layer_count}, must be positive")
@@ -150,6 +152,10 @@ class ModelLayout:
             listed == list(range(self.layer_total)) and all(self.groups),
             f"groups must list layers 0..{self.layer_total - 1} once each, in order, none empty",
         )
+        places = [
+            (g, member) for g, group in enumerate(self.groups) for member in range(len(group))
+        ]
+        object.__setattr__(self, "_places", tuple(places))
 
     @property
     def layer_total(self) -> int:
@@ -158,6 +164,11 @@ class ModelLayout:
     @property
     def group_count(self) -> int:
         return len(self.groups)
+
+    @property
+    def main_group_count(self) -> int:
+        """Groups of the main model's layers: the first ones."""
+        return self._places[self.layer_count - 1][0] + 1
 
     @property
     def group_layers_max(self) -> int:
@@ -190,13 +201,15 @@ class ModelLayout:
         return keys + self.group_count * PAGE_ROWS * 4
 
     def group_of(self, layer: int) -> int:
+        return self.place_of(layer)[0]
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Its group, and which of the group's layers it is."""
         self.check_layer(layer)
-        if self.group_count == self.layer_total:
-            return layer
-        return next(g for g, group in enumerate(self.groups) if group[0] <= layer <= group[-1])
+        return self._places[layer]
 
     def check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layer_total:
+        if not 0 <= layer < len(self._places):
             raise BadInput(f"layer {layer} is outside 0..{self.layer_total - 1} of {self.name}")
 
     @classmethod

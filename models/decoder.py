@@ -152,10 +152,10 @@ class CompiledLayer:
 
     def front(self, hidden: Tensor, rotation: Rotation, *, threads: int = 1) -> Front:
         """`enter`, `index` and the new rows."""
-        return Front(*self._front([hidden], rotation=rotation, threads=threads))
+        return Front(*self._front([hidden], turns=rotation.turns, threads=threads))
 
     def queries(self, query: Tensor, rotation: Rotation, *, threads: int = 1) -> Tensor:
-        [queries] = self._queries([query], rotation=rotation, threads=threads)
+        [queries] = self._queries([query], turns=rotation.turns, threads=threads)
         return queries
 
     def back(self, hidden: Tensor, attended: Tensor, *, threads: int = 1) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ess.errors import BadInput
+from ess.kernels.stage import Turns, look_at_turns
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
 
@@ -53,11 +56,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
-class Rotation(NamedTuple):
+@dataclass(frozen=True)
+class Rotation:
     """cos and sin of some positions, float32 [tokens, rope_dim / 2]."""
 
     cos: Tensor
     sin: Tensor
+
+    @functools.cached_property
+    def turns(self) -> Turns:
+        """For compiled stages."""
+        return look_at_turns(self.cos, self.sin)
 
 
 class RotaryPositions:

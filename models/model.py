@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ess.kernels.stage import Stage, pack
+from ess.kernels.stage import Panels, Stage, pack
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
@@ -45,10 +45,23 @@ class Model:
         return linear(finished, self._head).float()
 
     @functools.cached_property
-    def logits_stage(self) -> Stage:
-        """`logits` for a few tokens, compiled."""
+    def ending(self) -> Stage:
+        """For a few tokens, compiled: hidden -> what `finish` and `logits` make of it."""
+        return self._ending(self._norm)
+
+    @functools.cached_property
+    def draft_ending(self) -> Stage:
+        """The same behind the MTP module's layer."""
+        assert self.mtp is not None, "drafts need an MTP module"
+        return self._ending(self.mtp.norm)
+
+    def _ending(self, norm: Tensor) -> Stage:
         stage = Stage()
-        stage.give(
-            stage.linear(stage.take(self.config.hidden_dim), pack(self._head)), torch.float32
-        )
+        finished = stage.norm(stage.take(self.config.hidden_dim), norm, self.config.norm_eps)
+        stage.give(finished, self._embedding.dtype)
+        stage.give(stage.linear(finished, self._panels), torch.float32)
         return stage
+
+    @functools.cached_property
+    def _panels(self) -> Panels:
+        return pack(self._head)

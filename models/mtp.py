@@ -7,9 +7,12 @@ Embedding and head are the main model's; stored copies of them are not read.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from ess.kernels.stage import Stage, pack
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import Source, linear, rms_norm
@@ -24,7 +27,7 @@ class Mtp:
         self._embedding_norm = own.vector("enorm.weight", dim)
         self._hidden_norm = own.vector("hnorm.weight", dim)
         self._join = own.matrix("eh_proj", dim, 2 * dim)
-        self._norm = own.vector("shared_head.norm.weight", dim)
+        self.norm = own.vector("shared_head.norm.weight", dim)
 
     def join(self, embedded: Tensor, finished: Tensor) -> Tensor:
         """Next tokens' embeddings and this position's finished state -> the layer's input."""
@@ -34,5 +37,15 @@ class Mtp:
         )
         return linear(torch.cat(parts, -1), self._join)
 
+    @functools.cached_property
+    def join_stage(self) -> Stage:
+        """`join` for a few tokens, compiled."""
+        stage, dim = Stage(), self.norm.shape[0]
+        sides, both = (stage.take(dim), stage.take(dim)), stage.room(2 * dim)
+        for place, norm in enumerate((self._embedding_norm, self._hidden_norm)):
+            stage.norm(sides[place], norm, self._eps, both.part(place * dim, dim))
+        stage.give(stage.linear(both, pack(self._join)), self._join.dtype)
+        return stage
+
     def finish(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, self._norm, self._eps)
+        return rms_norm(hidden, self.norm, self._eps)

@@ -12,7 +12,6 @@
 // in a foreign one.
 #include <unistd.h>
 
-#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -37,11 +36,6 @@ enum Answer : int64_t {
     foreign = -2,
     full = -3,
 };
-
-int64_t now_ns() {
-    const auto since = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-}
 
 struct Job {
     std::vector<RowCopy> copies;

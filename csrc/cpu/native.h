@@ -2,6 +2,7 @@
 // Plain C ABI: no Python object and no torch type crosses this border.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
@@ -16,5 +17,11 @@ Isa isa();
 
 // Whether bf16 products may be used; a set that ESS_ISA names is taken without its extensions.
 bool has_bf16();
+
+// On the clock of Python's time.monotonic_ns.
+inline int64_t now_ns() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
 
 }  // namespace ess

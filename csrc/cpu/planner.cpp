@@ -8,10 +8,14 @@
 //
 // Functions return a count, or a refusal (below zero) that the caller turns into an assertion.
 // Every refusal but kUsedLater comes before anything has changed.
+//
+// A resolve may also move what it claims: a few rows are copied, and landed, before it returns,
+// since that takes less time than to tell a lane about them.
 #include <algorithm>
 #include <utility>
 
 #include "arena.h"
+#include "rows.h"
 
 namespace ess {
 
@@ -25,6 +29,7 @@ constexpr int64_t kAgesNotAscending = -5;
 constexpr int64_t kSlotOutOfRange = -6;
 constexpr int64_t kPageNotActive = -7;
 constexpr int64_t kBadPosition = -8;
+constexpr int64_t kFreeSlot = -9;
 
 constexpr int kIntoL2 = 2;
 constexpr int64_t kMapAhead = 256;
@@ -51,17 +56,25 @@ struct Split {
 };
 
 // Where positions lead: through page tables to row ids, from there to host rows and to the bits
-// that say which of these were stored, one mask of pages per layer.
+// that say which of these were stored, one mask of pages per layer; and the memory of both ends:
+// row r of a layer on the host, slot s of a group's j-th layer at row s + 64 j of the slab.
 struct Lookup {
     const int32_t* lines;
     const int32_t* host_page_of;
     const uint64_t* stored;
     int32_t* rows;
     int32_t* host_rows;
+    uint8_t* host;
+    uint8_t* slab;
+    int64_t* times;
     int64_t line_count;
     int64_t page_max;
     int64_t host_page_count;
+    int64_t slab_count;
+    int64_t row_bytes;
+    int64_t at_once_bytes;
     int64_t unwritten_count;
+    int64_t is_landed;
 };
 
 inline __attribute__((always_inline)) bool in_range(const int32_t* ids, int64_t n, int32_t lowest,
@@ -236,6 +249,27 @@ bool name_sources(Lookup& in, const int32_t* rows, int64_t n, int64_t first, int
     return true;
 }
 
+// Claims whose rows are all there to be copied, and few: copied, and no longer in flight. When each
+// layer's copy began goes to `times`, and behind these when the last one ended.
+bool land_at_once(Arena& arena, const Split& split, const Lookup& in, int64_t claimed,
+                  int64_t first, int64_t layers) {
+    const int64_t bytes = claimed * layers * in.row_bytes;
+    if (bytes == 0 || bytes > in.at_once_bytes) return false;
+    if (in.unwritten_count || split.late_ticket) return false;
+    const int64_t host_count = in.host_page_count * 64;
+    in.times[0] = now_ns();
+    for (int64_t j = 0; j < layers; j++) {
+        uint8_t* host = in.host + (first + j) * host_count * in.row_bytes;
+        uint8_t* slab = in.slab + j * 64 * in.row_bytes;
+        const RowSide from = {host, in.row_bytes, host_count, in.host_rows, 4};
+        const RowSide to = {slab, in.row_bytes, in.slab_count - j * 64, split.claimed_slots(), 4};
+        copy_rows({from, to, claimed, in.row_bytes}, 1, INT64_MAX);
+        in.times[j + 1] = now_ns();
+    }
+    for (int64_t i = 0; i < claimed; i++) arena.ticket_of[split.claimed_slots()[i]] = 0;
+    return true;
+}
+
 int64_t plan(Arena& arena, Split& split, const int32_t* rows, int64_t queries, int64_t width,
              int64_t step, int64_t ticket) {
     if (!within(rows, queries * width, -1, arena.row_count)) return kRowOutOfRange;
@@ -319,7 +353,8 @@ ESS_EXPORT int64_t ess_plan(Arena* arena, Split* split, const int32_t* rows, int
     return plan(*arena, *split, rows, queries, width, step, ticket);
 }
 
-// A plan of positions: row ids go to in->rows, the host rows of the claims to in->host_rows.
+// A plan of positions: row ids go to in->rows, the host rows of the claims to in->host_rows, and
+// in->is_landed says whether they have been fetched already.
 ESS_EXPORT int64_t ess_resolve(Arena* arena, Split* split, Lookup* in, const int32_t* selection,
                                const int32_t* line_of, const int32_t* length, int64_t queries,
                                int64_t width, int64_t first_layer, int64_t layers, int64_t step,
@@ -327,8 +362,10 @@ ESS_EXPORT int64_t ess_resolve(Arena* arena, Split* split, Lookup* in, const int
     if (!translate(*in, selection, line_of, length, in->rows, queries, width)) return kBadPosition;
     int64_t claimed = plan(*arena, *split, in->rows, queries, width, step, ticket);
     if (claimed < 0) return claimed;
-    return name_sources(*in, split->claimed_rows(), claimed, first_layer, layers) ? claimed
-                                                                                  : kPageNotActive;
+    if (!name_sources(*in, split->claimed_rows(), claimed, first_layer, layers))
+        return kPageNotActive;
+    in->is_landed = land_at_once(*arena, *split, *in, claimed, first_layer, layers);
+    return claimed;
 }
 
 // How many positions have no landed slot; slots, -1 for these and for pads, go to `slots`.
@@ -378,6 +415,20 @@ ESS_EXPORT int64_t ess_claim_new(Arena* arena, const int32_t* rows, int32_t* out
     return 1;
 }
 
+// How many arenas had room, in their order, each with its own line of `out`; behind one that had
+// none nothing has changed. `absent` says how many of the rows were new to each.
+ESS_EXPORT int64_t ess_claim_each(Arena* const* arenas, const int32_t* rows, int32_t* out,
+                                  int32_t* absent, int64_t count, int64_t n, int64_t step) {
+    for (int64_t i = 0; i < count; i++) {
+        if (!within(rows, n, 0, arenas[i]->row_count)) return kRowOutOfRange;
+        absent[i] = 0;
+        for (int64_t j = 0; j < n; j++) absent[i] += arenas[i]->slot_of[rows[j]] < 0;
+        const int64_t done = ess_claim_new(arenas[i], rows, out + i * n, n, step);
+        if (done != 1) return done < 0 ? done : i;
+    }
+    return count;
+}
+
 // The claims made; `place` is working room for n.
 ESS_EXPORT int64_t ess_warm(Arena* arena, const int32_t* rows, const int32_t* ages,
                             int32_t* claimed_slots, int32_t* claimed_rows, int32_t* place,
@@ -419,4 +470,21 @@ ESS_EXPORT int64_t ess_drop(Arena* arena, const int32_t* rows, int64_t n) {
     if (isa() != Isa::portable) return drop_avx2(*arena, rows, n);
 #endif
     return drop_rows(*arena, rows, n);
+}
+
+ESS_EXPORT int64_t ess_drop_each(Arena* const* arenas, const int32_t* rows, int64_t* left,
+                                 int64_t count, int64_t n) {
+    for (int64_t i = 0; i < count; i++) {
+        left[i] = ess_drop(arenas[i], rows, n);
+        if (left[i] < 0) return left[i];
+    }
+    return count;
+}
+
+ESS_EXPORT int64_t ess_settle(Arena* arena, const int32_t* slots, int64_t n) {
+    if (!within(slots, n, 0, arena->slab_count)) return kSlotOutOfRange;
+    for (int64_t i = 0; i < n; i++)
+        if (arena->row_of[slots[i]] < 0) return kFreeSlot;
+    for (int64_t i = 0; i < n; i++) arena->dirty[slots[i]] = 0;
+    return n;
 }

@@ -102,7 +102,7 @@ def _start(pools: Pools, plan: FetchPlan) -> FetchPlan:
     try:
         transit.check_stored(pools, plan.group, host_rows)
     except BadState:
-        pools.sparse.drop(plan.group, plan.rows)
+        pools.sparse.drop([plan.group], plan.rows)
         raise
     transit.start_fetch(pools, plan, host_rows)
     return plan

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput
+from ess.kernels.checks import fits
+
+DTYPES: Final = {name: np.dtype(name) for name in ("uint8", "int32")}
 
 
 def as_array(value: Any, name: str, dtype: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
     """A C-contiguous CPU tensor or array as a NumPy view, never a copy. None matches any size."""
     array = _view(value, name)
-    if array.dtype != np.dtype(dtype):
+    wanted = DTYPES[dtype]
+    if array.dtype is not wanted and array.dtype != wanted:
         raise BadInput(f"{name} is {array.dtype}, must be {dtype}")
-    matches = array.ndim == len(shape) and all(
-        want is None or have == want for have, want in zip(array.shape, shape, strict=True)
-    )
-    if not matches:
+    if not fits(array.shape, shape):
         want_text = ", ".join("any" if size is None else str(size) for size in shape)
         raise BadInput(f"{name} has shape {list(array.shape)}, must be [{want_text}]")
     if not array.flags.c_contiguous:

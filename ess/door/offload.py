@@ -19,7 +19,7 @@ from ess.door.refill import Refill
 from ess.door.residency import Residency
 from ess.door.sequence import Promise, Sequence
 from ess.door.stats import Counters, Stats
-from ess.door.step import Resolution, Step
+from ess.door.step import Resolution, Rows, Step, as_resolution
 from ess.door.timings import Timings
 from ess.door.transit import differing_slots
 from ess.door.workspace import Part, layer_view, make_part
@@ -43,6 +43,7 @@ class Offload:
     def __init__(
         self, pools: Pools, parts: list[Part], lane: Lane, query_max: int, clock: Clock
     ) -> None:
+        self.layout = pools.layout
         self._pools = pools
         self._parts = parts
         self._lane = lane
@@ -101,10 +102,6 @@ class Offload:
         return cls(pools, parts, opened, query_max, clock or RealClock())
 
     # ---- what may be read
-
-    @property
-    def layout(self) -> ModelLayout:
-        return self._pools.layout
 
     @property
     def length_max(self) -> int:
@@ -300,9 +297,8 @@ class Offload:
         """
         self._require_step(step)
         self.layout.check_layer(layer)
-        in_range("first_query", first_query, 0, step.query_count - 1)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
-        in_range("the rows of a part", len(array), 1, step.query_count - first_query)
+        _require_part(step, first_query, len(array), "the rows of a part")
         listed = None
         if keys is not None:
             arrival.key_group(self.layout, layer)
@@ -328,20 +324,20 @@ class Offload:
         different layers at once, so that neither takes the other's.
         """
         self._require_step(step)
-        self.layout.check_layer(layer)
-        in_range("first_query", first_query, 0, step.query_count - 1)
-        group = self.layout.group_of(layer)
+        group, member = self.layout.place_of(layer)
         key = (group, first_query)
-        if self.layout.groups[group][0] == layer:
-            array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
-            in_range("selection rows", len(array), 1, step.query_count - first_query)
+        if member == 0:
+            array = self._selected(selection, step, first_query)
             room = self._part_for(step, group, part)
-            plan = stepping.resolve(self._pools, step, layer, array, first_query, room)
+            plan = stepping.resolve(self._pools, step, group, array, first_query, room)
             self._counters.planned(plan)
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
-        settle = self.timings.watch(layer, first_query, self._pools.inflight.settle_until)
-        return stepping.resolution(self._pools, step, layer, key, settle)
+        resolved = stepping.resolved(step, layer, key)
+        event, settle = resolved.events[member], self._pools.inflight.settle_until
+        if not resolved.plan.is_pending:
+            return as_resolution(resolved, None, settle)
+        return as_resolution(resolved, event, self.timings.watch(layer, first_query, settle))
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -365,9 +361,7 @@ class Offload:
         """`locate` for the queries from `first_query` on; None when a selected row is absent."""
         self._require_step(step)
         self.layout.check_layer(layer)
-        in_range("first_query", first_query, 0, step.query_count - 1)
-        array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
-        in_range("selection rows", len(array), 1, step.query_count - first_query)
+        array = self._selected(selection, step, first_query)
         slots = np.empty_like(array)
         lookup = self._parts[0].lookup
         absent_count = stepping.locate_into(
@@ -384,10 +378,13 @@ class Offload:
         """The selection as codes that read the host's rows, whatever is resident: for checks."""
         self._require_step(step)
         self.layout.check_layer(layer)
-        in_range("first_query", first_query, 0, step.query_count - 1)
-        array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
-        in_range("selection rows", len(array), 1, step.query_count - first_query)
+        array = self._selected(selection, step, first_query)
         return torch.from_numpy(stepping.host_codes(self._pools, step, layer, array, first_query))
+
+    def _selected(self, selection: Any, step: Step, first_query: int) -> Rows:
+        array: Rows = as_array(selection, "selection", "int32", (None, self.layout.top_k))
+        _require_part(step, first_query, len(array), "selection rows")
+        return array
 
     def _part_for(self, step: Step, group: int, number: int | None) -> Part:
         taken = [one.part for (other, _), one in step.resolved.items() if other == group]
@@ -498,3 +495,10 @@ class Offload:
     def _require_open(self) -> None:
         if not self._is_open:
             raise BadState("this offload is closed")
+
+
+def _require_part(step: Step, first_query: int, count: int, name: str) -> None:
+    """`count` queries of the step, one at least, from `first_query` on."""
+    if not 0 <= first_query < first_query + count <= step.query_count:
+        in_range("first_query", first_query, 0, step.query_count - 1)
+        in_range(name, count, 1, step.query_count - first_query)

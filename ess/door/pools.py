@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ess.door.inflight import InFlight
 from ess.errors import BadInput
+from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.views import known
 from ess.kernels.memory import host_memory
 from ess.kernels.streams import Known, Lane
@@ -37,7 +38,7 @@ class PoolSizes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
     """The owners, and their memory as the lane takes it: `slabs` by member, `host` as one matrix of
-    all layers' rows and by layer."""
+    all layers' rows and by layer. Fetches of at most `at_once_bytes` do not ask the lane."""
 
     layout: ModelLayout
     sizes: PoolSizes
@@ -50,6 +51,7 @@ class Pools:
     slabs: tuple[Known, ...]
     host: Known
     host_layers: tuple[Known, ...]
+    at_once_bytes: int
 
     def slot_need(self, length_max: int | None) -> int:
         """Slots per group that a sequence of at most this length reserves."""
@@ -99,6 +101,7 @@ def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
         slabs=tuple(known(sparse.member_slab(m)) for m in range(layout.group_layers_max)),
         host=known(latent.rows.reshape(-1, layout.row_bytes)),
         host_layers=tuple(known(rows) for rows in latent.rows),
+        at_once_bytes=lane.at_once_bytes if isinstance(lane, WorkerLane) else 0,
     )
 
 

@@ -46,6 +46,7 @@ class Step:
     query_start: Rows
     query_offset: Rows
     query_stop: Rows
+    query_count: int = field(init=False)
     claimed: dict[int, Rows] = field(default_factory=dict)
     appended: set[int] = field(default_factory=set)
     keyed: set[int] = field(default_factory=set)
@@ -53,9 +54,8 @@ class Step:
     key_counts: dict[int, int] = field(default_factory=dict)
     resolved: dict[tuple[int, int], Resolved] = field(default_factory=dict)
 
-    @property
-    def query_count(self) -> int:
-        return len(self.rows)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "query_count", len(self.rows))
 
     @property
     def firsts(self) -> list[int]:
@@ -94,7 +94,7 @@ def new_step(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Resolution:
     """Where the selected rows of one layer are. All tensors are [queries, k], -1 padded.
 
@@ -127,17 +127,6 @@ class Resolution:
 
 
 def as_resolution(
-    part: Part, query_count: int, event: Event | None, settle: Callable[[Event], None]
+    resolved: Resolved, event: Event | None, settle: Callable[[Event], None]
 ) -> Resolution:
-    hit, miss, place, slots, hit_count, miss_count, place_count = part.views.top(query_count)
-    return Resolution(
-        hit=hit,
-        miss=miss,
-        place=place,
-        slots=slots,
-        hit_count=hit_count,
-        miss_count=miss_count,
-        place_count=place_count,
-        _event=event,
-        _settle=settle,
-    )
+    return Resolution(*resolved.part.views.top(resolved.query_count), event, settle)

@@ -22,8 +22,8 @@ length), so a slot without its row cannot be attended by mistake.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Many
+from itertools import pairwise, starmap
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +31,10 @@ import numpy.typing as npt
 from ess.door import transit
 from ess.door.pools import Pools
 from ess.door.sequence import Sequence, grow, publish, refresh
-from ess.door.step import Resolution, Resolved, Rows, Step, as_resolution, new_step
+from ess.door.step import Resolved, Rows, Step, new_step
 from ess.door.workspace import Part, name_host_rows
 from ess.errors import BadInput, BadState
+from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.pool import planner
 from ess.pool.arena import Lookup
@@ -73,14 +74,18 @@ def _end(pools: Pools, sequence: Sequence, count: int) -> int:
 
 
 def _claim(pools: Pools, step: Step, group: int) -> Rows:
-    """The slots of the step's new rows in this group; claimed by the first call that needs them."""
+    """The slots of the step's new rows in this group; claimed by the first call that needs them,
+    for all groups of the main model together."""
     if group not in step.claimed:
-        slots = pools.sparse.claim_new(group, step.rows)
-        if slots is None:
+        main = range(pools.layout.main_group_count)
+        groups = main if group in main else range(group, group + 1)
+        slots = pools.sparse.claim_new(groups, step.rows)
+        if len(slots) < len(groups):
             pools.inflight.drain()
-            slots = pools.sparse.claim_new(group, step.rows)
-        assert slots is not None, "landed and unselected slots are enough for the new rows"
-        step.claimed[group] = slots
+            rest = pools.sparse.claim_new(groups[len(slots) :], step.rows)
+            slots = np.concatenate([slots, rest])
+        assert len(slots) == len(groups), "landed slots are enough for the new rows"
+        step.claimed.update(zip(groups, slots, strict=True))
     return step.claimed[group]
 
 
@@ -92,10 +97,9 @@ def append(
     queries = _next_part(step, step.row_counts.get(layer, 0), f"layer {layer}", first_query, rows)
     if keys is not None:
         _next_part(step, step.key_counts.get(group, 0), f"group {group}", first_query, keys)
-        pools.index.keys.write(group, step.rows[queries], keys)
         step.key_counts[group] = queries.stop
-    member = pools.layout.groups[group].index(layer)
-    pools.sparse.member_slab(member)[_claim(pools, step, group)[queries]] = rows
+    slots = _claim(pools, step, group)[queries]
+    transit.write_new(pools, layer, slots, rows, step.rows[queries], keys)
     step.row_counts[layer] = queries.stop
     if queries.stop == step.query_count:
         step.appended.add(layer)
@@ -112,9 +116,9 @@ def _next_part(step: Step, so_far: int, name: str, first: int, rows: Bytes) -> s
 
 
 def resolve(
-    pools: Pools, step: Step, layer: int, selection: Rows, first_query: int, part: Part
+    pools: Pools, step: Step, group: int, selection: Rows, first_query: int, part: Part
 ) -> FetchPlan:
-    group = pools.layout.group_of(layer)
+    layer = pools.layout.groups[group][0]
     if (group, first_query) in step.resolved:
         raise BadState(f"layer {layer}, queries from {first_query}: resolved already")
     lookup, queries = part.lookup, slice(first_query, first_query + len(selection))
@@ -128,12 +132,17 @@ def resolve(
         _refuse_unwritten(pools, plan, part, len(selection))
     if plan.place_count:
         name_host_rows(part.split, len(selection), pools.index)
+    if plan.is_landed:
+        times = lookup.times[: len(pools.layout.groups[group]) + 1].tolist()
+        events: tuple[Event | None, ...] = tuple(starmap(DoneEvent, pairwise(times)))
+    else:
+        events = transit.start_fetch(pools, plan, lookup.host_rows[: len(plan.rows)])
     step.resolved[group, first_query] = Resolved(
         plan=plan,
         part=part,
         query_count=len(selection),
         may_name_new=step.row_counts.get(layer, 0) > first_query,
-        events=transit.start_fetch(pools, plan, lookup.host_rows[: len(plan.rows)]),
+        events=events,
     )
     return plan
 
@@ -193,38 +202,31 @@ def _refuse_unwritten(pools: Pools, plan: FetchPlan, part: Part, query_count: in
     try:
         transit.check_stored(pools, plan.group, pools.index.host_rows(wanted))
     except BadState:
-        pools.sparse.drop(plan.group, plan.rows)
+        pools.sparse.drop([plan.group], plan.rows)
         raise
 
 
-def resolution(
-    pools: Pools, step: Step, layer: int, key: tuple[int, int], settle: Callable[[Event], None]
-) -> Resolution:
+def resolved(step: Step, layer: int, key: tuple[int, int]) -> Resolved:
     """The leader's answer, good for every layer of the group; each waits for its own copy."""
-    resolved = step.resolved[key]
-    if resolved.may_name_new and step.row_counts.get(layer, 0) < key[1] + resolved.query_count:
+    found = step.resolved[key]
+    if found.may_name_new and step.row_counts.get(layer, 0) < key[1] + found.query_count:
         raise BadState(f"layer {layer}: append its new rows first, the selection may name them")
-    return as_resolution(
-        resolved.part,
-        resolved.query_count,
-        resolved.events[pools.layout.groups[key[0]].index(layer)],
-        settle,
-    )
+    return found
 
 
 def seal(pools: Pools, step: Step, accepted: list[int]) -> dict[int, int]:
     """The device's half of a commit; returns the bytes that each group sends to the host."""
     _require_complete(pools, step, accepted)
-    for event in (one for resolved in step.resolved.values() for one in resolved.events):
-        if event is not None and pools.inflight.pending_count:
+    for one in step.resolved.values() if pools.inflight.pending_count else ():
+        for event in one.events if one.plan.is_pending else ():
+            assert event is not None, "a plan that is pending has an event for every layer"
             pools.inflight.settle_until(event)
     kept = step.query_offset < np.repeat(np.array(accepted, np.int32), step.query_counts)
     stored = _store(pools, step, kept)
-    rejected = step.rows[~kept]
-    for group in step.claimed:
-        dropped = rejected if group in stored else step.rows
-        if len(dropped):
-            pools.sparse.drop(group, dropped)
+    incomplete = [group for group in step.claimed if group not in stored]
+    for groups, dropped in ((list(stored), step.rows[~kept]), (incomplete, step.rows)):
+        if groups and len(dropped):
+            pools.sparse.drop(groups, dropped)
     lines = [sequence.line for sequence in step.sequences]
     pools.tables.lengths[lines] += np.array(accepted, np.int32)
     return stored

@@ -58,12 +58,12 @@ class Timings:
         self, layer: int, first_query: int, settle: Callable[[Event], None]
     ) -> Callable[[Event], None]:
         """The layer asks now; how to wait for its fetch, with a stopwatch."""
-        seen = self._seen.setdefault((layer, first_query), _Seen(self._now_ns()))
+        seen = self._seen.setdefault((layer, first_query), _Seen(self.clock.now_ns()))
 
         def timed(event: Event) -> None:
-            started_ns = self._now_ns()
+            started_ns = self.clock.now_ns()
             settle(event)
-            seen.waited_ns += self._now_ns() - started_ns
+            seen.waited_ns += self.clock.now_ns() - started_ns
 
         return timed
 
@@ -71,26 +71,25 @@ class Timings:
         """The step is committed, its fetches are over."""
         for (group, first_query), resolved in step.resolved.items():
             layers = self.layout.groups[group]
-            for layer, event in zip(layers, resolved.events, strict=True):
+            for member, (layer, event) in enumerate(zip(layers, resolved.events, strict=True)):
                 seen = self._seen.get((layer, first_query))
-                if event is not None and seen is not None and event.done():
-                    self._count(layer, event, seen)
+                if resolved.plan.is_landed and event is not None:
+                    self._count(layer, event, None, is_ahead=member > 0)
+                elif event is not None and seen is not None and event.done():
+                    waited_ns = None if isinstance(event, DoneEvent) else seen.waited_ns
+                    self._count(layer, event, waited_ns, is_ahead=event.started_ns < seen.asked_ns)
         self._seen.clear()
 
-    def _count(self, layer: int, event: Event, seen: _Seen) -> None:
+    def _count(self, layer: int, event: Event, waited_ns: int | None, *, is_ahead: bool) -> None:
+        """`waited_ns` None: the copy was made while everybody waited."""
         transfer_ns = event.finished_ns - event.started_ns
         assert transfer_ns >= 0, f"a fetch of layer {layer} ended before it started"
         if self.keeps_spans:
             self.spans.append((layer, event.started_ns, event.finished_ns))
-        exposed_ns = transfer_ns if isinstance(event, DoneEvent) else seen.waited_ns
-        for name, value in (
-            ("transfer_ns", transfer_ns),
-            ("exposed_ns", exposed_ns),
-            ("hidden_ns", max(0, transfer_ns - exposed_ns)),
-            ("fetch_count", 1),
-            ("ahead_count", int(event.started_ns < seen.asked_ns)),
-        ):
-            self.counts[name][layer] += value
-
-    def _now_ns(self) -> int:
-        return round(self.clock.now_s() * 1e9)
+        exposed_ns = transfer_ns if waited_ns is None else waited_ns
+        counts = self.counts
+        counts["transfer_ns"][layer] += transfer_ns
+        counts["exposed_ns"][layer] += exposed_ns
+        counts["hidden_ns"][layer] += max(0, transfer_ns - exposed_ns)
+        counts["fetch_count"][layer] += 1
+        counts["ahead_count"][layer] += is_ahead

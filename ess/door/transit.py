@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import struct
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -9,11 +12,37 @@ import numpy.typing as npt
 
 from ess.door.pools import Pools
 from ess.errors import BadState
+from ess.kernels import native
 from ess.kernels.streams import Event, RowCopy
 from ess.pool.sparse import FetchPlan
 from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
+
+
+def write_new(
+    pools: Pools, layer: int, slots: Rows, rows: Bytes, row_ids: Rows, keys: Bytes | None
+) -> None:
+    """New rows of a layer into their slots, and their keys, if there are any, into the pages."""
+    group, member = pools.layout.place_of(layer)
+    if not native.available():
+        pools.sparse.member_slab(member)[slots] = rows
+        if keys is not None:
+            pools.index.keys.write(group, row_ids, keys)
+        return
+    slab, at = pools.slabs[member], native.address
+    pages, page_count, *sizes = (0,) * 4 if keys is None else pools.index.keys.side(group)
+    of_keys = (pages, page_count, at(row_ids), 0 if keys is None else at(keys), *sizes)
+    of_rows = (slab.address, slab.row_count, at(slots), at(rows), slab.row_bytes, len(rows))
+    done = _append()(struct.pack("12q", *of_rows, *of_keys))
+    assert done, f"layer {layer}: a slot of {slab.row_count} or a page of {page_count} is not there"
+
+
+@functools.cache
+def _append() -> Callable[[bytes], int]:
+    """Takes an `Append` of csrc/cpu/keys.cpp, packed."""
+    return native.function("ess_append", [ctypes.c_char_p], ctypes.c_int32)
 
 
 def check_stored(pools: Pools, group: int, host_rows: Rows) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ess.door.pools import Pools
 from ess.pool.arena import Lookup, Split
 from ess.pool.index import IndexPool
+
+Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,16 +31,16 @@ class Views:
     def __init__(self, split: Split) -> None:
         self._split = split
         self._count = 0
-        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._tensors: Seven | None = None
 
-    def top(self, query_count: int) -> tuple[torch.Tensor, ...]:
+    def top(self, query_count: int) -> Seven:
         """hit, miss, place, slots and the counts of the first three."""
-        if self._count != query_count:
+        if self._tensors is None or self._count != query_count:
             one = self._split
             arrays = (one.hit, one.miss, one.place, one.slots)
             counts = (one.hit_count, one.miss_count, one.place_count)
-            self._tensors = tuple(torch.from_numpy(a[:query_count]) for a in (*arrays, *counts))
-            self._count = query_count
+            tops = (torch.from_numpy(array[:query_count]) for array in (*arrays, *counts))
+            self._tensors, self._count = cast(Seven, tuple(tops)), query_count
         return self._tensors
 
 
@@ -67,6 +71,10 @@ def make_part(pools: Pools, query_max: int) -> Part:
         stored=pools.latent.stored,
         rows=np.empty((query_max, top_k), np.int32),
         host_rows=np.empty(query_max * top_k, np.int32),
+        host=pools.latent.rows,
+        slab=pools.sparse.slab,
+        times=np.zeros(pools.layout.group_layers_max + 1, np.int64),
+        at_once_bytes=pools.at_once_bytes,
     )
     return Part(lookup, split, Views(split))
 

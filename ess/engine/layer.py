@@ -40,6 +40,8 @@ class LayerStep:
 
     def __init__(self, half: Half, layer: DecoderLayer, hidden: Tensor, timeline: Timeline) -> None:
         self.timeline = timeline
+        self.number = layer.number
+        self.first_query = half.queries.start
         self._half = half
         self._batch = half.batch
         self._layer = layer
@@ -47,14 +49,6 @@ class LayerStep:
         self._hidden = hidden
         self._front: Front | None = None
         self._queries: Tensor | None = None
-
-    @property
-    def number(self) -> int:
-        return self._layer.number
-
-    @property
-    def first_query(self) -> int:
-        return self._half.queries.start
 
     def parts(self, count: int) -> list[range]:
         return self._half.parts(count)

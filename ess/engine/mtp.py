@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ess.engine.rows import Batch, attend, logits, select, turned
+from ess.engine.rows import Batch, attend, compute_threads, select, turned
 from ess.engine.runner import Runner
 from ess.kernels.merge import Partial, merge
 from ess.models.indexer import Probe
+from ess.models.model import Model
 from ess.models.mtp import Mtp
 
 
@@ -36,14 +37,30 @@ def draft(
     """
     mtp = runner.model.mtp
     assert mtp is not None, "drafts need an MTP module"
-    joined = mtp.join(runner.model.embed(torch.tensor(list(following))), hidden)
-    finished = mtp.finish(runner.layer(batch, mtp.layer, joined))[list(last)]
-    guesses = [logits(batch, runner.model, finished).argmax(-1)]
-    chain = Chain(runner, batch, mtp, list(last))
+    joined = _join(batch, mtp, runner.model.embed(torch.tensor(list(following))), hidden)
+    made = runner.layer(batch, mtp.layer, joined)[list(last)]
+    finished, guess = _ended(batch, runner.model, mtp, made)
+    guesses, chain = [guess], Chain(runner, batch, mtp, list(last))
     while len(guesses) < count:
-        finished = chain.next(guesses[-1], finished)
-        guesses.append(logits(batch, runner.model, finished).argmax(-1))
+        finished, guess = _ended(batch, runner.model, mtp, chain.next(guess, finished))
+        guesses.append(guess)
     return torch.stack(guesses, dim=1).tolist()
+
+
+def _join(batch: Batch, mtp: Mtp, embedded: Tensor, finished: Tensor) -> Tensor:
+    if not batch.ops.has_stages():
+        return mtp.join(embedded, finished)
+    [joined] = mtp.join_stage([embedded, finished], threads=compute_threads())
+    return joined
+
+
+def _ended(batch: Batch, model: Model, mtp: Mtp, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The module's finished state and its guess."""
+    if not batch.ops.has_stages():
+        finished = mtp.finish(hidden)
+        return finished, model.logits(finished).argmax(-1)
+    finished, logits = model.draft_ending([hidden], threads=compute_threads())
+    return finished, logits.argmax(-1)
 
 
 class Chain:
@@ -59,14 +76,14 @@ class Chain:
 
     def next(self, tokens: Tensor, finished: Tensor) -> Tensor:
         layer, runner = self._mtp.layer, self._runner
-        hidden = self._mtp.join(runner.model.embed(tokens), finished)
+        hidden = _join(self._batch, self._mtp, runner.model.embed(tokens), finished)
         rotation = runner.model.rotation(self._lengths + len(self._own))
         entry = layer.enter(hidden)
         self._own.append(layer.mla.rows(entry.row, rotation).float())
         queries = layer.mla.queries(entry.query, rotation)
         probe = turned(layer.index(entry, rotation), self._batch.layout, runner.ops)
         partial = merge(self._over_pool(queries, probe), self._over_own(queries))
-        return self._mtp.finish(layer.mlp(layer.output(hidden, partial.out)))
+        return layer.mlp(layer.output(hidden, partial.out))
 
     def _over_pool(self, queries: Tensor, probe: Probe) -> Partial:
         batch, number = self._batch, self._mtp.layer.number

@@ -81,10 +81,13 @@ def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -
     return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
 
 
-def logits(batch: Batch, model: Model, finished: Tensor) -> Tensor:
+def ended(batch: Batch, model: Model, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The last layer's output -> finished hidden states, logits."""
     if not batch.ops.has_stages():
-        return model.logits(finished)
-    return model.logits_stage([finished], threads=compute_threads())[0]
+        finished = model.finish(hidden)
+        return finished, model.logits(finished)
+    finished, logits = model.ending([hidden], threads=compute_threads())
+    return finished, logits
 
 
 def compute_threads() -> int:

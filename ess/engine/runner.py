@@ -18,7 +18,7 @@ from ess.door import Offload, Step
 from ess.engine.experts import ExpertStep
 from ess.engine.half import Half, halves, whole
 from ess.engine.layer import LayerStep
-from ess.engine.rows import Batch, back, logits
+from ess.engine.rows import Batch, back, ended
 from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
 from ess.engine.warmth import StepWarmth
@@ -98,8 +98,8 @@ class Runner:
             else:
                 for layer in layers:
                     hidden = self.layer(batch, layer, hidden)
-        finished = self.model.finish(hidden)
-        return Forward(logits(batch, self.model, finished), finished)
+        finished, logits = ended(batch, self.model, hidden)
+        return Forward(logits, finished)
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
         return finish(self._stages(whole(batch), layer, hidden))
@@ -133,7 +133,8 @@ class Runner:
         timeline, mode = self.tuning.timeline, self._vector[layer.number]
         stages = LayerStep(half, layer, hidden, timeline)
         partials = yield from SCHEDULES[mode](stages)
-        attended = torch.cat([partial.out for partial in partials])
+        outs = [partial.out for partial in partials]
+        attended = outs[0] if len(outs) == 1 else torch.cat(outs)
         self.tuning.ran(layer.number, stages.ran(mode))
         if self.verified_layer == layer.number:
             self.verifier.check(half.batch, stages, attended)

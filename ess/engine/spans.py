@@ -29,7 +29,7 @@ class Recorder:
 
     def start(self) -> None:
         self.is_on, self._spans, self._left_out = True, [], 0
-        self._began_ns = round(self._clock.now_s() * 1e9)
+        self._began_ns = self._clock.now_ns()
 
     def stop(self) -> Traced:
         self.is_on = False
@@ -45,14 +45,13 @@ class Recorder:
     def after(self, engine: Engine, result: StepResult, began_s: float) -> None:
         if not self.is_on:
             return
-        self._keep(STEPS, _name(engine.step_count, result), round(began_s * 1e9), self._now_ns())
+        self._keep(
+            STEPS, _name(engine.step_count, result), round(began_s * 1e9), self._clock.now_ns()
+        )
         for one in engine.tuning.timeline.spans:
             self._keep(STAGES, f"{one.stage} L{one.layer}", one.started_ns, one.finished_ns)
         for layer, started_ns, finished_ns in engine.offload.timings.spans:
             self._keep(FETCHES, f"fetch L{layer}", started_ns, finished_ns)
-
-    def _now_ns(self) -> int:
-        return round(self._clock.now_s() * 1e9)
 
     def _keep(self, lane: str, name: str, started_ns: int, finished_ns: int) -> None:
         assert started_ns <= finished_ns, f"{name} ends before it starts"

@@ -1,11 +1,11 @@
 """Which schedule every layer runs in a step, and what the step teaches the next one.
 
-Fixed modes run as they are. "layerwise" starts from a calibration, then follows live counters: once
-per step the misses, the link's rate and the stages' times since the step before go to the policy,
-which decides when another vector has won for long enough. Without a calibration the first step runs
-NONE and the averages start at what it shows. A step whose rows are all in slots runs RESIDENT and
-teaches nothing. When slots run out such a step still finds all its rows, but they must be stamped,
-or the first to be evicted would be the ones in use: it runs NONE, whose plan stamps.
+Fixed modes run as they are. "layerwise" starts from a calibration, then follows live counters:
+every few steps the misses, the link's rate and the stages' times since the last look go to the
+policy, which decides when another vector has won for long enough. Without a calibration the first
+step runs NONE and the averages start at what it shows. A step whose rows are all in slots runs
+RESIDENT and teaches nothing. When slots run out such a step still finds all its rows, but they must
+be stamped, or the first to be evicted would be the ones in use: it runs NONE, whose plan stamps.
 
 A captured graph belongs to a vector, so no more than `VECTOR_MAX` of them are kept.
 """
@@ -34,6 +34,7 @@ from ess.overlap.timeline import Timeline
 from ess.units import div_ceil
 
 LAYERWISE: Final = "layerwise"
+LOOK_EVERY: Final = 8
 VECTOR_MAX: Final = 3
 ATTENTION: Final = ("attend_all", "attend_resident", "attend_fetched", "merge")
 
@@ -60,12 +61,21 @@ def fixed_vector(modes: Modes, layout: ModelLayout) -> Vector | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Before:
-    """The step that the next observation is about."""
+class _Since:
+    """The steps that the next observation is about: what was counted before, and their sums."""
 
     stats: Stats
-    request_count: int
-    query_count: int
+    step_count: int = 0
+    request_count: int = 0
+    query_count: int = 0
+
+    def with_step(self, step: Step) -> _Since:
+        return replace(
+            self,
+            step_count=self.step_count + 1,
+            request_count=self.request_count + len(step.sequences),
+            query_count=self.query_count + step.query_count,
+        )
 
 
 class Tuning:
@@ -97,20 +107,22 @@ class Tuning:
         self._is_guessed = calibration is None
         self._calibrated = DEFAULT if calibration is None else load(calibration)
         self._state: PolicyState | None = None
-        self._before: _Before | None = None
+        self._since: _Since | None = None
 
     def vector(self, step: Step) -> Vector:
         """What this step runs. Asked once per step, before its first layer."""
+        self.timeline.spans.clear()
         if self._fixed is not None:
             self.timeline.restart()
             return self._fixed
-        stats = self._offload.stats()
-        state = self._state = self._learn(self._state or self._start(step), stats)
-        self._keep(state.vector)
-        if not self._offload.all_resident(step.sequences):
-            self._before = _Before(stats, len(step.sequences), step.query_count)
+        is_resident = self._offload.all_resident(step.sequences)
+        state = self._learn(self._state or self._start(step), is_resident=is_resident)
+        if self._state is None or state.vector != self._state.vector:
+            self._keep(state.vector)
+        self._state = state
+        if self._since is not None:
+            self._since = self._since.with_step(step)
             return state.vector
-        self._before = None
         if self._offload.is_scarce:
             return (Mode.NONE,) * len(state.vector)
         return policy.modes(state, all_resident=True)
@@ -164,8 +176,17 @@ class Tuning:
             hiding=behind,
         )
 
-    def _learn(self, state: PolicyState, stats: Stats) -> PolicyState:
-        seen = None if self._before is None else self._observed(self._before, stats)
+    def _learn(self, state: PolicyState, *, is_resident: bool) -> PolicyState:
+        """From the steps since the last look, if they are enough or the last ones for now."""
+        since, wanted_count = self._since, 1 if self._is_guessed else LOOK_EVERY
+        if since is None and is_resident:
+            self.timeline.restart()
+            return state
+        if since is not None and since.step_count < wanted_count and not is_resident:
+            return state
+        stats = self._offload.stats()
+        seen = None if since is None else self._observed(since, stats)
+        self._since = None if is_resident else _Since(stats)
         self.timeline.restart()
         if seen is None:
             return state
@@ -179,21 +200,23 @@ class Tuning:
             )
         return policy.advance(state, seen)
 
-    def _observed(self, before: _Before, stats: Stats) -> Observation:
-        """Of a step in two halves: what one half had to move, and beside what."""
+    def _observed(self, since: _Since, stats: Stats) -> Observation:
+        """Of steps in two halves: what one half had to move, and beside what."""
         layout, half_count = self._offload.layout, 1 if self.reasons else 2
-        missed = stats.miss_count - before.stats.miss_count
-        asked = missed + stats.hit_count - before.stats.hit_count
-        asked += stats.place_count - before.stats.place_count
+        run_count = half_count * since.step_count
+        missed = stats.miss_count - since.stats.miss_count
+        asked = missed + stats.hit_count - since.stats.hit_count
+        asked += stats.place_count - since.stats.place_count
         per_layer = [int(missed[layout.group_of(layer)]) for layer in range(layout.layer_total)]
-        moved_us = float((stats.transfer_ns - before.stats.transfer_ns).sum()) / 1e3
+        moved_us = float((stats.transfer_ns - since.stats.transfer_ns).sum()) / 1e3
         moved_bytes = sum(per_layer) * layout.row_bytes
         return Observation(
-            misses=tuple(count / before.request_count for count in per_layer),
-            request_count=div_ceil(before.request_count, half_count),
+            misses=tuple(count / since.request_count for count in per_layer),
+            request_count=div_ceil(since.request_count, run_count),
+            step_count=since.step_count,
             bytes_per_us=moved_bytes / moved_us if moved_us and moved_bytes else None,
             hiding=self._windows(
-                div_ceil(before.query_count, half_count),
+                div_ceil(since.query_count, run_count),
                 float(missed.sum()) / max(1, int(asked.sum())),
             ),
         )

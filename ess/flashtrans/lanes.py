@@ -121,6 +121,7 @@ class WorkerLane:
 
     def __init__(self, *, threads: int = 1, at_once_bytes: int = 0) -> None:
         rows.check_threads(threads)
+        self.at_once_bytes = at_once_bytes
         self._handle = _native("open")(threads, rows.STREAM_ABOVE_BYTES, at_once_bytes)
         if not self._handle:
             raise Unavailable("the system has no thread left for a copy lane")

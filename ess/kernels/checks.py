@@ -29,14 +29,14 @@ class Shaped(Protocol):
 
 def require(name: str, array: Shaped, shape: Sequence[int | None], dtypes: Sequence[str]) -> None:
     """`None` in the shape is any size."""
-    if not _fits(array.shape, shape):
+    if not fits(array.shape, shape):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise BadInput(f"{name} has shape {tuple(array.shape)}, must be ({sizes})")
     if _name(array.dtype) not in dtypes:
         raise BadInput(f"{name} has type {array.dtype}, must be one of {', '.join(dtypes)}")
 
 
-def _fits(got: Sequence[int], wanted: Sequence[int | None]) -> bool:
+def fits(got: Sequence[int], wanted: Sequence[int | None]) -> bool:
     if len(got) != len(wanted):
         return False
     for size, want in zip(got, wanted, strict=True):  # a generator would take twice as long

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -143,6 +144,30 @@ class Routing:
     is_normed: bool
     scale: float
     correction: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A rotation that has been looked at: cosines and sines are the first two sides of a call."""
+
+    kept: tuple[Tensor, Tensor]
+    tokens: int
+    sides: tuple[int, ...]
+
+
+NO_TURNS: Final = (0,) * 6
+
+
+def look_at_turns(cos: Tensor, sin: Tensor) -> Turns:
+    """float32 [tokens, pairs], dense."""
+    tokens, width = cos.shape
+    for turn in (cos, sin):
+        if turn.dtype != torch.float32 or turn.shape != cos.shape or not turn.is_contiguous():
+            shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+            raise BadInput(f"a rotation is dense float32 and the same size twice, got {shapes}")
+    stride, form = width * 4, FORMS[torch.float32]
+    sides = (cos.data_ptr(), stride, form, sin.data_ptr(), stride, form)
+    return Turns((cos, sin), tokens, sides)
 
 
 @dataclass(frozen=True)
@@ -331,25 +356,26 @@ class Stage:
     # ---- the call
 
     def __call__(
-        self, arguments: Sequence[Tensor], *, rotation: Sequence[Tensor] = (), threads: int = 1
+        self, arguments: Sequence[Tensor], *, turns: Turns | None = None, threads: int = 1
     ) -> list[Tensor]:
         """Arguments as taken, float32 or bfloat16; results as given."""
         ready = self._ready or self._close()
         tokens, taken = arguments[0].shape[0], 0
         kept, results = [], []
-        sides = _turns(rotation, tokens)
+        if turns is not None and turns.tokens != tokens:
+            raise BadInput(f"a rotation of {turns.tokens} tokens for {tokens}")
+        sides = [*(NO_TURNS if turns is None else turns.sides)]
         for side in self._sides:
             if isinstance(side, int):
                 tensor = _checked(arguments[taken], tokens, side)
                 taken += 1
                 kept.append(tensor)
-                form = FORMS[tensor.dtype]
-                sides += (tensor.data_ptr(), side * tensor.itemsize, form)
+                sides += (tensor.data_ptr(), side * tensor.itemsize, FORMS[tensor.dtype])
             else:
                 tensor = torch.empty((tokens, *side.shape), dtype=side.dtype)
                 results.append(tensor)
                 sides += (tensor.data_ptr(), side.stride, side.form)
-        _run()(ready, (_COUNT * len(sides))(*sides), tokens, threads)
+        _run()(ready, struct.pack(f"{len(sides)}q", *sides), tokens, threads)
         del kept
         return results
 
@@ -359,19 +385,6 @@ class Stage:
         self._kept += [ops, widths]
         self._ready = _Stage(ops, len(self._ops), widths, len(self._widths))
         return self._ready
-
-
-def _turns(rotation: Sequence[Tensor], tokens: int) -> list[int]:
-    """Cosines and sines are the first two sides of every call; without a rotation nobody reads."""
-    if not rotation:
-        return [0] * 6
-    sides: list[int] = []
-    for turn in rotation:
-        if turn.dtype != torch.float32 or turn.shape[0] != tokens or not turn.is_contiguous():
-            shape = tuple(turn.shape)
-            raise BadInput(f"a rotation is dense float32 of {tokens} tokens, got {shape}")
-        sides += (turn.data_ptr(), turn.shape[1] * 4, FORMS[torch.float32])
-    return sides
 
 
 def _checked(tensor: Tensor, tokens: int, dim: int) -> Tensor:
@@ -400,6 +413,5 @@ def _function(name: str, *types: Any, returns: Any = None) -> Callable[..., Any]
 
 @functools.cache
 def _run() -> Callable[..., None]:
-    """Sides are three numbers each: `ess::Bound` of csrc/cpu/kernels.h."""
-    sides = ctypes.POINTER(_COUNT)
-    return _function("ess_stage", ctypes.POINTER(_Stage), sides, _COUNT, ctypes.c_int32)
+    """Sides are three numbers each, packed: `ess::Bound` of csrc/cpu/kernels.h."""
+    return _function("ess_stage", ctypes.POINTER(_Stage), ctypes.c_char_p, _COUNT, ctypes.c_int32)

@@ -14,6 +14,7 @@ resident, and wrong otherwise, so it follows the ledger at once and leaves the s
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,8 @@ Vector = tuple[Mode, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One step's counters. Misses are per request and layer; None where nothing was measured.
+    """Counters of a step, or the mean of some. Misses are per request and layer; None where nothing
+    was measured.
 
     `hiding` is measured over the layers of a step: one pair of windows for all of them.
     """
@@ -50,6 +52,7 @@ class Observation:
     request_count: int
     bytes_per_us: float | None = None
     hiding: Hiding | None = None
+    step_count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,26 +138,28 @@ def vector_us(costs: Sequence[Exposed], vector: Vector) -> float:
 
 
 def advance(state: PolicyState, seen: Observation) -> PolicyState:
-    """One step further: averages follow, and the vector changes when another has won for long."""
+    """Some steps further: averages follow, and the vector changes when another has won for long."""
     if len(seen.misses) != len(state.misses):
         raise BadInput(f"misses of {len(seen.misses)} layers, the policy has {len(state.misses)}")
     _check_counts(seen.misses, seen.request_count)
     if seen.bytes_per_us is not None:
         _check_rate(seen.bytes_per_us)
+    weight = 1 - (1 - WEIGHT) ** seen.step_count
+    follow = functools.partial(_follow, weight=weight)
     followed = replace(
         state,
-        misses=tuple(map(_follow, state.misses, seen.misses)),
-        bytes_per_us=_follow(state.bytes_per_us, seen.bytes_per_us or state.bytes_per_us),
-        hiding=_follow_hiding(state.hiding, seen.hiding or state.hiding),
+        misses=tuple(map(follow, state.misses, seen.misses)),
+        bytes_per_us=follow(state.bytes_per_us, seen.bytes_per_us or state.bytes_per_us),
+        hiding=_follow_hiding(state.hiding, seen.hiding or state.hiding, weight),
     )
     costs = layer_costs(followed, seen.request_count)
     best = best_vector(costs)
     assert vector_us(costs, best) <= vector_us(costs, state.vector), "the best is not the cheapest"
     assert Mode.RESIDENT not in best, "RESIDENT follows the ledger, it is never chosen"
     wins = vector_us(costs, best) < (1 - WIN) * vector_us(costs, state.vector)
-    lead_count = state.lead_count + 1 if wins else 0
-    assert 0 <= lead_count <= PATIENCE, f"a vector led for {lead_count} steps and was not taken"
-    if lead_count == PATIENCE:
+    lead_count = state.lead_count + seen.step_count if wins else 0
+    assert state.lead_count < PATIENCE, f"a vector led for {state.lead_count} steps: not taken"
+    if lead_count >= PATIENCE:
         return replace(followed, vector=best, lead_count=0)
     return replace(followed, lead_count=lead_count)
 
@@ -177,15 +182,15 @@ def _check_rate(bytes_per_us: float) -> None:
         raise BadInput(f"a link of {bytes_per_us} bytes per microsecond; rates are above 0")
 
 
-def _follow(average: float, value: float) -> float:
+def _follow(average: float, value: float, *, weight: float) -> float:
     assert math.isfinite(average), f"an average became {average}"
-    return average + WEIGHT * (value - average)
+    return average + weight * (value - average)
 
 
-def _follow_hiding(average: Hiding, value: Hiding) -> Hiding:
+def _follow_hiding(average: Hiding, value: Hiding, weight: float) -> Hiding:
     return Hiding(
-        window_us=_follow(average.window_us, value.window_us),
-        index_us=_follow(average.index_us, value.index_us),
-        da_cost_us=_follow(average.da_cost_us, value.da_cost_us),
-        dba_cost_us=_follow(average.dba_cost_us, value.dba_cost_us),
+        window_us=_follow(average.window_us, value.window_us, weight=weight),
+        index_us=_follow(average.index_us, value.index_us, weight=weight),
+        da_cost_us=_follow(average.da_cost_us, value.da_cost_us, weight=weight),
+        dba_cost_us=_follow(average.dba_cost_us, value.dba_cost_us, weight=weight),
     )

@@ -26,7 +26,7 @@ class Span:
 
 @dataclass(slots=True, kw_only=True)
 class Timeline:
-    """`total_ns` and `run_count` per stage until `restart`; spans only if `keeps_spans`."""
+    """`total_ns` and `run_count` per stage until `restart`; spans of a step if `keeps_spans`."""
 
     clock: Clock
     keeps_spans: bool = False
@@ -34,17 +34,14 @@ class Timeline:
     run_count: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
 
-    def now_ns(self) -> int:
-        return round(self.clock.now_s() * 1e9)
-
-    def note(self, layer: int, first_query: int, stage: str, started_ns: int) -> None:
+    def note(self, of: Watched, stage: str, started_ns: int) -> None:
         """A stage that started then ends now."""
-        now_ns = self.now_ns()
-        assert started_ns <= now_ns, f"{stage} of layer {layer} ends before it starts"
+        now_ns = self.clock.now_ns()
+        assert started_ns <= now_ns, f"{stage} of layer {of.number} ends before it starts"
         self.total_ns[stage] += now_ns - started_ns
         self.run_count[stage] += 1
         if self.keeps_spans:
-            self.spans.append(Span(layer, first_query, stage, started_ns, now_ns))
+            self.spans.append(Span(of.number, of.first_query, stage, started_ns, now_ns))
 
     def total_us(self, *stages: str) -> float:
         return sum(self.total_ns[stage] for stage in stages) / 1e3
@@ -52,7 +49,6 @@ class Timeline:
     def restart(self) -> None:
         self.total_ns.clear()
         self.run_count.clear()
-        self.spans.clear()
 
 
 class Watched(Protocol):
@@ -71,11 +67,13 @@ W = TypeVar("W", bound=Watched)
 
 def timed(stage: Callable[Concatenate[W, A], T]) -> Callable[Concatenate[W, A], T]:
     """The stage's time goes to the timeline under the method's name."""
+    name = stage.__name__
 
     def noted(self: W, /, *args: A.args, **kwargs: A.kwargs) -> T:
-        started_ns = self.timeline.now_ns()
+        timeline = self.timeline
+        started_ns = timeline.clock.now_ns()
         result = stage(self, *args, **kwargs)
-        self.timeline.note(self.number, self.first_query, stage.__name__, started_ns)
+        timeline.note(self, name, started_ns)
         return result
 
     return noted

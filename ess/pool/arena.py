@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
 
 BLOCK_SLOTS: Final = 64
 AGE_MAX: Final = 255
@@ -145,7 +146,9 @@ class Lookup:
     `stored[layer, host page]` to the bits that say which of these were ever written.
 
     Of the latest `resolve` it holds the row ids in the top-left of `rows`, and in front of
-    `host_rows` the sources of the claims, `unwritten_count` of which no copy may read.
+    `host_rows` the sources of the claims, `unwritten_count` of which no copy may read. Claims of at
+    most `at_once_bytes` are copied from `host` [layer, host row] to `slab` and `is_landed`, one
+    layer after another at these `times` (ns).
     """
 
     lines: Ints
@@ -153,7 +156,12 @@ class Lookup:
     stored: npt.NDArray[np.uint64]
     rows: Ints
     host_rows: Ints
+    host: Bytes = field(default_factory=lambda: np.empty((0, 0, 0), np.uint8))
+    slab: Bytes = field(default_factory=lambda: np.empty((0, 0), np.uint8))
+    times: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    at_once_bytes: int = 0
     unwritten_count: int = 0
+    is_landed: bool = False
     native: Any = field(default=None, init=False, repr=False)
 
 

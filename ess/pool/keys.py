@@ -52,6 +52,11 @@ class KeyPages:
         self._values[layer, page, offset] = keys[:, : self.value_bytes]
         self._scales[layer, page, offset] = keys[:, self.value_bytes :]
 
+    def side(self, layer: int) -> tuple[int, int, int, int]:
+        """For native code: where the layer begins, its pages, the bytes of a value and a scale."""
+        at = self._base + layer * self.pages.strides[0]
+        return at, self.pages.shape[1], self.value_bytes, self._scales.shape[3]
+
     def read(self, layer: int, rows: RowIds) -> Bytes:
         page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
         parts = (self._values[layer, page, offset], self._scales[layer, page, offset])

@@ -9,12 +9,15 @@ with 0xFF when `poison` is set: NaN in e4m3, bf16 and f32, so that a stale read 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ess.kernels import native
 from ess.layout import ModelLayout
 from ess.pool.keys import KeyPages
 from ess.pool.pages import PageIds, PagePool
@@ -144,9 +147,23 @@ def _bits(host_rows: RowIds) -> npt.NDArray[np.uint64]:
 
 
 def _mark(mask: npt.NDArray[np.uint64], layers: Layers, host_rows: RowIds) -> None:
-    firsts = np.atleast_1d(np.asarray(layers, np.int64)) * mask.shape[1]
+    chosen = np.atleast_1d(np.asarray(layers, np.int32))
+    if native.available():
+        rows = np.ascontiguousarray(host_rows, np.int32)
+        at = native.address
+        lists = (at(mask), at(chosen), at(rows))
+        done = _native_mark()(*lists, *mask.shape, chosen.size, rows.size)
+        assert done, f"a row or a layer outside of {mask.shape} pages"
+        return
+    firsts = chosen.astype(np.int64) * mask.shape[1]
     places = (firsts[:, None] + host_rows // PAGE_ROWS).reshape(-1)
     np.bitwise_or.at(mask.reshape(-1), places, np.tile(_bits(host_rows), len(firsts)))
+
+
+@functools.cache
+def _native_mark() -> Callable[..., int]:
+    types = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4
+    return native.function("ess_mark", types, ctypes.c_int32)
 
 
 def _is_marked(mask: npt.NDArray[np.uint64], host_rows: RowIds) -> npt.NDArray[np.bool_]:

@@ -18,6 +18,8 @@ twice, but its attention must wait for the ticket, so the entry goes to the miss
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +31,11 @@ from ess.units import PAGE_ROWS
 
 __all__ = [
     "check",
+    "claim_each",
     "claim_new",
     "clear_block",
     "drop",
+    "drop_each",
     "fill",
     "land",
     "locate",
@@ -121,7 +125,10 @@ def resolve(
     ticket: int,
     split: Split,
 ) -> Claims:
-    """`translate`, then `plan`; then where the claims are on the host, in all of `layers`."""
+    """`translate`, then `plan`; then where the claims are on the host, in all of `layers`.
+
+    A few rows that are all there, and wait for no others, are copied and landed at once.
+    """
     rows = lookup.rows[: len(selection)]
     translate(selection, lookup.lines, line_of, length, out=rows)
     claims = plan(arena, rows, step=step, ticket=ticket, split=split)
@@ -131,7 +138,21 @@ def resolve(
     common = np.bitwise_and.reduce(lookup.stored[layers.start : layers.stop, page], axis=0)
     is_written = (common >> offset.astype(np.uint64)) & np.uint64(1)
     lookup.unwritten_count = page.size - int(is_written.sum())
+    size = page.size * len(layers) * lookup.slab.shape[1]
+    is_open = not (lookup.unwritten_count or claims.late_ticket)
+    lookup.is_landed = is_open and 0 < size <= lookup.at_once_bytes
+    if lookup.is_landed:
+        _copy_claims(arena, lookup, claims, layers)
     return claims
+
+
+def _copy_claims(arena: Arena, lookup: Lookup, claims: Claims, layers: range) -> None:
+    lookup.times[0] = time.monotonic_ns()
+    for member, layer in enumerate(layers):
+        rows = lookup.host[layer, lookup.host_rows[: claims.rows.size]]
+        lookup.slab[claims.slots + member * BLOCK_SLOTS] = rows
+        lookup.times[member + 1] = time.monotonic_ns()
+    arena.ticket_of[claims.slots] = 0
 
 
 def locate(
@@ -162,6 +183,16 @@ def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
     out[:] = arena.slot_of[rows]
     arena.dirty[out] = 1
     return True
+
+
+def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, absent: Ints) -> int:
+    """`claim_new` in one arena after another, until one has no room; how many had, and how many of
+    the rows were new to each of these."""
+    for number, arena in enumerate(arenas):
+        absent[number] = np.count_nonzero(arena.slot_of[rows] < 0)
+        if not claim_new(arena, rows, step=step, out=out[number]):
+            return number
+    return len(arenas)
 
 
 def fill(arena: Arena, rows: Ints, *, step: int, ticket: int) -> Claims:
@@ -217,6 +248,10 @@ def drop(arena: Arena, rows: Ints) -> int:
     arena.dirty[slot] = 0
     arena.ticket_of[slot] = 0
     return slot.size
+
+
+def drop_each(arenas: Sequence[Arena], rows: Ints) -> list[int]:
+    return [drop(arena, rows) for arena in arenas]
 
 
 def clear_block(arena: Arena, block: int, *, step: int) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -16,13 +17,15 @@ import numpy as np
 from ess.kernels import native
 from ess.pool import lru
 from ess.pool.arena import AGE_MAX, Arena, Claims, Ints, Lookup, Split, make_scratch
-from ess.pool.lru import check, clear_block, settle
+from ess.pool.lru import check, clear_block
 
 __all__ = [
     "check",
+    "claim_each",
     "claim_new",
     "clear_block",
     "drop",
+    "drop_each",
     "fill",
     "land",
     "locate",
@@ -42,6 +45,8 @@ _REFUSALS: Final = (
     "ages must ascend from 1",
     "a slot outside the slab",
     "a row of a page that is not active",
+    "a position that leads nowhere",
+    "a free slot cannot be settled",
 )
 _BAD_POSITION: Final = -8
 
@@ -91,10 +96,15 @@ class _LookupRecord(ctypes.Structure):
 
     _fields_ = (
         *_pointer_fields("lines", "host_page_of", "stored", "rows", "host_rows"),
+        *_pointer_fields("host", "slab", "times"),
         ("line_count", ctypes.c_int64),
         ("page_max", ctypes.c_int64),
         ("host_page_count", ctypes.c_int64),
+        ("slab_count", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("at_once_bytes", ctypes.c_int64),
         ("unwritten_count", ctypes.c_int64),
+        ("is_landed", ctypes.c_int64),
     )
 
 
@@ -152,13 +162,17 @@ def _bound_lookup(lookup: Lookup) -> _Bound:
         _assert_ids(2, lookup.lines, lookup.rows)
         _assert_ids(1, lookup.host_page_of, lookup.host_rows)
         assert lookup.stored.dtype == np.uint64, f"{lookup.stored.dtype} where uint64 is expected"
-        assert lookup.stored.flags.c_contiguous, "stored is not C-contiguous"
+        for array in (lookup.stored, lookup.host, lookup.slab, lookup.times):
+            assert array.flags.c_contiguous, "an array of the lookup is not C-contiguous"
         lookup.native = _bind(
             _LookupRecord(),
             lookup,
             line_count=len(lookup.lines),
             page_max=lookup.lines.shape[1],
             host_page_count=lookup.stored.shape[1],
+            slab_count=len(lookup.slab),
+            row_bytes=lookup.slab.shape[1],
+            at_once_bytes=lookup.at_once_bytes,
         )
     return lookup.native  # type: ignore[no-any-return]
 
@@ -233,15 +247,17 @@ def resolve(
     assert lookup.rows.size >= selection.size, f"{selection.shape} into {lookup.rows.shape}"
     assert lookup.host_rows.size >= selection.size, f"{selection.shape}: each may be a miss"
     assert 0 <= layers.start <= layers.stop <= len(lookup.stored), f"{layers} of the layers"
-    _assert_int32(ticket, "ticket", lowest=1)
-    _assert_int32(step, "step")
-    home, into, room = _bound_arena(arena), _bound_split(split), _bound_lookup(lookup)
+    assert 0 < ticket <= _INT32_MAX, f"ticket {ticket}"
+    assert 0 <= step <= _INT32_MAX, f"step {step}"
+    home = arena.native or _bound_arena(arena)
+    into, room = split.native or _bound_split(split), lookup.native or _bound_lookup(lookup)
     given = map(native.address, (selection, line_of, length))
     numbers = (*selection.shape, layers.start, len(layers), step, ticket)
     claimed = _symbol("ess_resolve", 6, 6)(home.at, into.at, room.at, *given, *numbers)
     if claimed == _BAD_POSITION:
         _refuse_positions(lookup, selection, line_of, length)
     lookup.unwritten_count = room.record.unwritten_count
+    lookup.is_landed = bool(room.record.is_landed)
     return _planned(home, into, split, _accepted(claimed))
 
 
@@ -253,7 +269,8 @@ def locate(
     _assert_positions(selection, line_of, length)
     _assert_ids(2, out)
     assert out.shape == selection.shape, f"selection {selection.shape} into {out.shape}"
-    home, room = _bound_arena(arena), _bound_lookup(lookup)
+    home = arena.native or _bound_arena(arena)
+    room = lookup.native or _bound_lookup(lookup)
     given = map(native.address, (selection, line_of, length, out))
     absent = _symbol("ess_locate", 6, 2)(home.at, room.at, *given, *selection.shape)
     if absent == _BAD_POSITION:
@@ -282,6 +299,22 @@ def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
     call = _symbol("ess_claim_new", 3, 2)
     at = _bound_arena(arena).at
     return bool(_accepted(call(at, native.address(rows), native.address(out), rows.size, step)))
+
+
+@_twin_of(lru.claim_each)
+def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, absent: Ints) -> int:
+    """`claim_new` in one arena after another, until one has no room; how many had."""
+    _assert_ids(1, rows, absent)
+    _assert_ids(2, out)
+    assert out.shape == (len(arenas), rows.size), f"{rows.size} rows into {out.shape} slots"
+    assert absent.size == len(arenas), f"{absent.size} counts of {len(arenas)} arenas"
+    pointers = map(native.address, (rows, out, absent))
+    call = _symbol("ess_claim_each", 4, 3)
+    return _accepted(call(_all_bound(arenas), *pointers, len(arenas), rows.size, step))
+
+
+def _all_bound(arenas: Sequence[Arena]) -> bytes:
+    return struct.pack(f"{len(arenas)}q", *(_bound_arena(arena).at for arena in arenas))
 
 
 @_twin_of(lru.fill)
@@ -327,3 +360,21 @@ def drop(arena: Arena, rows: Ints) -> int:
     _assert_ids(1, rows)
     at = _bound_arena(arena).at
     return _accepted(_symbol("ess_drop", 2, 1)(at, native.address(rows), rows.size))
+
+
+@_twin_of(lru.drop_each)
+def drop_each(arenas: Sequence[Arena], rows: Ints) -> list[int]:
+    """`drop` in each arena, and how many left it."""
+    _assert_ids(1, rows)
+    left = np.empty(len(arenas), np.int64)
+    homes, call = _all_bound(arenas), _symbol("ess_drop_each", 3, 2)
+    _accepted(call(homes, native.address(rows), native.address(left), len(arenas), rows.size))
+    return [int(count) for count in left]
+
+
+@_twin_of(lru.settle)
+def settle(arena: Arena, slots: Ints) -> None:
+    """The host copies of these slots are as new as they are."""
+    _assert_ids(1, slots)
+    at = _bound_arena(arena).at
+    _accepted(_symbol("ess_settle", 2, 1)(at, native.address(slots), slots.size))

@@ -43,7 +43,8 @@ TICKET_MAX: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPlan:
-    """Rows claimed and still to be copied: rows[i] of the host into slots[i] of the slab."""
+    """Rows claimed and still to be copied, unless they have landed: rows[i] of the host into
+    slots[i] of the slab. Lists of a plan that has landed live until the next one."""
 
     group: int
     ticket: int
@@ -53,11 +54,12 @@ class FetchPlan:
     hit_count: int
     place_count: int
     evicted_count: int
+    is_landed: bool = False
 
     @property
     def is_pending(self) -> bool:
         """Somebody must wait: for these rows, or for rows that an earlier plan is bringing."""
-        return len(self.rows) > 0 or self.late_ticket > 0
+        return (len(self.rows) > 0 and not self.is_landed) or self.late_ticket > 0
 
 
 class SparsePool:
@@ -181,7 +183,7 @@ class SparsePool:
             ticket=ticket,
             split=split,
         )
-        return self._fetch_plan(group, ticket, claims)
+        return self._fetch_plan(group, ticket, claims, is_landed=lookup.is_landed)
 
     def locate_into(
         self,
@@ -217,38 +219,41 @@ class SparsePool:
         self._ticket += 1
         return self._ticket
 
-    def _fetch_plan(self, group: int, ticket: int, claims: Claims) -> FetchPlan:
+    def _fetch_plan(
+        self, group: int, ticket: int, claims: Claims, *, is_landed: bool = False
+    ) -> FetchPlan:
         self._used_count[group] += len(claims.slots) - claims.evicted_count
         self.departed_count += claims.evicted_count
         return FetchPlan(
             group=group,
             ticket=ticket,
-            rows=claims.rows.copy(),
-            slots=claims.slots.copy(),
+            rows=claims.rows if is_landed else claims.rows.copy(),
+            slots=claims.slots if is_landed else claims.slots.copy(),
             late_ticket=claims.late_ticket,
             hit_count=claims.hit_count,
             place_count=claims.place_count,
             evicted_count=claims.evicted_count,
+            is_landed=is_landed,
         )
 
     def commit(self, plan: FetchPlan) -> None:
         """The copy's event has passed: these rows are hits from now on."""
         planner.land(self._arenas[plan.group], plan.slots, ticket=plan.ticket)
 
-    def claim_new(self, group: int, rows: RowIds) -> SlotIds | None:
-        """Dirty slots for rows that this step writes; None (nothing changed) when too few."""
-        arena = self._arenas[group]
-        before = self._resident_count(group, rows)
-        free_before = arena.blocks.size * PAGE_ROWS - self._used_count[group]
-        slots = np.empty(len(rows), np.int32)
-        if not planner.claim_new(arena, rows, step=self.step, out=slots):
-            return None
-        taken_count = min(len(rows) - before, free_before)
-        self._used_count[group] += taken_count
-        self.departed_count += len(rows) - before - taken_count
-        if self._poison:
-            self._poison_slots(group, slots)
-        return slots
+    def claim_new(self, groups: range, rows: RowIds) -> SlotIds:
+        """Dirty slots for rows that this step writes: a line per group, up to the first group that
+        has too few of them, where nothing changes."""
+        arenas = self._arenas[groups.start : groups.stop]
+        slots = np.empty((len(groups), len(rows)), np.int32)
+        absent = np.empty(len(groups), np.int32)
+        done_count = planner.claim_each(arenas, rows, step=self.step, out=slots, absent=absent)
+        for group, absent_count in zip(groups[:done_count], absent.tolist(), strict=False):
+            taken_count = min(absent_count, self.slot_count(group) - self._used_count[group])
+            self._used_count[group] += taken_count
+            self.departed_count += absent_count - taken_count
+            if self._poison:
+                self._poison_slots(group, slots[group - groups.start])
+        return slots[:done_count]
 
     def _poison_slots(self, group: int, slots: SlotIds) -> None:
         for member in range(len(self.layout.groups[group])):
@@ -258,19 +263,17 @@ class SparsePool:
         """Stores of these slots, of any groups, have landed."""
         planner.settle(self._arenas[0], slots)
 
-    def drop(self, group: int, rows: RowIds) -> None:
-        self._used_count[group] -= planner.drop(self._arenas[group], rows)
+    def drop(self, groups: Sequence[int], rows: RowIds) -> None:
+        left = planner.drop_each([self._arenas[group] for group in groups], rows)
+        for group, count in zip(groups, left, strict=True):
+            self._used_count[group] -= count
 
     def drop_pages(self, active: PageIds) -> None:
         """All rows of these pages leave every group: their ids may be used again."""
         rows = page_rows(active)
         used_before = sum(self._used_count)
-        for group in range(self.layout.group_count):
-            self.drop(group, rows)
+        self.drop(range(self.layout.group_count), rows)
         self.departed_count += used_before - sum(self._used_count)
-
-    def _resident_count(self, group: int, rows: RowIds) -> int:
-        return int(np.count_nonzero(self._arenas[group].slot_of.take(rows) >= 0))
 
     # ---- budgets
 

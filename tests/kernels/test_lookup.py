@@ -17,19 +17,21 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missin
 SPLIT = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
 LAYERS = 3
 QUERIES, WIDTH = 4, 24
+ROW_BYTES = 20
 
 
 def ids(values):
     return np.array(values, np.int32)
 
 
-def two_worlds(rng):
-    """The same lines of pages, stored bits and empty arena, for either implementation."""
+def two_worlds(rng, at_once_bytes=0):
+    """The same lines of pages, stored bits, rows and empty arena, for either implementation."""
     pages = rng.permutation(20)[:15].astype(np.int32).reshape(3, 5)
     host_page_of = np.full(20, -1, np.int32)
     host_page_of[pages.reshape(-1)] = rng.permutation(30)[:15]
     stored = np.full((LAYERS, 30), 2**64 - 1, np.uint64)
     stored[1, host_page_of[pages[0, 0]]] ^= np.uint64(1 << 63)
+    host = rng.integers(0, 256, (LAYERS, 30 * 64, ROW_BYTES), np.uint8)
     for operations in (lru, planner):
         rows = np.full((QUERIES + 1, WIDTH), 77, np.int32)
         lookup = Lookup(
@@ -38,6 +40,10 @@ def two_worlds(rng):
             stored=stored.copy(),
             rows=rows,
             host_rows=np.full(rows.size, 77, np.int32),
+            host=host,
+            slab=np.zeros((64 * LAYERS, ROW_BYTES), np.uint8),
+            times=np.zeros(LAYERS + 1, np.int64),
+            at_once_bytes=at_once_bytes,
         )
         arena = Arena.alone(row_count=20 * 64, slot_count=64)
         yield operations, lookup, arena, Split.create(query_count=QUERIES + 1, top_k=WIDTH)
@@ -48,10 +54,11 @@ def positions(rng):
     return np.pad(chosen, ((0, 0), (0, 4)), constant_values=-1).astype(np.int32)
 
 
-def test_positions_resolve_and_locate_as_their_specification_says():
+@pytest.mark.parametrize("at_once_bytes", [0, 40 * LAYERS * ROW_BYTES])
+def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes):
     seen = Counter()
     rng = np.random.default_rng(5)
-    worlds = list(two_worlds(rng))
+    worlds = list(two_worlds(rng, at_once_bytes))
     lines, lengths = ids([0, 0, 1, 2]), ids([200, 201, 202, 320])
     for step in range(300, 330):
         selection, found = positions(rng), []
@@ -76,15 +83,26 @@ def test_positions_resolve_and_locate_as_their_specification_says():
             found.append(
                 [claims.slots.copy(), claims.rows.copy(), source, lookup.rows, in_flight, out]
                 + [lookup.unwritten_count, hidden, absent, claims.place_count]
+                + [lookup.is_landed, lookup.slab.copy(), arena.ticket_of.copy()]
                 + [getattr(split, name) for name in SPLIT]
             )
-            assert hidden > absent == ((out < 0) & (selection >= 0)).sum()
+            assert hidden >= absent == ((out < 0) & (selection >= 0)).sum()
+            assert lookup.is_landed or hidden > absent
+            if lookup.is_landed:
+                assert not lookup.unwritten_count
+                assert (np.diff(lookup.times[: LAYERS + 1 - step % 2]) >= 0).all()
+                for member, layer in enumerate(range(step % 2, LAYERS)):
+                    copied = lookup.slab[claims.slots + member * 64]
+                    assert (copied == lookup.host[layer, source]).all()
+            seen["landed", lookup.is_landed] += 1
             seen["unwritten"] += lookup.unwritten_count
             seen["placed"] += claims.place_count
             assert (source % 64 == claims.rows % 64).all()
             assert (source // 64 == lookup.host_page_of[claims.rows // 64]).all()
         for one, other in zip(*found, strict=True):
             np.testing.assert_array_equal(one, other)
+    assert seen["landed", False]
+    assert bool(seen["landed", True]) == (at_once_bytes > 0)
     assert seen["unwritten"]
     assert seen["placed"]
 

@@ -145,6 +145,14 @@ REFUSED = {
     "descending": ("warm", (ids([1, 2]), ids([2, 1])), {"ticket": 1}),
     "dropped pad": ("drop", (ids([-1]),), None),
     "slot too large": ("land", (ids([999_999]),), {"ticket": 1}),
+    "settled too large": ("settle", (ids([5, 999_999]),), None),
+    "a free slot": ("settle", (ids([5, 7]),), None),
+    "dropped pad in each": ("drop_each", (ids([-1]),), None),
+    "twice in each": (
+        "claim_each",
+        (ids([1, 1]),),
+        {"out": np.zeros((2, 2), np.int32), "absent": ids([0, 0])},
+    ),
 }
 
 
@@ -156,7 +164,7 @@ def test_both_refuse_the_same_and_change_nothing(operations, name, arguments, op
     arena.slot_of[4], arena.row_of[6] = 6, 4
     before = {field: array.copy() for field, array in side.everything().items()}
     options = {} if options is None else options
-    if name in ("plan", "claim_new", "warm"):
+    if name in ("plan", "claim_each", "claim_new", "warm"):
         options = options | {"step": 300}
     with pytest.raises(AssertionError):
         side.call(name, 0, *arguments, **options)

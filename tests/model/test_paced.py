@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from ess.clock import Clock
 from ess.engine.sampling import Sampling
 from tests.model.test_engine import engine, expected, prompt, run
 
 
-class LoadClock:
+class LoadClock(Clock):
     """Time passes by what the engine does: per step and per query that the offload has begun."""
 
     def __init__(self, *, step_s: float, query_s: float) -> None:

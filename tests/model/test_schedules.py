@@ -14,6 +14,7 @@ from ess.cost import Calibration
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.sampling import Sampling
+from ess.engine.tuning import LOOK_EVERY
 from ess.errors import BadInput
 from ess.flashtrans import ManualLane
 from ess.flashtrans.lanes import InlineLane
@@ -189,7 +190,7 @@ def test_layerwise_turns_to_da_when_it_has_won_for_long():
     counts = eng.tuning.mode_counts
     while counts[0, Mode.DA] == 0 and not eng.is_idle:
         eng.step()
-    assert PATIENCE <= counts[0, Mode.NONE] <= PATIENCE + 5
+    assert PATIENCE <= counts[0, Mode.NONE] <= PATIENCE + LOOK_EVERY
     assert eng.tuning.kept == ((Mode.NONE,) * 3, (Mode.DA,) * 3)
     before = eng.offload.stats()
     run(eng)

@@ -49,7 +49,8 @@ class Side:
     def call(self, name, group, *arguments, **options):
         if name == "plan":
             options["split"] = self.split
-        found = getattr(self.operations, name)(self.arenas[group], *arguments, **options)
+        home = self.arenas if name.endswith("_each") else self.arenas[group]
+        found = getattr(self.operations, name)(home, *arguments, **options)
         if isinstance(found, lru.Claims):
             return {field: np.array(getattr(found, field)) for field in found.__slots__}
         return {"result": np.array(found)}
@@ -78,13 +79,13 @@ class Twins:
         results = []
         for side in self.sides:
             given = [np.copy(a) if isinstance(a, np.ndarray) else a for a in arguments]
-            out = options.get("out")
-            own = options if out is None else options | {"out": np.copy(out)}
-            result = side.call(name, group, *given, **own)
-            results.append(result if out is None else result | {"out": own["out"]})
+            written = {n: np.copy(a) for n, a in options.items() if isinstance(a, np.ndarray)}
+            result = side.call(name, group, *given, **options | written)
+            results.append(result | written)
         assert_equal(name, *results)
         assert_equal(name, *(side.everything() for side in self.sides))
-        lru.check(self.arenas[group], step=self.step)
+        for arena in self.arenas:
+            lru.check(arena, step=self.step)
         return results[0]
 
     def fetch(self, name, group, *arguments):
@@ -101,10 +102,16 @@ class Twins:
         self.both("land", group, slots, ticket=ticket)
 
     def write(self, group, rows):
-        if self.arenas[group].ticket_of[self.arenas[group].slot_of[rows]].any():
+        arenas = self.arenas if group is None else [self.arenas[group]]
+        if any(arena.ticket_of[arena.slot_of[rows]].any() for arena in arenas):
             return
-        done = self.both("claim_new", group, rows, step=self.step, out=np.full_like(rows, -7))
-        self.seen["claim_new", bool(done["result"])] += 1
+        if group is None:
+            out = {"out": np.full((2, rows.size), -7, np.int32), "absent": ids([-7, -7])}
+            done = self.both("claim_each", None, rows, step=self.step, **out)
+            self.seen["claim_each", int(done["result"])] += 1
+        else:
+            done = self.both("claim_new", group, rows, step=self.step, out=np.full_like(rows, -7))
+            self.seen["claim_new", bool(done["result"])] += 1
 
     def settle(self, group):
         slots = self.arenas[group].slots
@@ -153,6 +160,8 @@ class Campaign(Twins):
         rest = self.tables[np.arange(4) != request]
         gone = self.tables[request][~np.isin(self.tables[request], rest)]
         rows = ids((gone[:, None] * 64 + np.arange(64)).reshape(-1))
+        if self.chance.random() < 0.5:
+            self.both("drop_each", None, rows)
         for group in range(2):
             self.both("drop", group, rows)
         self.start(request)
@@ -192,7 +201,8 @@ class Campaign(Twins):
         parts = [[0, 0, 1], [2, 3, 3, 2]] if self.chance.random() < 0.6 else [[0, 1, 2, 3]]
         for part in parts:
             self.fetch("plan", group, self.rows_of(part, top_k))
-        self.write(group, ids(self.random.choice(ROW_COUNT, 40, replace=False)))
+        rows = ids(self.random.choice(ROW_COUNT, 40, replace=False))
+        self.write(self.chance.choice([group, None]), rows)
         for at in reversed(range(len(self.flying))):
             if self.chance.random() < 0.8:
                 self.land(at)
@@ -230,5 +240,6 @@ def assert_every_case_was_met(seen):
         *("plan place_count", "plan late_ticket", "plan evicted_count", "plan hit_count"),
         *("warm evicted_count", "block moved", "block held"),
         *(("claim_new", True), ("claim_new", False)),
+        *(("claim_each", done_count) for done_count in range(3)),
     }
     assert not expected - {name for name, count in seen.items() if count}, "never met"

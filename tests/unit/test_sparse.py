@@ -34,6 +34,11 @@ def select(sparse: SparsePool, group: int, *rows: int):
     return sparse.plan(group, line, split), split
 
 
+def claim_new(sparse: SparsePool, group: int, rows: np.ndarray) -> np.ndarray | None:
+    slots = sparse.claim_new(range(group, group + 1), rows)
+    return slots[0] if len(slots) else None
+
+
 def test_groups_get_about_the_same_number_of_slots():
     owners = even_owners(GROUPED, 100)
     per_chunk = [4, 1, 2]
@@ -60,7 +65,7 @@ def test_blocks_of_a_group_leave_room_for_its_layers():
     for plan in plans:
         sparse.commit(plan)
     many = np.arange(100, 200, dtype=np.int32)
-    slots = sparse.claim_new(2, many[:100])
+    slots = claim_new(sparse, 2, many[:100])
     assert slots is not None
     assert set(slots.tolist()) == set(range(514, 576)) | set(range(640, 678))
     sparse.check()
@@ -100,9 +105,9 @@ def test_used_slots_are_counted_through_every_change():
     assert sparse.step == FIRST_STEP + 1
     sparse.commit(select(sparse, 1, 1, 2, 3)[0])
     assert sparse.used_count(1) == 3
-    sparse.claim_new(1, ids(3, 10, 11))
+    claim_new(sparse, 1, ids(3, 10, 11))
     assert sparse.used_count(1) == 5
-    sparse.drop(1, ids(3, 99))
+    sparse.drop([1], ids(3, 99))
     assert sparse.used_count(1) == 4
     sparse.commit(sparse.fill(1, np.arange(100, 180, dtype=np.int32)))
     assert sparse.used_count(1) == 64, "filled to the brim, nobody gave way"
@@ -120,8 +125,8 @@ def test_used_slots_are_counted_through_every_change():
 def test_new_rows_that_find_no_slot_change_nothing():
     sparse = pool(3)
     sparse.begin_step()
-    assert sparse.claim_new(1, np.arange(64, dtype=np.int32)) is not None
-    assert sparse.claim_new(1, ids(64)) is None
+    assert claim_new(sparse, 1, np.arange(64, dtype=np.int32)) is not None
+    assert claim_new(sparse, 1, ids(64)) is None
     assert sparse.used_count(1) == 64
     sparse.check()
 
@@ -130,7 +135,7 @@ def test_claimed_slots_are_poisoned_in_every_layer_of_the_group():
     sparse = pool(3, poison=True)
     sparse.slab.fill(0)
     sparse.begin_step()
-    slots = sparse.claim_new(2, ids(7))
+    slots = claim_new(sparse, 2, ids(7))
     assert slots is not None
     touched = np.flatnonzero((sparse.slab == 0xFF).all(axis=1))
     assert touched.tolist() == [int(slots[0]), int(slots[0]) + 64]
@@ -139,7 +144,7 @@ def test_claimed_slots_are_poisoned_in_every_layer_of_the_group():
 def test_a_settled_slot_may_give_way_a_dirty_one_not():
     sparse = pool(3)
     sparse.begin_step()
-    slots = sparse.claim_new(1, np.arange(64, dtype=np.int32))
+    slots = claim_new(sparse, 1, np.arange(64, dtype=np.int32))
     sparse.begin_step()
     plan, split = select(sparse, 1, 100)
     assert (plan.place_count, split.place[0, 0], len(plan.rows)) == (1, 100, 0)
@@ -179,7 +184,7 @@ def test_a_chunk_in_use_does_not_move(held):
     rows = np.arange(count, dtype=np.int32)
     sparse.begin_step()
     if held == "dirty":
-        assert sparse.claim_new(giver, rows) is not None
+        assert claim_new(sparse, giver, rows) is not None
         sparse.begin_step()
     else:
         plan = sparse.fill(giver, rows)
@@ -204,7 +209,7 @@ def test_tickets_start_over_when_none_is_in_flight(monkeypatch):
     assert select(sparse, 0, 90)[0].ticket == 6, "copies are in flight"
     for plan in [*plans, sparse.fill(1, ids(1))]:
         sparse.commit(plan)
-    sparse.drop(0, ids(90))
+    sparse.drop([0], ids(90))
     sparse.begin_step()
     assert select(sparse, 0, 91)[0].ticket == 1
 
