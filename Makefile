@@ -32,17 +32,26 @@ bench: $(STAMP)
 	$(BIN)/ess-bench all --smoke
 
 # These two also run from a bare checkout on a machine with a GPU: its own Python with NumPy, pytest
-# and cuda-python is enough. Without a device the tests are skipped and nothing is measured.
+# and cuda-python is enough. Without a device the tests are skipped and nothing is measured. Both
+# print as they go and end in time; with OUT=folder what they print and measure is kept there too.
+# `make -k test-gpu bench-gpu` measures even where a test fails.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 GPU_NATIVE = $(GPU_PYTHON) -c 'from setuptools import setup; setup()' -q build_ext --inplace
+GPU_LIMIT_S ?= 480
+GPU_JSON = $(if $(OUT),$(OUT)/bench-gpu.json,bench/results/gpu.json)
+KEPT = 2>&1 $(if $(OUT),| tee $(OUT)/$@.txt)
+
+test-gpu bench-gpu: export PYTHONUNBUFFERED = 1
+test-gpu bench-gpu: SHELL := /bin/bash
+test-gpu bench-gpu: .SHELLFLAGS := -o pipefail -c
 
 test-gpu:
 	$(GPU_NATIVE) || echo "no native library: what needs it is skipped"
-	$(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu tests/kernels
+	$(GPU_PYTHON) -m tests.gpu --limit-s $(GPU_LIMIT_S) $(KEPT)
 
 bench-gpu:
 	$(GPU_NATIVE) || echo "no native library: the copy engine is left out"
-	$(GPU_PYTHON) -m ess.bench.gpu --out bench/results/gpu.json
+	$(GPU_PYTHON) -m ess.bench.gpu --out $(GPU_JSON) $(KEPT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ess/_native*.so
