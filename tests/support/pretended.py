@@ -1,5 +1,7 @@
 """A GPU that is not there: `-p tests.support.pretended`, or `python -m` it with a module to run.
 
+For a module, which is a benchmark, kernels of Triton are not run: nobody looks at what they write.
+
 Torch's tensors of the device are tensors of the host with a mark, the driver is the emulated one,
 Triton's kernels are interpreted, and every line of Python runs as it would beside a device. What a
 real one refuses is refused: tensors of two devices in one call, NumPy's hands on a tensor of the
@@ -179,7 +181,7 @@ def interpret(function, *args, grid, warmup, **kwargs):
 
     def call():
         with torch._C.DisableTorchFunction():
-            RUN(function, *args, grid=grid, warmup=warmup, **given)
+            __name__ == "__main__" or RUN(function, *args, grid=grid, warmup=warmup, **given)
 
     PRETENCE.launch(call, args)
 
