@@ -93,7 +93,6 @@ class Layer:
         self._make_weights(count, cuda)
         self.compute = CUDA.Stream()
         self.copies = CUDA.Stream()
-        torch.cuda.synchronize()  # both streams read what the default stream has just written
 
     def _make_lists(self) -> None:
         from ess.kernels.triton_ops.attend import close_up
@@ -262,7 +261,11 @@ def triton_gather(
 
 
 def captured(work: Callable[[], Any], stream: Any) -> Any:
-    """A graph of it, after two runs that compile and load what it needs."""
+    """A graph of it, after two runs that compile and load what it needs.
+
+    What it reads was written on the default stream, which no other stream waits for by itself.
+    """
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for _ in range(2):
             work()
