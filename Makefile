@@ -6,6 +6,9 @@ STAMP := $(VENV)/.ready
 SERVES := $(VENV)/.serves
 NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h)
 
+# Where two targets are asked for, the second runs even if the first has failed.
+MAKEFLAGS += --keep-going
+
 .PHONY: serve test check bench test-gpu bench-gpu clean
 
 # The CPU build of torch is pinned first: a looser request would pull gigabytes of CUDA.
@@ -43,17 +46,27 @@ bench: $(STAMP)
 	$(BIN)/ess-bench all --smoke
 
 # These two also run from a bare checkout on a machine with a GPU: its own Python with NumPy, pytest
-# and cuda-python is enough. Without a device the tests are skipped and nothing is measured.
+# and cuda-python is enough. Without a device the tests are skipped and nothing is measured. Both
+# print as they go and end in time; with OUT=folder what they print and measure is kept there too.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 GPU_NATIVE = $(GPU_PYTHON) -c 'from setuptools import setup; setup()' -q build_ext --inplace
+GPU_LIMIT_S ?= 480
+GPU_JSON = $(if $(OUT),$(OUT)/bench-gpu.json,bench/results/gpu.json)
+KEPT = 2>&1 $(if $(OUT),| tee $(OUT)/$@.txt)
+
+test-gpu bench-gpu: export PYTHONUNBUFFERED = 1
+test-gpu bench-gpu: SHELL := /bin/bash
+test-gpu bench-gpu: .SHELLFLAGS := -o pipefail -c
 
 test-gpu:
 	$(GPU_NATIVE) || echo "no native library: what needs it is skipped"
-	$(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu tests/kernels
+	@mkdir -p $(or $(OUT),bench/results)
+	$(GPU_PYTHON) -m tests.gpu --limit-s $(GPU_LIMIT_S) $(KEPT)
 
 bench-gpu:
 	$(GPU_NATIVE) || echo "no native library: the copy engine is left out"
-	$(GPU_PYTHON) -m ess.bench.gpu --out bench/results/gpu.json
+	@mkdir -p $(or $(OUT),bench/results)
+	$(GPU_PYTHON) -m ess.bench.gpu --out $(GPU_JSON) $(KEPT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ess/_native*.so

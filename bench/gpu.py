@@ -1,17 +1,32 @@
 """`python -m ess.bench.gpu`: what the CUDA kernels do on this machine, from a bare checkout.
 
-Prints a table and writes the document of ess.bench.report, with the device in it.
+Prints a table and writes the document of ess.bench.report, with the device in it. What each row
+says of the questions that were open before the first device was seen:
+
+- how many blocks fill the link, and which loads, stores and loops: `gather N rows, ...` by blocks,
+  `flat` and `ring` beside `warp per row`, `stores=`, `in order` beside lists at random;
+- is the limit one of requests: `gather rows of 128, 656, 4096 bytes` by blocks, up to 16;
+- the link itself: `one large copy`, each way and both at once; `gather and scatter at once`;
+- what a split costs: `layer: attend twice` and `attend twice and merge` beside `attend all`, by
+  batch and queries;
+- who disturbs whom: `layer: copy, then attend 0 ...` and the other order, with and without
+  multiprocessors left alone; `layer: attend 0 beside the copy` in one graph;
+- few misses: `attend in place` beside a fetch and attention over what it brought;
+- other libraries, where they are: `FlashMLA, ...`, also in place, `DeepGEMM, ...` by how many
+  queries of a request go together. Lines on stderr say what their probes found.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import traceback
@@ -27,22 +42,29 @@ from ess.kernels.cuda import driver, program
 from ess.kernels.cuda.driver import Device
 
 SCHEMA: Final = "ess.bench/1"
+LIMIT_S: Final = {"rows": 120.0, "resolve": 90.0, "layer": 200.0, "attend": 60.0, "others": 60.0}
 
 
-def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
+def of_torch(name: str) -> Callable[..., Iterator[Row]]:
     """Left out, with the reason, on a machine without torch or Triton."""
-    try:
-        home = importlib.import_module("ess.bench.gpu_layer")
-    except ImportError as error:
-        print(f"layer: not measured, {error}", file=sys.stderr)
-        return
-    yield from home.layer_benchmark(smoke=smoke)
+
+    def benchmark(*, smoke: bool) -> Iterator[Row]:
+        try:
+            home = importlib.import_module("ess.bench.gpu_layer")
+        except ImportError as error:
+            print(f"{name}: not measured, {error}", file=sys.stderr)
+            return
+        yield from getattr(home, f"{name}_benchmark")(smoke=smoke)
+
+    return benchmark
 
 
 BENCHMARKS: Final[dict[str, Callable[..., Iterator[Row]]]] = {
     "rows": rows_benchmark,
     "resolve": resolve_benchmark,
-    "layer": layer_benchmark,
+    "layer": of_torch("layer"),
+    "attend": of_torch("attend"),
+    "others": of_torch("others"),
 }
 
 
@@ -55,28 +77,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = driver.why_missing()
     if missing is not None:
         print(f"nothing is measured: {missing}", file=sys.stderr)
-        return 1
+        return 0
+    if given.only:
+        return 0 if measure(given.only, smoke=given.smoke, out=given.out) else 1
+    return 0 if measure_all(smoke=given.smoke, out=given.out) else 1
+
+
+def measure(name: str, *, smoke: bool, out: Path | None) -> bool:
+    """Written after every row: what is measured is kept, whatever comes then."""
     rows: list[Row] = []
-    failed = [
-        name
-        for name in ([given.only] if given.only else BENCHMARKS)
-        if not run(name, rows, smoke=given.smoke)
-    ]
-    if given.out is not None:
-        write(document(rows), given.out)
-    return 1 if failed else 0
-
-
-def run(name: str, rows: list[Row], *, smoke: bool) -> bool:
-    """Rows of those that ran are kept even when another failed."""
+    head = heading()
     try:
         for one in BENCHMARKS[name](smoke=smoke):
             rows.append(one)
             print(line(one), flush=True)
+            if out is not None:
+                write(head | {"rows": rows}, out)
     except Exception:
         traceback.print_exc(file=sys.stderr)
         return False
     return True
+
+
+def measure_all(*, smoke: bool, out: Path | None) -> bool:
+    """Each in a process of its own: a fault or a hang of the device ends one, and not the next."""
+    rows: list[Row] = []
+    finished = []
+    for name in BENCHMARKS:
+        part = None if out is None else out.with_suffix(f".{name}.json")
+        kept = [] if part is None else ["--out", str(part)]
+        command = [sys.executable, "-m", "ess.bench.gpu", "--only", name, *kept]
+        finished.append(finishes(command + ["--smoke"] * smoke, limit_s=LIMIT_S[name]))
+        if out is not None and part is not None and part.exists():
+            written = json.loads(part.read_text())
+            rows += written["rows"]
+            write(written | {"rows": rows}, out)
+            part.unlink()
+    return all(finished)
+
+
+def finishes(command: Sequence[str], *, limit_s: float) -> bool:
+    child = subprocess.Popen(command, start_new_session=True)
+    try:
+        return child.wait(limit_s) == 0
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {limit_s:.0f} s: {' '.join(command)}", file=sys.stderr)
+        return False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def line(row: Row) -> str:
@@ -87,7 +137,7 @@ def line(row: Row) -> str:
     return f"{row['name']:<42} {config:<34} {value:<15} {rival:<34} {verdict}".rstrip()
 
 
-def document(rows: list[Row]) -> dict[str, Any]:
+def heading() -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "build": {
@@ -100,7 +150,6 @@ def document(rows: list[Row]) -> dict[str, Any]:
             "compiler": program.compiler_version(),
         },
         "machine": machine(),
-        "rows": rows,
     }
 
 
@@ -141,7 +190,6 @@ def write(content: dict[str, Any], out: Path) -> None:
     draft = out.with_name(out.name + ".part")
     draft.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(draft, out)
-    print(f"written: {out}", file=sys.stderr)
 
 
 if __name__ == "__main__":

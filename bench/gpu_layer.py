@@ -1,4 +1,5 @@
-"""The one-layer benchmark with FlashTrans as its gather. It needs torch."""
+"""The benchmarks of one layer and of its attention, with FlashTrans as their gather. They need
+torch and Triton."""
 
 from __future__ import annotations
 
@@ -7,15 +8,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ess.bench import gpu_attend
 from ess.bench.gpu_rig import Row
-from ess.bench.layer_gpu import layer_gpu_benchmark
+from ess.bench.layer_gpu import Gather, layer_gpu_benchmark
 from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.rows import flat_form, move_record
 
 
 def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
-    device = Device()
+    return layer_gpu_benchmark(smoke=smoke, gather=gather_of(Device()))
 
+
+def attend_benchmark(*, smoke: bool) -> Iterator[Row]:
+    return gpu_attend.attend_benchmark(smoke=smoke, gather=gather_of(Device()))
+
+
+def others_benchmark(*, smoke: bool) -> Iterator[Row]:
+    return gpu_attend.others_benchmark(smoke=smoke, gather=gather_of(Device()))
+
+
+def gather_of(device: Device) -> Gather:
     def gather(
         source: Tensor, rows: Tensor, target: Tensor, slots: Tensor, count: Tensor, blocks: int
     ) -> None:
@@ -34,4 +46,4 @@ def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
         kernel = device.kernel(form.program, form.entry)
         kernel.launch(record, blocks=blocks, threads=form.threads, stream=stream)
 
-    return layer_gpu_benchmark(smoke=smoke, gather=gather)
+    return gather

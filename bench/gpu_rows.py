@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,17 +38,22 @@ SMALL_GATHER: Final = ("wanted at 512 rows", 25.0)
 
 
 class Moves:
-    """A pool, a slab, and lists of `row_count` rows on both sides."""
+    """A pool, a slab, and lists of `row_count` rows on both sides, those of the pool in order or
+    at random."""
 
-    def __init__(self, rig: GpuRig, verb: str, row_count: int, pool: Bytes) -> None:
+    def __init__(
+        self, rig: GpuRig, verb: str, row_count: int, pool: Bytes, *, in_order: bool = False
+    ) -> None:
         self.rig, self.verb, self.row_count = rig, verb, row_count
-        self.byte_count = row_count * ROW_BYTES
+        self.row_bytes = pool.shape[1]
+        self.byte_count = row_count * self.row_bytes
         random = np.random.default_rng(row_count)
         self.pool = pool
-        self.slab = DeviceArray(rig.device, np.zeros((2 * row_count, ROW_BYTES), np.uint8))
+        self.slab = DeviceArray(rig.device, np.zeros((2 * row_count, self.row_bytes), np.uint8))
         far = [random.integers(0, len(self.pool), row_count, np.int32) for _ in range(TURNS)]
         near = [random.permutation(2 * row_count)[:row_count] for _ in range(TURNS)]
-        self.far, self.near = far, [one.astype(np.int32) for one in near]
+        self.far = [np.sort(one) for one in far] if in_order else far
+        self.near = [one.astype(np.int32) for one in near]
         self.far_there = [DeviceArray(rig.device, one) for one in self.far]
         self.near_there = [DeviceArray(rig.device, one) for one in self.near]
 
@@ -76,10 +81,10 @@ class Moves:
         return move_record(
             source=source[0],
             source_rows=source[1],
-            source_stride=ROW_BYTES,
+            source_stride=self.row_bytes,
             target=target[0],
             target_rows=target[1],
-            target_stride=ROW_BYTES,
+            target_stride=self.row_bytes,
             pair_count=self.row_count,
         )
 
@@ -122,12 +127,14 @@ def rows_benchmark(*, smoke: bool) -> Iterator[Row]:
     rig = GpuRig(repeats=3 if smoke else 15)
     pool_rows = ((8 << 20) if smoke else (8 << 30)) // ROW_BYTES
     pool = pinned_memory(rig.device, pool_rows * ROW_BYTES, row_bytes=ROW_BYTES, touch_threads=8)
-    pool = pool.reshape(-1, ROW_BYTES)
+    raw, pool = pool, pool.reshape(-1, ROW_BYTES)
     loop = memcpy_loop()
     for verb in ("gather", "scatter"):
         for row_count in (64,) if smoke else (512, 4096, 65536):
             moves = Moves(rig, verb, row_count, pool)
             yield from compare(moves, loop)
+    yield from sizes(rig, raw, (64 << 10) if smoke else (32 << 20))
+    yield from orders(rig, pool, (64,) if smoke else (512, 4096, 65536))
     yield from ceilings(rig, (1 << 20) if smoke else (256 << 20))
     yield from both_at_once(rig, 64 if smoke else 65536, pool)
 
@@ -167,8 +174,32 @@ def compare(moves: Moves, loop: Callable[..., int] | None) -> Iterator[Row]:
         )
 
 
+def sizes(rig: GpuRig, raw: Bytes, byte_count: int) -> Iterator[Row]:
+    """The same bytes in small and in large rows: is the limit one of bytes or of requests?"""
+    for row_bytes in (128, ROW_BYTES, 4096):
+        pool = raw[: raw.size // row_bytes * row_bytes].reshape(-1, row_bytes)
+        moves = Moves(rig, "gather", byte_count // row_bytes, pool)
+        for blocks in (*BLOCKS, 16):
+            us = moves.kernel_us(flat_form(row_bytes), blocks)
+            name = f"gather rows of {row_bytes} bytes, flat"
+            yield rate_row(name, us, moves.byte_count, blocks=blocks, rows=moves.row_count)
+
+
+def orders(rig: GpuRig, pool: Bytes, row_counts: Sequence[int]) -> Iterator[Row]:
+    for row_count in row_counts:
+        form = flat_form(ROW_BYTES)
+        us = {
+            in_order: Moves(rig, "gather", row_count, pool, in_order=in_order).kernel_us(form, 4)
+            for in_order in (False, True)
+        }
+        byte_count = row_count * ROW_BYTES
+        rival = "at random", median_rate(us[False], byte_count)
+        name = f"gather {row_count} rows in order, flat"
+        yield rate_row(name, us[True], byte_count, baseline=rival, blocks=4)
+
+
 def ceilings(rig: GpuRig, byte_count: int) -> Iterator[Row]:
-    """One large copy each way by the copy engine."""
+    """One large copy each way by the copy engine, alone and beside the other."""
     host = pinned_memory(rig.device, byte_count, touch_threads=8)
     there = DeviceArray(rig.device, np.zeros(byte_count, np.uint8))
     here, over = int(host.__array_interface__["data"][0]), there.data_ptr()
@@ -177,6 +208,17 @@ def ceilings(rig: GpuRig, byte_count: int) -> Iterator[Row]:
     up = rig.us(lambda: call("cuMemcpyDtoHAsync", here, over, byte_count, stream))
     yield rate_row("one large copy, host to device", down, byte_count)
     yield rate_row("one large copy, device to host", up, byte_count)
+    other, back = CudaStream(rig.device), DeviceArray(rig.device, np.zeros(byte_count, np.uint8))
+    there_too = pinned_memory(rig.device, byte_count, touch_threads=8)
+    target = int(there_too.__array_interface__["data"][0])
+
+    def both() -> None:
+        rig.event().record(stream).hold(other.handle)
+        call("cuMemcpyHtoDAsync", over, here, byte_count, stream)
+        call("cuMemcpyDtoHAsync", target, back.data_ptr(), byte_count, other.handle)
+        other.record().hold(stream)
+
+    yield rate_row("one large copy each way at once", rig.us(both), 2 * byte_count)
 
 
 def both_at_once(rig: GpuRig, row_count: int, pool: Bytes) -> Iterator[Row]:

@@ -14,6 +14,7 @@ beside it. The copy alone, the kernels alone and the resident partial beside the
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -259,28 +260,45 @@ def triton_gather(
     copy_rows(source, rows, target, slots, count, programs=programs)
 
 
-def captured_us(layer: Layer, work: Callable[[], Any]) -> list[float]:
-    """Microseconds of a replay, each after the last has ended; launches are not in it."""
-    with torch.cuda.stream(layer.compute):
+def captured(work: Callable[[], Any], stream: Any) -> Any:
+    """A graph of it, after two runs that compile and load what it needs.
+
+    What it reads was written on the default stream, which no other stream waits for by itself.
+    """
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
         for _ in range(2):
             work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=layer.compute):
+    with torch.cuda.graph(graph, stream=stream):
         work()
+    return graph
+
+
+def captured_us(layer: Layer, work: Callable[[], Any], *, replays: int) -> list[float]:
+    """Microseconds of a replay, each after the last has ended; launches are not in it."""
+    return launched_us(layer, [(captured(work, layer.compute), layer.compute)], replays=replays)
+
+
+def launched_us(layer: Layer, parts: Sequence[tuple[Any, Any]], *, replays: int) -> list[float]:
+    """From the launch of the first graph to the end of all, each on its stream, in this order."""
     samples = []
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         start, end = (CUDA.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(layer.compute):
-            start.record()
-            graph.replay()
-            end.record()
+        start.record(layer.compute)
+        layer.copies.wait_event(start)
+        for graph, stream in parts:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        layer.compute.wait_stream(layer.copies)
+        end.record(layer.compute)
         end.synchronize()
         samples.append(1e3 * start.elapsed_time(end))
-    return samples[REPLAYS // 5 :]
+    return samples[replays // 5 :]
 
 
-def measure(layer: Layer) -> dict[str, list[float]]:
+def measure(layer: Layer, *, replays: int = REPLAYS) -> dict[str, list[float]]:
     """By name: three schedules, the same without a fetch, and pieces of them alone."""
     from ess.kernels.triton_ops.attend import merge_into
 
@@ -294,20 +312,46 @@ def measure(layer: Layer) -> dict[str, list[float]]:
         moving.attend_resident(where)
         moving.wait(where)
 
+    def merge() -> None:
+        merge_into(layer.partials[0], layer.partials[1], layer.partials[0])
+
+    def run(*parts: Callable[[Where], Any]) -> Callable[[], Any]:
+        return lambda: [part(where) for part in parts]
+
     work: dict[str, Callable[[], Any]] = {
         "resident": lambda: finish(none(resting)),
         "none": lambda: finish(none(LayerStages(layer, fetches=True, spare_sms=0))),
         "da": lambda: finish(da(moving)),
         "dba": lambda: finish(dba(moving)),
         "copy": lambda: copy_missing(layer, whole),
-        "attend 0": lambda: moving.attend_resident(where),
+        "attend 0": run(moving.attend_resident),
         "attend 0 and copy": beside,
-        "attend all": lambda: resting.attend_all(where),
-        "attend 1": lambda: moving.attend_fetched(where),
-        "attend 1 apart": lambda: moving.attend_apart(where),
-        "merge": lambda: merge_into(layer.partials[0], layer.partials[1], layer.partials[0]),
+        "attend all": run(resting.attend_all),
+        "attend 1": run(moving.attend_fetched),
+        "attend 1 apart": run(moving.attend_apart),
+        "merge": merge,
+        "attend twice": run(resting.attend_resident, resting.attend_fetched),
+        "attend twice and merge": run(
+            resting.attend_resident, resting.attend_apart, lambda _: merge()
+        ),
     }
-    return {name: captured_us(layer, one) for name, one in work.items()}
+    taken = {name: captured_us(layer, one, replays=replays) for name, one in work.items()}
+    return taken | in_both_orders(layer, {"all": resting, "all but 4": moving}, where, replays)
+
+
+def in_both_orders(
+    layer: Layer, stages: dict[str, LayerStages], where: Where, replays: int
+) -> dict[str, list[float]]:
+    """Attn0 on so many multiprocessors and the copy, two graphs on two streams."""
+    taken = {}
+    copy = captured(lambda: copy_missing(layer, where.requests), layer.copies), layer.copies
+    for sms, one in stages.items():
+        work = functools.partial(one.attend_resident, where)
+        attend = captured(work, layer.compute), layer.compute
+        name = f"attend 0 on {sms} SMs"
+        taken[f"copy, then {name}"] = launched_us(layer, [copy, attend], replays=replays)
+        taken[f"{name}, then copy"] = launched_us(layer, [attend, copy], replays=replays)
+    return taken
 
 
 def rows_of(point: Point, batch: Batch, samples: dict[str, list[float]]) -> list[Row]:
@@ -323,6 +367,9 @@ def rows_of(point: Point, batch: Batch, samples: dict[str, list[float]]) -> list
         target = None if mode == "none" else 1 / EXPOSED_MAX
         name = f"layer: exposed by {mode}"
         rows.append(row(name, "us", [exposed], baseline=baseline, target=target, **config))
+    for split in ("attend twice", "attend twice and merge"):
+        one = "attend all", medians["attend all"]
+        rows.append(row(f"layer: {split}, cost", "us", [medians[split]], baseline=one, **config))
     return [*rows, _interference(medians, config)]
 
 
@@ -352,6 +399,6 @@ def layer_gpu_benchmark(*, smoke: bool, gather: Gather = triton_gather) -> Itera
         host_rows = min(HOST_ROWS_MAX, point.batch * point.context)
         batch = lay_out(point, drawn[kind], host_row_count=host_rows)
         layer = Layer(point=point, batch=batch, gather=gather)
-        yield from rows_of(point, batch, measure(layer))
+        yield from rows_of(point, batch, measure(layer, replays=2 if smoke else REPLAYS))
         del layer
         torch.cuda.empty_cache()

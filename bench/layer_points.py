@@ -25,9 +25,10 @@ TOP_K: Final = 2048
 WARM_STEPS: Final = 30
 DRAWN_REQUESTS: Final = 4
 HOST_ROWS_MAX: Final = 4 << 20
-BATCHES: Final = (160, 80, 40, 16, 1)
+BATCHES: Final = (160, 64, 40, 16, 1)
 QUERIES: Final = (1, 2, 4)
 CONTEXTS: Final = (32 << 10, 128 << 10)
+SMOKE_CONTEXT: Final = 4 << 10
 SLOT_SHARE: Final = 0.2
 
 
@@ -56,7 +57,7 @@ class Point:
 
 def points(*, smoke: bool) -> Iterator[Point]:
     """A fifth of the context in slots, but at least what the queries of a step can name."""
-    for context in CONTEXTS[: 1 if smoke else None]:
+    for context in (SMOKE_CONTEXT,) if smoke else CONTEXTS:
         for queries in QUERIES[: 1 if smoke else None]:
             for batch in BATCHES[-1 if smoke else None :]:
                 slots = max(round(SLOT_SHARE * context), TOP_K * queries + 64)

@@ -6,6 +6,7 @@ import math
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +218,58 @@ def test_deep_gemm_that_cannot_or_errs_is_refused(install: Install) -> None:
     )
     with pytest.raises(Unavailable, match="probe failed"):
         deep_gemm.load(CPU, names=["deep_gemm"])
+
+
+OLD = lambda lengths, heads, groups: ((), None)  # noqa: E731  no options
+ANSWERS = {
+    "other arguments": (
+        {"get_mla_metadata": OLD, "flash_mla_with_kvcache": lambda q: q},
+        "unexpected keyword argument 'num_heads_q'",
+    ),
+    "one result": (
+        {
+            "get_mla_metadata": lambda *_, **__: ((), None),
+            "flash_mla_with_kvcache": lambda *_, **__: 7,
+        },
+        "cannot unpack non-iterable int",
+    ),
+    "refuses without a word": (
+        {"get_mla_metadata": lambda *_, **__: [][0], "flash_mla_with_kvcache": None},
+        "list index out of range",
+    ),
+    "a placeholder": ({}, "it has no flash_mla_with_kvcache, get_mla_metadata"),
+}
+
+
+@pytest.mark.parametrize(("members", "says"), ANSWERS.values(), ids=ANSWERS)
+def test_a_module_of_another_make_is_refused_by_its_words(
+    install: Install, members: dict[str, Any], says: str
+) -> None:
+    install("flash_mla", **members)
+    chosen = choice.choose(CPU)
+    assert chosen.attention is None
+    assert chosen.lines[0].startswith("attention: triton (flash_mla: ")
+    assert says in chosen.lines[0]
+
+
+FALLS = {
+    "ImportError('libcudart.so.12: cannot open\\nmore')": "libcudart.so.12: cannot open;",
+    "OSError('undefined symbol: _ZN3c10')": "undefined symbol: _ZN3c10",
+    "AssertionError()": "AssertionError",
+    "SystemExit(1)": "SystemExit",
+}
+
+
+@pytest.mark.parametrize(("fault", "says"), FALLS.items(), ids=FALLS)
+def test_a_module_that_cannot_be_imported_is_refused_by_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
+) -> None:
+    (tmp_path / "deep_gemm.py").write_text(f"raise {fault}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    chosen = choice.choose(CPU)
+    assert chosen.indexer is None
+    assert f"deep_gemm: {says}" in chosen.lines[1]
 
 
 def test_deep_gemm_bad_input(install: Install) -> None:

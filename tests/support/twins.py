@@ -49,11 +49,25 @@ class Side:
     def call(self, name, group, *arguments, **options):
         if name == "plan":
             options["split"] = self.split
-        home = self.arenas if name.endswith("_each") else self.arenas[group]
-        found = getattr(self.operations, name)(home, *arguments, **options)
+        if not name.endswith("_each"):
+            found = getattr(self.operations, name)(self.arenas[group], *arguments, **options)
+        elif hasattr(self.operations, name):
+            found = getattr(self.operations, name)(self.arenas, *arguments, **options)
+        else:
+            found = getattr(self, name)(*arguments, **options)
         if isinstance(found, lru.Claims):
             return {field: np.array(getattr(found, field)) for field in found.__slots__}
         return {"result": np.array(found)}
+
+    def drop_each(self, rows):
+        return [self.call("drop", group, rows)["result"] for group in range(len(self.arenas))]
+
+    def claim_each(self, rows, *, step, out, absent):
+        for group, arena in enumerate(self.arenas):
+            absent[group] = np.count_nonzero(arena.slot_of[rows] < 0)
+            if not self.call("claim_new", group, rows, step=step, out=out[group])["result"]:
+                return group
+        return len(self.arenas)
 
     def everything(self):
         arrays = {f"slot_of[{g}]": arena.slot_of for g, arena in enumerate(self.arenas)}

@@ -89,7 +89,7 @@ def test_rows_say_what_is_exposed_and_what_disturbs() -> None:
     times = {
         "resident": 100.0, "none": 141.0, "da": 105.0, "dba": 99.0, "copy": 40.0,
         "attend 0": 50.0, "attend 0 and copy": 60.0, "attend all": 55.0, "attend 1": 9.0,
-        "merge": 3.0,
+        "merge": 3.0, "attend twice": 66.0, "attend twice and merge": 110.0,
     }  # fmt: skip
     rows = {row["name"]: row for row in rows_of(SMALL, batch, {n: [t] for n, t in times.items()})}
     assert rows["layer: exposed by none"]["value"] == 41
@@ -100,6 +100,8 @@ def test_rows_say_what_is_exposed_and_what_disturbs() -> None:
     assert rows["layer: exposed by dba"]["value"] == pytest.approx(0.1)
     assert rows["layer: attend 0 beside the copy"]["ratio"] == pytest.approx(50 / 60)
     assert not rows["layer: attend 0 beside the copy"]["met"]
+    assert rows["layer: attend twice, cost"]["ratio"] == pytest.approx(55 / 66)
+    assert rows["layer: attend twice and merge, cost"]["ratio"] == 0.5
     rate = rows["layer: copy rate"]["value"]
     assert rate == pytest.approx(len(batch.host_rows) * 656 / 40e-6 / 1e9)
     assert rows["layer: merge"]["config"]["misses"] == round(batch.misses_mean, 1)

@@ -28,8 +28,9 @@ def first_that(
     for name in names:
         try:
             return make(_find(name, functions))
-        except Exception as error:
-            said = str(error).strip() or type(error).__name__
+        except (Exception, SystemExit) as error:
+            said = str(error).strip() if isinstance(error, Exception) else f"SystemExit {error}"
+            said = said or type(error).__name__
             reasons.append(f"{name}: {said.splitlines()[0]}")
     raise Unavailable("; ".join(reasons))
 

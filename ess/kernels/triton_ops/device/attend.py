@@ -83,7 +83,7 @@ def _query(
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_count"])
 def attend(
     queries, rows, named, counts, out, lse,
     scale, placed_from, row_stride, placed_stride, query_stride, head_stride,

@@ -41,7 +41,7 @@ def _query(queries, at, mask, FORM: tl.constexpr, IN_BF16: tl.constexpr,
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_count", "table_width"])
 def logits(
     queries, weights, pages, table, lengths, out,
     query_stride, head_stride, page_stride, table_stride, out_stride, query_count, table_width,

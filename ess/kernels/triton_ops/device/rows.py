@@ -51,7 +51,7 @@ def _encode_tail(
     tl.store(out, found, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def encode(
     values, codes, scales, tails, row_ids,
     count, value_stride, code_stride, scale_stride, page_stride,
@@ -104,7 +104,7 @@ def _decode_tail(
     tl.store(values[:, None] + column[None, :], found if IS_BF16 else widen(found), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def decode(
     codes, scales, tails, values, count, row_stride, value_stride,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, TAIL_PADDED: tl.constexpr,

@@ -1,0 +1,90 @@
+"""A pytest plugin for a device that may hang or break: `-p tests.support.guarded --told FILE`.
+
+Every test has a time, after which its process dies with all stacks printed; so it does when a test
+has broken the context, which would fail all that follow. FILE says what has begun and how it ended,
+and what it names is not begun again: whoever starts the process anew goes on behind the test that
+ended it. Each end is printed at once, past whatever captures.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STDERR = os.dup(2)
+SLOW_S = 130
+
+
+def pytest_addoption(parser):
+    parser.addoption("--told", type=Path, required=True)
+    parser.addoption("--seconds-each", type=float, default=100)
+
+
+def say(text):
+    os.write(STDERR, (text + "\n").encode())
+
+
+@pytest.hookimpl
+def pytest_configure(config):
+    config.pluginmanager.register(Guard(config.option.told, config.option.seconds_each))
+
+
+class Guard:
+    def __init__(self, told, seconds_each):
+        self.told, self.seconds_each = told, seconds_each
+
+    def tell(self, what, nodeid="", why=""):
+        with self.told.open("a") as file:
+            file.write(f"{what}\t{nodeid}\t{why}\n")
+
+    def pytest_collection_modifyitems(self, config, items):
+        lines = self.told.read_text().splitlines() if self.told.exists() else []
+        begun = {line.split("\t")[1] for line in lines}
+        config.hook.pytest_deselected(items=[one for one in items if one.nodeid in begun])
+        items[:] = [one for one in items if one.nodeid not in begun]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.tell("begun", item.nodeid)
+        slow = item.get_closest_marker("slow") is not None
+        limit_s = max(SLOW_S, self.seconds_each) if slow else self.seconds_each
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=STDERR)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def pytest_runtest_logreport(self, report):
+        if report.when != "call" and report.passed:
+            return
+        why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+        self.tell(report.outcome, report.nodeid, why.replace("\n", " "))
+        say(f"{time.strftime('%X')} {report.outcome:7} {report.duration:6.1f} s {report.nodeid}")
+        if report.failed:
+            say(report.longreprtext)
+            if is_broken():
+                say("the device refuses everything now: the rest has a process of its own")
+                os._exit(86)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.tell("failed", report.nodeid, "cannot be collected")
+            say(f"cannot be collected: {report.nodeid}\n{report.longreprtext}")
+
+    def pytest_sessionfinish(self):
+        self.tell("end")
+
+
+def is_broken():
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,253 @@
+"""A GPU that is not there: `-p tests.support.pretended`, or `python -m` it with a module to run.
+
+For a module, which is a benchmark, kernels of Triton are not run: nobody looks at what they write.
+
+Torch's tensors of the device are tensors of the host with a mark, the driver is the emulated one,
+Triton's kernels are interpreted, and every line of Python runs as it would beside a device. What a
+real one refuses is refused: tensors of two devices in one call, NumPy's hands on a tensor of the
+device, a kernel over pageable memory, and while a graph is captured whatever waits or copies from
+pageable memory. A replay does again what was captured. Streams keep no time and run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.support import emulated_driver, interpreted  # before triton and torch  # noqa: F401
+
+import torch  # isort: skip
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
+
+DEVICE = torch.device("cuda", 0)
+ANYWHERE = {"copy_", "set_", "__get__", "type_as", "view_as", "expand_as", "reshape_as"}
+WAITS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
+HOST_ONLY = {"numpy", "__array__"}
+REFUSED = "operation not permitted when stream is capturing: {}"
+
+
+def is_there(thing):
+    return getattr(thing, "is_there", False)
+
+
+def tensors(*things):
+    return [one for one in tree_leaves(things) if isinstance(one, torch.Tensor)]
+
+
+def names_device(thing):
+    return isinstance(thing, torch.device) or (isinstance(thing, str) and thing[:4] in "cuda cpu")
+
+
+class Pretence(TorchFunctionMode):
+    """`captured` holds what a replay does: (call, the tensors that its result goes to)."""
+
+    pinned, captured = frozenset(), None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.__name__, dict(kwargs or {})
+        if name == "__get__" and func.__self__ == torch.Tensor.device:
+            return DEVICE if is_there(args[0]) else func(*args)
+        if name == "__get__" and func.__self__ == torch.Tensor.is_cuda:
+            return is_there(args[0])
+        if name == "is_pinned":
+            return self.is_pinned(args[0])
+        if name in ("cuda", "cpu", "pin_memory", "to"):
+            return self.move(name, *args, **kwargs)
+        wanted = kwargs.get("device")
+        kwargs |= {"device": "cpu"} if wanted is not None else {}
+        pins = kwargs.pop("pin_memory", False)
+        self.check(name, args, kwargs)
+        given = any(map(is_there, tensors(args, kwargs)))
+        there = given if wanted is None else torch.device(wanted).type == "cuda"
+        return self.run(lambda: func(*args, **kwargs), there, pins)
+
+    def run(self, call, there, pins=False):
+        result = call()
+        for one in tensors(result):
+            one.is_there = there
+            self.pinned |= {one.untyped_storage().data_ptr()} if pins else set()
+        if self.captured is not None and there:
+            self.captured.append((call, result))
+        return result
+
+    def is_pinned(self, tensor):
+        return tensor.untyped_storage().data_ptr() in self.pinned
+
+    def check(self, name, args, kwargs):
+        given = tensors(args, kwargs)
+        there, here = [t for t in given if is_there(t)], [t for t in given if not is_there(t)]
+        if there and name in HOST_ONLY:
+            raise TypeError(f"can't convert cuda:0 device type tensor to numpy: {name}")
+        indexes = name in ("__getitem__", "__setitem__")
+        free = name in ANYWHERE or (indexes and is_there(args[0]))
+        if there and not free and any(one.dim() for one in here):
+            raise RuntimeError(f"expected all tensors to be on the same device, in {name}")
+        if self.captured is None or not there:
+            return
+        pageable = name == "copy_" and not all(map(self.is_pinned, here))
+        masked = indexes and any(one.dtype == torch.bool for one in tensors(args[1]))
+        if name in WAITS or pageable or masked or (indexes and here):
+            raise RuntimeError(REFUSED.format(name))
+
+    def move(self, name, tensor, *args, **kwargs):
+        """`cuda`, `cpu`, `pin_memory` and `to`, which copy where the place changes."""
+        named = [one for one in (*args, *kwargs.values()) if names_device(one)]
+        wanted = torch.device(named[0]).type if named else name
+        there = wanted == "cuda" if wanted in ("cuda", "cpu") else is_there(tensor)
+        crosses = there != is_there(tensor) or name == "pin_memory"
+        if crosses and self.captured is not None:
+            raise RuntimeError(REFUSED.format(name))
+        args = [one for one in args if name == "to" and not names_device(one)]
+        kwargs = {key: one for key, one in kwargs.items() if key in ("dtype", "copy")}
+        convert = (lambda: tensor.to(*args, **kwargs)) if args or kwargs else (lambda: tensor)
+        same = not crosses and convert() is tensor
+        call = (lambda: convert().clone()) if crosses else convert
+        return tensor if same else self.run(call, there, name == "pin_memory")
+
+    def launch(self, call, *given):
+        """A kernel: at once, or whenever the graph is replayed; a capture does not run it."""
+        for one in tensors(given):
+            if not is_there(one) and not self.is_pinned(one):
+                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        call() if self.captured is None else self.captured.append((call, None))
+
+
+PRETENCE = Pretence()
+
+
+class Stream(contextlib.nullcontext):
+    cuda_stream, device = 0, DEVICE
+
+    def wait_stream(self, other):
+        assert isinstance(other, Stream)
+
+    def wait_event(self, event):
+        assert isinstance(event, Event)
+
+    def synchronize(self):
+        synchronize()
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        self.timed = enable_timing
+
+    def record(self, stream=None):
+        assert stream is None or isinstance(stream, Stream)
+
+    def elapsed_time(self, end):
+        assert self.timed, "both events must be created with argument 'enable_timing=True'"
+        assert end.timed
+        return 0.25
+
+    def synchronize(self):
+        synchronize()
+
+
+def synchronize(device=None):
+    if PRETENCE.captured is not None:
+        raise RuntimeError(REFUSED.format("synchronize"))
+
+
+class CUDAGraph:
+    def replay(self):
+        for call, held in self.calls:
+            for old, new in zip(tensors(held), tensors(call()), strict=False):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@contextlib.contextmanager
+def graph(made, stream=None):
+    assert PRETENCE.captured is None, "one capture at a time"
+    PRETENCE.captured = made.calls = []
+    try:
+        yield
+    finally:
+        PRETENCE.captured = None
+
+
+def interpret(function, *args, grid, warmup, **kwargs):
+    """As on a device, but that the interpreter has its own reading of e4m3 and no bfloat16."""
+    instead = {"INTERPRETED": True, "IN_BF16": False}
+    given = kwargs | {name: instead[name] for name in instead if name in kwargs}
+
+    def call():
+        with torch._C.DisableTorchFunction():
+            __name__ == "__main__" or RUN(function, *args, grid=grid, warmup=warmup, **given)
+
+    PRETENCE.launch(call, args)
+
+
+def begin():
+    """From here on there is a device, for this process."""
+    home = Path(os.environ.setdefault("ESS_EMULATED", tempfile.mkdtemp()))
+    if not (home / "libcuda.so.1").exists():
+        emulated_driver.build_driver(home)
+    emulated_driver.begin()
+    import triton.experimental.gluon  # cannot be imported after the next line but one
+
+    from ess.kernels.triton_ops import copy, ops  # noqa: F401  their kernels are interpreted
+
+    triton.knobs.runtime.interpret = False
+    InterpretedFunction.run = interpret
+    queue_at_once()
+    properties = SimpleNamespace(multi_processor_count=132, name="pretended")
+    for name, thing in {
+        "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph,
+        "stream": contextlib.nullcontext, "device": lambda _: contextlib.nullcontext(),
+        "current_stream": lambda _=None: Stream(), "synchronize": synchronize,
+        "is_available": lambda: True, "is_current_stream_capturing": capturing,
+        "get_device_capability": lambda _=None: (9, 0),
+        "get_device_name": lambda _=None: "pretended",
+        "get_device_properties": lambda _=None: properties, "device_count": lambda: 1,
+        "current_device": lambda: 0, "empty_cache": lambda: None,
+    }.items():  # fmt: skip
+        setattr(torch.cuda, name, thing)
+    PRETENCE.__enter__()
+
+
+def capturing():
+    return PRETENCE.captured is not None
+
+
+def queue_at_once():
+    """Kernels of ours on torch's stream wait for nothing, and torch does not wait for them."""
+    from ess.kernels.cuda.driver import Kernel
+    from ess.kernels.cuda.streams import CudaEvent
+
+    launch = Kernel.launch
+
+    def launch_and_wait(kernel, record, *, stream, **shape):
+        if stream != Stream.cuda_stream:
+            return launch(kernel, record, stream=stream, **shape)
+
+        def call():
+            launch(kernel, record, stream=stream, **shape)
+            CudaEvent(kernel.device).record(stream).wait()
+
+        return PRETENCE.launch(call)
+
+    Kernel.launch = launch_and_wait
+
+
+def pytest_collection_modifyitems(items):
+    """An interpreter is slow; a few replays show what a thousand do but for races."""
+    for item in items:
+        if hasattr(item.module, "REPLAYS"):
+            item.module.REPLAYS = 2
+
+
+RUN = InterpretedFunction.run
+begin()
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

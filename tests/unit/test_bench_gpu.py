@@ -1,0 +1,49 @@
+"""What the benchmark of a device keeps when a part of it fails or hangs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ess.bench import gpu
+from ess.bench.gpu_rig import Row, row
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, seen = tmp_path / "rows.json", []
+
+    def fails(*, smoke: bool) -> Iterator[Row]:
+        for turn in range(2):
+            seen.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
+            yield row(f"turn {turn}", "us", [1.0, 3.0])
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(gpu, "BENCHMARKS", {"fails": fails})
+    monkeypatch.setattr(gpu, "heading", lambda: {"schema": gpu.SCHEMA})
+    assert not gpu.measure("fails", smoke=True, out=out)
+    assert seen == [0, 1]
+    assert [one["name"] for one in json.loads(out.read_text())["rows"]] == ["turn 0", "turn 1"]
+    printed = capsys.readouterr()
+    assert "the device is gone" in printed.err
+    assert "turn 1" in printed.out
+
+
+def test_a_hang_ends_with_its_limit_and_with_all_it_has_started() -> None:
+    hangs = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    began = time.monotonic()
+    assert not gpu.finishes([sys.executable, "-c", hangs], limit_s=1)
+    assert time.monotonic() - began < 30
+    assert not gpu.finishes([sys.executable, "-c", "raise SystemExit(3)"], limit_s=60)
+    assert gpu.finishes([sys.executable, "-c", "pass"], limit_s=60)
+
+
+def test_every_benchmark_has_a_limit_and_all_end_in_ten_minutes() -> None:
+    assert set(gpu.LIMIT_S) == set(gpu.BENCHMARKS)
+    assert sum(gpu.LIMIT_S.values()) < 560
