@@ -1,0 +1,58 @@
+"""Index logits of queries that share keys, and lists that programs share. On a GPU or interpreted.
+
+Small whole numbers make every sum exact, so that equal bits are asked of the interpreter too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ess.errors import BadInput
+from ess.kernels import backend, reference
+from ess.layout import IndexCodec
+from tests.kernels.sets import SETS, op_set
+from tests.kernels.test_triton_ops import device
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+CODEC = IndexCodec(key_dim=16, head_count=3)
+
+
+@pytest.fixture(params=SETS[2:])
+def ops(request: pytest.FixtureRequest) -> backend.Ops:
+    return op_set(request.param)
+
+
+def whole(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("each", [2, 3, 4, 6])
+def test_queries_that_share_keys_get_what_one_gets_alone(ops: backend.Ops, each: int) -> None:
+    """Lengths differ within a request, one is empty, and the table of others is never read."""
+    from ess.kernels.triton_ops.index import logits_into
+
+    page_count, pages_each = 40, 18
+    pages = torch.zeros(page_count, CODEC.page_bytes, dtype=torch.uint8)
+    keys = reference.encode_keys(whole(page_count * 64, 16, seed=1), CODEC)
+    reference.write_keys(pages, torch.arange(page_count * 64), keys, CODEC)
+    queries = whole(2 * each, 3, 16, seed=2).bfloat16()
+    weights = whole(2 * each, 3, seed=3)
+    table = torch.stack([torch.randperm(page_count)[:pages_each] for _ in range(2)]).int()
+    table = table.repeat_interleave(each, 0).contiguous()
+    lengths = torch.arange(2 * each, dtype=torch.int32) + 300
+    lengths[each:] = 1100
+    lengths[1] = 0
+    exact = reference.index_logits(queries, weights, pages, table, lengths, CODEC)
+    there = [one.to(device()) for one in (queries, weights, pages, table, lengths)]
+    want = torch.full((2 * each, pages_each * 64), 7.0, device=device())
+    ours = want.clone()
+    logits_into(*there, CODEC, out=want)
+    if each < 6:
+        there[3][:each][: each - 1] = 10**6
+    logits_into(*there, CODEC, out=ours, queries_per_request=each)
+    assert torch.equal(ours, want)
+    assert torch.equal(ours.cpu(), exact)
+    with pytest.raises(BadInput, match=f"{2 * each} queries are not 5 of each request"):
+        logits_into(*there, CODEC, out=ours, queries_per_request=5)
