@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ess.errors import BadInput
 from ess.kernels.triton_ops.device import index as device
-from ess.kernels.triton_ops.device import topk
+from ess.kernels.triton_ops.device import spread, topk
 from ess.kernels.triton_ops.launch import bits, on, place
 from ess.layout import IndexCodec
 from ess.units import PAGE_ROWS, div_ceil
@@ -23,6 +23,9 @@ SHARED_BY: Final = (1, 2, 3, 4)
 SAMPLE: Final = 2048
 ROOM_MIN: Final = 8192
 BLOCK: Final = 2048
+CHUNK: Final = 4096
+SPREAD_LISTS_MAX: Final = 64
+SPREAD_WIDTH_MIN: Final = 16 << 10
 FORMS: Final = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "f32"}
 
 
@@ -131,24 +134,65 @@ def constants(
 
 
 def top_k_into(
-    logits: Tensor, lengths: Tensor, *, out: Tensor, placement: Placement | None = None
+    logits: Tensor,
+    lengths: Tensor,
+    *,
+    out: Tensor,
+    placement: Placement | None = None,
+    spreads: bool | None = None,
 ) -> Tensor:
-    """By the contract of `reference.top_k`; with a placement also the slot of every position."""
-    count, k = out.shape
+    """By the contract of `reference.top_k`; with a placement also the slot of every position.
+
+    `spreads` shares a list among programs; by itself it does so for few long lists. Either way
+    gives the same.
+    """
+    (count, k), width = out.shape, logits.shape[1]
     if not count:
         return out
+    if spreads is None:
+        spreads = count <= SPREAD_LISTS_MAX and width >= SPREAD_WIDTH_MIN
+    with on(logits):
+        if spreads and k <= width:
+            _spread(logits, lengths, out, placement)
+        else:
+            _apart(logits, lengths, out, placement)
+    return out
+
+
+def _apart(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement | None) -> None:
+    """One program for a list."""
+    count, k = out.shape
     room = max(ROOM_MIN, triton.next_power_of_2(2 * k)) if logits.shape[1] > ROOM_MIN else 1
     kept = torch.empty(count, room, device=logits.device)
     positions = torch.empty(count, room, dtype=torch.int32, device=logits.device)
     slot_of, table, slots = placement or Placement(out, out, out)
-    with on(logits):
-        topk.top_k[(count,)](
-            *(logits, lengths, out, kept, positions, slots, slot_of, table),
-            *(k, logits.stride(0), table.stride(0)),
-            HAS_SLOTS=placement is not None,
-            ROOM=room,
-            SAMPLE=SAMPLE,
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
-    return out
+    topk.top_k[(count,)](
+        *(logits, lengths, out, kept, positions, slots, slot_of, table),
+        *(k, logits.stride(0), table.stride(0)),
+        HAS_SLOTS=placement is not None,
+        ROOM=room,
+        SAMPLE=SAMPLE,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+
+
+def _spread(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement | None) -> None:
+    """Many programs for a list, in six launches."""
+    count, k = out.shape
+    grid = count, div_ceil(logits.shape[1], CHUNK)
+    whole: dict[str, Any] = {"dtype": torch.int32, "device": logits.device}
+    tallies, known = torch.zeros(count, 4, 256, **whole), torch.empty(count, 4, 2, **whole)
+    counts = torch.empty(*grid, 2, **whole)
+    read, sizes = (logits, lengths), (k, logits.stride(0))
+    for level in range(4):
+        spread.tally[grid](*read, tallies, known, *sizes, LEVEL=level, CHUNK=CHUNK, num_warps=8)
+    spread.census[grid](*read, tallies, known, counts, *sizes, CHUNK=CHUNK, num_warps=8)
+    slot_of, table, slots = placement or Placement(out, out, out)
+    spread.take[grid](
+        *(*read, known, counts, out, slots, slot_of, table, *sizes, table.stride(0)),
+        HAS_SLOTS=placement is not None,
+        CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(grid[1]),
+        num_warps=8,
+    )
