@@ -48,6 +48,7 @@ MOST = {
     "rowcodec": "cuda",
     "indexcodec": "cuda",
     "triton_ops": "cuda",
+    "triton_index": "cuda",
 }
 
 
@@ -125,7 +126,7 @@ ATTEND = types(
 )
 LOGITS = types(
     "*u8: queries pages, *fp32: weights out, *i32: table lengths, i32: query_stride head_stride"
-    " page_stride table_stride out_stride query_count table_width"
+    " page_stride table_stride out_stride request_count each table_width run_keys"
 )
 TOP_K = types(
     "*fp32: logits kept, *i32: lengths out positions slots slot_of table,"

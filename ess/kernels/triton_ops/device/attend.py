@@ -9,6 +9,16 @@ every so manieth task, so a caller can leave multiprocessors to a copy kernel.
 
 Rows lie in two matrices. The second is named by its distance from the first, in bytes: a device
 that shares the host's addresses reads pinned host rows in place through the same loads.
+
+What the compiler for sm_90 makes of this is the reason for its form (Triton 3.6; the tests count):
+- An operand goes to shared memory, where the tensor cores read it, only if it comes straight from a
+  load. bfloat16 is therefore loaded through a pointer to bfloat16 and never cast from bits: queries
+  cast from bits are carried in 128 registers a thread, and every product then waits for the last.
+- Names are loaded one block ahead and carried. Rows then hang on one load and not on two, and with
+  three stages they are under way while the block before them is computed. Left to itself, Triton
+  asks for rows at the end of a block and waits for them at the start of the next.
+- Products that feed another product are given to all warps by rows, of which 64 heads have work for
+  half of them: the other half repeats it. `_logits` hides the chain behind branches.
 """
 
 import triton
@@ -43,10 +53,12 @@ def _plain(
     if FORM == "f32":
         at = starts.to(tl.pointer_type(tl.float32))[:, None] + column[None, :]
         found = tl.load(at, mask=mask, other=0.0)
+    elif IN_BF16:
+        at = starts.to(tl.pointer_type(tl.bfloat16))[:, None] + column[None, :]
+        found = tl.load(at, mask=mask, other=0.0)
     else:
         at = starts.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
-        bits = tl.load(at, mask=mask, other=0)
-        found = bits.to(tl.bfloat16, bitcast=True) if IN_BF16 else widen(bits)
+        found = widen(tl.load(at, mask=mask, other=0))
     return found
 
 
@@ -75,12 +87,44 @@ def _query(
 ):  # fmt: skip
     column = tl.arange(0, PADDED)
     mask = is_head[:, None] & (column < DIM)[None, :]
-    found = tl.load(asking[:, None] + column[None, :], mask=mask, other=0)
     if IN_BF16:
-        values = found.to(tl.bfloat16, bitcast=True)
+        at = asking.to(tl.pointer_type(tl.bfloat16))[:, None] + column[None, :]
+        values = tl.load(at, mask=mask, other=0.0)
     else:
+        found = tl.load(asking[:, None] + column[None, :], mask=mask, other=0)
         values = widen(found) if QUERY_IS_BF16 else found
     return values
+
+
+@triton.jit
+def _names(named, first, end, KEYS: tl.constexpr):
+    key = first + tl.arange(0, KEYS)
+    return tl.load(named + key, mask=key < end, other=0)
+
+
+@triton.jit
+def _starts(rows, slot, placed_from, row_stride, placed_stride):
+    slot = slot.to(tl.int64)
+    there = placed_from + (-2 - slot) * placed_stride
+    return rows + tl.where(slot >= 0, slot * row_stride, there)
+
+
+@triton.jit
+def _logits(asked, values, asked_rope, rope, first, end, PRECISION: tl.constexpr):
+    """Of a block that is there: both conditions hold, which the compiler cannot know.
+
+    A result that leaves a branch counts as unchained, so the warps share a product out by columns
+    too. The branch that is never taken holds a product as well: were it cheap, Triton would move
+    the softmax behind it into every layout that is asked for.
+    """
+    logits = tl.zeros((asked.shape[0], values.shape[0]), tl.float32)
+    if end > 0:
+        logits = tl.dot(asked_rope, tl.trans(rope), acc=logits, input_precision=PRECISION)
+    if first < end:
+        logits = tl.dot(asked, tl.trans(values), acc=logits, input_precision=PRECISION)
+    else:
+        logits = tl.dot(asked_rope, tl.trans(rope), acc=logits, input_precision=PRECISION)
+    return logits
 
 
 @triton.jit(do_not_specialize=["query_count"])
@@ -103,34 +147,35 @@ def attend(
         query = (task // head_blocks // splits).to(tl.int64)
         split = task // head_blocks % splits
         head = task % head_blocks * HEADS + tl.arange(0, HEADS)
-        is_head = head < heads
-        count = tl.load(counts + query)
-        end = tl.minimum(count, (split + 1) * split_keys)
-        is_live = is_head & (split * split_keys < count)
+        start = split * split_keys
+        end = tl.minimum(tl.load(counts + query), start + split_keys)
+        is_live = (head < heads) & (start < end)
         asking = queries + query * query_stride + head * head_stride
         asked = _query(asking, is_live, DIM, DIM_PADDED, QUERY_IS_BF16, IN_BF16)
         if ROPE > 0:
             asked_rope = _query(asking + DIM, is_live, ROPE, ROPE_PADDED, QUERY_IS_BF16, IN_BF16)
+        place = (query * splits + split) * heads + task % head_blocks * HEADS
         top = tl.full((HEADS,), -float("inf"), tl.float32)
         total = tl.zeros((HEADS,), tl.float32)
         sums = tl.zeros((HEADS, DIM_PADDED), tl.float32)
         if ADDS:
-            top, sums = _go_on(out, lse, query * heads + head, is_live, DIM, sums)
+            top, sums = _go_on(out + place * DIM, lse + place, is_live, DIM, DIM_PADDED)
             total = tl.where(top == -float("inf"), 0.0, 1.0)
-        for first in range(split * split_keys, end, KEYS):
-            key = first + tl.arange(0, KEYS)
-            is_key = key < end
-            slot = tl.load(named + query * width + key, mask=is_key, other=0).to(tl.int64)
-            there = placed_from + (-2 - slot) * placed_stride
-            starts = rows + tl.where(slot >= 0, slot * row_stride, there)
+        listed = named + query * width
+        slot = _names(listed, start, end, KEYS)
+        for first in range(start, end, KEYS):
+            is_key = first + tl.arange(0, KEYS) < end
+            starts = _starts(rows, slot, placed_from, row_stride, placed_stride)
+            slot = _names(listed, first + KEYS, end, KEYS)
             if FORM == "fp8":
                 values = _coded(starts, is_key, DIM, DIM_PADDED, IN_BF16, INTERPRETED)
             else:
                 values = _plain(starts, is_key, DIM, DIM_PADDED, FORM, IN_BF16)
-            logits = tl.dot(asked, tl.trans(values), input_precision=PRECISION)
             if ROPE > 0:
                 rope = _plain(starts + ROPE_FROM, is_key, ROPE, ROPE_PADDED, FORM, IN_BF16)
-                logits = tl.dot(asked_rope, tl.trans(rope), acc=logits, input_precision=PRECISION)
+                logits = _logits(asked, values, asked_rope, rope, first, end, PRECISION)
+            else:
+                logits = tl.dot(asked, tl.trans(values), input_precision=PRECISION)
             logits = tl.where(is_key[None, :], logits * scale, -float("inf"))
             higher = tl.maximum(top, tl.max(logits, axis=1))
             level = tl.where(higher == -float("inf"), 0.0, higher)
@@ -140,28 +185,27 @@ def attend(
             kept = weights.to(tl.bfloat16) if IN_BF16 else weights
             sums = tl.dot(kept, values, acc=sums * fade[:, None], input_precision=PRECISION)
             top = higher
-        _finish(
-            out, lse, sums, total, top, (query * splits + split) * heads + head, is_head, count,
-            split * split_keys, DIM, DIM_PADDED, ADDS,
-        )  # fmt: skip
+        is_written = (head < heads) & ((start < end) | ((start == 0) & (not ADDS)))
+        mean = tl.where(start < end, sums / total[:, None], 0.0)
+        top = tl.where(start < end, top + tl.log2(total) * LN2, top)
+        at, mask = _out(is_written, DIM, DIM_PADDED)
+        tl.store(out + place * DIM + at, mean, mask=mask)
+        tl.store(lse + place + tl.arange(0, HEADS), top, mask=is_written)
 
 
 @triton.jit
-def _go_on(out, lse, at, is_head, DIM: tl.constexpr, sums):
-    column = tl.arange(0, sums.shape[1])
-    mask = is_head[:, None] & (column < DIM)[None, :]
-    sums = tl.load(out + (at[:, None] * DIM + column[None, :]), mask=mask, other=0.0)
-    return tl.load(lse + at, mask=is_head, other=-float("inf")), sums
+def _out(is_head, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Steps of int32 from one place: the compiler folds them into the loads and stores."""
+    head, column = tl.arange(0, is_head.shape[0]), tl.arange(0, PADDED)
+    mask = is_head[:, None]
+    if DIM < PADDED:
+        mask = mask & (column < DIM)[None, :]
+    return head[:, None] * DIM + column[None, :], mask
 
 
 @triton.jit
-def _finish(
-    out, lse, sums, total, top, at, is_head, count, first,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
-    column = tl.arange(0, DIM_PADDED)
-    is_written = is_head & ((first < count) | ((first == 0) & (not ADDS)))
-    mean = tl.where(count > 0, sums / total[:, None], 0.0)
-    mask = is_written[:, None] & (column < DIM)[None, :]
-    tl.store(out + (at[:, None] * DIM + column[None, :]), mean, mask=mask)
-    tl.store(lse + at, tl.where(count > 0, top + tl.log2(total) * LN2, top), mask=is_written)
+def _go_on(out, lse, is_head, DIM: tl.constexpr, PADDED: tl.constexpr):
+    at, mask = _out(is_head, DIM, PADDED)
+    sums = tl.load(out + at, mask=mask, other=0.0)
+    head = tl.arange(0, is_head.shape[0])
+    return tl.load(lse + head, mask=is_head, other=-float("inf")), sums

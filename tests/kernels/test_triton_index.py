@@ -1,0 +1,103 @@
+"""Index logits of queries that share keys, and lists that programs share. On a GPU or interpreted.
+
+Small whole numbers make every sum exact, so that equal bits are asked of the interpreter too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ess.errors import BadInput
+from ess.kernels import backend, reference
+from ess.layout import IndexCodec
+from tests.kernels import test_index
+from tests.kernels.sets import SETS, op_set
+from tests.kernels.test_triton_ops import device
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+CODEC = IndexCodec(key_dim=16, head_count=3)
+
+
+@pytest.fixture(params=SETS[2:])
+def ops(request: pytest.FixtureRequest) -> backend.Ops:
+    return op_set(request.param)
+
+
+def whole(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("each", [2, 3, 4, 6])
+def test_queries_that_share_keys_get_what_one_gets_alone(ops: backend.Ops, each: int) -> None:
+    """Lengths differ within a request, one is empty, and the table of others is never read."""
+    from ess.kernels.triton_ops.index import logits_into
+
+    page_count, pages_each = 40, 18
+    pages = torch.zeros(page_count, CODEC.page_bytes, dtype=torch.uint8)
+    keys = reference.encode_keys(whole(page_count * 64, 16, seed=1), CODEC)
+    reference.write_keys(pages, torch.arange(page_count * 64), keys, CODEC)
+    queries = whole(2 * each, 3, 16, seed=2).bfloat16()
+    weights = whole(2 * each, 3, seed=3)
+    table = torch.stack([torch.randperm(page_count)[:pages_each] for _ in range(2)]).int()
+    table = table.repeat_interleave(each, 0).contiguous()
+    lengths = torch.arange(2 * each, dtype=torch.int32) + 300
+    lengths[each:] = 1100
+    lengths[1] = 0
+    exact = reference.index_logits(queries, weights, pages, table, lengths, CODEC)
+    there = [one.to(device()) for one in (queries, weights, pages, table, lengths)]
+    want = torch.full((2 * each, pages_each * 64), 7.0, device=device())
+    ours = want.clone()
+    logits_into(*there, CODEC, out=want)
+    if each < 6:
+        there[3][:each][: each - 1] = 10**6
+    logits_into(*there, CODEC, out=ours, queries_per_request=each)
+    assert torch.equal(ours, want)
+    assert torch.equal(ours.cpu(), exact)
+    with pytest.raises(BadInput, match=f"{2 * each} queries are not 5 of each request"):
+        logits_into(*there, CODEC, out=ours, queries_per_request=5)
+
+
+def lists_of(count: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What could mislead a search by bytes, and every length beside k."""
+    lists = test_index.hard_lists(count)
+    logits = np.stack([*lists.values(), *[lists["near"]] * 6])
+    lengths = [count] * len(lists) + [0, 1, k - 1, k, k + 1, count // 2]
+    return torch.from_numpy(logits), torch.tensor(lengths, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("k", [1, 7, 2048])
+def test_lists_shared_among_programs_are_searched_exactly(ops: backend.Ops, k: int) -> None:
+    """Three chunks, of which the last is partly filled; ties go over the edges of chunks."""
+    from ess.kernels.triton_ops.index import top_k_into
+
+    logits, lengths = lists_of(9000, k)
+    out = torch.full((len(logits), k), 7, dtype=torch.int32, device=device())
+    top_k_into(logits.to(device()), lengths.to(device()), out=out, spreads=True)
+    for row, length, ours in zip(logits.numpy(), lengths.tolist(), out.cpu().numpy(), strict=True):
+        want = test_index.greatest(row[:length], k)
+        assert np.array_equal(ours[: len(want)], want), (length, k)
+        assert (ours[len(want) :] == -1).all()
+
+
+def test_shared_lists_know_their_slots(ops: backend.Ops) -> None:
+    from ess.kernels.triton_ops.index import Placement, top_k_into
+
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 4160, generator=generator).round()
+    lengths = torch.tensor([4160, 4099, 7], dtype=torch.int32)
+    table = torch.stack([torch.randperm(80, generator=generator)[:65] for _ in range(3)]).int()
+    slot_of = torch.randperm(80 * 64, generator=generator).int()
+    slot_of[::5] = -1
+    there = [one.to(device()) for one in (logits, lengths, table, slot_of)]
+    found = []
+    for spreads in (False, True):
+        out = torch.full((3, 50), 7, dtype=torch.int32, device=device())
+        slots = torch.full_like(out, 7)
+        placement = Placement(slot_of=there[3], table=there[2], slots=slots)
+        top_k_into(there[0], there[1], out=out, placement=placement, spreads=spreads)
+        found.append((out, slots))
+    assert torch.equal(found[1][0].cpu(), reference.top_k(logits, lengths, k=50))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
