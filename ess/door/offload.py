@@ -396,11 +396,7 @@ class Offload:
         return self._parts[chosen]
 
     def commit(
-        self,
-        step: Step,
-        *,
-        accepted: Many[int],
-        tokens: Many[Many[int]] | None = None,
+        self, step: Step, *, accepted: Many[int], tokens: Many[Many[int]] | None = None
     ) -> None:
         """Keep the first `accepted` new rows of each sequence; the others are gone.
 
