@@ -297,13 +297,17 @@ def _top_k_rows(*, smoke: bool) -> list[Row]:
 
 
 def _top_k_row(count: int, *, smoke: bool) -> Row:
-    logits, lengths = torch.randn(1, count), torch.tensor([count], dtype=torch.int32)
+    """New logits every time: the branches of a quickselect learn a list that comes back."""
+    logits, lengths = torch.empty(1, count), torch.tensor([count], dtype=torch.int32)
     out = torch.empty(1, TOP_K, dtype=torch.int32)
     arms: dict[str, Callable[[], Tensor]] = {
         "native": lambda: cpu.top_k(logits, lengths, k=TOP_K, out=out),
         "torch": lambda: torch.topk(logits, TOP_K, sorted=False).indices,
     }
-    samples = _measure({name: Arm(name=name, run=run) for name, run in arms.items()}, smoke=smoke)
+    samples = _measure(
+        {name: Arm(name=name, run=run, prepare=logits.normal_) for name, run in arms.items()},
+        smoke=smoke,
+    )
     config = {"count": count, "top_k": TOP_K}
     return _row("top-k", "torch.topk, any order", samples, config)
 

@@ -75,6 +75,9 @@ struct Work {
         carve((uintptr_t)scratch(Use::attend, int64_t(bytes)), call.slot_count);
     }
 
+    // One block of heads makes the pairs as it needs them; more blocks share what is stored.
+    bool pairs_ahead() const { return half && head_rows > kHeads; }
+
 private:
     template <typename T>
     static void take(uintptr_t& at, T*& array, int64_t count) {
@@ -138,18 +141,37 @@ ESS_LANE void decode_row(const Attend& call, const uint8_t* row, char* to) {
 }
 
 #if ESS_HALF
-// Two rows of bf16 become one row of words, each with both numbers of a column.
-ESS_LANE void pair_rows(const uint32_t* even, const uint32_t* odd, int64_t columns,
-                        uint32_t* to) {
+// Two rows of bf16 become one row of words, each with both numbers of a column: two vectors of it.
+ESS_LANE void pair_columns(const uint32_t* even, const uint32_t* odd, Ints* to) {
     const __m512i step = _mm512_setr_epi32(0x200000, 0x210001, 0x220002, 0x230003, 0x240004,
                                            0x250005, 0x260006, 0x270007, 0x280008, 0x290009,
                                            0x2A000A, 0x2B000B, 0x2C000C, 0x2D000D, 0x2E000E,
                                            0x2F000F);
     const __m512i later = _mm512_add_epi32(step, _mm512_set1_epi32(0x100010));
-    for (int64_t i = 0; i < columns; i += 32) {
-        __m512i a = _mm512_loadu_si512(even + i / 2), b = _mm512_loadu_si512(odd + i / 2);
-        _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16(a, step, b));
-        _mm512_storeu_si512(to + i + 16, _mm512_permutex2var_epi16(a, later, b));
+    const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+    to[0] = (Ints)_mm512_permutex2var_epi16(a, step, b);
+    to[1] = (Ints)_mm512_permutex2var_epi16(a, later, b);
+}
+
+ESS_LANE void pair_rows(const uint32_t* even, const uint32_t* odd, int64_t columns, uint32_t* to) {
+    for (int64_t i = 0; i < columns; i += 2 * kLanes)
+        pair_columns(even + i / 2, odd + i / 2, (Ints*)(to + i));
+}
+
+// sums += weights of a block of heads times the values of rows that nobody has paired yet.
+ESS_LANE void multiply_pairs(Factor weights, const uint32_t* rows, int64_t row_words, int64_t steps,
+                             Floats (&sums)[kHeads][kVectors]) {
+    for (int64_t step = 0; step < steps; step++) {
+        Ints columns[kVectors];
+        for (int v = 0; v < kVectors; v += 2)
+            pair_columns(rows + v * kLanes / 2, rows + row_words + v * kLanes / 2, columns + v);
+        for (int64_t i = 0; i < kHeads; i++) {
+            const Ints word = repeat<1>(weights.from + i * weights.stride);
+            for (int v = 0; v < kVectors; v++)
+                sums[i][v] = dot<true>(sums[i][v], word, columns[v]);
+        }
+        weights.from += weights.next;
+        rows += 2 * row_words;
     }
 }
 
@@ -169,6 +191,7 @@ ESS_LANE void decode_tile(const Attend& call, const Work<half>& work, int64_t fi
 #if ESS_HALF
     if constexpr (half) {
         if (count & 1) __builtin_memset(work.rows + count * work.row_words, 0, work.row_words * 4);
+        if (!work.pairs_ahead()) return;
         for (int64_t i = 0; i < count; i += 2)
             pair_rows(work.rows + i * work.row_words, work.rows + (i + 1) * work.row_words,
                       work.columns, work.values + i / 2 * work.columns);
@@ -260,6 +283,17 @@ ESS_LANE void softmax_tile(const Work<half>& work, int64_t count) {
 }
 
 template <bool half>
+ESS_LANE void add_values(const Work<half>& work, Factor weights, int64_t column, int64_t steps,
+                         Floats (&sums)[kHeads][kVectors]) {
+#if ESS_HALF
+    if constexpr (half)
+        if (!work.pairs_ahead())
+            return multiply_pairs(weights, work.rows + column / 2, work.row_words, steps, sums);
+#endif
+    multiply<half, 1>(weights, work.values + column, work.value_stride, steps, sums);
+}
+
+template <bool half>
 ESS_LANE void values_tile(const Work<half>& work, int64_t count, bool is_first) {
     const int64_t steps = half ? (count + 1) / 2 : count, spread = work.query.spread;
     float* out = work.out;
@@ -271,8 +305,8 @@ ESS_LANE void values_tile(const Work<half>& work, int64_t count, bool is_first) 
                     sums[i][v] = is_first ? Floats{}
                                           : load<Floats>(out + i * kColumns + v * kLanes) *
                                                 work.fade[(head + i) * spread];
-            multiply<half, 1>({work.weights + head * spread, spread, work.query.width},
-                              work.values + column, work.value_stride, steps, sums);
+            const Factor weights{work.weights + head * spread, spread, work.query.width};
+            add_values<half>(work, weights, column, steps, sums);
             for (int64_t i = 0; i < kHeads; i++)
                 for (int64_t v = 0; v < kVectors; v++)
                     store(out + i * kColumns + v * kLanes, sums[i][v]);

@@ -150,8 +150,8 @@ ESS_AVX512 static inline void widen_32(__m512i bits, char* values) {
     _mm512_storeu_si512(values + 64, _mm512_slli_epi32(high, 16));
 }
 
-// Many codes at once: all 128 magnitudes are decoded first and their halves looked up as bytes, with
-// a fifth of the work per code. Only codes of numbers get a sign. Sizes are multiples of 64.
+// Many codes: all 128 magnitudes are decoded first and then looked up as bytes, with less than half
+// of the work per code. Only codes of numbers get a sign. Sizes are multiples of 64.
 ESS_VBMI static inline void decode_looked_up(const uint8_t* codes, const Table& table, int64_t size,
                                              char* values) {
     uint8_t magnitudes[128], low[128], high[128];

@@ -20,7 +20,7 @@ struct IndexWork {
     uint32_t* packed;
     float* weights;  // [vector, lane]
     uint32_t* keys;  // of a page
-    Floats* begun;   // sums of the query whose vectors a block did not end with, by key
+    Floats* begun;   // by key, what the vectors of a query that is not through have summed up
     float* logits;   // [query, key] of a page
 
     IndexWork(const Index& call, int64_t query_count, bool half)
@@ -44,7 +44,7 @@ private:
     }
 };
 
-// The head that a lane stands for once `fold` has added the lanes that a head takes.
+// The head that a lane stands for once `fold_keys` has added the lanes that a head takes.
 ESS_LANE int64_t head_of(int64_t lane, int64_t spread) {
     return lane / 4 * (4 / spread) + lane % (4 / spread);
 }

@@ -54,8 +54,8 @@ int64_t page_count(const Index& call, int64_t query) {
 
 void fill(float* from, float* to) { std::fill(from, to, -std::numeric_limits<float>::infinity()); }
 
-// Whether `query` may join `run`: it must find the same pages where it looks, and look about as far,
-// because a run is computed as far as its longest query reaches.
+// Whether `query` may join `run`: it must find the same pages where it looks, and look about as
+// far, because a run is computed as far as its longest query reaches.
 bool joins(const Index& call, const Run& run, int64_t query) {
     const int64_t pages = page_count(call, query), others = page_count(call, run.longest);
     if (run.count == kRunQueries || pages > others + 1 || others > pages + 1) return false;
