@@ -10,6 +10,7 @@ The way that `ResolveShape.of` chooses comes first; a ratio above one says that 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from ess.bench.gpu_rig import GpuRig, Row, row
+from ess.errors import BadState, Unavailable
 from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.driver import call
 from ess.kernels.cuda.graphs import CudaGraph
@@ -90,8 +92,12 @@ class Cycle:
         self.step += self.turns
 
     def now(self, step: int) -> list[int]:
-        counts = {"query_count": self.shape.query_max, "block_count": self.shape.block_max}
-        return now_of(step=step, ticket=step, **counts)
+        return now_of(
+            step=step,
+            ticket=step,
+            query_count=self.shape.query_max,
+            block_count=self.shape.block_max,
+        )
 
     def us(self, together: int) -> list[float]:
         """Of one plan and its landing. The ways go on where the one before has ended."""
@@ -164,7 +170,13 @@ def plan_rows(cycle: Cycle, batch: int, queries: int, misses: int) -> Iterator[R
     for together in sorted(WAYS, key=lambda one: one != chosen):
         if together == 1 and batch > ALONE_BATCH_MAX:
             continue
-        us = cycle.us(together)
+        try:
+            us = cycle.us(together)
+        except (BadState, Unavailable) as error:
+            if together == chosen:
+                raise
+            print(f"{WAYS[together]}: not measured, {error}", file=sys.stderr)
+            continue
         yield row(
             f"plan and land, batch {batch}, {WAYS[together]}",
             "us",

@@ -288,7 +288,10 @@ def rows_leave_and_are_settled():
 
 
 class Landing:
-    """The rows of a request that arrives: lists of their own, over the arena of the steps."""
+    """The rows of a request that arrives: lists of their own, over the arena of the steps.
+
+    One graph warms and one fills; rows, ages and their count are written before each replay.
+    """
 
     def __init__(self, step, *, room, width=48):
         self.step = step
@@ -298,18 +301,24 @@ class Landing:
         self.residency = Residency(
             step.device, shape, step.residency.arena, lambda n: ints(step.device, n)
         )
+        self.rows, self.ages = ints(step.device, room), ints(step.device, room)
+        self.count = ints(step.device, 1)
+        self.graphs = {"warm": CudaGraph(step.device), "fill": CudaGraph(step.device)}
+        stream = step.compute.handle
+        with self.graphs["warm"].capture(stream):
+            self.residency.warm(self.rows, self.ages, stream=stream, count=self.count)
+        with self.graphs["fill"].capture(stream):
+            self.residency.fill(self.rows, stream=stream, count=self.count)
 
     def claim(self, name, rows, *ages, at, ticket):
-        """By `warm` or `fill`, of a list with a tail that does not count."""
-        step, count = self.step, rows.size - 5
-        given = [rows[:count], *(one[:count] for one in ages)]
-        claims = getattr(lru, name)(step.arena, *given, step=at, ticket=ticket)
+        step = self.step
+        claims = getattr(lru, name)(step.arena, rows, *ages, step=at, ticket=ticket)
         now = {"query_count": 0, "block_count": self.residency.shape.block_max}
         self.residency.now.write(now_of(step=at, ticket=ticket, **now))
-        self.lists = [DeviceArray(step.device, one) for one in (rows, *ages)]
-        self.count = DeviceArray(step.device, np.array([count], np.int32))
-        queue = getattr(self.residency, name)
-        queue(*self.lists, count=self.count, stream=step.compute.handle)
+        for there, here in zip((self.rows, self.ages), (rows, *ages), strict=False):
+            there.write(np.pad(here, (0, there.shape[0] - here.size), constant_values=-77))
+        self.count.write([rows.size])
+        self.graphs[name].launch(step.compute.handle)
         step.compute.synchronize()
         found = claims_of(self.residency)
         for field in Claims.__slots__:
@@ -321,6 +330,7 @@ class Landing:
         self.step.fetch(residency)
         slots = residency.workspace["claimed_slots"]
         residency.land(slots, stream=stream, count=residency.claimed_count)
+        self.step.compute.synchronize()
         lru.land(self.step.arena, claims.slots, ticket=ticket)
 
 
@@ -337,22 +347,22 @@ def a_landing_warms_and_fills_behind_the_plans(together=1, row_count=640, slot_c
         step.replay(number, step.select())
     landing = Landing(step, room=row_count)
     rows = step.random.permutation(row_count).astype(np.int32)
-    ages = np.sort(step.random.integers(1, 9, row_count)).astype(np.int32)
-    claims = landing.claim("warm", rows, ages, at=299, ticket=7001)
-    assert 0 < claims.evicted_count <= claims.slots.size < row_count
-    step.replay(300, step.select())
-    landing.land(claims, ticket=7001)
+    for number, count in ((300, row_count - 5), (301, row_count // 3)):
+        ages = np.sort(step.random.integers(1, 9, count)).astype(np.int32)
+        claims = landing.claim("warm", rows[-count:], ages, at=number - 1, ticket=7000 + number)
+        assert 0 < claims.evicted_count <= claims.slots.size < count
+        step.replay(number, step.select())
+        landing.land(claims, ticket=7000 + number)
     gone = DeviceArray(step.device, rows[: row_count // 2])
     step.residency.drop(gone, stream=step.compute.handle)
     left = lru.drop(step.arena, gone.read())
     step.compute.synchronize()
     assert step.residency.report()["left"] == left > 0
-    claims = landing.claim("fill", rows[::-1].copy(), at=300, ticket=7002)
+    claims = landing.claim("fill", rows[::-1], at=301, ticket=7302)
     assert claims.slots.size == left
-    step.replay(301, step.select())
-    landing.land(claims, ticket=7002)
-    step.compute.synchronize()
-    step.check(301)
+    step.replay(302, step.select())
+    landing.land(claims, ticket=7302)
+    step.check(302)
     step.residency.check(stream=step.compute.handle)
 
 
