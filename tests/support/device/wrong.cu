@@ -117,6 +117,16 @@ ESS_TRIAL(constant_is_written) {
     call.words[block * 64 + self] = i32(unit) + 1;
 }
 
+// Right within a cluster, wrong between two; the blocks of one have their own shared memory.
+ESS_TRIAL(through_the_cluster) {
+    ESS_SHARED i32 kept;
+    ESS_SELF;
+    if (self == 0) kept = block;
+    if (self == 1 && block == 0) call.words[0] = 7;
+    cluster_barrier();
+    if (self == 2) call.words[1 + block] = call.words[0] + kept;
+}
+
 // ---- strays, odd addresses, nothing there
 
 ESS_TRIAL(one_past_the_end) {
