@@ -19,6 +19,7 @@ RACES = {
     "neighbour": rf"shared memory at byte \d+ of \d+: {BLOCK} \w+ what {BLOCK} \w+; nothing orders",
     "overwritten_too_early": "race on shared memory",
     "lane": "race on shared memory",
+    "lane_after_vote": "race on shared memory",
     "warp_after_warp": "race on shared memory",
     "many_readers": rf"thread 32 writes what {LOWER} reads|{LOWER} reads what .* thread 32 writes",
     "block_to_block": r"race on words at byte 0 of 512: block (\d) .* what block (?!\1)",

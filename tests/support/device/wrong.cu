@@ -58,6 +58,16 @@ ESS_TRIAL(lane_after_warp) {
     ESS_SHARED i32 kept[64];
     ESS_SELF;
     kept[self] = self;
+    __syncwarp();
+    call.words[block * 64 + self] = kept[self ^ 1];
+}
+
+ESS_TRIAL(lane_after_vote) {
+    ESS_SHARED i32 kept[64];
+    ESS_SELF;
+    kept[self] = 0;
+    __syncthreads();
+    kept[self] = self;
     __ballot_sync(kAll, true);
     call.words[block * 64 + self] = kept[self ^ 1];
 }
