@@ -194,7 +194,7 @@ __device__ void probe(const Resolve& call, i32 query, Desk& desk) {
         fill(call.place + call.place_of(query, 0), 0, width);
         if (threadIdx.x == 0) call.miss_count[query] = call.place_count[query] = 0;
     }
-    __syncthreads();
+    // Ages are complete: the last votes were counted after the last entry.
     for (i32 i = threadIdx.x; i <= kAgeMax; i += kThreads)
         if (desk.ages[i] > 0) atomicAdd(&call.arena.hit_age[i], u64(desk.ages[i]));
 }

@@ -113,6 +113,15 @@ def test_the_oldest_of_several_tiles(operations, wanted):
     assert claims.slots.size == wanted or claims.place_count > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [0, 1])
+def test_tiles_of_blocks_wider_than_the_bins(together, folder):
+    """A thread then clears counts of another tile's that other threads have read."""
+    wide = Emulated(folder, together=together, threads=512)
+    rows = np.arange(3000, dtype=np.int32).reshape(2, 1500)
+    both(wide, lambda: aged_arena(8192), rows, step=1000, ticket=9)
+
+
 @pytest.mark.parametrize("age", [1, 150, 254, 255, 256, 400])
 def test_a_row_that_warms_takes_what_is_older(operations, age):
     """About half of the rows are there already, some of them dirty or in flight."""
@@ -220,6 +229,7 @@ def test_a_row_named_twice_leaves_once(operations):
         ("ticket_of", "free", 1, 5),
         ("ticket_of", "landed", -3, 6),
         ("slot_of", 3, 70, 7),
+        ("slot_of", 3, 128, 7),
         ("slot_of", 3, 1000, 7),
         ("slot_of", 3, -5, 7),
     ],
@@ -303,6 +313,19 @@ def test_a_position_beyond_its_context_is_reported(operations):
     assert operations.report["faults"] == 1
     assert split.slots[1, 1] == -1
     assert split.slots[0, 1] == split.slots[1, 0] >= 0
+
+
+def test_a_position_beyond_the_page_table_is_reported(operations):
+    """In the first query's table row the next word is the second's, in the last there is none."""
+    arena = Arena.alone(row_count=640, slot_count=128)
+    split = Split.create(query_count=2, top_k=2)
+    given = {"positions": ids([[0, 64], [0, 64]]), "page_table": ids([[3], [4]])}
+    given |= {"table_row": ids([0, 1]), "rows": np.zeros((2, 2), np.int32)}
+    with pytest.raises(AssertionError):
+        operations.plan(arena, given["rows"], step=5, ticket=1, split=split, **given)
+    assert operations.report["faults"] == 2
+    assert (split.slots[:, 1] == -1).all()
+    assert (split.slots[:, 0] >= 0).all()
 
 
 @pytest.mark.parametrize("wrong", [640, -2, 2**31 - 1])

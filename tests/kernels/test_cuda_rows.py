@@ -86,6 +86,7 @@ def form_of(way, case):
 
 
 WAYS = [("flat", 656), ("flat", 584), ("ring", 656)]
+SIDES = ("source_rows", "target_rows")
 SLOW = [("flat", size) for size in ROW_SIZES] + [("ring", size) for size in (528, 1152, 2304)]
 CASES = [*WAYS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW if one not in WAYS)]
 
@@ -112,12 +113,15 @@ def test_the_count_lies_on_the_device(way, row_bytes, count, folder):
 
 
 @pytest.mark.parametrize(("way", "row_bytes"), WAYS[::2])
-def test_without_lists_rows_keep_their_numbers(way, row_bytes, folder):
+@pytest.mark.parametrize("left_out", [SIDES, SIDES[:1], SIDES[1:]], ids=["both", *SIDES])
+def test_without_lists_rows_keep_their_numbers(way, row_bytes, left_out, folder):
     case = Case(row_bytes, 50)
-    case.source_rows = case.target_rows = np.arange(50, dtype=np.int32)
+    for name in left_out:
+        setattr(case, name, np.arange(50, dtype=np.int32))
     expected = case.expected(50)
     record = case.record()
-    record.source_rows = record.target_rows = None
+    for name in left_out:
+        setattr(record, name, None)
     run(form_of(way, case), case, record, folder, threads=32)
     np.testing.assert_array_equal(case.target, expected)
 

@@ -19,6 +19,7 @@ RACES = {
     "neighbour": rf"shared memory at byte \d+ of \d+: {BLOCK} \w+ what {BLOCK} \w+; nothing orders",
     "overwritten_too_early": "race on shared memory",
     "lane": "race on shared memory",
+    "lane_after_vote": "race on shared memory",
     "warp_after_warp": "race on shared memory",
     "many_readers": rf"thread 32 writes what {LOWER} reads|{LOWER} reads what .* thread 32 writes",
     "block_to_block": r"race on words at byte 0 of 512: block (\d) .* what block (?!\1)",
@@ -51,6 +52,8 @@ RIGHT = (
     "read_words",
     "the_rest_meets",
 )
+THROUGH = "through_the_cluster"
+BETWEEN_CLUSTERS = r"race on words at byte 0 .*(block 0 thread 1 writes|block [23] .*block 0)"
 WRONG = RACES | STRAYS | APART
 
 
@@ -74,12 +77,25 @@ class Arrays:
         return Trial(*(one.__array_interface__["data"][0] for one in self.given.values()))
 
 
-def play(kernels, folder, *names, seed=1, unwritten=()):
+def play(kernels, folder, *names, blocks=2, seed=1, unwritten=()):
     arrays = Arrays()
     with lent(folder, arrays.given, unwritten=unwritten):
         for name in names:
-            kernels[name](arrays.record(), blocks=2, threads=64, shared_bytes=256, seed=seed)
+            shared = 256 if name == "past_shared" else 0
+            grid = {"blocks": blocks, "threads": 64, "shared_bytes": shared}
+            kernels[name](arrays.record(), **grid, seed=seed)
     return arrays.given
+
+
+def test_a_cluster_orders_its_own_blocks_alone(folder):
+    pair = Program(file="wrong.cu", defines=(("ESS_BLOCKS", 2),))
+    kernels = emulated(pair, dict.fromkeys([THROUGH, "block_to_block"], "Trial"), folder)
+    for seed in range(10):
+        assert play(kernels, folder, THROUGH, seed=seed)["words"][:3].tolist() == [7, 7, 8]
+        with pytest.raises(DeviceFault, match=RACES["block_to_block"]):
+            play(kernels, folder, "block_to_block", seed=seed)
+        with pytest.raises(DeviceFault, match=BETWEEN_CLUSTERS):
+            play(kernels, folder, THROUGH, blocks=4, seed=seed)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -126,4 +142,4 @@ def test_what_was_lent_is_given_back(kernels, folder):
 
 def test_every_trial_is_played():
     text = (DEVICE / "wrong.cu").read_text()
-    assert set(re.findall(r"ESS_TRIAL\((\w+)\) {", text)) == {*WRONG, *RIGHT}
+    assert set(re.findall(r"ESS_TRIAL\((\w+)\) {", text)) == {*WRONG, *RIGHT, THROUGH}

@@ -27,25 +27,25 @@ LINE = 24
 UPKEEP = ("ess_land", "ess_settle", "ess_drop", "ess_clear_blocks")
 
 
-def shape_of(query_max, top_k, block_max, *, together):
+def shape_of(query_max, top_k, block_max, *, together, threads=THREADS):
     """Blocks of two warps: all that crosses warps and tiles happens, at the cost of few fibers."""
     shape = ResolveShape.of(query_max=query_max, top_k=top_k, block_max=block_max)
-    return replace(shape, together=together, threads=THREADS)
+    return replace(shape, together=together, threads=threads)
 
 
 class Emulated:
     """The operations of the specification, by the kernels."""
 
-    def __init__(self, folder, *, together):
-        self.together, self.folder = together, folder
-        program = resolve_program(together=together, threads=THREADS)
+    def __init__(self, folder, *, together, threads=THREADS):
+        self.together, self.threads, self.folder = together, threads, folder
+        program = resolve_program(together=together, threads=threads)
         names = [one.entry for one in shape_of(1, 1, 1, together=together).launches]
         self.kernels = emulated(program, dict.fromkeys(names, "Resolve"), folder)
         for file, records in (
             ("upkeep.cu", dict.fromkeys(UPKEEP, "Upkeep")),
             ("audit.cu", {"ess_audit": "Audit"}),
         ):
-            self.kernels |= emulated(slot_program(file, THREADS), records, folder)
+            self.kernels |= emulated(slot_program(file, threads), records, folder)
         self.seed = 0
 
     def launch(self, launches, record, arena, /, **arrays):
@@ -55,7 +55,7 @@ class Emulated:
         with lent(self.folder, given, unwritten={*self.work, *SPLIT} - self.written):
             for entry, blocks in launches:
                 self.seed += 1
-                self.kernels[entry](record, blocks=blocks, threads=THREADS, seed=self.seed)
+                self.kernels[entry](record, blocks=blocks, threads=self.threads, seed=self.seed)
 
     def begin(self, arena, shape, *, step, ticket=1, query_count=0):
         self.work = {name: np.full(n, -77, np.int32) for name, n in shape.workspace.items()}
@@ -70,7 +70,9 @@ class Emulated:
 
     def plan(self, arena, rows, /, *, step, ticket, split, **options):
         assert split.holds(rows.shape), "as the specification does"
-        shape = shape_of(*rows.shape, max(1, arena.blocks.size), together=self.together)
+        shape = shape_of(
+            *rows.shape, max(1, arena.blocks.size), together=self.together, threads=self.threads
+        )
         self.begin(arena, shape, step=step, ticket=ticket, query_count=len(rows))
         given = {"rows": np.ascontiguousarray(rows)} | options
         record = resolve_record(shape, arena=arena, split=split, workspace=self.work, **given)

@@ -13,7 +13,7 @@ inline void cluster_barrier(ESS_LINE) {
 
 inline void __syncwarp(u32 mask = ~0u, ESS_LINE) {
     emulated::Hush hush;
-    emulated::exchange(0, mask, line);
+    emulated::exchange(0, mask, line, emulated::Mode::at_warp);
 }
 
 // The lanes whose value passes.

@@ -69,7 +69,7 @@ struct Line {
 
 struct Store { void* to; const void* from; u32 bytes; };
 struct Load { void* to; const void* from; u32 bytes; u64* arrival; };
-enum class Mode { ready, at_barrier, at_cluster, at_warp, done };
+enum class Mode { ready, at_barrier, at_cluster, at_warp, at_vote, done };
 
 struct Fiber {
     ucontext_t start;
@@ -176,7 +176,8 @@ inline std::string text_of(Line line) {
     fail(("threads meet that wait at different places: " + lines).c_str());
 }
 
-// Whoever comes or leaves last wakes all who wait.
+// Whoever comes or leaves last wakes all who wait. Votes and shuffles wait for a warp as well, but
+// order no memory.
 inline void wake(Mode mode, i32 first, i32 count) {
     for (i32 i = first; i < first + count; i++)
         if (block.fibers[i].mode != mode && block.fibers[i].mode != Mode::done) return;
@@ -191,7 +192,7 @@ inline void wake(Mode mode, i32 first, i32 count) {
     const watched::Scope scope = mode == Mode::at_warp      ? watched::kWarp
                                  : mode == Mode::at_barrier ? watched::kBlock
                                                             : watched::kCluster;
-    if (line) watch_met(scope, blockIdx.x, first % blockDim.x);
+    if (line && mode != Mode::at_vote) watch_met(scope, blockIdx.x, first % blockDim.x);
 }
 
 inline void meet(Mode mode, i32 first, i32 count, Line line) {
@@ -202,12 +203,12 @@ inline void meet(Mode mode, i32 first, i32 count, Line line) {
 }
 
 // Every lane gives one value and reads those of its warp.
-inline const Given* exchange(u64 value, u32 mask, Line line) {
+inline const Given* exchange(u64 value, u32 mask, Line line, Mode mode = Mode::at_vote) {
     if (mask != ~0u) fail("a warp operation names a part of the warp, which is not played here");
     i32 first = block.current / kLanes * kLanes;
     std::vector<Given>& table = block.exchanged[++self().turn % 2];
     table[block.current] = {value, self().turn};
-    meet(Mode::at_warp, first, kLanes, line);
+    meet(mode, first, kLanes, line);
     return table.data() + first;
 }
 
@@ -237,6 +238,7 @@ inline void begin() {
     watch_left();
     block.done++;
     wake(Mode::at_warp, block.current / kLanes * kLanes, kLanes);
+    wake(Mode::at_vote, block.current / kLanes * kLanes, kLanes);
     wake(Mode::at_barrier, first_of_block(), blockDim.x);
     wake(Mode::at_cluster, 0, i32(block.fibers.size()));
     _longjmp(block.scheduler, 1);

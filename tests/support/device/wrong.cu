@@ -58,6 +58,16 @@ ESS_TRIAL(lane_after_warp) {
     ESS_SHARED i32 kept[64];
     ESS_SELF;
     kept[self] = self;
+    __syncwarp();
+    call.words[block * 64 + self] = kept[self ^ 1];
+}
+
+ESS_TRIAL(lane_after_vote) {
+    ESS_SHARED i32 kept[64];
+    ESS_SELF;
+    kept[self] = 0;
+    __syncthreads();
+    kept[self] = self;
     __ballot_sync(kAll, true);
     call.words[block * 64 + self] = kept[self ^ 1];
 }
@@ -115,6 +125,16 @@ ESS_TRIAL(constant_is_written) {
     ESS_SELF;
     const u32 unit = load_unit((const u32*)call.words + block * 64 + self);
     call.words[block * 64 + self] = i32(unit) + 1;
+}
+
+// Right within a cluster, wrong between two; the blocks of one have their own shared memory.
+ESS_TRIAL(through_the_cluster) {
+    ESS_SHARED i32 kept;
+    ESS_SELF;
+    if (self == 0) kept = block;
+    if (self == 1 && block == 0) call.words[0] = 7;
+    cluster_barrier();
+    if (self == 2) call.words[1 + block] = call.words[0] + kept;
 }
 
 // ---- strays, odd addresses, nothing there
