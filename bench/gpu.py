@@ -29,20 +29,25 @@ from ess.kernels.cuda.driver import Device
 SCHEMA: Final = "ess.bench/1"
 
 
-def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
+def with_packages(name: str) -> Callable[..., Iterator[Row]]:
     """Left out, with the reason, on a machine without the packages of ESS."""
-    try:
-        home = importlib.import_module("ess.bench.gpu_layer")
-    except ImportError as error:
-        print(f"layer: not measured, {error}", file=sys.stderr)
-        return
-    yield from home.layer_benchmark(smoke=smoke)
+
+    def benchmark(*, smoke: bool) -> Iterator[Row]:
+        try:
+            home = importlib.import_module("ess.bench.gpu_layer")
+        except ImportError as error:
+            print(f"{name}: not measured, {error}", file=sys.stderr)
+            return
+        yield from getattr(home, f"{name}_benchmark")(smoke=smoke)
+
+    return benchmark
 
 
 BENCHMARKS: Final[dict[str, Callable[..., Iterator[Row]]]] = {
     "rows": rows_benchmark,
     "resolve": resolve_benchmark,
-    "layer": layer_benchmark,
+    "layer": with_packages("layer"),
+    "shapes": with_packages("shapes"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The one-layer benchmark with FlashTrans as its gather. It needs torch and the packages of ESS."""
+"""What needs torch and the packages of ESS: one layer with FlashTrans as its gather, and shapes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ess.bench import gpu_shapes
 from ess.bench.gpu_rig import Row
 from ess.bench.layer_gpu import layer_gpu_benchmark
 from ess.kernels.cuda.driver import Device
@@ -36,4 +37,9 @@ def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
         kernel.launch(record, blocks=blocks, threads=form.threads, stream=stream)
 
     for one in layer_gpu_benchmark(smoke=smoke, gather=gather):
+        yield msgspec.to_builtins(one)
+
+
+def shapes_benchmark(*, smoke: bool) -> Iterator[Row]:
+    for one in gpu_shapes.shapes_benchmark(smoke=smoke):
         yield msgspec.to_builtins(one)

@@ -183,6 +183,7 @@ class LayerStages:
             KEYS,
             out=layer.logits[queries],
             spare_sms=self._spare,
+            queries_per_request=layer.point.queries,
         )
         top_k_into(layer.logits[queries], layer.lengths[queries], out=layer.selection[queries])
         if self._fetches:
@@ -259,19 +260,19 @@ def triton_gather(
     copy_rows(source, rows, target, slots, count, programs=programs)
 
 
-def captured_us(layer: Layer, work: Callable[[], Any]) -> list[float]:
+def captured_us(stream: torch.cuda.Stream, work: Callable[[], Any]) -> list[float]:
     """Microseconds of a replay, each after the last has ended; launches are not in it."""
-    with torch.cuda.stream(layer.compute):
+    with torch.cuda.stream(stream):
         for _ in range(2):
             work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=layer.compute):
+    with torch.cuda.graph(graph, stream=stream):
         work()
     samples = []
     for _ in range(REPLAYS):
         start, end = (CUDA.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(layer.compute):
+        with torch.cuda.stream(stream):
             start.record()
             graph.replay()
             end.record()
@@ -307,7 +308,7 @@ def measure(layer: Layer) -> dict[str, list[float]]:
         "attend 1 apart": lambda: moving.attend_apart(where),
         "merge": lambda: merge_into(layer.partials[0], layer.partials[1], layer.partials[0]),
     }
-    return {name: captured_us(layer, one) for name, one in work.items()}
+    return {name: captured_us(layer.compute, one) for name, one in work.items()}
 
 
 def rows_of(point: Point, batch: Batch, samples: dict[str, list[float]]) -> list[Row]:
