@@ -65,7 +65,7 @@ class Bench:
         self.layer, self.replays = layer, replays
 
     def us(self, work: Callable[[], Any]) -> list[float]:
-        return captured_us(self.layer, work, replays=self.replays)
+        return captured_us(self.layer.compute, work, replays=self.replays)
 
     def row(
         self, name: str, us: list[float], baseline: tuple[str, list[float]], **more: Any

@@ -1,5 +1,4 @@
-"""The benchmarks of one layer and of its attention, with FlashTrans as their gather. They need
-torch and Triton."""
+"""What needs torch and Triton: one layer with FlashTrans as its gather, its attention, shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ess.bench import gpu_attend
+from ess.bench import gpu_attend, gpu_shapes
 from ess.bench.gpu_rig import Row
 from ess.bench.layer_gpu import Gather, layer_gpu_benchmark
 from ess.kernels.cuda.driver import Device
@@ -25,6 +24,10 @@ def attend_benchmark(*, smoke: bool) -> Iterator[Row]:
 
 def others_benchmark(*, smoke: bool) -> Iterator[Row]:
     return gpu_attend.others_benchmark(smoke=smoke, gather=gather_of(Device()))
+
+
+def shapes_benchmark(*, smoke: bool) -> Iterator[Row]:
+    return gpu_shapes.shapes_benchmark(smoke=smoke)
 
 
 def gather_of(device: Device) -> Gather:

@@ -184,6 +184,7 @@ class LayerStages:
             KEYS,
             out=layer.logits[queries],
             spare_sms=self._spare,
+            queries_per_request=layer.point.queries,
         )
         top_k_into(layer.logits[queries], layer.lengths[queries], out=layer.selection[queries])
         if self._fetches:
@@ -276,23 +277,26 @@ def captured(work: Callable[[], Any], stream: Any) -> Any:
     return graph
 
 
-def captured_us(layer: Layer, work: Callable[[], Any], *, replays: int) -> list[float]:
+def captured_us(stream: Any, work: Callable[[], Any], *, replays: int = REPLAYS) -> list[float]:
     """Microseconds of a replay, each after the last has ended; launches are not in it."""
-    return launched_us(layer, [(captured(work, layer.compute), layer.compute)], replays=replays)
+    return launched_us([(captured(work, stream), stream)], replays=replays)
 
 
-def launched_us(layer: Layer, parts: Sequence[tuple[Any, Any]], *, replays: int) -> list[float]:
+def launched_us(parts: Sequence[tuple[Any, Any]], *, replays: int) -> list[float]:
     """From the launch of the first graph to the end of all, each on its stream, in this order."""
+    first, others = parts[0][1], [stream for _, stream in parts[1:]]
     samples = []
     for _ in range(replays):
         start, end = (CUDA.Event(enable_timing=True) for _ in range(2))
-        start.record(layer.compute)
-        layer.copies.wait_event(start)
+        start.record(first)
+        for stream in others:
+            stream.wait_event(start)
         for graph, stream in parts:
             with torch.cuda.stream(stream):
                 graph.replay()
-        layer.compute.wait_stream(layer.copies)
-        end.record(layer.compute)
+        for stream in others:
+            first.wait_stream(stream)
+        end.record(first)
         end.synchronize()
         samples.append(1e3 * start.elapsed_time(end))
     return samples[replays // 5 :]
@@ -335,7 +339,7 @@ def measure(layer: Layer, *, replays: int = REPLAYS) -> dict[str, list[float]]:
             resting.attend_resident, resting.attend_apart, lambda _: merge()
         ),
     }
-    taken = {name: captured_us(layer, one, replays=replays) for name, one in work.items()}
+    taken = {name: captured_us(layer.compute, one, replays=replays) for name, one in work.items()}
     return taken | in_both_orders(layer, {"all": resting, "all but 4": moving}, where, replays)
 
 
@@ -349,8 +353,8 @@ def in_both_orders(
         work = functools.partial(one.attend_resident, where)
         attend = captured(work, layer.compute), layer.compute
         name = f"attend 0 on {sms} SMs"
-        taken[f"copy, then {name}"] = launched_us(layer, [copy, attend], replays=replays)
-        taken[f"{name}, then copy"] = launched_us(layer, [attend, copy], replays=replays)
+        taken[f"copy, then {name}"] = launched_us([copy, attend], replays=replays)
+        taken[f"{name}, then copy"] = launched_us([attend, copy], replays=replays)
     return taken
 
 

@@ -17,6 +17,7 @@ from ess.kernels.merge import Pair, Partial
 from ess.kernels.triton_ops.device import attend as device
 from ess.kernels.triton_ops.device import partials
 from ess.kernels.triton_ops.launch import bits, on, place
+from ess.kernels.triton_ops.shapes import Shape, candidates
 from ess.layout import RowCodec
 from ess.units import div_ceil
 
@@ -29,15 +30,6 @@ class Lists(NamedTuple):
 
     named: Tensor
     counts: Tensor
-
-
-class Shape(NamedTuple):
-    """How a call is cut for the tensor cores."""
-
-    heads: int
-    keys: int
-    warps: int
-    stages: int
 
 
 class _Cut(NamedTuple):
@@ -60,14 +52,6 @@ def close_up(slots: Tensor) -> Lists:
     return Lists(named, counts)
 
 
-def shape_for(*, heads: int, is_half: bool) -> Shape:
-    """What fits the registers and the shared memory of sm_90; float32 is for exactness only."""
-    if not is_half:
-        return Shape(heads=DOT_MIN, keys=16, warps=8, stages=1)
-    block = min(64, max(DOT_MIN, triton.next_power_of_2(heads)))
-    return Shape(heads=block, keys=64, warps=8, stages=2)
-
-
 def in_half(query_dtype: torch.dtype, codec: RowCodec) -> bool:
     """Products in bfloat16 where queries and rows are no wider by nature."""
     return query_dtype == torch.bfloat16 and codec.form != "f32"
@@ -85,6 +69,7 @@ def attend_lists(
     spare_sms: int = 0,
     split_keys: int | None = None,
     adds: bool = False,
+    shape: Shape | None = None,
 ) -> Partial:
     """Attention over lists that are closed up, on a grid that leaves `spare_sms` alone.
 
@@ -93,7 +78,8 @@ def attend_lists(
 
     `split_keys` cuts every list into parts of so many names that run apart and are joined after:
     for batches too small to fill the device. The cut is part of the arithmetic: the same rows give
-    the same bits for the same cut, whatever else is in the batch.
+    the same bits for the same cut, whatever else is in the batch. `shape` is for
+    measurements: the bits of another shape differ.
     """
     count, heads = queries.shape[:2]
     width = lists.named.shape[1]
@@ -105,11 +91,14 @@ def attend_lists(
         into.out.zero_()
         into.lse.fill_(float("-inf"))
         return into
+    if shape is None:
+        is_half = in_half(queries.dtype, codec)
+        shape = candidates(form=codec.form, heads=heads, is_half=is_half)[0]
     split_keys = split_keys or width
     cut = _Cut(div_ceil(width, split_keys), split_keys, spare_sms, adds)
     parts = into if cut.splits == 1 else _parts(queries, cut.splits, codec.latent_dim)
     with on(queries):
-        _launch(queries, rows, lists, codec, scale, placed, parts, cut)
+        _launch(queries, rows, lists, codec, scale, placed, parts, cut, shape)
         if cut.splits > 1:
             dim = codec.latent_dim
             partials.join[(count, heads)](
@@ -133,10 +122,9 @@ def _launch(
     placed: Tensor | None,
     parts: Partial,
     cut: _Cut,
+    shape: Shape,
 ) -> None:
-    where, is_half = place(queries), in_half(queries.dtype, codec)
-    heads = queries.shape[1]
-    shape = shape_for(heads=heads, is_half=is_half)
+    where, heads = place(queries), queries.shape[1]
     tasks = len(queries) * cut.splits * div_ceil(heads, shape.heads)
     elsewhere = rows if placed is None else placed
     device.attend[(where.programs(tasks, spare_sms=cut.spare_sms),)](

@@ -1,0 +1,198 @@
+"""The Triton kernels compiled for sm_90 where there is no GPU.
+
+Whether they can be said at all, what they spill, which instructions they become, and whether two of
+their programs would fit on one multiprocessor: then a grid would not leave any of them alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ess.layout import IndexCodec, RowCodec
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.support.compiled import (
+    ATTEND,
+    LOGITS,
+    Figures,
+    attention_of,
+    compiled,
+    figures,
+    logits_of,
+    types,
+)
+
+SHARED_MAX = 227 << 10
+REGISTERS = 64 << 10
+# What is spilled outside the loop: values that are the same for every task, and with `adds` a part
+# of the partial that is taken over.
+SPILLED_MAX = {False: 24, True: 344}
+TOP_K = types(
+    "*fp32: logits kept, *i32: lengths out positions slots slot_of table,"
+    "i32: k logit_stride table_stride"
+)
+SPREAD = types("*fp32: logits, *i32: lengths known, i32: k logit_stride")
+COPY = types(
+    "*i64: source target, *i32: source_rows target_rows count, i32: source_stride target_stride"
+)
+
+
+def fills_a_multiprocessor(found: Figures, *, warps: int) -> bool:
+    return 2 * found.shared > SHARED_MAX or 2 * 32 * warps * found.registers > REGISTERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("form", ["fp8", "bf16"])
+def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool) -> None:
+    """Nor does a product wait for each of its instructions, or repeat what another warp does: 36
+    instructions are the logits of 64 heads and as many keys as the warps share out, the rest sums.
+    """
+    from ess.kernels.triton_ops.shapes import candidates
+
+    used, *others = candidates(form=form, heads=heads, is_half=True)
+    for shape in [used] if adds else [used, *others]:
+        found = figures(attention_of(shape, form, adds=adds))
+        assert found.shared <= SHARED_MAX
+        assert found.spilled <= SPILLED_MAX[adds]
+        assert found.loop_spills <= (6 if adds else 0)
+        assert found.copies > 0
+        assert fills_a_multiprocessor(found, warps=shape.warps)
+        if shape.heads >= 64:
+            assert found.wgmma == 36 + shape.keys // 16
+            assert found.waits == 3
+        else:
+            assert found.mma > 0
+
+
+@pytest.mark.slow
+def test_attention_in_float32_compiles_without_spills() -> None:
+    from ess.kernels.triton_ops import attend
+    from ess.kernels.triton_ops.device import attend as device
+    from ess.kernels.triton_ops.shapes import EXACT
+
+    for form in ("fp8", "f32"):
+        shape = EXACT
+        binary = compiled(
+            device.attend,
+            ATTEND | {"queries": "*fp32"},
+            attend.constants(RowCodec(form=form), query_dtype=torch.float32, interpreted=False)
+            | {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": False},
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+        )
+        assert binary.metadata.shared <= 227 << 10
+        assert figures(binary).spilled == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "kind", "dtype", "each"),
+    [
+        ("fp8", "*u8", torch.float8_e4m3fn, 1),
+        ("fp8", "*u8", torch.float8_e4m3fn, 2),
+        ("fp8", "*u8", torch.float8_e4m3fn, 4),
+        ("fp8", "*i16", torch.bfloat16, 1),
+        ("fp8", "*i16", torch.bfloat16, 2),
+        ("fp8", "*fp32", torch.float32, 2),
+        ("f32", "*fp32", torch.float32, 1),
+    ],
+)
+def test_index_logits_compile(form: Any, kind: str, dtype: torch.dtype, each: int) -> None:
+    found = figures(logits_of(kind, dtype, IndexCodec(form=form), each=each))
+    is_half = dtype != torch.float32
+    assert (found.wgmma > 0) == is_half
+    assert found.spilled <= (56 if each == 4 else 0)
+    assert found.loop_spills <= (3 if each == 4 else 0)
+    assert found.shared <= SHARED_MAX
+    assert fills_a_multiprocessor(found, warps=8) or not is_half
+
+
+def test_the_small_kernels_compile_without_spills() -> None:
+    from ess.kernels.triton_ops import copy, index
+    from ess.kernels.triton_ops.device import attend, partials, topk
+    from ess.kernels.triton_ops.device import copy as device
+
+    sizes = {"ROOM": index.ROOM_MIN, "SAMPLE": index.SAMPLE, "BLOCK": index.BLOCK}
+    width = {"WIDTH": 512, "PADDED": 512}
+    sides = types("*fp32: first_out first_lse second_out second_lse out lse")
+    parts = types("*fp32: part_out part_lse out lse, *i32: counts, i32: heads splits split_keys")
+    lists = types("*i32: slots named counts, i32: width slot_stride")
+    for binary in (
+        compiled(topk.top_k, TOP_K, sizes | {"HAS_SLOTS": True}, num_warps=8),
+        compiled(partials.merge, sides, width, enable_fp_fusion=False),
+        compiled(partials.join, parts, width),
+        compiled(attend.close_up, lists, {"BLOCK": 1024}),
+        compiled(device.copy_rows, COPY, {"WORDS": 82, "BLOCK": copy.BLOCK}, num_warps=16),
+    ):
+        assert figures(binary).spilled == 0
+
+
+@pytest.mark.slow
+def test_the_shared_top_k_compiles_without_spills() -> None:
+    from ess.kernels.triton_ops import index
+    from ess.kernels.triton_ops.device import spread
+
+    chunk = {"CHUNK": index.CHUNK}
+    tally = SPREAD | types("*i32: tallies")
+    census = tally | types("*i32: counts")
+    take = SPREAD | types("*i32: counts out slots slot_of table, i32: table_stride")
+    for binary in (
+        *(compiled(spread.tally, tally, chunk | {"LEVEL": n}, num_warps=8) for n in (0, 1, 3)),
+        compiled(spread.census, census, chunk, num_warps=8),
+        compiled(spread.take, take, chunk | {"HAS_SLOTS": True, "CHUNKS": 32}, num_warps=8),
+    ):
+        assert figures(binary).spilled == 0
+
+
+@pytest.mark.slow
+def test_counts_and_strides_of_one_compile_too() -> None:
+    """Triton makes a constant of every integer that is 1, so these are other programs."""
+    from ess.kernels.triton_ops import attend, index
+    from ess.kernels.triton_ops.device import attend as attention
+    from ess.kernels.triton_ops.device import copy, topk
+    from ess.kernels.triton_ops.device import index as keys
+
+    half = {"query_dtype": torch.bfloat16, "interpreted": False}
+    rows = attend.constants(RowCodec(), **half) | {"HEADS": 16, "KEYS": 16, "ADDS": True}
+    logits = index.constants(IndexCodec(), **half) | {"HEADS": 1, "HEADS_PADDED": 16, "GROUP": 1}
+    for kernel, given, constants in (
+        (attention.attend, ATTEND, rows),
+        (keys.logits, LOGITS | {"queries": "*i16"}, logits | {"KEYS": 64}),
+        (topk.top_k, TOP_K, {"HAS_SLOTS": True, "ROOM": 1, "SAMPLE": 64, "BLOCK": 64}),
+        (copy.copy_rows, COPY, {"WORDS": 82, "BLOCK": 64}),
+    ):
+        ones = {name: 1 for name, kind in given.items() if kind == "i32"}
+        others = {name: kind for name, kind in given.items() if name not in ones}
+        assert compiled(kernel, others, constants | ones).asm["cubin"]
+
+
+@pytest.mark.parametrize("kind", ["*fp32", "*i16"])
+def test_the_row_codec_compiles_and_keeps_subnormals(kind: str) -> None:
+    from ess.kernels.triton_ops import rows
+    from ess.kernels.triton_ops.device import rows as device
+
+    shape = rows.row_shape(RowCodec()) | {"IS_BF16": kind == "*i16", "ROWS": rows.BLOCK_ROWS}
+    strides = types("i32: count value_stride code_stride scale_stride page_stride")
+    places = types("*u8: codes scales tails")
+    for is_paged in (False, True):
+        encode = compiled(
+            device.encode,
+            {"values": kind, "row_ids": "*i64", **places, **strides},
+            shape | {"POWER_OF_TWO": True, "IS_PAGED": is_paged},
+        )
+        assert figures(encode).spilled == 0
+        assert "ftz" not in encode.asm["ptx"]
+    del shape["GROUP_PADDED"]
+    decode = compiled(
+        device.decode,
+        {**places, "values": kind, **types("i32: count row_stride value_stride")},
+        shape | {"INTERPRETED": False},
+    )
+    assert figures(decode).spilled == 0
+    assert "ftz" not in decode.asm["ptx"]

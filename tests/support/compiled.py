@@ -1,0 +1,160 @@
+"""What the compiler makes of the Triton kernels for a device that is not there.
+
+`python -m tests.support.compiled` prints a line for each kernel and shape: registers and spilled
+bytes of a thread, shared memory, and of the innermost loop with products its instructions, spills,
+tensor core products, waits for them, asynchronous copies and barriers.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ess.kernels.triton_ops import attend, index
+from ess.kernels.triton_ops.device import attend as attention
+from ess.kernels.triton_ops.device import index as keys
+from ess.kernels.triton_ops.shapes import CANDIDATES, Shape
+from ess.layout import IndexCodec, RowCodec, RowForm
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INSTRUCTION = re.compile(
+    r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)(.*?);", re.MULTILINE
+)
+BACK = re.compile(r"0x([0-9a-f]+)")
+
+
+def types(text: str) -> dict[str, str]:
+    """`*i32: a b, i32: c` as what Triton wants."""
+    return {
+        name: kind.strip()
+        for group in text.split(",")
+        for kind, names in [group.split(":")]
+        for name in names.split()
+    }
+
+
+ATTEND = types(
+    "*i16: queries, *u8: rows, *i32: named counts, *fp32: out lse, fp32: scale, i64: placed_from,"
+    "i32: row_stride placed_stride query_stride head_stride query_count heads width"
+    " splits split_keys"
+)
+LOGITS = types(
+    "*u8: queries pages, *fp32: weights out, *i32: table lengths, i32: query_stride head_stride"
+    " page_stride table_stride out_stride request_count each table_width run_keys"
+)
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+    """For sm_90. Pointers and the strides of rows are multiples of 16, as in a model they are."""
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    assert set(types) | set(constants) == set(names)
+    aligned = [
+        name
+        for name, kind in types.items()
+        if kind.startswith("*") or name.endswith(("_stride", "_from"))
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+class Figures(NamedTuple):
+    registers: int
+    spilled: int
+    shared: int
+    loop: int
+    loop_spills: int
+    wgmma: int
+    mma: int
+    waits: int
+    copies: int
+    barriers: int
+
+
+def figures(binary: Any) -> Figures:
+    """The binary's own words on a thread, and counts over its innermost loop with products."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(binary.asm["cubin"])
+        usage, code = (_said(one, path) for one in ("-res-usage", "-sass"))
+    loop = _loop([(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code)])
+
+    def count(*starts: str) -> int:
+        return sum(name.startswith(starts) for name in loop)
+
+    registers, spilled = (int(re.findall(rf"{one}:(\d+)", usage)[-1]) for one in ("REG", "STACK"))
+    found = count("STL", "LDL"), count("HGMMA"), count("HMMA"), count("WARPGROUP.DEPBAR")
+    return Figures(
+        registers, spilled, binary.metadata.shared, len(loop), *found, count("LDGSTS"), count("BAR")
+    )
+
+
+def _said(about: str, path: Path) -> str:
+    run = subprocess.run(
+        [TOOLS / "cuobjdump", about, path], capture_output=True, text=True, check=True
+    )
+    return run.stdout
+
+
+def _loop(code: list[tuple[int, str, str]]) -> list[str]:
+    """The instructions from a jump back to where it goes: the shortest with a product."""
+    bodies = [[name for _, name, _ in code]]
+    for at, name, rest in code:
+        target = BACK.search(rest)
+        if name == "BRA" and target and int(target[1], 16) < at:
+            body = [one for place, one, _ in code if int(target[1], 16) <= place <= at]
+            if any(one.startswith(("HGMMA", "HMMA")) for one in body):
+                bodies.append(body)
+    return min(bodies, key=len)
+
+
+def attention_of(shape: Shape, form: RowForm, *, adds: bool = False) -> Any:
+    given = attend.constants(RowCodec(form=form), query_dtype=torch.bfloat16, interpreted=False)
+    given |= {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": adds}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    return compiled(attention.attend, ATTEND, given, **options)
+
+
+def logits_of(kind: str, dtype: torch.dtype, codec: IndexCodec, *, each: int = 1) -> Any:
+    """A count of one is a constant for Triton."""
+    is_half = index.in_half(dtype, codec)
+    shape = index.logits_shape(is_half=is_half, queries_per_request=each)
+    given = index.constants(codec, query_dtype=dtype, interpreted=False)
+    given |= {"HEADS": 64, "HEADS_PADDED": 64, "KEYS": shape.keys}
+    given |= {"GROUP": triton.next_power_of_2(shape.each)}
+    names = LOGITS | {"queries": kind}
+    if shape.each == 1:
+        del names["each"]
+        given["each"] = 1
+    return compiled(keys.logits, names, given, num_warps=shape.warps, num_stages=shape.stages)
+
+
+def report() -> Iterator[tuple[str, Figures]]:
+    for (form, heads), shapes in CANDIDATES.items():
+        for shape in shapes:
+            for adds in (False, True) if shape is shapes[0] else (False,):
+                name = f"attend {form} to {heads} heads: {shape.name}{', adds' * adds}"
+                yield name, figures(attention_of(shape, form, adds=adds))
+    for each in (1, 2, 3, 4):
+        binary = logits_of("*u8", torch.float8_e4m3fn, IndexCodec(), each=each)
+        yield f"index logits of {each} a request", figures(binary)
+
+
+if __name__ == "__main__":
+    print(f"{'':<42}", *(f"{one:>11}" for one in Figures._fields))
+    for title, row in report():
+        print(f"{title:<42}", *(f"{one:>11}" for one in row), flush=True)
