@@ -19,12 +19,14 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.support import emulated_driver, interpreted  # before triton and torch  # noqa: F401
+from tests.support import emulated_driver, interpreted  # before triton and torch
 
 import torch  # isort: skip
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
+
+pytest_configure = interpreted.pytest_configure  # what NumPy warns of, a device does not
 
 DEVICE = torch.device("cuda", 0)
 ANYWHERE = {"copy_", "set_", "__get__", "type_as", "view_as", "expand_as", "reshape_as"}
