@@ -21,10 +21,13 @@ Reason = Literal["length", "stop", "cancelled", "refused", "failed"]
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`leader` is the number of an earlier one with this prompt: another choice of one answer."""
+
     number: int
     prompt: list[int]
     sampling: Sampling
     priority: int = 0
+    leader: int | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -129,8 +129,14 @@ class EngineLoop:
 
     def _add(self, message: Add) -> None:
         assert message.number not in self._live, f"number {message.number} is used twice"
+        leader = None if message.leader is None else self._live.get(message.leader)
         try:
-            request = self._engine.add(message.prompt, message.sampling, priority=message.priority)
+            request = self._engine.add(
+                message.prompt,
+                message.sampling,
+                priority=message.priority,
+                leader=None if leader is None else leader.request,
+            )
         except EssError as error:
             refused = Piece(message.number, reason="refused", sentence=str(error))
             self._wire.give(Progress((refused,)))

@@ -111,6 +111,8 @@ def test_several_prompts_and_choices_each_have_their_seed(served: Served):
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
     adds = served.engine.adds[before:]
     assert [add.sampling.seed for add in adds] == [7, 8, 7, 8]
+    first, _, third, _ = [add.number for add in adds]
+    assert [add.leader for add in adds] == [None, first, None, third]
     assert adds[0].prompt == adds[1].prompt != adds[2].prompt
     assert made.usage.prompt_tokens == len(adds[0].prompt) + len(adds[2].prompt)
     assert made.usage.completion_tokens == 16

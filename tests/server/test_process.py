@@ -350,3 +350,17 @@ def test_answers_survive_the_wire_and_noise_is_refused():
     for noise in (b"", b"\xc1", b"\x91\xa3Add", packer.pack(Stop())[:-1], b"\x92\xa4Nope\x01"):
         with pytest.raises(BadInput, match="malformed"):
             packer.for_engine(noise)
+
+
+def test_choices_of_one_answer_have_one_prefill():
+    """The second is told by its leader's number; one whose leader is gone comes alone."""
+    wire = Script(
+        t1=[Add(1, prompt(100), Sampling(tokens_max=5))],
+        t2=[Add(2, prompt(100), Sampling(tokens_max=5), leader=1)],
+        t20=[Add(3, prompt(90), Sampling(tokens_max=5), leader=1)],
+    )
+    loop = run(wire, 40, modes="none")
+    assert wire.made(1) == wire.made(2) == greedy(small(), prompt(100), 5)
+    assert wire.made(3) == greedy(small(), prompt(90), 5)
+    assert [wire.pieces(n)[0].cached_count for n in (1, 2, 3)] == [0, 64, 0]
+    assert loop.status().cached_count == 64
