@@ -182,13 +182,14 @@ class Offload:
         length_max: int | None = None,
         promise: Promise = "all",
         salt: bytes = b"",
+        reuse_max: int | None = None,
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
-        Rows of the longest cached prefix are there already (`cached_count`); import the rest. With
-        `length_max` all of its growth is promised now; without, growth may meet PoolFull later.
-        `promise="some"` promises the growth on the host only: device pages may meet PoolFull.
-        Sequences with different `salt` never share rows.
+        Rows of the longest cached prefix, of at most `reuse_max` tokens, are there already
+        (`cached_count`); import the rest. With `length_max` all of its growth is promised now;
+        without, growth may meet PoolFull later. `promise="some"` promises the growth on the host
+        only: device pages may meet PoolFull. Sequences with different `salt` never share rows.
         """
         self._require_open()
         opened = life.open_sequence(
@@ -198,6 +199,7 @@ class Offload:
             length_max=length_max,
             salt=salt,
             promise=promise,
+            reuse_max=reuse_max,
         )
         self._opened_count += 1
         opened.closer = self._close_sequence
@@ -298,8 +300,7 @@ class Offload:
 
         Those of all queries of the step, or, in batch order, of a part of them from `first_query`.
         """
-        self._require_step(step)
-        self.layout.check_layer(layer)
+        self._require_step(step, layer)
         in_range("first_query", first_query, 0, step.query_count - 1)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
         in_range("the rows of a part", len(array), 1, step.query_count - first_query)
@@ -327,8 +328,7 @@ class Offload:
         default how many parts of this group came before: name it when two halves of a step are in
         different layers at once, so that neither takes the other's.
         """
-        self._require_step(step)
-        self.layout.check_layer(layer)
+        self._require_step(step, layer)
         in_range("first_query", first_query, 0, step.query_count - 1)
         group = self.layout.group_of(layer)
         key = (group, first_query)
@@ -350,8 +350,7 @@ class Offload:
 
         `queries` says which queries of the step the lines of `selection` belong to; all, if None.
         """
-        self._require_step(step)
-        self.layout.check_layer(layer)
+        self._require_step(step, layer)
         chosen = range(step.query_count) if queries is None else queries
         array = as_array(selection, "selection", "int32", (len(chosen), self.layout.top_k))
         for query in chosen:
@@ -363,8 +362,7 @@ class Offload:
         self, layer: int, selection: Any, step: Step, *, first_query: int = 0
     ) -> torch.Tensor | None:
         """`locate` for the queries from `first_query` on; None when a selected row is absent."""
-        self._require_step(step)
-        self.layout.check_layer(layer)
+        self._require_step(step, layer)
         in_range("first_query", first_query, 0, step.query_count - 1)
         array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
         in_range("selection rows", len(array), 1, step.query_count - first_query)
@@ -382,8 +380,7 @@ class Offload:
         self, layer: int, selection: Any, step: Step, *, first_query: int = 0
     ) -> torch.Tensor:
         """The selection as codes that read the host's rows, whatever is resident: for checks."""
-        self._require_step(step)
-        self.layout.check_layer(layer)
+        self._require_step(step, layer)
         in_range("first_query", first_query, 0, step.query_count - 1)
         array = as_array(selection, "selection", "int32", (None, self.layout.top_k))
         in_range("selection rows", len(array), 1, step.query_count - first_query)
@@ -447,10 +444,11 @@ class Offload:
         """Give the step up: none of its rows are kept."""
         self.commit(step, accepted=[0] * len(step.sequences))
 
-    def _require_step(self, step: Step) -> None:
+    def _require_step(self, step: Step, layer: int = 0) -> None:
         self._require_open()
         if self._step is not step:
             raise BadState(f"step {step.number} is not the open step")
+        self.layout.check_layer(layer)
 
     # ---- budgets and the end
 

@@ -29,6 +29,7 @@ from ess.door import Offload
 from ess.engine import pace, prompt, scheduler
 from ess.engine.alike import require_alike
 from ess.engine.batch import Chunk, Made, StepPlan, StepResult
+from ess.engine.chances import Chance
 from ess.engine.config import EngineConfig
 from ess.engine.entry import Entry
 from ess.engine.followers import Followers
@@ -211,13 +212,12 @@ class Engine:
             self._enter(request)
         self._admit()
         plan = self._launch()
-        if plan.chunk is not None:
-            self._run_chunk(plan.chunk)
+        scored = () if plan.chunk is None else self._run_chunk(plan.chunk)
         self._learn(depth if plan.turns else 0)
         self._refill(plan)
         self.step_count += 1
         made, self._made = tuple(self._made), []
-        return StepResult(made, plan.chunk, len(plan.turns))
+        return StepResult(made, plan.chunk, len(plan.turns), scored)
 
     def run(self) -> Iterable[StepResult]:
         """Steps until nothing can run: all is done, preempted, or waits for room."""
@@ -284,7 +284,10 @@ class Engine:
     def _open(self, request: Request) -> None:
         try:
             opened = self.offload.open(
-                request.prompt, length_max=request.length_max, promise=self._config.promise
+                request.prompt,
+                length_max=request.length_max,
+                promise=self._config.promise,
+                reuse_max=request.reuse_max,
             )
         except PoolFull as refusal:
             if refusal.retry_after_s is not None:
@@ -381,11 +384,11 @@ class Engine:
         self._preempt(self._roster.by_rank("decoding", "prefilling")[-1])
         self._resume_step = self.step_count + PAUSE_STEPS
 
-    def _run_chunk(self, chunk: Chunk) -> None:
+    def _run_chunk(self, chunk: Chunk) -> tuple[Chance, ...]:
         request, sequence = chunk.request, chunk.request.sequence
         assert sequence is not None
         started_s = self._clock.now_s()
-        windows = prompt.run_chunk(
+        prefilled = prompt.run_chunk(
             self._runner,
             sequence,
             request.prompt[chunk.start : chunk.stop],
@@ -396,7 +399,13 @@ class Engine:
         seconds = self._clock.now_s() - started_s
         self._observe(Seen(chunk_tokens=chunk.stop - chunk.start, chunk_seconds=seconds))
         if chunk.is_last:
-            self._land(request, windows.int().contiguous())
+            self._land(request, prefilled.windows)
+        if request.sampling.prompt_logprobs is None:
+            return ()
+        first = min(max(chunk.start, request.sampling.prompt_start), chunk.stop)
+        following = request.prompt[first + 1 : chunk.stop + 1]
+        count = request.sampling.prompt_logprobs
+        return tuple(prompt.score(prefilled, first, following, count))
 
     # ---- what the host learns, and what follows from it
 

@@ -58,7 +58,7 @@ class Chance(msgspec.Struct, frozen=True, array_like=True):
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """What a step did for one request. `cached_count` comes with the first piece only; `sentence`
-    says why it was refused or has failed."""
+    says why it was refused or has failed. `prompt_chances` go on where the last ones ended."""
 
     number: int
     tokens: tuple[int, ...] = ()
@@ -66,6 +66,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     cached_count: int | None = None
     chances: tuple[Chance, ...] = ()
     sentence: str = ""
+    prompt_chances: tuple[Chance, ...] = ()
 
 
 class PoolUse(msgspec.Struct, frozen=True, array_like=True):

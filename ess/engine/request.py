@@ -105,6 +105,12 @@ class Request:
         return len(self.prompt) + self.sampling.tokens_max
 
     @property
+    def reuse_max(self) -> int | None:
+        """How much of a cached prompt may stay uncomputed: what is scored is computed."""
+        sampling = self.sampling
+        return None if sampling.prompt_logprobs is None else sampling.prompt_start
+
+    @property
     def left_count(self) -> int:
         """Tokens that may still be made."""
         return self.sampling.tokens_max - len(self.output)

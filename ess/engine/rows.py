@@ -81,7 +81,7 @@ def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -
     return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
 
 
-def logits(batch: Batch, model: Model, finished: Tensor) -> Tensor:
+def logits(batch: Shared, model: Model, finished: Tensor) -> Tensor:
     if not batch.ops.has_stages():
         return model.logits(finished)
     return model.logits_stage([finished], threads=compute_threads())[0]

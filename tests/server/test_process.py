@@ -89,6 +89,8 @@ FULL = Sampling(
     stop_ids=frozenset({3, 4}),
     seed=-11,
     logprobs=2,
+    prompt_logprobs=1,
+    prompt_start=3,
     grammar=Grammar("regex", "a"),
 )
 
@@ -364,3 +366,19 @@ def test_choices_of_one_answer_have_one_prefill():
     assert wire.made(3) == greedy(small(), prompt(90), 5)
     assert [wire.pieces(n)[0].cached_count for n in (1, 2, 3)] == [0, 64, 0]
     assert loop.status().cached_count == 64
+
+
+def test_a_prompt_s_chances_leave_with_its_chunks():
+    """Three chunks of 64: the pieces' chances go on where the last ones ended."""
+    asked = Sampling(tokens_max=2, prompt_logprobs=2)
+    wire = Script(t1=[Add(1, prompt(150), asked), Add(2, prompt(70), Sampling(tokens_max=2))])
+    run(wire, 12, modes="none")
+    counts = [len(piece.prompt_chances) for piece in wire.pieces(1)]
+    assert [count for count in counts if count] == [64, 64, 21]
+    assert not any(piece.prompt_chances for piece in wire.pieces(2))
+    first = wire.pieces(1)[0].prompt_chances[0]
+    assert isinstance(first, Chance)
+    assert len(first.top) == 2
+    packer = Packer()
+    for message in wire.given:
+        assert packer.for_server(packer.pack(message)) == message
