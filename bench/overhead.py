@@ -19,8 +19,7 @@ from unittest import mock
 
 import torch
 
-from ess import console
-from ess.bench import machine, report
+from ess.bench import report
 from ess.bench.arms import Arm, Shape, Way
 from ess.bench.folders import default_folder
 from ess.bench.lists import sizes
@@ -119,14 +118,10 @@ def overhead(
     out
         Also write the JSON document to this file.
     """
-    console.check_folder("--out", out)
     if steps < 1:
         raise BadInput(f"--steps {steps}: at least one step is measured")
-    [context] = sizes("--ctx", ctx)
-    measured_on = machine.machine()
-    rows = rows_of(context, sizes("--batch", batch), steps=steps)
-    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
-    report.present(document, json=json, out=out)
+    [context], batches = sizes("--ctx", ctx), sizes("--batch", batch)
+    report.run(lambda: rows_of(context, batches, steps=steps), json=json, out=out)
 
 
 def rows_of(context: int, batches: Sequence[int], *, steps: int) -> list[Row]:
