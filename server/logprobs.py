@@ -56,9 +56,10 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], chances: Sequence[Chance]
 ) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each token of the prompt, by id, itself and the likeliest in its place."""
+    """vLLM's form: for each token of the prompt, by id, itself and the likeliest in its place; as
+    far as it came, if it was aborted."""
     found: list[dict[str, Any] | None] = [None]
-    for token, chance in zip(prompt[1:], chances, strict=True):
+    for token, chance in zip(prompt[1:], chances, strict=False):
         ranked = [(one, logprob, rank) for rank, (one, logprob) in enumerate(chance.top, start=1)]
         shown = [(token, chance.logprob, chance.rank), *ranked]
         found.append(
