@@ -20,8 +20,7 @@ from unittest import mock
 
 import torch
 
-from ess import console
-from ess.bench import machine, report
+from ess.bench import report
 from ess.bench.arms import Arm, Shape, Way
 from ess.bench.folders import default_folder
 from ess.bench.lists import sizes
@@ -123,16 +122,12 @@ def overhead(
     out
         Also write the JSON document to this file.
     """
-    console.check_folder("--out", out)
     if steps < 1:
         raise BadInput(f"--steps {steps}: at least one step is measured")
     if mtp < 1:
         raise BadInput(f"--mtp {mtp}: at least one token is verified")
-    [context] = sizes("--ctx", ctx)
-    measured_on = machine.machine()
-    rows = rows_of(context, sizes("--batch", batch), mtp=mtp, steps=steps)
-    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
-    report.present(document, json=json, out=out)
+    [context], batches = sizes("--ctx", ctx), sizes("--batch", batch)
+    report.run(lambda: rows_of(context, batches, mtp=mtp, steps=steps), json=json, out=out)
 
 
 def rows_of(context: int, batches: Sequence[int], *, mtp: int = 1, steps: int) -> list[Row]:

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from ess import console, cost
-from ess.bench import machine, report
+from ess.bench import report
 from ess.bench.arms import Arm, Shape, Way
 from ess.bench.folders import default_folder
 from ess.bench.forced import Forced
@@ -99,7 +99,6 @@ def paced(
     out
         Also write the JSON document to this file.
     """
-    console.check_folder("--out", out)
     if gbps is not None and not gbps > 0:
         raise BadInput(f"--gbps {gbps}: a link's rate is above 0")
     plan = Plan(
@@ -110,10 +109,7 @@ def paced(
         steps=steps,
         bytes_per_us=None if gbps is None else gbps * 1e3,
     )
-    measured_on = machine.machine()
-    rows = rows_of(plan, folder=default_folder())
-    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
-    report.present(document, json=json, out=out)
+    report.run(lambda: rows_of(plan, folder=default_folder()), json=json, out=out)
 
 
 def wide_model(top_k: int) -> Model:

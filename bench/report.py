@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ess import console
-from ess.bench.machine import Build, Machine
+from ess.bench.machine import Build, Machine, build, machine
 from ess.errors import BadInput
 
 SCHEMA: Final = "ess.bench/1"
@@ -112,6 +112,15 @@ def _plain(number: Any) -> Any:
     if isinstance(number, np.generic):
         return number.item()
     raise BadInput(f"{type(number).__name__} {number!r} is not a plain value")
+
+
+def run(rows: Callable[[], list[Row]], *, json: bool, out: Path | None) -> None:
+    """A command around what it measures: a folder that is missing is said before it is waited for,
+    and the machine is looked at before the measuring loads it."""
+    console.check_folder("--out", out)
+    measured_on = machine()
+    document = Document(build=build(), machine=measured_on, rows=rows())
+    present(document, json=json, out=out)
 
 
 def present(

@@ -101,12 +101,8 @@ def rival(
     out
         Also write the JSON document to this file.
     """
-    console.check_folder("--out", out)
-    [context] = sizes("--ctx", ctx)
-    measured_on = machine.machine()
-    rows = rows_of(context, sizes("--batch", batch), repeats=repeats)
-    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
-    report.present(document, json=json, out=out)
+    [context], batches = sizes("--ctx", ctx), sizes("--batch", batch)
+    report.run(lambda: rows_of(context, batches, repeats=repeats), json=json, out=out)
 
 
 def rows_of(context: int, batches: Sequence[int], *, repeats: int) -> list[Row]:

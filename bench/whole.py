@@ -41,8 +41,11 @@ class Whole(Offload):
         length_max: int | None = None,
         promise: Promise = "all",
         salt: bytes = b"",
+        reuse_max: int | None = None,
     ) -> Sequence:
-        opened = super().open(tokens, length_max=length_max, promise=promise, salt=salt)
+        opened = super().open(
+            tokens, length_max=length_max, promise=promise, salt=salt, reuse_max=reuse_max
+        )
         count = opened.cached_count
         active = self.active_rows(opened, 0, count).long()
         on_host = self.host_rows(opened, 0, count).long()
@@ -68,6 +71,10 @@ class Whole(Offload):
             shape = (len(rows), self._pools.index.keys.key_bytes)
             array = as_array(keys, "keys", "uint8", shape)
             self._pools.index.keys.write(group, step.rows[first_query:stop], array)
+
+    def refill(self, sequences: Many[Sequence]) -> int:
+        """Nothing is ever absent."""
+        return 0
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None

@@ -86,6 +86,7 @@ class Common(Sampled, kw_only=True):
     rid: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
     best_of: int | None = None
 
@@ -117,6 +118,7 @@ class TokenSampling(Sampled, kw_only=True):
     min_tokens: int | None = None
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -153,7 +155,7 @@ class GenerateAsk(Addressed, kw_only=True):
     stream: bool | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
+    logprob_start_len: int | None = None
     top_logprobs_num: int | list[int] | None = None
     model: str | None = None
 

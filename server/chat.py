@@ -29,7 +29,7 @@ from ess.server.address import begin
 from ess.server.answering import Answer, event, respond
 from ess.server.completions import encode_text, usage
 from ess.server.generation import Delta, Generation
-from ess.server.logprobs import chat_logprobs
+from ess.server.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.service import Service
 
 
@@ -145,7 +145,13 @@ class ChatShape:
 
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(i, one) for i, one in enumerate(self.grown.generations)]
-        return {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
+        document = {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
+        if self.ask.prompt_logprobs is not None:
+            chances = self.grown.generations[0].prompt_chances
+            document["prompt_logprobs"] = prompt_logprobs(
+                self.service.tokenizer, self.prompt, chances
+            )
+        return document
 
     def _choice(self, index: int, one: Generation) -> dict[str, Any]:
         parser = self.parsers[index]

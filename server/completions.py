@@ -17,7 +17,7 @@ from ess.server import asks, wishes
 from ess.server.address import begin
 from ess.server.answering import Answer, event, respond
 from ess.server.generation import Delta, Generation
-from ess.server.logprobs import completion_logprobs
+from ess.server.logprobs import completion_logprobs, prompt_logprobs
 from ess.server.service import Service
 
 LONG_CHARS: Final = 20_000
@@ -29,11 +29,14 @@ async def completions(request: Request) -> Response:
     service.check_model(ask.model)
     if ask.suffix:
         raise BadInput("suffix is not served: this model does not fill in")
-    if ask.echo and ask.logprobs is not None:
-        raise BadInput("echo with logprobs is not served: prompts are not scored")
+    if ask.max_tokens == 0 and ask.echo and ask.stream:
+        raise BadInput("max_tokens is 0: an echo alone is not streamed")
     prompts = await encode(service, ask)
     wanted = wishes.wanted_of_openai(
-        ask, tokens_max=16 if ask.max_tokens is None else ask.max_tokens, logprobs=ask.logprobs
+        ask,
+        tokens_max=16 if ask.max_tokens is None else ask.max_tokens + is_echo_alone(ask),
+        logprobs=ask.logprobs,
+        prompt_logprobs=_prompt_logprobs(ask),
     )
     made, ending = wishes.samplings(service, wanted, prompts)
     call = begin(request, ask, made, named=ask.rid or ask.request_id)
@@ -42,6 +45,17 @@ async def completions(request: Request) -> Response:
     shape = CompletionShape(service, ask, grown, prompts)
     writer = CompletionWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+
+
+def is_echo_alone(ask: asks.CompletionAsk) -> bool:
+    """The prompt back and nothing else: a token is made all the same, and not shown."""
+    return bool(ask.echo) and ask.max_tokens == 0
+
+
+def _prompt_logprobs(ask: asks.CompletionAsk) -> int | None:
+    """As vLLM asks for them, or by OpenAI's echo; of both the more."""
+    asked = (ask.prompt_logprobs, ask.logprobs if ask.echo else None)
+    return max((count for count in asked if count is not None), default=None)
 
 
 async def encode(service: Service, ask: asks.CompletionAsk) -> list[list[int]]:
@@ -91,10 +105,13 @@ class CompletionShape:
         return self.service.tokenizer.decode(self.prompts[index // self.choices])
 
     def usage(self) -> dict[str, Any]:
-        return usage(self.prompts, self.grown.generations)
+        found = usage(self.prompts, self.grown.generations)
+        if is_echo_alone(self.ask):
+            found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
+        return found
 
     def logprobs(
-        self, tokens: Sequence[int], chances: Sequence[Chance], offset: int
+        self, tokens: Sequence[int], chances: Sequence[Chance | None], offset: int
     ) -> dict[str, Any] | None:
         if self.ask.logprobs is None:
             return None
@@ -104,17 +121,40 @@ class CompletionShape:
         choices = [self._choice(i, one) for i, one in enumerate(self.grown.generations)]
         return {**self.head, "choices": choices, "usage": self.usage()}
 
+    def scored(self, index: int) -> tuple[list[int], list[Chance | None]]:
+        """What an echo shows beside its text."""
+        if not self.ask.echo or self.ask.logprobs is None:
+            return [], []
+        chances = self._prompt_chances(index, self.ask.logprobs)
+        return self.prompts[index // self.choices], [None, *chances]
+
+    def _prompt_chances(self, index: int, top_count: int) -> list[Chance]:
+        """Its first choice has them, and as many of the likeliest as anybody asked for."""
+        first = self.grown.generations[index // self.choices * self.choices]
+        return [
+            msgspec.structs.replace(one, top=one.top[:top_count]) for one in first.prompt_chances
+        ]
+
     def _choice(self, index: int, one: Generation) -> dict[str, Any]:
+        if is_echo_alone(self.ask):
+            one = Generation(self.service.tokenizer, one.ending, finish="length")
+        tokens, chances = self.scored(index)
         choice = {
             "index": index,
             "text": self.echoed(index) + one.text,
-            "logprobs": self.logprobs(one.tokens, one.chances, 0),
+            "logprobs": self.logprobs([*tokens, *one.tokens], [*chances, *one.chances], 0),
             "finish_reason": one.finish,
             "stop_reason": one.stopped_by,
         }
         if self.ask.return_token_ids:
             choice["token_ids"] = one.tokens
             choice["prompt_token_ids"] = self.prompts[index // self.choices]
+        if self.ask.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self.service.tokenizer,
+                self.prompts[index // self.choices],
+                self._prompt_chances(index, self.ask.prompt_logprobs),
+            )
         return choice
 
 
@@ -128,6 +168,7 @@ class CompletionWriter:
         self._has_usage = bool(options and options.include_usage)
         self._is_plain = shape.ask.logprobs is None and not shape.ask.return_token_ids
         self._told_chars = [0] * len(shape.grown.generations)
+        self._has_echoed = [False] * len(shape.grown.generations)
         marked = {**shape.head, "choices": [{"index": 0, "text": ""}]}
         self._open = event(marked)[: -len(b'0,"text":""}]}\n\n')]
         null = b',"usage":null' if self._has_usage else b""
@@ -136,7 +177,7 @@ class CompletionWriter:
         )
 
     def begin(self) -> bytes:
-        if not self._shape.ask.echo:
+        if not self._shape.ask.echo or self._shape.ask.logprobs is not None:
             return b""
         count = len(self._shape.grown.generations)
         return b"".join(self.feed(i, Delta(self._shape.echoed(i), ())) for i in range(count))
@@ -149,15 +190,31 @@ class CompletionWriter:
             return b'%b%d,"text":%b%b' % (self._open, index, text, self._close)
         if delta.finish is None and not delta.tokens and not delta.text:
             return b""
-        return event(self._chunk(index, delta))
+        return self._echo(index) + event(self._chunk(index, delta))
 
-    def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+    def _echo(self, index: int) -> bytes:
+        """With chances the prompt goes out before the first token, not before they are known."""
+        shape = self._shape
+        if not shape.ask.echo or shape.ask.logprobs is None or self._has_echoed[index]:
+            return b""
+        self._has_echoed[index] = True
+        return event(self._chunk(index, Delta(shape.echoed(index), ()), shape.scored(index)))
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Delta,
+        echoed: tuple[list[int], list[Chance | None]] = ([], []),
+    ) -> dict[str, Any]:
+        tokens, chances = echoed
         offset = self._told_chars[index]
         self._told_chars[index] += len(delta.text)
         choice: dict[str, Any] = {
             "index": index,
             "text": delta.text,
-            "logprobs": self._shape.logprobs(delta.tokens, delta.chances, offset),
+            "logprobs": self._shape.logprobs(
+                [*tokens, *delta.tokens], [*chances, *delta.chances], offset
+            ),
             "finish_reason": delta.finish,
             "stop_reason": delta.stopped_by,
         }

@@ -9,13 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ess.engine.grammar import Grammar, Kind
+from ess.engine.messages import Chance
 from ess.errors import BadInput
 from ess.server import asks, wishes
 from ess.server.address import begin
 from ess.server.answering import Answer, event, respond
 from ess.server.completions import encode_text, usage
 from ess.server.generation import Delta, Generation
-from ess.server.logprobs import chat_logprobs
+from ess.server.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.service import Service
 
 
@@ -25,6 +26,7 @@ async def generate(request: Request) -> Response:
     service.check_model(ask.model)
     prompts = await _prompts(service, ask)
     sampling = ask.sampling_params or asks.SglangSampling()
+    _check_start(ask, prompts)
     made, ending = wishes.samplings(service, _wanted(ask, sampling), prompts)
     call = begin(request, ask, made, named=ask.rid if isinstance(ask.rid, str) else None)
     grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
@@ -46,6 +48,19 @@ async def _prompts(service: Service, ask: asks.GenerateAsk) -> list[list[int]]:
     return [await encode_text(service, text, add_special=True) for text in texts]
 
 
+def scored_from(ask: asks.GenerateAsk) -> int | None:
+    """The first position whose chance is asked for; -1 means none of the prompt."""
+    start = -1 if ask.logprob_start_len is None else ask.logprob_start_len
+    return start if ask.return_logprob and start >= 0 else None
+
+
+def _check_start(ask: asks.GenerateAsk, prompts: Sequence[list[int]]) -> None:
+    start = scored_from(ask)
+    for prompt in prompts:
+        if start is not None and start >= len(prompt):
+            raise BadInput(f"logprob_start_len is {start}, the prompt has {len(prompt)} tokens")
+
+
 def _wanted(ask: asks.GenerateAsk, sampling: asks.SglangSampling) -> wishes.Wanted:
     asked: tuple[tuple[Kind, str | None], ...] = (
         ("json_schema", sampling.json_schema),
@@ -62,6 +77,8 @@ def _wanted(ask: asks.GenerateAsk, sampling: asks.SglangSampling) -> wishes.Want
         keep_special=sampling.skip_special_tokens is False,
         seed=sampling.sampling_seed,
         logprobs=top if ask.return_logprob else None,
+        prompt_logprobs=None if scored_from(ask) is None else top,
+        prompt_start=scored_from(ask) or 0,
         grammar=wishes.one_grammar(grammars),
     )
 
@@ -95,17 +112,27 @@ class GenerateShape:
             "completion_tokens": grown.made_count,
             "cached_tokens": grown.cached_count,
         }
+        start = scored_from(self.ask)
+        if start is not None:
+            scored = self.grown.generations[index // choices * choices].prompt_chances
+            tokens = self.prompts[index // choices][start:]
+            values = [None, *(chance.logprob for chance in scored)]
+            meant["input_token_logprobs"] = [
+                [logprob, token, None] for logprob, token in zip(values, tokens, strict=False)
+            ]
+            meant["input_top_logprobs"] = [None, *map(_top, scored)]
         if self.ask.return_logprob:
             meant["output_token_logprobs"] = [
                 [chance.logprob, token, None]
                 for token, chance in zip(grown.tokens, grown.chances, strict=True)
             ]
-            meant["output_top_logprobs"] = [
-                [[logprob, token, None] for token, logprob in chance.top]
-                for chance in grown.chances
-            ]
+            meant["output_top_logprobs"] = [*map(_top, grown.chances)]
         document = {"text": grown.text, "output_ids": grown.tokens, "meta_info": meant}
         return {**document, "index": index} if self.is_many else document
+
+
+def _top(chance: Chance) -> list[list[Any]]:
+    return [[logprob, token, None] for token, logprob in chance.top]
 
 
 def finish_reason(grown: Generation) -> dict[str, Any] | None:
@@ -140,12 +167,14 @@ async def generate_tokens(request: Request) -> Response:
     ask = asks.read(await request.body(), asks.TokensAsk)
     service.check_model(ask.model)
     sampling = ask.sampling_params
+    wishes.refuse_streamed(ask.stream, sampling.prompt_logprobs)
     wanted = wishes.wanted_of(
         sampling,
         tokens_max=16 if sampling.max_tokens is None else sampling.max_tokens,
         tokens_min=sampling.min_tokens,
         seed=sampling.seed,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         grammar=wishes.one_grammar([*wishes.grammars_of(sampling.structured_outputs)]),
     )
     made, ending = wishes.samplings(service, wanted, [ask.token_ids])
@@ -184,7 +213,14 @@ class TokensShape:
 
     def whole(self) -> dict[str, Any]:
         choices = [self.choice(i, one) for i, one in enumerate(self.grown.generations)]
-        return {**self.document(choices), "prompt_logprobs": None, "usage": self.usage()}
+        document = {**self.document(choices), "prompt_logprobs": None, "usage": self.usage()}
+        if self.ask.sampling_params.prompt_logprobs is not None:
+            document["prompt_logprobs"] = prompt_logprobs(
+                self.service.tokenizer,
+                self.ask.token_ids,
+                self.grown.generations[0].prompt_chances,
+            )
+        return document
 
 
 class TokensWriter:

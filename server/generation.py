@@ -46,7 +46,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """`cached_count` is known with the first piece."""
+    """`cached_count` is known with the first piece, all `prompt_chances` with the first token."""
 
     tokenizer: Tokenizer
     ending: Ending
@@ -55,6 +55,7 @@ class Generation:
     stopped_by: str | int | None = None
     tokens: list[int] = field(default_factory=list)
     chances: list[Chance] = field(default_factory=list)
+    prompt_chances: list[Chance] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)
     _text: Detokenizer = field(init=False)
     _stops: StopText = field(init=False)
@@ -83,6 +84,7 @@ class Generation:
             return Delta("", ())
         if piece.cached_count is not None:
             self.cached_count = piece.cached_count
+        self.prompt_chances.extend(piece.prompt_chances)
         delta = self._grow(piece)
         self.tokens += delta.tokens
         self.chances += delta.chances

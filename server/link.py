@@ -171,15 +171,19 @@ class EngineLink:
         *,
         priority: int = 0,
     ) -> Call:
-        """One engine request per prompt, all in one call."""
+        """One engine request per prompt, all in one call; a prompt that comes again, the same list,
+        is another choice."""
         if self.state == "lost":
             raise Unavailable(f"the engine is gone: {self.why_lost}")
         numbers = range(self._next_number, self._next_number + len(prompts))
         self._next_number = numbers.stop
         call = Call(request_id, numbers, started_s=self._clock.now_s())
         try:
+            leaders: dict[int, int] = {}
             for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
-                self._send(Add(number, prompt, sampling, priority))
+                first = leaders.setdefault(id(prompt), number)
+                leader = None if first == number else first
+                self._send(Add(number, prompt, sampling, priority, leader))
                 self._calls[number] = call
         except Unavailable:
             self.abort(call)

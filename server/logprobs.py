@@ -19,9 +19,10 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance], offset: int
+    tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance | None], offset: int
 ) -> dict[str, Any]:
-    """Lists beside each other; `offset` is where the first token's text begins."""
+    """Lists beside each other; `offset` is where the first token's text begins. What stands at the
+    very beginning has no chance."""
     texts = [token_text(tokenizer, token) for token in tokens]
     offsets = []
     for text in texts:
@@ -29,9 +30,9 @@ def completion_logprobs(
         offset += len(text)
     return {
         "tokens": texts,
-        "token_logprobs": [chance.logprob for chance in chances],
+        "token_logprobs": [chance and chance.logprob for chance in chances],
         "top_logprobs": [
-            {token_text(tokenizer, token): logprob for token, logprob in chance.top}
+            chance and {token_text(tokenizer, token): logprob for token, logprob in chance.top}
             for chance in chances
         ],
         "text_offset": offsets,
@@ -50,6 +51,28 @@ def chat_logprobs(
             for token, chance in zip(tokens, chances, strict=True)
         ]
     }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], chances: Sequence[Chance]
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each token of the prompt, by id, itself and the likeliest in its place; as
+    far as it came, if it was aborted."""
+    found: list[dict[str, Any] | None] = [None]
+    for token, chance in zip(prompt[1:], chances, strict=False):
+        ranked = [(one, logprob, rank) for rank, (one, logprob) in enumerate(chance.top, start=1)]
+        shown = [(token, chance.logprob, chance.rank), *ranked]
+        found.append(
+            {
+                str(one): {
+                    "logprob": logprob,
+                    "rank": rank,
+                    "decoded_token": token_text(tokenizer, one),
+                }
+                for one, logprob, rank in reversed(shown)
+            }
+        )
+    return found
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:

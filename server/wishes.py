@@ -45,6 +45,8 @@ class Wanted(msgspec.Struct, kw_only=True):
     seed: int | None = None
     choices: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_start: int = 0
     grammar: Grammar | None = None
     more_stops: tuple[str, ...] = ()
 
@@ -63,6 +65,8 @@ def wanted_of(ask: Sampled, **named: Any) -> Wanted:
 
 def wanted_of_openai(ask: Common, **named: Any) -> Wanted:
     _refuse_unserved(ask)
+    refuse_streamed(ask.stream, ask.prompt_logprobs)
+    named.setdefault("prompt_logprobs", ask.prompt_logprobs)
     return wanted_of(
         ask,
         tokens_min=ask.min_tokens,
@@ -78,7 +82,7 @@ def samplings(
     service: Service, wanted: Wanted, prompts: Sequence[list[int]]
 ) -> tuple[list[tuple[list[int], Sampling]], Ending]:
     """One sampling per prompt and choice: the choices of a prompt beside each other, each its own
-    seed."""
+    seed. The prompt is scored once, by its first choice."""
     if not prompts:
         raise BadInput("the prompt is an empty list")
     choices = 1 if wanted.choices is None else wanted.choices
@@ -94,6 +98,7 @@ def samplings(
         base = _sampling(service, wanted, tokens_max=_tokens_max(service, wanted, prompt))
         for choice in range(choices):
             made.append((prompt, replace(base, seed=_wrapped(seed + choice))))
+            base = replace(base, prompt_logprobs=None)
     ending = Ending(
         stops=stops,
         stop_ids=frozenset(wanted.stop_token_ids or ()),
@@ -124,6 +129,8 @@ def _sampling(service: Service, wanted: Wanted, *, tokens_max: int) -> Sampling:
         stop_ids=frozenset((*(wanted.stop_token_ids or ()), *ends)),
         ignore_eos=wanted.ignore_eos,
         logprobs=wanted.logprobs,
+        prompt_logprobs=wanted.prompt_logprobs,
+        prompt_start=wanted.prompt_start,
         grammar=wanted.grammar,
     )
     found.check_ids(service.vocabulary)
@@ -225,6 +232,11 @@ def grammars_of(asked: StructuredOutputs | None) -> Iterable[Grammar]:
         yield Grammar("regex", asked.regex)
     if asked.grammar is not None:
         yield Grammar("lark", asked.grammar)
+
+
+def refuse_streamed(stream: bool | None, prompt_logprobs: int | None) -> None:
+    if stream and prompt_logprobs is not None:
+        raise BadInput("prompt_logprobs are not streamed; ask for the whole answer")
 
 
 def _refuse_unserved(ask: Common) -> None:

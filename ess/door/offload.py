@@ -179,13 +179,14 @@ class Offload:
         length_max: int | None = None,
         promise: Promise = "all",
         salt: bytes = b"",
+        reuse_max: int | None = None,
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
-        Rows of the longest cached prefix are there already (`cached_count`); import the rest. With
-        `length_max` all of its growth is promised now; without, growth may meet PoolFull later.
-        `promise="some"` promises the growth on the host only: device pages may meet PoolFull.
-        Sequences with different `salt` never share rows.
+        Rows of the longest cached prefix, of at most `reuse_max` tokens, are there already
+        (`cached_count`); import the rest. With `length_max` all of its growth is promised now;
+        without, growth may meet PoolFull later. `promise="some"` promises the growth on the host
+        only: device pages may meet PoolFull. Sequences with different `salt` never share rows.
         """
         self._require_open()
         opened = life.open_sequence(
@@ -195,6 +196,7 @@ class Offload:
             length_max=length_max,
             salt=salt,
             promise=promise,
+            reuse_max=reuse_max,
         )
         self._opened_count += 1
         opened.closer = self._close_sequence
@@ -295,8 +297,7 @@ class Offload:
 
         Those of all queries of the step, or, in batch order, of a part of them from `first_query`.
         """
-        self._require_step(step)
-        self.layout.check_layer(layer)
+        self._require_step(step, layer)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
         _require_part(step, first_query, len(array), "the rows of a part")
         listed = None
@@ -346,8 +347,7 @@ class Offload:
 
         `queries` says which queries of the step the lines of `selection` belong to; all, if None.
         """
-        self._require_step(step)
-        self.layout.check_layer(layer)
+        self._require_step(step, layer)
         chosen = range(step.query_count) if queries is None else queries
         array = as_array(selection, "selection", "int32", (len(chosen), self.layout.top_k))
         for query in chosen:
@@ -359,8 +359,7 @@ class Offload:
         self, layer: int, selection: Any, step: Step, *, first_query: int = 0
     ) -> torch.Tensor | None:
         """`locate` for the queries from `first_query` on; None when a selected row is absent."""
-        self._require_step(step)
-        self.layout.check_layer(layer)
+        self._require_step(step, layer)
         array = self._selected(selection, step, first_query)
         slots = np.empty_like(array)
         lookup = self._parts[0].lookup
@@ -376,8 +375,7 @@ class Offload:
         self, layer: int, selection: Any, step: Step, *, first_query: int = 0
     ) -> torch.Tensor:
         """The selection as codes that read the host's rows, whatever is resident: for checks."""
-        self._require_step(step)
-        self.layout.check_layer(layer)
+        self._require_step(step, layer)
         array = self._selected(selection, step, first_query)
         return torch.from_numpy(stepping.host_codes(self._pools, step, layer, array, first_query))
 
@@ -440,10 +438,11 @@ class Offload:
         """Give the step up: none of its rows are kept."""
         self.commit(step, accepted=[0] * len(step.sequences))
 
-    def _require_step(self, step: Step) -> None:
+    def _require_step(self, step: Step, layer: int = 0) -> None:
         self._require_open()
         if self._step is not step:
             raise BadState(f"step {step.number} is not the open step")
+        self.layout.check_layer(layer)
 
     # ---- budgets and the end
 

@@ -6,8 +6,8 @@ into free slots. It stays behind the steps: it looks at `LOOK_PAGES` pages and s
 a tenth of every group's slots free, so it never makes slots scarce; its rows rank as the oldest,
 and no row gives way to one: a wrong guess costs a copy.
 
-A walk that came around without starting a copy rests until a row departs. Without that, a sequence
-that a small group can never hold would be looked through in every step.
+A walk that came around without starting a copy rests until a row has departed since it began.
+Without that, a sequence that a small group can never hold would be looked through in every step.
 
 Only what the host has learned is copied: rows below `length` are on the host, or in slots until
 they are. So steps that are sealed and not learned need not be waited for. (The MTP module's row may
@@ -39,11 +39,12 @@ FILL_ROWS: Final = 8 * PAGE_ROWS
 
 @dataclass(slots=True)
 class _Walk:
-    """Goes on at `page`; since page 0 it has `started` copies or not."""
+    """Goes on at `page`. It began, and rests, at a count of departed rows."""
 
     page: int = 0
     has_started: bool = False
-    rested_at: int = -1
+    began_at: int = -1
+    rests_at: int = -1
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class Refill:
         self._walks = {one.number: self._walks.get(one.number, _Walk()) for one in lacking}
         for sequence in lacking:
             walk = self._walks[sequence.number]
-            if walk.rested_at != self.pools.sparse.departed_count:
+            if walk.rests_at != self.pools.sparse.departed_count:
                 return self._walk_on(sequence, walk, rooms)
         return []
 
@@ -71,6 +72,8 @@ class Refill:
         self, sequence: Sequence, walk: _Walk, rooms: Mapping[int, int]
     ) -> list[FetchPlan]:
         """One look; the next one is further on, unless more was absent than may start at once."""
+        if walk.page == 0:
+            walk.began_at = self.pools.sparse.departed_count
         start = walk.page * PAGE_ROWS
         count = min(LOOK_PAGES * PAGE_ROWS, sequence.length - start)
         assert count > 0, f"a walk at {start} of {sequence.length} positions"
@@ -90,7 +93,7 @@ class Refill:
     def _turn(self, walk: _Walk, sequence: Sequence) -> None:
         walk.page += LOOK_PAGES
         if walk.page * PAGE_ROWS >= sequence.length:
-            walk.rested_at = -1 if walk.has_started else self.pools.sparse.departed_count
+            walk.rests_at = -1 if walk.has_started else walk.began_at
             walk.page, walk.has_started = 0, False
             self.residency.forget(sequence)
 

@@ -97,6 +97,7 @@ def open_sequence(
     length_max: int | None,
     salt: bytes,
     promise: Promise,
+    reuse_max: int | None,
 ) -> Sequence:
     longest = pools.sizes.length_max
     if not 0 < len(tokens) <= (length_max or longest) <= longest:
@@ -105,7 +106,7 @@ def open_sequence(
             f"1 <= tokens <= length_max <= {longest}"
         )
     pools.inflight.settle()
-    prefix, text_hash = _cached_prefix(pools, tokens, salt)
+    prefix, text_hash = _cached_prefix(pools, tokens[: len(tokens) - 1][:reuse_max], salt)
     cached_count = len(prefix) * PAGE_ROWS
     sequence = Sequence(
         number=number,
@@ -127,12 +128,12 @@ def open_sequence(
 
 
 def _cached_prefix(pools: Pools, tokens: Many[int], salt: bytes) -> tuple[PageIds, bytes]:
-    """Pages of the longest cached prefix that leaves at least one token to run, and its hash.
+    """Pages of the longest cached prefix of `tokens`, and its hash.
 
     With MTP its last page is left out: row p of the module was made with token p + 1, and the last
     row of a prefix saw another continuation.
     """
-    hashes = page_hashes(tokens[:-1], salt=salt)
+    hashes = page_hashes(tokens, salt=salt)
     pages = pools.latent.prefix.find(hashes)
     if pools.layout.mtp_layer_count:
         pages = pages[:-1]

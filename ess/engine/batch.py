@@ -65,11 +65,13 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the host has learned in this step, and what it has put under way."""
+    """What the host has learned in this step, and what it has put under way; `scored` are tokens
+    of the chunk's prompt, if asked for."""
 
     made: tuple[Made, ...]
     chunk: Chunk | None
     turn_count: int = 0
+    scored: tuple[Chance, ...] = ()
 
     @property
     def is_empty(self) -> bool:

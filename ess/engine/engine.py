@@ -19,18 +19,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from ess.clock import Clock, RealClock
-from ess.door import Offload, Promise
+from ess.door import Offload
 from ess.engine import pace, prompt, scheduler
-from ess.engine.alike import check_deterministic, require_alike
+from ess.engine.alike import require_alike
 from ess.engine.batch import Chunk, Made, StepPlan, StepResult
+from ess.engine.chances import Chance
+from ess.engine.config import EngineConfig
 from ess.engine.entry import Entry
+from ess.engine.followers import Followers
 from ess.engine.future import FutureMap, Outcome, depth_reasons
 from ess.engine.launch import Flight, launch
 from ess.engine.pace import Seen, drafts_of
@@ -42,63 +44,14 @@ from ess.engine.tuning import Tuning
 from ess.engine.verify import Verifier
 from ess.engine.warmth import Warmth
 from ess.errors import BadInput, BadState, PoolFull
-from ess.kernels.backend import BackendName, ops
+from ess.kernels.backend import ops
 from ess.models.model import Model
 from ess.models.tokenizer import Tokenizer
-from ess.overlap.sbo import Sbo
-from ess.overlap.tbo import Tbo
+
+__all__ = ["Engine", "EngineConfig"]
 
 PAUSE_STEPS: Final = 16
 TPOT: Final = "time per token"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """`mtp` is how many tokens a step verifies per request; 1 means no drafts.
-
-    `modes` is "layerwise" (per layer from live counters, from `calibration` on if there is one),
-    "resident", "none", "da", "dba", or a list with one of these four per layer. `tbo` runs steps
-    in two halves: "off", "on", "auto", or the least tokens of a step for it; `sbo` says what the
-    experts' communication runs beside.
-    `depth` 1 plans and launches a step before the one before is learned. `promise` says whether a
-    request's device pages are promised to its full length, or as it grows. With `tpot_ms` requests
-    and chunks are admitted so that a token takes no longer; with it or with `mtp_auto` steps verify
-    as many tokens as pay, `mtp` at most. Every `budget_every` steps slots move to the layer groups
-    that miss most; 0 never. `verify_every` n checks one layer of every n-th step against the host's
-    rows. `deterministic` makes what a request says, to the last bit of its logits, independent of
-    its neighbours, of drafts and of chunks: every layer runs as NONE, prompts run slower.
-    """
-
-    modes: str | Sequence[str] = "layerwise"
-    calibration: str | Path | None = None
-    tbo: Tbo = "off"
-    sbo: Sbo = "off"
-    mtp: int = 1
-    depth: int = 0
-    promise: Promise = "all"
-    tpot_ms: float | None = None
-    mtp_auto: bool = False
-    budget_every: int = 64
-    batch_max: int = 16
-    query_max: int = 64
-    chunk_tokens: int = 512
-    warm: bool = True
-    backend: BackendName = "cpu"
-    verify_every: int = 0
-    verify_fatal: bool = False
-    deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        if self.deterministic:
-            check_deterministic(self.modes, tbo=self.tbo, sbo=self.sbo)
-        for name, high in (("mtp", 8), ("depth", 1)):
-            value, low = getattr(self, name), 1 if name == "mtp" else 0
-            if not low <= value <= high:
-                raise BadInput(f"{name} is {value}, must be {low}..{high}")
-
-    @property
-    def is_paced(self) -> bool:
-        return self.mtp_auto or self.tpot_ms is not None
 
 
 class Engine:
@@ -150,6 +103,7 @@ class Engine:
         )
         self._entry = Entry(model.config, tokenizer)
         self._roster = Roster()
+        self._followers = Followers()
         self._future = FutureMap(line_max=offload.sequence_max, token_max=config.mtp)
         self._flights: deque[Flight] = deque()
         self._made: list[Made] = []
@@ -160,14 +114,23 @@ class Engine:
     # ---- requests
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling | None = None, *, priority: int = 0
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        priority: int = 0,
+        leader: Request | None = None,
     ) -> Request:
-        """A lower `priority` enters, and comes back, before a higher one, which gives way first."""
+        """A lower `priority` enters, and comes back, before a higher one, which gives way first.
+
+        With a `leader`, a request of the same prompt and length, the prompt is prefilled once.
+        """
         request = Request(
             number=self._added_count,
             prompt=list(prompt),
             sampling=sampling or Sampling(),
             priority=priority,
+            leader=leader,
         )
         vocabulary = self._runner.model.config.vocab_size
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
@@ -184,6 +147,8 @@ class Engine:
         return request
 
     def _enter(self, request: Request) -> None:
+        if request.refusal is None and self._followers.hold(request, request.leader):
+            return
         self._roster.add(request)
         if request.refusal is not None:
             self._finish(request, "refused")
@@ -192,7 +157,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """At any moment; what steps under way still say of it is dropped."""
-        if self._entry.give_up(request):
+        if self._entry.give_up(request) or self._followers.give_up(request):
             self._roster.add(request)
         if request.reason is None:
             self._finish(request, "cancelled")
@@ -247,13 +212,12 @@ class Engine:
             self._enter(request)
         self._admit()
         plan = self._launch()
-        if plan.chunk is not None:
-            self._run_chunk(plan.chunk)
+        scored = () if plan.chunk is None else self._run_chunk(plan.chunk)
         self._learn(depth if plan.turns else 0)
         self._refill(plan)
         self.step_count += 1
         made, self._made = tuple(self._made), []
-        return StepResult(made, plan.chunk, len(plan.turns))
+        return StepResult(made, plan.chunk, len(plan.turns), scored)
 
     def run(self) -> Iterable[StepResult]:
         """Steps until nothing can run: all is done, preempted, or waits for room."""
@@ -320,7 +284,10 @@ class Engine:
     def _open(self, request: Request) -> None:
         try:
             opened = self.offload.open(
-                request.prompt, length_max=request.length_max, promise=self._config.promise
+                request.prompt,
+                length_max=request.length_max,
+                promise=self._config.promise,
+                reuse_max=request.reuse_max,
             )
         except PoolFull as refusal:
             if refusal.retry_after_s is not None:
@@ -331,13 +298,42 @@ class Engine:
         request.sequence = opened
         request.prefilled_count = opened.cached_count
         self._roster.move(request, "prefilling")
-        self._decode_if_prefilled(request)
-
-    def _decode_if_prefilled(self, request: Request) -> None:
         if request.is_prefilled:
-            assert request.sequence is not None
-            self._roster.move(request, "decoding")
-            self._future.stash(request.sequence.line, [request.tokens[-1]])
+            self._land(request, None)
+
+    def _land(self, request: Request, windows: Tensor | None) -> None:
+        """The prompt is there, for the request and for those that follow it."""
+        for one in (request, *self._fork(request)):
+            assert one.sequence is not None, f"request {one.number} has no rows"
+            if windows is not None and self._config.warm:
+                self.offload.warm(one.sequence, windows)
+                self.offload.fill(one.sequence)
+            self._roster.move(one, "decoding")
+            self._future.stash(one.sequence.line, [one.tokens[-1]])
+
+    def _fork(self, leader: Request) -> list[Request]:
+        """Those that have room beside it; the others wait as if they had come alone."""
+        assert leader.sequence is not None, f"request {leader.number} has no rows"
+        assert leader.is_prefilled, f"request {leader.number} has not all of its prompt"
+        forked = []
+        for follower in self._followers.release(leader):
+            self._roster.add(follower)
+            if self._roster.first("waiting") is not follower or self._has_gone:
+                continue
+            try:
+                self._refuse_if_slow()
+                follower.sequence = self.offload.fork(leader.sequence)
+            except PoolFull:
+                continue
+            follower.prefilled_count = leader.prefilled_count
+            self._roster.move(follower, "prefilling")
+            forked.append(follower)
+        return forked
+
+    @property
+    def _has_gone(self) -> bool:
+        """Somebody gave way to others, and comes back before anybody enters."""
+        return any(not one.is_held for one in self._roster.of("preempted"))
 
     def _launch(self) -> StepPlan:
         """Plans for bounds and launches; where growth finds a full pool the last in rank leaves."""
@@ -388,11 +384,11 @@ class Engine:
         self._preempt(self._roster.by_rank("decoding", "prefilling")[-1])
         self._resume_step = self.step_count + PAUSE_STEPS
 
-    def _run_chunk(self, chunk: Chunk) -> None:
+    def _run_chunk(self, chunk: Chunk) -> tuple[Chance, ...]:
         request, sequence = chunk.request, chunk.request.sequence
         assert sequence is not None
         started_s = self._clock.now_s()
-        windows = prompt.run_chunk(
+        prefilled = prompt.run_chunk(
             self._runner,
             sequence,
             request.prompt[chunk.start : chunk.stop],
@@ -402,10 +398,14 @@ class Engine:
         request.prefilled_count = chunk.stop
         seconds = self._clock.now_s() - started_s
         self._observe(Seen(chunk_tokens=chunk.stop - chunk.start, chunk_seconds=seconds))
-        if chunk.is_last and self._config.warm:
-            self.offload.warm(sequence, windows.int().contiguous())
-            self.offload.fill(sequence)
-        self._decode_if_prefilled(request)
+        if chunk.is_last:
+            self._land(request, prefilled.windows)
+        if request.sampling.prompt_logprobs is None:
+            return ()
+        first = min(max(chunk.start, request.sampling.prompt_start), chunk.stop)
+        following = request.prompt[first + 1 : chunk.stop + 1]
+        count = request.sampling.prompt_logprobs
+        return tuple(prompt.score(prefilled, first, following, count))
 
     # ---- what the host learns, and what follows from it
 
@@ -460,6 +460,9 @@ class Engine:
         request.reason = reason
         self._roster.move(request, "finished")
         self._close(request)
+        heir = self._followers.succeed(request)
+        if heir is not None:
+            self._enter(heir)
 
     def _close(self, request: Request) -> None:
         """Nothing leaves before the last step that it is in."""

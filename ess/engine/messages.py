@@ -21,10 +21,13 @@ Reason = Literal["length", "stop", "cancelled", "refused", "failed"]
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`leader` is the number of an earlier one with this prompt: another choice of one answer."""
+
     number: int
     prompt: list[int]
     sampling: Sampling
     priority: int = 0
+    leader: int | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -55,7 +58,7 @@ class Chance(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step did for one request. `cached_count` comes with the first piece only; `sentence`
-    says why it was refused or has failed."""
+    says why it was refused or has failed. `prompt_chances` go on where the last ones ended."""
 
     number: int
     tokens: tuple[int, ...] = ()
@@ -63,6 +66,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_count: int | None = None
     chances: tuple[Chance, ...] = ()
     sentence: str = ""
+    prompt_chances: tuple[Chance, ...] = ()
 
 
 class PoolUse(msgspec.Struct, frozen=True, array_like=True):

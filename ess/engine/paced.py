@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -136,6 +136,7 @@ class PacedEngine:
         tokens: list[int] = []
         reason: Reason | None = None
         cached_count = None if going.made_count else self._cached_count
+        scored = [] if going.made_count else going.add.prompt[sampling.prompt_start + 1 :]
         while reason is None and len(tokens) < self._per_step:
             tokens.append(going.take())
             if tokens[-1] in sampling.stop_ids and going.made_count >= sampling.tokens_min:
@@ -145,9 +146,14 @@ class PacedEngine:
         if reason is not None:
             del self._going[going.add.number]
         self._made_count += len(tokens)
-        chances = tuple(_chance(token, sampling.logprobs) for token in tokens)
-        chances = chances if sampling.logprobs is not None else ()
-        return Piece(going.add.number, tuple(tokens), reason, cached_count, chances)
+        return Piece(
+            going.add.number,
+            tuple(tokens),
+            reason,
+            cached_count,
+            _chances(tokens, sampling.logprobs),
+            prompt_chances=_chances(scored, sampling.prompt_logprobs),
+        )
 
 
 def _line(going: Going) -> RequestLine:
@@ -162,9 +168,12 @@ def _line(going: Going) -> RequestLine:
     )
 
 
-def _chance(token: int, count: int | None) -> Chance:
-    """Made up: its shape is right."""
-    return Chance(-0.5, 1, tuple((token + i, -0.5 - i) for i in range(count or 0)))
+def _chances(tokens: Sequence[int], count: int | None) -> tuple[Chance, ...]:
+    """Made up: their shape is right."""
+    if count is None:
+        return ()
+    tops = [tuple((token + i, -0.5 - i) for i in range(count)) for token in tokens]
+    return tuple(Chance(-0.5, 1, top) for top in tops)
 
 
 def walking(vocabulary: int) -> Script:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -22,6 +23,7 @@ from ess.clock import Clock, RealClock
 from ess.door import Offload
 from ess.door.stats import Stats
 from ess.engine.batch import Made, StepResult
+from ess.engine.chances import Chance as Scored
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.messages import (
     Abort,
@@ -129,8 +131,14 @@ class EngineLoop:
 
     def _add(self, message: Add) -> None:
         assert message.number not in self._live, f"number {message.number} is used twice"
+        leader = None if message.leader is None else self._live.get(message.leader)
         try:
-            request = self._engine.add(message.prompt, message.sampling, priority=message.priority)
+            request = self._engine.add(
+                message.prompt,
+                message.sampling,
+                priority=message.priority,
+                leader=None if leader is None else leader.request,
+            )
         except EssError as error:
             refused = Piece(message.number, reason="refused", sentence=str(error))
             self._wire.give(Progress((refused,)))
@@ -165,14 +173,16 @@ class EngineLoop:
             made_of.setdefault(id(made.request), []).append(made)
         pieces = []
         for live in list(self._live.values()):
-            piece = self._piece(live, made_of.get(id(live.request), []))
-            if piece.tokens or piece.cached_count is not None or piece.reason is not None:
+            is_scored = result.chunk is not None and live.request is result.chunk.request
+            scored = result.scored if is_scored else ()
+            piece = self._piece(live, made_of.get(id(live.request), []), scored)
+            if piece != Piece(live.number):
                 pieces.append(piece)
             if piece.reason is not None:
                 del self._live[live.number]
         return pieces
 
-    def _piece(self, live: Live, mades: list[Made]) -> Piece:
+    def _piece(self, live: Live, mades: list[Made], scored: Sequence[Scored]) -> Piece:
         tokens = tuple(token for made in mades for token in made.tokens)
         self._made_count += len(tokens)
         return Piece(
@@ -180,8 +190,9 @@ class EngineLoop:
             tokens,
             live.request.reason,
             self._admitted(live),
-            tuple(Chance(one.logprob, one.rank, one.top) for made in mades for one in made.chances),
+            _told(one for made in mades for one in made.chances),
             self._why(live.request),
+            _told(scored),
         )
 
     def _admitted(self, live: Live) -> int | None:
@@ -255,6 +266,10 @@ class EngineLoop:
             depth=engine.depth,
             depth_reasons=engine.depth_reasons(),
         )
+
+
+def _told(chances: Iterable[Scored]) -> tuple[Chance, ...]:
+    return tuple(Chance(one.logprob, one.rank, one.top) for one in chances)
 
 
 def _line(live: Live) -> RequestLine:

@@ -7,6 +7,9 @@ slot is touched. What the working set needs is the selections of the last querie
 Products over many tokens at once are fast, and their rounding depends on how many these are. In a
 deterministic engine a chunk runs through the stages of a decode step instead, which treat every
 token alike however the prompt is cut and whatever prefix was there.
+
+Whoever wants the chances of the prompt's own tokens gets them from the finished states of its
+chunks, some rows of logits at a time: no more than `LOGITS_MAX` are ever there at once.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ import torch
 from torch import Tensor
 
 from ess.door import Sequence as Opened
+from ess.engine.chances import Chance, chances
 from ess.engine.rows import (
     back,
     compute_threads,
+    ended,
     front,
     key_records,
     queries,
@@ -37,6 +42,7 @@ from ess.models.mla import attend_dense
 from ess.pool.warmup import WINDOW_MAX
 
 QUERIES: Final = 64
+LOGITS_MAX: Final = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +65,19 @@ class Span:
         return self.runner.ops
 
 
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A chunk's windows int32 [groups, w, k], and what its last layer made of its tokens."""
+
+    span: Span
+    windows: Tensor
+    hidden: Tensor
+
+
 def run_chunk(
     runner: Runner, sequence: Opened, tokens: Sequence[int], start: int, following: Sequence[int]
-) -> Tensor:
-    """Runs `tokens` from position `start` on; returns windows int32 [groups, w, k].
+) -> Prefilled:
+    """Runs `tokens` from position `start` on.
 
     `following` are the tokens after each of them: what the MTP module pairs with its positions.
     """
@@ -80,9 +95,22 @@ def run_chunk(
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"
         embedded = runner.model.embed(torch.tensor(list(following)))
-        joined = mtp.join(embedded, runner.model.finish(hidden))
-        run_layer(span, mtp.layer, joined, None)
-    return torch.stack([span.windows[group] for group in sorted(span.windows)])
+        run_layer(span, mtp.layer, mtp.join(embedded, runner.model.finish(hidden)), None)
+    windows = torch.stack([span.windows[group] for group in sorted(span.windows)])
+    return Prefilled(span, windows.int().contiguous(), hidden)
+
+
+def score(chunk: Prefilled, first: int, following: Sequence[int], top_count: int) -> list[Chance]:
+    """The chances of `following`, the tokens behind the chunk's positions from `first` on."""
+    span, model = chunk.span, chunk.span.runner.model
+    hidden = chunk.hidden[first - span.start :]
+    assert len(hidden) == len(following), f"{len(following)} tokens of {len(hidden)} states"
+    at_once = max(1, LOGITS_MAX // model.config.vocab_size)
+    found: list[Chance] = []
+    for states in torch.split(hidden, at_once):
+        targets = following[len(found) : len(found) + len(states)]
+        found += chances(ended(span, model, states)[1], targets, top_count)
+    return found
 
 
 def _layer(

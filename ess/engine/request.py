@@ -45,7 +45,8 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`prompt`, `sampling` and `priority` come from outside; everything else is the engine's.
+    """`prompt`, `sampling`, `priority` and `leader` come from outside; everything else is the
+    engine's.
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
     when its grammar could not be followed to the end: `matcher.failure` says why. `refusal` says
@@ -60,6 +61,7 @@ class Request:
     prompt: list[int]
     sampling: Sampling
     priority: int = 0
+    leader: Request | None = None
     output: list[int] = field(default_factory=list)
     state: State = "waiting"
     reason: Reason | None = None
@@ -101,6 +103,12 @@ class Request:
     @property
     def length_max(self) -> int:
         return len(self.prompt) + self.sampling.tokens_max
+
+    @property
+    def reuse_max(self) -> int | None:
+        """How much of a cached prompt may stay uncomputed: what is scored is computed."""
+        sampling = self.sampling
+        return None if sampling.prompt_logprobs is None else sampling.prompt_start
 
     @property
     def left_count(self) -> int:

@@ -81,7 +81,7 @@ def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -
     return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
 
 
-def ended(batch: Batch, model: Model, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def ended(batch: Shared, model: Model, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The last layer's output -> finished hidden states, logits."""
     if not batch.ops.has_stages():
         finished = model.finish(hidden)

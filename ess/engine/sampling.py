@@ -26,7 +26,8 @@ class Sampling:
     """`stop` needs an engine with a tokenizer, and so does `grammar`. `ignore_eos` makes a request
     run on over the model's own end ids, but not over its `stop_ids`.
 
-    `logprobs` n asks for the chance of every token and of the n likeliest. Two requests with one
+    `logprobs` n asks for the chance of every token and of the n likeliest, `prompt_logprobs` for
+    those of the prompt's tokens behind position `prompt_start`. Two requests with one
     seed and one prompt say the same; a caller who wants them to differ gives them other seeds.
     """
 
@@ -45,6 +46,8 @@ class Sampling:
     ignore_eos: bool = False
     seed: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_start: int = 0
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -60,8 +63,10 @@ class Sampling:
         _within("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         for token, bias in self.logit_bias.items():
             _within(f"logit_bias of id {token}", bias, -BIAS_MAX, BIAS_MAX)
-        if self.logprobs is not None:
-            _within("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _within(name, count, 0, LOGPROBS_MAX)
+        _within("prompt_start", self.prompt_start, 0, 1 << 24)
         if self.grammar is not None and self.ignore_eos:
             raise BadInput("ignore_eos is not served with a grammar: what is complete ends")
         check_stops(self.stop)

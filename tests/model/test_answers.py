@@ -17,6 +17,8 @@ import torch
 
 from ess.clock import ManualClock
 from ess.door import Offload
+from ess.engine import prompt as prompts
+from ess.engine.chances import Chance
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.grammar import Grammar, Grammars
 from ess.engine.messages import Add
@@ -61,7 +63,12 @@ def ids(text: str) -> list[int]:
 
 
 def engine(
-    *, mtp: int = 1, depth: int = 0, mode: str = "none", with_tokenizer: bool = True
+    *,
+    mtp: int = 1,
+    depth: int = 0,
+    mode: str = "none",
+    with_tokenizer: bool = True,
+    chunk_tokens: int = 512,
 ) -> Engine:
     layout = model().config.layout(row="f32", index="f32")
     offload = Offload.create(
@@ -74,7 +81,7 @@ def engine(
     return Engine(
         model(),
         offload,
-        EngineConfig(modes=mode, mtp=mtp, depth=depth),
+        EngineConfig(modes=mode, mtp=mtp, depth=depth, chunk_tokens=chunk_tokens),
         tokenizer=tokenizer() if with_tokenizer else None,
     )
 
@@ -209,6 +216,61 @@ def test_chances_come_with_the_tokens():
         assert chance.top[0] == (token, chance.logprob)
         assert math.isclose(chance.logprob, float(row[token]), abs_tol=1e-3)
         assert [one for one, _ in chance.top] == row.topk(4).indices.tolist()
+    made.offload.close()
+
+
+LONG = "The module named server speaks to its clients and the module named engine does not. " * 9
+
+
+def scored(made: Engine, wish: Sampling, text: str = LONG) -> tuple[int, list[Chance]]:
+    """From which position on the prompt was computed, and its chances."""
+    made.add(ids(text), wish)
+    steps = list(made.run())
+    computed = [step.chunk.start for step in steps if step.chunk is not None]
+    return min(computed, default=0), [chance for step in steps for chance in step.scored]
+
+
+@functools.cache
+def truth() -> torch.Tensor:
+    return Plain(model()).run(ids(LONG)).logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("config", [{}, {"mtp": 3, "depth": 1}])
+@pytest.mark.parametrize("start", [0, 140])
+def test_a_prompt_s_chances_are_those_of_a_full_forward(config, start, monkeypatch):
+    """Over several chunks, and logits of a few tokens at a time; also where the prefix is cached:
+    what lies before `start` may come from there, the rest is computed again."""
+    monkeypatch.setattr(prompts, "LOGITS_MAX", 7 * model().config.vocab_size)
+    made = engine(**config, chunk_tokens=64)
+    tokens = ids(LONG)
+    assert len(tokens) > 160
+    for turn in range(2):
+        wish = Sampling(tokens_max=2, prompt_logprobs=3, prompt_start=start)
+        cached_count, found = scored(made, wish)
+        assert len(found) == len(tokens) - 1 - start
+        for position, chance in enumerate(found, start=start):
+            row, token = truth()[position], tokens[position + 1]
+            assert math.isclose(chance.logprob, float(row[token]), abs_tol=1e-3)
+            assert chance.rank == 1 + int((row > row[token]).sum())
+            assert [one for one, _ in chance.top] == row.topk(3).indices.tolist()
+            for one, logprob in chance.top:
+                assert math.isclose(logprob, float(row[one]), abs_tol=1e-3)
+        reused = max(0, start // 64 - 1) * 64
+        assert cached_count == (reused if turn else 0), "with MTP the last page is left out"
+    cached_count, nothing = scored(made, Sampling(tokens_max=2))
+    assert nothing == []
+    assert cached_count >= 64, "whoever does not ask finds the prefix"
+    made.close()
+    made.offload.close()
+
+
+def test_chances_of_a_prompt_of_one_token_are_none():
+    made = engine()
+    assert len(ids("a")) == 1
+    _, found = scored(made, Sampling(tokens_max=2, prompt_logprobs=0), text="a")
+    assert found == []
+    _, found = scored(made, Sampling(tokens_max=2, prompt_logprobs=0, prompt_start=999))
+    assert found == []
     made.offload.close()
 
 

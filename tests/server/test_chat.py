@@ -77,6 +77,14 @@ def test_choices_stream_beside_each_other(plain: Served):
     assert set(said.values()) == {" It is noon."}
 
 
+def test_a_chat_s_prompt_has_chances_too(plain: Served):
+    made = create(plain, max_tokens=2, extra_body={"prompt_logprobs": 0})
+    prompt = plain.engine.adds[-1].prompt
+    nothing, *found = made.prompt_logprobs
+    assert nothing is None
+    assert [list(one) for one in found] == [[str(token)] for token in prompt[1:]]
+
+
 def test_logprobs_stream_and_do_not(plain: Served):
     whole = create(plain, logprobs=True, top_logprobs=2, max_tokens=3)
     entries = whole.choices[0].logprobs.content

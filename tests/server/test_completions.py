@@ -111,6 +111,8 @@ def test_several_prompts_and_choices_each_have_their_seed(served: Served):
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
     adds = served.engine.adds[before:]
     assert [add.sampling.seed for add in adds] == [7, 8, 7, 8]
+    first, _, third, _ = [add.number for add in adds]
+    assert [add.leader for add in adds] == [None, first, None, third]
     assert adds[0].prompt == adds[1].prompt != adds[2].prompt
     assert made.usage.prompt_tokens == len(adds[0].prompt) + len(adds[2].prompt)
     assert made.usage.completion_tokens == 16
@@ -181,6 +183,61 @@ def test_echo_and_logprobs(served: Served):
     assert found.text_offset == [0, len(found.tokens[0]), len(found.tokens[0] + found.tokens[1])]
 
 
+def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):
+    """The very first token has none. A stream says the same, the prompt before the first token."""
+    asked = {"model": "test-model", "prompt": "hello there", "echo": True, "logprobs": 2}
+    whole = client(served).completions.create(**asked, max_tokens=3).choices[0]
+    count = len(served.engine.adds[-1].prompt)
+    assert served.engine.adds[-1].sampling.prompt_logprobs == 2
+    found = whole.logprobs
+    assert count >= 2
+    assert found.token_logprobs == [None] + [-0.5] * (count - 1 + 3)
+    assert found.top_logprobs[0] is None
+    assert [len(top) for top in found.top_logprobs[1:]] == [2] * (count + 2)
+    assert "".join(found.tokens) == whole.text
+    assert whole.text.startswith("hello there")
+    assert [whole.text[at:][:1] for at in found.text_offset] == [one[:1] for one in found.tokens]
+    chunks = [
+        chunk.choices[0]
+        for chunk in client(served).completions.create(**asked, max_tokens=3, stream=True)
+    ]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    said = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [one for part in said for one in getattr(part, name)] == getattr(found, name), name
+
+
+def test_an_echo_alone_scores_a_prompt(served: Served):
+    made = client(served).completions.create(
+        model="test-model", prompt="hello there", echo=True, logprobs=0, max_tokens=0
+    )
+    [choice] = made.choices
+    assert (choice.text, choice.finish_reason) == ("hello there", "length")
+    assert len(choice.logprobs.tokens) == made.usage.prompt_tokens == made.usage.total_tokens
+    assert made.usage.completion_tokens == 0
+
+
+def test_prompt_logprobs_as_vllm_has_them(served: Served):
+    made = client(served).completions.create(
+        model="test-model",
+        prompt=[[5, 6, 7], [8, 9]],
+        n=2,
+        max_tokens=2,
+        extra_body={"prompt_logprobs": 1},
+    )
+    assert [add.sampling.prompt_logprobs for add in served.engine.adds[-4:]] == [1, None, 1, None]
+    first, again, other, _ = [choice.prompt_logprobs for choice in made.choices]
+    assert first == again
+    assert first[0] is None
+    assert [list(one) for one in first[1:]] == [["6"], ["7"]]
+    assert first[1]["6"] == {
+        "logprob": -0.5,
+        "rank": 1,
+        "decoded_token": TOKENIZER.decode([6]),
+    }
+    assert [one and list(one) for one in other] == [None, ["9"]]
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -210,7 +267,9 @@ def test_echo_and_logprobs(served: Served):
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "beam"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "max_tokens": 0, "stream": True}, "an echo alone"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs are not streamed"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "2 constraints"),
     ],

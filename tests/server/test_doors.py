@@ -97,6 +97,37 @@ def test_generate_in_batches_and_with_logprobs(served: Served):
     assert isinstance(many, list)
 
 
+def test_generate_scores_the_prompt_from_a_position_on(served: Served):
+    body = {
+        "input_ids": [5, 6, 7, 8],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 1,
+        "top_logprobs_num": 2,
+    }
+    meant = ask(served, "/generate", body)["meta_info"]
+    assert meant["input_token_logprobs"] == [[None, 6, None], [-0.5, 7, None], [-0.5, 8, None]]
+    nothing, *tops = meant["input_top_logprobs"]
+    assert nothing is None
+    assert [[token for _, token, _ in top] for top in tops] == [[7, 8], [8, 9]]
+    assert served.engine.adds[-1].sampling.prompt_start == 1
+    meant = ask(served, "/generate", {**body, "logprob_start_len": -1})["meta_info"]
+    assert "input_token_logprobs" not in meant
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(served, "/generate", {**body, "logprob_start_len": 4})
+    assert refused.value.code == 400
+    assert b"logprob_start_len is 4, the prompt has 4 tokens" in refused.value.read()
+
+
+def test_tokens_in_come_with_their_chances(served: Served):
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+    nothing, second = ask(served, "/inference/v1/generate", body)["prompt_logprobs"]
+    assert nothing is None
+    assert second["6"]["logprob"] == -0.5
+    with pytest.raises(urllib.error.HTTPError):
+        ask(served, "/inference/v1/generate", {**body, "stream": True})
+
+
 def test_tokens_in_tokens_out(served: Served):
     body = {
         "token_ids": [5, 6, 7],

@@ -89,6 +89,8 @@ FULL = Sampling(
     stop_ids=frozenset({3, 4}),
     seed=-11,
     logprobs=2,
+    prompt_logprobs=1,
+    prompt_start=3,
     grammar=Grammar("regex", "a"),
 )
 
@@ -350,3 +352,33 @@ def test_answers_survive_the_wire_and_noise_is_refused():
     for noise in (b"", b"\xc1", b"\x91\xa3Add", packer.pack(Stop())[:-1], b"\x92\xa4Nope\x01"):
         with pytest.raises(BadInput, match="malformed"):
             packer.for_engine(noise)
+
+
+def test_choices_of_one_answer_have_one_prefill():
+    """The second is told by its leader's number; one whose leader is gone comes alone."""
+    wire = Script(
+        t1=[Add(1, prompt(100), Sampling(tokens_max=5))],
+        t2=[Add(2, prompt(100), Sampling(tokens_max=5), leader=1)],
+        t20=[Add(3, prompt(90), Sampling(tokens_max=5), leader=1)],
+    )
+    loop = run(wire, 40, modes="none")
+    assert wire.made(1) == wire.made(2) == greedy(small(), prompt(100), 5)
+    assert wire.made(3) == greedy(small(), prompt(90), 5)
+    assert [wire.pieces(n)[0].cached_count for n in (1, 2, 3)] == [0, 64, 0]
+    assert loop.status().cached_count == 64
+
+
+def test_a_prompt_s_chances_leave_with_its_chunks():
+    """Three chunks of 64: the pieces' chances go on where the last ones ended."""
+    asked = Sampling(tokens_max=2, prompt_logprobs=2)
+    wire = Script(t1=[Add(1, prompt(150), asked), Add(2, prompt(70), Sampling(tokens_max=2))])
+    run(wire, 12, modes="none")
+    counts = [len(piece.prompt_chances) for piece in wire.pieces(1)]
+    assert [count for count in counts if count] == [64, 64, 21]
+    assert not any(piece.prompt_chances for piece in wire.pieces(2))
+    first = wire.pieces(1)[0].prompt_chances[0]
+    assert isinstance(first, Chance)
+    assert len(first.top) == 2
+    packer = Packer()
+    for message in wire.given:
+        assert packer.for_server(packer.pack(message)) == message

@@ -16,23 +16,8 @@ import torch
 from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
-from ess.models.tiny.random_checkpoint import TINY_V32 as V32
 from ess.models.weights.shapes import expected_tensors
-
-GLM: dict[str, Any] = {
-    **{k: v for k, v in V32.items() if k not in ("rope_scaling", "rope_theta")},
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "v_head_dim": 48,
-    "qk_nope_head_dim": 40,
-    "n_group": 1,
-    "topk_group": 1,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "index_topk_freq": 2,
-    "index_skip_topk_offset": 2,
-    "index_share_for_mtp_iteration": True,
-}
+from tests.support.random_checkpoint import GLM, V32
 
 _TINY: dict[str, Any] = {
     "vocab_size": 128,

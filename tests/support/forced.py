@@ -22,8 +22,8 @@ def forced_logits(eng: Engine, lines: Sequence[Sequence[int]], *, start: int) ->
     for line in lines:
         sequence = offload.open(line[: start + 1], length_max=len(line))
         low = sequence.cached_count
-        windows = run_chunk(runner, sequence, line[low:start], low, line[low + 1 : start + 1])
-        offload.warm(sequence, windows.int().contiguous())
+        prefilled = run_chunk(runner, sequence, line[low:start], low, line[low + 1 : start + 1])
+        offload.warm(sequence, prefilled.windows)
         sequences.append(sequence)
     made: list[Tensor] = []
     for at in range(start, len(lines[0])):

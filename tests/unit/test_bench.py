@@ -270,3 +270,11 @@ def test_the_machine_line_is_complete() -> None:
     assert here.cpu in here.line()
     assert made.version in made.line()
     assert made.commit is None or re.fullmatch(r"[0-9a-f]{12}\+?", made.commit)
+
+
+def test_a_missing_folder_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--out"):
+        report.run(lambda: pytest.fail("measured"), json=True, out=tmp_path / "no" / "x.json")
+    kept = tmp_path / "x.json"
+    report.run(lambda: [report.Row(name="x", value=1.0, unit="us")], json=True, out=kept)
+    assert json.loads(kept.read_text())["rows"][0]["name"] == "x"

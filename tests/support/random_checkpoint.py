@@ -1,4 +1,4 @@
-"""Tiny random checkpoints under the real tensor names, for tests and benches.
+"""Tiny random checkpoints under the real tensor names, of the shapes that tests share.
 
 Every norm, bias and correction is random as well: a loader that forgets one of them, or swaps two,
 gives other logits. Matrices keep the scale of their input, so logits stay of order one.
@@ -17,7 +17,7 @@ from ess.models.tiny.shape import FP8
 from ess.models.tiny.stored import Form, stored_form, write_checkpoint
 from ess.models.weights.shapes import Spec, expected_tensors
 
-TINY_V32: Final[dict[str, Any]] = {
+V32: Final[dict[str, Any]] = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
     "vocab_size": 512,
@@ -65,19 +65,19 @@ TINY_V32: Final[dict[str, Any]] = {
     "first_k_dense_replace": 1,
 }
 
-TINY_GLM: Final[dict[str, Any]] = {
-    **{name: value for name, value in TINY_V32.items() if name != "rope_scaling"},
+GLM: Final[dict[str, Any]] = {
+    **{k: v for k, v in V32.items() if k not in ("rope_scaling", "rope_theta")},
     "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",
-    "qk_nope_head_dim": 48,
     "v_head_dim": 48,
+    "qk_nope_head_dim": 40,
     "n_group": 1,
     "topk_group": 1,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "indexer_rope_interleave": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     "index_topk_freq": 2,
     "index_skip_topk_offset": 2,
+    "index_share_for_mtp_iteration": True,
 }
 
 
