@@ -32,15 +32,18 @@ $(SERVES): pyproject.toml $(NATIVE)
 serve: $(SERVES)
 	$(BIN)/ess serve
 
+# Two workers on two cores: a second thread of each would only wait.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
 test: check
-	$(BIN)/pytest -n 2 --dist loadfile -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy --strict -p ess
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 bench: $(STAMP)
 	$(BIN)/ess-bench all --smoke

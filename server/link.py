@@ -61,6 +61,7 @@ class Call:
         self._pieces: list[Piece] = []
         self._waiter: asyncio.Future[None] | None = None
         self._reader: Reader | None = None
+        self._broken: Exception | None = None
 
     def put(self, piece: Piece, *, heard_at_s: float = 0.0) -> bool:
         """True if it is the first of those that nobody has taken: somebody must be told."""
@@ -87,9 +88,9 @@ class Call:
                 if self._reader(pieces):
                     return
             except Exception as error:
-                self._waiter.set_exception(error)
-                return
-            self._pieces[:0] = pieces
+                self._broken = error
+            else:
+                self._pieces[:0] = pieces
         self.nudge()
 
     def fail(self, sentence: str) -> None:
@@ -112,6 +113,8 @@ class Call:
                 await self._waiter
             finally:
                 self._reader = None
+        if self._broken is not None:
+            raise self._broken
         if not self._pieces and self.error is not None:
             raise Unavailable(f"the engine is gone: {self.error}")
         taken, self._pieces = self._pieces, []

@@ -78,6 +78,12 @@ def texts(*suffixes: str) -> Iterator[tuple[str, str]]:
                 assert not name.endswith((".py", *CPP)), f"{name}: save it as UTF-8"
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """Five rules look at every file's tree."""
+    return ast.parse(text)
+
+
 def in_package(name: str) -> bool:
     return name.startswith(("ess/", "models/", "server/", "bench/"))
 
@@ -95,7 +101,7 @@ def line_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def long_functions(text: str) -> list[str]:
     return [
         f"{node.lineno}: {node.name} has {line_count(node)} lines; split it at its branches"
-        for node in functions(ast.parse(text))
+        for node in functions(parsed(text))
         if line_count(node) > FUNCTION_LINES_MAX
     ]
 
@@ -125,7 +131,7 @@ def long_cpp_functions(text: str) -> list[str]:
 
 def banned_words(text: str) -> list[str]:
     found = []
-    for name, line in declared_names(ast.parse(text)):
+    for name, line in declared_names(parsed(text)):
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_").split("_")
         if "_".join(words) in BANNED_ALONE or BANNED_ANYWHERE & set(words):
             found.append(f"{line}: {name!r} says nothing; use a word of DESIGN section 4")
@@ -157,7 +163,7 @@ def banned_cpp_words(text: str) -> list[str]:
 
 def module_state(text: str) -> list[str]:
     """Modules hold constants, types and functions: nothing that a later call could change."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     found = [
         f"{node.lineno}: `global` makes module state; pass the owner in"
         for node in ast.walk(tree)
@@ -211,7 +217,7 @@ def changed_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def positional_flags(text: str) -> list[str]:
     found = []
-    for node in functions(ast.parse(text)):
+    for node in functions(parsed(text)):
         given = [*node.args.posonlyargs, *node.args.args]
         defaults = [None] * (len(given) - len(node.args.defaults)) + [*node.args.defaults]
         for argument, default in zip(given, defaults, strict=True):
@@ -225,7 +231,7 @@ def positional_flags(text: str) -> list[str]:
 def vague_errors(text: str) -> list[str]:
     """Errors are ours and typed, and carry a sentence that names the thing."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if not isinstance(node, ast.Raise) or node.exc is None:
             continue
         call = node.exc if isinstance(node.exc, ast.Call) else None
@@ -316,7 +322,7 @@ def test_the_tree_keeps_the_rule(
 
 def test_functions_and_files_are_short_as_a_rule() -> None:
     package = [text for name, text in texts(".py") if in_package(name)]
-    lengths = [line_count(node) for text in package for node in functions(ast.parse(text))]
+    lengths = [line_count(node) for text in package for node in functions(parsed(text))]
     assert statistics.median(lengths) <= FUNCTION_LINES_MEDIAN
     assert statistics.median(text.count("\n") for text in package) <= FILE_LINES_MEDIAN
 

@@ -137,6 +137,7 @@ def test_matrix_at_the_edge_of_the_world() -> None:
             assert np.array_equal(back, inside)
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa: str) -> None:

@@ -15,7 +15,7 @@ from ess.engine.messages import Abort, Add, Fault, Flush, Flushed, Packer, Piece
 from ess.engine.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from ess.server.board import Board
-from ess.server.link import EngineLink
+from ess.server.link import Call, EngineLink
 
 READY = Ready(vocabulary=10, length_max=10, load_s=0.0)
 Peer = zmq.asyncio.Socket
@@ -78,8 +78,11 @@ def test_a_reader_gets_what_it_wants_and_the_one_who_waits_the_rest_in_order(tmp
     """It runs in the link's own turn; its failure is that of its caller, and the link goes on."""
     wanted, read = [True, True, False], []
 
+    call: Call
+
     def reader(pieces: list[Piece]) -> bool:
         if pieces[0].tokens == (13,):
+            call.nudge()
             raise ZeroDivisionError
         if not wanted.pop(0):
             return False
@@ -94,6 +97,7 @@ def test_a_reader_gets_what_it_wants_and_the_one_who_waits_the_rest_in_order(tmp
         hearing = asyncio.ensure_future(link.run())
         await peer.send(Packer().pack(READY))
         await link.became_ready.wait()
+        nonlocal call
         call = link.start("a", [([1], Sampling()), ([2], Sampling())])
         taking = asyncio.ensure_future(call.take(reader))
         await asyncio.sleep(0)
@@ -113,8 +117,9 @@ def test_a_reader_gets_what_it_wants_and_the_one_who_waits_the_rest_in_order(tmp
         await peer.send(Packer().pack(Progress((Piece(1, (13,)),))))
         with pytest.raises(ZeroDivisionError):
             await taking
-        await peer.send(Packer().pack(Progress((Piece(1, (14,)),))))
-        assert [piece.tokens for piece in await call.take()] == [(14,)]
+        other = link.start("b", [([3], Sampling())])
+        await peer.send(Packer().pack(Progress((Piece(2, (14,)),))))
+        assert [piece.tokens for piece in await other.take()] == [(14,)]
         assert not hearing.done()
         hearing.cancel()
 

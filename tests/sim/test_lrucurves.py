@@ -13,6 +13,7 @@ from ess.sim import misses
 from ess.sim.lrucurves import Drawing, agreement, lru_curves, sampled_layers
 
 
+@pytest.mark.slow
 def test_counted_misses_are_the_published_ones_at_32k():
     """At 32K, where the generator was fitted: within 20 % on average, and they fall with slots."""
     published = misses.published()

@@ -55,7 +55,7 @@ def test_after_a_stop_nothing_comes():
 
 @pytest.mark.parametrize("stops", [["ok", ""], ["x" * 257], ["a"] * 17])
 def test_bad_stops_are_refused(stops):
-    with pytest.raises(BadInput, match="stop string"):
+    with pytest.raises(BadInput, match="stop has"):
         StopText(stops)
 
 

@@ -331,8 +331,8 @@ def campaign(case_count: int, seed: int, tmp_path: Path) -> None:
     assert f"{case_count} cases" in done.stdout
 
 
-def test_300_damaged_checkpoints(tmp_path: Path) -> None:
-    campaign(300, 1, tmp_path)
+def test_100_damaged_checkpoints(tmp_path: Path) -> None:
+    campaign(100, 1, tmp_path)
 
 
 @pytest.mark.slow
