@@ -8,7 +8,7 @@ Products over many tokens at once are fast, and their rounding depends on how ma
 deterministic engine a chunk runs through the stages of a decode step instead, which treat every
 token alike however the prompt is cut and whatever prefix was there.
 
-Whoever wants the chances of the prompt's own tokens gets them from the finished states of its
+Whoever wants the chances of the prompt's own tokens gets them from the last states of its
 chunks, some rows of logits at a time: no more than `LOGITS_MAX` are ever there at once.
 """
 

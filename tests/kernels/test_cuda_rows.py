@@ -34,7 +34,7 @@ class Case:
         self.random = np.random.default_rng(seed)
         self.row_bytes, self.pair_count = row_bytes, pair_count
         self.source = aligned((pair_count + 9, row_bytes + gap), offset)
-        self.target = aligned((pair_count + 5, row_bytes + gap), offset)
+        self.target = aligned((pair_count + 5, row_bytes + 2 * gap), offset)
         self.source[:] = self.random.integers(0, 256, self.source.shape)
         self.target[:] = 0xEE
         self.source_rows = self.random.integers(0, len(self.source), pair_count).astype(np.int32)

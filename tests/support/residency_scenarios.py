@@ -267,6 +267,12 @@ def positions_become_slots_when_all_is_resident():
         step.compute.synchronize()
     assert residency.report()["faults"] == absent.size
     assert set(residency.arena.last_use.read()[arena.slot_of[rows[rows >= 0]]]) == {305}
+    fewer = DeviceArray(step.device, np.full((3, 24), -5, np.int32))
+    residency.now.write(now_of(**given | {"query_count": 2}, stamps=False))
+    residency.locate(fewer, selected, stream=step.compute.handle)
+    step.compute.synchronize()
+    np.testing.assert_array_equal(fewer.read()[:2], found[:2])
+    assert (fewer.read()[2] == -5).all()
 
 
 def rows_leave_and_are_settled():
