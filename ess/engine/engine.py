@@ -395,17 +395,13 @@ class Engine:
             chunk.start,
             request.prompt[chunk.start + 1 : chunk.stop + 1],
         )
+        scored = _score(chunk, prefilled)
         request.prefilled_count = chunk.stop
         seconds = self._clock.now_s() - started_s
         self._observe(Seen(chunk_tokens=chunk.stop - chunk.start, chunk_seconds=seconds))
         if chunk.is_last:
             self._land(request, prefilled.windows)
-        if request.sampling.prompt_logprobs is None:
-            return ()
-        first = min(max(chunk.start, request.sampling.prompt_start), chunk.stop)
-        following = request.prompt[first + 1 : chunk.stop + 1]
-        count = request.sampling.prompt_logprobs
-        return tuple(prompt.score(prefilled, first, following, count))
+        return scored
 
     # ---- what the host learns, and what follows from it
 
@@ -473,3 +469,13 @@ class Engine:
             self._future.forget(request.sequence.line)
         request.sequence.close()
         request.sequence = None
+
+
+def _score(chunk: Chunk, prefilled: prompt.Prefilled) -> tuple[Chance, ...]:
+    """Of the tokens behind the chunk's positions, as far as they are asked for."""
+    request, sampling = chunk.request, chunk.request.sampling
+    if sampling.prompt_logprobs is None:
+        return ()
+    first = min(max(chunk.start, sampling.prompt_start), chunk.stop)
+    following = request.prompt[first + 1 : chunk.stop + 1]
+    return tuple(prompt.score(prefilled, first, following, sampling.prompt_logprobs))

@@ -164,6 +164,24 @@ def test_a_grammar_and_chances_with_the_real_engine():
         chances = made.choices[0].logprobs
         for logprob, top in zip(chances.token_logprobs, chances.top_logprobs, strict=True):
             assert logprob == max(top.values()) <= 0.0
+        made = client.completions.create(
+            model="ess-embedded",
+            prompt="The server waits for the engine to say that it is ready. " * 8,
+            max_tokens=4,
+            echo=True,
+            logprobs=1,
+            n=2,
+            seed=3,
+        )
+        count = made.usage.prompt_tokens
+        first, second = (choice.logprobs for choice in made.choices)
+        assert count > 70
+        assert first.token_logprobs[:count] == second.token_logprobs[:count]
+        nothing, *scored = first.token_logprobs
+        assert nothing is None
+        assert len(scored) == count - 1 + 4
+        for logprob, top in zip(scored, first.top_logprobs[1:], strict=True):
+            assert logprob <= max(top.values()) <= 0.0
 
 
 @pytest.mark.slow
