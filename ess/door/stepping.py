@@ -93,13 +93,14 @@ def append(
     pools: Pools, step: Step, layer: int, rows: Bytes, keys: Bytes | None, first_query: int
 ) -> None:
     """The rows of some queries, parts in batch order: no sequence selects another's new row."""
-    group = pools.layout.group_of(layer)
+    group, member = pools.layout.place_of(layer)
     queries = _next_part(step, step.row_counts.get(layer, 0), f"layer {layer}", first_query, rows)
     if keys is not None:
         _next_part(step, step.key_counts.get(group, 0), f"group {group}", first_query, keys)
         step.key_counts[group] = queries.stop
-    slots = _claim(pools, step, group)[queries]
-    transit.write_new(pools, layer, slots, rows, step.rows[queries], keys)
+    slots, row_ids = _claim(pools, step, group)[queries], step.rows[queries]
+    slab = pools.slabs[member]
+    transit.write_new(pools, group, row_ids, keys, slab=slab, slots=slots, rows=rows)
     step.row_counts[layer] = queries.stop
     if queries.stop == step.query_count:
         step.appended.add(layer)
@@ -284,8 +285,9 @@ def _store(pools: Pools, step: Step, kept: npt.NDArray[np.bool_]) -> dict[int, i
     }
     layers = [layer for group in slots_of for layer in groups[group]]
     if layers and kept.any():
-        to_host = pools.index.host_rows(step.rows[kept])
-        _store_keys(pools, sorted(step.keyed), step.rows[kept], to_host)
+        rows = step.rows[kept]
+        to_host = pools.index.host_rows(rows)
+        _store_keys(pools, sorted(step.keyed), rows, to_host)
 
         def stored() -> None:
             pools.sparse.settle(np.concatenate(list(slots_of.values())))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ess.door.pools import Pools
 from ess.errors import BadState
 from ess.kernels import native
-from ess.kernels.streams import Event, RowCopy
+from ess.kernels.streams import Event, Known, RowCopy
 from ess.pool.sparse import FetchPlan
 from ess.units import PAGE_ROWS
 
@@ -22,21 +22,28 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def write_new(
-    pools: Pools, layer: int, slots: Rows, rows: Bytes, row_ids: Rows, keys: Bytes | None
+    pools: Pools,
+    group: int,
+    row_ids: Rows,
+    keys: Bytes | None,
+    *,
+    slab: Known,
+    slots: Rows,
+    rows: Bytes,
 ) -> None:
     """New rows of a layer into their slots, and their keys, if there are any, into the pages."""
-    group, member = pools.layout.place_of(layer)
+    pages, at = pools.index.keys, native.address
     if not native.available():
-        pools.sparse.member_slab(member)[slots] = rows
+        assert isinstance(slab.owner, np.ndarray), "slots lie on the host"
+        slab.owner[slots] = rows
         if keys is not None:
-            pools.index.keys.write(group, row_ids, keys)
+            pages.write(group, row_ids, keys)
         return
-    slab, at = pools.slabs[member], native.address
-    pages, page_count, *sizes = (0,) * 4 if keys is None else pools.index.keys.side(group)
-    of_keys = (pages, page_count, at(row_ids), 0 if keys is None else at(keys), *sizes)
+    first, page_count, *sizes = (0,) * 4 if keys is None else pages.side(group)
+    of_keys = (first, page_count, at(row_ids), 0 if keys is None else at(keys), *sizes)
     of_rows = (slab.address, slab.row_count, at(slots), at(rows), slab.row_bytes, len(rows))
     done = _append()(struct.pack("12q", *of_rows, *of_keys))
-    assert done, f"layer {layer}: a slot of {slab.row_count} or a page of {page_count} is not there"
+    assert done, f"group {group}: a slot of {slab.row_count} or a page of {page_count} is not there"
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class Runner:
             page_table=self.offload.page_table(step.sequences)[line_of],
             lengths=positions + 1,
             scale=self.model.config.attention_scale,
-            warmth=StepWarmth(step.query_count),
+            warmth=StepWarmth(np.minimum(step.query_stop, self.offload.layout.top_k)),
         )
 
     def decode(self, batch: Batch, tokens: Sequence[int]) -> Forward:
