@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.door.pools import Pools
+from ess.door.step import Step
 from ess.errors import BadState
 from ess.kernels import native
 from ess.kernels.streams import Event, Known, RowCopy
@@ -19,6 +20,7 @@ from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
+Kept = npt.NDArray[np.bool_]
 
 
 def write_new(
@@ -104,6 +106,31 @@ def store_copy(pools: Pools, slots_of: Mapping[int, Rows], host_rows: Rows) -> R
         target=pools.host,
         target_rows=(firsts[:, None] + host_rows).reshape(-1),
     )
+
+
+def seal_at_once(pools: Pools, step: Step, groups: list[int], kept: Kept) -> None:
+    """Kept rows of these groups go home and are stored and clean, the others leave: what a store,
+    `settle`, the marks and `drop` do, without a lane."""
+    index, latent, at = pools.index, pools.latent, native.address
+    numbers, left = np.array(groups, np.int32), np.empty(len(groups), np.int64)
+    listed: list[int] = []
+    for group, arena in zip(groups, pools.sparse.addresses(groups), strict=True):
+        layers = pools.layout.groups[group]
+        listed += (arena, at(step.claimed[group]), layers[0], len(layers), group in step.keyed)
+    sealed = np.array(listed, np.int64)
+    lists = (at(step.rows), 0, at(numbers))
+    keys = latent.keys.copying(index.keys, lists, (len(step.rows), len(groups)))
+    memory = (pools.slabs[0].address, pools.host.address, at(latent.stored), at(latent.keyed))
+    of_step = (at(index.host_page_of), at(sealed), at(kept), at(left))
+    done = _seal()(struct.pack("22q", *keys, *memory, *of_step, pools.host.row_bytes, len(groups)))
+    assert done, f"step {step.number}: a slot that does not hold its new row"
+    pools.sparse.left(groups, left.tolist())
+
+
+@functools.cache
+def _seal() -> Callable[[bytes], int]:
+    """Takes a `Seal` of csrc/cpu/keys.cpp, packed."""
+    return native.function("ess_seal", [ctypes.c_char_p], ctypes.c_int32)
 
 
 def start_fetch(pools: Pools, plan: FetchPlan, host_rows: Rows) -> tuple[Event | None, ...]:

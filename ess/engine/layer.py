@@ -38,8 +38,18 @@ class Found:
 class LayerStep:
     """`Stages` for a layer: made with the layer's input, asked by a schedule, then dropped."""
 
-    def __init__(self, half: Half, layer: DecoderLayer, hidden: Tensor, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        half: Half,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        timeline: Timeline,
+        *,
+        waits: bool = False,
+    ) -> None:
+        """`waits`: the schedule waits for a fetch before anything else runs."""
         self.timeline = timeline
+        self._waits = waits
         self.number = layer.number
         self.first_query = half.queries.start
         self._half = half
@@ -88,7 +98,12 @@ class LayerStep:
         batch = self._batch
         at = self._half.first_part + (part.start > self.first_query)
         found = batch.offload.resolve(
-            self.number, selection, batch.step, first_query=part.start, part=at
+            self.number,
+            selection,
+            batch.step,
+            first_query=part.start,
+            part=at,
+            waits=self._waits,
         )
         if selection is not None:
             batch.warmth.resolved(part, found)

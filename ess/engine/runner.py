@@ -132,7 +132,8 @@ class Runner:
         self, half: Half, layer: DecoderLayer, hidden: Tensor, *, in_stages: bool = False
     ) -> Run[Tensor]:
         timeline, mode = self.tuning.timeline, self._vector[layer.number]
-        stages = LayerStep(half, layer, hidden, timeline)
+        waits = mode <= Mode.NONE and not in_stages
+        stages = LayerStep(half, layer, hidden, timeline, waits=waits)
         partials = yield from SCHEDULES[mode](stages)
         outs = [partial.out for partial in partials]
         attended = outs[0] if len(outs) == 1 else torch.cat(outs)
