@@ -26,11 +26,14 @@ class Forced(Offload):
         *,
         first_query: int = 0,
         part: int | None = None,
+        waits: bool = False,
     ) -> Resolution:
         group = self.layout.group_of(layer)
         if self.miss_count and self.layout.groups[group][0] == layer:
             self._drop(layer, group, selection, step, first_query)
-        return super().resolve(layer, selection, step, first_query=first_query, part=part)
+        return super().resolve(
+            layer, selection, step, first_query=first_query, part=part, waits=waits
+        )
 
     def _drop(self, layer: int, group: int, selection: Any, step: Step, first_query: int) -> None:
         array = as_array(selection, "selection", "int32", (None, self.layout.top_k))

@@ -51,10 +51,13 @@ class Recording(Offload):
         *,
         first_query: int = 0,
         part: int | None = None,
+        waits: bool = False,
     ) -> Resolution:
         if self.writer is not None:
             self.writer.write_group(self.layout.group_of(layer), torch.as_tensor(selection).numpy())
-        return super().resolve(layer, selection, step, first_query=first_query, part=part)
+        return super().resolve(
+            layer, selection, step, first_query=first_query, part=part, waits=waits
+        )
 
     def seal(self, step: Step, *, accepted: Many[int]) -> None:
         if self.writer is not None:

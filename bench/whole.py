@@ -16,6 +16,9 @@ import torch
 
 from ess.door import Offload, Promise, Sequence, Step
 from ess.door.checks import as_array
+from ess.door.transit import write_new
+from ess.flashtrans.views import known
+from ess.kernels.streams import Known
 from ess.pool import planner
 from ess.units import PAGE_ROWS
 
@@ -61,16 +64,22 @@ class Whole(Offload):
         self, layer: int, rows: Any, step: Step, *, keys: Any = None, first_query: int = 0
     ) -> None:
         self._require_step(step)
-        stop = first_query + len(rows)
-        self._whole(layer)[torch.from_numpy(step.rows[first_query:stop]).long()] = rows
+        array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
+        stop = first_query + len(array)
+        if keys is not None:
+            keys = as_array(keys, "keys", "uint8", (len(array), self._pools.index.keys.key_bytes))
+        ids, group = step.rows[first_query:stop], self.layout.group_of(layer)
+        slab = self._slab(layer)
+        write_new(self._pools, group, ids, keys, slab=slab, slots=ids, rows=array)
         step.row_counts[layer] = stop
         if stop == step.query_count:
             step.appended.add(layer)
-        if keys is not None:
-            group = self.layout.group_of(layer)
-            shape = (len(rows), self._pools.index.keys.key_bytes)
-            array = as_array(keys, "keys", "uint8", shape)
-            self._pools.index.keys.write(group, step.rows[first_query:stop], array)
+
+    def _slab(self, layer: int) -> Known:
+        slabs: dict[int, Known] = self.__dict__.setdefault("_slabs", {})
+        if layer not in slabs:
+            slabs[layer] = known(self._whole(layer).numpy())
+        return slabs[layer]
 
     def refill(self, sequences: Many[Sequence]) -> int:
         """Nothing is ever absent."""

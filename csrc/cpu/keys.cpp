@@ -1,9 +1,10 @@
-// What a step makes: its new rows and index keys into slots and active pages, then home to the host.
-// The native twins of transit.write_new, KeyPages.copy_keys and LatentPool.mark_*. A page of keys of
-// a layer is 64 values, then 64 scales; a key that comes alone is its value, then its scale.
+// What a step makes: its new rows and index keys into slots and active pages, then home to the
+// host. The native twins of what transit.write_new, transit.seal_at_once, KeyPages.copy_keys and
+// LatentPool.mark_* do without them. A page of keys of a layer is 64 values, then 64 scales; a key
+// that comes alone is its value, then its scale.
 #include <cstring>
 
-#include "native.h"
+#include "arena.h"
 
 namespace {
 
@@ -70,6 +71,60 @@ bool all_below(const int32_t* ids, int64_t count, int64_t bound) {
     return outside == 0;
 }
 
+// The end of a step: `kept` rows go home with their keys and are clean, the others leave. What the
+// host has of a row is marked. `left` counts, per group, the rows that left.
+struct Sealed {
+    ess::Arena* arena;
+    const int32_t* slots;
+    int64_t first_layer;
+    int64_t layer_count;
+    int64_t is_keyed;
+};
+
+struct Seal {
+    KeyCopy keys;
+    uint8_t* slab;
+    uint8_t* host;
+    uint64_t* stored;
+    uint64_t* keyed;
+    const int32_t* host_page_of;
+    const Sealed* groups;
+    const uint8_t* kept;
+    int64_t* left;
+    int64_t row_bytes;
+    int64_t group_count;
+
+    int64_t host_row(int32_t row) const {
+        return host_page_of[row >> 6] * int64_t(64) + (row & 63);
+    }
+};
+
+bool is_sound(const Seal& in, const Sealed& group) {
+    for (int64_t i = 0; i < in.keys.count; ++i) {
+        const int32_t row = in.keys.source_rows[i], slot = group.slots[i];
+        if (row < 0 || row >= group.arena->row_count || in.host_page_of[row >> 6] < 0) return false;
+        if (slot < 0 || slot >= group.arena->slab_count) return false;
+        if (group.arena->row_of[slot] != row || !group.arena->dirty[slot]) return false;
+    }
+    return true;
+}
+
+void send_home(const Seal& in, const Sealed& group, int64_t number, int32_t row, int32_t slot) {
+    const int64_t to = in.host_row(row), page_count = in.keys.target.page_count;
+    const uint64_t bit = uint64_t(1) << (to & 63);
+    for (int64_t j = 0; j < group.layer_count; ++j) {
+        const int64_t layer = group.first_layer + j;
+        std::memcpy(in.host + (layer * page_count * 64 + to) * in.row_bytes,
+                    in.slab + (slot + j * 64) * in.row_bytes, in.row_bytes);
+        in.stored[layer * page_count + (to >> 6)] |= bit;
+    }
+    if (group.is_keyed) {
+        copy_key(in.keys, number, row, to);
+        in.keyed[number * page_count + (to >> 6)] |= bit;
+    }
+    group.arena->dirty[slot] = 0;
+}
+
 }  // namespace
 
 // 1; or 0 with nothing copied: a row or a layer that is not there.
@@ -105,5 +160,26 @@ ESS_EXPORT int32_t ess_mark(uint64_t* masks, const int32_t* layers, const int32_
     for (int64_t i = 0; i < layer_count; ++i)
         for (int64_t j = 0; j < count; ++j)
             masks[layers[i] * page_count + (rows[j] >> 6)] |= uint64_t(1) << (rows[j] & 63);
+    return 1;
+}
+
+// 1; or 0 with nothing changed: a slot that does not hold its new row. keys.layers numbers groups.
+ESS_EXPORT int32_t ess_seal(const Seal* in) {
+    for (int64_t g = 0; g < in->group_count; ++g)
+        if (!is_sound(*in, in->groups[g])) return 0;
+    for (int64_t g = 0; g < in->group_count; ++g) {
+        const Sealed& group = in->groups[g];
+        in->left[g] = 0;
+        for (int64_t i = 0; i < in->keys.count; ++i) {
+            const int32_t row = in->keys.source_rows[i], slot = group.slots[i];
+            if (in->kept[i]) {
+                send_home(*in, group, in->keys.layers[g], row, slot);
+            } else {
+                group.arena->slot_of[row] = group.arena->row_of[slot] = -1;
+                group.arena->dirty[slot] = 0;
+                in->left[g]++;
+            }
+        }
+    }
     return 1;
 }

@@ -31,6 +31,7 @@ constexpr int64_t kPageNotActive = -7;
 constexpr int64_t kBadPosition = -8;
 constexpr int64_t kFreeSlot = -9;
 
+constexpr int64_t kStreamAbove = 16 << 20;  // STREAM_ABOVE_BYTES of ess/flashtrans/rows.py
 constexpr int kIntoL2 = 2;
 constexpr int64_t kMapAhead = 256;
 constexpr int64_t kSlotAhead = 48;
@@ -263,7 +264,7 @@ bool land_at_once(Arena& arena, const Split& split, const Lookup& in, int64_t cl
         uint8_t* slab = in.slab + j * 64 * in.row_bytes;
         const RowSide from = {host, in.row_bytes, host_count, in.host_rows, 4};
         const RowSide to = {slab, in.row_bytes, in.slab_count - j * 64, split.claimed_slots(), 4};
-        copy_rows({from, to, claimed, in.row_bytes}, 1, INT64_MAX);
+        copy_rows({from, to, claimed, in.row_bytes}, 1, kStreamAbove);
         in.times[j + 1] = now_ns();
     }
     for (int64_t i = 0; i < claimed; i++) arena.ticket_of[split.claimed_slots()[i]] = 0;

@@ -300,12 +300,10 @@ class Offload:
         self._require_step(step, layer)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
         _require_part(step, first_query, len(array), "the rows of a part")
-        listed = None
         if keys is not None:
             arrival.key_group(self.layout, layer)
-            shape = (len(array), self._pools.index.keys.key_bytes)
-            listed = as_array(keys, "keys", "uint8", shape)
-        stepping.append(self._pools, step, layer, array, listed, first_query)
+            keys = as_array(keys, "keys", "uint8", (len(array), self._pools.index.keys.key_bytes))
+        stepping.append(self._pools, step, layer, array, keys, first_query)
 
     def resolve(
         self,
@@ -315,6 +313,7 @@ class Offload:
         *,
         first_query: int = 0,
         part: int | None = None,
+        waits: bool = False,
     ) -> Resolution:
         """Where the selected positions are; the missing ones are under way when this returns.
 
@@ -322,7 +321,8 @@ class Offload:
         on: parts are resolved in batch order. Layers that share a selection pass None after their
         group's first layer has been resolved. The answer lies in workspace number `part`, by
         default how many parts of this group came before: name it when two halves of a step are in
-        different layers at once, so that neither takes the other's.
+        different layers at once, so that neither takes the other's. Whoever `waits` before doing
+        anything else says so: then no other thread is woken for the copy.
         """
         self._require_step(step)
         group, member = self.layout.place_of(layer)
@@ -330,15 +330,15 @@ class Offload:
         if member == 0:
             array = self._selected(selection, step, first_query)
             room = self._part_for(step, group, part)
-            plan = stepping.resolve(self._pools, step, group, array, first_query, room)
+            plan = stepping.resolve(self._pools, step, group, array, first_query, room, waits)
             self._counters.planned(plan)
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
-        resolved = stepping.resolved(step, layer, key)
-        event, settle = resolved.events[member], self._pools.inflight.settle_until
-        if not resolved.plan.is_pending:
-            return as_resolution(resolved, None, settle)
-        return as_resolution(resolved, event, self.timings.watch(layer, first_query, settle))
+        resolved, settle = stepping.resolved(step, layer, key), self._pools.inflight.settle_until
+        if resolved.plan.is_pending:
+            settle_timed = self.timings.watch(layer, first_query, settle)
+            return as_resolution(resolved, resolved.events[member], settle_timed)
+        return as_resolution(resolved, None, settle)
 
     def locate(
         self, layer: int, selection: Any, step: Step, *, queries: Many[int] | None = None
@@ -362,9 +362,8 @@ class Offload:
         self._require_step(step, layer)
         array = self._selected(selection, step, first_query)
         slots = np.empty_like(array)
-        lookup = self._parts[0].lookup
         absent_count = stepping.locate_into(
-            self._pools, step, layer, array, first_query, lookup=lookup, out=slots
+            self._pools, step, layer, array, first_query, lookup=self._parts[0].lookup, out=slots
         )
         if absent_count:
             return None

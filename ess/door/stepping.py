@@ -93,13 +93,14 @@ def append(
     pools: Pools, step: Step, layer: int, rows: Bytes, keys: Bytes | None, first_query: int
 ) -> None:
     """The rows of some queries, parts in batch order: no sequence selects another's new row."""
-    group = pools.layout.group_of(layer)
+    group, member = pools.layout.place_of(layer)
     queries = _next_part(step, step.row_counts.get(layer, 0), f"layer {layer}", first_query, rows)
     if keys is not None:
         _next_part(step, step.key_counts.get(group, 0), f"group {group}", first_query, keys)
         step.key_counts[group] = queries.stop
-    slots = _claim(pools, step, group)[queries]
-    transit.write_new(pools, layer, slots, rows, step.rows[queries], keys)
+    slots, row_ids = _claim(pools, step, group)[queries], step.rows[queries]
+    slab = pools.slabs[member]
+    transit.write_new(pools, group, row_ids, keys, slab=slab, slots=slots, rows=rows)
     step.row_counts[layer] = queries.stop
     if queries.stop == step.query_count:
         step.appended.add(layer)
@@ -116,8 +117,15 @@ def _next_part(step: Step, so_far: int, name: str, first: int, rows: Bytes) -> s
 
 
 def resolve(
-    pools: Pools, step: Step, group: int, selection: Rows, first_query: int, part: Part
+    pools: Pools,
+    step: Step,
+    group: int,
+    selection: Rows,
+    first_query: int,
+    part: Part,
+    waits: bool,
 ) -> FetchPlan:
+    """Who `waits` for the fetch anyway copies it, if the lane is one that shares its work."""
     layer = pools.layout.groups[group][0]
     if (group, first_query) in step.resolved:
         raise BadState(f"layer {layer}, queries from {first_query}: resolved already")
@@ -127,6 +135,9 @@ def resolve(
         rows = lookup.rows[: len(selection)]
         planner.translate(selection, lookup.lines, lines, lengths, out=rows)  # or nothing changes
         _claim(pools, step, group)
+    lookup.at_once_bytes = pools.at_once_bytes
+    if waits and pools.at_once_bytes:
+        lookup.at_once_bytes = pools.host.row_count * pools.host.row_bytes
     plan = pools.sparse.resolve(group, lookup, selection, lines, lengths, part.split)
     if plan.place_count or lookup.unwritten_count:
         _refuse_unwritten(pools, plan, part, len(selection))
@@ -222,14 +233,25 @@ def seal(pools: Pools, step: Step, accepted: list[int]) -> dict[int, int]:
             assert event is not None, "a plan that is pending has an event for every layer"
             pools.inflight.settle_until(event)
     kept = step.query_offset < np.repeat(np.array(accepted, np.int32), step.query_counts)
-    stored = _store(pools, step, kept)
-    incomplete = [group for group in step.claimed if group not in stored]
-    for groups, dropped in ((list(stored), step.rows[~kept]), (incomplete, step.rows)):
-        if groups and len(dropped):
-            pools.sparse.drop(groups, dropped)
+    layers_of, row_bytes = pools.layout.groups, pools.layout.row_bytes * sum(accepted)
+    groups = [g for g in step.claimed if step.appended.issuperset(layers_of[g])]
+    stored = {group: row_bytes * len(layers_of[group]) for group in groups}
+    if 0 < sum(stored.values()) <= pools.at_once_bytes:
+        transit.seal_at_once(pools, step, groups, kept)
+        for sequence in step.sequences:
+            publish(pools, sequence)
+    else:
+        _store(pools, step, groups, kept)
+        _drop(pools, groups, step.rows[~kept])
+    _drop(pools, [group for group in step.claimed if group not in stored], step.rows)
     lines = [sequence.line for sequence in step.sequences]
     pools.tables.lengths[lines] += np.array(accepted, np.int32)
     return stored
+
+
+def _drop(pools: Pools, groups: list[int], rows: Rows) -> None:
+    if groups and len(rows):
+        pools.sparse.drop(groups, rows)
 
 
 def learn(pools: Pools, step: Step, accepted: list[int], tokens: Tokens) -> None:
@@ -271,21 +293,14 @@ def check_tokens(step: Step, accepted: list[int], tokens: Tokens) -> None:
             )
 
 
-def _store(pools: Pools, step: Step, kept: npt.NDArray[np.bool_]) -> dict[int, int]:
-    """Send the kept rows home; they are stored, and clean, when the copy has landed.
-
-    Returns the bytes that leave of each group whose layers are all there.
-    """
-    groups = pools.layout.groups
-    slots_of = {
-        group: slots[kept]
-        for group, slots in step.claimed.items()
-        if step.appended.issuperset(groups[group])
-    }
-    layers = [layer for group in slots_of for layer in groups[group]]
+def _store(pools: Pools, step: Step, groups: list[int], kept: npt.NDArray[np.bool_]) -> None:
+    """Send the kept rows home; they are stored, and clean, when the copy has landed."""
+    slots_of = {group: step.claimed[group][kept] for group in groups}
+    layers = [layer for group in groups for layer in pools.layout.groups[group]]
     if layers and kept.any():
-        to_host = pools.index.host_rows(step.rows[kept])
-        _store_keys(pools, sorted(step.keyed), step.rows[kept], to_host)
+        rows = step.rows[kept]
+        to_host = pools.index.host_rows(rows)
+        _store_keys(pools, sorted(step.keyed), rows, to_host)
 
         def stored() -> None:
             pools.sparse.settle(np.concatenate(list(slots_of.values())))
@@ -294,8 +309,6 @@ def _store(pools: Pools, step: Step, kept: npt.NDArray[np.bool_]) -> dict[int, i
                 publish(pools, sequence)
 
         pools.inflight.submit([transit.store_copy(pools, slots_of, to_host)], stored)
-    row_bytes = pools.layout.row_bytes
-    return {group: slots.size * len(groups[group]) * row_bytes for group, slots in slots_of.items()}
 
 
 def _store_keys(pools: Pools, keyed: list[int], rows: Rows, to_host: Rows) -> None:

@@ -11,32 +11,41 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.door.pools import Pools
+from ess.door.step import Step
 from ess.errors import BadState
 from ess.kernels import native
-from ess.kernels.streams import Event, RowCopy
+from ess.kernels.streams import Event, Known, RowCopy
 from ess.pool.sparse import FetchPlan
 from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
+Kept = npt.NDArray[np.bool_]
 
 
 def write_new(
-    pools: Pools, layer: int, slots: Rows, rows: Bytes, row_ids: Rows, keys: Bytes | None
+    pools: Pools,
+    group: int,
+    row_ids: Rows,
+    keys: Bytes | None,
+    *,
+    slab: Known,
+    slots: Rows,
+    rows: Bytes,
 ) -> None:
     """New rows of a layer into their slots, and their keys, if there are any, into the pages."""
-    group, member = pools.layout.place_of(layer)
+    pages, at = pools.index.keys, native.address
     if not native.available():
-        pools.sparse.member_slab(member)[slots] = rows
+        assert isinstance(slab.owner, np.ndarray), "slots lie on the host"
+        slab.owner[slots] = rows
         if keys is not None:
-            pools.index.keys.write(group, row_ids, keys)
+            pages.write(group, row_ids, keys)
         return
-    slab, at = pools.slabs[member], native.address
-    pages, page_count, *sizes = (0,) * 4 if keys is None else pools.index.keys.side(group)
-    of_keys = (pages, page_count, at(row_ids), 0 if keys is None else at(keys), *sizes)
+    first, page_count, *sizes = (0,) * 4 if keys is None else pages.side(group)
+    of_keys = (first, page_count, at(row_ids), 0 if keys is None else at(keys), *sizes)
     of_rows = (slab.address, slab.row_count, at(slots), at(rows), slab.row_bytes, len(rows))
     done = _append()(struct.pack("12q", *of_rows, *of_keys))
-    assert done, f"layer {layer}: a slot of {slab.row_count} or a page of {page_count} is not there"
+    assert done, f"group {group}: a slot of {slab.row_count} or a page of {page_count} is not there"
 
 
 @functools.cache
@@ -97,6 +106,31 @@ def store_copy(pools: Pools, slots_of: Mapping[int, Rows], host_rows: Rows) -> R
         target=pools.host,
         target_rows=(firsts[:, None] + host_rows).reshape(-1),
     )
+
+
+def seal_at_once(pools: Pools, step: Step, groups: list[int], kept: Kept) -> None:
+    """Kept rows of these groups go home and are stored and clean, the others leave: what a store,
+    `settle`, the marks and `drop` do, without a lane."""
+    index, latent, at = pools.index, pools.latent, native.address
+    numbers, left = np.array(groups, np.int32), np.empty(len(groups), np.int64)
+    listed: list[int] = []
+    for group, arena in zip(groups, pools.sparse.addresses(groups), strict=True):
+        layers = pools.layout.groups[group]
+        listed += (arena, at(step.claimed[group]), layers[0], len(layers), group in step.keyed)
+    sealed = np.array(listed, np.int64)
+    lists = (at(step.rows), 0, at(numbers))
+    keys = latent.keys.copying(index.keys, lists, (len(step.rows), len(groups)))
+    memory = (pools.slabs[0].address, pools.host.address, at(latent.stored), at(latent.keyed))
+    of_step = (at(index.host_page_of), at(sealed), at(kept), at(left))
+    done = _seal()(struct.pack("22q", *keys, *memory, *of_step, pools.host.row_bytes, len(groups)))
+    assert done, f"step {step.number}: a slot that does not hold its new row"
+    pools.sparse.left(groups, left.tolist())
+
+
+@functools.cache
+def _seal() -> Callable[[bytes], int]:
+    """Takes a `Seal` of csrc/cpu/keys.cpp, packed."""
+    return native.function("ess_seal", [ctypes.c_char_p], ctypes.c_int32)
 
 
 def start_fetch(pools: Pools, plan: FetchPlan, host_rows: Rows) -> tuple[Event | None, ...]:

@@ -74,7 +74,6 @@ def make_part(pools: Pools, query_max: int) -> Part:
         host=pools.latent.rows,
         slab=pools.sparse.slab,
         times=np.zeros(pools.layout.group_layers_max + 1, np.int64),
-        at_once_bytes=pools.at_once_bytes,
     )
     return Part(lookup, split, Views(split))
 

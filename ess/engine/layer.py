@@ -38,8 +38,18 @@ class Found:
 class LayerStep:
     """`Stages` for a layer: made with the layer's input, asked by a schedule, then dropped."""
 
-    def __init__(self, half: Half, layer: DecoderLayer, hidden: Tensor, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        half: Half,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        timeline: Timeline,
+        *,
+        waits: bool = False,
+    ) -> None:
+        """`waits`: the schedule waits for a fetch before anything else runs."""
         self.timeline = timeline
+        self._waits = waits
         self.number = layer.number
         self.first_query = half.queries.start
         self._half = half
@@ -70,9 +80,11 @@ class LayerStep:
         selected = self._batch.selected.setdefault(self._group, {})
         if part in selected:
             return selected[part]
-        batch, span = self._batch, self._half.local(part)
-        mine = self._front.queries[span], self._front.weights[span]
-        chosen = select(batch, self._layer.number, *mine, span)
+        batch, asked, weights = self._batch, self._front.queries, self._front.weights
+        span = None if part == self._half.queries else self._half.local(part)
+        if span is not None:
+            asked, weights = asked[span], weights[span]
+        chosen = select(batch, self._layer.number, asked, weights, span)
         selected[part] = chosen
         return chosen
 
@@ -86,7 +98,12 @@ class LayerStep:
         batch = self._batch
         at = self._half.first_part + (part.start > self.first_query)
         found = batch.offload.resolve(
-            self.number, selection, batch.step, first_query=part.start, part=at
+            self.number,
+            selection,
+            batch.step,
+            first_query=part.start,
+            part=at,
+            waits=self._waits,
         )
         if selection is not None:
             batch.warmth.resolved(part, found)
@@ -102,8 +119,7 @@ class LayerStep:
             )
             batch.located[group] = slots
             if slots is not None:
-                lengths = batch.lengths[self._half.local(part)]
-                batch.warmth.located(part, lengths.clamp(max=batch.layout.top_k).numpy())
+                batch.warmth.located(part)
         located = batch.located[group]
         return None if located is None else Found(part, located)
 
@@ -155,5 +171,6 @@ class LayerStep:
     def attend_codes(self, part: range, codes: Tensor) -> Partial:
         if self._queries is None:
             raise BadState("pre_attn comes before attention")
-        mine = self._queries[self._half.local(part)]
+        is_whole = part == self._half.queries
+        mine = self._queries if is_whole else self._queries[self._half.local(part)]
         return attend(self._batch, self._layer.number, mine, codes)

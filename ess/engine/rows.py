@@ -96,17 +96,21 @@ def compute_threads() -> int:
 
 
 def select(
-    batch: Batch, layer: int, queries: Tensor, weights: Tensor, which: slice | list[int]
+    batch: Batch, layer: int, queries: Tensor, weights: Tensor, which: slice | list[int] | None
 ) -> Tensor:
-    """The selection of some of the step's queries: logits over the index pages, then top-k."""
+    """The selection of some of the step's queries, None: of all; logits over the index pages, then
+    top-k."""
     codec = batch.layout.index
+    table, lengths = batch.page_table, batch.lengths
+    if which is not None:
+        table, lengths = table[which], lengths[which]
     assert codec is not None, "an indexer without an index codec"
     return batch.ops.index_top_k(
         queries,
         weights,
         batch.offload.key_pages(layer),
-        batch.page_table[which],
-        batch.lengths[which],
+        table,
+        lengths,
         codec,
         k=batch.layout.top_k,
         threads=compute_threads(),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class Runner:
             page_table=self.offload.page_table(step.sequences)[line_of],
             lengths=positions + 1,
             scale=self.model.config.attention_scale,
-            warmth=StepWarmth(step.query_count),
+            warmth=StepWarmth(np.minimum(step.query_stop, self.offload.layout.top_k)),
         )
 
     def decode(self, batch: Batch, tokens: Sequence[int]) -> Forward:
@@ -131,7 +132,8 @@ class Runner:
         self, half: Half, layer: DecoderLayer, hidden: Tensor, *, in_stages: bool = False
     ) -> Run[Tensor]:
         timeline, mode = self.tuning.timeline, self._vector[layer.number]
-        stages = LayerStep(half, layer, hidden, timeline)
+        waits = mode <= Mode.NONE and not in_stages
+        stages = LayerStep(half, layer, hidden, timeline, waits=waits)
         partials = yield from SCHEDULES[mode](stages)
         outs = [partial.out for partial in partials]
         attended = outs[0] if len(outs) == 1 else torch.cat(outs)

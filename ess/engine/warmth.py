@@ -24,23 +24,23 @@ Counts = npt.NDArray[np.int64]
 
 
 class StepWarmth:
-    """Of one step: rows asked for by each query over all groups, and of those the hits."""
+    """Of one step: rows asked for by each query over all groups, and of those the hits. `each` is
+    what a query asks of one group."""
 
-    def __init__(self, query_count: int) -> None:
-        self.hits: Counts = np.zeros(query_count, np.int64)
-        self.asked: Counts = np.zeros(query_count, np.int64)
+    def __init__(self, each: npt.NDArray[np.int32]) -> None:
+        self.hits: Counts = np.zeros(len(each), np.int64)
+        self.asked: Counts = np.zeros(len(each), np.int64)
+        self._each = each
 
     def resolved(self, part: range, where: Resolution) -> None:
         mine = slice(part.start, part.stop)
-        hits = where.hit_count.numpy()
-        self.hits[mine] += hits
-        self.asked[mine] += hits + where.miss_count.numpy() + where.place_count.numpy()
+        self.hits[mine] += where.hit_count.numpy()
+        self.asked[mine] += self._each[mine]
 
-    def located(self, part: range, asked: npt.NDArray[np.int64]) -> None:
-        assert len(asked) == len(part), f"{len(asked)} counts for {len(part)} queries"
+    def located(self, part: range) -> None:
         mine = slice(part.start, part.stop)
-        self.hits[mine] += asked
-        self.asked[mine] += asked
+        self.hits[mine] += self._each[mine]
+        self.asked[mine] += self._each[mine]
 
 
 class Warmth:

@@ -81,11 +81,17 @@ class KeyPages:
         assert self.key_bytes == source.key_bytes, f"keys of {source.key_bytes} bytes"
         lists = (source_rows, rows, layers)
         assert all(native.contiguous(ids, np.int32) for ids in lists), "ids are dense int32"
-        layer_max = min(self.layer_count, source.layer_count)
-        numbers = (len(rows), len(layers), layer_max, self.value_bytes, self._scales.shape[3])
-        sides = (source._base, source.pages.shape[1], self._base, self.pages.shape[1])
-        done = _copy()(struct.pack("12q", *sides, *map(native.address, lists), *numbers))
+        at = tuple(map(native.address, lists))
+        done = _copy()(struct.pack("12q", *self.copying(source, at, (len(rows), len(layers)))))
         assert done, f"a key outside of {source.pages.shape} or {self.pages.shape}"
+
+    def copying(
+        self, source: KeyPages, lists: tuple[int, ...], counts: tuple[int, int]
+    ) -> tuple[int, ...]:
+        """A `KeyCopy` of csrc/cpu/keys.cpp: `lists` are where rows there, here and layers lie."""
+        sides = (source._base, source.pages.shape[1], self._base, self.pages.shape[1])
+        layer_max = min(self.layer_count, source.layer_count)
+        return (*sides, *lists, *counts, layer_max, self.value_bytes, self._scales.shape[3])
 
     def copy_pages(self, source: KeyPages, source_pages: PageIds, pages: PageIds) -> None:
         for layer in range(self.layer_count):

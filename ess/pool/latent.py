@@ -46,7 +46,7 @@ class LatentPool:
         self.rows: Bytes = memory[:row_bytes_total].reshape(shape)
         self.keys = KeyPages(layout, memory[row_bytes_total:], page_count)
         self.stored = np.zeros((layout.layer_total, page_count), np.uint64)
-        self._keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
+        self.keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
         if poison:
             memory.fill(POISON)
 
@@ -83,7 +83,7 @@ class LatentPool:
 
     def _clear(self, pages: PageIds) -> None:
         self.stored[:, pages] = 0
-        self._keyed[:, pages] = 0
+        self.keyed[:, pages] = 0
         if self._poison:
             for page in pages.tolist():
                 self.rows[:, page * PAGE_ROWS : (page + 1) * PAGE_ROWS] = POISON
@@ -95,13 +95,13 @@ class LatentPool:
         _mark(self.stored, layers, host_rows)
 
     def mark_keys(self, key_layers: Layers, host_rows: RowIds) -> None:
-        _mark(self._keyed, key_layers, host_rows)
+        _mark(self.keyed, key_layers, host_rows)
 
     def is_stored(self, layer: int, host_rows: RowIds) -> npt.NDArray[np.bool_]:
         return _is_marked(self.stored[layer], host_rows)
 
     def is_keyed(self, key_layer: int, host_rows: RowIds) -> npt.NDArray[np.bool_]:
-        return _is_marked(self._keyed[key_layer], host_rows)
+        return _is_marked(self.keyed[key_layer], host_rows)
 
     def leading_count(self, pages: PageIds) -> int:
         """Positions from 0 on that every main layer has: the length of these pages' sequence."""
@@ -117,7 +117,7 @@ class LatentPool:
 
     def is_complete(self, page: int) -> bool:
         """All 64 rows stored in all layers, MTP and index keys included."""
-        return bool((self.stored[:, page] == FULL).all() and (self._keyed[:, page] == FULL).all())
+        return bool((self.stored[:, page] == FULL).all() and (self.keyed[:, page] == FULL).all())
 
     def publish(self, page: int, content: bytes) -> bool:
         assert self.pages.hold_count(page) > 0, "only a held page is published"
@@ -130,7 +130,7 @@ class LatentPool:
         self.rows[:, there : there + PAGE_ROWS] = self.rows[:, here : here + PAGE_ROWS]
         self.keys.copy_page(source, target)
         self.stored[:, target] = self.stored[:, source]
-        self._keyed[:, target] = self._keyed[:, source]
+        self.keyed[:, target] = self.keyed[:, source]
 
     def check(self) -> None:
         self.pages.check()

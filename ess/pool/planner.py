@@ -20,6 +20,7 @@ from ess.pool.arena import AGE_MAX, Arena, Claims, Ints, Lookup, Split, make_scr
 from ess.pool.lru import check, clear_block
 
 __all__ = [
+    "addresses",
     "check",
     "claim_each",
     "claim_new",
@@ -161,6 +162,7 @@ def _bound_lookup(lookup: Lookup) -> _Bound:
     if lookup.native is None:
         _assert_ids(2, lookup.lines, lookup.rows)
         _assert_ids(1, lookup.host_page_of, lookup.host_rows)
+        assert lookup.host_rows.size >= lookup.rows.size, "each selected row may be a miss"
         assert lookup.stored.dtype == np.uint64, f"{lookup.stored.dtype} where uint64 is expected"
         for array in (lookup.stored, lookup.host, lookup.slab, lookup.times):
             assert array.flags.c_contiguous, "an array of the lookup is not C-contiguous"
@@ -172,7 +174,6 @@ def _bound_lookup(lookup: Lookup) -> _Bound:
             host_page_count=lookup.stored.shape[1],
             slab_count=len(lookup.slab),
             row_bytes=lookup.slab.shape[1],
-            at_once_bytes=lookup.at_once_bytes,
         )
     return lookup.native  # type: ignore[no-any-return]
 
@@ -243,14 +244,14 @@ def resolve(
     """`translate`, then `plan`; then where the claims are on the host, in all of `layers`."""
     _assert_positions(selection, line_of, length)
     assert split.holds(selection.shape), f"{selection.shape}, split {split.slots.shape}"
-    assert lookup.rows.shape[1] == selection.shape[1], "row ids lie as positions do"
-    assert lookup.rows.size >= selection.size, f"{selection.shape} into {lookup.rows.shape}"
-    assert lookup.host_rows.size >= selection.size, f"{selection.shape}: each may be a miss"
+    assert lookup.rows.shape == split.slots.shape, "row ids and slots lie as positions do"
+    assert selection.shape[1] == split.slots.shape[1], "row ids lie as positions do"
     assert 0 <= layers.start <= layers.stop <= len(lookup.stored), f"{layers} of the layers"
     assert 0 < ticket <= _INT32_MAX, f"ticket {ticket}"
     assert 0 <= step <= _INT32_MAX, f"step {step}"
     home = arena.native or _bound_arena(arena)
     into, room = split.native or _bound_split(split), lookup.native or _bound_lookup(lookup)
+    room.record.at_once_bytes = lookup.at_once_bytes
     given = map(native.address, (selection, line_of, length))
     numbers = (*selection.shape, layers.start, len(layers), step, ticket)
     claimed = _symbol("ess_resolve", 6, 6)(home.at, into.at, room.at, *given, *numbers)
@@ -310,11 +311,16 @@ def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, abs
     assert absent.size == len(arenas), f"{absent.size} counts of {len(arenas)} arenas"
     pointers = map(native.address, (rows, out, absent))
     call = _symbol("ess_claim_each", 4, 3)
-    return _accepted(call(_all_bound(arenas), *pointers, len(arenas), rows.size, step))
+    return _accepted(call(_packed(arenas), *pointers, len(arenas), rows.size, step))
 
 
-def _all_bound(arenas: Sequence[Arena]) -> bytes:
-    return struct.pack(f"{len(arenas)}q", *(_bound_arena(arena).at for arena in arenas))
+def addresses(arenas: Sequence[Arena]) -> list[int]:
+    """Where native code finds these arenas, until one of their arrays is replaced."""
+    return [(arena.native or _bound_arena(arena)).at for arena in arenas]
+
+
+def _packed(arenas: Sequence[Arena]) -> bytes:
+    return struct.pack(f"{len(arenas)}q", *addresses(arenas))
 
 
 @_twin_of(lru.fill)
@@ -367,7 +373,7 @@ def drop_each(arenas: Sequence[Arena], rows: Ints) -> list[int]:
     """`drop` in each arena, and how many left it."""
     _assert_ids(1, rows)
     left = np.empty(len(arenas), np.int64)
-    homes, call = _all_bound(arenas), _symbol("ess_drop_each", 3, 2)
+    homes, call = _packed(arenas), _symbol("ess_drop_each", 3, 2)
     _accepted(call(homes, native.address(rows), native.address(left), len(arenas), rows.size))
     return [int(count) for count in left]
 

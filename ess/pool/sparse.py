@@ -264,9 +264,16 @@ class SparsePool:
         planner.settle(self._arenas[0], slots)
 
     def drop(self, groups: Sequence[int], rows: RowIds) -> None:
-        left = planner.drop_each([self._arenas[group] for group in groups], rows)
-        for group, count in zip(groups, left, strict=True):
+        self.left(groups, planner.drop_each([self._arenas[group] for group in groups], rows))
+
+    def left(self, groups: Sequence[int], counts: Sequence[int]) -> None:
+        """So many rows were dropped."""
+        for group, count in zip(groups, counts, strict=True):
             self._used_count[group] -= count
+
+    def addresses(self, groups: Sequence[int]) -> list[int]:
+        """Of these groups' records, for a native call that is made at once."""
+        return planner.addresses([self._arenas[group] for group in groups])
 
     def drop_pages(self, active: PageIds) -> None:
         """All rows of these pages leave every group: their ids may be used again."""

@@ -65,7 +65,7 @@ def snapshot(offload: Offload) -> tuple:
         pools.sparse._row_of,
         pools.sparse._dirty,
         pools.latent.stored,
-        pools.latent._keyed,
+        pools.latent.keyed,
         pools.latent.rows,
         pools.latent.keys.pages,
         pools.index.keys.pages,
