@@ -1,10 +1,10 @@
 """What pressure, a preemption or a full arena has left out comes back when there is room again.
 
 Called behind every step, a refill walks through one sequence with absent rows and starts copies
-into free slots. It stays behind the steps: it looks at `LOOK_PAGES` pages and starts at most
-`FILL_ROWS` rows per group, since copies go in one line with the fetches of the next step. It leaves
-a tenth of every group's slots free, so it never makes slots scarce; its rows rank as the oldest,
-and no row gives way to one: a wrong guess costs a copy.
+into free slots. It stays behind the steps: it looks at `LOOK_PAGES` pages in `GROUPS` groups and
+starts at most `FILL_ROWS` rows of each, since copies go in one line with the fetches of the next
+step. It leaves a tenth of every group's slots free, so it never makes slots scarce; its rows rank
+as the oldest, and no row gives way to one: a wrong guess costs a copy.
 
 A walk that came around without starting a copy rests until a row has departed since it began.
 Without that, a sequence that a small group can never hold would be looked through in every step.
@@ -33,15 +33,17 @@ from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]
 
-LOOK_PAGES: Final = 32
-FILL_ROWS: Final = 8 * PAGE_ROWS
+GROUPS: Final = 8
+LOOK_PAGES: Final = 128
+FILL_ROWS: Final = 64 * PAGE_ROWS
 
 
 @dataclass(slots=True)
 class _Walk:
-    """Goes on at `page`. It began, and rests, at a count of departed rows."""
+    """Goes on at `page` and `group`. It began, and rests, at a count of departed rows."""
 
     page: int = 0
+    group: int = 0
     has_started: bool = False
     began_at: int = -1
     rests_at: int = -1
@@ -72,26 +74,32 @@ class Refill:
         self, sequence: Sequence, walk: _Walk, rooms: Mapping[int, int]
     ) -> list[FetchPlan]:
         """One look; the next one is further on, unless more was absent than may start at once."""
-        if walk.page == 0:
+        if walk.page == walk.group == 0:
             walk.began_at = self.pools.sparse.departed_count
         start = walk.page * PAGE_ROWS
         count = min(LOOK_PAGES * PAGE_ROWS, sequence.length - start)
         assert count > 0, f"a walk at {start} of {sequence.length} positions"
         rows = self.pools.tables.rows(sequence.line, start, count)
-        plans, goes_on = [], True
-        for group, room in rooms.items():
-            absent = rows[self.pools.sparse.slot_of[group, rows] < 0]
-            absent = absent[self._are_stored(group, absent)]
-            goes_on &= len(absent) <= FILL_ROWS or room < FILL_ROWS
-            if len(absent):
-                plans.append(self._start(group, absent[: min(room, FILL_ROWS)]))
+        plans, is_bounded = [], False
+        groups = [group for group in rooms if group >= walk.group]
+        for group in groups[:GROUPS]:
+            absent = rows[self.pools.sparse.slot_of[group].take(rows) < 0]
+            first = absent[:FILL_ROWS]
+            first = first[self._are_stored(group, first)][: rooms[group]]
+            if len(first):
+                plans.append(self._start(group, first))
+            is_bounded |= len(absent) > FILL_ROWS == len(first)
         walk.has_started |= bool(plans)
-        if goes_on:
-            self._turn(walk, sequence)
+        if not is_bounded:
+            self._turn(walk, sequence, groups[GROUPS:])
         return plans
 
-    def _turn(self, walk: _Walk, sequence: Sequence) -> None:
-        walk.page += LOOK_PAGES
+    def _turn(self, walk: _Walk, sequence: Sequence, later: Many[int]) -> None:
+        """To later groups, to further pages, or around."""
+        if later:
+            walk.group = later[0]
+            return
+        walk.group, walk.page = 0, walk.page + LOOK_PAGES
         if walk.page * PAGE_ROWS >= sequence.length:
             walk.rests_at = -1 if walk.has_started else walk.began_at
             walk.page, walk.has_started = 0, False

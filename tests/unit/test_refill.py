@@ -68,6 +68,13 @@ def test_a_look_is_bounded_and_goes_on_where_it_was(monkeypatch):
         assert started == [2 * 40, 2 * 24, 2 * 36], "two pages, 64 and 36 rows, of two groups"
 
 
+def test_a_look_is_at_some_groups_only(monkeypatch):
+    monkeypatch.setattr(refill, "GROUPS", 1)
+    with make(slot_bytes=1 << 16) as offload:
+        sequence = opened(offload, 100)
+        assert [offload.refill([sequence]) for _ in range(3)] == [100, 100, 0]
+
+
 def test_a_tenth_stays_free_and_a_vain_walk_rests(monkeypatch):
     """One group is too small for the rows: nobody looks for more before a row departs."""
     looked = []
