@@ -330,7 +330,8 @@ class Offload:
         if member == 0:
             array = self._selected(selection, step, first_query)
             room = self._part_for(step, group, part)
-            plan = stepping.resolve(self._pools, step, group, array, first_query, room, waits)
+            room.lookup.at_once_bytes = self._pools.at_once_max(waits=waits)
+            plan = stepping.resolve(self._pools, step, group, array, first_query, room)
             self._counters.planned(plan)
         elif key not in step.resolved:
             raise BadState(f"layer {layer} follows layer {self.layout.groups[group][0]}: first")
@@ -410,12 +411,10 @@ class Offload:
     def seal(self, step: Step, *, accepted: Many[int]) -> None:
         """The device's half of `commit`: rows leave or go, the next step may begin."""
         self._require_step(step)
-        stored = stepping.seal(self._pools, step, self._accepted(step, accepted))
+        self._counters.stored(stepping.seal(self._pools, step, self._accepted(step, accepted)))
         self._step = None
         self.timings.landed(step)
         self._sealed.append(step)
-        for group, byte_count in stored.items():
-            self._counters.stored(group, byte_count)
 
     def learn(
         self, step: Step, *, accepted: Many[int], tokens: Many[Many[int]] | None = None

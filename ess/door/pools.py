@@ -53,6 +53,12 @@ class Pools:
     host_layers: tuple[Known, ...]
     at_once_bytes: int
 
+    def at_once_max(self, *, waits: bool) -> int:
+        """Bytes of a fetch that its planner copies: all, if the lane shares and it waits anyway."""
+        if waits and self.at_once_bytes:
+            return self.host.row_count * self.host.row_bytes
+        return self.at_once_bytes
+
     def slot_need(self, length_max: int | None) -> int:
         """Slots per group that a sequence of at most this length reserves."""
         return min(length_max or self.sizes.length_max, self.sizes.slot_floor)

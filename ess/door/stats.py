@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,8 +84,10 @@ class Counters:
         self._counts["evicted_count"][plan.group] += plan.evicted_count
         self._counts["fetched_bytes"][plan.group] += len(plan.rows) * self._row_bytes[plan.group]
 
-    def stored(self, group: int, byte_count: int) -> None:
-        self._counts["stored_bytes"][group] += byte_count
+    def stored(self, bytes_of: Mapping[int, int]) -> None:
+        """By group."""
+        for group, byte_count in bytes_of.items():
+            self._counts["stored_bytes"][group] += byte_count
 
     def misses(self) -> Counts:
         return self._counts["miss_count"] + self._counts["place_count"]

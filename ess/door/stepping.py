@@ -117,15 +117,8 @@ def _next_part(step: Step, so_far: int, name: str, first: int, rows: Bytes) -> s
 
 
 def resolve(
-    pools: Pools,
-    step: Step,
-    group: int,
-    selection: Rows,
-    first_query: int,
-    part: Part,
-    waits: bool,
+    pools: Pools, step: Step, group: int, selection: Rows, first_query: int, part: Part
 ) -> FetchPlan:
-    """Who `waits` for the fetch anyway copies it, if the lane is one that shares its work."""
     layer = pools.layout.groups[group][0]
     if (group, first_query) in step.resolved:
         raise BadState(f"layer {layer}, queries from {first_query}: resolved already")
@@ -135,9 +128,6 @@ def resolve(
         rows = lookup.rows[: len(selection)]
         planner.translate(selection, lookup.lines, lines, lengths, out=rows)  # or nothing changes
         _claim(pools, step, group)
-    lookup.at_once_bytes = pools.at_once_bytes
-    if waits and pools.at_once_bytes:
-        lookup.at_once_bytes = pools.host.row_count * pools.host.row_bytes
     plan = pools.sparse.resolve(group, lookup, selection, lines, lengths, part.split)
     if plan.place_count or lookup.unwritten_count:
         _refuse_unwritten(pools, plan, part, len(selection))
