@@ -236,7 +236,7 @@ def grammars_of(asked: StructuredOutputs | None) -> Iterable[Grammar]:
 
 def refuse_streamed(stream: bool | None, prompt_logprobs: int | None) -> None:
     if stream and prompt_logprobs is not None:
-        raise BadInput("prompt_logprobs are not streamed; ask for the whole answer")
+        raise BadInput("prompt_logprobs is not streamed: ask for the whole answer")
 
 
 def _refuse_unserved(ask: Common) -> None:
