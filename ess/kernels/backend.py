@@ -79,6 +79,15 @@ class Ops(Protocol):
         out: Tensor | None = None,
         threads: int = 1,
     ) -> Tensor: ...
+    def expert_products(
+        self,
+        tokens: Tensor,
+        ends: Tensor,
+        weights: Tensor,
+        *,
+        scales: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
     def merge(self, first: Partial, second: Partial, *, into: Partial | None = None) -> Partial: ...
 
 

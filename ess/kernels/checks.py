@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from ess.errors import BadInput
-from ess.layout import IndexCodec, RowCodec
+from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
+from ess.units import div_ceil
 
 PLAIN: Final = ("float32", "uint16", "torch.float32", "torch.bfloat16")
 BYTES: Final = ("uint8", "torch.uint8")
 SINGLE: Final = ("float32", "torch.float32")
 COUNTS: Final = ("int32", "int64", "torch.int32", "torch.int64")
-QUERIES: Final = (*PLAIN, "torch.float64", "torch.float8_e4m3fn")
+FLOATS: Final = ("torch.float32", "torch.bfloat16")
+CODED: Final = "torch.float8_e4m3fn"
+QUERIES: Final = (*PLAIN, "torch.float64", CODED)
 
 
 class Shaped(Protocol):
@@ -118,3 +122,28 @@ def check_index(
     require("weights", weights, (count, heads), SINGLE)
     require("page_table", page_table, (count, None), COUNTS)
     require("lengths", lengths, (count,), COUNTS)
+
+
+def check_products(
+    tokens: Shaped, ends: Shaped, weights: Shaped, scales: Shaped | None, out: Shaped | None
+) -> None:
+    require("tokens", tokens, (None, None), FLOATS)
+    require("weights", weights, (None, None, tokens.shape[1]), (*FLOATS, CODED))
+    experts, width, depth = weights.shape
+    require("ends", ends, (experts,), ("torch.int32",))
+    if out is not None:
+        require("out", out, (tokens.shape[0], width), FLOATS)
+    if (_name(weights.dtype) == CODED) != (scales is not None):
+        raise BadInput(
+            f"weights of {weights.dtype} with {'no scales' if scales is None else 'scales'}"
+        )
+    if scales is not None:
+        blocks = div_ceil(width, SCALE_GROUP), div_ceil(depth, SCALE_GROUP)
+        require("scales", scales, (experts, *blocks), SINGLE)
+
+
+def require_ends(ends: Sequence[int], *, count: int) -> None:
+    """Experts' tokens lie one behind the other, among `count`."""
+    for expert, (start, end) in enumerate(pairwise((0, *ends))):
+        if not start <= end <= count:
+            raise BadInput(f"ends[{expert}] is {end}, outside {start}..{count}")

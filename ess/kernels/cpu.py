@@ -12,7 +12,7 @@ from ess.errors import BadInput
 from ess.kernels import native, reference, rowcodec
 from ess.kernels.checks import check_attention
 from ess.kernels.merge import Partial
-from ess.kernels.reference import Keys, hadamard, read_keys, write_keys
+from ess.kernels.reference import Keys, expert_products, hadamard, read_keys, write_keys
 from ess.kernels.spec import Array
 from ess.layout import IndexCodec, RowCodec, RowForm
 
@@ -30,6 +30,7 @@ __all__ = [
     "decode_rows",
     "encode_keys",
     "encode_rows",
+    "expert_products",
     "hadamard",
     "has_stages",
     "implementation",

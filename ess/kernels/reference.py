@@ -7,6 +7,7 @@ order of a sum is no part of the answer.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,9 +23,11 @@ from ess.kernels.checks import (
     check_index,
     check_keys,
     check_pages,
+    check_products,
     check_rows,
     check_top_k,
     require,
+    require_ends,
     require_ids,
 )
 from ess.kernels.merge import Partial, merge
@@ -37,6 +40,7 @@ __all__ = [
     "decode_rows",
     "encode_keys",
     "encode_rows",
+    "expert_products",
     "hadamard",
     "has_stages",
     "implementation",
@@ -321,3 +325,35 @@ def top_k(
     selection.fill_(-1)
     selection[:, : min(k, width)] = ascending.masked_fill(ascending == width, -1)
     return selection
+
+
+def expert_products(
+    tokens: Tensor,
+    ends: Tensor,
+    weights: Tensor,
+    *,
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Tokens [n, depth] times the weights [experts, width, depth] of their experts: [n, width].
+
+    Tokens are sorted by expert; those of expert e lie from ends[e - 1] up to ends[e], int32. What
+    lies behind the last end is not read, and `out` is left as it is there; without one it is made,
+    zeros there, in the type of the tokens. Weights in e4m3 have a float32 scale for each 128 x 128.
+    """
+    check_products(tokens, ends, weights, scales, out)
+    places = ends.tolist()
+    require_ends(places, count=len(tokens))
+    made = tokens.new_zeros(len(tokens), weights.shape[1]) if out is None else out
+    for expert, (start, end) in enumerate(pairwise((0, *places))):
+        plain = weights[expert].double()
+        if scales is not None:
+            plain = plain * _spread_scales(scales[expert], plain)
+        made[start:end] = tokens[start:end].double() @ plain.T
+    return made
+
+
+def _spread_scales(scales: Tensor, plain: Tensor) -> Tensor:
+    """One for each weight, where the last blocks may be cut short."""
+    whole = scales.double().repeat_interleave(SCALE_GROUP, 0).repeat_interleave(SCALE_GROUP, 1)
+    return whole[: plain.shape[0], : plain.shape[1]]

@@ -23,6 +23,7 @@ from tests.support.compiled import (
     compiled,
     figures,
     logits_of,
+    products_of,
     types,
 )
 
@@ -111,6 +112,35 @@ def test_index_logits_compile(form: Any, kind: str, dtype: torch.dtype, each: in
     assert found.loop_spills <= (3 if each == 4 else 0)
     assert found.shared <= SHARED_MAX
     assert fills_a_multiprocessor(found, warps=8) or not is_half
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [torch.float8_e4m3fn, torch.bfloat16])
+def test_experts_do_not_spill_and_as_many_programs_fit_as_are_launched(weight: torch.dtype) -> None:
+    """A product of 64 columns, 16 deep, is one instruction; none is waited for alone."""
+    from ess.kernels.triton_ops.grouped import CANDIDATES
+
+    is_fp8 = weight == torch.float8_e4m3fn
+    for shape in {
+        one for (fp8, _), shapes in CANDIDATES.items() if fp8 == is_fp8 for one in shapes
+    }:
+        found = figures(products_of(shape, weight))
+        assert found.spilled == found.loop_spills == found.mma == 0
+        assert found.wgmma * shape.warps // 4 == 16
+        assert found.waits == 1
+        assert found.copies > 0
+        assert shape.each * (found.shared + 1024) <= SHARED_MAX + 1024
+        assert shape.each * 32 * shape.warps * found.registers <= REGISTERS
+
+
+@pytest.mark.slow
+def test_experts_in_float32_compile_without_spills() -> None:
+    from ess.kernels.triton_ops.grouped import EXACT
+
+    for weight in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        found = figures(products_of(EXACT, weight, token=torch.float32))
+        assert found.spilled == 0
+        assert found.wgmma == found.mma == 0
 
 
 def test_the_small_kernels_compile_without_spills() -> None:

@@ -19,8 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ess.kernels.triton_ops import attend, index
+from ess.kernels.triton_ops import attend, grouped, index
 from ess.kernels.triton_ops.device import attend as attention
+from ess.kernels.triton_ops.device import grouped as experts
 from ess.kernels.triton_ops.device import index as keys
 from ess.kernels.triton_ops.shapes import CANDIDATES, Shape
 from ess.layout import IndexCodec, RowCodec, RowForm
@@ -51,6 +52,8 @@ LOGITS = types(
     "*u8: queries pages, *fp32: weights out, *i32: table lengths, i32: query_stride head_stride"
     " page_stride table_stride out_stride request_count each table_width run_keys"
 )
+PRODUCTS = types("*i32: ends, *fp32: scales, i32: token_stride out_stride expert_count")
+POINTERS = {torch.bfloat16: "*i16", torch.float8_e4m3fn: "*u8", torch.float32: "*fp32"}
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
@@ -143,6 +146,17 @@ def logits_of(kind: str, dtype: torch.dtype, codec: IndexCodec, *, each: int = 1
     return compiled(keys.logits, names, given, num_warps=shape.warps, num_stages=shape.stages)
 
 
+def products_of(
+    shape: grouped.Shape, weight: torch.dtype, *, token: torch.dtype = torch.bfloat16
+) -> Any:
+    """Of 32 experts as wide and deep as those of DeepSeek-V3.2."""
+    weights = torch.empty(32, 4096, 7168, dtype=weight, device="meta")
+    given = grouped.constants(weights, token, token, interpreted=False) | grouped.tile(shape)
+    pointers = {"tokens": POINTERS[token], "weights": POINTERS[weight], "out": POINTERS[token]}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    return compiled(experts.products, PRODUCTS | pointers, given, **options)
+
+
 def report() -> Iterator[tuple[str, Figures]]:
     for (form, heads), shapes in CANDIDATES.items():
         for shape in shapes:
@@ -152,6 +166,11 @@ def report() -> Iterator[tuple[str, Figures]]:
     for each in (1, 2, 3, 4):
         binary = logits_of("*u8", torch.float8_e4m3fn, IndexCodec(), each=each)
         yield f"index logits of {each} a request", figures(binary)
+    for (is_fp8, tokens), shapes in grouped.CANDIDATES.items():
+        for one in shapes[:1]:
+            weight = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
+            name = f"experts {'fp8' if is_fp8 else 'bf16'} to {tokens} tokens: {one.name}"
+            yield name, figures(products_of(one, weight))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Ids lie on the device, so looking at them waits for it; while a graph is captured they are not
 looked at. A caller that overlaps work, or that made the ids itself, uses the launches behind this
-door: `attend_lists`, `logits_into`, `top_k_into`, `store_keys`, `merge_into`.
+door: `attend_lists`, `logits_into`, `top_k_into`, `store_keys`, `merge_into`, `products_into`.
 
 `threads` is for the CPU and means nothing here. What one query gets depends on its own list alone.
 """
@@ -23,15 +23,17 @@ from ess.kernels.checks import (
     check_attention,
     check_index,
     check_pages,
+    check_products,
     check_rows,
     check_top_k,
     require,
+    require_ends,
     require_ids,
 )
 from ess.kernels.merge import Pair, Partial, check_merge
 from ess.kernels.reference import Keys, hadamard, has_stages, read_keys, write_keys
 from ess.kernels.triton_ops import attend as attention
-from ess.kernels.triton_ops import index
+from ess.kernels.triton_ops import grouped, index
 from ess.kernels.triton_ops import rows as codec_kernels
 from ess.kernels.triton_ops.launch import interpreted, require_device
 from ess.layout import IndexCodec, RowCodec, RowForm
@@ -44,6 +46,7 @@ __all__ = [
     "decode_rows",
     "encode_keys",
     "encode_rows",
+    "expert_products",
     "hadamard",
     "has_stages",
     "implementation",
@@ -193,6 +196,26 @@ def top_k(
     selection = _selection(len(logits), k, out, logits.device)
     counts = lengths.to(torch.int32).contiguous()
     return index.top_k_into(_adjacent(logits), counts, out=selection)
+
+
+def expert_products(
+    tokens: Tensor,
+    ends: Tensor,
+    weights: Tensor,
+    *,
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    check_products(tokens, ends, weights, scales, out)
+    _require_device(tokens=tokens, ends=ends, weights=weights)
+    if not (weights.is_contiguous() and (scales is None or scales.is_contiguous())):
+        raise BadInput(f"weights with strides {tuple(weights.stride())}, or scales, have gaps")
+    if _looks():
+        require_ends(ends.tolist(), count=len(tokens))
+    made = tokens.new_zeros(len(tokens), weights.shape[1]) if out is None else out
+    dense, given = _adjacent(made), ends.contiguous()
+    grouped.products_into(_adjacent(tokens), given, weights, out=dense, scales=scales)
+    return made if dense is made else made.copy_(dense)
 
 
 def _selection(count: int, k: int, out: Tensor | None, device: torch.device) -> Tensor:

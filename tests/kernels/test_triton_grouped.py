@@ -1,0 +1,74 @@
+"""What the Triton products of experts have beyond the op: shapes, grids. On a GPU or interpreted.
+
+Small whole numbers make every sum exact, so that equal bits are asked of any shape.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ess.errors import BadInput
+from ess.kernels import backend, reference
+from tests.kernels import test_grouped
+from tests.kernels.sets import SETS, op_set
+from tests.kernels.test_triton_ops import device
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+
+@pytest.fixture(params=SETS[2:])
+def ops(request: pytest.FixtureRequest) -> backend.Ops:
+    return op_set(request.param)
+
+
+def whole(counts: list[int], weight: torch.dtype) -> test_grouped.Case:
+    case = test_grouped.make(counts, torch.bfloat16, weight, width=260, depth=150)
+    generator = torch.Generator().manual_seed(1)
+    shapes = (sum(counts), 150), case.weights.shape
+    numbers = [torch.randint(-4, 5, shape, generator=generator).float() for shape in shapes]
+    case.tokens[: sum(counts)] = numbers[0].bfloat16()
+    scales = None if case.scales is None else case.scales.mul(4).ceil()
+    out = torch.full(case.out.shape, test_grouped.POISON)
+    return case._replace(weights=numbers[1].to(weight), scales=scales, out=out)
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, test_grouped.FP8])
+def test_every_shape_gives_the_same(ops: backend.Ops, weight: torch.dtype) -> None:
+    from ess.kernels.triton_ops.grouped import CANDIDATES, products_into
+
+    case = whole([0, 3, 70, 0, 16, 1], weight)
+    want = case.run(reference).clone()
+    there = {name: one if one is None else one.to(device()) for name, one in case._asdict().items()}
+    used = {shape for shapes in CANDIDATES.values() for shape in shapes}
+    for shape in sorted(used):
+        there["out"] = torch.full(case.out.shape, test_grouped.POISON, device=device())
+        assert torch.equal(products_into(**there, shape=shape).cpu(), want), shape.name
+
+
+def test_bits_do_not_depend_on_the_grid(ops: backend.Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ess.kernels.triton_ops.launch import Place
+
+    case = test_grouped.make([2, 0, 30], torch.bfloat16, test_grouped.FP8, width=300)
+    want = case.run(ops).clone()
+    for programs in (1, 5):
+        monkeypatch.setattr(Place, "programs", lambda *_, programs=programs: programs)
+        case.out.fill_(test_grouped.POISON)
+        assert torch.equal(case.run(ops), want)
+
+
+def test_the_shape_follows_the_tokens_of_an_expert() -> None:
+    from ess.kernels.triton_ops.grouped import EXACT, candidates
+
+    for count, experts, tokens in ((1, 8, 16), (128, 8, 16), (129, 8, 64), (600, 8, 128)):
+        for weight in (torch.bfloat16, test_grouped.FP8):
+            used, *others = candidates(count, experts, weight, is_half=True)
+            assert used.tokens == tokens
+            assert used not in others
+    assert candidates(5, 8, torch.float32, is_half=False) == (EXACT,)
+
+
+def test_weights_with_gaps_are_refused(ops: backend.Ops) -> None:
+    case = test_grouped.make([2, 1], torch.float32, torch.float32)
+    with pytest.raises(BadInput, match=r"weights with strides \(60000, 400, 2\), or scales, have"):
+        case._replace(weights=case.weights.repeat_interleave(2, 2)[..., ::2]).run(ops)
