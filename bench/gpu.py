@@ -13,6 +13,7 @@ says of the questions that were open before the first device was seen:
   multiprocessors left alone; `layer: attend 0 beside the copy` in one graph;
 - few misses: `attend in place` beside a fetch and attention over what it brought;
 - which shapes of the Triton kernels: `... in use` beside the best that compiles well;
+- products of experts: `experts: ...`, by how many weights' bytes and products a second;
 - other libraries, where they are: `FlashMLA, ...`, also in place, `DeepGEMM, ...` by how many
   queries of a request go together. Lines on stderr say what their probes found.
 """
@@ -50,6 +51,7 @@ LIMIT_S: Final = {
     "attend": 50.0,
     "others": 50.0,
     "shapes": 90.0,
+    "experts": 39.0,
 }
 
 
@@ -74,6 +76,7 @@ BENCHMARKS: Final[dict[str, Callable[..., Iterator[Row]]]] = {
     "attend": of_torch("attend"),
     "others": of_torch("others"),
     "shapes": of_torch("shapes"),
+    "experts": of_torch("experts"),
 }
 
 

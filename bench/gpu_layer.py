@@ -1,4 +1,4 @@
-"""What needs torch and Triton: one layer with FlashTrans as its gather, its attention, shapes."""
+"""What needs torch and Triton: a layer with FlashTrans as gather, attention, shapes, experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ess.bench import gpu_attend, gpu_shapes
+from ess.bench import gpu_attend, gpu_experts, gpu_shapes
 from ess.bench.gpu_rig import Row
 from ess.bench.layer_gpu import Gather, layer_gpu_benchmark
 from ess.kernels.cuda.driver import Device
@@ -28,6 +28,10 @@ def others_benchmark(*, smoke: bool) -> Iterator[Row]:
 
 def shapes_benchmark(*, smoke: bool) -> Iterator[Row]:
     return gpu_shapes.shapes_benchmark(smoke=smoke)
+
+
+def experts_benchmark(*, smoke: bool) -> Iterator[Row]:
+    return gpu_experts.experts_benchmark(smoke=smoke)
 
 
 def gather_of(device: Device) -> Gather:

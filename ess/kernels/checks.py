@@ -130,6 +130,8 @@ def check_products(
     require("tokens", tokens, (None, None), FLOATS)
     require("weights", weights, (None, None, tokens.shape[1]), (*FLOATS, CODED))
     experts, width, depth = weights.shape
+    if not depth:
+        raise BadInput(f"tokens of shape {tuple(tokens.shape)} have no depth")
     require("ends", ends, (experts,), ("torch.int32",))
     if out is not None:
         require("out", out, (tokens.shape[0], width), FLOATS)

@@ -147,6 +147,7 @@ def test_bad_input_changes_nothing(ops: backend.Ops) -> None:
     for wrong, says in (
         ({"tokens": case.tokens.double()}, "tokens has type torch.float64"),
         ({"tokens": case.tokens[:, :9]}, r"weights has shape \(2, 150, 200\), must be .*, 9\)"),
+        ({"tokens": case.tokens[:, :0], "weights": case.weights[..., :0]}, "have no depth"),
         ({"ends": case.ends.long()}, "ends has type torch.int64"),
         ({"ends": case.ends[:1]}, r"ends has shape \(1,\), must be \(2\)"),
         ({"ends": case.ends.flip(0)}, r"ends\[1\] is 2, outside 5..7"),

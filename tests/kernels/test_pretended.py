@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     "tests/gpu/test_device.py::test_a_lane_follows_torch",
     "tests/gpu/test_device.py::test_a_thousand_replays_of_one_graph[alone]",
+    "tests/gpu/test_experts.py::test_replays_follow_the_counts",
+    "tests/kernels/test_grouped.py::test_every_token_meets_its_expert[cuda-token3-weight3]",
     "tests/kernels/test_triton_ops.py::test_positions_become_slots[cuda]",
     "tests/kernels/test_triton_ops.py::test_rows_are_copied_as_far_as_the_count[cuda]",
     "tests/kernels/test_attend.py::test_one_key_returns_its_value[cuda-656-dtype1]",
@@ -52,7 +54,7 @@ def test_tests_of_a_device(emulated: dict[str, str]) -> None:
     assert f"{len(TESTS)} passed" in printed, printed
 
 
-@pytest.mark.parametrize("name", ["rows", "resolve", "layer", "attend", "others"])
+@pytest.mark.parametrize("name", ["rows", "resolve", "layer", "attend", "others", "experts"])
 def test_benchmarks_of_a_device(name: str, emulated: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     given = "ess.bench.gpu", "--smoke", "--only", name, "--out", out

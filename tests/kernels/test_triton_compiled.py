@@ -129,8 +129,8 @@ def test_experts_do_not_spill_and_as_many_programs_fit_as_are_launched(weight: t
         assert found.wgmma * shape.warps // 4 == 16
         assert found.waits == 1
         assert found.copies > 0
-        assert shape.each * (found.shared + 1024) <= SHARED_MAX + 1024
-        assert shape.each * 32 * shape.warps * found.registers <= REGISTERS
+        assert shape.programs * (found.shared + 1024) <= SHARED_MAX + 1024
+        assert shape.programs * 32 * shape.warps * found.registers <= REGISTERS
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ Small whole numbers make every sum exact, so that equal bits are asked of any sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -72,3 +74,24 @@ def test_weights_with_gaps_are_refused(ops: backend.Ops) -> None:
     case = test_grouped.make([2, 1], torch.float32, torch.float32)
     with pytest.raises(BadInput, match=r"weights with strides \(60000, 400, 2\), or scales, have"):
         case._replace(weights=case.weights.repeat_interleave(2, 2)[..., ::2]).run(ops)
+
+
+def timed(work: Callable[[], object]) -> list[float]:
+    work()
+    return [1000.0]
+
+
+def test_the_benchmark_counts_the_weights_of_experts_with_tokens(ops: backend.Ops) -> None:
+    from ess.bench.gpu_experts import Point, point_rows, routed
+
+    point = Point(tokens=3, experts=64, width=128, depth=64)
+    counts = routed(point)
+    assert counts.shape == (64,)
+    rows = list(point_rows(point, timed, None, device=torch.device(device())))
+    by_name = {(row["name"], row["unit"]): row["value"] for row in rows}
+    touched = int((counts > 0).sum()) * 128 * 64
+    assert 0 < touched < 64 * 128 * 64
+    assert by_name["experts: ours, fp8", "GB/s"] == touched / 1e6
+    assert by_name["experts: ours, bf16", "GB/s"] == 2 * touched / 1e6
+    assert by_name["experts: torch, bf16", "TFLOP/s"] == 2 * int(counts.sum()) * 128 * 64 / 1e9
+    assert [row["met"] for row in rows if row["name"].startswith("experts in use")] == [True]

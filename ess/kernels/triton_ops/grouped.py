@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     step: int
     warps: int
     stages: int
-    each: int
+    programs: int
     reason: str
 
 
@@ -74,7 +74,7 @@ def products_into(
     one = shape or candidates(len(tokens), experts, weights.dtype, is_half=is_half)[0]
     tasks = (div_ceil(len(tokens), one.tokens) + experts) * div_ceil(width, one.columns)
     with on(tokens):
-        device.products[(min(tasks, one.each * where.programs(tasks)),)](
+        device.products[(min(tasks, one.programs * where.programs(tasks)),)](
             *(bits(tokens), ends, bits(weights), ends if scales is None else scales, bits(out)),
             *(tokens.stride(0), out.stride(0), experts),
             **constants(weights, tokens.dtype, out.dtype, interpreted=where.interpreted),

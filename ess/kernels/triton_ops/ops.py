@@ -208,6 +208,8 @@ def expert_products(
 ) -> Tensor:
     check_products(tokens, ends, weights, scales, out)
     _require_device(tokens=tokens, ends=ends, weights=weights)
+    if scales is not None:
+        _require_device(scales=scales)
     if not (weights.is_contiguous() and (scales is None or scales.is_contiguous())):
         raise BadInput(f"weights with strides {tuple(weights.stride())}, or scales, have gaps")
     if _looks():

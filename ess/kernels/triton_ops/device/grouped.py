@@ -6,7 +6,8 @@ in registers, from which the tensor cores take their first operand: as the secon
 through shared memory. Tokens, and weights in bfloat16, come straight from a load and stay there.
 
 A tile of columns never crosses a block of scales, and a step of the depth is one block. So a block
-has one scale for the whole product of a step, multiplied into its float32 sums.
+has one scale for the whole product of a step, multiplied into its float32 sums; it is loaded a step
+ahead, since nothing else stands between it and the sums.
 """
 
 import triton
@@ -69,6 +70,7 @@ def products(
             (DEPTH + 127) // 128
         )
         sums = tl.zeros((COLUMNS, TOKENS), tl.float32)
+        scale = tl.load(factor) if WEIGHT_FORM == "fp8" else 1.0
         for depth in range(0, DEPTH, STEP):
             at = (depth + step)[None, :]
             weight = _numbers(
@@ -78,8 +80,9 @@ def products(
                 given + at, is_token[:, None] & (at < DEPTH), TOKEN_FORM, IN_BF16, INTERPRETED
             )
             if WEIGHT_FORM == "fp8":
-                scale = tl.load(factor + depth // 128)
                 sums += tl.dot(weight, tl.trans(asked), input_precision=PRECISION) * scale
+                ahead = depth + STEP
+                scale = tl.load(factor + ahead // 128, mask=ahead < DEPTH, other=0.0)
             else:
                 sums = tl.dot(weight, tl.trans(asked), acc=sums, input_precision=PRECISION)
         places = out + token.to(tl.int64)[None, :] * out_stride + column[:, None]
