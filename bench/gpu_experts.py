@@ -8,8 +8,9 @@ there is left out, and a line on stderr says why.
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ess.bench.gpu_rig import Row, rate_row, row
 from ess.bench.gpu_shapes import Timed, on_device, verdict
-from ess.errors import Unavailable
+from ess.errors import BadInput, Unavailable
 from ess.kernels.adapters import deep_gemm_experts
 from ess.kernels.adapters.deep_gemm_experts import DeepGemmExperts
 from ess.kernels.triton_ops.grouped import candidates, products_into
@@ -82,16 +83,17 @@ def point_rows(
         "ours, bf16": (timed(lambda: products_into(*given[:2], given.plain, out=plain)), 2),
         "ours, fp8": (next(iter(taken.values())), 1),
     }
-    if theirs is not None:
-        work = fp8_of(theirs, given, out)
-        arms["DeepGEMM, fp8"] = (timed(work), 1)
+    us = None if theirs is None else others(theirs, given, out, timed)
+    if us is not None:
+        arms["DeepGEMM, fp8"] = us, 1
     touched = int((counts > 0).sum()) * point.width * point.depth
     products = 2 * int(counts.sum()) * point.width * point.depth
     rival = "torch, bf16"
-    for name, (us, width) in arms.items():
-        yield rate_row(f"experts: {name}", us, touched * width, **config)
-        rates = [products / one / 1e6 for one in us]
-        baseline = None if name == rival else (rival, products / middle(arms[rival][0]) / 1e6)
+    known = rival, products / statistics.median(arms[rival][0]) / 1e6
+    for name, (taken_us, width) in arms.items():
+        yield rate_row(f"experts: {name}", taken_us, touched * width, **config)
+        rates = [products / one / 1e6 for one in taken_us]
+        baseline = None if name == rival else known
         yield row(f"experts: {name}", "TFLOP/s", rates, baseline=baseline, higher=True, **config)
 
 
@@ -114,13 +116,18 @@ def torch_products(given: Given) -> Tensor:
     return torch.nn.functional.grouped_mm(given.tokens, weights, offs=given.ends)
 
 
-def fp8_of(theirs: DeepGemmExperts, given: Given, out: Tensor) -> Callable[[], Tensor]:
+def others(theirs: DeepGemmExperts, given: Given, out: Tensor, timed: Timed) -> list[float] | None:
+    """None where it does not take so many."""
     tokens, ends, coded, scales, _ = given
-    return lambda: theirs.expert_products(tokens, ends, coded, scales=scales, out=out)
 
+    def work() -> Tensor:
+        return theirs.expert_products(tokens, ends, coded, scales=scales, out=out)
 
-def middle(samples: list[float]) -> float:
-    return sorted(samples)[len(samples) // 2]
+    try:
+        return timed(work)
+    except BadInput as reason:
+        print(f"experts: DeepGEMM is not measured, {reason}", file=sys.stderr)
+        return None
 
 
 def routed(point: Point) -> Tensor:

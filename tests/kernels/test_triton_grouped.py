@@ -95,3 +95,21 @@ def test_the_benchmark_counts_the_weights_of_experts_with_tokens(ops: backend.Op
     assert by_name["experts: ours, bf16", "GB/s"] == 2 * touched / 1e6
     assert by_name["experts: torch, bf16", "TFLOP/s"] == 2 * int(counts.sum()) * 128 * 64 / 1e9
     assert [row["met"] for row in rows if row["name"].startswith("experts in use")] == [True]
+
+
+def test_the_benchmark_measures_others_where_they_take_so_many(ops: backend.Ops) -> None:
+    from ess.bench.gpu_experts import SMALL, point_rows
+
+    class Theirs:
+        limit = 100
+
+        def expert_products(self, tokens: torch.Tensor, *_: object, **__: object) -> None:
+            if len(tokens) > self.limit:
+                raise BadInput(f"{len(tokens)} are too many")
+
+    theirs, names = Theirs(), []
+    for theirs.limit in (100, 1):
+        rows = point_rows(SMALL, timed, theirs, device=torch.device(device()))
+        names.append({row["name"] for row in rows})
+    assert names[0] - names[1] == {"experts: DeepGEMM, fp8"}
+    assert names[1] < names[0]
