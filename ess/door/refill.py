@@ -6,7 +6,8 @@ into free slots. It stays behind the steps: it looks at `LOOK_PAGES` pages and s
 a tenth of every group's slots free, so it never makes slots scarce; its rows rank as the oldest,
 and no row gives way to one: a wrong guess costs a copy.
 
-A walk that came around without starting a copy rests until a row has departed since it began.
+A walk that came around rests until a row has departed since it began, slots have changed their
+group or rows have arrived from elsewhere. (Slots of rejected drafts are for the next drafts.)
 Without that, a sequence that a small group can never hold would be looked through in every step.
 
 Only what the host has learned is copied: rows below `length` are on the host, or in slots until
@@ -42,7 +43,6 @@ class _Walk:
     """Goes on at `page`. It began, and rests, at a count of departed rows."""
 
     page: int = 0
-    has_started: bool = False
     began_at: int = -1
     rests_at: int = -1
 
@@ -68,6 +68,11 @@ class Refill:
                 return self._walk_on(sequence, walk, rooms)
         return []
 
+    def wake(self, sequence: Sequence) -> None:
+        """Rows have arrived that may have no slot."""
+        self._walks.pop(sequence.number, None)
+        self.residency.forget(sequence)
+
     def _walk_on(
         self, sequence: Sequence, walk: _Walk, rooms: Mapping[int, int]
     ) -> list[FetchPlan]:
@@ -82,10 +87,9 @@ class Refill:
         for group, room in rooms.items():
             absent = rows[self.pools.sparse.slot_of[group, rows] < 0]
             absent = absent[self._are_stored(group, absent)]
-            goes_on &= len(absent) <= FILL_ROWS or room < FILL_ROWS
+            goes_on &= len(absent) <= FILL_ROWS
             if len(absent):
                 plans.append(self._start(group, absent[: min(room, FILL_ROWS)]))
-        walk.has_started |= bool(plans)
         if goes_on:
             self._turn(walk, sequence)
         return plans
@@ -93,8 +97,7 @@ class Refill:
     def _turn(self, walk: _Walk, sequence: Sequence) -> None:
         walk.page += LOOK_PAGES
         if walk.page * PAGE_ROWS >= sequence.length:
-            walk.rests_at = -1 if walk.has_started else walk.began_at
-            walk.page, walk.has_started = 0, False
+            walk.page, walk.rests_at = 0, walk.began_at
             self.residency.forget(sequence)
 
     def _are_stored(self, group: int, rows: Rows) -> npt.NDArray[np.bool_]:

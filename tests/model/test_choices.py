@@ -85,7 +85,7 @@ def test_a_leader_that_ends_early_is_followed_by_the_next():
 
 def test_who_follows_a_follower_follows_its_leader():
     eng = engine("v32", modes="none", chunks=6)
-    first, second = choices(eng, count=2)
+    second = choices(eng, count=2)[1]
     third = eng.add(prompt(LENGTH), wish(2), leader=second)
     assert finished(eng) == LENGTH - 1
     assert third.output == alone("v32", 2)
