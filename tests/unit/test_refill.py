@@ -126,14 +126,18 @@ def test_a_row_that_the_mtp_module_never_made_stays_absent():
         assert offload.all_resident([sequence]), "it is asked of the main model's layers"
 
 
-def test_free_slots_that_come_with_a_budget_end_the_rest():
+def test_free_slots_that_come_with_a_budget_end_the_rest(looked, monkeypatch):
+    monkeypatch.setattr(refill, "LOOK_PAGES", 1)
     with roomy(256) as offload:
         assert offload.move_budget(source=0, target=1)
-        sequence = opened(offload, 200)
-        first = settled(offload, sequence)
-        assert offload.refill([sequence]) == 0
+        sequence = opened(offload, 3 * 64)
+        count = sum(offload.refill([sequence]) for _ in range(9))
+        assert count < 2 * 3 * 64
+        assert len(looked) == 3, "once around"
         assert offload.move_budget(source=1, target=0), "a chunk of which no slot was used"
-        assert settled(offload, sequence) == 2 * 200 - first
+        assert count + sum(offload.refill([sequence]) for _ in range(9)) == 2 * 3 * 64
+        assert len(looked) == 6
+        offload.drain()
         assert offload.all_resident([sequence])
 
 

@@ -231,9 +231,9 @@ def test_hit_ages_are_counted():
 def test_a_row_is_located_when_it_has_landed():
     sparse = pool()
     sparse.begin_step()
-    plan, _ = select(sparse, 0, 0, 4)
-    asked = ids(0, 4, 9, -1)
-    assert sparse.locate(0, asked).tolist() == [-1] * 4
+    plan, _ = select(sparse, 0, 0, 4, ROW_IDS - 1)
+    asked = ids(0, 4, ROW_IDS - 1, 9, -1)
+    assert sparse.locate(0, asked).tolist() == [-1] * 5
     sparse.commit(plan)
     assert sparse.locate(0, asked).tolist() == [*plan.slots.tolist(), -1, -1]
 
