@@ -149,11 +149,11 @@ def selections(
 
 
 def resolve_benchmark(*, smoke: bool) -> Iterator[Row]:
-    rig = GpuRig(repeats=3 if smoke else 15)
+    rig = GpuRig(repeats=1 if smoke else 15)
     scale = 32 if smoke else 1
-    for batch in (1, 2) if smoke else (1, 4, 16, 32, 80, 160):
-        for queries in (1, 2):
-            for misses in (0, 4 if smoke else MISSES):
+    for batch in (2,) if smoke else (1, 4, 16, 32, 80, 160):
+        for queries in (2,) if smoke else (1, 2):
+            for misses in (0, 16 if smoke else MISSES):
                 cycle = Cycle(rig, batch=batch, queries=queries, misses=misses, scale=scale)
                 yield from plan_rows(cycle, batch, queries, misses)
         row_count = min(LANDING_ROWS, cycle.shape.query_max * TOP_K) // scale

@@ -50,10 +50,12 @@ class Moves:
         random = np.random.default_rng(row_count)
         self.pool = pool
         self.slab = DeviceArray(rig.device, np.zeros((2 * row_count, self.row_bytes), np.uint8))
-        far = [random.integers(0, len(self.pool), row_count, np.int32) for _ in range(TURNS)]
-        near = [random.permutation(2 * row_count)[:row_count] for _ in range(TURNS)]
+        far, near = (
+            [random.choice(of, row_count, replace=False).astype(np.int32) for _ in range(TURNS)]
+            for of in (len(pool), 2 * row_count)
+        )
         self.far = [np.sort(one) for one in far] if in_order else far
-        self.near = [one.astype(np.int32) for one in near]
+        self.near = near
         self.far_there = [DeviceArray(rig.device, one) for one in self.far]
         self.near_there = [DeviceArray(rig.device, one) for one in self.near]
 

@@ -243,7 +243,7 @@ class Offload:
         self.layout.check_layer(layer)
         array = as_array(rows, "rows", "uint8", (None, self.layout.row_bytes))
         arrival.import_rows(self._pools, sequence, layer, start, array)
-        self._residency.forget(sequence)
+        self._refill.wake(sequence)
 
     def import_keys(self, sequence: Sequence, *, layer: int, start: int, keys: Any) -> None:
         """Index keys, one record per position: values, then the scale."""

@@ -6,7 +6,8 @@ starts at most `FILL_ROWS` rows of each, since copies go in one line with the fe
 step. It leaves a tenth of every group's slots free, so it never makes slots scarce; its rows rank
 as the oldest, and no row gives way to one: a wrong guess costs a copy.
 
-A walk that came around without starting a copy rests until a row has departed since it began.
+A walk that came around rests until a row has departed since it began, slots have changed their
+group or rows have arrived from elsewhere. (Slots of rejected drafts are for the next drafts.)
 Without that, a sequence that a small group can never hold would be looked through in every step.
 
 Only what the host has learned is copied: rows below `length` are on the host, or in slots until
@@ -44,7 +45,6 @@ class _Walk:
 
     page: int = 0
     group: int = 0
-    has_started: bool = False
     began_at: int = -1
     rests_at: int = -1
 
@@ -70,6 +70,11 @@ class Refill:
                 return self._walk_on(sequence, walk, rooms)
         return []
 
+    def wake(self, sequence: Sequence) -> None:
+        """Rows have arrived that may have no slot."""
+        self._walks.pop(sequence.number, None)
+        self.residency.forget(sequence)
+
     def _walk_on(
         self, sequence: Sequence, walk: _Walk, rooms: Mapping[int, int]
     ) -> list[FetchPlan]:
@@ -89,7 +94,6 @@ class Refill:
             if len(first):
                 plans.append(self._start(group, first))
             is_bounded |= len(absent) > FILL_ROWS == len(first)
-        walk.has_started |= bool(plans)
         if not is_bounded:
             self._turn(walk, sequence, groups[GROUPS:])
         return plans
@@ -101,8 +105,7 @@ class Refill:
             return
         walk.group, walk.page = 0, walk.page + LOOK_PAGES
         if walk.page * PAGE_ROWS >= sequence.length:
-            walk.rests_at = -1 if walk.has_started else walk.began_at
-            walk.page, walk.has_started = 0, False
+            walk.page, walk.rests_at = 0, walk.began_at
             self.residency.forget(sequence)
 
     def _are_stored(self, group: int, rows: Rows) -> npt.NDArray[np.bool_]:

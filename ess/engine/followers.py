@@ -29,11 +29,9 @@ class Followers:
 
     def give_up(self, request: Request) -> bool:
         """Whether the request was waiting here."""
-        for leader, held in self._of.items():
+        for held in self._of.values():
             if request in held:
                 held.remove(request)
-                if not held:
-                    del self._of[leader]
                 return True
         return False
 
@@ -42,10 +40,9 @@ class Followers:
 
     def succeed(self, leader: Request) -> Request | None:
         """The leader has ended too early: who enters in its place."""
-        followers = self._of.pop(leader, [])
+        followers = self.release(leader)
         if not followers:
             return None
         heir, *others = followers
-        if others:
-            self._of[heir] = others
+        self._of[heir] = others
         return heir

@@ -91,7 +91,7 @@ def live_curve(
     lost = hits.sum() - np.concatenate([[0], np.cumsum(hits)])
     curve: Curve = misses + np.interp(sizes, reach, lost)
     grown = sizes > slots
-    if slots - used < chunk and misses > 0 and grown.any():
+    if misses > 0:
         slope = float(np.interp(slots - chunk, reach, lost)) / chunk
         curve[grown] = misses * np.exp(-slope * (sizes[grown] - slots) / misses)
     return curve

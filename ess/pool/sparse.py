@@ -63,8 +63,9 @@ class FetchPlan:
 
 
 class SparsePool:
-    """`departed_count` rows have left under pressure or with their page: residency that was known
-    at one count holds while the count stands."""
+    """`departed_count` grows by the rows that leave under pressure or with their page, and by one
+    with a chunk that moves, be it empty: what was known of residency and of free slots at one count
+    holds while the count stands."""
 
     def __init__(
         self, layout: ModelLayout, memory: Bytes, *, row_id_count: int, poison: bool = False
@@ -290,6 +291,7 @@ class SparsePool:
         for chunk in np.flatnonzero(self._owner_of == source)[:0:-1].tolist():
             if self._clear_chunk(source, chunk):
                 self._owner_of[chunk] = target
+                self.departed_count += 1
                 for group in (source, target):
                     self._arenas[group].blocks = self._blocks(group)
                 return True

@@ -83,6 +83,26 @@ def test_a_leader_that_ends_early_is_followed_by_the_next():
         assert made[seed].output == alone("v32", seed)
 
 
+def test_who_follows_a_follower_follows_its_leader():
+    eng = engine("v32", modes="none", chunks=6)
+    second = choices(eng, count=2)[1]
+    third = eng.add(prompt(LENGTH), wish(2), leader=second)
+    assert finished(eng) == LENGTH - 1
+    assert third.output == alone("v32", 2)
+
+
+def test_who_comes_when_the_prompt_is_there_does_not_wait_for_the_leader():
+    eng = engine("v32", modes="none", chunks=6)
+    first = eng.add(prompt(LENGTH), wish(0, 40))
+    while first.state != "decoding":
+        eng.step()
+    late = eng.add(prompt(LENGTH), wish(1, 40), leader=first)
+    eng.step()
+    assert (first.state, late.state) == ("decoding", "decoding")
+    run(eng)
+    assert late.output[:9] == alone("v32", 1)
+
+
 def test_a_follower_may_be_cancelled_while_it_waits():
     eng = engine("v32", modes="none", chunks=6)
     made = choices(eng)

@@ -243,7 +243,9 @@ def test_an_outcome_counts_drafts_and_not_the_newest_token():
 
 def test_the_map_gives_each_thing_once_and_in_order():
     future = FutureMap(line_max=2, token_max=3)
+    assert future.is_empty
     future.stash(1, [5, 6])
+    assert not future.is_empty
     with pytest.raises(AssertionError, match="stashed twice"):
         future.stash(1, [5])
     with pytest.raises(AssertionError, match="not produced"):
@@ -256,7 +258,9 @@ def test_the_map_gives_each_thing_once_and_in_order():
     outcome = Outcome(
         Line(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), Choice((2,)), ()
     )
+    assert future.is_empty
     future.tell(7, [outcome])
+    assert not future.is_empty
     with pytest.raises(AssertionError, match="in order"):
         future.tell(7, [])
     with pytest.raises(AssertionError, match="step 7 comes before step 8"):

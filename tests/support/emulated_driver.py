@@ -57,10 +57,15 @@ def build_driver(folder: Path) -> None:
     compile_cpp([*flags, str(DEVICE / "driver.cpp"), *watch, "-o", str(library)])
 
 
-def begin() -> None:
-    """From here on this process has one GPU, or so it seems."""
+def begin(*, alone: bool = True) -> None:
+    """From here on this process has one GPU, or so it seems.
+
+    Not `alone`: kernels also get memory that the driver has not given out, torch's for one.
+    """
     folder = Path(os.environ["ESS_EMULATED"])
-    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+    driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+    if not alone:
+        driver.watch_others()
 
     def emulated_cubin(one: program.Program, arch: str, *, folder: Path | None = None) -> bytes:
         home = Path(os.environ["ESS_EMULATED"])

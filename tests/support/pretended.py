@@ -193,7 +193,7 @@ def begin():
     home = Path(os.environ.setdefault("ESS_EMULATED", tempfile.mkdtemp()))
     if not (home / "libcuda.so.1").exists():
         emulated_driver.build_driver(home)
-    emulated_driver.begin()
+    emulated_driver.begin(alone=False)
     import triton.experimental.gluon  # cannot be imported after the next line but one
 
     from ess.kernels.triton_ops import copy, ops  # noqa: F401  their kernels are interpreted

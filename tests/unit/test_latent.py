@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ess.kernels import native
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.pool.latent import LatentPool
 from ess.pool.prefix import page_hashes
@@ -128,3 +129,19 @@ def test_a_copied_page_has_the_rows_the_keys_and_the_marks():
     assert (latent.keys.pages[:, target] == 6).all()
     assert latent.is_stored(0, rows_of(target)).sum() == 9
     assert latent.is_keyed(1, rows_of(target)).sum() == 3
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_marks_are_of_the_given_rows_and_layers_only(monkeypatch, is_native):
+    if is_native and not native.available():
+        pytest.skip(native.why_missing())
+    monkeypatch.setattr(native, "available", lambda: is_native)
+    latent, marked = pool(), np.array([70, 3, 255, 64], np.int32)
+    latent.mark_rows([0, 2], marked)
+    latent.mark_rows(1, marked[:1])
+    latent.mark_rows(1, marked[1:2])
+    latent.mark_keys([2, 1], marked[2:])
+    found = [np.flatnonzero(latent.is_stored(layer, rows_of(0, 256))) for layer in range(3)]
+    assert [rows.tolist() for rows in found] == [[3, 64, 70, 255], [3, 70], [3, 64, 70, 255]]
+    found = [np.flatnonzero(latent.is_keyed(layer, rows_of(0, 256))) for layer in range(3)]
+    assert [rows.tolist() for rows in found] == [[], [64, 255], [64, 255]]

@@ -48,6 +48,17 @@ def test_what_can_never_fit_says_so():
     assert refusal.value.retry_after_s is None
 
 
+def test_what_empty_pools_would_hold_may_wait():
+    books = ledger()
+    books.reserve({"pages": 10})
+    assert books.free("slots") == 100, "nobody asked for slots"
+    books.require({"slots": 100, "pages": 10})
+    with pytest.raises(PoolFull, match="more than the pool's 640 B") as refusal:
+        books.require({"slots": 1, "pages": 11})
+    assert (refusal.value.retry_after_s, refusal.value.free) == (None, 0)
+    assert books.free("slots") == 100
+
+
 def test_the_worst_shortage_is_the_limiter():
     books = ledger(slots=10, pages=10)
     books.reserve({"slots": 9, "pages": 5})

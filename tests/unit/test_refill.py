@@ -34,10 +34,20 @@ def pushed_out(offload, *, length: int = 60):
     return first, second
 
 
-def test_what_was_pushed_out_comes_back_when_there_is_room():
+@pytest.fixture
+def looked(monkeypatch) -> list[int]:
+    """One entry for every look."""
+    seen: list[int] = []
+    walk_on = refill.Refill._walk_on
+    monkeypatch.setattr(refill.Refill, "_walk_on", lambda *given: seen.append(1) or walk_on(*given))
+    return seen
+
+
+def test_what_was_pushed_out_comes_back_when_there_is_room(looked):
     with roomy(128) as offload:
         first, second = pushed_out(offload, length=100)
         assert offload.refill([first, second]) == 0, "nobody gives way"
+        assert not looked
         second.close()
         offload.drain()
         assert settled(offload, first) > 0
@@ -51,21 +61,22 @@ def test_a_resumed_sequence_comes_back_too():
     with roomy(128) as offload:
         sequence = filled(offload, 60)
         offload.preempt(sequence)
+        assert offload.refill([sequence]) == 0
         offload.resume(sequence)
         assert settled(offload, sequence) == 60 * 2
         assert offload.all_resident([sequence])
 
 
 def test_a_look_is_bounded_and_goes_on_where_it_was(monkeypatch):
-    monkeypatch.setattr(refill, "LOOK_PAGES", 1)
-    monkeypatch.setattr(refill, "FILL_ROWS", 40)
+    monkeypatch.setattr(refill, "LOOK_PAGES", 2)
+    monkeypatch.setattr(refill, "FILL_ROWS", 64)
     with make(slot_bytes=1 << 16) as offload:
-        sequence = opened(offload, 100)
+        sequence = opened(offload, 150)
         started = []
         while not offload.all_resident([sequence]):
             started.append(offload.refill([sequence]))
             offload.drain()
-        assert started == [2 * 40, 2 * 24, 2 * 36], "two pages, 64 and 36 rows, of two groups"
+        assert started == [2 * 64, 2 * 64, 2 * 22], "128 and 22 rows of two groups"
 
 
 def test_a_look_is_at_some_groups_only(monkeypatch):
@@ -75,13 +86,8 @@ def test_a_look_is_at_some_groups_only(monkeypatch):
         assert [offload.refill([sequence]) for _ in range(3)] == [100, 100, 0]
 
 
-def test_a_tenth_stays_free_and_a_vain_walk_rests(monkeypatch):
+def test_a_tenth_stays_free_and_a_vain_walk_rests(looked):
     """One group is too small for the rows: nobody looks for more before a row departs."""
-    looked = []
-    walk_on = refill.Refill._walk_on
-    monkeypatch.setattr(
-        refill.Refill, "_walk_on", lambda *given: looked.append(1) or walk_on(*given)
-    )
     with roomy(256) as offload:
         assert offload.move_budget(source=0, target=1)
         small, large = offload.stats().slot_count.tolist()
@@ -125,3 +131,32 @@ def test_a_row_that_the_mtp_module_never_made_stays_absent():
             offload.import_rows(sequence, layer=layer, start=0, rows=rows(60 - (layer == 2)))
         assert settled(offload, sequence) == 60 + 59
         assert offload.all_resident([sequence]), "it is asked of the main model's layers"
+
+
+def test_free_slots_that_come_with_a_budget_end_the_rest(looked, monkeypatch):
+    monkeypatch.setattr(refill, "LOOK_PAGES", 1)
+    with roomy(256) as offload:
+        assert offload.move_budget(source=0, target=1)
+        sequence = opened(offload, 3 * 64)
+        count = sum(offload.refill([sequence]) for _ in range(9))
+        assert count < 2 * 3 * 64
+        assert len(looked) == 3, "once around"
+        assert offload.move_budget(source=1, target=0), "a chunk of which no slot was used"
+        assert count + sum(offload.refill([sequence]) for _ in range(9)) == 2 * 3 * 64
+        assert len(looked) == 6
+        offload.drain()
+        assert offload.all_resident([sequence])
+
+
+def test_rows_that_arrive_late_end_the_rest():
+    """Though one group has no room left for them."""
+    with roomy(256) as offload:
+        assert offload.move_budget(source=0, target=1)
+        sequence = offload.open(list(range(221)))
+        started = []
+        for start, count in ((0, 200), (200, 20)):
+            for layer in range(3):
+                offload.import_rows(sequence, layer=layer, start=start, rows=rows(count))
+            started.append(settled(offload, sequence))
+        small = offload.stats().slot_count[0]
+        assert started == [small - div_ceil(small, 10) + 200, 20]

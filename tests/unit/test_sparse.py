@@ -226,3 +226,44 @@ def test_hit_ages_are_counted():
     assert ages.sum() == 1
     ages[:] = 0
     assert sparse.hit_age(0).sum() == 1, "readers get a copy"
+
+
+def test_a_row_is_located_when_it_has_landed():
+    sparse = pool()
+    sparse.begin_step()
+    plan, _ = select(sparse, 0, 0, 4, ROW_IDS - 1)
+    asked = ids(0, 4, ROW_IDS - 1, 9, -1)
+    assert sparse.locate(0, asked).tolist() == [-1] * 5
+    sparse.commit(plan)
+    assert sparse.locate(0, asked).tolist() == [*plan.slots.tolist(), -1, -1]
+
+
+def test_resident_rows_are_counted_by_their_age_in_the_next_step():
+    sparse = pool()
+    for rows in ((0, 1), (2,)):
+        assert sparse.begin_step() == sparse.step
+        sparse.commit(select(sparse, 0, *rows)[0])
+    assert {int(age): int(sparse.resident_age(0)[age]) for age in (1, 2)} == {1: 1, 2: 2}
+    assert sparse.resident_age(0).sum() == 3
+    sparse.step += 255
+    assert sparse.resident_age(0)[-1] == 3
+    assert sparse.resident_age(0).size == 256
+
+
+def test_rows_that_give_way_or_leave_with_a_page_have_departed_rejected_ones_have_not():
+    sparse = pool(3)
+    sparse.begin_step()
+    sparse.commit(sparse.fill(1, np.arange(100, 162, dtype=np.int32)))
+    assert sparse.departed_count == 0
+    slots = claim_new(sparse, 1, ids(1, 2, 3))
+    assert sparse.departed_count == 1
+    assert sparse.is_dirty(slots).all()
+    sparse.drop([1], ids(1))
+    assert sparse.departed_count == 1
+    sparse.settle(slots[1:])
+    assert not sparse.is_dirty(slots).any()
+    sparse.commit(select(sparse, 1, 200, 201)[0])
+    assert sparse.departed_count == 2
+    sparse.drop_pages(ids(0))
+    assert sparse.departed_count == 4
+    sparse.check()

@@ -14,6 +14,8 @@ extern "C" {
 // Memory that kernels may use; unwritten memory must be written before it is read.
 void watch_array(const char* name, const void* at, size_t bytes, bool written);
 void watch_forget(const void* at);
+// From here on there is more memory than the watch is told of, and what is not known may be used.
+void watch_others();
 void watch_written(const void* at, size_t bytes);
 void watch_copied(const void* to, const void* from, size_t bytes);
 

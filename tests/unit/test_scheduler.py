@@ -1,0 +1,88 @@
+"""One step's turns and chunk: by rank, within the step, never beyond what a request may make."""
+
+from __future__ import annotations
+
+import pytest
+
+from ess.engine import scheduler
+from ess.engine.batch import StepPlan
+from ess.engine.request import Request
+from ess.engine.roster import Roster
+from ess.engine.sampling import Sampling
+
+
+def crowd(*states: tuple[str, dict[str, int]]) -> Roster:
+    """Requests of ten tokens and eight drafts, numbered from 0, but for what each one says."""
+    roster = Roster()
+    for number, (state, given) in enumerate(states):
+        told = {"draft_count": 8, "tokens_max": 10, "length": 100, **given}
+        sampling = Sampling(tokens_max=told.pop("tokens_max"))
+        prompt = [1] * told.pop("length")
+        roster.add(Request(number=number, prompt=prompt, sampling=sampling, state=state, **told))
+    return roster
+
+
+def planned(roster: Roster, **bounds: int) -> StepPlan:
+    wide = {"batch_max": 9, "query_max": 90, "verified_max": 9, "chunk_tokens": 48}
+    return scheduler.plan(roster, **{**wide, **bounds})
+
+
+def turns(roster: Roster, **bounds: int) -> list[tuple[int, int]]:
+    return [(turn.request.number, turn.count) for turn in planned(roster, **bounds).turns]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({}, [(2, 9), (0, 9), (1, 9)]),
+        ({"verified_max": 1}, [(2, 1), (0, 1), (1, 1)]),
+        ({"verified_max": 3}, [(2, 3), (0, 3), (1, 3)]),
+        ({"batch_max": 2}, [(2, 9), (0, 9)]),
+        ({"query_max": 2}, [(2, 1), (0, 1)]),
+        ({"query_max": 3}, [(2, 1), (0, 1), (1, 1)]),
+        ({"query_max": 13}, [(2, 9), (0, 3), (1, 1)]),
+        ({"query_max": 13, "batch_max": 2}, [(2, 9), (0, 4)]),
+    ],
+)
+def test_the_first_in_rank_run_and_drafts_share_what_is_left_of_the_step(bounds, expected):
+    decoding = [("decoding", {"priority": priority}) for priority in (0, 0, -1)]
+    assert turns(crowd(*decoding), **bounds) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"draft_count": 0}, [(0, 1)]),
+        ({"draft_count": 2}, [(0, 3)]),
+        ({"tokens_max": 1}, [(0, 1)]),
+        ({"tokens_max": 3}, [(0, 3)]),
+        ({"ahead_count": 7}, [(0, 3)]),
+        ({"ahead_count": 9}, [(0, 1)]),
+        ({"ahead_count": 10}, []),
+        ({"ahead_count": 12}, []),
+    ],
+)
+def test_no_more_is_planned_than_a_request_has_drafts_for_or_may_still_make(given, expected):
+    assert turns(crowd(("decoding", given))) == expected
+
+
+def test_one_that_may_be_over_takes_no_place():
+    roster = crowd(("decoding", {"ahead_count": 10}), ("decoding", {}))
+    assert turns(roster, batch_max=1) == [(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (0, 48)),
+        ({"prefilled_count": 48}, (48, 96)),
+        ({"prefilled_count": 51}, (51, 99)),
+        ({"prefilled_count": 52}, (52, 99)),
+    ],
+)
+def test_the_chunk_goes_on_up_to_the_last_prompt_token(given, expected):
+    chunk = planned(crowd(("waiting", {}), ("prefilling", given), ("prefilling", {}))).chunk
+    assert chunk is not None
+    assert (chunk.request.number, (chunk.start, chunk.stop)) == (1, expected)
+    assert chunk.is_last == (expected[1] == 99)
+    assert planned(crowd(("waiting", {}), ("decoding", {}))).chunk is None
