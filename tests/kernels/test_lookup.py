@@ -90,6 +90,7 @@ def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes)
             assert lookup.is_landed or hidden > absent
             if lookup.is_landed:
                 assert not lookup.unwritten_count
+                assert lookup.times[0] > 0
                 assert (np.diff(lookup.times[: LAYERS + 1 - step % 2]) >= 0).all()
                 for member, layer in enumerate(range(step % 2, LAYERS)):
                     copied = lookup.slab[claims.slots + member * 64]

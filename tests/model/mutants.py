@@ -34,6 +34,7 @@ SUITES = {
         "tests/unit/test_lru.py",
         "tests/kernels/test_planner_drawn.py",
         "tests/kernels/test_planner.py",
+        "tests/kernels/test_lookup.py",
     ],
     "ess.pool.pages": ["tests/unit/test_pages.py"],
     "ess.pool.prefix": ["tests/unit/test_prefix.py", "tests/unit/test_latent.py"],
