@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from ess.kernels.adapters import deep_gemm, deep_gemm_experts, flash_mla
 from ess.kernels.adapters.deep_gemm import DeepGemm
 from ess.kernels.adapters.deep_gemm_experts import DeepGemmExperts
 from ess.kernels.adapters.flash_mla import FlashMla
+
+Found = TypeVar("Found", FlashMla, DeepGemm, DeepGemmExperts)
 
 
 class Choice(NamedTuple):
@@ -23,36 +26,18 @@ class Choice(NamedTuple):
 
 
 def choose(device: torch.device) -> Choice:
-    attention, attention_line = _try_attention(device)
-    indexer, indexer_line = _try_indexer(device)
-    experts, experts_line = _try_experts(device)
-    lines = (
-        f"attention: {attention_line}",
-        f"indexer: {indexer_line}",
-        f"experts: {experts_line}",
-    )
+    attention, whole = _tried(flash_mla.load, device)
+    indexer, logits = _tried(deep_gemm.load, device)
+    experts, products = _tried(deep_gemm_experts.load, device)
+    if attention is not None:
+        whole += " for whole lists, triton for parts"
+    lines = f"attention: {whole}", f"indexer: {logits}", f"experts: {products}"
     return Choice(attention, indexer, experts, lines)
 
 
-def _try_attention(device: torch.device) -> tuple[FlashMla | None, str]:
+def _tried(load: Callable[[torch.device], Found], device: torch.device) -> tuple[Found | None, str]:
     try:
-        loaded = flash_mla.load(device)
-    except Unavailable as reason:
-        return None, f"triton ({reason})"
-    return loaded, f"{loaded.line} for whole lists, triton for parts"
-
-
-def _try_indexer(device: torch.device) -> tuple[DeepGemm | None, str]:
-    try:
-        loaded = deep_gemm.load(device)
-    except Unavailable as reason:
-        return None, f"triton ({reason})"
-    return loaded, loaded.line
-
-
-def _try_experts(device: torch.device) -> tuple[DeepGemmExperts | None, str]:
-    try:
-        loaded = deep_gemm_experts.load(device)
+        loaded = load(device)
     except Unavailable as reason:
         return None, f"triton ({reason})"
     return loaded, loaded.line
