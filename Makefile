@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SERVES := $(VENV)/.serves
-NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h)
+NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/residency/*.cpp csrc/residency/*.h)
 
 # Where two targets are asked for, the second runs even if the first has failed.
 MAKEFLAGS += --keep-going
@@ -69,7 +69,7 @@ test-gpu:
 bench-gpu:
 	$(GPU_NATIVE) || echo "no native library: the copy engine is left out"
 	@mkdir -p $(or $(OUT),bench/results)
-	$(GPU_PYTHON) -m ess.bench.gpu --out $(GPU_JSON) $(KEPT)
+	$(GPU_PYTHON) -m ess.bench.gpu.suite --out $(GPU_JSON) $(KEPT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ess/_native*.so

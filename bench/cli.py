@@ -15,12 +15,12 @@ import cyclopts
 
 import ess
 from ess import console
-from ess.bench.headline import headline
+from ess.bench.headline.command import headline
 from ess.console import Command
 from ess.errors import BadInput
 
 if TYPE_CHECKING:
-    from ess.bench.report import Row
+    from ess.bench.harness.report import Row
 
 SUMMARY: Final = "Benchmarks that print a ratio against a named baseline."
 
@@ -39,54 +39,60 @@ class Benchmark:
 
 
 BENCHMARKS: Final = (
-    Benchmark(suite="kernels", name="rows", home="ess.bench.rows:rows_benchmark"),
-    Benchmark(suite="kernels", name="planner", home="ess.bench.planner:planner_benchmark"),
-    Benchmark(suite="kernels", name="attend", home="ess.bench.attend:attend_benchmark"),
-    Benchmark(suite="paper", name="paper", home="ess.bench.paper:paper_benchmark"),
-    Benchmark(suite="trace", name="trace", home="ess.bench.trace:trace_benchmark"),
+    Benchmark(suite="kernels", name="rows", home="ess.bench.kernels.rows:rows_benchmark"),
+    Benchmark(suite="kernels", name="planner", home="ess.bench.kernels.planner:planner_benchmark"),
+    Benchmark(suite="kernels", name="attend", home="ess.bench.kernels.attend:attend_benchmark"),
+    Benchmark(suite="paper", name="paper", home="ess.bench.paper.published:paper_benchmark"),
+    Benchmark(suite="trace", name="trace", home="ess.bench.paper.trace:trace_benchmark"),
     Benchmark(
         suite="policies",
         name="policies",
-        home="ess.bench.policies:policies_benchmark",
+        home="ess.bench.paper.policies:policies_benchmark",
         takes_trace=True,
     ),
     Benchmark(
-        suite="prefill-model", name="prefill-model", home="ess.bench.prefill:prefill_benchmark"
+        suite="prefill-model",
+        name="prefill-model",
+        home="ess.bench.paper.prefill:prefill_benchmark",
     ),
-    Benchmark(suite="engine", name="step", home="ess.bench.step:step_benchmark"),
-    Benchmark(suite="engine", name="paced", home="ess.bench.paced:paced_benchmark"),
-    Benchmark(suite="engine", name="locality", home="ess.bench.locality:locality_benchmark"),
-    Benchmark(suite="calibrate", name="calibrate", home="ess.bench.calibrate:calibrate_benchmark"),
-    Benchmark(suite="engine", name="orders", home="ess.bench.orders:orders_benchmark"),
-    Benchmark(suite="engine", name="overhead", home="ess.bench.overhead:overhead_benchmark"),
-    Benchmark(suite="engine", name="rival", home="ess.bench.rival:rival_benchmark"),
-    Benchmark(suite="serve", name="serve", home="ess.bench.serve:serve_benchmark"),
+    Benchmark(suite="engine", name="step", home="ess.bench.engine.step:step_benchmark"),
+    Benchmark(suite="engine", name="paced", home="ess.bench.engine.slow_link:paced_benchmark"),
+    Benchmark(suite="engine", name="locality", home="ess.bench.engine.locality:locality_benchmark"),
+    Benchmark(
+        suite="calibrate", name="calibrate", home="ess.bench.engine.calibrate:calibrate_benchmark"
+    ),
+    Benchmark(suite="engine", name="orders", home="ess.bench.engine.orders:orders_benchmark"),
+    Benchmark(suite="engine", name="overhead", home="ess.bench.engine.overhead:overhead_benchmark"),
+    Benchmark(
+        suite="engine", name="rival", home="ess.bench.engine.vs_transformers:rival_benchmark"
+    ),
+    Benchmark(suite="serve", name="serve", home="ess.bench.engine.serve:serve_benchmark"),
 )
 
 COMMANDS: Final = (
     Command(
         name="overhead",
-        home="ess.bench.overhead:overhead",
+        home="ess.bench.engine.overhead:overhead",
         summary="The share of a decode step that is not model math.",
     ),
     Command(
         name="rival",
-        home="ess.bench.rival:rival",
+        home="ess.bench.engine.vs_transformers:rival",
         summary="Decode beside the transformers implementation of the same model.",
     ),
     Command(
         name="step",
-        home="ess.bench.step:step",
+        home="ess.bench.engine.step:step",
         summary="Decode steps of the embedded model: offload against everything resident.",
     ),
     Command(
         name="paced",
-        home="ess.bench.paced:paced",
+        home="ess.bench.engine.slow_link:paced",
         summary="DA and DBA against NONE on a slowed link: what is hidden, what was predicted.",
     ),
     Command(
         name="locality",
-        home="ess.bench.locality:locality",
+        home="ess.bench.engine.locality:locality",
         summary="Similarity, misses, warm-up and MTP acceptance on real text.",
     ),
 )
@@ -177,7 +183,7 @@ def _run_suite(
     trace: Path | None,
 ) -> int:
     """Rows of those that ran are reported even when another failed; then the exit code says so."""
-    from ess.bench import machine, report
+    from ess.bench.harness import machine, report
 
     rows: list[Row] = []
     failed: list[str] = []
@@ -197,7 +203,7 @@ def _run_suite(
 
 def _run_benchmark(benchmark: Benchmark, *, smoke: bool, trace: Path | None) -> list[Row]:
     """Whatever a benchmark prints goes to stderr: stdout is for the document."""
-    from ess.bench.report import as_row
+    from ess.bench.harness.report import as_row
 
     console.note(f"{benchmark.suite}/{benchmark.name}{' (smoke)' if smoke else ''} ...")
     module, _, name = benchmark.home.partition(":")

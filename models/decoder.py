@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ess.kernels.stage import Stage
+from ess.kernels.cpu.stage import Stage
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.indexer import Indexer, Probe

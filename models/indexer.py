@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.kernels.stage import Heads, Stage, Values, pack
+from ess.kernels.cpu.stage import Heads, Stage, Values, pack
 from ess.layout import IndexCodec
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rotate_part

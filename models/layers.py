@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.kernels.stage import Turns, look_at_turns
+from ess.kernels.cpu.stage import Turns, look_at_turns
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
 

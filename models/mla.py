@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ess.kernels.stage import Heads, Stage, Values, pack
+from ess.kernels.cpu.stage import Heads, Stage, Values, pack
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rms_norm, rotate
 

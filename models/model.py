@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ess.kernels.stage import Panels, Stage, pack
+from ess.kernels.cpu.stage import Panels, Stage, pack
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.kernels import stage as compiled
-from ess.kernels.stage import Stage, Values, pack
+from ess.kernels.cpu import stage as compiled
+from ess.kernels.cpu.stage import Stage, Values, pack
 from ess.models.config import ModelConfig
 from ess.models.indexer import top_k
 from ess.models.layers import Source, linear

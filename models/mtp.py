@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ess.kernels.stage import Stage, pack
+from ess.kernels.cpu.stage import Stage, pack
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import Source, linear, rms_norm

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ess.kernels import reference
+from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 
 Through = Callable[[Tensor], Tensor]

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
-SCRIPTS = {"ess": "ess.server.cli", "ess-bench": "ess.bench.cli"}
+SCRIPTS = {"ess": "ess.server.commands.cli", "ess-bench": "ess.bench.cli"}
 
 
 def blocks(language: str, mark: str = "") -> list:

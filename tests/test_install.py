@@ -84,7 +84,7 @@ def run_bare(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_base_installation_imports_what_needs_no_torch(tmp_path: Path) -> None:
     names = torch_free_modules()
-    assert {"ess.layout", "ess.trace", "ess.trace.reader", "ess.server.cli"} <= set(names)
+    assert {"ess.layout", "ess.trace", "ess.trace.reader", "ess.server.commands.cli"} <= set(names)
     code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)\n"
     done = run_bare(code, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -93,10 +93,10 @@ def test_the_base_installation_imports_what_needs_no_torch(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "call",
     [
-        "ess.server.cli:--help",
-        "ess.server.cli:version --json",
-        "ess.server.cli:layout deepseek-v3.2",
-        "ess.server.cli:plan --ctx 32k --batch 64",
+        "ess.server.commands.cli:--help",
+        "ess.server.commands.cli:version --json",
+        "ess.server.commands.cli:layout deepseek-v3.2",
+        "ess.server.commands.cli:plan --ctx 32k --batch 64",
         "ess.bench.cli:--help",
         "ess.bench.cli:trace --smoke --json",
         "ess.bench.cli:paper --smoke --json",
@@ -117,10 +117,10 @@ def test_the_refusal_refuses(tmp_path: Path) -> None:
 
 def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
     code = """
-from ess.server.cli import main as ess
+from ess.server.commands.cli import main as ess
 from ess.bench.cli import main as bench
 assert ess(["--help"]) == bench(["--help"]) == 0
-heavy = {"numpy", "torch", "ess.layout", "ess.bench.report"} & set(sys.modules)
+heavy = {"numpy", "torch", "ess.layout", "ess.bench.harness.report"} & set(sys.modules)
 assert not heavy, heavy
 """
     done = run_bare(code, tmp_path)
@@ -131,7 +131,9 @@ def test_the_extension_lists_every_source_and_header() -> None:
     """A header that `depends` lacks is not in the sdist; an optional extension fails softly."""
     (extension,) = project()["tool"]["setuptools"]["ext-modules"]
     for key, suffix in (("sources", "cpp"), ("depends", "h")):
-        there = sorted(f"csrc/cpu/{path.name}" for path in (ROOT / "csrc/cpu").glob(f"*.{suffix}"))
+        folders = ("csrc/cpu", "csrc/residency")
+        paths = (path for name in folders for path in (ROOT / name).glob(f"*.{suffix}"))
+        there = sorted(str(path.relative_to(ROOT)) for path in paths)
         assert extension.get(key) == there, f"pyproject.toml, ext-modules: {key} must be {there}"
 
 
@@ -165,13 +167,16 @@ def test_a_wheel_made_through_the_sdist_has_one_import_name(tmp_path: Path) -> N
     assert sources <= set(names), sources - set(names)
     assert any(name.startswith("ess/_native") for name in names)
     assert "ess/py.typed" in names
-    assert {"ess/sim/h200/attention.csv", "ess/sim/h200/fitted.json"} <= set(names)
+    tables = {f"ess/sim/operators/h200/{name}" for name in ("attention.csv", "fitted.json")}
+    assert tables <= set(names)
+    assert not [name for name in names if "/trainer/" in name], "the trainer is not in the wheel"
     assert "ess/sim/published/throughput.csv" in names
     python(
         ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), wheel]
     )
     code = (
-        "import sys, ess.server.cli, ess._native; print(ess.__file__); print(ess._native.__file__)"
+        "import sys, ess.server.commands.cli, ess._native\n"
+        "print(ess.__file__); print(ess._native.__file__)"
     )
     printed = python(["-c", code], PYTHONPATH=str(target), cwd=tmp_path)
     assert all(line.startswith(str(target)) for line in printed.splitlines()), printed

@@ -4,7 +4,7 @@
 // that comes alone is its value, then its scale.
 #include <cstring>
 
-#include "arena.h"
+#include "../residency/arena.h"
 
 namespace {
 

@@ -36,8 +36,8 @@ from ess.door.workspace import Part, name_host_rows
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
-from ess.pool import planner
-from ess.pool.arena import Lookup
+from ess.pool.lru import planner
+from ess.pool.lru.arena import Lookup
 from ess.pool.sparse import FetchPlan
 
 Bytes = npt.NDArray[np.uint8]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ess.door.pools import Pools
 from ess.door.step import Step
 from ess.errors import BadState
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.kernels.streams import Event, Known, RowCopy
 from ess.pool.sparse import FetchPlan
 from ess.units import PAGE_ROWS

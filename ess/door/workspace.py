@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ess.door.pools import Pools
-from ess.pool.arena import Lookup, Split
 from ess.pool.index import IndexPool
+from ess.pool.lru.arena import Lookup, Split
 
 Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ess.door import Promise
-from ess.engine.alike import check_deterministic
+from ess.engine.tokens.determinism import check_deterministic
 from ess.errors import BadInput
 from ess.kernels.backend import BackendName
 from ess.overlap.sbo import Sbo

@@ -26,23 +26,24 @@ from torch import Tensor
 
 from ess.clock import Clock, RealClock
 from ess.door import Offload
-from ess.engine import pace, prompt, scheduler
-from ess.engine.alike import require_alike
-from ess.engine.batch import Chunk, Made, StepPlan, StepResult
-from ess.engine.chances import Chance
+from ess.engine import scheduler, tpot_control
 from ess.engine.config import EngineConfig
 from ess.engine.entry import Entry
 from ess.engine.followers import Followers
-from ess.engine.future import FutureMap, Outcome, depth_reasons
-from ess.engine.launch import Flight, launch
-from ess.engine.pace import Seen, drafts_of
+from ess.engine.layers.verifier import Verifier
+from ess.engine.plan import Chunk, Made, StepPlan, StepResult
 from ess.engine.request import Reason, Request
 from ess.engine.roster import Roster
-from ess.engine.runner import Runner
-from ess.engine.sampling import Sampling
-from ess.engine.tuning import Tuning
-from ess.engine.verify import Verifier
-from ess.engine.warmth import Warmth
+from ess.engine.step import prompt
+from ess.engine.step.decode import Flight, launch
+from ess.engine.step.future import FutureMap, Outcome, depth_reasons
+from ess.engine.step.runner import Runner
+from ess.engine.step.tuning import Tuning
+from ess.engine.step.warmth import Warmth
+from ess.engine.tokens.determinism import require_alike
+from ess.engine.tokens.logprobs import Chance
+from ess.engine.tokens.sampling import Sampling
+from ess.engine.tpot_control import Seen, drafts_of
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import ops
 from ess.models.model import Model
@@ -74,7 +75,7 @@ class Engine:
         self.preempted_count = 0
         self.moved_count = 0
         self.warmth = Warmth()
-        self.pace = pace.start(
+        self.pace = tpot_control.start(
             target_ms=config.tpot_ms,
             verified_max=config.mtp,
             batch_max=config.batch_max,
@@ -418,7 +419,7 @@ class Engine:
 
     def _observe(self, seen: Seen) -> None:
         if self._config.is_paced:
-            self.pace = pace.advance(self.pace, seen)
+            self.pace = tpot_control.advance(self.pace, seen)
 
     def _take(self, outcome: Outcome) -> None:
         request = outcome.line.request

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from ess.engine.grammar import Grammar, Grammars, Matcher
 from ess.engine.request import Request
-from ess.engine.stops import Reader
+from ess.engine.tokens.grammar import Grammar, Grammars, Matcher
+from ess.engine.tokens.stops import Reader
 from ess.errors import BadInput, EssError
 from ess.models.config import ModelConfig
 from ess.models.tokenizer import Tokenizer

@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, EssError
 
 if TYPE_CHECKING:
     from ess.door import Sequence
-    from ess.engine.grammar import Matcher
-    from ess.engine.stops import Reader
-    from ess.engine.tally import Tally
+    from ess.engine.tokens.counts import Tally
+    from ess.engine.tokens.grammar import Matcher
+    from ess.engine.tokens.stops import Reader
 
 State = Literal["waiting", "prefilling", "decoding", "preempted", "finished"]
 Reason = Literal["length", "stop", "cancelled", "refused", "failed"]

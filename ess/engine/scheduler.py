@@ -7,7 +7,7 @@ engine opens sequences, and the ledger says when they fit.
 
 from __future__ import annotations
 
-from ess.engine.batch import Chunk, StepPlan, Turn
+from ess.engine.plan import Chunk, StepPlan, Turn
 from ess.engine.roster import Roster
 
 

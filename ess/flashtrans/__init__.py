@@ -1,12 +1,10 @@
 """FlashTrans moves: many small rows in one call, and the lanes they travel on."""
 
 from ess.flashtrans.lanes import InlineLane, WorkerLane, open_lane
-from ess.flashtrans.manual import ManualLane
 from ess.flashtrans.rows import copy_rows, gather_rows, scatter_rows
 
 __all__ = [
     "InlineLane",
-    "ManualLane",
     "WorkerLane",
     "copy_rows",
     "gather_rows",

@@ -1,6 +1,6 @@
 """Copy lanes of the CPU: a native worker thread, or none at all.
 
-Both keep the contract of ess.kernels.streams.Lane; ess.flashtrans.manual has the tests' lane.
+Both keep the contract of ess.kernels.streams.Lane; tests.support.manual_lane has the tests' lane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans import rows
 from ess.flashtrans.views import CheckedCopy, check
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.kernels.streams import Event, Lane, RowCopy
 
 # Waits are cut into slices so that a signal, Ctrl-C above all, reaches Python.

@@ -15,7 +15,7 @@ import numpy as np
 
 from ess.errors import BadInput
 from ess.flashtrans.views import CheckedCopy, Side, check
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.kernels.streams import IndexList, RowCopy, RowMatrix
 
 # Half of a 32 MiB last-level cache: from here on stores past the caches win (docs/log.md).

@@ -14,7 +14,7 @@ from typing import Final
 from ess.errors import Unavailable
 from ess.flashtrans.rows import STREAM_ABOVE_BYTES, NativeCopy, pack
 from ess.flashtrans.views import CheckedCopy, Side
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.kernels.cuda.driver import Device, call
 from ess.kernels.cuda.memory import DeviceMemory
 from ess.kernels.cuda.pinned import pinned_memory

@@ -26,7 +26,7 @@ from ess.flashtrans.pick import pick_way
 from ess.flashtrans.row_lists import RowLists
 from ess.flashtrans.staging import Staging
 from ess.flashtrans.views import CheckedCopy, Side, check
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.kernels.cuda.driver import Device, attempt
 from ess.kernels.cuda.rows import MoveForm, flat_form, move_record, ring_form, widest_unit
 from ess.kernels.cuda.streams import CudaEvent, CudaStream

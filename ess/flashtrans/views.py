@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels.native import address
+from ess.kernels.cpu.native import address
 from ess.kernels.streams import IndexList, Known, RowCopy, RowMatrix, Tensor
 
 _INDEX_DTYPES: Final = (np.dtype(np.int32), np.dtype(np.int64))

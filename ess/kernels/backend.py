@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ess.kernels.merge import Partial
-    from ess.kernels.reference import Keys
+    from ess.kernels.reference.ops import Keys
 
 BackendName = Literal["reference", "cpu", "cuda"]
 
 
 class Ops(Protocol):
-    """What every set has, by the contracts written in `ess.kernels.reference`."""
+    """What every set has, by the contracts written in `ess.kernels.reference.ops`."""
 
     def implementation(self) -> str: ...
     def has_stages(self) -> bool: ...
@@ -93,11 +93,11 @@ class Ops(Protocol):
 
 def ops(name: BackendName) -> Ops:
     if name == "reference":
-        from ess.kernels import reference
+        from ess.kernels.reference import ops as reference
 
         return reference
     if name == "cpu":
-        from ess.kernels import cpu
+        from ess.kernels.cpu import ops as cpu
 
         return cpu
     if name == "cuda":
@@ -107,7 +107,7 @@ def ops(name: BackendName) -> Ops:
 
 def _cuda() -> Ops:
     try:
-        from ess.kernels.triton_ops import ops as triton_ops
+        from ess.kernels.cuda.triton import ops as triton_ops
     except ModuleNotFoundError as error:
         raise Unavailable(f"the cuda ops need {error.name}: install ess[cuda]") from None
     triton_ops.require_device()

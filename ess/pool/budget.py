@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput
-from ess.pool.arena import BLOCK_SLOTS
+from ess.pool.lru.arena import BLOCK_SLOTS
 
 Curve = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.layout import ModelLayout
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS

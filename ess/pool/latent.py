@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.layout import ModelLayout
 from ess.pool.keys import KeyPages
 from ess.pool.pages import PageIds, PagePool

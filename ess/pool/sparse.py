@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.layout import ModelLayout
-from ess.pool import planner
-from ess.pool.arena import AGE_MAX, Arena, Claims, Lookup, Split, make_scratch
 from ess.pool.index import page_rows
+from ess.pool.lru import planner
+from ess.pool.lru.arena import AGE_MAX, Arena, Claims, Lookup, Split, make_scratch
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 

@@ -17,9 +17,9 @@ from typing import Final
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.overlap.policy import Mode
-from ess.sim import misses
 from ess.sim.capacity import HOST_PAGES, Budget
-from ess.sim.operators import Operators
+from ess.sim.locality import misses
+from ess.sim.operators.stages import Operators
 from ess.sim.simulate import Prediction, Scenario, simulate
 from ess.units import PAGE_ROWS, div_ceil, format_bytes
 

@@ -19,7 +19,7 @@ from typing import Final
 from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
 from ess.overlap.policy import Mode, best_mode
-from ess.sim.operators import LAYOUT, TOP_K, Operators, Shape, Stages
+from ess.sim.operators.stages import LAYOUT, TOP_K, Operators, Shape, Stages
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 
 LAYERS: Final = LAYOUT.layer_count

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.kernels.cuda.arrays import DeviceArray
-from ess.kernels.cuda.catalogue import ROW_BYTES as ROW_SIZES
-from ess.kernels.cuda.catalogue import rival_form
 from ess.kernels.cuda.rows import flat_form, ring_form
+from ess.pool.cuda_programs import ROW_BYTES as ROW_SIZES
+from ess.pool.cuda_programs import rival_form
 from tests.support import device_scenarios as scenarios
 from tests.support import residency_scenarios as residency
 from tests.support.twins import Campaign, Side, assert_every_case_was_met
@@ -53,10 +53,10 @@ def test_memory_is_registered_whole_and_let_go():
 @pytest.mark.skipif(not native.available(), reason=native.why_missing())
 @pytest.mark.parametrize("together", WAYS, ids=WAYS.get)
 def test_the_planner_agrees_over_a_campaign(together):
-    from ess.pool import lru
+    from ess.pool.lru import specification
 
     world = Campaign(7)
-    world.sides = [Side(lru, (3, 2)), Side(residency.OnDevice(together=together), (3, 2))]
+    world.sides = [Side(specification, (3, 2)), Side(residency.OnDevice(together=together), (3, 2))]
     for _ in range(150):
         world.one_step()
     assert_every_case_was_met(world.seen)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from ess.kernels import reference
 from ess.kernels.merge import Partial
+from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, RowCodec
 
 pytestmark = [
@@ -69,8 +69,8 @@ class Step:
         self.slab[at[is_resident].cuda()] = self.host[is_resident].cuda()
 
     def run(self) -> None:
-        from ess.kernels.triton_ops.attend import attend_lists, close_up, merge_into
-        from ess.kernels.triton_ops.index import Placement, logits_into, top_k_into
+        from ess.kernels.cuda.triton.attend import attend_lists, close_up, merge_into
+        from ess.kernels.cuda.triton.index import Placement, logits_into, top_k_into
 
         placement = Placement(slot_of=self.slot_of, table=self.table, slots=self.slots)
         logits_into(

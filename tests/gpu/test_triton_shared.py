@@ -21,7 +21,7 @@ KEYS = IndexCodec()
 def test_logits_of_queries_that_share_keys_are_bitwise_those_alone(
     dtype: torch.dtype, each: int
 ) -> None:
-    from ess.kernels.triton_ops.index import logits_into
+    from ess.kernels.cuda.triton.index import logits_into
 
     width, count = 70, 3 * each
     pages = torch.randint(0, 0x7E, (3 * width, KEYS.page_bytes), dtype=torch.uint8, device="cuda")
@@ -41,7 +41,7 @@ def test_logits_of_queries_that_share_keys_are_bitwise_those_alone(
 
 @pytest.mark.parametrize("levels", [3, 1 << 20])
 def test_top_k_shared_among_programs_is_that_of_one_in_a_replayed_graph(levels: int) -> None:
-    from ess.kernels.triton_ops.index import top_k_into
+    from ess.kernels.cuda.triton.index import top_k_into
 
     logits = torch.zeros(3, 131_072, device="cuda")
     lengths = torch.zeros(3, dtype=torch.int32, device="cuda")

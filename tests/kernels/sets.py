@@ -15,7 +15,7 @@ import torch
 from ess.errors import Unavailable
 from ess.kernels import backend
 from ess.kernels.merge import Partial
-from ess.kernels.reference import Keys
+from ess.kernels.reference.ops import Keys
 
 SETS = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels import reference
-from ess.kernels.adapters import choice, deep_gemm_experts
+from ess.kernels.cuda.adapters import choice, deep_gemm_experts
+from ess.kernels.reference import ops as reference
 from tests.kernels import test_grouped
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels import reference
-from ess.kernels.adapters import choice, deep_gemm, flash_mla
+from ess.kernels.cuda.adapters import choice, deep_gemm, flash_mla
+from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, RowCodec
 from tests.kernels import test_attend
 

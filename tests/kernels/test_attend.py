@@ -16,8 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ess.errors import BadInput
-from ess.kernels import backend, native, reference
+from ess.kernels import backend
+from ess.kernels.cpu import native
 from ess.kernels.merge import Partial
+from ess.kernels.reference import ops as reference
 from ess.layout import RowCodec
 from tests.kernels.sets import SETS, op_set
 from tests.kernels.test_rows import another_thread_runs_during

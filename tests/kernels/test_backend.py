@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from ess.errors import EssError, Unavailable
-from ess.kernels import backend, rowcodec
+from ess.kernels import backend
+from ess.kernels.cpu import codec
 
 
 def test_the_registry_names_what_runs() -> None:
     assert backend.chosen("reference") == "kernels: reference (torch)"
-    assert rowcodec.implementation() in backend.chosen("cpu")
+    assert codec.implementation() in backend.chosen("cpu")
     with pytest.raises(EssError, match="there are no 'tpu' ops; there are reference, cpu, cuda"):
         backend.ops("tpu")
 
@@ -26,5 +27,7 @@ def test_without_a_gpu_the_cuda_ops_say_what_is_missing() -> None:
 
 
 def test_importing_the_registry_does_not_import_torch() -> None:
-    program = "import sys, ess.kernels.backend, ess.kernels.rowcodec; print('torch' in sys.modules)"
+    program = (
+        "import sys, ess.kernels.backend, ess.kernels.cpu.codec; print('torch' in sys.modules)"
+    )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from ess.errors import Unavailable
-from ess.kernels.cuda import catalogue, program
+from ess.kernels.cuda import program
 from ess.kernels.cuda.program import ARCHITECTURES, Program
+from ess.pool import cuda_programs
 
 needs_nvrtc = pytest.mark.skipif(
     program.why_missing() is not None, reason=str(program.why_missing())
 )
 ROOT = Path(__file__).resolve().parents[2]
-EVERY = [*catalogue.programs(), *catalogue.trial_programs()]
+EVERY = [*cuda_programs.programs(), *cuda_programs.trial_programs()]
 SMALL = Program(file="rival.cu", defines=(("ESS_ROW_BYTES", 32), ("ESS_LOAD", 0), ("ESS_STORE", 0)))
 SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(volatile float* at) {
     float held[96], total = 0;
@@ -90,19 +91,19 @@ def test_where_builds_are_kept(monkeypatch, tmp_path):
 @needs_nvrtc
 @pytest.mark.slow
 def test_build_kernels_leaves_nothing_to_compile(tmp_path, monkeypatch, capsys):
-    from ess.server import cli
+    from ess.server.commands import cli
 
     assert cli.main(["build-kernels", "--arch", "sm_90a", "--folder", str(tmp_path), "--json"]) == 0
     built = json.loads(capsys.readouterr().out)
     assert {one["spill_bytes"] for one in built} == {0}
-    assert len(list(tmp_path.iterdir())) == len(list(catalogue.programs()))
+    assert len(list(tmp_path.iterdir())) == len(list(cuda_programs.programs()))
     monkeypatch.setattr(program, "compile_program", None)
-    for one in catalogue.programs():
+    for one in cuda_programs.programs():
         assert program.cubin(one, "sm_90a", folder=tmp_path)
 
 
 def test_build_kernels_refuses_what_is_no_architecture(capsys):
-    from ess.server import cli
+    from ess.server.commands import cli
 
     assert cli.main(["build-kernels", "--arch", "hopper"]) == 2
     assert "hopper" in capsys.readouterr().err
@@ -119,10 +120,10 @@ class Refuse:
             raise ModuleNotFoundError(f"{name} is not on a bare machine", name=name)
 
 sys.meta_path.insert(0, Refuse())
-import ess.bench.gpu, pytest
+import ess.bench.gpu.suite, pytest
 collected = pytest.main(["--collect-only", "-qq", "-m", "gpu", "tests/gpu", "tests/kernels"])
 assert collected == 0, collected
-print("benchmark:", ess.bench.gpu.main(["--only", "layer"]))
+print("benchmark:", ess.bench.gpu.suite.main(["--only", "layer"]))
 """
 
 

@@ -12,7 +12,7 @@ import os
 
 import pytest
 
-from ess.kernels import native
+from ess.kernels.cpu import native
 from tests.support import device_scenarios, emulated_driver, residency_scenarios
 from tests.support.emulate import needs_compiler
 

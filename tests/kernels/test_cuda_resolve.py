@@ -14,16 +14,10 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.kernels.cuda.audit import SENTENCES
-from ess.kernels.cuda.resolve import (
-    CLUSTER_BLOCKS,
-    NOW,
-    ResolveShape,
-    resolve_record,
-    warm_record,
-)
-from ess.pool import lru
-from ess.pool.arena import AGE_MAX, Arena, Claims, Split
+from ess.pool.lru import specification
+from ess.pool.lru.arena import AGE_MAX, Arena, Claims, Split
+from ess.pool.lru.cuda_audit import SENTENCES
+from ess.pool.lru.cuda_records import CLUSTER_BLOCKS, NOW, ResolveShape, resolve_record, warm_record
 from tests.support.emulate import needs_compiler
 from tests.support.emulated_residency import LINE, Emulated
 from tests.support.twins import Campaign, Side, assert_every_case_was_met, ids
@@ -41,7 +35,7 @@ def operations(request, folder):
 
 def campaign(operations, seed, step_count):
     world = Campaign(seed)
-    world.sides = [Side(lru, (3, 2)), Side(operations, (3, 2))]
+    world.sides = [Side(specification, (3, 2)), Side(operations, (3, 2))]
     for _ in range(step_count):
         world.one_step()
     return world.seen
@@ -64,7 +58,7 @@ def both(operations, make, rows, *, step, ticket=1):
         lambda arena, one=one, split=split: one.plan(
             arena, rows, step=step, ticket=ticket, split=split
         )
-        for one, split in zip((lru, operations), splits, strict=True)
+        for one, split in zip((specification, operations), splits, strict=True)
     ]
     claims = agree(make, *plans)
     for name in ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"):
@@ -86,7 +80,7 @@ def warmed(operations, make, rows, ages, *, step=1000, ticket=9):
     """As `both`, for a landing."""
     calls = [
         lambda arena, one=one: one.warm(arena, rows, ages, step=step, ticket=ticket)
-        for one in (lru, operations)
+        for one in (specification, operations)
     ]
     return agree(make, *calls)
 
@@ -140,8 +134,8 @@ def test_of_equal_ages_the_first_rows_are_let_in(operations):
 
     def full():
         one = arena()
-        lru.fill(one, ids(range(64)), step=300, ticket=1)
-        lru.land(one, ids(range(64)), ticket=1)
+        specification.fill(one, ids(range(64)), step=300, ticket=1)
+        specification.land(one, ids(range(64)), ticket=1)
         one.last_use[:] = 300
         one.last_use[[7, 30]] = 295, 291
         return one
@@ -156,7 +150,7 @@ def test_lists_of_any_length_fill_what_is_free(operations, count):
     rows = ids(np.random.default_rng(count).permutation(20_000)[:count])
     calls = [
         lambda arena, one=one: one.fill(arena, rows, step=1000, ticket=9)
-        for one in (lru, operations)
+        for one in (specification, operations)
     ]
     claims = agree(lambda: aged_arena(1024), *calls)
     assert claims.evicted_count == 0
@@ -171,7 +165,7 @@ def test_a_list_that_cannot_be_is_reported(operations, rows, ages):
     with pytest.raises(AssertionError):
         operations.warm(arena, ids(rows), ids(ages), step=1000, ticket=9)
     assert operations.report["faults"] == 1
-    lru.check(arena, step=1000)
+    specification.check(arena, step=1000)
 
 
 def test_a_landing_learns_what_no_copy_may_read(operations):
@@ -192,7 +186,7 @@ def test_blocks_are_cleared_all_or_none(operations):
     for arena in arenas:
         arena.dirty[:128] = arena.ticket_of[:128] = 0
     assert operations.clear_blocks(arenas[0], ids([0, 64]), step=1000)
-    assert all(lru.clear_block(arenas[1], block, step=1000) for block in (0, 64))
+    assert all(specification.clear_block(arenas[1], block, step=1000) for block in (0, 64))
     assert operations.report["left"] == 128 - (aged_arena(256).row_of[:128] < 0).sum()
     for name in ("slot_of", "row_of", "last_use", "ticket_of", "dirty"):
         np.testing.assert_array_equal(getattr(arenas[0], name), getattr(arenas[1], name), name)
@@ -210,7 +204,7 @@ def test_a_row_named_twice_leaves_once(operations):
     rows = arena.row_of[arena.row_of >= 0][:20]
     assert operations.drop(arena, np.concatenate([rows, rows, ids([7])])) == 20
     operations.check(arena, step=1000)
-    lru.check(arena, step=1000)
+    specification.check(arena, step=1000)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +235,7 @@ def test_an_audit_finds_what_the_specifications_does(operations, name, where, va
     operations.check(arena, step=1000)
     getattr(arena, name)[named[where] if isinstance(where, str) else where] = value
     with pytest.raises((AssertionError, IndexError)):
-        lru.check(arena, step=1000)
+        specification.check(arena, step=1000)
     with pytest.raises(AssertionError, match=re.escape(SENTENCES[kind])):
         operations.check(arena, step=1000)
 
@@ -276,7 +270,9 @@ def test_ages_saturate_and_are_counted_once(operations):
     claims = both(operations, lambda: aged_arena(64, seed=5), rows, step=1300)
     assert claims.hit_count > 64
     arena = aged_arena(64, seed=5)
-    lru.plan(arena, rows, step=1300, ticket=1, split=Split.create(query_count=3, top_k=64))
+    specification.plan(
+        arena, rows, step=1300, ticket=1, split=Split.create(query_count=3, top_k=64)
+    )
     assert arena.hit_age[AGE_MAX] > 0
 
 
@@ -286,10 +282,10 @@ def test_positions_are_translated_on_the_way(operations):
     positions = random.integers(-1, 128, (3, 50)).astype(np.int32)
     table_row = ids([0, 1, 0])
     rows = np.empty_like(positions)
-    lru.translate(positions, table, table_row, ids([256, 128, 256]), out=rows)
+    specification.translate(positions, table, table_row, ids([256, 128, 256]), out=rows)
     arenas = [Arena.alone(row_count=640, slot_count=128) for _ in range(2)]
     splits = [Split.create(query_count=3, top_k=50) for _ in range(2)]
-    lru.plan(arenas[0], rows, step=5, ticket=1, split=splits[0])
+    specification.plan(arenas[0], rows, step=5, ticket=1, split=splits[0])
     given = {"positions": positions, "page_table": table, "table_row": table_row}
     given |= {"rows": np.full_like(rows, -9), "host_page_of": ids(range(100, 110))}
     claims = operations.plan(arenas[1], rows, step=5, ticket=1, split=splits[1], **given)
@@ -336,7 +332,7 @@ def test_a_row_that_cannot_be_is_reported_and_left_out(operations, wrong):
         operations.plan(arena, ids([[5, wrong, 6]]), step=5, ticket=1, split=split)
     assert operations.report["faults"] == 1
     assert split.slots.tolist()[0][1] == -1
-    lru.check(arena, step=5)
+    specification.check(arena, step=5)
 
 
 def test_a_record_names_what_does_not_fit():

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend, native, reference
+from ess.kernels import backend
+from ess.kernels.cpu import native
+from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec
 from tests.kernels.sets import SETS, op_set
 from tests.kernels.test_attend import Recorded

@@ -18,11 +18,12 @@ import numpy.typing as npt
 import pytest
 
 from ess.errors import BadInput, BadState
-from ess.flashtrans import InlineLane, ManualLane, WorkerLane, copy_rows, open_lane
+from ess.flashtrans import InlineLane, WorkerLane, copy_rows, open_lane
 from ess.flashtrans.lanes import DoneEvent
 from ess.flashtrans.views import known
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.kernels.streams import Event, Lane, RowCopy
+from tests.support.manual_lane import ManualLane
 
 needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 Bytes = npt.NDArray[np.uint8]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.kernels import native
-from ess.pool import lru, planner
-from ess.pool.arena import Arena, Lookup, Split
+from ess.kernels.cpu import native
+from ess.pool.lru import planner, specification
+from ess.pool.lru.arena import Arena, Lookup, Split
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
 
@@ -32,7 +32,7 @@ def two_worlds(rng, at_once_bytes=0):
     stored = np.full((LAYERS, 30), 2**64 - 1, np.uint64)
     stored[1, host_page_of[pages[0, 0]]] ^= np.uint64(1 << 63)
     host = rng.integers(0, 256, (LAYERS, 30 * 64, ROW_BYTES), np.uint8)
-    for operations in (lru, planner):
+    for operations in (specification, planner):
         rows = np.full((QUERIES + 1, WIDTH), 77, np.int32)
         lookup = Lookup(
             lines=pages.copy(),

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import cpu, reference
+from ess.kernels.cpu import ops as cpu
 from ess.kernels.merge import Partial, adapt, merge, merge_all
+from ess.kernels.reference import ops as reference
 
 Merge = Callable[..., Partial]
 

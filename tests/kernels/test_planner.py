@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.kernels import native
-from ess.pool import lru, planner
-from ess.pool.arena import Arena, Split
+from ess.kernels.cpu import native
+from ess.pool.lru import planner, specification
+from ess.pool.lru.arena import Arena, Split
 from tests.support.twins import ROW_COUNT, Side, Twins, assert_every_case_was_met, campaign, ids
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_missing())
@@ -62,9 +62,9 @@ def test_the_oldest_among_many(slot_count, wanted):
         arena.dirty[::7] = 1
     splits = [Split.create(query_count=1, top_k=wanted) for _ in range(2)]
     rows = np.arange(wanted, dtype=np.int32)[None]
-    for operations, arena, split in zip((lru, planner), arenas, splits, strict=True):
+    for operations, arena, split in zip((specification, planner), arenas, splits, strict=True):
         claims = operations.plan(arena, rows, step=1000, ticket=1, split=split)
-        lru.check(arena, step=1000)
+        specification.check(arena, step=1000)
         assert claims.slots.size == min(
             wanted, np.sum((age > 0) & (np.arange(slot_count) % 7 != 0))
         )
@@ -115,7 +115,7 @@ def test_a_bad_position_is_refused_in_the_same_words(query, column, position):
     selection = np.array([[0, 1, 2, -1], [0, 128, 129, -1]], np.int32)
     selection[query, column] = position
     sentences = []
-    for operations in (lru, planner):
+    for operations in (specification, planner):
         out = np.full_like(selection, 77)
         with pytest.raises(BadInput, match=rf"selection\[{query}, {column}\]") as refused:
             operations.translate(selection, table, ids([0, 0]), ids([130, 130]), out=out)
@@ -156,7 +156,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("operations", [lru, planner], ids=["specification", "native"])
+@pytest.mark.parametrize("operations", [specification, planner], ids=["specification", "native"])
 @pytest.mark.parametrize(("name", "arguments", "options"), REFUSED.values(), ids=REFUSED)
 def test_both_refuse_the_same_and_change_nothing(operations, name, arguments, options):
     side = Side(operations, (2, 2))
@@ -173,7 +173,7 @@ def test_both_refuse_the_same_and_change_nothing(operations, name, arguments, op
 
 
 def test_a_slot_used_after_the_step_is_refused_by_both():
-    for operations in (lru, planner):
+    for operations in (specification, planner):
         side = Side(operations, (1, 1))
         arena = side.arenas[0]
         arena.slot_of[3], arena.row_of[5], arena.last_use[5] = 5, 3, 301

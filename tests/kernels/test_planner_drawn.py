@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ess.kernels import native
-from ess.pool import lru
+from ess.kernels.cpu import native
+from ess.pool.lru import specification
 from tests.support.twins import Twins, ids
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
@@ -71,7 +71,7 @@ class TwinsMachine(stateful.RuleBasedStateMachine):
     @stateful.invariant()
     def sound(self):
         for arena in self.twins.arenas if hasattr(self, "twins") else ():
-            lru.check(arena, step=self.twins.step)
+            specification.check(arena, step=self.twins.step)
 
 
 TwinsMachine.TestCase.settings = hypothesis.settings(

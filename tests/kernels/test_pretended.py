@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ess.kernels import native
+from ess.kernels.cpu import native
 from tests.support.emulate import needs_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def test_tests_of_a_device(emulated: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", ["rows", "resolve", "layer", "attend", "others", "experts"])
 def test_benchmarks_of_a_device(name: str, emulated: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    given = "ess.bench.gpu", "--smoke", "--only", name, "--out", out
+    given = "ess.bench.gpu.suite", "--smoke", "--only", name, "--out", out
     printed = run("tests.support.pretended", *given, env=emulated)
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     assert len(rows) == len(printed.splitlines())
@@ -75,7 +75,7 @@ WRONG = {
 SCRIPT = """
 from tests.support import pretended
 import torch
-from ess.kernels.triton_ops.copy import copy_rows
+from ess.kernels.cuda.triton.copy import copy_rows
 
 def capture(work):
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend, reference
+from ess.kernels import backend
 from ess.kernels.merge import Partial
+from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec
 from tests.kernels.sets import SETS, op_set
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend, native, rowcodec, spec
+from ess.kernels import backend
+from ess.kernels.cpu import codec as native_codec
+from ess.kernels.cpu import native
+from ess.kernels.reference import formats
 from ess.layout import RowCodec
 from tests.kernels.bits import all_bf16, array, random_bits, same_values, torch_code
 from tests.kernels.sets import SETS, op_set
@@ -49,9 +52,9 @@ class Numpy:
 @pytest.fixture(params=["spec", "rowcodec", *SETS])
 def ops(request: pytest.FixtureRequest) -> object:
     if request.param == "spec":
-        return Numpy(spec)
+        return Numpy(formats)
     if request.param == "rowcodec":
-        return Numpy(rowcodec)
+        return Numpy(native_codec)
     return op_set(request.param)
 
 
@@ -118,16 +121,16 @@ def test_bytes_are_those_of_the_specification(
     ops: object, codec: RowCodec, dtype: torch.dtype
 ) -> None:
     values = hard_values(codec, dtype)
-    want = encode(Numpy(spec), values, codec)
+    want = encode(Numpy(formats), values, codec)
     assert np.array_equal(encode(ops, values, codec), want)
     for out_type in (torch.float32, torch.bfloat16):
-        want_values = decode(Numpy(spec), want, codec, out_type)
+        want_values = decode(Numpy(formats), want, codec, out_type)
         same_values(decode(ops, want, codec, out_type), want_values)
 
 
 def test_any_float_in_range_is_cast_as_torch_casts_it(ops: object) -> None:
     """A group that holds 448 has scale 1: its codes are plain casts."""
-    count = 8_192 if ops.__class__ is Numpy and ops.module is spec else 32_768
+    count = 8_192 if ops.__class__ is Numpy and ops.module is formats else 32_768
     bits = random_bits(3, count * 127)
     small = np.where(np.abs(bits) <= 448, bits, np.float32(0.3))
     values = torch.full((count, 128), 448.0)
@@ -161,7 +164,7 @@ def test_every_float_in_range_is_cast_as_torch_casts_it() -> None:
         bits = np.minimum(np.arange(start, start + chunk, dtype=np.uint32), np.uint32(end - 1))
         values[:, 1:] = bits.view(np.float32).reshape(-1, 127)
         for _ in range(2):
-            rowcodec.encode_rows(values, codec, rows)
+            native_codec.encode_rows(values, codec, rows)
             assert np.array_equal(rows[:, :128], torch_code(torch.from_numpy(values)))
             np.negative(values, out=values)
 
@@ -284,16 +287,16 @@ def test_bad_input(
 def test_the_compiled_codec_refuses_what_it_cannot_address() -> None:
     values, rows = np.zeros((2, 576), np.float32), np.zeros((2, 656), np.uint8)
     with pytest.raises(BadInput, match="values has 8 bytes between elements of 4"):
-        rowcodec.encode_rows(np.zeros((2, 1152), np.float32)[:, ::2], FP8, rows)
+        native_codec.encode_rows(np.zeros((2, 1152), np.float32)[:, ::2], FP8, rows)
     with pytest.raises(BadInput, match="rows has 2 bytes between"):
-        rowcodec.decode_rows(np.zeros((2, 1312), np.uint8)[:, ::2], FP8, values)
+        native_codec.decode_rows(np.zeros((2, 1312), np.uint8)[:, ::2], FP8, values)
     rows.flags.writeable = False
-    rowcodec.decode_rows(rows, FP8, values)
+    native_codec.decode_rows(rows, FP8, values)
     with pytest.raises(BadInput, match="read-only"):
-        rowcodec.encode_rows(values, FP8, rows)
+        native_codec.encode_rows(values, FP8, rows)
     memory = np.zeros(4096, np.uint8)
     with pytest.raises(BadInput, match="overlap"):
-        rowcodec.encode_rows(
+        native_codec.encode_rows(
             memory[:2304].view(np.float32)[None], FP8, memory[2300:2956].reshape(1, 656)
         )
 
@@ -311,7 +314,7 @@ needs_native = pytest.mark.skipif(not native.available(), reason=native.why_miss
 
 DIGEST = """
 import hashlib, numpy as np
-from ess.kernels import native, rowcodec
+from ess.kernels.cpu import codec as native_codec, native
 from ess.layout import RowCodec
 digest = hashlib.sha256()
 for codec in (RowCodec(), RowCodec(latent_dim=128, rope_dim=2), RowCodec(form="bf16")):
@@ -321,8 +324,8 @@ for codec in (RowCodec(), RowCodec(latent_dim=128, rope_dim=2), RowCodec(form="b
     floats = rng.integers(0, 1 << 32, (600, width), dtype=np.uint32).view(np.float32)
     halves = rng.integers(0, 1 << 16, (600, width), dtype=np.uint16)
     for values in (floats, halves):
-        digest.update(rowcodec.encode_rows(values, codec, rows.copy()))
-        decoded = rowcodec.decode_rows(rows, codec, values.copy())
+        digest.update(native_codec.encode_rows(values, codec, rows.copy()))
+        decoded = native_codec.decode_rows(rows, codec, values.copy())
         nan = np.isnan(decoded) if decoded.dtype == np.float32 else (decoded & 0x7FFF) > 0x7F80
         decoded[nan] = 0
         digest.update(decoded)
@@ -353,12 +356,12 @@ def specification_digest() -> str:
 def test_flushing_subnormals_changes_nothing() -> None:
     values = hard_values(FP8, torch.float32)
     values[:, :512:3] *= 2**-14
-    rows = encode(Numpy(spec), values, FP8)
-    want = decode(Numpy(spec), rows, FP8)
+    rows = encode(Numpy(formats), values, FP8)
+    want = decode(Numpy(formats), rows, FP8)
     assert torch.set_flush_denormal(True)
     try:
-        ours = rowcodec.encode_rows(values.numpy(), FP8, np.zeros_like(rows))
-        back = rowcodec.decode_rows(rows, FP8, np.zeros((len(rows), 576), np.float32))
+        ours = native_codec.encode_rows(values.numpy(), FP8, np.zeros_like(rows))
+        back = native_codec.decode_rows(rows, FP8, np.zeros((len(rows), 576), np.float32))
     finally:
         torch.set_flush_denormal(False)
     assert np.array_equal(ours, rows)
@@ -370,7 +373,7 @@ def test_repeats_are_equal() -> None:
     values = hard_values(FP8, torch.float32).numpy()
     rows = np.zeros((len(values), 656), np.uint8)
     digests = {
-        hashlib.sha256(rowcodec.encode_rows(values, FP8, rows)).hexdigest() for _ in range(20)
+        hashlib.sha256(native_codec.encode_rows(values, FP8, rows)).hexdigest() for _ in range(20)
     }
     assert len(digests) == 1
 

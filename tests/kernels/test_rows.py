@@ -21,7 +21,7 @@ from ess.errors import BadInput, Unavailable
 from ess.flashtrans import copy_rows, gather_rows, scatter_rows
 from ess.flashtrans.rows import STREAM_ABOVE_BYTES, check_row_numbers, run, run_numpy
 from ess.flashtrans.views import CheckedCopy, check
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.kernels.streams import RowCopy
 
 ROW_BYTES = (4, 68, 264, 528, 584, 656, 1152, 2304)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ess.kernels import spec
+from ess.kernels.reference import formats
 from tests.kernels.bits import all_bf16, array, random_bits, same_values, torch_code
 
 # ---- the floats themselves ----
@@ -15,17 +15,17 @@ from tests.kernels.bits import all_bf16, array, random_bits, same_values, torch_
 def test_every_code_decodes_as_torch_decodes_it() -> None:
     codes = np.arange(256, dtype=np.uint8)
     theirs = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
-    same_values(torch.from_numpy(spec.e4m3_decode(codes)), theirs)
+    same_values(torch.from_numpy(formats.e4m3_decode(codes)), theirs)
 
 
 def test_every_code_encodes_to_itself() -> None:
     codes = np.arange(256, dtype=np.uint8)
-    assert np.array_equal(spec.e4m3_encode(spec.e4m3_decode(codes)), codes)
+    assert np.array_equal(formats.e4m3_encode(formats.e4m3_decode(codes)), codes)
 
 
 def check_encode(values: torch.Tensor) -> None:
     """Equal to torch up to 464; beyond, torch clamps or gives NaN by its version, we give NaN."""
-    ours, theirs = spec.e4m3_encode(values.float().numpy()), torch_code(values)
+    ours, theirs = formats.e4m3_encode(values.float().numpy()), torch_code(values)
     reachable = (values.float().abs() <= 464).numpy() | values.isnan().numpy()
     assert np.array_equal(ours[reachable], theirs[reachable])
     assert np.all(ours[~reachable] & 0x7F == 0x7F)
@@ -42,7 +42,7 @@ def test_random_float_bits_encode_as_torch_encodes_them() -> None:
 
 
 def test_every_midpoint_and_its_neighbours_encode_as_torch_encodes_them() -> None:
-    magnitudes = spec.e4m3_decode(np.arange(127, dtype=np.uint8))
+    magnitudes = formats.e4m3_decode(np.arange(127, dtype=np.uint8))
     middle = np.append((magnitudes[1:] + magnitudes[:-1]) / 2, np.float32(464))
     near = [middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(1e9))]
     check_encode(torch.from_numpy(np.concatenate(near + [-part for part in near])))
@@ -66,20 +66,20 @@ def test_every_midpoint_and_its_neighbours_encode_as_torch_encodes_them() -> Non
 )
 def test_named_values(value: float, code: int) -> None:
     signed = np.array([value, np.copysign(value, -1)], np.float32)
-    assert spec.e4m3_encode(signed).tolist() == [code, code | 0x80]
+    assert formats.e4m3_encode(signed).tolist() == [code, code | 0x80]
 
 
 def test_bf16_rounds_as_torch_rounds() -> None:
     values = torch.from_numpy(random_bits(2, 1_000_000))
     theirs = values.to(torch.bfloat16)
-    ours = torch.from_numpy(spec.bf16_round(values.numpy()).view(np.int16))
+    ours = torch.from_numpy(formats.bf16_round(values.numpy()).view(np.int16))
     assert torch.equal(ours[values.isnan()], torch.full_like(ours, 0x7FC0)[values.isnan()])
     same_values(ours.view(torch.bfloat16), theirs)
 
 
 def test_bf16_widens_exactly() -> None:
     values = all_bf16()
-    same_values(torch.from_numpy(spec.bf16_widen(array(values))), values.float())
+    same_values(torch.from_numpy(formats.bf16_widen(array(values))), values.float())
 
 
 @pytest.mark.parametrize("steps", range(-3, 4))
@@ -87,6 +87,6 @@ def test_bf16_widens_exactly() -> None:
 def test_scale_is_the_least_power_of_two_that_fits(exponent: int, steps: int) -> None:
     amax = np.ldexp(np.full(1, 448, np.float32), exponent - 6)
     amax = (amax.view(np.int32) + np.int32(steps)).view(np.float32)
-    (scale,) = spec.group_scales(amax, power_of_two=True)
+    (scale,) = formats.group_scales(amax, power_of_two=True)
     assert np.frexp(scale)[0] == 0.5
     assert 224 < max(amax[0], np.float32(1e-4)) / float(scale) <= 448

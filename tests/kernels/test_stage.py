@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.kernels import cpu, native, reference
-from ess.kernels.stage import Heads, Routing, Stage, pack
+from ess.kernels.cpu import native
+from ess.kernels.cpu import ops as cpu
+from ess.kernels.cpu.stage import Heads, Routing, Stage, pack
+from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import Rotation

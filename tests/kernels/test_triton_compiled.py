@@ -54,7 +54,7 @@ def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool)
     """Nor does a product wait for each of its instructions, or repeat what another warp does: 36
     instructions are the logits of 64 heads and as many keys as the warps share out, the rest sums.
     """
-    from ess.kernels.triton_ops.shapes import candidates
+    from ess.kernels.cuda.triton.shapes import candidates
 
     used, *others = candidates(form=form, heads=heads, is_half=True)
     for shape in [used] if adds else [used, *others]:
@@ -73,9 +73,9 @@ def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool)
 
 @pytest.mark.slow
 def test_attention_in_float32_compiles_without_spills() -> None:
-    from ess.kernels.triton_ops import attend
-    from ess.kernels.triton_ops.device import attend as device
-    from ess.kernels.triton_ops.shapes import EXACT
+    from ess.kernels.cuda.triton import attend
+    from ess.kernels.cuda.triton.device import attend as device
+    from ess.kernels.cuda.triton.shapes import EXACT
 
     for form in ("fp8", "f32"):
         shape = EXACT
@@ -118,7 +118,7 @@ def test_index_logits_compile(form: Any, kind: str, dtype: torch.dtype, each: in
 @pytest.mark.parametrize("weight", [torch.float8_e4m3fn, torch.bfloat16])
 def test_experts_do_not_spill_and_as_many_programs_fit_as_are_launched(weight: torch.dtype) -> None:
     """A product of 64 columns, 16 deep, is one instruction; none is waited for alone."""
-    from ess.kernels.triton_ops.grouped import CANDIDATES
+    from ess.kernels.cuda.triton.grouped import CANDIDATES
 
     is_fp8 = weight == torch.float8_e4m3fn
     for shape in {
@@ -135,7 +135,7 @@ def test_experts_do_not_spill_and_as_many_programs_fit_as_are_launched(weight: t
 
 @pytest.mark.slow
 def test_experts_in_float32_compile_without_spills() -> None:
-    from ess.kernels.triton_ops.grouped import EXACT
+    from ess.kernels.cuda.triton.grouped import EXACT
 
     for weight in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         found = figures(products_of(EXACT, weight, token=torch.float32))
@@ -144,9 +144,9 @@ def test_experts_in_float32_compile_without_spills() -> None:
 
 
 def test_the_small_kernels_compile_without_spills() -> None:
-    from ess.kernels.triton_ops import copy, index
-    from ess.kernels.triton_ops.device import attend, partials, topk
-    from ess.kernels.triton_ops.device import copy as device
+    from ess.kernels.cuda.triton import copy, index
+    from ess.kernels.cuda.triton.device import attend, partials, topk
+    from ess.kernels.cuda.triton.device import copy as device
 
     sizes = {"ROOM": index.ROOM_MIN, "SAMPLE": index.SAMPLE, "BLOCK": index.BLOCK}
     width = {"WIDTH": 512, "PADDED": 512}
@@ -165,8 +165,8 @@ def test_the_small_kernels_compile_without_spills() -> None:
 
 @pytest.mark.slow
 def test_the_shared_top_k_compiles_without_spills() -> None:
-    from ess.kernels.triton_ops import index
-    from ess.kernels.triton_ops.device import spread
+    from ess.kernels.cuda.triton import index
+    from ess.kernels.cuda.triton.device import spread
 
     chunk = {"CHUNK": index.CHUNK}
     tally = SPREAD | types("*i32: tallies")
@@ -183,10 +183,10 @@ def test_the_shared_top_k_compiles_without_spills() -> None:
 @pytest.mark.slow
 def test_counts_and_strides_of_one_compile_too() -> None:
     """Triton makes a constant of every integer that is 1, so these are other programs."""
-    from ess.kernels.triton_ops import attend, index
-    from ess.kernels.triton_ops.device import attend as attention
-    from ess.kernels.triton_ops.device import copy, topk
-    from ess.kernels.triton_ops.device import index as keys
+    from ess.kernels.cuda.triton import attend, index
+    from ess.kernels.cuda.triton.device import attend as attention
+    from ess.kernels.cuda.triton.device import copy, topk
+    from ess.kernels.cuda.triton.device import index as keys
 
     half = {"query_dtype": torch.bfloat16, "interpreted": False}
     rows = attend.constants(RowCodec(), **half) | {"HEADS": 16, "KEYS": 16, "ADDS": True}
@@ -204,8 +204,8 @@ def test_counts_and_strides_of_one_compile_too() -> None:
 
 @pytest.mark.parametrize("kind", ["*fp32", "*i16"])
 def test_the_row_codec_compiles_and_keeps_subnormals(kind: str) -> None:
-    from ess.kernels.triton_ops import rows
-    from ess.kernels.triton_ops.device import rows as device
+    from ess.kernels.cuda.triton import rows
+    from ess.kernels.cuda.triton.device import rows as device
 
     shape = rows.row_shape(RowCodec()) | {"IS_BF16": kind == "*i16", "ROWS": rows.BLOCK_ROWS}
     strides = types("i32: count value_stride code_stride scale_stride page_stride")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend, reference
+from ess.kernels import backend
+from ess.kernels.reference import ops as reference
 from tests.kernels import test_grouped
 from tests.kernels.sets import SETS, op_set
 from tests.kernels.test_triton_ops import device
@@ -37,7 +38,7 @@ def whole(counts: list[int], weight: torch.dtype) -> test_grouped.Case:
 
 @pytest.mark.parametrize("weight", [torch.bfloat16, test_grouped.FP8])
 def test_every_shape_gives_the_same(ops: backend.Ops, weight: torch.dtype) -> None:
-    from ess.kernels.triton_ops.grouped import CANDIDATES, products_into
+    from ess.kernels.cuda.triton.grouped import CANDIDATES, products_into
 
     case = whole([0, 3, 70, 0, 16, 1], weight)
     want = case.run(reference).clone()
@@ -49,7 +50,7 @@ def test_every_shape_gives_the_same(ops: backend.Ops, weight: torch.dtype) -> No
 
 
 def test_bits_do_not_depend_on_the_grid(ops: backend.Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ess.kernels.triton_ops.launch import Place
+    from ess.kernels.cuda.triton.launch import Place
 
     case = test_grouped.make([2, 0, 30], torch.bfloat16, test_grouped.FP8, width=300)
     want = case.run(ops).clone()
@@ -60,7 +61,7 @@ def test_bits_do_not_depend_on_the_grid(ops: backend.Ops, monkeypatch: pytest.Mo
 
 
 def test_the_shape_follows_the_tokens_of_an_expert() -> None:
-    from ess.kernels.triton_ops.grouped import EXACT, candidates
+    from ess.kernels.cuda.triton.grouped import EXACT, candidates
 
     for count, experts, tokens in ((1, 8, 16), (128, 8, 16), (129, 8, 64), (600, 8, 128)):
         for weight in (torch.bfloat16, test_grouped.FP8):
@@ -82,7 +83,7 @@ def timed(work: Callable[[], object]) -> list[float]:
 
 
 def test_the_benchmark_counts_the_weights_of_experts_with_tokens(ops: backend.Ops) -> None:
-    from ess.bench.gpu_experts import Point, point_rows, routed
+    from ess.bench.gpu.experts import Point, point_rows, routed
 
     point = Point(tokens=3, experts=64, width=128, depth=64)
     counts = routed(point)
@@ -98,7 +99,7 @@ def test_the_benchmark_counts_the_weights_of_experts_with_tokens(ops: backend.Op
 
 
 def test_the_benchmark_measures_others_where_they_take_so_many(ops: backend.Ops) -> None:
-    from ess.bench.gpu_experts import SMALL, point_rows
+    from ess.bench.gpu.experts import SMALL, point_rows
 
     class Theirs:
         limit = 100

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend, reference
+from ess.kernels import backend
+from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec
 from tests.kernels import test_index
 from tests.kernels.sets import SETS, op_set
@@ -33,7 +34,7 @@ def whole(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("each", [2, 3, 4, 6])
 def test_queries_that_share_keys_get_what_one_gets_alone(ops: backend.Ops, each: int) -> None:
     """Lengths differ within a request, one is empty, and the table of others is never read."""
-    from ess.kernels.triton_ops.index import logits_into
+    from ess.kernels.cuda.triton.index import logits_into
 
     page_count, pages_each = 40, 18
     pages = torch.zeros(page_count, CODEC.page_bytes, dtype=torch.uint8)
@@ -71,7 +72,7 @@ def lists_of(count: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("k", [1, 7, 2048])
 def test_lists_shared_among_programs_are_searched_exactly(ops: backend.Ops, k: int) -> None:
     """Three chunks, of which the last is partly filled; ties go over the edges of chunks."""
-    from ess.kernels.triton_ops.index import top_k_into
+    from ess.kernels.cuda.triton.index import top_k_into
 
     logits, lengths = lists_of(9000, k)
     out = torch.full((len(logits), k), 7, dtype=torch.int32, device=device())
@@ -83,7 +84,7 @@ def test_lists_shared_among_programs_are_searched_exactly(ops: backend.Ops, k: i
 
 
 def test_shared_lists_know_their_slots(ops: backend.Ops) -> None:
-    from ess.kernels.triton_ops.index import Placement, top_k_into
+    from ess.kernels.cuda.triton.index import Placement, top_k_into
 
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(3, 4160, generator=generator).round()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend, reference
+from ess.kernels import backend
 from ess.kernels.merge import Partial
+from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, RowCodec
 from tests.kernels import test_attend, test_index, test_merge
 from tests.kernels.sets import SETS, op_set
@@ -31,7 +32,7 @@ def attend_lists(
     case: test_attend.Case, *, onto: Partial | None = None, **options: object
 ) -> Partial:
     """The launch behind the door, with everything where the kernel wants it."""
-    from ess.kernels.triton_ops import attend
+    from ess.kernels.cuda.triton import attend
 
     queries, rows, slots = (t.to(device()) for t in (case.queries, case.rows, case.slots))
     placed = case.placed.to(device())
@@ -100,7 +101,7 @@ def test_bits_do_not_depend_on_the_grid(ops: backend.Ops) -> None:
 
 
 def test_lists_close_up_in_their_order(ops: backend.Ops) -> None:
-    from ess.kernels.triton_ops.attend import close_up
+    from ess.kernels.cuda.triton.attend import close_up
 
     slots = torch.randint(-4, 9, (5, 1500), generator=torch.Generator().manual_seed(0)).int()
     slots[3], slots[4] = -1, 5
@@ -124,7 +125,7 @@ def test_long_lists_are_searched_by_a_sample_and_short_of_it(ops: backend.Ops) -
 
 
 def test_positions_become_slots(ops: backend.Ops) -> None:
-    from ess.kernels.triton_ops.index import Placement, top_k_into
+    from ess.kernels.cuda.triton.index import Placement, top_k_into
 
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(3, 320, generator=generator)
@@ -145,7 +146,7 @@ def test_positions_become_slots(ops: backend.Ops) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_go_to_their_pages_in_one_step(ops: backend.Ops, dtype: torch.dtype) -> None:
-    from ess.kernels.triton_ops.rows import store_keys
+    from ess.kernels.cuda.triton.rows import store_keys
 
     codec = IndexCodec(key_dim=36, scale_format="f32")
     values = torch.randn(20, 36, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -159,7 +160,7 @@ def test_keys_go_to_their_pages_in_one_step(ops: backend.Ops, dtype: torch.dtype
 
 
 def test_rows_are_copied_as_far_as_the_count(ops: backend.Ops) -> None:
-    from ess.kernels.triton_ops.copy import copy_rows
+    from ess.kernels.cuda.triton.copy import copy_rows
 
     generator = torch.Generator().manual_seed(5)
     source = torch.randint(0, 256, (90, 656), dtype=torch.uint8, generator=generator)

@@ -21,7 +21,7 @@ def ops(request: pytest.FixtureRequest) -> backend.Ops:
 
 @pytest.mark.parametrize("form", ["fp8", "bf16"])
 def test_every_count_of_heads_has_a_shape(form: Any) -> None:
-    from ess.kernels.triton_ops.shapes import candidates
+    from ess.kernels.cuda.triton.shapes import candidates
 
     for heads in (1, 16, 17, 32, 33, 64, 128):
         found = candidates(form=form, heads=heads, is_half=True)
@@ -35,7 +35,7 @@ def test_every_count_of_heads_has_a_shape(form: Any) -> None:
     [(320, 2048, None), (66, 2048, 1024), (32, 2048, 512), (2, 2048, 128), (2, 128, None)],
 )
 def test_few_tasks_are_cut_to_fill_the_device(tasks: int, width: int, want: int | None) -> None:
-    from ess.kernels.triton_ops.shapes import split_keys_for
+    from ess.kernels.cuda.triton.shapes import split_keys_for
 
     assert split_keys_for(tasks=tasks, width=width, programs=132) == want
 
@@ -46,7 +46,7 @@ def timed(work: Callable[[], Any]) -> list[float]:
 
 
 def test_the_sweep_runs_and_judges(ops: backend.Ops) -> None:
-    from ess.bench.gpu_shapes import Point, attention_rows, logits_rows, top_k_rows
+    from ess.bench.gpu.shapes import Point, attention_rows, logits_rows, top_k_rows
 
     point = Point(batch=1, mtp=1, heads=4, form="fp8", k=200, slab_rows=64)
     rows = list(attention_rows(point, timed, device=device()))
@@ -59,7 +59,7 @@ def test_the_sweep_runs_and_judges(ops: backend.Ops) -> None:
 
 
 def test_what_falls_behind_names_what_does_not() -> None:
-    from ess.bench.gpu_shapes import verdict
+    from ess.bench.gpu.shapes import verdict
 
     *_, last = verdict("x", {"used": [10.0], "other": [9.0]}, {})
     assert last["met"] is False

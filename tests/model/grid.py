@@ -23,15 +23,15 @@ import torch
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
-from ess.flashtrans import ManualLane
 from ess.layout import ModelLayout
 from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
 from ess.models.plain import greedy
 from ess.models.tokenizer import Tokenizer
 from tests.support.checkpoints import TINY_GLM, TINY_V32, model, tokens
+from tests.support.manual_lane import ManualLane
 
 FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
     "checkpoint": ("embedded", "deepseek_v32", "glm_moe_dsa"),

@@ -1,6 +1,7 @@
 """Mechanical mutants of the deciders: does a test die when one comparison or line is wrong?
 
-    python -m tests.model.mutants [--module ess.pool.lru] [--sample 40] [--seed 0] [--floor 0.9]
+    python -m tests.model.mutants [--module ess.pool.lru.specification] [--sample 40] [--seed 0]
+    [--floor 0.9]
 
 Each mutant changes one thing in one module: a comparison, an arithmetic sign, a constant, a
 condition, or it drops a statement. A forked child loads the mutated source under the module's name
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
 OFFLOAD = "tests/model/test_offload.py"
 SUITES = {
-    "ess.pool.lru": [
+    "ess.pool.lru.specification": [
         "tests/unit/test_lru.py",
         "tests/kernels/test_planner_drawn.py",
         "tests/kernels/test_planner.py",
@@ -44,8 +45,8 @@ SUITES = {
     "ess.pool.warmup": ["tests/unit/test_warmup.py", "tests/unit/test_door.py"],
     "ess.pool.ledger": ["tests/unit/test_ledger.py"],
     "ess.pool.budget": ["tests/unit/test_budgets.py", "tests/model/test_budgets_live.py"],
-    "ess.engine.pace": ["tests/unit/test_pace.py"],
-    "ess.engine.future": ["tests/model/test_depth.py"],
+    "ess.engine.tpot_control": ["tests/unit/test_pace.py"],
+    "ess.engine.step.future": ["tests/model/test_depth.py"],
 }
 FLIPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,

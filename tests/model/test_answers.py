@@ -17,14 +17,14 @@ import torch
 
 from ess.clock import ManualClock
 from ess.door import Offload
-from ess.engine import prompt as prompts
-from ess.engine.chances import Chance
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.grammar import Grammar, Grammars
-from ess.engine.messages import Add
-from ess.engine.process import EngineLoop
+from ess.engine.process.messages import Add
+from ess.engine.process.worker import EngineLoop
 from ess.engine.request import Request
-from ess.engine.sampling import Sampling
+from ess.engine.step import prompt as prompts
+from ess.engine.tokens.grammar import Grammar, Grammars
+from ess.engine.tokens.logprobs import Chance
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.load import EMBEDDED, load_model
 from ess.models.plain import Plain

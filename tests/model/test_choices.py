@@ -8,7 +8,7 @@ import pytest
 
 from ess.engine.engine import Engine
 from ess.engine.request import Request
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 from tests.model.test_engine import engine, prompt, run
 
 LENGTH = 150

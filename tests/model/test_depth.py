@@ -12,11 +12,11 @@ import pytest
 from ess.door import sequence as life
 from ess.door import stepping
 from ess.engine import scheduler
-from ess.engine.batch import Line
-from ess.engine.choice import Choice
-from ess.engine.future import FutureMap, Outcome
+from ess.engine.plan import Line
 from ess.engine.request import Request
-from ess.engine.sampling import Sampling
+from ess.engine.step.future import FutureMap, Outcome
+from ess.engine.tokens.sampling import Sampling
+from ess.engine.tokens.verification import Choice
 from ess.errors import PoolFull
 from tests.model.test_engine import engine, expected, prompt, run
 

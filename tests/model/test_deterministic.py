@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ess.door import Offload
-from ess.engine.alike import require_alike
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.determinism import require_alike
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from ess.models.load import load_model
 from tests.model.grid import text

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 from ess.layout import ModelLayout
 from ess.models.load import EMBEDDED, load_model
 from ess.models.plain import Plain, greedy

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 from tests.model.test_engine import engine, expected, prompt, run
 
 OPAQUE = (type, ModuleType, FunctionType, np.ndarray, torch.Tensor, torch.nn.Module, str, int)

@@ -10,11 +10,11 @@ import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
-from ess.flashtrans import ManualLane
 from ess.models.plain import greedy
 from tests.support.checkpoints import GLM, V32, model, tokens
+from tests.support.manual_lane import ManualLane
 
 SMALL = {
     "hidden_size": 64,

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ess.engine.experts import ExpertStep
-from ess.engine.runner import layer_runs
-from ess.engine.sampling import Sampling
+from ess.engine.layers.experts import ExpertStep
+from ess.engine.step.runner import layer_runs
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.overlap.policy import Mode

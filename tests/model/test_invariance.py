@@ -9,9 +9,9 @@ import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.runner import Forward, Runner
-from ess.engine.sampling import Sampling
-from ess.kernels import native
+from ess.engine.step.runner import Forward, Runner
+from ess.engine.tokens.sampling import Sampling
+from ess.kernels.cpu import native
 from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
 from ess.models.tokenizer import Tokenizer

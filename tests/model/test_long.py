@@ -9,7 +9,7 @@ import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 from ess.models.model import Model
 from ess.models.plain import Plain
 from tests.support.checkpoints import TINY_GLM, TINY_V32, model, tokens

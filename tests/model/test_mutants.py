@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["ess.pool.lru", "ess.pool.pages"])
+@pytest.mark.parametrize("module", ["ess.pool.lru.specification", "ess.pool.pages"])
 def test_most_mutants_die(module):
     command = [sys.executable, "-m", "tests.model.mutants", "--module", module]
     done = subprocess.run(

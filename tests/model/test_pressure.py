@@ -6,7 +6,7 @@ import pytest
 
 from ess.engine.engine import Engine
 from ess.engine.request import Request
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 from ess.overlap.policy import Mode
 from tests.model.test_engine import engine, expected, prompt, run
 

@@ -8,7 +8,7 @@ import pytest
 
 from ess.engine.request import Request
 from ess.engine.roster import SPARE, Roster
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from tests.model.test_engine import engine, expected, prompt, run
 

@@ -13,13 +13,13 @@ from ess.clock import ManualClock
 from ess.cost import Calibration
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.sampling import Sampling
-from ess.engine.tuning import LOOK_EVERY
+from ess.engine.step.tuning import LOOK_EVERY
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.flashtrans import ManualLane
 from ess.flashtrans.lanes import InlineLane
 from ess.overlap.policy import PATIENCE, Mode
 from tests.model.test_engine import expected, prompt, run, small
+from tests.support.manual_lane import ManualLane
 from tests.support.timed import TimedLane, TimedOps
 
 LENGTHS = (1, 2, 90, 130)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ess.engine.sampling import Sampling
-from ess.engine.verify import Mismatched
+from ess.engine.layers.verifier import Mismatched
+from ess.engine.tokens.sampling import Sampling
 from tests.model.test_engine import engine, prompt, run
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from ess.door import Offload, Resolution, Sequence, Step
 from ess.errors import BadInput, BadState, PoolFull
-from ess.flashtrans import ManualLane
 from ess.kernels.streams import Lane
 from ess.layout import IndexCodec, ModelLayout, RowCodec
+from tests.support.manual_lane import ManualLane
 
 ROW_BYTES = 24
 TOP_K = 24

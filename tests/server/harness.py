@@ -22,19 +22,19 @@ import zmq
 import zmq.asyncio
 
 from ess.clock import RealClock
-from ess.engine import paced
-from ess.engine.messages import Abort, Add, Flush, Piece, Progress, Ready, Status, ToEngine
-from ess.engine.wire import SocketWire
+from ess.engine.process import fake_engine
+from ess.engine.process.messages import Abort, Add, Flush, Piece, Progress, Ready, Status, ToEngine
+from ess.engine.process.wire import SocketWire
 from ess.models.chat.styles import ChatStyle, PlainStyle
 from ess.models.tokenizer import Tokenizer
-from ess.server.app import make_app
-from ess.server.board import Board
-from ess.server.launch import embedded_path
-from ess.server.link import EngineLink
-from ess.server.protocol import limited
-from ess.server.running import QuietServer
-from ess.server.service import Limits, SamplingDefaults, Service
-from ess.server.tally import Tally
+from ess.server.commands.launch import embedded_path
+from ess.server.http.app import make_app
+from ess.server.http.protocol import limited
+from ess.server.process.board import Board
+from ess.server.process.lifecycle import QuietServer
+from ess.server.process.link import EngineLink
+from ess.server.process.service import Limits, SamplingDefaults, Service
+from ess.server.process.tally import Tally
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -51,12 +51,12 @@ def until(true: Callable[[], bool], what: str = "it") -> None:
         time.sleep(0.005)
 
 
-class PacedEngine(paced.PacedEngine):
+class PacedEngine(fake_engine.PacedEngine):
     """Notes what it is asked, can be held, and refuses everything if told to."""
 
     def __init__(
         self,
-        script: paced.Script,
+        script: fake_engine.Script,
         *,
         says_ready: bool = True,
         status: Status | None = None,
@@ -76,7 +76,7 @@ class PacedEngine(paced.PacedEngine):
     def hold(self) -> None:
         """From now on it takes requests and says nothing; a turn under way ends first."""
         self.held.clear()
-        time.sleep(3 * paced.IDLE_S)
+        time.sleep(3 * fake_engine.IDLE_S)
 
     def serve(self, endpoint: str) -> None:
         context = zmq.Context()
@@ -227,13 +227,13 @@ class Served:
 TOKENIZER = Tokenizer(embedded_path())
 
 
-def saying(text: str, *, ends: bool = True) -> paced.Script:
+def saying(text: str, *, ends: bool = True) -> fake_engine.Script:
     """The same text for everybody, then the end token."""
     ids = TOKENIZER.encode(text)
     return lambda add: [*ids, *([EOS] if ends else [])]
 
 
-def counting(count: int) -> paced.Script:
+def counting(count: int) -> fake_engine.Script:
     """`count` times the token for one letter."""
     [letter] = TOKENIZER.encode("a")
     return lambda add: itertools.repeat(letter, count)

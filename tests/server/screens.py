@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--record", action="store_true")
     if parser.parse_args().record:
-        record(Path(str(resources.files("ess.server"))) / "recordings" / RECORDING)
+        record(Path(str(resources.files("ess.server.http"))) / "recordings" / RECORDING)
     folder = ROOT / "docs" / "screens"
     folder.mkdir(exist_ok=True)
     for path in shoot(folder):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ess.server import address
+from ess.server.http import request_ids
 from tests.server.harness import PacedEngine, Served, counting
 from tests.server.test_limits import ask, completion, refused
 
@@ -72,4 +72,4 @@ def test_a_trace_is_passed_on_with_a_parent_of_ours(caplog: pytest.LogCaptureFix
     ],
 )
 def test_what_is_no_traceparent_is_passed_over(given: bytes):
-    assert address.address({b"traceparent": given})["trace"] == ""
+    assert request_ids.address({b"traceparent": given})["trace"] == ""

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ess.engine.messages import PoolUse, Status
-from ess.server import cli, doctor, talk
-from ess.server.client import Client
-from ess.server.doctor import Check
+from ess.engine.process.messages import PoolUse, Status
+from ess.server.commands import chat_cli, cli, doctor
+from ess.server.commands.client import Client
+from ess.server.commands.doctor import Check
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 
 STATUS = Status(
@@ -74,7 +74,7 @@ def test_a_typed_question_that_is_refused_or_stopped_is_forgotten(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     typed = iter(["word " * 5000, "Why?", "When?"])
-    answer = talk._answer
+    answer = chat_cli._answer
 
     def stopped(client: Client, body: dict, **how: bool) -> str:
         if body["messages"][-1]["content"] == "Why?":
@@ -90,7 +90,7 @@ def test_a_typed_question_that_is_refused_or_stopped_is_forgotten(
 
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr(talk, "_answer", stopped)
+    monkeypatch.setattr(chat_cli, "_answer", stopped)
     assert run(served, "chat") == 0
     out, err = capsys.readouterr()
     assert out == " At noon, I think.\n"
@@ -172,7 +172,7 @@ def test_a_missing_package_is_a_failure_with_its_remedy():
 
 @pytest.mark.slow
 def test_the_trial_decodes_both_ways():
-    from ess.engine.trial import trial
+    from ess.engine.process.selfcheck import trial
 
     found = trial()
     assert found.same

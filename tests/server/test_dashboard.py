@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ess.engine.messages import Status, Traced, TraceSpan
-from ess.server.service import Limits
-from ess.server.tracing import trace_document
+from ess.engine.process.messages import Status, Traced, TraceSpan
+from ess.server.http.trace_routes import trace_document
+from ess.server.process.service import Limits
 from tests.server import screens
 from tests.server.harness import PacedEngine, Served, counting, raw, until
 from tests.server.test_life import Process

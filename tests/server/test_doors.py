@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import ess
 from ess.clock import ManualClock
-from ess.engine.messages import PoolUse, RequestLine, Status
+from ess.engine.process.messages import PoolUse, RequestLine, Status
 from ess.errors import Unavailable
-from ess.server.board import RECENT_S, SUBSCRIBERS_MAX, Board
+from ess.server.process.board import RECENT_S, SUBSCRIBERS_MAX, Board
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 
 TEXT = "one two three four"

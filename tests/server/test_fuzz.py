@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from ess.server import asks
-from ess.server.service import Limits
+from ess.server.dialects import schemas
+from ess.server.process.service import Limits
 from tests.server.harness import PacedEngine, Served, saying
 
 KINDS = {
-    "/v1/completions": asks.CompletionAsk,
-    "/v1/chat/completions": asks.ChatAsk,
-    "/generate": asks.GenerateAsk,
-    "/inference/v1/generate": asks.TokensAsk,
-    "/tokenize": asks.TokenizeAsk,
-    "/detokenize": asks.DetokenizeAsk,
-    "/abort_request": asks.AbortAsk,
+    "/v1/completions": schemas.CompletionAsk,
+    "/v1/chat/completions": schemas.ChatAsk,
+    "/generate": schemas.GenerateAsk,
+    "/inference/v1/generate": schemas.TokensAsk,
+    "/tokenize": schemas.TokenizeAsk,
+    "/detokenize": schemas.DetokenizeAsk,
+    "/abort_request": schemas.AbortAsk,
 }
 LIMITS = Limits(running_max=64, waiting_max=4096, length_max=4096)
 

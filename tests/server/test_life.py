@@ -16,11 +16,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from ess.server.launch import embedded_path
+from ess.server.commands.launch import embedded_path
 from tests.server.harness import TOKENIZER, until
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = "from ess.server.cli import main; raise SystemExit(main())"
+RUN = "from ess.server.commands.cli import main; raise SystemExit(main())"
 READY_S = 60.0
 SMALL = {
     "--max-model-len": "2k",

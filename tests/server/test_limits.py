@@ -13,10 +13,10 @@ import urllib.request
 import openai
 import pytest
 
-from ess.engine.messages import Status
-from ess.server.app import ROUTES
-from ess.server.gate import OPEN_PATHS
-from ess.server.service import Limits
+from ess.engine.process.messages import Status
+from ess.server.http.app import ROUTES
+from ess.server.http.auth_limits import OPEN_PATHS
+from ess.server.process.service import Limits
 from tests.server.harness import PacedEngine, Served, counting, raw, saying, until
 
 LIMITS = Limits(running_max=2, waiting_max=1, length_max=4096, keep_alive_s=0.1, stall_s=0.5)

@@ -11,11 +11,21 @@ import zmq
 import zmq.asyncio
 
 from ess.clock import ManualClock
-from ess.engine.messages import Abort, Add, Fault, Flush, Flushed, Packer, Piece, Progress, Ready
-from ess.engine.sampling import Sampling
+from ess.engine.process.messages import (
+    Abort,
+    Add,
+    Fault,
+    Flush,
+    Flushed,
+    Packer,
+    Piece,
+    Progress,
+    Ready,
+)
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
-from ess.server.board import Board
-from ess.server.link import Call, EngineLink
+from ess.server.process.board import Board
+from ess.server.process.link import Call, EngineLink
 
 READY = Ready(vocabulary=10, length_max=10, load_s=0.0)
 Peer = zmq.asyncio.Socket

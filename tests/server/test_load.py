@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from ess.bench import serve as bench
+from ess.bench.engine import serve as bench
 from tests.server.harness import TOKENIZER, until
 from tests.server.test_life import Process
 

@@ -14,9 +14,10 @@ import jsonschema_rs
 import msgspec
 import pytest
 
-from ess.server import app, asks, openapi
-from ess.server.gate import OPEN_PATHS
-from ess.server.service import Limits
+from ess.server.dialects import schemas
+from ess.server.http import app, openapi
+from ess.server.http.auth_limits import OPEN_PATHS
+from ess.server.process.service import Limits
 from tests.server.harness import PacedEngine, Served, saying
 from tests.server.test_fuzz import KINDS
 
@@ -63,8 +64,8 @@ def shape(name: str) -> jsonschema_rs.Validator:
 def test_what_is_read_later_is_described_as_it_is_read(prompt: object):
     is_right = shape("CompletionAsk").is_valid({"prompt": prompt})
     try:
-        asks.read_texts(msgspec.Raw(json.dumps(prompt).encode()), where="prompt")
-    except asks.BadInput:
+        schemas.read_texts(msgspec.Raw(json.dumps(prompt).encode()), where="prompt")
+    except schemas.BadInput:
         assert not is_right
     else:
         assert is_right

@@ -9,10 +9,9 @@ import torch
 
 from ess.clock import ManualClock
 from ess.door import Offload
-from ess.engine import spans
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.grammar import Grammar
-from ess.engine.messages import (
+from ess.engine.layers import spans
+from ess.engine.process.messages import (
     Abort,
     Add,
     Chance,
@@ -29,8 +28,9 @@ from ess.engine.messages import (
     Traced,
     TraceSpan,
 )
-from ess.engine.process import EngineLoop
-from ess.engine.sampling import Sampling
+from ess.engine.process.worker import EngineLoop
+from ess.engine.tokens.grammar import Grammar
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.plain import greedy
 from tests.support.checkpoints import V32, model, tokens

@@ -9,8 +9,8 @@ import pytest
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.server import cli, settings
-from ess.server.foreign import (
+from ess.server.commands import cli, settings
+from ess.server.commands.compat_flags import (
     CHUNKS,
     LAYERS,
     NO_EFFECT,
@@ -19,10 +19,10 @@ from ess.server.foreign import (
     ForeignFlags,
     check_foreign,
 )
-from ess.server.launch import launch_of, read_checkpoint
-from ess.server.serve import ServeFlags
-from ess.server.settings import Settings, resolve, size_of
-from ess.server.sizing import plan_memory
+from ess.server.commands.launch import launch_of, read_checkpoint
+from ess.server.commands.serve import ServeFlags
+from ess.server.commands.settings import Settings, resolve, size_of
+from ess.server.commands.sizing import plan_memory
 
 
 def written(folder: Path, text: str) -> Path:

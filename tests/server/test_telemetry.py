@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from ess.errors import Unavailable
-from ess.server import telemetry
+from ess.server.http import telemetry
 from tests.server.harness import PacedEngine, Served, counting, until
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace.export", reason="needs ess[otel]")
@@ -93,6 +93,9 @@ def test_without_the_packages_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_loaded_without_an_endpoint():
-    check = "import sys, ess.server.launch; print(any('opentelemetry' in m for m in sys.modules))"
+    check = (
+        "import sys, ess.server.commands.launch\n"
+        "print(any('opentelemetry' in name for name in sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -8,9 +8,9 @@ import statistics
 import pytest
 
 from ess.errors import BadInput
-from ess.server.cli import main
-from ess.sim import misses
-from ess.sim.lrucurves import Drawing, agreement, lru_curves, sampled_layers
+from ess.server.commands.cli import main
+from ess.sim.locality import misses
+from ess.sim.locality.lru_curves import Drawing, agreement, lru_curves, sampled_layers
 
 
 @pytest.mark.slow

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from ess.bench.paper import paper_benchmark
-from ess.bench.report import Row
-from ess.sim import fit, tables
-from ess.sim.operators import FITTED_FILE, Fitted, Operators
+from ess.bench.harness.report import Row
+from ess.bench.paper.published import paper_benchmark
+from ess.sim.operators import fit, tables
+from ess.sim.operators.stages import FITTED_FILE, Fitted, Operators
 
 MISSED = {
     ("table 2 mean agreement", None),

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ess.engine.chunking import PrefillTime
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.ledger import Account, Ledger
-from ess.sim.arrivals import Arrival
 from ess.sim.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, Budget
-from ess.sim.goodput import Objective, summarise, tpot_s, ttft_s
-from ess.sim.prefilltime import Handoff, Tier
-from ess.sim.prefixes import reused, shared
-from ess.sim.rank import BATCH, TPOT, Rank, mean_misses
-from ess.sim.replay import PREFILL, Drafting, Replay, replay
+from ess.sim.prefill.chunking import PrefillTime
+from ess.sim.prefill.prefill_time import Handoff, Tier
+from ess.sim.serving.arrivals import Arrival
+from ess.sim.serving.goodput import Objective, summarise, tpot_s, ttft_s
+from ess.sim.serving.prefixes import reused, shared
+from ess.sim.serving.rank import BATCH, TPOT, Rank, mean_misses
+from ess.sim.serving.replay import PREFILL, Drafting, Replay, replay
+from ess.sim.serving.traffic import Mix, at_rate, chance_of, draw, right_drafts
 from ess.sim.steptime import StepTime
-from ess.sim.traffic import Mix, at_rate, chance_of, draw, right_drafts
 
 GIB = 1 << 30
 SECOND_PER_TOKEN = PrefillTime(quadratic=1e-12, linear=1.0)

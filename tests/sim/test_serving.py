@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from ess.layout import ModelLayout
-from ess.server.cli import main
-from ess.sim import misses, tables
-from ess.sim.goodput import Objective
-from ess.sim.operators import Fitted, Operators
+from ess.server.commands.cli import main
+from ess.sim.locality import misses
+from ess.sim.operators import tables
+from ess.sim.operators.stages import Fitted, Operators
 from ess.sim.plan import Ask, Planner
-from ess.sim.prefilltime import estimate
+from ess.sim.prefill.prefill_time import estimate
+from ess.sim.serving.goodput import Objective
+from ess.sim.serving.traffic import Mix, at_rate, draw
+from ess.sim.serving.worker import RATE_MAX, Serving, serve
 from ess.sim.steptime import StepTimes
-from ess.sim.traffic import Mix, at_rate, draw
-from ess.sim.worker import RATE_MAX, Serving, serve
 
 OBJECTIVE = Objective(ttft_s=10.0, tpot_s=0.06)
 

@@ -7,8 +7,8 @@ import pytest
 from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
 from ess.overlap.policy import Mode
-from ess.sim import tables
-from ess.sim.operators import Fitted, Operators, Shape
+from ess.sim.operators import tables
+from ess.sim.operators.stages import Fitted, Operators, Shape
 from ess.sim.simulate import LAYERS, Scenario, simulate
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 

@@ -19,11 +19,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ess.kernels.triton_ops import attend, grouped, index
-from ess.kernels.triton_ops.device import attend as attention
-from ess.kernels.triton_ops.device import grouped as experts
-from ess.kernels.triton_ops.device import index as keys
-from ess.kernels.triton_ops.shapes import CANDIDATES, Shape
+from ess.kernels.cuda.triton import attend, grouped, index
+from ess.kernels.cuda.triton.device import attend as attention
+from ess.kernels.cuda.triton.device import grouped as experts
+from ess.kernels.cuda.triton.device import index as keys
+from ess.kernels.cuda.triton.shapes import CANDIDATES, Shape
 from ess.layout import IndexCodec, RowCodec, RowForm
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

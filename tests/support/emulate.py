@@ -18,10 +18,10 @@ from typing import Any
 import numpy.typing as npt
 import pytest
 
-from ess.kernels.cuda.program import Program
+from ess.kernels.cuda.program import FOLDERS, Program
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "csrc" / "flashtrans"
+SOURCES = tuple(ROOT / "csrc" / folder for folder in FOLDERS)
 DEVICE = Path(__file__).resolve().parent / "device"
 WATCH = "libwatch.so"
 LIBRARY = ("-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
@@ -82,7 +82,7 @@ def build(text: str, program: Program, library: Path) -> None:
     watch = build_watch(library.parent)
     source, part = library.with_suffix(".cpp"), library.with_suffix(".o")
     source.write_text(text)
-    folders = [f"-I{SOURCES}", f"-I{DEVICE}"]
+    folders = [f"-I{folder}" for folder in (*SOURCES, DEVICE)]
     flags = [*LIBRARY, *FLAGS, *SEEN, *program.options, *folders]
     compile_cpp([*flags, "-c", str(source), "-o", str(part)])
     compile_cpp(["-shared", str(part), str(watch), "-Wl,-rpath,$ORIGIN", "-o", str(library)])

@@ -1,4 +1,4 @@
-"""Residency by the CUDA kernels on an emulated device: the operations of ess.pool.lru."""
+"""Residency by the CUDA kernels on an emulated device: what `specification` does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ess.kernels.cuda.audit import KINDS, NONE_FOUND, assert_sound
-from ess.kernels.cuda.resolve import (
+from ess.pool.lru import specification
+from ess.pool.lru.arena import Claims, Split
+from ess.pool.lru.cuda_audit import KINDS, NONE_FOUND, assert_sound
+from ess.pool.lru.cuda_records import (
     REPORT,
     ResolveShape,
     audit_record,
@@ -17,8 +19,6 @@ from ess.kernels.cuda.resolve import (
     upkeep_record,
     warm_record,
 )
-from ess.pool import lru
-from ess.pool.arena import Claims, Split
 from tests.support.emulate import emulated, lent
 from tests.support.residency_scenarios import ARENA, SPLIT
 
@@ -133,7 +133,7 @@ class Emulated:
         """The kernels', where there is room; that there is, the ledger promises them."""
         absent = int((arena.slot_of[rows] < 0).sum())
         if absent > self.room(arena, rows, step):
-            return lru.claim_new(arena, rows, step=step, out=out)
+            return specification.claim_new(arena, rows, step=step, out=out)
         split = Split.create(query_count=1, top_k=max(1, rows.size))
         line = rows[None] if rows.size else np.full((1, 1), -1, np.int32)
         claims = self.plan(arena, line, step=step, ticket=1, split=split, purpose="write")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ess.engine.engine import Engine
-from ess.engine.prompt import run_chunk
+from ess.engine.step.prompt import run_chunk
 
 
 @torch.inference_mode()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ess.models.registry import read_config
-from ess.models.tiny.shape import FP8
-from ess.models.tiny.stored import Form, stored_form, write_checkpoint
+from ess.models.tiny.trainer.shape import FP8
+from ess.models.tiny.trainer.stored import Form, stored_form, write_checkpoint
 from ess.models.weights.shapes import Spec, expected_tensors
 
 V32: Final[dict[str, Any]] = {

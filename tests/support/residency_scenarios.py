@@ -13,12 +13,12 @@ from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.graphs import CudaGraph
 from ess.kernels.cuda.pinned import pinned_memory
-from ess.kernels.cuda.residency import Residency, now_of
-from ess.kernels.cuda.resolve import CLUSTER_BLOCKS, REPORT, ResolveShape
 from ess.kernels.cuda.rows import flat_form
 from ess.kernels.cuda.streams import CudaStream
-from ess.pool import lru
-from ess.pool.arena import Arena, Claims, Split
+from ess.pool.lru import specification
+from ess.pool.lru.arena import Arena, Claims, Split
+from ess.pool.lru.cuda import Residency, now_of
+from ess.pool.lru.cuda_records import CLUSTER_BLOCKS, REPORT, ResolveShape
 from ess.units import div_ceil
 from tests.support.device_scenarios import ROW_BYTES, move, random_rows
 
@@ -72,8 +72,8 @@ class OnDevice:
 
     def claim_new(self, arena, rows, *, step, out):
         """There, where there is room; that there is, the ledger promises."""
-        if rows.size == 0 or not lru.claim_new(deepcopy(arena), rows, step=step, out=out):
-            return lru.claim_new(arena, rows, step=step, out=out)
+        if rows.size == 0 or not specification.claim_new(deepcopy(arena), rows, step=step, out=out):
+            return specification.claim_new(arena, rows, step=step, out=out)
         split = Split.create(query_count=1, top_k=rows.size)
         self.plan(arena, rows[None], step=step, ticket=1, split=split, purpose="write")
         out[:] = split.slots[0]
@@ -193,8 +193,8 @@ class Step:
         )
 
     def replay(self, step, rows):
-        claims = lru.plan(self.arena, rows, step=step, ticket=step, split=self.split)
-        lru.land(self.arena, claims.slots, ticket=step)
+        claims = specification.plan(self.arena, rows, step=step, ticket=step, split=self.split)
+        specification.land(self.arena, claims.slots, ticket=step)
         self.rows.write(rows)
         self.residency.now.write(
             now_of(
@@ -282,13 +282,13 @@ def rows_leave_and_are_settled():
     gone = np.unique(step.random.integers(0, 640, 300)).astype(np.int32)
     leaving = DeviceArray(step.device, gone)
     step.residency.drop(leaving, stream=stream)
-    lru.drop(arena, gone)
+    specification.drop(arena, gone)
     used = np.flatnonzero(arena.row_of >= 0)[::2].astype(np.int32)
     arena.dirty[used] = 1
     step.residency.arena.dirty.write(arena.dirty)
     settled = DeviceArray(step.device, used[:5])
     step.residency.settle(settled, stream=stream)
-    lru.settle(arena, used[:5])
+    specification.settle(arena, used[:5])
     step.compute.synchronize()
     step.check(300)
 
@@ -318,7 +318,7 @@ class Landing:
 
     def claim(self, name, rows, *ages, at, ticket):
         step = self.step
-        claims = getattr(lru, name)(step.arena, rows, *ages, step=at, ticket=ticket)
+        claims = getattr(specification, name)(step.arena, rows, *ages, step=at, ticket=ticket)
         now = {"query_count": 0, "block_count": self.residency.shape.block_max}
         self.residency.now.write(now_of(step=at, ticket=ticket, **now))
         for there, here in zip((self.rows, self.ages), (rows, *ages), strict=False):
@@ -337,7 +337,7 @@ class Landing:
         slots = residency.workspace["claimed_slots"]
         residency.land(slots, stream=stream, count=residency.claimed_count)
         self.step.compute.synchronize()
-        lru.land(self.step.arena, claims.slots, ticket=ticket)
+        specification.land(self.step.arena, claims.slots, ticket=ticket)
 
 
 def a_landing_warms_and_fills_behind_the_plans(together=1, row_count=640, slot_count=256):
@@ -361,7 +361,7 @@ def a_landing_warms_and_fills_behind_the_plans(together=1, row_count=640, slot_c
         landing.land(claims, ticket=7000 + number)
     gone = DeviceArray(step.device, rows[: row_count // 2])
     step.residency.drop(gone, stream=step.compute.handle)
-    left = lru.drop(step.arena, gone.read())
+    left = specification.drop(step.arena, gone.read())
     step.compute.synchronize()
     assert step.residency.report()["left"] == left > 0
     claims = landing.claim("fill", rows[::-1], at=301, ticket=7302)
@@ -376,7 +376,7 @@ def an_audit_names_what_is_wrong():
     operations = OnDevice(together=1)
     arena = Arena.alone(row_count=640, slot_count=128)
     rows = np.arange(50, 90, dtype=np.int32)
-    lru.fill(arena, rows, step=300, ticket=5)
+    specification.fill(arena, rows, step=300, ticket=5)
     operations.check(arena, step=300)
     arena.slot_of[600] = 3
     with pytest.raises(AssertionError, match=r"600 \(a row\) has a slot that holds another row"):

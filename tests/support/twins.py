@@ -7,8 +7,8 @@ from collections import Counter
 
 import numpy as np
 
-from ess.pool import lru, planner
-from ess.pool.arena import Arena, Split, make_scratch
+from ess.pool.lru import planner, specification
+from ess.pool.lru.arena import Arena, Split, make_scratch
 
 ROW_COUNT = 40 * 64
 SLAB = ("row_of", "last_use", "ticket_of", "dirty")
@@ -55,7 +55,7 @@ class Side:
             found = getattr(self.operations, name)(self.arenas, *arguments, **options)
         else:
             found = getattr(self, name)(*arguments, **options)
-        if isinstance(found, lru.Claims):
+        if isinstance(found, specification.Claims):
             return {field: np.array(getattr(found, field)) for field in found.__slots__}
         return {"result": np.array(found)}
 
@@ -80,7 +80,7 @@ class Twins:
     """Both sides under one sequence of calls; they must agree after every one."""
 
     def __init__(self, group_blocks=(3, 2)):
-        self.sides = [Side(lru, group_blocks), Side(planner, group_blocks)]
+        self.sides = [Side(specification, group_blocks), Side(planner, group_blocks)]
         self.step, self.ticket = 255, 0
         self.flying = []
         self.seen = Counter()
@@ -99,7 +99,7 @@ class Twins:
         assert_equal(name, *results)
         assert_equal(name, *(side.everything() for side in self.sides))
         for arena in self.arenas:
-            lru.check(arena, step=self.step)
+            specification.check(arena, step=self.step)
         return results[0]
 
     def fetch(self, name, group, *arguments):
@@ -198,7 +198,7 @@ class Campaign(Twins):
     def rows_of(self, requests, top_k):
         selection = np.stack([self.selection(request, top_k) for request in requests])
         outs = np.full((2, *selection.shape), -7, np.int32)
-        for operations, out in zip((lru, planner), outs, strict=True):
+        for operations, out in zip((specification, planner), outs, strict=True):
             operations.translate(
                 selection, self.tables, ids(requests), self.lengths[requests], out=out
             )

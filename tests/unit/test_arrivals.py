@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ess.errors import BadInput
-from ess.sim.arrivals import Arrival, read_arrivals
+from ess.sim.serving.arrivals import Arrival, read_arrivals
 
 MOONCAKE = """\
 {"timestamp": 3000, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}

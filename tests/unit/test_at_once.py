@@ -8,7 +8,7 @@ import torch
 
 from ess.door import Offload
 from ess.flashtrans import InlineLane, WorkerLane
-from ess.kernels import native
+from ess.kernels.cpu import native
 from tests.unit.test_door import LAYOUT, make, opened, snapshot
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())

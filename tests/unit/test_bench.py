@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from ess import console
-from ess.bench import cli, machine, report, timing
+from ess.bench import cli
 from ess.bench.cli import Benchmark
-from ess.bench.report import Row, as_row, compare
-from ess.bench.timing import Arm, measure
+from ess.bench.harness import machine, report, timing
+from ess.bench.harness.report import Row, as_row, compare
+from ess.bench.harness.timing import Arm, measure
 from ess.errors import BadInput, BadState
 
 Run = Callable[..., tuple[int, str, str]]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ess.bench import gpu
-from ess.bench.gpu_rig import Row, row
+from ess.bench.gpu import suite
+from ess.bench.gpu.rig import Row, row
 
 
 def test_what_was_measured_before_a_failure_is_kept(
@@ -25,9 +25,9 @@ def test_what_was_measured_before_a_failure_is_kept(
             yield row(f"turn {turn}", "us", [1.0, 3.0])
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(gpu, "BENCHMARKS", {"fails": fails})
-    monkeypatch.setattr(gpu, "heading", lambda: {"schema": gpu.SCHEMA})
-    assert not gpu.measure("fails", smoke=True, out=out)
+    monkeypatch.setattr(suite, "BENCHMARKS", {"fails": fails})
+    monkeypatch.setattr(suite, "heading", lambda: {"schema": suite.SCHEMA})
+    assert not suite.measure("fails", smoke=True, out=out)
     assert seen == [0, 1]
     assert [one["name"] for one in json.loads(out.read_text())["rows"]] == ["turn 0", "turn 1"]
     printed = capsys.readouterr()
@@ -38,12 +38,12 @@ def test_what_was_measured_before_a_failure_is_kept(
 def test_a_hang_ends_with_its_limit_and_with_all_it_has_started() -> None:
     hangs = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
     began = time.monotonic()
-    assert not gpu.finishes([sys.executable, "-c", hangs], limit_s=1)
+    assert not suite.finishes([sys.executable, "-c", hangs], limit_s=1)
     assert time.monotonic() - began < 30
-    assert not gpu.finishes([sys.executable, "-c", "raise SystemExit(3)"], limit_s=60)
-    assert gpu.finishes([sys.executable, "-c", "pass"], limit_s=60)
+    assert not suite.finishes([sys.executable, "-c", "raise SystemExit(3)"], limit_s=60)
+    assert suite.finishes([sys.executable, "-c", "pass"], limit_s=60)
 
 
 def test_every_benchmark_has_a_limit_and_all_end_in_ten_minutes() -> None:
-    assert set(gpu.LIMIT_S) == set(gpu.BENCHMARKS)
-    assert sum(gpu.LIMIT_S.values()) < 590
+    assert set(suite.LIMIT_S) == set(suite.BENCHMARKS)
+    assert sum(suite.LIMIT_S.values()) < 590

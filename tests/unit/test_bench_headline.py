@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from ess.bench import cli, halves, plots
-from ess.bench.chrome import chrome_events
-from ess.bench.cputables import CpuTables
-from ess.bench.halves import Found, Plan
-from ess.bench.lanes import Job
-from ess.bench.predicted import predict
-from ess.bench.report import Row, compare
-from ess.bench.spans import step_spans
+from ess.bench import cli
+from ess.bench.harness import plots
+from ess.bench.harness.report import Row, compare
+from ess.bench.harness.slow_lane import Job
+from ess.bench.harness.spans import step_spans
+from ess.bench.harness.trace_file import chrome_events
+from ess.bench.headline import document
+from ess.bench.headline.cpu_tables import CpuTables
+from ess.bench.headline.document import Found, Plan
+from ess.bench.headline.predicted import predict
 from ess.flashtrans.lanes import DoneEvent
 from ess.overlap.timeline import Span as Stage
-from ess.sim.tables import Curve, Surface
+from ess.sim.operators.tables import Curve, Surface
 from ess.sim.timeline import COMPUTE, FETCH, STORE, Span
 
 SMALL = ("--ctx", "320", "--mtp", "2", "--repetitions", "2")
@@ -143,7 +145,7 @@ def test_forms_for_people_and_for_spreadsheets(
     found.rows.append(
         compare(name="gpu", unit="t/s", ours=[8], baseline=("resident", [16]), config=config)
     )
-    monkeypatch.setattr(halves, "run", lambda *given, **named: found)
+    monkeypatch.setattr(document, "run", lambda *given, **named: found)
     markdown = run(capsys)
     assert "context: prefilled whole" in markdown
     assert "**measured**\n\n| benchmark | tokens/s | ctx | per_user |" in markdown
@@ -181,7 +183,7 @@ def test_curves_and_timelines_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
     found = Found(rows=[], timelines=[], curves=[])
     predict(found, Plan(contexts=(131_072,)), 131_072, 2)
-    halves._draw(found, tmp_path)
+    document._draw(found, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"throughput.png", "pareto.png", "timeline-predicted.png"}
     assert plots.DPI > 72

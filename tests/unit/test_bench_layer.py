@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ess.bench import layer_points
-from ess.bench.layer_gpu import layer_gpu_benchmark, rows_of
-from ess.bench.layer_points import Point, Residency, draw, halves, lay_out, points
+from ess.bench.gpu import layer_points
+from ess.bench.gpu.layer import layer_gpu_benchmark, rows_of
+from ess.bench.gpu.layer_points import Point, Residency, draw, halves, lay_out, points
 from ess.errors import BadInput, Unavailable
 
 SMALL = Point(batch=5, queries=2, context=6000, slots=4200)

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ess.bench import locality, plots
-from ess.bench.analysis import Locality, analyse, slots_for
-from ess.bench.locality import Plan
-from ess.bench.selected import record
-from ess.bench.twin import twin_row
+from ess.bench.engine import locality
+from ess.bench.engine.analysis import Locality, analyse, slots_for
+from ess.bench.engine.locality import Plan
+from ess.bench.engine.record_trace import record
+from ess.bench.engine.sim_vs_engine import twin_row
+from ess.bench.harness import plots
 from ess.errors import BadInput, Unavailable
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 from tests.unit.test_bench_step import build, ids

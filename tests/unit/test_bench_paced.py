@@ -7,10 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from ess.bench.arms import Arm, Shape, Way
-from ess.bench.forced import Forced
-from ess.bench.lanes import TimedLane
-from ess.bench.paced import (
+from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.forced_misses import Forced
+from ess.bench.engine.slow_link import (
     Cell,
     Plan,
     agreement_row,
@@ -19,6 +18,7 @@ from ess.bench.paced import (
     rows_of,
     shares_of,
 )
+from ess.bench.harness.slow_lane import TimedLane
 from ess.cost import exposed
 from ess.errors import BadInput, BadState
 from ess.kernels.streams import RowCopy

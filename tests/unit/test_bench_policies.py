@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ess.bench import brute, cli, policies, replay
-from ess.bench.agreement import agreement
-from ess.sim import laboratory
-from ess.sim.oracles import Min, next_uses
-from ess.sim.policies import PlannerLru
-from ess.sim.selections import LayerProfile, Load
-from ess.sim.workloads import generated, write_trace
+from ess.bench import cli
+from ess.bench.harness.agreement import agreement
+from ess.bench.paper import lru_bruteforce, policies, replay
+from ess.sim.locality import laboratory
+from ess.sim.locality.oracles import Min, next_uses
+from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.workloads import generated, write_trace
 
 
 @pytest.mark.parametrize(("ours", "met"), [(100, True), (110, True), (90, True), (89, False)])
@@ -88,7 +89,7 @@ def test_campaign_planner_lru_is_the_lru_of_a_dictionary(seed: int) -> None:
     for slots in (64, 128, 256):
         arena = PlannerLru(workload, slots=slots, top_k=load.top_k)
         found = laboratory.run(workload, {"lru": arena})["lru"].misses
-        assert found == brute.lru_misses(workload, slots=slots)
+        assert found == lru_bruteforce.lru_misses(workload, slots=slots)
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_campaign_min_is_optimal_by_exhaustive_search(seed: int) -> None:
     for bypass in (False, True):
         policy = Min(workload, slots=5, future=next_uses(workload), bypass=bypass)
         found = sum(laboratory.run(workload, {"min": policy})["min"].misses)
-        assert found == brute.fewest_misses(workload, slots=5, bypass=bypass)
+        assert found == lru_bruteforce.fewest_misses(workload, slots=5, bypass=bypass)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ess.bench.rows import rows_benchmark
+from ess.bench.kernels.rows import rows_benchmark
 
 KEYS = {
     "name",

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from ess.bench import overhead
-from ess.kernels import native, stage
+from ess.bench.engine import overhead
+from ess.kernels.cpu import native, stage
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 
@@ -53,8 +53,8 @@ def test_overhead_in_small() -> None:
 @pytest.mark.slow
 def test_rival_in_small() -> None:
     pytest.importorskip("transformers", reason="extra `oracle` is not installed")
-    from ess.bench import rival
+    from ess.bench.engine import vs_transformers
 
-    rows = rival.rival_benchmark(smoke=True)
+    rows = vs_transformers.rival_benchmark(smoke=True)
     assert [row.name.split(",")[0] for row in rows[1:]] == ["decode", "decode"]
-    assert rows[0].value < rival.AGREES
+    assert rows[0].value < vs_transformers.AGREES

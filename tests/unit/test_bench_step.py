@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ess.bench import cli
-from ess.bench import prefix as prefixes
-from ess.bench.arms import Arm, Shape, Way
-from ess.bench.lists import modes, shares, size, sizes
-from ess.bench.prefix import Prefix, build_prefix
-from ess.bench.step import RESIDENT, WHOLE, take_turns
-from ess.bench.text import token_ids
+from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.step import RESIDENT, WHOLE, take_turns
+from ess.bench.harness import prefix as prefixes
+from ess.bench.harness.lists import modes, shares, size, sizes
+from ess.bench.harness.prefix import Prefix, build_prefix
+from ess.bench.harness.text import token_ids
 from ess.errors import BadInput
 from ess.kernels.backend import ops
 from ess.models.layers import Rotation

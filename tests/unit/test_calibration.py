@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ess.bench.calibrate import Times, calibrate_benchmark, fitted, line
+from ess.bench.engine.calibrate import Times, calibrate_benchmark, fitted, line
 from ess.cost import Calibration
 from ess.errors import BadInput
 from ess.models.load import load_model

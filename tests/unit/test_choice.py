@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ess.engine.batch import Line
-from ess.engine.chances import chances
-from ess.engine.choice import Choice, choose_all
-from ess.engine.draw import draw
-from ess.engine.grammar import Grammar
+from ess.engine.plan import Line
 from ess.engine.request import Request
-from ess.engine.sampling import Sampling
-from ess.engine.tally import Tally
+from ess.engine.tokens.counts import Tally
+from ess.engine.tokens.draw import draw
+from ess.engine.tokens.grammar import Grammar
+from ess.engine.tokens.logprobs import chances
+from ess.engine.tokens.sampling import Sampling
+from ess.engine.tokens.verification import Choice, choose_all
 
 WISHES = (
     {},

@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ess.engine.chunking import (
-    Chunking,
-    PrefillTime,
-    chunks,
-    fit,
-    next_chunk,
-    profile_lengths,
-)
 from ess.errors import BadInput
+from ess.sim.prefill.chunking import Chunking, PrefillTime, chunks, fit, next_chunk, profile_lengths
 
 TIME = PrefillTime(quadratic=2e-9, linear=5e-5, constant=0.1)
 

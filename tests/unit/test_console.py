@@ -10,7 +10,7 @@ import pytest
 
 from ess import console
 from ess.errors import BadInput, PoolFull, Unavailable
-from ess.server import cli
+from ess.server.commands import cli
 
 HERE = __name__
 
@@ -104,7 +104,10 @@ def test_our_own_faults_keep_their_traceback() -> None:
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:
-    code = "from ess.server.cli import main; raise SystemExit(main(['layout', 'glm-5', '--json']))"
+    code = (
+        "from ess.server.commands.cli import main\n"
+        "raise SystemExit(main(['layout', 'glm-5', '--json']))"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

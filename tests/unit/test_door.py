@@ -8,8 +8,8 @@ import torch
 
 from ess.door import Offload
 from ess.errors import BadInput, BadState, PoolFull, Unavailable
-from ess.flashtrans import ManualLane
 from ess.layout import IndexCodec, ModelLayout, RowCodec
+from tests.support.manual_lane import ManualLane
 
 LAYOUT = ModelLayout(
     name="t",

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ess.engine.draw import best, draw, gumbel, noise_keys
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.draw import best, draw, gumbel, noise_keys
+from ess.engine.tokens.sampling import Sampling
 
 
 @pytest.fixture(autouse=True, scope="module")

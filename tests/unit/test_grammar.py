@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ess.models
-from ess.engine import grammar as grammar_module
-from ess.engine.grammar import Grammar, Grammars, Matcher
+from ess.engine.tokens import grammar as grammar_module
+from ess.engine.tokens.grammar import Grammar, Grammars, Matcher
 from ess.errors import BadInput, Unavailable
 from ess.models.tokenizer import Tokenizer
 

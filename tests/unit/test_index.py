@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ess.kernels import native
+from ess.kernels.cpu import native
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.pool.index import IndexPool, PageTables, page_rows
 from ess.pool.latent import LatentPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ess.kernels import reference
+from ess.kernels.reference import ops as reference
 from ess.models import indexer
 from ess.models.indexer import Probe, index_scores, select, top_k
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.pool import lru
-from ess.pool.arena import Arena, Split
+from ess.pool.lru import specification
+from ess.pool.lru.arena import Arena, Split
 
 
 def ids(*values):
@@ -21,7 +21,7 @@ def arena_with(*, slot_count=64, row_count=256, used=(), step=0):
     arena = Arena.alone(row_count=row_count, slot_count=slot_count)
     for row, slot, last_use in used:
         arena.slot_of[row], arena.row_of[slot], arena.last_use[slot] = slot, row, last_use
-    lru.check(arena, step=step)
+    specification.check(arena, step=step)
     return arena
 
 
@@ -33,8 +33,8 @@ def full_arena(*, last_use=10):
 def plan(arena, *queries, step, ticket=7, split=None):
     split = split or Split.create(query_count=len(queries), top_k=len(queries[0]))
     rows = np.array(queries, np.int32)
-    claims = lru.plan(arena, rows, step=step, ticket=ticket, split=split)
-    lru.check(arena, step=step)
+    claims = specification.plan(arena, rows, step=step, ticket=ticket, split=split)
+    specification.check(arena, step=step)
     return claims, split
 
 
@@ -77,7 +77,7 @@ def test_victims_go_by_age_then_by_slot_and_free_ones_first():
         30,
         5,
     ]  # at 310: 210, saturated, saturated, saturated
-    lru.drop(arena, ids(150))
+    specification.drop(arena, ids(150))
     claims, _ = plan(arena, [1, 2, 3, 4, 5, 6], step=310)
     assert claims.slots.tolist() == [50, 20, 30, 40, 9, 0]
     assert claims.evicted_count == 5
@@ -119,12 +119,12 @@ def test_rows_without_a_victim_are_served_in_place():
 
 def test_a_row_in_flight_is_late_not_fetched_again_and_protected_once_landed():
     arena = full_arena()
-    lru.drop(arena, ids(100))
+    specification.drop(arena, ids(100))
     first, _ = plan(arena, [1], step=11, ticket=21)
     claims, split = plan(arena, [1, 105], step=12, ticket=22)
     assert (claims.slots.size, claims.late_ticket) == (0, 21)
     assert (split.miss.tolist(), split.hit.tolist()) == ([[0, -1]], [[5, -1]])
-    lru.land(arena, first.slots, ticket=21)
+    specification.land(arena, first.slots, ticket=21)
     assert arena.last_use[0] == 12, "late is selected too"
     assert arena.hit_age[1] == 0, "a late row is no hit"
     assert plan(arena, [1], step=12, ticket=23)[0].late_ticket == 0
@@ -155,7 +155,7 @@ def test_a_plan_refuses_what_it_cannot_mean(rows, ticket, sentence):
     arena, split = full_arena(), Split.create(query_count=1, top_k=8)
     before = state(arena)
     with pytest.raises(AssertionError, match=sentence):
-        lru.plan(arena, np.array(rows, np.int32), step=11, ticket=ticket, split=split)
+        specification.plan(arena, np.array(rows, np.int32), step=11, ticket=ticket, split=split)
     assert state(arena) == before
 
 
@@ -163,14 +163,14 @@ def test_translate_goes_through_the_page_table():
     table = np.array([[3, -1, -1], [5, 0, 9]], np.int32)
     selection = np.array([[0, 63, -1], [64, 128, 190]], np.int32)
     out = np.zeros_like(selection)
-    lru.translate(selection, table, ids(0, 1), ids(64, 191), out=out)
+    specification.translate(selection, table, ids(0, 1), ids(64, 191), out=out)
     assert out.tolist() == [[192, 255, -1], [0, 576, 638]]
 
 
 def test_translate_refuses_position_0_too_when_its_page_has_no_id():
     out = np.zeros((1, 1), np.int32)
     with pytest.raises(BadInput, match="position 0, which lies in a page without an id"):
-        lru.translate(np.array([[0]], np.int32), ids(-1)[None], ids(0), ids(64), out=out)
+        specification.translate(np.array([[0]], np.int32), ids(-1)[None], ids(0), ids(64), out=out)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_translate_names_what_it_refuses_and_writes_nothing(position, sentence):
     selection = np.array([[0, 1, 2], [0, 128, position]], np.int32)
     out = np.full_like(selection, 77)
     with pytest.raises(BadInput, match=sentence):
-        lru.translate(selection, table, ids(0, 0), ids(130, 130), out=out)
+        specification.translate(selection, table, ids(0, 0), ids(130, 130), out=out)
     assert (out == 77).all()
 
 
@@ -194,20 +194,20 @@ def test_new_rows_keep_their_slot_or_take_a_victim_and_are_dirty():
     arena = full_arena()
     arena.last_use[0] = 1
     out = ids(0, 0, 0)
-    assert lru.claim_new(arena, ids(1, 100, 2), step=11, out=out)
+    assert specification.claim_new(arena, ids(1, 100, 2), step=11, out=out)
     assert out.tolist() == [1, 0, 2], "row 100 is stamped before victims are sought"
     assert arena.dirty.nonzero()[0].tolist() == [0, 1, 2]
     assert arena.ticket_of[out].tolist() == [0, 0, 0]
     assert arena.last_use[out].tolist() == [11, 11, 11]
     assert arena.hit_age.sum() == 0
-    lru.check(arena, step=11)
+    specification.check(arena, step=11)
 
 
 def test_new_rows_find_room_for_all_or_nothing_changes():
     arena = full_arena(last_use=11)
     arena.last_use[[3, 4]] = 5
     before, out = state(arena), ids(77, 77, 77)
-    assert not lru.claim_new(arena, ids(1, 104, 2), step=11, out=out)
+    assert not specification.claim_new(arena, ids(1, 104, 2), step=11, out=out)
     assert (state(arena), out.tolist()) == (before, [77, 77, 77])
 
 
@@ -215,26 +215,26 @@ def test_a_row_that_is_being_fetched_or_named_twice_is_not_written():
     arena = full_arena()
     arena.ticket_of[0] = 9
     with pytest.raises(AssertionError, match="being fetched"):
-        lru.claim_new(arena, ids(100), step=11, out=ids(0))
+        specification.claim_new(arena, ids(100), step=11, out=ids(0))
     with pytest.raises(AssertionError, match="twice"):
-        lru.claim_new(arena, ids(1, 1), step=11, out=ids(0, 0))
+        specification.claim_new(arena, ids(1, 1), step=11, out=ids(0, 0))
 
 
 def test_fill_takes_free_slots_only_and_ranks_as_the_oldest_used():
     arena = full_arena(last_use=300)
-    lru.drop(arena, ids(103, 101))
-    claims = lru.fill(arena, ids(105, 1, 2, 3), step=310, ticket=4)
+    specification.drop(arena, ids(103, 101))
+    claims = specification.fill(arena, ids(105, 1, 2, 3), step=310, ticket=4)
     assert (claims.slots.tolist(), claims.rows.tolist()) == ([1, 3], [1, 2])
     assert arena.last_use[[1, 3, 5]].tolist() == [55, 55, 300]
     assert arena.ticket_of[[1, 3]].tolist() == [4, 4]
-    lru.land(arena, claims.slots, ticket=4)
+    specification.land(arena, claims.slots, ticket=4)
     assert plan(arena, [9, 10, 11], step=311)[0].slots.tolist() == [1, 3, 0]
 
 
 def test_warm_stamps_residents_and_evicts_only_what_is_older():
     arena = full_arena(last_use=290)  # age 10 at step 300
     arena.last_use[[8, 9]] = [280, 281]
-    claims = lru.warm(
+    claims = specification.warm(
         arena, ids(1, 108, 110, 2, 3, 111), ids(1, 5, 15, 18, 19, 300), step=300, ticket=4
     )
     assert (claims.slots.tolist(), claims.rows.tolist()) == ([9], [1]), (
@@ -246,52 +246,52 @@ def test_warm_stamps_residents_and_evicts_only_what_is_older():
 
 def test_warm_refuses_an_equal_and_then_all_that_follow():
     arena = full_arena(last_use=290)
-    lru.drop(arena, ids(107))
+    specification.drop(arena, ids(107))
     arena.last_use[[8, 9]] = [280, 281]
-    claims = lru.warm(arena, ids(1, 2, 3, 4), ids(1, 19, 19, 19), step=300, ticket=4)
+    claims = specification.warm(arena, ids(1, 2, 3, 4), ids(1, 19, 19, 19), step=300, ticket=4)
     assert (claims.slots.tolist(), claims.rows.tolist()) == ([7, 8], [1, 2])
     assert arena.last_use[[7, 8]].tolist() == [299, 281]
 
 
 def test_warm_beyond_saturation_takes_free_slots_only():
     arena = full_arena(last_use=0)
-    lru.drop(arena, ids(107))
-    claims = lru.warm(arena, ids(1, 2), ids(400, 400), step=1000, ticket=4)
+    specification.drop(arena, ids(107))
+    claims = specification.warm(arena, ids(1, 2), ids(400, 400), step=1000, ticket=4)
     assert (claims.slots.tolist(), int(arena.last_use[7])) == ([7], 600)
 
 
 @pytest.mark.parametrize("ages", [(0, 1), (2, 1)])
 def test_warm_refuses_ages_that_do_not_ascend_from_one(ages):
     with pytest.raises(AssertionError, match="ages must ascend"):
-        lru.warm(full_arena(), ids(1, 2), ids(*ages), step=20, ticket=1)
+        specification.warm(full_arena(), ids(1, 2), ids(*ages), step=20, ticket=1)
 
 
 def test_land_clears_only_its_own_ticket():
     arena = full_arena()
     arena.ticket_of[:3] = [4, 5, 4]
-    lru.land(arena, ids(0, 1, 9), ticket=4)
+    specification.land(arena, ids(0, 1, 9), ticket=4)
     assert arena.ticket_of[:3].tolist() == [0, 5, 4]
 
 
 def test_settle_cleans_used_slots_only():
     arena = full_arena()
     arena.dirty[:3] = 1
-    lru.settle(arena, ids(0, 2))
+    specification.settle(arena, ids(0, 2))
     assert arena.dirty[:3].tolist() == [0, 1, 0]
-    lru.drop(arena, ids(101))
+    specification.drop(arena, ids(101))
     with pytest.raises(AssertionError, match="free slot"):
-        lru.settle(arena, ids(1))
+        specification.settle(arena, ids(1))
 
 
 def test_drop_forgets_a_row_whatever_its_state_and_ignores_the_absent():
     arena = full_arena()
     arena.dirty[0], arena.ticket_of[1] = 1, 9
-    assert lru.drop(arena, np.arange(64, 128, dtype=np.int32)) == 28
-    lru.check(arena, step=11)
+    assert specification.drop(arena, np.arange(64, 128, dtype=np.int32)) == 28
+    specification.check(arena, step=11)
     assert (arena.row_of[:28] == -1).all()
     assert not arena.dirty.any()
     assert not arena.ticket_of.any()
-    assert lru.drop(arena, np.arange(64, 128, dtype=np.int32)) == 0
+    assert specification.drop(arena, np.arange(64, 128, dtype=np.int32)) == 0
 
 
 @pytest.mark.parametrize("held", ["dirty", "in flight", "selected"])
@@ -305,12 +305,12 @@ def test_a_block_is_cleared_only_when_nothing_holds_it(held):
     before = getattr(arena, name)[66]
     getattr(arena, name)[66] = value
     unchanged = state(arena)
-    assert not lru.clear_block(arena, 64, step=6)
+    assert not specification.clear_block(arena, 64, step=6)
     assert state(arena) == unchanged
     getattr(arena, name)[66] = before
-    assert lru.clear_block(arena, 64, step=6)
+    assert specification.clear_block(arena, 64, step=6)
     assert arena.slot_of[60:70].tolist() == [60, 61, 62, 63] + [-1] * 6
-    lru.check(arena, step=6)
+    specification.check(arena, step=6)
 
 
 @pytest.mark.parametrize(
@@ -336,24 +336,24 @@ def test_check_names_what_is_wrong(name, at, value, sentence):
         blocks=ids(0),
         hit_age=arena.hit_age,
     )
-    lru.check(arena, step=11)
+    specification.check(arena, step=11)
     getattr(arena, name)[at] = value
     with pytest.raises(AssertionError, match=sentence):
-        lru.check(arena, step=11)
+        specification.check(arena, step=11)
 
 
 def test_check_knows_states_that_exclude_each_other():
     arena = full_arena()
     arena.dirty[3] = arena.ticket_of[3] = 1
     with pytest.raises(AssertionError, match="3 is dirty and in flight"):
-        lru.check(arena, step=11)
+        specification.check(arena, step=11)
     arena = Arena.alone(row_count=9, slot_count=64)
     arena.dirty[5] = 1
     with pytest.raises(AssertionError, match="5 is free but dirty or in flight"):
-        lru.check(arena, step=11)
+        specification.check(arena, step=11)
     arena.blocks = ids(32)
     with pytest.raises(AssertionError, match="multiple of 64"):
-        lru.check(arena, step=11)
+        specification.check(arena, step=11)
 
 
 class Oracle:
@@ -427,15 +427,17 @@ def test_the_specification_agrees_with_dictionaries(seed):
                 found = [[v for v in line if v >= 0] for line in getattr(split, kind).tolist()]
                 assert found == expected, (step, kind)
         if chance.random() < 0.7:
-            lru.land(arena, np.flatnonzero(arena.ticket_of).astype(np.int32), ticket=2 * step)
+            specification.land(
+                arena, np.flatnonzero(arena.ticket_of).astype(np.int32), ticket=2 * step
+            )
             oracle.ticket = {s: 0 if t == 2 * step else t for s, t in oracle.ticket.items()}
         if chance.random() < 0.5:
             gone = chance.sample(range(row_count), 20)
-            lru.drop(arena, ids(*gone))
+            specification.drop(arena, ids(*gone))
             oracle.drop(gone)
         if chance.random() < 0.3 and oracle.victims(step):
             new, out = chance.choice([r for r in range(row_count) if r not in oracle.slot]), ids(0)
-            assert lru.claim_new(arena, ids(new), step=step, out=out)
+            assert specification.claim_new(arena, ids(new), step=step, out=out)
             slot = oracle.victims(step)[0]
             oracle.give(slot, new, step, 0)
             oracle.dirty.add(slot)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from ess.engine import pace
-from ess.engine.pace import Pace, Seen, drafts_of
+from ess.engine import tpot_control
+from ess.engine.tpot_control import Pace, Seen, drafts_of
 from ess.errors import BadInput
 
 
@@ -47,12 +47,12 @@ class Machine:
                 draft_count=drafts_of(depth, state.verified_max),
                 verified=verified,
             )
-            state = pace.advance(state, seen)
+            state = tpot_control.advance(state, seen)
         return state
 
 
 def fresh(target_ms: float | None = None, verified_max: int = 4, batch_max: int = 64) -> Pace:
-    return pace.start(
+    return tpot_control.start(
         target_ms=target_ms, verified_max=verified_max, batch_max=batch_max, chunk_max=512
     )
 
@@ -171,7 +171,7 @@ def test_a_target_that_nothing_meets_still_admits_one():
     state = Machine(1.0, 0.1, 0.1, 0.5).run(fresh(target_ms=1), 1, 50)
     assert state.batch_limit == 1
     assert state.chunk_limit == 512, "nothing is known of chunks yet"
-    state = pace.advance(state, Seen(chunk_tokens=100, chunk_seconds=1.0))
+    state = tpot_control.advance(state, Seen(chunk_tokens=100, chunk_seconds=1.0))
     assert state.chunk_limit == 64
 
 
@@ -179,7 +179,7 @@ def test_chunks_fill_what_the_batch_leaves_in_whole_pages():
     state = Machine(0.020, 0.001, 0.0, 0.5, noise=0).run(
         fresh(target_ms=50, verified_max=1), 10, 50
     )
-    state = pace.advance(state, Seen(chunk_tokens=64, chunk_seconds=0.0064))
+    state = tpot_control.advance(state, Seen(chunk_tokens=64, chunk_seconds=0.0064))
     assert state.chunk_limit == 192, "20 ms are left, a token takes 0.1"
 
 

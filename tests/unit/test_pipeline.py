@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ess.engine.chunking import Chunking, PrefillTime
 from ess.errors import BadInput
-from ess.sim import prefill_rows
-from ess.sim.pipeline import Pipeline, autotune, chunked, exhaustive, prefill
+from ess.sim.prefill import published_rows
+from ess.sim.prefill.chunking import Chunking, PrefillTime
+from ess.sim.prefill.pipeline import Pipeline, autotune, chunked, exhaustive, prefill
 
 TIME = PrefillTime(quadratic=2e-9, linear=5e-5)
 EVEN = Pipeline.of_layers(layers=60, stages=4)
@@ -79,7 +79,7 @@ def test_the_tuner_finds_what_exhaustive_search_finds(stages: int, overhead: flo
 
 def test_the_published_rows() -> None:
     """Static rows are met by the fit; of the others, those that were reached stay reached."""
-    rows = prefill_rows.predictions()
+    rows = published_rows.predictions()
     errors = {one.name: one.error for one in rows if not one.fitted}
     fitted = [one for one in rows if one.fitted]
     assert all(abs(one.error) < 1e-3 for one in fitted)

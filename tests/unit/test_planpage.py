@@ -13,10 +13,11 @@ import pytest
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.server import planpage
-from ess.server.cli import main
-from ess.sim import misses, tables
-from ess.sim.operators import Fitted, Operators
+from ess.server.commands import planpage
+from ess.server.commands.cli import main
+from ess.sim.locality import misses
+from ess.sim.operators import tables
+from ess.sim.operators.stages import Fitted, Operators
 from ess.sim.plan import Ask, Planner
 
 TIB = 1 << 40

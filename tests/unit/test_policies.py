@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ess.bench import brute
+from ess.bench.paper import lru_bruteforce
 from ess.errors import BadInput
-from ess.sim import laboratory
-from ess.sim.curves import miss_curve
-from ess.sim.laboratory import Start
-from ess.sim.oracles import Min, Sieve, next_uses
-from ess.sim.policies import Fifo, PlannerLru, Random, ScoreEma, SelectionEma
-from ess.sim.selections import LayerProfile, Load
-from ess.sim.workloads import Step, Workload, generated
+from ess.sim.locality import laboratory
+from ess.sim.locality.curves import miss_curve
+from ess.sim.locality.laboratory import Start
+from ess.sim.locality.oracles import Min, Sieve, next_uses
+from ess.sim.locality.policies import Fifo, PlannerLru, Random, ScoreEma, SelectionEma
+from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.workloads import Step, Workload, generated
 
 SMALL = Load(context=400, step_count=60, query_count=2, top_k=32, recent=2, seed=5)
 QUIET = LayerProfile(hot=70, cold=3, drift=1.0)
@@ -46,7 +46,7 @@ def lru_misses(workload: Workload, slots: int, *, warm: bool = False) -> list[in
 @pytest.mark.parametrize("slots", [64, 128, 192])
 def test_planner_lru_is_the_lru_of_a_dictionary(slots: int) -> None:
     workload = generated(SMALL, QUIET)
-    expected = brute.lru_misses(workload, slots=slots)
+    expected = lru_bruteforce.lru_misses(workload, slots=slots)
     assert lru_misses(workload, slots) == expected
     assert sum(expected[5:]) > 0
 
@@ -60,7 +60,7 @@ def test_min_is_optimal_by_exhaustive_search(seed: int, *, bypass: bool) -> None
         future = next_uses(workload)
         policy = Min(workload, slots=slots, future=future, bypass=bypass)
         found = sum(laboratory.run(workload, {"min": policy})["min"].misses)
-        assert found == brute.fewest_misses(workload, slots=slots, bypass=bypass)
+        assert found == lru_bruteforce.fewest_misses(workload, slots=slots, bypass=bypass)
 
 
 def test_bypass_needs_no_more_than_forced_and_both_no_more_than_lru() -> None:
@@ -162,7 +162,7 @@ def test_warm_up_removes_the_cold_start_and_fetching_ahead_is_counted() -> None:
     policy = PlannerLru(workload, slots=128, top_k=32)
     cold, warm = lru_misses(workload, 128), lru_misses(workload, 128, warm=True)
     assert warm[0] < cold[0] / 2
-    replayed = brute.lru_misses(workload, slots=128, warm=True)
+    replayed = lru_bruteforce.lru_misses(workload, slots=128, warm=True)
     assert warm[0] == replayed[0], "the same rows at the same ages, though in other slots"
     assert sum(warm) == pytest.approx(sum(replayed), rel=0.05)
     start = Start(warm=True, ahead=6)
@@ -180,7 +180,7 @@ def test_the_curve_equals_simulation_at_every_size(recent: int) -> None:
     curve = miss_curve(workload)
     assert 24 <= curve.slots_min <= 50
     for slots in range(curve.slots_min, workload.row_count + 1, 31):
-        missed = np.mean(brute.recency_misses(workload, slots=slots))
+        missed = np.mean(lru_bruteforce.recency_misses(workload, slots=slots))
         assert curve.at(slots) == pytest.approx(missed, abs=1e-12)
     with pytest.raises(BadInput, match="fewer than"):
         curve.at(curve.slots_min - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ess.door import Offload
 from ess.door.residency import PATIENCE
-from ess.flashtrans import ManualLane
+from tests.support.manual_lane import ManualLane
 from tests.unit.test_door import LAYOUT, make, opened, rows, selection
 
 CHUNK_BYTES = LAYOUT.group_layers_max * LAYOUT.page_bytes

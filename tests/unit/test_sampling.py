@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from ess.engine.grammar import GRAMMAR_BYTES_MAX, Grammar
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.grammar import GRAMMAR_BYTES_MAX, Grammar
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 
 
@@ -79,7 +79,7 @@ def test_the_host_is_needed_where_the_past_counts():
 
 def test_a_server_can_refuse_without_torch():
     code = (
-        "import sys; import ess.engine.sampling, ess.engine.stops, ess.engine.grammar\n"
+        "import sys\nfrom ess.engine.tokens import grammar, sampling, stops\n"
         "sys.exit('torch' in sys.modules or 'llguidance' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ess.engine import scheduler
-from ess.engine.batch import StepPlan
+from ess.engine.plan import StepPlan
 from ess.engine.request import Request
 from ess.engine.roster import Roster
-from ess.engine.sampling import Sampling
+from ess.engine.tokens.sampling import Sampling
 
 
 def crowd(*states: tuple[str, dict[str, int]]) -> Roster:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.sim import laboratory, profiles
-from ess.sim.curves import miss_curve
-from ess.sim.policies import PlannerLru
-from ess.sim.selections import COLD_SCORE, LayerProfile, LayerStream, Load
-from ess.sim.similarity import containment, neighbour_fetch, step_similarity
-from ess.sim.workloads import generated, recorded, write_trace
+from ess.sim.locality import laboratory, profiles
+from ess.sim.locality.curves import miss_curve
+from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.selections import COLD_SCORE, LayerProfile, LayerStream, Load
+from ess.sim.locality.similarity import containment, neighbour_fetch, step_similarity
+from ess.sim.locality.workloads import generated, recorded, write_trace
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 
 LOAD = Load(context=3000, step_count=12, query_count=2, top_k=128, recent=8, seed=4)

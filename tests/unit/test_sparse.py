@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ess.layout import ModelLayout, RowCodec
-from ess.pool.arena import Split
+from ess.pool.lru.arena import Split
 from ess.pool.sparse import FIRST_STEP, SparsePool, even_owners, share_out
 
 GROUPED = ModelLayout(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ess.models
-from ess.engine.stops import Reader, Released, StopText
+from ess.engine.tokens.stops import Reader, Released, StopText
 from ess.errors import BadInput
 from ess.models.tokenizer import Tokenizer
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from ess.errors import Unavailable
 
+FOLDERS: Final = ("flashtrans", "residency")
 HEADERS: Final = ("device.cuh", "move.cuh", "phases.cuh", "resolve.cuh")
 ARCHITECTURES: Final = ("sm_90a", "sm_100a")
 
@@ -65,7 +66,9 @@ class Compiled:
 
 
 def source_text(file: str) -> str:
-    return (resources.files("ess") / "csrc" / "flashtrans" / file).read_text(encoding="utf-8")
+    folders = (resources.files("ess") / "csrc" / folder for folder in FOLDERS)
+    [path] = [folder / file for folder in folders if (folder / file).is_file()]
+    return path.read_text(encoding="utf-8")
 
 
 def compile_program(program: Program, arch: str) -> Compiled:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ess.models.tiny.shape import Shape
+from ess.models.tiny.trainer.shape import Shape
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ess.models.tiny.card import card_text
+from ess.models.tiny.trainer.card import card_text
 
 NUMBERS = {
     "dtype": "bfloat16",

@@ -9,7 +9,7 @@ import torch
 
 from ess.errors import BadInput
 from ess.models.registry import read_config
-from ess.models.tiny.evaluate import (
+from ess.models.tiny.trainer.evaluate import (
     CONTEXT,
     WINDOW,
     Drafts,
@@ -18,11 +18,11 @@ from ess.models.tiny.evaluate import (
     score_tokens,
     windows,
 )
-from ess.models.tiny.experts import Gate
-from ess.models.tiny.export import export, load_network, published_tensors
-from ess.models.tiny.network import Network
-from ess.models.tiny.shape import Shape
-from ess.models.tiny.stored import read_checkpoint
+from ess.models.tiny.trainer.experts import Gate
+from ess.models.tiny.trainer.export import export, load_network, published_tensors
+from ess.models.tiny.trainer.network import Network
+from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.stored import read_checkpoint
 from ess.models.weights.shapes import expected_tensors
 
 

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.models.tiny import stages
-from ess.models.tiny.attention import attend, causal_mask
-from ess.models.tiny.experts import Moe, balance
-from ess.models.tiny.losses import cross_entropy, soft_cross_entropy, token_nats
-from ess.models.tiny.network import Network, Trace, rope_tables, softmax_scale
-from ess.models.tiny.shape import Shape
+from ess.models.tiny.trainer import stages
+from ess.models.tiny.trainer.attention import attend, causal_mask
+from ess.models.tiny.trainer.experts import Moe, balance
+from ess.models.tiny.trainer.losses import cross_entropy, soft_cross_entropy, token_nats
+from ess.models.tiny.trainer.network import Network, Trace, rope_tables, softmax_scale
+from ess.models.tiny.trainer.shape import Shape
 
 
 def _grown(*tensors: Tensor) -> list[Tensor]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.models.tiny.network import Network
-from ess.models.tiny.optimiser import (
+from ess.models.tiny.trainer.network import Network
+from ess.models.tiny.trainer.optimiser import (
     Flats,
     Job,
     bind,
@@ -16,7 +16,7 @@ from ess.models.tiny.optimiser import (
     share_out,
     trained_pieces,
 )
-from ess.models.tiny.shape import Shape
+from ess.models.tiny.trainer.shape import Shape
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from ess.errors import BadInput
 from ess.models.registry import read_config
-from ess.models.tiny.shape import Shape
+from ess.models.tiny.trainer.shape import Shape
 from ess.models.weights.blocks import dequantise, quantise
 from ess.models.weights.shapes import expected_tensors
 from ess.units import div_ceil

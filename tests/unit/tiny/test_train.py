@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.models.tiny import stages, team, train
-from ess.models.tiny.optimiser import pieces_of, trained_pieces
-from ess.models.tiny.shape import Shape
-from ess.models.tiny.team import Common, Team, gather_common, sample
+from ess.models.tiny.trainer import stages, team, train
+from ess.models.tiny.trainer.optimiser import pieces_of, trained_pieces
+from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.team import Common, Team, gather_common, sample
 
 SHORT = tuple(dataclasses.replace(stage, length=24, rows=2, parts=2) for stage in stages.STAGES)
 

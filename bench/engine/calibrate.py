@@ -1,0 +1,238 @@
+"""What the live policy starts from: stage times, link rate and misses of the embedded model here.
+
+Decode steps run under NONE, DA and DBA over text of the Python manual, in an arena of a fifth of
+the context. What a schedule costs beyond NONE is the difference between the same steps under both:
+two attentions and a merge instead of one, two selections instead of one. Each constant is a line
+`fixed + each * count` through the times of all batches, or a multiple where a line would start
+below zero. Misses are per request and step of two tokens, by layer and context.
+
+`ess-bench calibrate --out FILE` writes what `EngineConfig(calibration=FILE)` reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import pydoc_data.topics
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from ess.bench.harness.report import Row
+from ess.cost import Calibration
+from ess.door import Offload
+from ess.door.stats import Stats
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.step.tuning import ATTENTION
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput
+from ess.models.load import EMBEDDED, load_model
+from ess.models.model import Model
+from ess.models.tokenizer import Tokenizer
+from ess.overlap.calibration import MISSES, PREFIX, RATE
+from ess.units import PAGE_ROWS, div_ceil
+
+RATIO: Final = 0.2
+SETTLE_STEPS: Final = 6
+CHUNK: Final = 512
+UNDISTURBED: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Times at one context and several batches, misses at several contexts and the second batch."""
+
+    context: int
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    steps: int
+
+
+FULL: Final = Plan(context=1024, batches=(1, 2, 4), contexts=(1024, 4096), steps=24)
+SMOKE: Final = Plan(context=320, batches=(1, 2), contexts=(320,), steps=3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Over the steps of one batch, per layer: a low quantile, since what else the machine does
+    comes on top."""
+
+    query_count: int
+    key_count: float
+    pre_attn_us: float
+    attend_us: float
+    select_us: float
+    bytes_per_us: float
+
+
+def calibrate_benchmark(*, smoke: bool) -> list[Row]:
+    plan, model = SMOKE if smoke else FULL, load_model()
+    with one_thread_less():
+        rows = _constant_rows(model, plan)
+        return rows + [row for context in plan.contexts for row in _miss_rows(model, context, plan)]
+
+
+@contextlib.contextmanager
+def one_thread_less() -> Iterator[None]:
+    """Compute leaves a core to the copy lane, if there is more than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _constant_rows(model: Model, plan: Plan) -> list[Row]:
+    seen = {
+        mode: [_times(model, mode, batch, plan) for batch in plan.batches]
+        for mode in ("none", "da", "dba")
+    }
+    constants = fitted(seen["none"], seen["da"], seen["dba"])
+    config = {"context": plan.context, "batches": list(plan.batches), "mtp": 1}
+    rate = statistics.median(one.bytes_per_us for one in seen["none"])
+    return [
+        *(
+            Row(name=PREFIX + one.name, value=getattr(constants, one.name), unit="us")
+            for one in fields(constants)
+        ),
+        Row(name=PREFIX + RATE, value=rate, unit="B/us", config=config),
+    ]
+
+
+def fitted(none: Sequence[Times], da: Sequence[Times], dba: Sequence[Times]) -> Calibration:
+    """Constants from the same batches under three schedules."""
+    queries = [one.query_count for one in none]
+    pre_fixed, pre_each = line(queries, [one.pre_attn_us for one in none])
+    index_fixed, index_each = line([one.key_count for one in none], [one.select_us for one in none])
+    splits = [max(0.0, b.attend_us - a.attend_us) for a, b in zip(none, da, strict=True)]
+    split_fixed, split_each = line(queries, splits)
+    halving = [
+        b.select_us - a.select_us for a, b in zip(none, dba, strict=True) if b.query_count > 1
+    ]
+    return Calibration(
+        pre_attn_fixed_us=pre_fixed,
+        pre_attn_query_us=pre_each,
+        attend_query_us=statistics.median(one.attend_us / one.query_count for one in none),
+        index_fixed_us=index_fixed,
+        index_key_us=index_each,
+        split_fixed_us=split_fixed,
+        split_query_us=split_each,
+        index_split_us=max(0.0, statistics.median(halving)),
+    )
+
+
+def line(counts: Sequence[float], times_us: Sequence[float]) -> tuple[float, float]:
+    """(fixed, each), neither below zero: a multiple or a constant where the best line has one."""
+    each, fixed = np.polyfit(counts, times_us, 1)
+    if fixed < 0:
+        return 0.0, float(np.dot(counts, times_us) / np.dot(counts, counts))
+    if each < 0:
+        return float(np.mean(times_us)), 0.0
+    return float(fixed), float(each)
+
+
+def _times(model: Model, mode: str, batch: int, plan: Plan) -> Times:
+    made = settled_engine(model, context=plan.context, batch=batch, steps=plan.steps, modes=mode)
+    steps = []
+    for before, after in _steps(made, plan.steps):
+        timeline = made.tuning.timeline
+        layers = made.offload.layout.layer_count
+        moved_ns = int((after.transfer_ns - before.transfer_ns).sum())
+        moved = int((after.fetched_bytes - before.fetched_bytes).sum())
+        steps.append(
+            (
+                timeline.total_us("pre_attn") / layers,
+                timeline.total_us(*ATTENTION) / layers,
+                timeline.total_us("select") / layers,
+                moved_ns / moved if moved else math.nan,
+            )
+        )
+    made.offload.close()
+    pre_attn_us, attend_us, select_us, byte_ns = np.nanquantile(
+        np.array(steps), UNDISTURBED, axis=0
+    ).tolist()
+    return Times(
+        query_count=batch,
+        key_count=batch * (plan.context + SETTLE_STEPS + plan.steps / 2),
+        pre_attn_us=pre_attn_us,
+        attend_us=attend_us,
+        select_us=select_us,
+        bytes_per_us=1e3 / byte_ns,
+    )
+
+
+def _miss_rows(model: Model, context: int, plan: Plan) -> list[Row]:
+    batch = plan.batches[1]
+    made = settled_engine(
+        model, context=context, batch=batch, steps=plan.steps, mtp=2, modes="none"
+    )
+    pairs = list(_steps(made, plan.steps))
+    first, last = pairs[0][0], pairs[-1][1]
+    step_count = last.step_count - first.step_count
+    missed = (last.miss_count - first.miss_count) / (step_count * batch)
+    made.offload.close()
+    layout = made.offload.layout
+    return [
+        Row(
+            name=PREFIX + MISSES,
+            value=float(missed[layout.group_of(layer)]),
+            unit="rows",
+            config={"context": context, "layer": layer, "ratio": RATIO, "mtp": 2},
+        )
+        for layer in range(layout.layer_total)
+    ]
+
+
+def _steps(made: Engine, count: int) -> Iterator[tuple[Stats, Stats]]:
+    """What was before and after each of `count` steps, once every request decodes."""
+    for _ in range(SETTLE_STEPS):
+        made.step()
+    for _ in range(count):
+        made.offload.drain()
+        before = made.offload.stats()
+        made.step()
+        yield before, made.offload.stats()
+
+
+def settled_engine(
+    model: Model, *, context: int, batch: int, steps: int, mtp: int = 1, **config: Any
+) -> Engine:
+    """`batch` prompts of `context` tokens, prefilled, over an arena of `RATIO` of their rows."""
+    kept = model.config
+    if mtp == 1:
+        kept = msgspec.structs.replace(kept, mtp_layer_count=0)
+    layout = kept.layout(name="ess-embedded")
+    chunk_count = batch * div_ceil(context, CHUNK)
+    tokens_max = mtp * (steps + SETTLE_STEPS + chunk_count + 2)
+    longest = context + tokens_max
+    floor = max(int(RATIO * context), layout.top_k + mtp)
+    offload = Offload.create(
+        layout,
+        slot_bytes=layout.group_count * layout.page_bytes * div_ceil(batch * floor, PAGE_ROWS),
+        host_bytes=batch * div_ceil(longest, PAGE_ROWS) * layout.host_page_bytes,
+        length_max=longest,
+        slot_floor=floor,
+    )
+    made = Engine(model, offload, EngineConfig(mtp=mtp, chunk_tokens=CHUNK, **config))
+    requests = [made.add(ids, Sampling(tokens_max=tokens_max)) for ids in texts(batch, context)]
+    while any(request.state != "decoding" for request in requests):
+        made.step()
+    return made
+
+
+@functools.cache
+def texts(count: int, length: int) -> list[list[int]]:
+    """Different pages of the Python manual, from the standard library."""
+    whole = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    ids = Tokenizer(EMBEDDED).encode(whole[: 8 * count * length])
+    if len(ids) < count * length:
+        raise BadInput(f"{len(ids)} tokens of text, {count} contexts of {length} need more")
+    return [ids[at * length : (at + 1) * length] for at in range(count)]

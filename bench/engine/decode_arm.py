@@ -1,0 +1,193 @@
+"""One way to decode a batch at a context: pools, engine and requests, ready to step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.bench.engine.resident_baseline import Whole
+from ess.bench.harness.prefix import Prefix
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.request import Request
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput, BadState
+from ess.kernels.streams import Lane
+from ess.layout import ModelLayout
+from ess.units import PAGE_ROWS, div_ceil
+
+STAGGER: Final = PAGE_ROWS
+"""Tokens between the lengths of neighbours in a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What is decoded: `batch` requests of about `context` tokens, `steps` times `mtp` tokens."""
+
+    context: int
+    batch: int
+    mtp: int
+    steps: int
+    temperature: float = 0.0
+
+    @property
+    def tokens_max(self) -> int:
+        """Also for the steps in which the batch fills up, one prompt each."""
+        return (self.steps + self.batch + 1) * self.mtp
+
+    @property
+    def length_max(self) -> int:
+        return self.context + 1 + self.tokens_max
+
+    def lengths(self) -> list[int]:
+        """Neighbours differ, so that they continue different sentences.
+
+        One more than whole pages: then one page, which is enough for warm-up, is prefilled.
+        """
+        longest = self.context // PAGE_ROWS * PAGE_ROWS + 1
+        if longest - STAGGER * (self.batch - 1) < 2 * PAGE_ROWS:
+            raise BadInput(f"a batch of {self.batch} needs a context beyond {self.context} tokens")
+        return [longest - STAGGER * place for place in range(self.batch)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How it is decoded. A ratio is slots over context; None means without residency."""
+
+    name: str
+    mode: Any
+    ratio: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Taken:
+    """What steps took: seconds, tokens, and missed rows [step, group]."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    misses: list[npt.NDArray[np.int64]] = field(default_factory=list)
+
+
+class Arm:
+    """An engine that stands right before its first decode step."""
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        shape: Shape,
+        way: Way,
+        *,
+        lane: Lane | None = None,
+        kind: type[Offload] | None = None,
+    ) -> None:
+        self.shape, self.way = shape, way
+        chosen = kind or (Whole if way.ratio is None else Offload)
+        self.offload = _offload(prefix.layout, shape, way, chosen, lane)
+        self.engine = Engine(
+            prefix.model,
+            self.offload,
+            EngineConfig(
+                modes=way.mode,
+                mtp=shape.mtp,
+                batch_max=shape.batch,
+                query_max=shape.batch * shape.mtp,
+                warm=way.ratio is not None,
+                budget_every=64 if way.ratio is not None and way.ratio < 1.0 else 0,
+            ),
+        )
+        self.taken = Taken()
+        self.requests = self._enter(prefix)
+        self._misses = self.offload.stats().miss_count
+
+    def _enter(self, prefix: Prefix) -> list[Request]:
+        """All prompts are prefix cache but for their last pages, which are prefilled for real."""
+        shape = self.shape
+        tokens = prefix.tokens(shape.lengths()[0])
+        vocabulary = prefix.model.config.vocab_size
+        prompts = [
+            [(tokens[0] + place) % vocabulary, *tokens[1:length]]
+            for place, length in enumerate(shape.lengths())
+        ]
+        lay_in(self.offload, prefix, prompts)
+        requests = [
+            self.engine.add(
+                prompt,
+                Sampling(tokens_max=shape.tokens_max, temperature=shape.temperature, seed=place),
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+        while any(one.state != "decoding" for one in requests):
+            self.engine.step()
+            if self.engine.refusal is not None:
+                raise BadState(f"{self.way.name}: a request does not fit: {self.engine.refusal}")
+        return requests
+
+    def step(self) -> None:
+        started = time.perf_counter()
+        result = self.engine.step()
+        self.taken.seconds.append(time.perf_counter() - started)
+        if len(result.made) != self.shape.batch:
+            raise BadState(f"{self.way.name}: a request ended early, after {self.taken.tokens}")
+        self.taken.tokens.append(sum(len(made.tokens) for made in result.made))
+        seen = self.offload.stats().miss_count
+        self.taken.misses.append(seen - self._misses)
+        self._misses = seen
+
+    def forget(self) -> None:
+        """What was counted so far was warm-up."""
+        self.taken = Taken()
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        return [one.output for one in self.requests]
+
+    def close(self) -> None:
+        self.offload.close()
+
+
+def lay_in(offload: Offload, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> None:
+    """The prefix's rows and keys as cached pages of every prompt; they differ in their first token,
+    so no two share a page."""
+    count = max(len(prompt) for prompt in prompts)
+    sequences = [offload.open(prompt) for prompt in prompts]
+    for layer in range(prefix.layout.layer_total):
+        rows = prefix.rows(layer, count)
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            offload.import_rows(sequence, layer=layer, start=0, rows=rows[: len(prompt)])
+    for group, layers in enumerate(prefix.layout.groups):
+        keys = prefix.keys(group, count)
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            offload.import_keys(sequence, layer=layers[0], start=0, keys=keys[: len(prompt)])
+    for sequence in sequences:
+        offload.fill(sequence, row_max=0)  # takes notice of what has arrived, which publishes it
+        sequence.close()
+
+
+def slots_each(layout: ModelLayout, shape: Shape, ratio: float) -> int:
+    """Slots per request and group that a ratio asks for, at least what one step writes."""
+    return max(shape.mtp, min(int(ratio * shape.context), shape.length_max))
+
+
+def _offload(
+    layout: ModelLayout, shape: Shape, way: Way, kind: type[Offload], lane: Lane | None
+) -> Offload:
+    each = 1 if way.ratio is None else slots_each(layout, shape, way.ratio)
+    if way.ratio is not None and way.ratio >= 1.0:
+        each = div_ceil(shape.length_max + 1, PAGE_ROWS) * PAGE_ROWS
+    chunks = div_ceil(each * shape.batch, PAGE_ROWS) * layout.group_count
+    pages = shape.batch * (div_ceil(shape.length_max, PAGE_ROWS) + 2)
+    return kind.create(
+        layout,
+        slot_bytes=chunks * layout.group_layers_max * layout.page_bytes,
+        host_bytes=pages * layout.host_page_bytes,
+        sequence_max=shape.batch,
+        length_max=shape.length_max + PAGE_ROWS,
+        query_max=max(shape.batch * shape.mtp, 1),
+        slot_floor=max(1, min(each, shape.length_max)),
+        lane=lane,
+    )

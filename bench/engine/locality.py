@@ -1,0 +1,247 @@
+"""Is there locality to live on? Measured on real text, layer by layer.
+
+Similarities by the paper's formulas, misses against the ratio of slots to context under the
+product's own planner and under Belady's MIN, warm-up on and off, and what MTP's drafts are worth.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ess import console
+from ess.bench.engine.analysis import EARLY_STEPS, Locality, analyse, slots_for
+from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.record_trace import record
+from ess.bench.engine.sim_vs_engine import least_slots, twin_row
+from ess.bench.engine.step import compute_threads, prefix_row
+from ess.bench.harness import machine, report
+from ess.bench.harness.folders import default_folder
+from ess.bench.harness.lists import shares, size
+from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
+from ess.bench.harness.report import Row
+from ess.bench.harness.text import token_ids
+from ess.models.load import load_model
+from ess.pool.lru.arena import BLOCK_SLOTS
+from ess.trace import TraceReader
+
+TWIN_RATIO_MAX: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    context: int = 4096
+    mtp: int = 2
+    queries: int = 512
+    ratios: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 0.7)
+    segment: int = SEGMENT
+    steps: int = 24
+
+
+SMOKE: Final = Plan(context=704, queries=64, ratios=(0.5,), segment=704, steps=4)
+
+
+def locality_benchmark(*, smoke: bool) -> list[Row]:
+    return rows_of(SMOKE if smoke else Plan(), folder=None if smoke else default_folder())
+
+
+def locality(
+    *,
+    ctx: str = "4k",
+    mtp: int = 2,
+    ratio: str = "0.1,0.2,0.3,0.5,0.7",
+    queries: int = 512,
+    text: Path | None = None,
+    record: Path | None = None,
+    plot: Path | None = None,
+    json: bool = False,
+    out: Path | None = None,
+) -> None:
+    """Locality of the embedded model's selections on real text.
+
+    Parameters
+    ----------
+    ctx
+        Context length; up to 4k it is prefilled whole.
+    mtp
+        Tokens verified per step.
+    ratio
+        Slots over context, a list.
+    queries
+        Tokens read behind the context.
+    text
+        Read this text; by default Python's own reference.
+    record
+        Keep the recorded selections in this file.
+    plot
+        Draw the plots into this folder.
+    json
+        Print the JSON document on stdout.
+    out
+        Also write the JSON document to this file.
+    """
+    for option, path in (("--out", out), ("--record", record), ("--plot", plot)):
+        console.check_folder(option, path)
+    if plot is not None:
+        from ess.bench.harness import plots
+
+        plots.require()
+    plan = Plan(
+        context=size("--ctx", ctx), mtp=mtp, queries=queries, ratios=tuple(shares("--ratio", ratio))
+    )
+    measured_on = machine.machine()
+    rows = rows_of(plan, folder=default_folder(), text=text, record_to=record, plot=plot)
+    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
+    report.present(document, json=json, out=out)
+
+
+def rows_of(
+    plan: Plan,
+    *,
+    folder: Path | None,
+    text: Path | None = None,
+    record_to: Path | None = None,
+    plot: Path | None = None,
+) -> list[Row]:
+    torch.set_num_threads(compute_threads())
+    ids, name = token_ids(text)
+    model = load_model()
+    prefix = build_prefix(
+        model,
+        model.config.layout(name="ess-embedded"),
+        ids,
+        length=plan.context,
+        text=name,
+        segment=plan.segment,
+        distinct=max(DISTINCT, plan.context),
+        folder=folder,
+    )
+    found = observe(prefix, ids, plan, record_to)
+    if plot is not None:
+        from ess.bench.harness import plots
+
+        plots.draw_locality(found, plot)
+    return [
+        prefix_row(prefix, plan.context),
+        *similarity_rows(found),
+        *ratio_rows(found),
+        *warm_rows(found),
+        *twin_rows(prefix, plan),
+        *acceptance_rows(prefix, plan),
+    ]
+
+
+def observe(prefix: Prefix, ids: list[int], plan: Plan, record_to: Path | None) -> Locality:
+    with tempfile.TemporaryDirectory() as place:
+        path = record_to or Path(place) / "selections.trace"
+        console.note(f"reading {plan.queries} tokens behind {plan.context:,} ...")
+        record(path, prefix, ids, query_count=plan.queries, mtp=plan.mtp)
+        with TraceReader(path) as reader:
+            return analyse(reader, context=plan.context, ratios=list(plan.ratios))
+
+
+def _config(found: Locality, **more: Any) -> dict[str, Any]:
+    return {"ctx": found.context, "mtp": found.mtp, "k": found.top_k, **more}
+
+
+def _listed(values: list[float], digits: int) -> str:
+    return " ".join(f"{value:.{digits}f}" for value in values)
+
+
+def similarity_rows(found: Locality) -> list[Row]:
+    return [
+        Row(
+            name=name,
+            value=float(np.mean(values)),
+            unit="of k",
+            config=_config(found, by_layer=_listed(values, 2)),
+            samples=values,
+        )
+        for name, values in (
+            ("similarity to the token before (intra-layer)", found.within),
+            ("similarity to the layer before (inter-layer)", found.between),
+        )
+    ]
+
+
+def ratio_rows(found: Locality) -> list[Row]:
+    rows = []
+    for ratio, lru, least in zip(found.ratios, found.lru, found.least, strict=True):
+        mean, best = float(np.mean(lru)), float(np.mean(least))
+        rows.append(
+            Row(
+                name=f"misses per layer and step at ratio {ratio:g}, LRU",
+                value=mean,
+                unit="rows",
+                baseline="MIN",
+                baseline_value=best,
+                ratio=best / mean if mean else 1.0,
+                config=_config(
+                    found,
+                    slots=slots_for(ratio, found.context),
+                    hits=f"{1 - mean / (found.mtp * found.top_k):.1%}",
+                    by_layer=_listed(lru, 0),
+                ),
+                samples=lru,
+            )
+        )
+    return rows
+
+
+def warm_rows(found: Locality) -> list[Row]:
+    """At ratio 0.2, from an arena that a new request finds: warmed by 32 windows, or empty."""
+    rows = []
+    for count in (1, EARLY_STEPS):
+        warm, cold = float(np.mean(found.warm[:count])), float(np.mean(found.cold[:count]))
+        what = "the first step" if count == 1 else f"the first {len(found.warm)} steps"
+        rows.append(
+            Row(
+                name=f"misses per layer in {what}, warmed",
+                value=warm,
+                unit="rows",
+                baseline="not warmed",
+                baseline_value=cold,
+                ratio=cold / warm if warm else None,
+                config=_config(found, ratio=0.2),
+                samples=found.warm[:count],
+            )
+        )
+    return rows
+
+
+def twin_rows(prefix: Prefix, plan: Plan) -> list[Row]:
+    """At a fifth, or at the least share that holds what a step selects; none in a short context."""
+    least = (least_slots(prefix.layout, plan.mtp) + BLOCK_SLOTS) / plan.context
+    if least > TWIN_RATIO_MAX:
+        return []
+    ratio = max(0.2, least)
+    return [twin_row(prefix, ratio=ratio, mtp=plan.mtp, steps=plan.steps)]
+
+
+def acceptance_rows(prefix: Prefix, plan: Plan) -> list[Row]:
+    """Of the model's own text: greedy repeats itself and flatters drafts; drawn text does not."""
+    rows = []
+    for name, temperature in (("greedy", 0.0), ("drawn at temperature 1", 1.0)):
+        shape = Shape(
+            context=plan.context, batch=1, mtp=plan.mtp, steps=plan.steps, temperature=temperature
+        )
+        arm = Arm(prefix, shape, Way(name=name, mode="none", ratio=0.5))
+        for _ in range(plan.steps):
+            arm.step()
+        arm.close()
+        each = float(np.mean(arm.taken.tokens))
+        rows.append(
+            Row(
+                name=f"tokens accepted per step, {name}",
+                value=each,
+                unit="tokens",
+                config={"ctx": plan.context, "mtp": plan.mtp, "steps": plan.steps},
+                samples=[float(one) for one in arm.taken.tokens],
+            )
+        )
+    return rows

@@ -1,0 +1,204 @@
+"""How much of a decode step is not model math, in thread time, so that a busy machine counts less.
+
+Model math is the compiled stages (projections, experts, head, and the norms and rotations between
+them), the indexer and attention. The share of products in the stages is measured in further steps,
+which run every stage again and then its products alone; in the stricter of the two rows, what of a
+stage is not a product counts as overhead.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.step import Plan, prepared
+from ess.bench.harness import report
+from ess.bench.harness.folders import default_folder
+from ess.bench.harness.lists import sizes
+from ess.bench.harness.prefix import Prefix
+from ess.bench.harness.report import Row
+from ess.errors import BadInput, Unavailable
+from ess.kernels.cpu import attend, index, native, stage
+
+STEPS: Final = 24
+WARM_UP_STEPS: Final = 4
+INSIDE_STEPS: Final = 5
+TARGET: Final = 0.15
+MODES: Final = ("resident", "none")
+
+
+class Meter:
+    """Thread time inside native compute calls, by name."""
+
+    def __init__(self) -> None:
+        self.ns: Counter[str] = Counter()
+        self._products: dict[int, Any] = {}
+
+    def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            started = time.thread_time_ns()
+            result = run(*arguments)
+            self.ns[name] += time.thread_time_ns() - started
+            return result
+
+        return call
+
+    def twice(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A stage, then again, then its products alone: both with weights and memory at hand."""
+        first, again = self.timed("stages", run), self.timed("again", run)
+        products = self.timed("products", run)
+
+        def call(ready: Any, bound: Any, tokens: int, threads: int) -> None:
+            first(ready, bound, tokens, threads)
+            again(ready, bound, tokens, threads)
+            products(self._products_of(ready), bound, tokens, threads)
+
+        return call
+
+    @contextmanager
+    def reading(self, *, twice: bool) -> Iterator[None]:
+        found = attend.function
+
+        def function(name: str, *types: Any) -> Callable[..., int]:
+            return self.timed(name, found(name, *types))
+
+        run = self.twice(stage._run()) if twice else self.timed("stages", stage._run())
+        with ExitStack() as stack:
+            for home, name, value in (
+                (attend, "function", function),
+                (index, "function", function),
+                (stage, "_run", lambda: run),
+            ):
+                stack.enter_context(mock.patch.object(home, name, value))
+            yield
+
+    def _products_of(self, ready: Any) -> Any:
+        if id(ready) not in self._products:
+            kinds = [stage.KINDS.index(name) for name in ("linear", "experts")]
+            chosen = [op for op in ready.ops[: ready.op_count] if op.kind in kinds]
+            kept = (stage._Op * len(chosen))(*chosen)
+            made = stage._Stage(kept, len(chosen), ready.widths, ready.register_count)
+            self._products[id(ready)] = (ready, made)
+        return self._products[id(ready)][1]
+
+
+def overhead_benchmark(*, smoke: bool) -> list[Row]:
+    return rows_of(512, [2], steps=4) if smoke else rows_of(4096, [16], steps=STEPS)
+
+
+def overhead(
+    *,
+    ctx: str = "4k",
+    batch: str = "16",
+    mtp: int = 1,
+    steps: int = STEPS,
+    json: bool = False,
+    out: Path | None = None,
+) -> None:
+    """The share of a decode step that is not model math, one compute thread.
+
+    Parameters
+    ----------
+    ctx
+        The context.
+    batch
+        Requests per step, a list.
+    mtp
+        Tokens verified per request and step.
+    steps
+        Measured steps.
+    json
+        Print the JSON document on stdout.
+    out
+        Also write the JSON document to this file.
+    """
+    if steps < 1:
+        raise BadInput(f"--steps {steps}: at least one step is measured")
+    if mtp < 1:
+        raise BadInput(f"--mtp {mtp}: at least one token is verified")
+    [context], batches = sizes("--ctx", ctx), sizes("--batch", batch)
+    report.run(lambda: rows_of(context, batches, mtp=mtp, steps=steps), json=json, out=out)
+
+
+def rows_of(context: int, batches: Sequence[int], *, mtp: int = 1, steps: int) -> list[Row]:
+    if not native.available():
+        raise Unavailable(native.why_missing())
+    torch.set_num_threads(1)
+    prefix = prepared(context, Plan(), default_folder(), None)
+    return [
+        row
+        for batch in batches
+        for mode in MODES
+        for row in _rows(prefix, Shape(context=context, batch=batch, mtp=mtp, steps=steps), mode)
+    ]
+
+
+def _rows(prefix: Prefix, shape: Shape, mode: str) -> list[Row]:
+    run = replace(shape, steps=shape.steps + WARM_UP_STEPS + INSIDE_STEPS)
+    arm = Arm(prefix, run, Way(name=mode, mode=mode, ratio=1.0))
+    for _ in range(WARM_UP_STEPS):
+        arm.step()
+    taken = [_measured(arm) for _ in range(shape.steps)]
+    inside = statistics.median(_inside(arm) for _ in range(INSIDE_STEPS))
+    arm.offload.close()
+    medians = {
+        name: statistics.median(ns[name] for ns in taken) / 1e6
+        for name in sorted(set().union(*taken))
+    }
+    config = {"context": shape.context, "batch": shape.batch, "mtp": shape.mtp, "mode": mode}
+    config |= {"products": round(inside, 2)}
+    config |= {f"{name}_ms": round(ms, 2) for name, ms in medians.items() if name != "step"}
+    wide = statistics.median(_outside(ns, 1.0) for ns in taken)
+    strict = statistics.median(_outside(ns, inside) for ns in taken)
+    return [
+        Row(name="step, thread time", value=medians["step"], unit="ms", config=config),
+        _share("overhead: outside of native compute", wide, mode, shape.batch),
+        _share("overhead: all but products, indexer and attention", strict, mode, shape.batch),
+    ]
+
+
+def _measured(arm: Arm) -> Counter[str]:
+    """Thread time of one step: of everything, and of each kind of native call."""
+    meter = Meter()
+    with meter.reading(twice=False):
+        started = time.thread_time_ns()
+        arm.step()
+        meter.ns["step"] = time.thread_time_ns() - started
+    return meter.ns
+
+
+def _inside(arm: Arm) -> float:
+    """The share of the stages' time that goes into products."""
+    meter = Meter()
+    with meter.reading(twice=True):
+        arm.step()
+    return min(1.0, meter.ns["products"] / meter.ns["again"])
+
+
+def _outside(ns: Counter[str], inside: float) -> float:
+    math = inside * ns["stages"] + ns["ess_attend"] + ns["ess_index_top_k"]
+    return 1 - math / ns["step"]
+
+
+def _share(name: str, share: float, mode: str, batch: int) -> Row:
+    return Row(
+        name=name,
+        value=100 * share,
+        unit="%",
+        baseline="at most",
+        baseline_value=100 * TARGET,
+        ratio=TARGET / max(share, 1e-9),
+        target=1.0,
+        met=share <= TARGET,
+        config={"mode": mode, "batch": batch},
+    )

@@ -1,0 +1,177 @@
+"""`ess-bench serve`: what the HTTP server costs per token, with an engine that costs nothing.
+
+Streams read the paced engine's tokens through `ess serve`, two real processes and real sockets. A
+shared machine may give the server less than a core, so events are counted per second of the server
+process's own processor time. From the engine to the socket is time on the wall, of the last stream
+of a step: `waited_for_a_core` says how much of the wall others had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from ess.bench.harness.report import Row
+from ess.errors import BadState
+
+EVENTS_TARGET: Final = 60_000
+SOCKET_MS_TARGET: Final = 5.0
+RUN: Final = "from ess.server.commands.cli import main; raise SystemExit(main())"
+READY_S: Final = 60.0
+BUCKET: Final = re.compile(r'^ess_token_to_socket_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.M)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """`pace_ms` 0 is as fast as it goes; else the load that a decode worker really makes."""
+
+    name: str
+    stream_count: int
+    pace_ms: float
+
+
+ARMS: Final = (
+    Arm(name="as fast as it goes", stream_count=64, pace_ms=0.0),
+    Arm(name="256 streams at 40 tokens/s", stream_count=256, pace_ms=25.0),
+)
+
+
+def serve_benchmark(*, smoke: bool) -> list[Row]:
+    seconds = 1.0 if smoke else 8.0
+    return [row for arm in ARMS for row in _measure(arm, seconds)]
+
+
+def _measure(arm: Arm, seconds: float) -> list[Row]:
+    with served(arm) as (url, pid):
+        began_s, began_cpu_s, began_queued_s = time.monotonic(), cpu_s(pid), queued_s(pid)
+        event_count = asyncio.run(_read(url, arm, seconds))
+        spent_s, spent_cpu_s = time.monotonic() - began_s, cpu_s(pid) - began_cpu_s
+        spent_queued_s = queued_s(pid) - began_queued_s
+        slowest_s = _quantile(_metrics(url), 0.99)
+    per_core = event_count / max(spent_cpu_s, 1e-9)
+    config: dict[str, Any] = {
+        "streams": arm.stream_count,
+        "pace_ms": arm.pace_ms,
+        "events": event_count,
+        "us_per_event": round(1e6 / per_core, 1),
+        "cores_used": round(spent_cpu_s / spent_s, 3),
+        "waited_for_a_core": round(spent_queued_s / spent_s, 3),
+    }
+    if arm.pace_ms == 0.0:
+        return [_row(arm, per_core, EVENTS_TARGET, unit="events/s per core", config=config)]
+    return [_row(arm, slowest_s * 1e3, SOCKET_MS_TARGET, unit="ms p99 to socket", config=config)]
+
+
+def _row(arm: Arm, value: float, target: float, *, unit: str, config: dict[str, Any]) -> Row:
+    """Events are better the more, milliseconds the fewer."""
+    ratio = target / value if unit.startswith("ms") else value / target
+    return Row(
+        name=f"serve, {arm.name}",
+        value=value,
+        unit=unit,
+        baseline="target",
+        baseline_value=target,
+        ratio=ratio,
+        target=1.0,
+        met=ratio >= 1.0,
+        config=config,
+    )
+
+
+@contextlib.contextmanager
+def served(arm: Arm) -> Iterator[tuple[str, int]]:
+    """`ess serve` with the paced engine on a free port; gives the URL and the server's pid."""
+    flags = ["--engine", "paced", "--pace-ms", str(arm.pace_ms), "--port", "0", "--json"]
+    flags += ["--max-running", str(arm.stream_count), "--drain-grace-s", "0", "--drain-s", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, "serve", *flags], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None, "stdout is a pipe"
+        text = ""
+        while not text.endswith("\n}\n"):
+            line = process.stdout.readline()
+            if not line:
+                raise BadState(f"ess serve ended with code {process.wait()}")
+            text += line
+        url = str(json.loads(text)["url"])
+        _wait_ready(url)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+def _wait_ready(url: str) -> None:
+    deadline_s = time.monotonic() + READY_S
+    while True:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{url}/ready", timeout=5).close()
+            return
+        if time.monotonic() > deadline_s:
+            raise BadState(f"ess serve was not ready within {READY_S:g} s")
+        time.sleep(0.05)
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def queued_s(pid: int) -> float:
+    """Time that a process was ready to run and something else had the core."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
+
+
+async def _read(url: str, arm: Arm, seconds: float) -> int:
+    counts = await asyncio.gather(*(_stream(url, seconds) for _ in range(arm.stream_count)))
+    return sum(counts)
+
+
+async def _stream(url: str, seconds: float) -> int:
+    """Events of one endless stream; only their marks are looked for, so the reader is cheap."""
+    body = b'{"prompt":[5,6,7],"max_tokens":100000,"ignore_eos":true,"stream":true}'
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    writer.write(head + body)
+    count, deadline_s = 0, time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline_s:
+            piece = await asyncio.wait_for(reader.read(1 << 16), 10.0)
+            if not piece:
+                raise BadState("a stream ended before its time")
+            count += piece.count(b"data: ")
+    finally:
+        writer.close()
+    return count
+
+
+def _metrics(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def _quantile(text: str, share: float) -> float:
+    """An upper bound: the bucket that the quantile falls into; the last finite one if beyond."""
+    buckets = [(float(bound), float(count)) for bound, count in BUCKET.findall(text)]
+    if not buckets or buckets[-1][1] == 0:
+        raise BadState("the server has timed no token")
+    total = buckets[-1][1]
+    finite = [(bound, count) for bound, count in buckets if bound != float("inf")]
+    return next((bound for bound, count in finite if count >= share * total), finite[-1][0])

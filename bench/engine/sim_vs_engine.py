@@ -1,0 +1,132 @@
+"""The laboratory against the engine: the same selections must miss the same rows, to the row.
+
+An engine decodes and records what each layer selected; the trace is replayed through the planner on
+an arena of the same size that was warmed and filled alike. The replay knows nothing of rejected
+drafts and need not: what they leave is a free slot, and the next step's own row of that very
+position is the first to claim one. The arena must hold a step's whole selection, or rows are read
+in place, which the engine does not count as misses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ess.bench.engine.decode_arm import Arm, Shape, Way, slots_each
+from ess.bench.harness.agreement import agreement
+from ess.bench.harness.prefix import Prefix
+from ess.bench.harness.report import Row
+from ess.door import Offload, Resolution, Sequence, Step
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.workloads import recorded
+from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
+
+
+class Recording(Offload):
+    """One request in NONE, whose selections go to `writer` once it is set."""
+
+    writer: TraceWriter | None = None
+    windows: npt.NDArray[np.int32]
+    start: int
+
+    def warm(self, sequence: Sequence, windows: Any) -> None:
+        self.windows = torch.as_tensor(windows).numpy().copy()
+        self.start = sequence.length
+        super().warm(sequence, windows)
+
+    def resolve(
+        self,
+        layer: int,
+        selection: Any,
+        step: Step,
+        *,
+        first_query: int = 0,
+        part: int | None = None,
+        waits: bool = False,
+    ) -> Resolution:
+        if self.writer is not None:
+            self.writer.write_group(self.layout.group_of(layer), torch.as_tensor(selection).numpy())
+        return super().resolve(
+            layer, selection, step, first_query=first_query, part=part, waits=waits
+        )
+
+    def seal(self, step: Step, *, accepted: Many[int]) -> None:
+        if self.writer is not None:
+            one = RequestStep(
+                request=0,
+                length=int(step.query_start[0]),
+                query_count=step.query_count,
+                accepted=int(accepted[0]),
+            )
+            self.writer.commit_step(step.number, [one])
+        super().seal(step, accepted=accepted)
+
+
+def least_slots(layout: ModelLayout, mtp: int) -> int:
+    """What one step may select and write."""
+    return mtp * (layout.top_k + 1)
+
+
+def twin_row(prefix: Prefix, *, ratio: float, mtp: int, steps: int) -> Row:
+    shape = Shape(context=prefix.length, batch=1, mtp=mtp, steps=steps)
+    if slots_each(prefix.layout, shape, ratio) < least_slots(prefix.layout, mtp):
+        raise BadInput(f"ratio {ratio:g} of {prefix.length} tokens is less than a step selects")
+    arm = Arm(prefix, shape, Way(name="recorded", mode="none", ratio=ratio), kind=Recording)
+    offload = arm.offload
+    assert isinstance(offload, Recording), "create makes what it is called on"
+    header = TraceHeader(
+        layout=prefix.layout.name,
+        group_count=prefix.layout.group_count,
+        top_k=prefix.layout.top_k,
+        mtp=mtp,
+        context=shape.length_max,
+    )
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "engine.trace"
+        with TraceWriter(path, header=header) as offload.writer:
+            for _ in range(steps):
+                arm.step()
+        slots = int(offload.stats().slot_count[0])
+        with TraceReader(path) as reader:
+            groups = range(header.group_count)
+            replayed = [_replay(reader, group, offload, slots) for group in groups]
+    arm.close()
+    missed = np.array(arm.taken.misses).sum(axis=0)
+    return _row(missed, replayed, shape, slots)
+
+
+def _replay(reader: TraceReader, group: int, offload: Recording, slots: int) -> int:
+    """Warmed by the windows, then filled with the first rows that are absent, as the door does."""
+    load = dataclasses.replace(recorded(reader, group=group), windows=offload.windows[group])
+    arena = PlannerLru(load, slots=slots, top_k=reader.header.top_k)
+    arena.warm(load.windows)
+    rows = np.arange(offload.start, dtype=np.int32)
+    arena.fill(rows[~arena.resident()[: offload.start]])
+    return sum(arena.access(step).size for step in load.steps())
+
+
+def _row(missed: npt.NDArray[np.int64], replayed: list[int], shape: Shape, slots: int) -> Row:
+    return agreement(
+        name="misses of the engine, replayed by the laboratory",
+        unit="rows",
+        ours=sum(replayed),
+        published=("engine", float(missed.sum())),
+        tolerance=0.0,
+        config={
+            "ctx": shape.context,
+            "slots": slots,
+            "steps": shape.steps,
+            "by_layer": " ".join(
+                f"{ours}/{theirs}" for ours, theirs in zip(replayed, missed.tolist(), strict=True)
+            ),
+        },
+    )

@@ -1,0 +1,314 @@
+"""DA and DBA against NONE on a link slowed to a set rate: what is hidden, and what was predicted.
+
+The embedded model, its selections widened to the 2,048 rows of a large model, decodes with every
+row resident; then a number of selected rows is dropped before each layer is resolved, and the lane
+takes the time that a link of the set rate would take for them. Times are of whole steps:
+
+    base       NONE at the lane's full speed, in the same minute, less what it waited
+    added      (step - base) / layers: what a layer takes longer than if nothing had to be fetched
+    T          the time the link was busy, per layer
+    hidden     1 - added / T
+
+The policy's prediction is made from runs at full speed and the rate alone, never from a slowed
+step: windows are the time from a fetch's submission to the first wait for it, costs are what DA and
+DBA take longer than NONE when nothing is slow (`ess.cost.exposed` has the formulas).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import torch
+
+from ess import console, cost
+from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.forced_misses import Forced
+from ess.bench.engine.step import compute_threads
+from ess.bench.harness import report
+from ess.bench.harness.folders import default_folder
+from ess.bench.harness.lists import size, sizes
+from ess.bench.harness.prefix import Prefix, build_prefix
+from ess.bench.harness.report import Row
+from ess.bench.harness.slow_lane import Job, TimedLane
+from ess.bench.harness.text import token_ids
+from ess.cost import Hiding
+from ess.errors import BadInput
+from ess.models.load import EMBEDDED
+from ess.models.model import Model
+from ess.models.registry import build, read_config
+from ess.models.weights.checkpoint import Checkpoint
+from ess.models.weights.rank import RankWeights
+
+MODES: Final = ("none", "da", "dba")
+CROSSING: Final = 0.75
+"""Without a rate of its own: T is this share of DA's window at the middle of the grid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    context: int = 8192
+    batch: int = 4
+    mtp: int = 2
+    misses: Sequence[int] = (32, 64, 128, 256, 512)
+    steps: int = 5
+    top_k: int = 2048
+    bytes_per_us: float | None = None
+
+
+SMOKE: Final = Plan(context=320, batch=2, misses=(16, 32), steps=2, top_k=128)
+
+
+def paced_benchmark(*, smoke: bool) -> list[Row]:
+    return rows_of(SMOKE if smoke else Plan(), folder=None if smoke else default_folder())
+
+
+def paced(
+    *,
+    ctx: str = "8k",
+    batch: int = 4,
+    mtp: int = 2,
+    misses: str = "32,64,128,256,512",
+    gbps: float | None = None,
+    steps: int = 5,
+    json: bool = False,
+    out: Path | None = None,
+) -> None:
+    """DA and DBA against NONE on a slowed link: whole steps, hidden share beside the predicted.
+
+    Parameters
+    ----------
+    ctx
+        Context length.
+    batch
+        Requests per step.
+    mtp
+        Tokens verified per step.
+    misses
+        Rows that every request misses in every layer, a list.
+    gbps
+        The link's rate in GB/s. By default one that puts the crossing inside the grid.
+    steps
+        Measured steps of each cell.
+    json
+        Print the JSON document on stdout.
+    out
+        Also write the JSON document to this file.
+    """
+    if gbps is not None and not gbps > 0:
+        raise BadInput(f"--gbps {gbps}: a link's rate is above 0")
+    plan = Plan(
+        context=size("--ctx", ctx),
+        batch=batch,
+        mtp=mtp,
+        misses=sizes("--misses", misses),
+        steps=steps,
+        bytes_per_us=None if gbps is None else gbps * 1e3,
+    )
+    report.run(lambda: rows_of(plan, folder=default_folder()), json=json, out=out)
+
+
+def wide_model(top_k: int) -> Model:
+    """The embedded model with another `top_k`: nothing in its weights depends on it."""
+    with Checkpoint(EMBEDDED) as checkpoint:
+        weights = RankWeights(checkpoint, form="bf16")
+        config = msgspec.structs.replace(read_config(checkpoint.config), top_k=top_k)
+        return build(config, weights.tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Medians over the steps of one mode at one miss count, per layer and in microseconds."""
+
+    step_us: float
+    busy_us: float
+    waited_us: float
+    window_us: float
+    fetched: float
+
+
+def rows_of(plan: Plan, *, folder: Path | None) -> list[Row]:
+    torch.set_num_threads(compute_threads())
+    prefix = _prefix(plan, folder)
+    runs = [_Run(prefix, plan, mode) for mode in MODES]
+    try:
+        rate = plan.bytes_per_us or _crossing_rate(runs, plan, prefix.layout.row_bytes)
+        console.note(f"a link of {rate / 1e3:.3f} GB/s")
+        cells = {miss: measured(runs, plan, miss, rate) for miss in plan.misses}
+    finally:
+        for run in runs:
+            run.arm.close()
+    rows = [row for miss, both in cells.items() for row in _rows(miss, rate, *both)]
+    return [*rows, agreement_row(list(cells.values()))]
+
+
+def _prefix(plan: Plan, folder: Path | None) -> Prefix:
+    model = wide_model(plan.top_k)
+    ids, name = token_ids()
+    layout = model.config.layout(name=f"ess-embedded, top-k {plan.top_k}")
+    return build_prefix(model, layout, ids, length=plan.context, text=name, folder=folder)
+
+
+class Step(NamedTuple):
+    """Microseconds, the jobs that the step gave to the lane, and the rows it missed."""
+
+    us: float
+    jobs: list[Job]
+    missed: int
+
+
+class _Run:
+    """One mode's engine, whose misses and link can be set between steps."""
+
+    def __init__(self, prefix: Prefix, plan: Plan, mode: str) -> None:
+        cells = 2 * (len(plan.misses) + 1) * (plan.steps + 1)
+        shape = Shape(context=plan.context, batch=plan.batch, mtp=plan.mtp, steps=cells)
+        self.mode = mode
+        self.layers = prefix.layout.layer_total
+        self.lane = TimedLane()
+        way = Way(name=mode, mode=mode, ratio=1.0)
+        self.arm = Arm(prefix, shape, way, lane=self.lane, kind=Forced)
+        self.offload: Any = self.arm.offload
+
+    def step(self) -> Step:
+        self.offload.drain()
+        self.lane.take_jobs()
+        self.arm.step()
+        missed = int(self.arm.taken.misses[-1].sum())
+        return Step(self.arm.taken.seconds[-1] * 1e6, self.lane.take_jobs(), missed)
+
+
+def measured(
+    runs: Sequence[_Run], plan: Plan, miss: int, rate: float | None
+) -> tuple[dict[str, Cell], dict[str, Cell]]:
+    """Every mode at full speed and slowed, all in turn, step by step; the first round is thrown
+    away. So what is compared has met the same machine, whatever else that did."""
+    for run in runs:
+        run.offload.drain()
+        run.offload.miss_count = miss
+    turns = [(run, pace) for run in runs for pace in (None, rate)]
+    found: dict[tuple[str, float | None], list[Step]] = {}
+    for number in range(plan.steps + 1):
+        for place in range(len(turns)):
+            run, pace = turns[(number + place) % len(turns)]
+            run.lane.pace(pace)
+            step = run.step()
+            if number:
+                found.setdefault((run.mode, pace), []).append(step)
+    cells = {
+        key: _cell(steps, runs[0].layers, plan.batch, parts=2 if key[0] == "dba" else 1)
+        for key, steps in found.items()
+    }
+    fast, slow = ({mode: cells[mode, pace] for mode in MODES} for pace in (None, rate))
+    return fast, slow
+
+
+def _cell(steps: list[Step], layers: int, batch: int, *, parts: int) -> Cell:
+    """Jobs that nobody waited for are stores: they are behind everything. The window of a layer in
+    two parts is that of its first part, whose fetch the second part's indexer hides."""
+    fetches = [[job for job in jobs if job.waits_ns] for _, jobs, _ in steps]
+
+    def median(values: list[float]) -> float:
+        return statistics.median(values) / layers
+
+    windows = [job.window_us for jobs in fetches for job in jobs[::parts] if job.window_us]
+    return Cell(
+        step_us=median([us for us, _, _ in steps]),
+        busy_us=median([sum(job.busy_us for job in jobs) for jobs in fetches]),
+        waited_us=median([sum(job.waited_us for job in jobs) for jobs in fetches]),
+        window_us=statistics.median(windows) if windows else 0.0,
+        fetched=median([missed / batch for _, _, missed in steps]),
+    )
+
+
+def _crossing_rate(runs: Sequence[_Run], plan: Plan, row_bytes: int) -> float:
+    middle = sorted(plan.misses)[len(plan.misses) // 2]
+    fast, _ = measured(runs, plan, middle, None)
+    return crossing_rate(fast["da"], plan.batch * row_bytes)
+
+
+def crossing_rate(da: Cell, bytes_each: int) -> float:
+    """Bytes per microsecond at which these misses take `CROSSING` of DA's window."""
+    return da.fetched * bytes_each / (CROSSING * da.window_us)
+
+
+def hiding(fast: dict[str, Cell]) -> Hiding:
+    """What the policy would know: windows and costs of a run at full speed."""
+    none, da, dba = (fast[mode] for mode in MODES)
+    base_us = none.step_us - none.waited_us
+    da_cost_us = max(0.0, da.step_us - da.waited_us - base_us)
+    return Hiding(
+        window_us=max(0.0, da.window_us - da_cost_us),
+        index_us=2 * max(0.0, dba.window_us - da.window_us),
+        da_cost_us=da_cost_us,
+        dba_cost_us=max(0.0, dba.step_us - dba.waited_us - base_us),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Of the transfer, what was hidden and what the policy said would be. Below 0: it cost more."""
+
+    measured: float
+    predicted: float
+    added_us: float
+
+
+def shares_of(mode: str, fast: dict[str, Cell], slow: dict[str, Cell]) -> Shares:
+    base_us = fast["none"].step_us - fast["none"].waited_us
+    moved_us = slow[mode].busy_us
+    predicted_us = getattr(cost.exposed(moved_us, hiding(fast)), mode)
+    added_us = slow[mode].step_us - base_us
+    return Shares(
+        measured=1 - added_us / moved_us,
+        predicted=1 - predicted_us / moved_us,
+        added_us=added_us,
+    )
+
+
+def _rows(miss: int, rate: float, fast: dict[str, Cell], slow: dict[str, Cell]) -> list[Row]:
+    rows = []
+    for mode in MODES:
+        cell, shares = slow[mode], shares_of(mode, fast, slow)
+        config = {
+            "misses": f"{cell.fetched:.0f} of {miss}" if cell.fetched < miss - 1 else miss,
+            "T_us": round(cell.busy_us),
+            "added_us": round(shares.added_us),
+            "waited_us": round(cell.waited_us),
+            "window_us": round(fast[mode].window_us),
+            "hidden": f"{shares.measured:.0%}",
+            "predicted": f"{shares.predicted:.0%}",
+            "GB_per_s": round(rate / 1e3, 3),
+        }
+        rows.append(_cell_row(miss, mode, slow, config))
+    return rows
+
+
+def agreement_row(cells: Sequence[tuple[dict[str, Cell], dict[str, Cell]]]) -> Row:
+    """Over DA and DBA at every miss count; the time added is what a wrong choice would cost."""
+    found = [shares_of(mode, *both) for both in cells for mode in ("da", "dba")]
+    points = [100 * abs(one.measured - one.predicted) for one in found]
+    return Row(
+        name="hidden share, measured against predicted",
+        value=statistics.fmean(points),
+        unit="points apart",
+        config={"cells": len(points)},
+        samples=points,
+    )
+
+
+def _cell_row(miss: int, mode: str, slow: dict[str, Cell], config: dict[str, Any]) -> Row:
+    mine, none = slow[mode].step_us, slow["none"].step_us
+    return Row(
+        name=f"step at {miss} misses, {mode.upper()}",
+        value=mine,
+        unit="us/layer",
+        baseline=None if mode == "none" else "NONE",
+        baseline_value=None if mode == "none" else none,
+        ratio=None if mode == "none" else none / mine,
+        config=config,
+    )

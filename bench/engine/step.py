@@ -1,0 +1,313 @@
+"""Decode steps of the embedded model in one run, all ways in turn: what residency costs.
+
+On a CPU both tiers are DRAM. So this does not show what offload gains, which is a larger batch in
+the same device memory; it shows what it takes: planning, copying and two partials, beside an engine
+of the same model and kernels that keeps every row where attention reads it
+(`ess.bench.engine.resident_baseline`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ess import console
+from ess.bench.engine.decode_arm import Arm, Shape, Way, slots_each
+from ess.bench.harness import machine, plots, report
+from ess.bench.harness.folders import default_folder
+from ess.bench.harness.lists import modes, shares, sizes
+from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
+from ess.bench.harness.report import Row, compare
+from ess.bench.harness.text import token_ids
+from ess.bench.headline.cpu_tables import stage_medians
+from ess.errors import BadInput
+from ess.models.load import load_model
+from ess.units import PAGE_ROWS, div_ceil
+
+WHOLE: Final = Way(name="no offload", mode="resident", ratio=None)
+RESIDENT: Final = Way(name="RESIDENT", mode="resident", ratio=1.0)
+TARGET_RESIDENT: Final = 0.99
+TARGET_OFFLOAD: Final = 0.95
+WARM_UP_STEPS: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one run of the command measures."""
+
+    contexts: Sequence[int] = (4096,)
+    batches: Sequence[int] = (1, 4)
+    mtps: Sequence[int] = (2,)
+    ratios: Sequence[float] = (0.2,)
+    modes: Sequence[str] = ("layerwise",)
+    stages: bool = False
+    steps: int = 24
+    segment: int = SEGMENT
+    distinct: int = DISTINCT
+    targets: bool = True
+
+
+SMOKE: Final = Plan(
+    contexts=(512,), batches=(2,), steps=6, segment=512, distinct=512, targets=False
+)
+
+
+def step_benchmark(*, smoke: bool) -> list[Row]:
+    plan = SMOKE if smoke else Plan()
+    return rows_of(plan, folder=None if smoke else default_folder())
+
+
+def step(
+    *,
+    ctx: str = "4k",
+    batch: str = "1,4",
+    mtp: str = "2",
+    ratio: str = "0.2",
+    mode: str = "layerwise",
+    steps: int = 24,
+    text: Path | None = None,
+    snapshots: Path | None = None,
+    stages: bool = False,
+    locality: bool = False,
+    plot: Path | None = None,
+    json: bool = False,
+    out: Path | None = None,
+) -> None:
+    """Decode steps of the embedded model: offload against everything resident.
+
+    Parameters
+    ----------
+    ctx
+        Contexts: 4k,16k or a range such as 4k-32k*2.
+    batch
+        Requests per step, a list or a range.
+    mtp
+        Tokens verified per step, a list or a range.
+    ratio
+        Slots over context, a list.
+    mode
+        How layers fetch: layerwise, none, da or dba, a list.
+    steps
+        Measured steps of each way.
+    text
+        Decode behind this text; by default Python's own reference.
+    snapshots
+        Where prefilled segments are kept, by default in the user's folder for such files.
+    stages
+        Also print where the time of a median step goes.
+    locality
+        Also print how local the selections are on the text, at the first context.
+    plot
+        Draw the plots of --locality into this folder.
+    json
+        Print the JSON document on stdout.
+    out
+        Also write the JSON document to this file.
+    """
+    for option, path in (("--out", out), ("--plot", plot)):
+        console.check_folder(option, path)
+    if plot is not None:
+        plots.require()
+    if steps < 1:
+        raise BadInput(f"--steps {steps}: at least one step is measured")
+    plan = Plan(
+        contexts=sizes("--ctx", ctx),
+        batches=sizes("--batch", batch),
+        mtps=sizes("--mtp", mtp),
+        ratios=shares("--ratio", ratio),
+        modes=modes("--mode", mode),
+        steps=steps,
+        stages=stages,
+    )
+    measured_on = machine.machine()
+    folder = snapshots or default_folder()
+    rows = rows_of(plan, folder=folder, text=text)
+    if locality or plot is not None:
+        rows += _locality_rows(plan, folder, text, plot)
+    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
+    report.present(document, json=json, out=out)
+
+
+def _locality_rows(plan: Plan, folder: Path, text: Path | None, plot: Path | None) -> list[Row]:
+    from ess.bench.engine import locality
+
+    asked = locality.Plan(context=plan.contexts[0], mtp=plan.mtps[0])
+    return locality.rows_of(asked, folder=folder, text=text, plot=plot)
+
+
+def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> list[Row]:
+    torch.set_num_threads(compute_threads())
+    console.note(
+        "both tiers of a CPU are DRAM: this measures what offload costs, not what it gains"
+    )
+    rows: list[Row] = []
+    for context in plan.contexts:
+        prefix = prepared(context, plan, folder, text)
+        rows.append(prefix_row(prefix, context))
+        for mtp in plan.mtps:
+            for batch in plan.batches:
+                shape = Shape(
+                    context=context, batch=batch, mtp=mtp, steps=plan.steps + WARM_UP_STEPS
+                )
+                console.note(f"context {context:,}, batch {batch}, mtp {mtp} ...")
+                rows += _shape_rows(prefix, shape, plan)
+                if plan.stages:
+                    rows += [stage_row(prefix, shape, way) for way in ways(plan)]
+    return rows
+
+
+def compute_threads() -> int:
+    """One core is left to the copy lane."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def prepared(context: int, plan: Plan, folder: Path | None, text: Path | None) -> Prefix:
+    ids, name = token_ids(text)
+    model = load_model()
+    console.note(f"context {context:,}: prefilling, or reading what an earlier run kept ...")
+    return build_prefix(
+        model,
+        model.config.layout(name="ess-embedded"),
+        ids,
+        length=context,
+        text=name,
+        segment=plan.segment,
+        distinct=plan.distinct,
+        folder=folder,
+    )
+
+
+def prefix_row(prefix: Prefix, context: int) -> Row:
+    return Row(
+        name=f"context {context:,}",
+        value=round(prefix.seconds, 3),
+        unit="s to prepare",
+        config={"how": prefix.shortcut},
+    )
+
+
+def ways(plan: Plan) -> list[Way]:
+    offloaded = [
+        Way(name=f"{mode.upper()} at {ratio:g}", mode=mode, ratio=ratio)
+        for ratio in plan.ratios
+        for mode in plan.modes
+    ]
+    return [WHOLE, RESIDENT, *offloaded]
+
+
+def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan) -> list[Row]:
+    arms = [Arm(prefix, shape, way) for way in ways(plan)]
+    try:
+        take_turns(arms, shape.steps)
+        return [row for arm in arms[1:] for row in arm_rows(arm, arms[0], targets=plan.targets)]
+    finally:
+        for arm in arms:
+            arm.close()
+
+
+def stage_row(prefix: Prefix, shape: Shape, way: Way) -> Row:
+    """Medians of each stage, so their sum is only about a step; each way ran on its own."""
+    found = stage_medians(prefix, shape, way, shape.steps - 1)
+    return Row(
+        name=f"stages of a step, {way.name}",
+        value=sum(found.values()),
+        unit="us",
+        config={
+            "ctx": shape.context,
+            "batch": shape.batch,
+            "mtp": shape.mtp,
+            **{stage.replace(" ", "_"): round(us) for stage, us in sorted(found.items())},
+        },
+    )
+
+
+def take_turns(arms: Sequence[Arm], steps: int) -> None:
+    """Step by step, every round in another order, so that nobody always follows the same arm, whose
+    lane may still be storing; the first rounds do not count."""
+    order = np.random.default_rng(0)
+    for number in range(steps):
+        if number == WARM_UP_STEPS:
+            for arm in arms:
+                arm.forget()
+        for place in order.permutation(len(arms)):
+            arms[place].step()
+
+
+def arm_rows(arm: Arm, whole: Arm, *, targets: bool) -> list[Row]:
+    target = TARGET_RESIDENT if arm.way.mode == "resident" else TARGET_OFFLOAD
+    config = effective(arm)
+    same = sum(a == b for a, b in zip(arm.outputs, whole.outputs, strict=True))
+    rate = compare(
+        name=f"decode, {arm.way.name}",
+        unit="tokens/s",
+        ours=_rates(arm),
+        baseline=(whole.way.name, _rates(whole)),
+        better="higher",
+        target=target if targets else None,
+        config=config | {"same_text": f"{same}/{len(arm.outputs)}"},
+    )
+    rows = [rate, acceptance_row(arm, config)]
+    return rows if arm.way.mode == "resident" else [*rows, *miss_rows(arm, config)]
+
+
+def _rates(arm: Arm) -> list[float]:
+    """By the tokens of a mean step: how many were accepted in one step is no noise of the clock."""
+    each = float(np.mean(arm.taken.tokens))
+    return [each / seconds for seconds in arm.taken.seconds]
+
+
+def effective(arm: Arm) -> dict[str, Any]:
+    """What was asked for, and what the pools made of it."""
+    shape, way = arm.shape, arm.way
+    config: dict[str, Any] = {"ctx": shape.context, "batch": shape.batch, "mtp": shape.mtp}
+    if way.mode != "resident" and way.ratio is not None:
+        wanted = slots_each(arm.offload.layout, shape, way.ratio) * shape.batch
+        asked = round(div_ceil(wanted, PAGE_ROWS) * PAGE_ROWS / shape.batch)
+        held = round(float(arm.offload.stats().slot_count.mean()) / shape.batch)
+        config |= {"slots_each": held} if held == asked else {"slots_each": f"{held} of {asked}"}
+    return config
+
+
+def acceptance_row(arm: Arm, config: dict[str, Any]) -> Row:
+    each = float(np.mean(arm.taken.tokens)) / arm.shape.batch
+    drafts = arm.shape.mtp - 1
+    accepted = f"{(each - 1) / drafts:.0%}" if drafts else "no drafts"
+    return Row(
+        name=f"tokens per request and step, {arm.way.name}",
+        value=each,
+        unit="tokens",
+        config=config | {"drafts_accepted": accepted},
+    )
+
+
+def miss_rows(arm: Arm, config: dict[str, Any]) -> list[Row]:
+    """Per request, layer and step; the MTP layer apart, since its misses cost drafts only."""
+    missed = np.array(arm.taken.misses) / arm.shape.batch
+    layers = arm.offload.layout.layer_count
+    rows = []
+    for name, counts in (("layer", missed[:, :layers]), ("MTP layer", missed[:, layers:])):
+        if counts.size:
+            rows.append(
+                _miss_row(f"misses per request, {name} and step, {arm.way.name}", counts, config)
+            )
+    return rows
+
+
+def _miss_row(
+    name: str, counts: np.ndarray[Any, np.dtype[np.float64]], config: dict[str, Any]
+) -> Row:
+    p50, p95 = np.percentile(counts, [50, 95])
+    by_layer = " ".join(f"{one:.0f}" for one in counts.mean(axis=0))
+    return Row(
+        name=name,
+        value=float(p50),
+        unit="rows",
+        config=config | {"p95": round(float(p95), 1), "mean_by_layer": by_layer},
+        samples=[float(one) for one in counts.mean(axis=1)],
+    )

@@ -1,0 +1,1 @@
+"""Benchmarks of the CUDA kernels: `python -m ess.bench.gpu.suite`."""

@@ -1,0 +1,150 @@
+"""Attention and index logits by other means: rows read where the host has them, others' kernels.
+
+Few misses may be cheaper to attend in place, through the link, than to fetch and then attend. Where
+FlashMLA or DeepGEMM is installed and passes its probe, it is timed beside ours; else a line says
+why it is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ess.bench.gpu.layer import KEYS, ROWS, SCALE, Gather, Layer, captured_us
+from ess.bench.gpu.layer_points import HOST_ROWS_MAX, Point, draw, lay_out
+from ess.bench.gpu.rig import Row, row
+from ess.kernels.cuda.adapters import choice
+from ess.kernels.cuda.adapters.deep_gemm import DeepGemm
+from ess.kernels.cuda.adapters.flash_mla import FlashMla
+from ess.units import PAGE_ROWS
+
+PLACED: Final = (1, 4, 8, 16, 32)
+REPLAYS: Final = 30
+
+Fetch = tuple[Tensor, Tensor, Tensor, Tensor, int]
+
+
+def attend_benchmark(*, smoke: bool, gather: Gather) -> Iterator[Row]:
+    for bench in benches(gather, smoke=smoke):
+        yield from bench.in_place(PLACED[:1] if smoke else PLACED)
+
+
+def others_benchmark(*, smoke: bool, gather: Gather) -> Iterator[Row]:
+    chosen = choice.choose(torch.device("cuda"))
+    for said in chosen.lines:
+        print(said, file=sys.stderr)
+    if chosen.attention is None and chosen.indexer is None:
+        return
+    for bench in benches(gather, smoke=smoke):
+        if chosen.attention is not None:
+            yield from bench.flash_mla(chosen.attention)
+        if chosen.indexer is not None:
+            yield from bench.deep_gemm(chosen.indexer)
+
+
+def benches(gather: Gather, *, smoke: bool) -> Iterator[Bench]:
+    context = (4 << 10) if smoke else (32 << 10)
+    for batch, queries in ((1, 1),) if smoke else ((16, 1), (160, 1), (64, 2), (16, 4)):
+        slots = max(context // 5, 2048 * queries + 64)
+        point = Point(batch=batch, queries=queries, context=context, slots=slots)
+        host_rows = min(HOST_ROWS_MAX, batch * context)
+        laid_out = lay_out(point, draw(point), host_row_count=host_rows)
+        layer = Layer(point=point, batch=laid_out, gather=gather)
+        yield Bench(layer, replays=2 if smoke else REPLAYS)
+        del layer
+        torch.cuda.empty_cache()
+
+
+class Bench:
+    def __init__(self, layer: Layer, *, replays: int) -> None:
+        self.layer, self.replays = layer, replays
+
+    def us(self, work: Callable[[], Any]) -> list[float]:
+        return captured_us(self.layer.compute, work, replays=self.replays)
+
+    def row(
+        self, name: str, us: list[float], baseline: tuple[str, list[float]], **more: Any
+    ) -> Row:
+        config = self.layer.point.config | more
+        rival, samples = baseline
+        return row(name, "us", us, baseline=(rival, sorted(samples)[len(samples) // 2]), **config)
+
+    def in_place(self, counts: tuple[int, ...]) -> Iterator[Row]:
+        """So many misses of every query, read through the link or fetched and then read."""
+        query_count = len(self.layer.queries)
+        for count in counts:
+            rows = torch.randint(
+                len(self.layer.host), (query_count, count), dtype=torch.int32
+            ).cuda()
+            slots = torch.arange(rows.numel(), dtype=torch.int32, device="cuda")
+            moved = torch.full((1,), rows.numel(), dtype=torch.int32, device="cuda")
+            named = slots.view_as(rows) % len(self.layer.slab)
+            fetch = rows.flatten(), self.layer.slab, named.flatten(), moved, 4
+            there = self.us(functools.partial(self.attend, -2 - rows))
+            rival = "fetched, then attended", self.us(functools.partial(self.both, fetch, named))
+            yield self.row("attend in place", there, rival, placed=count)
+
+    def both(self, fetch: Fetch, named: Tensor) -> None:
+        self.layer.gather(self.layer.host, *fetch)
+        self.attend(named)
+
+    def attend(self, named: Tensor) -> None:
+        from ess.kernels.cuda.triton.attend import Lists, attend_lists
+
+        layer = self.layer
+        counts = torch.full((len(named),), named.shape[1], dtype=torch.int32, device="cuda")
+        given = layer.queries, layer.slab, Lists(named, counts), ROWS
+        attend_lists(*given, scale=SCALE, placed=layer.host, into=layer.partials[0])
+
+    def flash_mla(self, theirs: FlashMla) -> Iterator[Row]:
+        """A whole list, and parts of it on lists that are as short as FlashMLA takes them."""
+        layer = self.layer
+        slots, dense = torch.from_numpy(layer.batch.whole).cuda(), layer.slab
+        dense = dense[: len(dense) // PAGE_ROWS * PAGE_ROWS]
+        ours = self.us(lambda: self.attend(slots))
+        for width in (2048, 512, 256, 128, 64):
+            part = slots[:, :width].contiguous()
+
+            def attend(part: Tensor = part) -> None:
+                theirs.attend(layer.queries, dense, part, scale=SCALE)
+
+            rival = "ours, 2048 rows", ours
+            yield self.row(f"FlashMLA, {width} rows", self.us(attend), rival)
+        host = layer.host[: len(layer.host) // PAGE_ROWS * PAGE_ROWS]
+        few = slots[:, :64].clamp(max=len(host) - 1)
+        seen = view_of(host, layer.slab.device)
+        us = self.us(lambda: theirs.attend(layer.queries, seen, few, scale=SCALE))
+        yield self.row("FlashMLA in place, 64 rows", us, ("ours, 2048 rows", ours))
+
+    def deep_gemm(self, theirs: DeepGemm) -> Iterator[Row]:
+        from ess.kernels.cuda.triton.index import logits_into
+
+        layer = self.layer
+        given = layer.index_queries, layer.index_weights, layer.pages, layer.table, layer.lengths
+        ours = self.us(lambda: logits_into(*given, KEYS, out=layer.logits))
+        for each in {1, layer.point.queries}:
+            work = functools.partial(theirs.index_logits, *given, queries_per_request=each)
+            us = self.us(work)
+            rival = "ours", ours
+            yield self.row(f"DeepGEMM, {each} queries of a request together", us, rival)
+
+
+def view_of(host: Tensor, device: torch.device) -> Tensor:
+    """Pinned memory as a tensor of the device, which shares the host's addresses."""
+
+    class Seen:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": tuple(host.shape),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "version": 3,
+            "strides": None,
+            "stream": None,
+        }
+
+    return torch.as_tensor(Seen(), device=device)

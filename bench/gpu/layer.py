@@ -1,0 +1,408 @@
+"""One layer of a decode step on a GPU: NONE, DA and DBA as stream schedules around real kernels.
+
+The schedules are those of the engine, run over stages that launch on two streams: the compute
+stream and the copy stream, joined by events. A schedule is captured once into a graph, so what is
+timed is the device and not the launches. Dimensions are DeepSeek-V3.2's; projections are plain
+bfloat16 products of the right shapes. Which rows are missing is laid out beforehand, so the planner
+is not in the times; every fetch still waits for the top-k that would have named it.
+
+    exposed(mode) = time(mode) - time(NONE with every row resident)
+
+holds what is left of the transfer, the split, the merge and what the copy takes from the kernels
+beside it. The copy alone, the kernels alone and the resident partial beside the copy are timed too.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ess.bench.gpu.layer_points import (
+    HOST_ROWS_MAX,
+    TOP_K,
+    Batch,
+    Point,
+    Step,
+    draw,
+    halves,
+    lay_out,
+    points,
+)
+from ess.bench.gpu.rig import Row, row
+from ess.errors import Unavailable
+from ess.kernels import backend
+from ess.kernels.merge import Partial
+from ess.layout import IndexCodec, RowCodec
+from ess.overlap.da import da
+from ess.overlap.dba import dba
+from ess.overlap.none import none
+from ess.overlap.stages import finish
+from ess.units import PAGE_ROWS, align_up, div_ceil
+
+HEADS: Final = 128
+HIDDEN: Final = 7168
+QUERY_RANK: Final = 1536
+QUERY_WIDTH: Final = HEADS * 192
+SCALE: Final = 192**-0.5
+SPARE_SMS: Final = 4
+ROWS: Final = RowCodec()
+KEYS: Final = IndexCodec()
+DIM: Final = ROWS.latent_dim + ROWS.rope_dim
+REPLAYS: Final = 30
+EXPOSED_MAX: Final = 0.3
+SLOWDOWN_MAX: Final = 1.08
+BLOCK_ROWS: Final = 4096
+CUDA: Final[Any] = torch.cuda  # its constructors have no types
+
+Gather = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
+
+
+class Where(NamedTuple):
+    """A part of the batch: its queries, and the event after which its fetched rows are there."""
+
+    queries: slice
+    requests: range
+    landed: torch.cuda.Event
+
+
+@dataclass(kw_only=True)
+class Layer:
+    """Everything that one layer of one point reads and writes on the device, random and finite."""
+
+    point: Point
+    batch: Batch
+    gather: Gather
+
+    def __post_init__(self) -> None:
+        point, cuda = self.point, torch.device("cuda")
+        count = point.batch * point.queries
+        self.slab = _random_rows(align_up(point.batch * point.slots, PAGE_ROWS), cuda)
+        host_rows = min(HOST_ROWS_MAX, point.batch * point.context)
+        self.host = _random_rows(host_rows, torch.device("cpu"))
+        self.host_rows = torch.from_numpy(self.batch.host_rows).to(cuda)
+        self.target_slots = torch.from_numpy(self.batch.target_slots).to(cuda)
+        self.queries = torch.randn(count, HEADS, DIM, device=cuda, dtype=torch.bfloat16)
+        self._make_lists()
+        self._make_index(count, cuda)
+        self._make_weights(count, cuda)
+        self.compute = CUDA.Stream()
+        self.copies = CUDA.Stream()
+
+    def _make_lists(self) -> None:
+        from ess.kernels.cuda.triton.attend import close_up
+
+        named = (self.batch.whole, self.batch.resident, self.batch.fetched)
+        lists = [close_up(torch.from_numpy(slots).cuda()) for slots in named]
+        self.whole, self.resident, self.fetched = lists
+        count = len(self.queries)
+        self.partials = [
+            Partial(
+                torch.empty(count, HEADS, ROWS.latent_dim, device="cuda"),
+                torch.empty(count, HEADS, device="cuda"),
+            )
+            for _ in range(2)
+        ]
+
+    def _make_index(self, count: int, cuda: torch.device) -> None:
+        point = self.point
+        width = div_ceil(point.context, PAGE_ROWS)
+        self.pages = torch.randint(
+            0, 0x7E, (point.batch * width, KEYS.page_bytes), dtype=torch.uint8, device=cuda
+        )
+        self.pages[:, PAGE_ROWS * KEYS.key_dim :].view(torch.float32).fill_(2.0**-8)
+        order = torch.randperm(point.batch * width, device=cuda, dtype=torch.int32)
+        self.table = order.view(point.batch, width).repeat_interleave(point.queries, 0)
+        self.lengths = torch.full((count,), point.context, dtype=torch.int32, device=cuda)
+        asked = torch.randn(count, KEYS.head_count, KEYS.key_dim, device=cuda)
+        self.index_queries = asked.to(torch.float8_e4m3fn)
+        self.index_weights = torch.rand(count, KEYS.head_count, device=cuda)
+        self.logits = torch.empty(count, width * PAGE_ROWS, device=cuda)
+        self.selection = torch.empty(count, TOP_K, dtype=torch.int32, device=cuda)
+
+    def _make_weights(self, count: int, cuda: torch.device) -> None:
+        def half(*shape: int) -> Tensor:
+            return torch.randn(shape, device=cuda, dtype=torch.bfloat16)
+
+        self.hidden, self.rank = half(count, HIDDEN), half(count, QUERY_RANK)
+        self.key_weight = half(HIDDEN, KEYS.key_dim + KEYS.head_count)
+        self.index_weight = half(QUERY_RANK, KEYS.head_count * KEYS.key_dim)
+        self.query_weight, self.absorb = half(QUERY_RANK, QUERY_WIDTH), half(HEADS, 128, 512)
+
+
+def _random_rows(count: int, device: torch.device) -> Tensor:
+    """A block of rows of any codes but NaN, again and again; of the host they are pinned."""
+    block = torch.randint(0, 0x7E, (BLOCK_ROWS, ROWS.row_bytes), dtype=torch.uint8, device=device)
+    scales_to = ROWS.latent_dim + 4 * ROWS.scale_count
+    block[:, ROWS.latent_dim : scales_to].view(torch.float32).fill_(2.0**-8)
+    block[:, scales_to:].view(torch.bfloat16).fill_(0.125)
+    shape, is_host = (count, ROWS.row_bytes), device.type == "cpu"
+    rows = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=is_host)
+    for start in range(0, count, BLOCK_ROWS):
+        rows[start : start + BLOCK_ROWS] = block[: count - start]
+    return rows
+
+
+class LayerStages:
+    """`ess.overlap.stages` on two streams. What is current at the call is the compute stream."""
+
+    def __init__(self, layer: Layer, *, fetches: bool, spare_sms: int) -> None:
+        self._layer, self._fetches, self._spare = layer, fetches, spare_sms
+
+    def parts(self, count: int) -> Sequence[range]:
+        each = self._layer.point.queries
+        return [
+            range(part.start * each, part.stop * each)
+            for part in halves(self._layer.point.batch, count)
+        ]
+
+    def index(self) -> None:
+        layer = self._layer
+        torch.mm(layer.hidden, layer.key_weight)
+        torch.mm(layer.rank, layer.index_weight)
+
+    def locate(self, part: range) -> Where | None:
+        """Never asked: RESIDENT is measured as NONE without a fetch."""
+        return None
+
+    def resolve(self, part: range) -> Where:
+        from ess.kernels.cuda.triton.index import logits_into, top_k_into
+
+        layer, queries = self._layer, slice(part.start, part.stop)
+        where = self._where(part)
+        logits_into(
+            layer.index_queries[queries],
+            layer.index_weights[queries],
+            layer.pages,
+            layer.table[queries],
+            layer.lengths[queries],
+            KEYS,
+            out=layer.logits[queries],
+            spare_sms=self._spare,
+            queries_per_request=layer.point.queries,
+        )
+        top_k_into(layer.logits[queries], layer.lengths[queries], out=layer.selection[queries])
+        if self._fetches:
+            self._fetch(where)
+        return where
+
+    def _where(self, part: range) -> Where:
+        each = self._layer.point.queries
+        requests = range(part.start // each, part.stop // each)
+        return Where(slice(part.start, part.stop), requests, CUDA.Event())
+
+    def _fetch(self, where: Where) -> None:
+        """On the copy stream, from the moment the top-k is done."""
+        self._layer.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._layer.copies):
+            copy_missing(self._layer, where.requests)
+            where.landed.record()
+
+    def wait(self, where: Where) -> None:
+        if self._fetches:
+            torch.cuda.current_stream().wait_event(where.landed)
+
+    def pre_attn(self) -> None:
+        layer = self._layer
+        asked = torch.mm(layer.rank, layer.query_weight).view(-1, HEADS, 192)
+        torch.bmm(asked[:, :, :128].transpose(0, 1), layer.absorb)
+
+    def attend_all(self, where: Where) -> Partial:
+        return self._attend(self._layer.whole, where, 0, spare_sms=0)
+
+    def attend_resident(self, where: Where) -> Partial:
+        return self._attend(self._layer.resident, where, 0, spare_sms=self._spare)
+
+    def attend_fetched(self, where: Where) -> Partial:
+        """Onto the resident partial: there is nothing left to merge."""
+        return self._attend(self._layer.fetched, where, 0, spare_sms=0, adds=True)
+
+    def attend_apart(self, where: Where) -> Partial:
+        return self._attend(self._layer.fetched, where, 1, spare_sms=0)
+
+    def _attend(
+        self, lists: Any, where: Where, side: int, *, spare_sms: int, adds: bool = False
+    ) -> Partial:
+        from ess.kernels.cuda.triton.attend import Lists, attend_lists
+
+        layer, at = self._layer, where.queries
+        return attend_lists(
+            layer.queries[at],
+            layer.slab,
+            Lists(lists.named[at], lists.counts[at]),
+            ROWS,
+            scale=SCALE,
+            into=Partial(*(tensor[at] for tensor in layer.partials[side])),
+            spare_sms=spare_sms,
+            adds=adds,
+        )
+
+    def merge(self, resident: Partial, fetched: Partial) -> Partial:
+        return fetched
+
+
+def copy_missing(layer: Layer, requests: range) -> None:
+    at = layer.batch.fetch_of(requests)
+    rows, slots = layer.host_rows[at], layer.target_slots[at]
+    count = torch.full((1,), len(rows), dtype=torch.int32, device="cuda")
+    layer.gather(layer.host, rows, layer.slab, slots, count, SPARE_SMS)
+
+
+def triton_gather(
+    source: Tensor, rows: Tensor, target: Tensor, slots: Tensor, count: Tensor, programs: int
+) -> None:
+    from ess.kernels.cuda.triton.copy import copy_rows
+
+    copy_rows(source, rows, target, slots, count, programs=programs)
+
+
+def captured(work: Callable[[], Any], stream: Any) -> Any:
+    """A graph of it, after two runs that compile and load what it needs.
+
+    What it reads was written on the default stream, which no other stream waits for by itself.
+    """
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph
+
+
+def captured_us(stream: Any, work: Callable[[], Any], *, replays: int = REPLAYS) -> list[float]:
+    """Microseconds of a replay, each after the last has ended; launches are not in it."""
+    return launched_us([(captured(work, stream), stream)], replays=replays)
+
+
+def launched_us(parts: Sequence[tuple[Any, Any]], *, replays: int) -> list[float]:
+    """From the launch of the first graph to the end of all, each on its stream, in this order."""
+    first, others = parts[0][1], [stream for _, stream in parts[1:]]
+    samples = []
+    for _ in range(replays):
+        start, end = (CUDA.Event(enable_timing=True) for _ in range(2))
+        start.record(first)
+        for stream in others:
+            stream.wait_event(start)
+        for graph, stream in parts:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for stream in others:
+            first.wait_stream(stream)
+        end.record(first)
+        end.synchronize()
+        samples.append(1e3 * start.elapsed_time(end))
+    return samples[replays // 5 :]
+
+
+def measure(layer: Layer, *, replays: int = REPLAYS) -> dict[str, list[float]]:
+    """By name: three schedules, the same without a fetch, and pieces of them alone."""
+    from ess.kernels.cuda.triton.attend import merge_into
+
+    whole = range(layer.point.batch)
+    moving = LayerStages(layer, fetches=True, spare_sms=SPARE_SMS)
+    resting = LayerStages(layer, fetches=False, spare_sms=0)
+    where = moving._where(range(len(layer.queries)))
+
+    def beside() -> None:
+        moving._fetch(where)
+        moving.attend_resident(where)
+        moving.wait(where)
+
+    def merge() -> None:
+        merge_into(layer.partials[0], layer.partials[1], layer.partials[0])
+
+    def run(*parts: Callable[[Where], Any]) -> Callable[[], Any]:
+        return lambda: [part(where) for part in parts]
+
+    work: dict[str, Callable[[], Any]] = {
+        "resident": lambda: finish(none(resting)),
+        "none": lambda: finish(none(LayerStages(layer, fetches=True, spare_sms=0))),
+        "da": lambda: finish(da(moving)),
+        "dba": lambda: finish(dba(moving)),
+        "copy": lambda: copy_missing(layer, whole),
+        "attend 0": run(moving.attend_resident),
+        "attend 0 and copy": beside,
+        "attend all": run(resting.attend_all),
+        "attend 1": run(moving.attend_fetched),
+        "attend 1 apart": run(moving.attend_apart),
+        "merge": merge,
+        "attend twice": run(resting.attend_resident, resting.attend_fetched),
+        "attend twice and merge": run(
+            resting.attend_resident, resting.attend_apart, lambda _: merge()
+        ),
+    }
+    taken = {name: captured_us(layer.compute, one, replays=replays) for name, one in work.items()}
+    return taken | in_both_orders(layer, {"all": resting, "all but 4": moving}, where, replays)
+
+
+def in_both_orders(
+    layer: Layer, stages: dict[str, LayerStages], where: Where, replays: int
+) -> dict[str, list[float]]:
+    """Attn0 on so many multiprocessors and the copy, two graphs on two streams."""
+    taken = {}
+    copy = captured(lambda: copy_missing(layer, where.requests), layer.copies), layer.copies
+    for sms, one in stages.items():
+        work = functools.partial(one.attend_resident, where)
+        attend = captured(work, layer.compute), layer.compute
+        name = f"attend 0 on {sms} SMs"
+        taken[f"copy, then {name}"] = launched_us([copy, attend], replays=replays)
+        taken[f"{name}, then copy"] = launched_us([attend, copy], replays=replays)
+    return taken
+
+
+def rows_of(point: Point, batch: Batch, samples: dict[str, list[float]]) -> list[Row]:
+    """Medians made rows: exposed time against the transfer, interference, the cost of a split."""
+    medians = {name: statistics.median(each) for name, each in samples.items()}
+    config: dict[str, Any] = point.config | {"misses": round(batch.misses_mean, 1)}
+    rows = [row(f"layer: {name}", "us", each, **config) for name, each in samples.items()]
+    rate = len(batch.host_rows) * ROWS.row_bytes / medians["copy"] / 1e3
+    rows.append(row("layer: copy rate", "GB/s", [rate], **config))
+    for mode in ("none", "da", "dba"):
+        exposed = max(medians[mode] - medians["resident"], 0.1)
+        baseline = "the copy alone", medians["copy"]
+        target = None if mode == "none" else 1 / EXPOSED_MAX
+        name = f"layer: exposed by {mode}"
+        rows.append(row(name, "us", [exposed], baseline=baseline, target=target, **config))
+    for split in ("attend twice", "attend twice and merge"):
+        one = "attend all", medians["attend all"]
+        rows.append(row(f"layer: {split}, cost", "us", [medians[split]], baseline=one, **config))
+    return [*rows, _interference(medians, config)]
+
+
+def _interference(medians: dict[str, float], config: dict[str, Any]) -> Row:
+    """Both together against the longer alone: 1 where neither disturbs the other."""
+    longer = max(medians["attend 0"], medians["copy"])
+    return row(
+        "layer: attend 0 beside the copy",
+        "us",
+        [medians["attend 0 and copy"]],
+        baseline=("the longer alone", longer),
+        target=1 / SLOWDOWN_MAX,
+        **config,
+    )
+
+
+def layer_gpu_benchmark(*, smoke: bool, gather: Gather = triton_gather) -> Iterator[Row]:
+    """Every point in turn; `gather` is whatever moves rows on this machine."""
+    backend.ops("cuda")
+    if not torch.cuda.is_available():
+        raise Unavailable("the one-layer benchmark measures a GPU, and there is none here")
+    drawn: dict[tuple[int, int], list[Step]] = {}
+    for point in points(smoke=smoke):
+        kind = point.context, point.queries
+        if kind not in drawn:
+            drawn[kind] = draw(point)
+        host_rows = min(HOST_ROWS_MAX, point.batch * point.context)
+        batch = lay_out(point, drawn[kind], host_row_count=host_rows)
+        layer = Layer(point=point, batch=batch, gather=gather)
+        yield from rows_of(point, batch, measure(layer, replays=2 if smoke else REPLAYS))
+        del layer
+        torch.cuda.empty_cache()

@@ -1,0 +1,96 @@
+"""Timing on a device: events around work that is already queued, graphs where launches are short.
+
+Rows have the form of ess.bench.harness.report, but neither its packages nor torch are needed: a
+machine with a GPU runs this from a bare checkout.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.graphs import CudaGraph
+from ess.kernels.cuda.streams import CudaEvent, CudaStream
+
+Row = dict[str, Any]
+WARMUPS: Final = 2
+
+
+class GpuRig:
+    def __init__(self, *, repeats: int) -> None:
+        self.device = Device()
+        self.stream = CudaStream(self.device)
+        self.repeats = repeats
+
+    def graph_us(self, queue: Callable[[int], None], turns: int) -> list[float]:
+        """Of one of `turns` calls in one graph; each gets its number and takes other inputs."""
+        graph = CudaGraph(self.device)
+        with graph.capture(self.stream.handle):
+            for turn in range(turns):
+                queue(turn)
+        each = self.us(lambda: graph.launch(self.stream.handle))
+        return [one / turns for one in each]
+
+    def us(self, run: Callable[[], None], prepare: Callable[[], None] | None = None) -> list[float]:
+        """Between two events on the stream, work queued in between; warm-ups are thrown away."""
+        taken = []
+        for _ in range(WARMUPS + self.repeats):
+            if prepare is not None:
+                prepare()
+            begin = self.stream.record()
+            run()
+            end = self.stream.record()
+            end.wait(60)
+            taken.append(end.us_since(begin))
+        return taken[WARMUPS:]
+
+    def event(self) -> CudaEvent:
+        return CudaEvent(self.device)
+
+
+def rate_row(
+    name: str,
+    us: Sequence[float],
+    byte_count: int,
+    *,
+    baseline: tuple[str, float] | None = None,
+    target: float | None = None,
+    **config: Any,
+) -> Row:
+    """GB/s, the more the better; `target` is the least ratio to the baseline."""
+    samples = [byte_count / one / 1e3 for one in us]
+    return row(name, "GB/s", samples, baseline=baseline, target=target, higher=True, **config)
+
+
+def row(
+    name: str,
+    unit: str,
+    samples: Sequence[float],
+    *,
+    baseline: tuple[str, float] | None = None,
+    target: float | None = None,
+    higher: bool = False,
+    **config: Any,
+) -> Row:
+    value = statistics.median(samples)
+    ratio = None
+    if baseline is not None:
+        ratio = value / baseline[1] if higher else baseline[1] / value
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "baseline": baseline and baseline[0],
+        "baseline_value": baseline and baseline[1],
+        "ratio": ratio,
+        "target": target,
+        "met": None if target is None or ratio is None else ratio >= target,
+        "config": config,
+        "samples": list(samples),
+    }
+
+
+def median_rate(us: Sequence[float], byte_count: int) -> float:
+    return byte_count / statistics.median(us) / 1e3

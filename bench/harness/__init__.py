@@ -1,0 +1,1 @@
+"""What every benchmark uses: rows of a report, timing, the machine, texts, plots."""

@@ -1,0 +1,265 @@
+"""A long context, built once by a shortcut that says what it is.
+
+What would be exact: the whole text through the model, at a cost that grows with its square. What is
+done: segments of the text go through the engine, each on its own from position 0, and their rows
+and keys are laid one after another until the context is full. Where a segment is put, its rotary
+parts are turned to its positions, so distances are true everywhere. Two things are not: a token has
+seen only its own segment, and beyond `distinct` tokens the segments come again. A context of at
+most one segment is exact.
+
+Of a row only the rotary part changes, and is rounded to bf16 once more. Keys are mixed back, turned
+and quantised again, which costs them a second rounding.
+
+A segment that was computed is kept as a safetensors file, named by all that it depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+import ess
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.request import Request
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput
+from ess.kernels.backend import Ops, ops
+from ess.layout import ModelLayout
+from ess.models.layers import Rotation, rotate, rotate_part
+from ess.models.load import EMBEDDED
+from ess.models.model import Model
+from ess.units import PAGE_ROWS
+
+SEGMENT: Final = 4096
+DISTINCT: Final = 16384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Rows of every layer and keys of every group, of tokens 0..n-1 from position 0."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """Segments that can be laid out to any length; `shortcut` says how, for people."""
+
+    model: Model
+    layout: ModelLayout
+    segments: tuple[Segment, ...]
+    length: int
+    text: str
+    seconds: float
+
+    @property
+    def segment_length(self) -> int:
+        return len(self.segments[0].tokens)
+
+    @property
+    def shortcut(self) -> str:
+        each, count = self.segment_length, len(self.segments)
+        if self.length <= each:
+            return f"{self.length:,} tokens of {self.text}, prefilled whole"
+        times = self.length / (each * count)
+        again = f", laid {times:.1f} times" if times > 1 else ""
+        return (
+            f"{self.length:,} tokens from {count} segments of {each:,} of {self.text}, each "
+            f"prefilled on its own and turned to its positions{again}"
+        )
+
+    def tokens(self, length: int) -> list[int]:
+        laid = [token for segment in self._laid(length) for token in segment.tokens]
+        return laid[:length]
+
+    def rows(self, layer: int, length: int) -> Tensor:
+        """uint8 [length, row_bytes], turned to positions 0..length-1."""
+        parts = [segment.rows[layer] for segment in self._laid(length)]
+        turned = [self._turned_rows(part, place) for place, part in enumerate(parts)]
+        return torch.cat(turned)[:length]
+
+    def keys(self, group: int, length: int) -> Tensor:
+        parts = [segment.keys[group] for segment in self._laid(length)]
+        kernels = ops("cpu")
+        turned = [self._turned_keys(kernels, part, place) for place, part in enumerate(parts)]
+        return torch.cat(turned)[:length]
+
+    def _laid(self, length: int) -> list[Segment]:
+        count = -(-length // self.segment_length)
+        return [self.segments[place % len(self.segments)] for place in range(count)]
+
+    def _rotation(self, place: int, count: int) -> Rotation:
+        """By as many positions as the segment at this place was moved."""
+        return self.model.rotation(torch.full((count,), place * self.segment_length))
+
+    def _turned_rows(self, rows: Tensor, place: int) -> Tensor:
+        """The rotary part is the last of a row, in bf16 unless the row is f32."""
+        if place == 0:
+            return rows
+        codec = self.layout.row
+        form = torch.float32 if codec.form == "f32" else torch.bfloat16
+        start = codec.row_bytes - codec.rope_dim * form.itemsize
+        rotary = rows[:, start:].contiguous().view(form)
+        turned = rotate(rotary, self._rotation(place, len(rows)), "interleaved")
+        moved = rows.clone()
+        moved[:, start:] = turned.contiguous().view(torch.uint8)
+        return moved
+
+    def _turned_keys(self, kernels: Ops, keys: Tensor, place: int) -> Tensor:
+        if place == 0:
+            return keys
+        codec, config = self.layout.index, self.model.config
+        assert codec is not None, "keys without an index codec"
+        quantised = codec.form == "fp8"
+        form = torch.float8_e4m3fn if quantised else torch.float32
+        values = keys[:, : codec.value_bytes].contiguous().view(form).float()
+        if quantised:
+            values = values * keys[:, codec.value_bytes :].contiguous().view(torch.float32)
+        is_mixed = quantised and codec.hadamard
+        plain = kernels.hadamard(values) if is_mixed else values
+        rotation = self._rotation(place, len(keys))
+        turned = rotate_part(plain, rotation, config.index_rope_style, at=0, dim=config.rope_dim)
+        mixed = kernels.hadamard(turned) if is_mixed else turned
+        return key_bytes(kernels, mixed.contiguous(), self.layout)
+
+
+def key_bytes(kernels: Ops, values: Tensor, layout: ModelLayout) -> Tensor:
+    """One record per key: values, then the scale where the form has one."""
+    assert layout.index is not None, "keys without an index codec"
+    encoded = kernels.encode_keys(values, layout.index)
+    if not layout.index.scale_bytes:
+        return encoded.values
+    scales = encoded.scales.contiguous().view(torch.uint8).reshape(len(values), -1)
+    return torch.cat((encoded.values, scales), dim=1)
+
+
+def build_prefix(
+    model: Model,
+    layout: ModelLayout,
+    ids: Sequence[int],
+    *,
+    length: int,
+    text: str,
+    segment: int = SEGMENT,
+    distinct: int = DISTINCT,
+    folder: Path | None = None,
+    seconds: float = math.inf,
+) -> Prefix:
+    """Computes what `folder` does not hold yet; a folder of None keeps nothing.
+
+    After `seconds` no further segment is begun: those there are must do.
+    """
+    if model.config.rope.rotation_scale != 1.0:
+        raise BadInput("a model that scales its rotations cannot have rows turned")
+    each = min(segment, length)
+    count = min(-(-length // each), max(1, distinct // each))
+    if len(ids) < count * each + 1:
+        raise BadInput(f"{text} has {len(ids)} tokens, the prefix needs {count * each + 1}")
+    started = time.perf_counter()
+    segments: list[Segment] = []
+    while len(segments) < count and (not segments or time.perf_counter() - started < seconds):
+        at = len(segments) * each
+        segments.append(_kept_or_made(model, layout, list(ids[at : at + each + 1]), folder))
+    return Prefix(
+        model=model,
+        layout=layout,
+        segments=tuple(segments),
+        length=length,
+        text=text,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _kept_or_made(
+    model: Model, layout: ModelLayout, ids: list[int], folder: Path | None
+) -> Segment:
+    if folder is None:
+        return _make(model, layout, ids)
+    path = folder / f"{_name(layout, ids)}.safetensors"
+    kept = _load(path, layout, ids)
+    if kept is not None:
+        return kept
+    made = _make(model, layout, ids)
+    _save(path, made)
+    return made
+
+
+def _name(layout: ModelLayout, ids: list[int]) -> str:
+    weights = hashlib.sha256((EMBEDDED / "model.safetensors").read_bytes()).digest()
+    what = repr((ess.__version__, layout, ids)).encode()
+    return hashlib.sha256(weights + what).hexdigest()[:32]
+
+
+def _load(path: Path, layout: ModelLayout, ids: list[int]) -> Segment | None:
+    """None where there is no such file or it does not hold what its name promises."""
+    try:
+        tensors = load(path.read_bytes())
+        rows = tuple(tensors[f"rows.{layer}"] for layer in range(layout.layer_total))
+        keys = tuple(tensors[f"keys.{group}"] for group in range(layout.group_count))
+    except (OSError, SafetensorError, KeyError):
+        return None
+    count = len(ids) - 1
+    if any(part.shape != (count, layout.row_bytes) for part in rows):
+        return None
+    return Segment(tokens=tuple(ids[:count]), rows=rows, keys=keys)
+
+
+def _save(path: Path, segment: Segment) -> None:
+    """The whole file or none of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+    named = {f"rows.{layer}": part for layer, part in enumerate(segment.rows)}
+    save_file(named | {f"keys.{group}": part for group, part in enumerate(segment.keys)}, draft)
+    os.replace(draft, path)
+
+
+def _make(model: Model, layout: ModelLayout, ids: list[int]) -> Segment:
+    """Through the engine, as any prompt; the last of `ids` is what MTP pairs the last row with."""
+    count = len(ids) - 1
+    pages = -(-len(ids) // PAGE_ROWS) + 1
+    with Offload.create(
+        layout,
+        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes,
+        host_bytes=pages * layout.host_page_bytes,
+        length_max=pages * PAGE_ROWS,
+        slot_floor=1,
+    ) as offload:
+        engine = Engine(model, offload, EngineConfig(mtp=1, warm=False))
+        request = engine.add(ids, Sampling(tokens_max=1))
+        while request.state in ("waiting", "prefilling"):
+            engine.step()
+        segment = _taken(offload, request, layout, count)
+        engine.cancel(request)
+    return segment
+
+
+def _taken(offload: Offload, request: Request, layout: ModelLayout, count: int) -> Segment:
+    assert request.sequence is not None, "a prefilled request has a sequence"
+    codec, kernels = layout.index, ops("cpu")
+    assert codec is not None, "keys without an index codec"
+    offload.drain()
+    on_host = offload.host_rows(request.sequence, 0, count).long()
+    active = offload.active_rows(request.sequence, 0, count)
+    keys = []
+    for group in layout.groups:
+        found = kernels.read_keys(offload.key_pages(group[0]), active, codec)
+        parts = [found.values.contiguous()]
+        if codec.scale_bytes:
+            parts.append(found.scales.contiguous().view(torch.uint8).reshape(count, -1))
+        keys.append(torch.cat(parts, dim=1))
+    rows = tuple(offload.host(layer)[on_host].clone() for layer in range(layout.layer_total))
+    return Segment(tokens=tuple(request.prompt[:count]), rows=rows, keys=tuple(keys))

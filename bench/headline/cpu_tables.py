@@ -1,0 +1,102 @@
+"""Operator tables of the embedded model on this machine, and the step time they predict.
+
+A few small runs are watched; of every stage the median time per step becomes a surface over queries
+and context, read by the simulator's own interpolation. A step is then the sum of its stages: NONE
+has no overlap. What is predicted is a context and a batch that were not among the runs, most often
+a context beyond them: stages are linear in the context, since keys are.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.harness.prefix import Prefix
+from ess.bench.harness.slow_lane import TimedLane
+from ess.bench.harness.spans import step_spans
+from ess.errors import BadInput
+from ess.flashtrans.lanes import open_lane
+from ess.sim.operators.tables import Curve, Surface
+from ess.sim.timeline import COMPUTE, Span
+
+STEPS: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuTables:
+    """Microseconds of each stage in a whole step, by queries and context."""
+
+    stages: Mapping[str, Surface]
+
+    def step_us(self, *, queries: int, context: int) -> float:
+        return sum(max(0.0, surface.at(queries, context)) for surface in self.stages.values())
+
+
+class Watched:
+    """An engine whose steps come with their spans."""
+
+    def __init__(self, prefix: Prefix, shape: Shape, way: Way) -> None:
+        self._lane = TimedLane(below=open_lane())
+        self.arm = Arm(prefix, shape, way, lane=self._lane)
+        self._timeline = self.arm.engine.tuning.timeline
+        self._timeline.keeps_spans = True
+        self.arm.offload.drain()
+
+    def step(self) -> list[Span]:
+        self._lane.take_jobs()
+        begin_ns = self._timeline.clock.now_ns()
+        self.arm.step()
+        end_ns = self._timeline.clock.now_ns()
+        self.arm.offload.drain()
+        layers = self.arm.offload.layout.layer_count
+        stages, jobs = self._timeline.spans, self._lane.take_jobs()
+        return step_spans(stages, jobs, layers=layers, begin_ns=begin_ns, end_ns=end_ns)
+
+
+def calibrate(
+    prefix: Prefix,
+    *,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    mtp: int,
+    way: Way,
+    steps: int = STEPS,
+) -> CpuTables:
+    if len(set(contexts)) < 2 or len(set(batches)) < 2:
+        raise BadInput(f"contexts {contexts}, batches {batches}: two of each span a surface")
+    found: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for context in sorted(contexts):
+        for batch in sorted(batches):
+            shape = Shape(context=context, batch=batch, mtp=mtp, steps=steps + 1)
+            for stage, us in stage_medians(prefix, shape, way, steps).items():
+                found[stage][context].append((float(batch * mtp), us))
+    return CpuTables(stages={stage: _surface(points) for stage, points in found.items()})
+
+
+def stage_medians(prefix: Prefix, shape: Shape, way: Way, steps: int) -> dict[str, float]:
+    """Of each stage the microseconds in a median step; the first step does not count."""
+    watched = Watched(prefix, shape, way)
+    try:
+        watched.step()
+        totals = [_totals(watched.step()) for _ in range(steps)]
+    finally:
+        watched.arm.close()
+    stages = {stage for one in totals for stage in one}
+    return {stage: statistics.median(one.get(stage, 0.0) for one in totals) for stage in stages}
+
+
+def _totals(spans: Sequence[Span]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.lane == COMPUTE:
+            found[span.name] += span.end_us - span.start_us
+    return found
+
+
+def _surface(points: Mapping[int, list[tuple[float, float]]]) -> Surface:
+    curves = [Curve(*zip(*points[context], strict=True)) for context in sorted(points)]
+    return Surface(tuple(float(context) for context in sorted(points)), tuple(curves))

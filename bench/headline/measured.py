@@ -1,0 +1,200 @@
+"""The measured half of the headline: decode steps of the embedded model, offload off and on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from ess import console
+from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.step import WHOLE, compute_threads, effective, prefix_row
+from ess.bench.harness.prefix import Prefix, build_prefix
+from ess.bench.harness.report import Row, compare
+from ess.bench.harness.slow_lane import TimedLane
+from ess.bench.harness.text import token_ids
+from ess.bench.headline.cpu_tables import Watched, calibrate
+from ess.bench.headline.document import Found, Plan
+from ess.flashtrans.lanes import open_lane
+from ess.kernels.backend import chosen
+from ess.models.load import load_model
+from ess.units import PAGE_ROWS
+
+PREFIX_SHARE: Final = 0.4
+
+
+def measure(
+    found: Found, plan: Plan, folder: Path | None, text: Path | None, *, with_spans: bool
+) -> None:
+    torch.set_num_threads(compute_threads())
+    until, is_begun = time.monotonic() + plan.seconds, False
+    ids, name = token_ids(text)
+    model = load_model()
+    for context in plan.contexts:
+        console.note(f"context {context:,}: prefilling, or reading what an earlier run kept ...")
+        layout = model.config.layout(name="ess-embedded")
+        prefix = build_prefix(
+            model,
+            layout,
+            ids,
+            length=context,
+            text=name,
+            folder=folder,
+            seconds=plan.seconds * PREFIX_SHARE,
+        )
+        found.rows.extend([configuration_row(prefix, plan), prefix_row(prefix, context)])
+        for mtp in plan.mtps:
+            for batch in plan.batches:
+                if time.monotonic() > until and is_begun:
+                    console.note(f"left out: context {context:,}, batch {batch}, mtp {mtp}: late")
+                    continue
+                console.note(f"context {context:,}, batch {batch}, mtp {mtp} ...")
+                steps = plan.repetitions * plan.steps + 2
+                shape = Shape(context=context, batch=batch, mtp=mtp, steps=steps)
+                found.rows.extend(measured_rows(prefix, shape, plan, until))
+                is_begun = True
+            if time.monotonic() < until:
+                _check_tables(found, prefix, plan, mtp, with_spans=with_spans)
+
+
+def configuration_row(prefix: Prefix, plan: Plan) -> Row:
+    """What was asked for, and what that became here."""
+    layout, lane = prefix.layout, open_lane()
+    asked = f"asked for mode {plan.mode}, ratio {', '.join(f'{one:g}' for one in plan.ratios)}"
+    threads = torch.get_num_threads()
+    runs = (
+        f"{layout.name}, {layout.layer_count} layers and MTP, rows of {layout.row_bytes} B "
+        f"({layout.row.form}), top-k {layout.top_k}; {chosen('cpu')}; {type(lane).__name__}; "
+        f"{threads} compute thread{'s' * (threads > 1)}; both tiers are DRAM"
+    )
+    lane.close()
+    return Row(name="configuration", value=1, unit="", config={"how": f"{asked}; runs {runs}"})
+
+
+def measured_rows(prefix: Prefix, shape: Shape, plan: Plan, until: float) -> list[Row]:
+    ways = [
+        WHOLE,
+        *(Way(name=f"{plan.mode} {ratio:g}", mode=plan.mode, ratio=ratio) for ratio in plan.ratios),
+    ]
+    lanes = [TimedLane() for _ in ways]
+    arms = [Arm(prefix, shape, way, lane=lane) for way, lane in zip(ways, lanes, strict=True)]
+    try:
+        waited_us = _turns(arms, lanes, shape.steps, plan.repetitions, until)
+    finally:
+        for arm in arms:
+            arm.close()
+    return [
+        _measured_row(arm, arms[0], waited, plan)
+        for arm, waited in zip(arms, waited_us, strict=True)
+    ]
+
+
+def _turns(
+    arms: Sequence[Arm], lanes: Sequence[TimedLane], steps: int, least: int, until: float
+) -> list[list[float]]:
+    """Step by step in turn; returns what each step of each arm waited for its lane.
+
+    On a machine that is too slow for all steps, `least` of them must do.
+    """
+    waited: list[list[float]] = [[] for _ in arms]
+    for number in range(steps):
+        if number >= 2 + least and time.monotonic() > until:
+            break
+        if number == 2:
+            for arm, one in zip(arms, waited, strict=True):
+                arm.forget()
+                one.clear()
+        for place in range(len(arms)):
+            at = (number + place) % len(arms)
+            lanes[at].take_jobs()
+            arms[at].step()
+            waited[at].append(sum(job.waited_us for job in lanes[at].take_jobs()))
+    return waited
+
+
+def _measured_row(arm: Arm, whole: Arm, waited_us: list[float], plan: Plan) -> Row:
+    """Every repetition is the rate over a run of steps; tokens per step are those of all."""
+    shape = arm.shape
+    step_ms = statistics.median(arm.taken.seconds) * 1e3
+    each = float(np.mean(arm.taken.tokens))
+    config = {
+        "half": "measured",
+        **effective(arm),
+        "step_ms": round(step_ms, 2),
+        "exposed_ms": round(statistics.median(waited_us) / 1e3, 3),
+        "per_user": round(each / shape.batch / step_ms * 1e3, 2),
+        "accepted": round(each / shape.batch, 2),
+    }
+    if arm is not whole:
+        counts = np.array(arm.taken.misses)[:, : arm.offload.layout.layer_count] / shape.batch
+        p50, p95 = np.percentile(counts, [50, 95])
+        config |= {"misses_p50": round(float(p50), 1), "misses_p95": round(float(p95), 1)}
+    rates = repetition_rates(arm, plan.repetitions)
+    name = f"ess-embedded, {arm.way.name}"
+    if arm is whole:
+        return Row(
+            name=name,
+            value=statistics.median(rates),
+            unit="tokens/s",
+            config=config,
+            samples=rates,
+        )
+    return compare(
+        name=name,
+        unit="tokens/s",
+        ours=rates,
+        baseline=(whole.way.name, repetition_rates(whole, plan.repetitions)),
+        better="higher",
+        config=config,
+    )
+
+
+def repetition_rates(arm: Arm, repetitions: int) -> list[float]:
+    each = float(np.mean(arm.taken.tokens))
+    runs = np.array_split(np.array(arm.taken.seconds), repetitions)
+    return [each / float(np.median(one)) for one in runs if one.size]
+
+
+def _check_tables(found: Found, prefix: Prefix, plan: Plan, mtp: int, *, with_spans: bool) -> None:
+    """The simulator's way of predicting, on the one machine where the truth can be measured."""
+    context = prefix.length
+    small = [max(4 * PAGE_ROWS, context // 8), max(8 * PAGE_ROWS, context // 2)]
+    way = Way(name=plan.mode, mode="none", ratio=plan.ratios[0])
+    console.note(f"operator tables of this CPU from contexts {small[0]:,} and {small[1]:,} ...")
+    cpu = calibrate(prefix, contexts=small, batches=(1, 2), mtp=mtp, way=way)
+    shape = Shape(context=context, batch=plan.batches[0], mtp=mtp, steps=8)
+    watched = Watched(prefix, shape, way)
+    try:
+        steps = [watched.step() for _ in range(7)]
+    finally:
+        watched.arm.close()
+    seconds = statistics.median(watched.arm.taken.seconds[1:])
+    predicted_ms = cpu.step_us(queries=shape.batch * mtp, context=context) / 1e3
+    if with_spans:
+        usual = sorted(steps[1:], key=lambda spans: max(one.end_us for one in spans))[
+            len(steps) // 2
+        ]
+        found.timelines.append((f"measured: ess-embedded, {context:,} tokens", usual))
+    found.rows.append(
+        Row(
+            name="ess-embedded step, predicted from CPU tables",
+            value=predicted_ms,
+            unit="ms",
+            baseline="measured",
+            baseline_value=seconds * 1e3,
+            ratio=min(predicted_ms, seconds * 1e3) / max(predicted_ms, seconds * 1e3),
+            config={
+                "half": "check",
+                "ctx": context,
+                "batch": shape.batch,
+                "mtp": mtp,
+                "error": f"{predicted_ms / (seconds * 1e3) - 1:+.1%}",
+                "tables_from": " ".join(f"{one:,}" for one in small),
+            },
+        )
+    )

@@ -1,0 +1,1 @@
+"""Benchmarks of the native kernels and the residency planner."""

@@ -1,0 +1,180 @@
+"""Row movers against the copies anybody would write, in one process and in turn.
+
+Every sample draws new random rows from a pool many times larger than the last-level cache, so its
+source rows are cold; all arms write to the same target. The one big memcpy reads a fresh region of
+the pool that is as large as the rows together. Samples of all arms are interleaved, so that other
+load on the machine meets them alike; the values are medians. With one thread the clock is that
+thread's processor time, which other load slows but does not stop; with two it is the wall's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.flashtrans.rows import pack, run
+from ess.flashtrans.views import check
+from ess.kernels.cpu import native
+from ess.kernels.memory import host_memory
+from ess.kernels.streams import RowCopy
+
+ROW_BYTES = 656
+Rows = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Shape:
+    pool_bytes: int
+    row_count: int
+    sample_count: int
+    threads: int
+
+
+@dataclass
+class Arm:
+    """One way to copy `rows` between the pool and the target; seconds per sample."""
+
+    name: str
+    copy: Callable[[Rows], object]
+    samples_s: list[float] = field(default_factory=list)
+
+    def sample(self, rows: Rows, clock: Callable[[], float]) -> None:
+        started = clock()
+        self.copy(rows)
+        self.samples_s.append(clock() - started)
+
+
+def rows_benchmark(*, smoke: bool) -> list[dict[str, Any]]:
+    """Gather and scatter, 2,048 and 65,536 rows of 656 B, one thread and two."""
+    pool_bytes = 64 << 20 if smoke else 2304 << 20
+    samples = 3 if smoke else 15
+    pool = host_memory(pool_bytes, touch_threads=1)
+    pool = pool[: pool.size // ROW_BYTES * ROW_BYTES].reshape(-1, ROW_BYTES)
+    results = []
+    for row_count in (2048,) if smoke else (2048, 65536):
+        target = host_memory(row_count * ROW_BYTES, touch_threads=1).reshape(-1, ROW_BYTES)
+        for threads in (1, 2):
+            shape = Shape(pool_bytes, row_count, samples, threads)
+            for verb in ("gather", "scatter"):
+                results += _compare(verb, shape, _arms(verb, pool, target, threads))
+    return results
+
+
+def _compare(verb: str, shape: Shape, arms: list[Arm]) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(shape.row_count)
+    pool_rows = shape.pool_bytes // ROW_BYTES
+    clock = time.thread_time if shape.threads == 1 else time.perf_counter
+    for _ in range(1 + shape.sample_count):
+        for arm in arms:
+            arm.sample(rng.integers(0, pool_rows, shape.row_count), clock)
+    for arm in arms:
+        del arm.samples_s[0]
+    return [_row(verb, shape, arms[0], baseline) for baseline in arms[1:]]
+
+
+def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> dict[str, Any]:
+    value, other = _gigabytes(shape, ours), _gigabytes(shape, baseline)
+    ratio = statistics.median(value) / statistics.median(other)
+    target = _target(verb, shape, baseline)
+    return {
+        "name": f"{verb} {shape.row_count} rows, threads {shape.threads}, against {baseline.name}",
+        "value": statistics.median(value),
+        "unit": "GB/s",
+        "baseline": baseline.name,
+        "baseline_value": statistics.median(other),
+        "ratio": ratio,
+        "target": target,
+        "met": None if target is None else ratio >= target,
+        "config": {
+            "row_bytes": ROW_BYTES,
+            "pool_bytes": shape.pool_bytes,
+            "threads": shape.threads,
+            "isa": native.isa() if native.available() else "numpy",
+            "clock": "thread" if shape.threads == 1 else "wall",
+            "rows": "cold: random, new for every sample",
+        },
+        "samples": value,
+    }
+
+
+def _target(verb: str, shape: Shape, baseline: Arm) -> float | None:
+    if verb != "gather" or shape.pool_bytes < 2 << 30:
+        return None
+    if baseline.name == "one memcpy":
+        return 0.85 if shape.row_count == 65536 else None
+    return 1.5 if baseline.name.startswith("torch") else None
+
+
+def _gigabytes(shape: Shape, arm: Arm) -> list[float]:
+    return [shape.row_count * ROW_BYTES / seconds / 1e9 for seconds in arm.samples_s]
+
+
+def _arms(verb: str, pool: Bytes, target: Bytes, threads: int) -> list[Arm]:
+    gather = verb == "gather"
+
+    def row_copy(rows: Rows) -> RowCopy:
+        if gather:
+            return RowCopy(source=pool, source_rows=rows, target=target)
+        return RowCopy(source=target, target=pool, target_rows=rows)
+
+    def one_memcpy(rows: Rows) -> None:
+        first = int(rows[0]) % (len(pool) - len(target))
+        region, dense = native.address(pool[first:]), native.address(target)
+        ctypes.memmove(*((dense, region) if gather else (region, dense)), target.nbytes)
+
+    return [
+        Arm("ours", lambda rows: run(check(row_copy(rows)), threads=threads)),
+        *_loop_arms(row_copy),
+        *_torch_arm(pool, target, threads, gather=gather),
+        Arm("one memcpy", one_memcpy),
+    ]
+
+
+def _loop_arms(of: Callable[[Rows], RowCopy]) -> list[Arm]:
+    """One memcpy per row, without requests ahead: from Python, and from C."""
+
+    def python(rows: Rows) -> None:
+        copy = check(of(rows))
+        sources = copy.source.row_numbers() * copy.source.stride_bytes + copy.source.address
+        targets = copy.target.row_numbers() * copy.target.stride_bytes + copy.target.address
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            ctypes.memmove(target, source, ROW_BYTES)
+
+    arms = [Arm("memmove per row, Python loop", python)]
+    if native.available():
+        per_row = native.function("ess_rows_memcpy_loop", [ctypes.c_void_p])
+        arms.append(
+            Arm(
+                "memcpy per row, C loop",
+                lambda rows: per_row(ctypes.byref(pack(check(of(rows))))),
+            )
+        )
+    return arms
+
+
+def _torch_arm(pool: Bytes, target: Bytes, threads: int, *, gather: bool) -> list[Arm]:
+    try:
+        import torch
+    except ImportError:
+        return []
+    torch_pool, torch_target = torch.from_numpy(pool), torch.from_numpy(target)
+
+    def index_select(rows: Rows) -> None:
+        torch.set_num_threads(threads)
+        torch.index_select(torch_pool, 0, torch.from_numpy(rows), out=torch_target)
+
+    def index_copy(rows: Rows) -> None:
+        torch.set_num_threads(threads)
+        torch_pool.index_copy_(0, torch.from_numpy(rows), torch_target)
+
+    return [
+        Arm("torch.index_select", index_select) if gather else Arm("torch.index_copy_", index_copy)
+    ]

@@ -1,0 +1,1 @@
+"""Published results beside ours, and the laboratory of eviction policies."""

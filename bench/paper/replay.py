@@ -1,0 +1,135 @@
+"""Policies on recorded traces, and proof that a written trace replays as what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ess.bench.harness.agreement import agreement
+from ess.bench.harness.report import Row, compare
+from ess.pool.lru.arena import BLOCK_SLOTS
+from ess.sim.locality import laboratory
+from ess.sim.locality.curves import MissCurve, miss_curve
+from ess.sim.locality.laboratory import Start
+from ess.sim.locality.oracles import Min, Sieve, next_uses
+from ess.sim.locality.policies import Fifo, PlannerLru, Policy, Random, SelectionEma
+from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.similarity import containment, step_similarity
+from ess.sim.locality.workloads import Workload, generated, recorded, write_trace
+from ess.trace import TraceReader
+
+WINDOWS: Final = 32
+RATIOS: Final = (0.1, 0.2, 0.3, 0.5)
+GROUPS_MAX: Final = 8
+
+
+def recorded_rows(path: Path) -> list[Row]:
+    """Misses per step of up to eight groups, spread over all, at four shares of what is used."""
+    with TraceReader(path) as reader:
+        header = reader.header
+        groups = np.linspace(0, header.group_count - 1, min(GROUPS_MAX, header.group_count))
+        lead = min(len(reader) // 4, -(-WINDOWS // header.mtp))
+        rows: list[Row] = []
+        for group in sorted({round(float(one)) for one in groups}):
+            workload = recorded(reader, group=group, lead_steps=lead)
+            rows += _group_rows(workload, group, header.top_k)
+            rows += _neighbour_row(reader, group)
+        return rows
+
+
+def _group_rows(workload: Workload, group: int, top_k: int) -> list[Row]:
+    curve = miss_curve(workload)
+    used = len(set().union(*(set(step.rows[step.rows >= 0].tolist()) for step in workload.steps())))
+    alike = step_similarity(step.rows for step in workload.steps())
+    config: dict[str, Any] = {"group": group, "steps": workload.step_count, "rows_used": used}
+    rows = [Row(name="intra-layer similarity", value=alike, unit="", config=config)]
+    for ratio in RATIOS:
+        slots = max(BLOCK_SLOTS, int(ratio * used) // BLOCK_SLOTS * BLOCK_SLOTS)
+        rows += _size_rows(workload, curve, slots, top_k, config | {"slots": slots})
+    return rows
+
+
+def _size_rows(
+    workload: Workload, curve: MissCurve, slots: int, top_k: int, config: dict[str, Any]
+) -> list[Row]:
+    outcomes = laboratory.run(workload, _policies(workload, slots, top_k), start=Start(warm=True))
+    arena = PlannerLru(workload, slots=slots, top_k=top_k)
+    cold = laboratory.run(workload, {"lru": arena})["lru"].mean()
+    lru = outcomes["lru"].mean()
+    rows = [Row(name="misses per step, lru from cold", value=cold, unit="rows", config=config)]
+    if slots >= curve.slots_min:
+        exact = curve.at(slots)
+        rows.append(
+            Row(
+                name="misses per step, exact curve from cold",
+                value=exact,
+                unit="rows",
+                config=config,
+            )
+        )
+    for name, one in outcomes.items():
+        if lru > 0 and one.mean() > 0:
+            rows.append(
+                compare(
+                    name=f"misses per step, {name} warmed",
+                    unit="rows",
+                    ours=[one.mean()],
+                    baseline=("lru warmed", [lru]),
+                    config=config,
+                )
+            )
+    return rows
+
+
+def _policies(workload: Workload, slots: int, top_k: int) -> dict[str, Policy]:
+    """Without scores, which traces do not hold: being selected stands in for them."""
+    future = next_uses(workload)
+    return {
+        "lru": PlannerLru(workload, slots=slots, top_k=top_k),
+        "sieve": Sieve(workload, slots=slots),
+        "fifo": Fifo(workload, slots=slots),
+        "random": Random(workload, slots=slots),
+        "selection EMA": SelectionEma(workload, slots=slots),
+        "min": Min(workload, slots=slots, future=future),
+        "min with bypass": Min(workload, slots=slots, future=future, bypass=True),
+    }
+
+
+def _neighbour_row(reader: TraceReader, group: int) -> list[Row]:
+    if group == 0:
+        return []
+    alike = [
+        containment(above, below)
+        for step in reader
+        for above, below in zip(step.selection(group - 1), step.selection(group), strict=True)
+    ]
+    config = {"group": group}
+    value = float(np.mean(alike))
+    return [Row(name="inter-layer similarity", value=value, unit="", config=config)]
+
+
+def replay_row(path: Path) -> Row:
+    """The generator's own misses, and those of the same request written, read and replayed."""
+    load = Load(context=2048, step_count=60, query_count=2, top_k=128, recent=16, seed=8)
+    profiles = [LayerProfile(hot=400, cold=6), LayerProfile(hot=700, cold=12)]
+    header = write_trace(path, load, profiles, layout="generated")
+    totals = [0, 0]
+    with TraceReader(path) as reader:
+        for group, profile in enumerate(profiles):
+            workloads = (
+                generated(load, profile, layer=group, window_count=0),
+                recorded(reader, group=group),
+            )
+            for side, workload in enumerate(workloads):
+                arena = PlannerLru(workload, slots=448, top_k=load.top_k)
+                totals[side] += sum(laboratory.run(workload, {"lru": arena})["lru"].misses)
+    return agreement(
+        name="misses of a trace that was written and replayed",
+        unit="rows",
+        ours=totals[1],
+        published=("generated", totals[0]),
+        tolerance=0.0,
+        config={"groups": header.group_count, "steps": load.step_count},
+    )

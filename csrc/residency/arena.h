@@ -1,0 +1,54 @@
+// The residency of one layer group, as ess/pool/arena.py lays it out, and the search for victims.
+#pragma once
+
+#include "../cpu/native.h"
+
+namespace ess {
+
+constexpr int kBlockSlots = 64;
+constexpr int kAgeMax = 255;
+constexpr int kAgeFree = 256;
+
+struct Arena {
+    int32_t* slot_of;
+    int32_t* row_of;
+    int32_t* last_use;
+    int32_t* ticket_of;
+    uint8_t* dirty;
+    const int32_t* blocks;
+    int64_t* hit_age;
+    int32_t* scratch;
+    int64_t row_count;
+    int64_t slab_count;
+    int64_t block_count;
+    int64_t evicted_count;
+
+    int32_t* candidates() const { return scratch; }
+    int32_t* candidate_ages() const { return scratch + slab_count; }
+    int32_t* victims() const { return scratch + 2 * slab_count; }
+    int32_t* probed() const { return scratch + 3 * slab_count; }
+
+    int age(int32_t slot, int32_t step) const {
+        if (row_of[slot] < 0) return kAgeFree;
+        uint32_t since = uint32_t(step) - uint32_t(last_use[slot]);
+        return since < kAgeMax ? int(since) : kAgeMax;
+    }
+    bool bound(int32_t slot) const { return dirty[slot] || ticket_of[slot]; }
+
+    // The slot passes to `row`; the row that held it, if any, loses it.
+    void hand_over(int32_t slot, int32_t row, int32_t used, int32_t ticket) {
+        int32_t before = row_of[slot];
+        if (before >= 0) slot_of[before] = -1;
+        evicted_count += before >= 0;
+        slot_of[row] = slot;
+        row_of[slot] = row;
+        last_use[slot] = used;
+        ticket_of[slot] = ticket;
+    }
+};
+
+// The first `wanted` victims of age >= `floor` in (age descending, slot ascending) order; returns
+// how many there are.
+int64_t oldest(const Arena& arena, int32_t step, int64_t wanted, int floor, int32_t* victims);
+
+}  // namespace ess

@@ -1,0 +1,1 @@
+"""The stages of one layer, as the schedules of `ess.overlap` call them."""

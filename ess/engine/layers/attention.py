@@ -1,0 +1,176 @@
+"""The stages of one layer in one decode step: what `overlap`'s schedules put in order.
+
+This is where the model, the door and the kernels meet. It holds what one stage hands to a later
+one and nothing that outlives the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ess.door import Resolution
+from ess.engine.layers.batch import attend, front, queries, select
+from ess.engine.step.half import Half
+from ess.errors import BadState
+from ess.kernels.merge import Partial, merge
+from ess.models.decoder import DecoderLayer, Front
+from ess.overlap.policy import Mode
+from ess.overlap.timeline import Timeline, timed
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A part of the batch and where its rows are; no resolution when they were only located."""
+
+    part: range
+    slots: Tensor
+    where: Resolution | None = None
+
+    @property
+    def resolution(self) -> Resolution:
+        assert self.where is not None, "rows that were only located are attended in one pass"
+        return self.where
+
+
+class LayerStep:
+    """`Stages` for a layer: made with the layer's input, asked by a schedule, then dropped."""
+
+    def __init__(
+        self,
+        half: Half,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        timeline: Timeline,
+        *,
+        waits: bool = False,
+    ) -> None:
+        """`waits`: the schedule waits for a fetch before anything else runs."""
+        self.timeline = timeline
+        self._waits = waits
+        self.number = layer.number
+        self.first_query = half.queries.start
+        self._half = half
+        self._batch = half.batch
+        self._layer = layer
+        self._group = half.batch.layout.group_of(layer.number)
+        self._hidden = hidden
+        self._front: Front | None = None
+        self._queries: Tensor | None = None
+
+    def parts(self, count: int) -> list[range]:
+        return self._half.parts(count)
+
+    @timed
+    def index(self) -> None:
+        """The new rows and keys go to their slots first: a token may select itself."""
+        batch = self._batch
+        self._front = made = front(batch, self._layer, self._hidden)
+        batch.offload.append(
+            self.number, made.rows, batch.step, keys=made.keys, first_query=self.first_query
+        )
+
+    @timed
+    def select(self, part: range) -> Tensor | None:
+        """The part's selection; None when the group's first layer has made it already."""
+        if self._front is None or self._front.queries is None or self._front.weights is None:
+            return None
+        selected = self._batch.selected.setdefault(self._group, {})
+        if part in selected:
+            return selected[part]
+        batch, asked, weights = self._batch, self._front.queries, self._front.weights
+        span = None if part == self._half.queries else self._half.local(part)
+        if span is not None:
+            asked, weights = asked[span], weights[span]
+        chosen = select(batch, self._layer.number, asked, weights, span)
+        selected[part] = chosen
+        return chosen
+
+    def resolve(self, part: range) -> Found:
+        selection = self.select(part)
+        where = self.plan(part, selection)
+        return Found(part, where.slots, where)
+
+    @timed
+    def plan(self, part: range, selection: Tensor | None) -> Resolution:
+        batch = self._batch
+        at = self._half.first_part + (part.start > self.first_query)
+        found = batch.offload.resolve(
+            self.number,
+            selection,
+            batch.step,
+            first_query=part.start,
+            part=at,
+            waits=self._waits,
+        )
+        if selection is not None:
+            batch.warmth.resolved(part, found)
+        return found
+
+    def locate(self, part: range) -> Found | None:
+        """Every selected row's slot without a plan; None when one of them has no slot."""
+        batch, group = self._batch, self._group
+        selection = self.select(part)
+        if selection is not None:
+            slots = batch.offload.locate_all(
+                self.number, selection, batch.step, first_query=part.start
+            )
+            batch.located[group] = slots
+            if slots is not None:
+                batch.warmth.located(part)
+        located = batch.located[group]
+        return None if located is None else Found(part, located)
+
+    def ran(self, mode: Mode) -> Mode:
+        """What a layer that was to run so did run."""
+        if mode is Mode.RESIDENT and self._batch.located[self._group] is None:
+            return Mode.NONE
+        return mode
+
+    @timed
+    def wait(self, found: Found) -> None:
+        if found.where is not None:
+            found.where.wait()
+
+    @timed
+    def pre_attn(self) -> None:
+        if self._front is None:
+            raise BadState("index comes before pre_attn")
+        self._queries = queries(self._batch, self._layer, self._front.query)
+
+    @timed
+    def attend_all(self, found: Found) -> Partial:
+        return self.attend_codes(found.part, found.slots)
+
+    @timed
+    def attend_resident(self, found: Found) -> Partial:
+        """Hits, and rows in place: both can be read before the fetch has landed."""
+        place = found.resolution.place
+        codes = torch.where(place >= 0, -2 - place, -1)
+        return self.attend_codes(found.part, torch.cat((found.resolution.hit, codes), dim=1))
+
+    @timed
+    def attend_fetched(self, found: Found) -> Partial:
+        return self.attend_codes(found.part, found.resolution.miss)
+
+    @timed
+    def merge(self, resident: Partial, fetched: Partial) -> Partial:
+        return merge(resident, fetched)
+
+    def attend_truth(self) -> Tensor:
+        """What this layer's attention is over the host's own rows: for verify mode."""
+        batch, parts = self._batch, self._batch.selected[self._group]
+        selection = torch.cat([parts[part] for part in sorted(parts, key=lambda p: p.start)])
+        codes = batch.offload.host_codes(
+            self.number, selection, batch.step, first_query=self.first_query
+        )
+        return self.attend_codes(self._half.queries, codes).out
+
+    def attend_codes(self, part: range, codes: Tensor) -> Partial:
+        if self._queries is None:
+            raise BadState("pre_attn comes before attention")
+        is_whole = part == self._half.queries
+        mine = self._queries if is_whole else self._queries[self._half.local(part)]
+        return attend(self._batch, self._layer.number, mine, codes)

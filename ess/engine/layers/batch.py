@@ -1,0 +1,155 @@
+"""Between the model and the door: what a step's layers share, and the calls that both sides need.
+
+Rows and keys become bytes here, queries become selections, codes become attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ess.door import Offload, Step
+from ess.engine.step.warmth import StepWarmth
+from ess.kernels.backend import Ops
+from ess.kernels.merge import Partial
+from ess.layout import ModelLayout
+from ess.models.decoder import DecoderLayer, Front
+from ess.models.indexer import Probe
+from ess.models.layers import Rotation
+from ess.models.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What all layers of a step share."""
+
+    offload: Offload
+    step: Step
+    ops: Ops
+    rotation: Rotation
+    page_table: Tensor
+    lengths: Tensor
+    scale: float
+    warmth: StepWarmth
+    located: dict[int, Tensor | None] = field(default_factory=dict)
+    selected: dict[int, dict[range, Tensor]] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> ModelLayout:
+        return self.offload.layout
+
+
+class Shared(Protocol):
+    """What the stages of a layer need of a batch or a prompt chunk."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def ops(self) -> Ops: ...
+    @property
+    def rotation(self) -> Rotation: ...
+
+
+def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
+    """A layer's input as the pools and the attention need it."""
+    layout, ops, rotation = batch.layout, batch.ops, batch.rotation
+    if ops.has_stages():
+        return layer.compiled(layout).front(hidden, rotation, threads=compute_threads())
+    entry = layer.enter(hidden)
+    rows = row_bytes(layer.mla.rows(entry.row, rotation), layout, ops)
+    if layer.indexer is None:
+        return Front(entry.query, rows)
+    probe = turned(layer.index(entry, rotation), layout, ops)
+    keys = key_records(probe.keys, layout, ops)
+    return Front(entry.query, rows, probe.queries, probe.weights, keys)
+
+
+def queries(batch: Shared, layer: DecoderLayer, query: Tensor) -> Tensor:
+    if not batch.ops.has_stages():
+        return layer.mla.queries(query, batch.rotation)
+    compiled = layer.compiled(batch.layout)
+    return compiled.queries(query, batch.rotation, threads=compute_threads())
+
+
+def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
+    """Attended latents -> the layer's output."""
+    if not batch.ops.has_stages():
+        return layer.mlp(layer.output(hidden, attended))
+    return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
+
+
+def ended(batch: Shared, model: Model, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The last layer's output -> finished hidden states, logits."""
+    if not batch.ops.has_stages():
+        finished = model.finish(hidden)
+        return finished, model.logits(finished)
+    finished, logits = model.ending([hidden], threads=compute_threads())
+    return finished, logits
+
+
+def compute_threads() -> int:
+    """Native calls follow torch, so that one setting rules both."""
+    return torch.get_num_threads()
+
+
+def select(
+    batch: Batch, layer: int, queries: Tensor, weights: Tensor, which: slice | list[int] | None
+) -> Tensor:
+    """The selection of some of the step's queries, None: of all; logits over the index pages, then
+    top-k."""
+    codec = batch.layout.index
+    table, lengths = batch.page_table, batch.lengths
+    if which is not None:
+        table, lengths = table[which], lengths[which]
+    assert codec is not None, "an indexer without an index codec"
+    return batch.ops.index_top_k(
+        queries,
+        weights,
+        batch.offload.key_pages(layer),
+        table,
+        lengths,
+        codec,
+        k=batch.layout.top_k,
+        threads=compute_threads(),
+    )
+
+
+def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
+    """One pass over `codes`: a slot, -1 for padding, or -2 - host row for a row in place."""
+    return batch.ops.attend(
+        queries.contiguous(),
+        batch.offload.slots(layer),
+        codes.contiguous(),
+        batch.layout.row,
+        scale=batch.scale,
+        placed=batch.offload.host(layer),
+        threads=compute_threads(),
+    )
+
+
+def row_bytes(values: Tensor, layout: ModelLayout, ops: Ops) -> Tensor:
+    out = torch.empty(len(values), layout.row_bytes, dtype=torch.uint8)
+    return ops.encode_rows(values.float().contiguous(), layout.row, out)
+
+
+def turned(probe: Probe, layout: ModelLayout, ops: Ops) -> Probe:
+    """Keys that are quantised are rotated first, and so are the queries they will meet."""
+    codec = layout.index
+    if codec is None or codec.form == "f32" or not codec.hadamard:
+        return probe
+    queries = ops.hadamard(probe.queries.float()).bfloat16()
+    return Probe(queries, probe.weights, ops.hadamard(probe.keys.float()))
+
+
+def key_records(keys: Tensor, layout: ModelLayout, ops: Ops) -> Tensor:
+    """One record per key: values, then the scale where the form has one."""
+    codec = layout.index
+    assert codec is not None, "keys without an index codec"
+    encoded = ops.encode_keys(keys.float().contiguous(), codec)
+    if not codec.scale_bytes:
+        return encoded.values
+    scales = encoded.scales.contiguous().view(torch.uint8).reshape(len(keys), -1)
+    return torch.cat((encoded.values, scales), dim=1)

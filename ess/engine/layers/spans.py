@@ -1,0 +1,69 @@
+"""A trace while it is wanted: every stage of every layer, every fetch, every step.
+
+Costs nothing while off. It ends by itself at `SPANS_MAX` spans, so one that is never stopped holds
+a bounded amount of memory; `left_out` says how many came after.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ess.clock import Clock
+from ess.engine.engine import Engine
+from ess.engine.plan import StepResult
+from ess.engine.process.messages import Traced, TraceSpan
+
+SPANS_MAX: Final = 200_000
+STEPS: Final = "steps"
+STAGES: Final = "stages"
+FETCHES: Final = "fetches"
+
+
+class Recorder:
+    def __init__(self, clock: Clock) -> None:
+        self.is_on = False
+        self._clock = clock
+        self._spans: list[TraceSpan] = []
+        self._left_out = 0
+        self._began_ns = 0
+
+    def start(self) -> None:
+        self.is_on, self._spans, self._left_out = True, [], 0
+        self._began_ns = self._clock.now_ns()
+
+    def stop(self) -> Traced:
+        self.is_on = False
+        spans, self._spans = self._spans, []
+        return Traced(tuple(spans), self._left_out)
+
+    def before(self, engine: Engine) -> None:
+        """The step that comes keeps its spans if they are wanted; earlier ones are gone."""
+        for owner in (engine.tuning.timeline, engine.offload.timings):
+            owner.keeps_spans = self.is_on
+            owner.spans.clear()
+
+    def after(self, engine: Engine, result: StepResult, began_s: float) -> None:
+        if not self.is_on:
+            return
+        self._keep(
+            STEPS, _name(engine.step_count, result), round(began_s * 1e9), self._clock.now_ns()
+        )
+        for one in engine.tuning.timeline.spans:
+            self._keep(STAGES, f"{one.stage} L{one.layer}", one.started_ns, one.finished_ns)
+        for layer, started_ns, finished_ns in engine.offload.timings.spans:
+            self._keep(FETCHES, f"fetch L{layer}", started_ns, finished_ns)
+
+    def _keep(self, lane: str, name: str, started_ns: int, finished_ns: int) -> None:
+        assert started_ns <= finished_ns, f"{name} ends before it starts"
+        if len(self._spans) == SPANS_MAX:
+            self._left_out += 1
+            return
+        start_us = (started_ns - self._began_ns) / 1e3
+        self._spans.append(TraceSpan(lane, name, start_us, (finished_ns - started_ns) / 1e3))
+
+
+def _name(number: int, result: StepResult) -> str:
+    parts = [f"step {number}", f"{result.turn_count} requests"]
+    if result.chunk is not None:
+        parts.append(f"{result.chunk.stop - result.chunk.start} prompt tokens")
+    return ", ".join(parts)

@@ -1,0 +1,209 @@
+"""An engine without a model: it speaks the engine's side of the wire at a given pace.
+
+    python -m ess.engine.process.fake_engine ENDPOINT        (a Launch as one JSON line on stdin)
+
+For measuring a server by itself, and for routers and clients under test. Every request gets the
+tokens of its script, `per_step` at a time, all requests in one message as a real step has it. Needs
+no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import zmq
+
+from ess.engine.process.messages import (
+    Abort,
+    Add,
+    Chance,
+    Flush,
+    Flushed,
+    Launch,
+    Piece,
+    Progress,
+    Ready,
+    Reason,
+    RequestLine,
+    Status,
+    Stop,
+    ToEngine,
+    Trace,
+    Traced,
+)
+from ess.engine.process.wire import SocketWire, Wire
+
+IDLE_S: Final = 0.02
+STATUS_EVERY_S: Final = 0.1
+
+Script = Callable[[Add], Iterable[int]]
+
+
+@dataclass(slots=True, eq=False)
+class Going:
+    """`ahead` is the token that comes next, None behind the last."""
+
+    add: Add
+    left: Iterator[int]
+    ahead: int | None
+    made_count: int = 0
+
+    def take(self) -> int:
+        token, self.ahead = self.ahead, next(self.left, None)
+        assert token is not None, f"request {self.add.number} has ended"
+        self.made_count += 1
+        return token
+
+
+class PacedEngine:
+    """`running_max` requests get tokens at a time, those that came first."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        pace_s: float = 0.0,
+        per_step: int = 1,
+        running_max: int = 1 << 20,
+        cached_count: int = 0,
+    ) -> None:
+        self.is_stopped = False
+        self._script = script
+        self._pace_s = pace_s
+        self._per_step = per_step
+        self._running_max = running_max
+        self._cached_count = cached_count
+        self._going: dict[int, Going] = {}
+        self._step_count = self._made_count = self._prompt_count = 0
+        self._told_at_s = 0.0
+
+    def run(self, wire: Wire) -> None:
+        while not self.is_stopped:
+            self.turn(wire)
+
+    def turn(self, wire: Wire) -> None:
+        for message in wire.take(timeout_s=0.0 if self._going else IDLE_S):
+            self.obey(message, wire)
+        if self._going:
+            began_s = time.monotonic()
+            running = list(islice(self._going.values(), self._running_max))
+            pieces = tuple(self._piece(going) for going in running)
+            wire.give(Progress(pieces, time.monotonic()))
+            self._step_count += 1
+            time.sleep(max(0.0, began_s + self._pace_s - time.monotonic()))
+        if time.monotonic() - self._told_at_s >= STATUS_EVERY_S:
+            self._told_at_s = time.monotonic()
+            wire.give(self.status())
+
+    def obey(self, message: ToEngine, wire: Wire) -> None:
+        match message:
+            case Add():
+                left = iter(self._script(message))
+                self._going[message.number] = Going(message, left, next(left))
+                self._prompt_count += len(message.prompt)
+            case Abort(number):
+                self._going.pop(number, None)
+            case Flush():
+                busy = f"{len(self._going)} requests are running or waiting"
+                wire.give(Flushed(busy if self._going else ""))
+            case Trace(is_on):
+                if not is_on:
+                    wire.give(Traced(()))
+            case Stop():
+                self.is_stopped = True
+
+    def status(self) -> Status:
+        running = min(len(self._going), self._running_max)
+        return Status(
+            step_count=self._step_count,
+            step_s=self._pace_s,
+            made_count=self._made_count,
+            prompt_count=self._prompt_count,
+            running_count=running,
+            waiting_count=len(self._going) - running,
+            requests=tuple(map(_line, islice(self._going.values(), running))),
+        )
+
+    def _piece(self, going: Going) -> Piece:
+        sampling = going.add.sampling
+        tokens: list[int] = []
+        reason: Reason | None = None
+        cached_count = None if going.made_count else self._cached_count
+        scored = [] if going.made_count else going.add.prompt[sampling.prompt_start + 1 :]
+        while reason is None and len(tokens) < self._per_step:
+            tokens.append(going.take())
+            if tokens[-1] in sampling.stop_ids and going.made_count >= sampling.tokens_min:
+                reason = "stop"
+            elif going.ahead is None or going.made_count >= sampling.tokens_max:
+                reason = "length"
+        if reason is not None:
+            del self._going[going.add.number]
+        self._made_count += len(tokens)
+        return Piece(
+            going.add.number,
+            tuple(tokens),
+            reason,
+            cached_count,
+            _chances(tokens, sampling.logprobs),
+            prompt_chances=_chances(scored, sampling.prompt_logprobs),
+        )
+
+
+def _line(going: Going) -> RequestLine:
+    add = going.add
+    return RequestLine(
+        add.number,
+        "decoding",
+        len(add.prompt),
+        len(add.prompt),
+        going.made_count,
+        add.sampling.tokens_max,
+    )
+
+
+def _chances(tokens: Sequence[int], count: int | None) -> tuple[Chance, ...]:
+    """Made up: their shape is right."""
+    if count is None:
+        return ()
+    tops = [tuple((token + i, -0.5 - i) for i in range(count)) for token in tokens]
+    return tuple(Chance(-0.5, 1, top) for top in tops)
+
+
+def walking(vocabulary: int) -> Script:
+    """Another token at every step, as far as was asked for: text, not control bytes."""
+    first = min(300, vocabulary // 2)
+    span = vocabulary - first
+
+    def script(add: Add) -> Iterator[int]:
+        start = len(add.prompt) + add.number
+        return (first + (start + 7919 * i) % span for i in range(add.sampling.tokens_max))
+
+    return script
+
+
+def main(arguments: list[str]) -> int:
+    [endpoint] = arguments
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    raw = msgspec.json.decode((Path(launch.model) / "config.json").read_bytes())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    wire = SocketWire(context, endpoint)
+    wire.watch(sys.stdin.fileno())
+    wire.give(Ready(vocabulary=raw["vocab_size"], length_max=launch.length_max, load_s=0.0))
+    engine = PacedEngine(
+        walking(raw["vocab_size"]), pace_s=launch.pace_s, running_max=launch.batch_max
+    )
+    engine.run(wire)
+    wire.close()
+    context.term()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

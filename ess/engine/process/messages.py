@@ -1,0 +1,246 @@
+"""What the server process and the engine process say to each other. Needs no torch.
+
+    server -> engine   Add, Abort, Flush, Trace, Stop
+    engine -> server   Ready once, then Progress after every step and Status a few times a second
+
+Each is one msgpack array, its type first. The server numbers requests; a number is never used
+again, so a late answer can only meet a request that is gone.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Literal
+
+import msgspec
+
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput
+
+Reason = Literal["length", "stop", "cancelled", "refused", "failed"]
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`leader` is the number of an earlier one with this prompt: another choice of one answer."""
+
+    number: int
+    prompt: list[int]
+    sampling: Sampling
+    priority: int = 0
+    leader: int | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    number: int
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget cached prefixes."""
+
+
+class Trace(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From now on keep what every step did, or give it out as Traced and keep no more."""
+
+    is_on: bool
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End the process; requests still in it are given up."""
+
+
+class Chance(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a made token was worth: its log probability, its rank from 1, and the likeliest."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a step did for one request. `cached_count` comes with the first piece only; `sentence`
+    says why it was refused or has failed. `prompt_chances` go on where the last ones ended."""
+
+    number: int
+    tokens: tuple[int, ...] = ()
+    reason: Reason | None = None
+    cached_count: int | None = None
+    chances: tuple[Chance, ...] = ()
+    sentence: str = ""
+    prompt_chances: tuple[Chance, ...] = ()
+
+
+class PoolUse(msgspec.Struct, frozen=True, array_like=True):
+    """Counted in units of `unit_bytes`."""
+
+    name: str
+    used: int
+    capacity: int
+    unit_bytes: int = 0
+
+
+class RequestLine(msgspec.Struct, frozen=True, array_like=True):
+    """A request as it stands: of the rows that its turns asked for, how many were resident."""
+
+    number: int
+    state: str
+    prompt_count: int
+    prefilled_count: int
+    made_count: int
+    tokens_max: int
+    turn_count: int = 0
+    hit_count: int = 0
+    asked_count: int = 0
+
+
+class TraceSpan(msgspec.Struct, frozen=True, array_like=True):
+    """`start_us` counts from the trace's beginning."""
+
+    lane: str
+    name: str
+    start_us: float
+    took_us: float
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """`groups` are the layers that share slots; a row of one layer has `row_bytes`."""
+
+    vocabulary: int
+    length_max: int
+    load_s: float
+    groups: tuple[tuple[int, ...], ...] = ()
+    row_bytes: int = 0
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A step's pieces, and the monotonic clock when they left: both processes read the same."""
+
+    pieces: tuple[Piece, ...]
+    at_s: float = 0.0
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The engine at one moment: counts since it started; lists are per layer group.
+
+    `modes` says how often each layer ran RESIDENT, NONE, DA and DBA. Per layer too: microseconds of
+    fetches, and of those what was waited for. `turn_count` is one per request and step. `shortage`
+    says in numbers what the limiter means. Of the rows that requests asked for in their step i
+    after landing, `landed_asked[i]`, `landed_hits[i]` were resident. `requests` are those
+    that came first, as many as are shown.
+    `depth_reasons` say why the next step's `depth` is 0 whatever was configured.
+    """
+
+    step_count: int = 0
+    turn_count: int = 0
+    step_s: float = 0.0
+    running_count: int = 0
+    waiting_count: int = 0
+    preempted_count: int = 0
+    made_count: int = 0
+    prompt_count: int = 0
+    cached_count: int = 0
+    limiter: str | None = None
+    pools: tuple[PoolUse, ...] = ()
+    hits: tuple[int, ...] = ()
+    misses: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    fetched_bytes: tuple[int, ...] = ()
+    stored_bytes: tuple[int, ...] = ()
+    slots_used: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    modes: tuple[tuple[int, ...], ...] = ()
+    transfer_us: tuple[int, ...] = ()
+    exposed_us: tuple[int, ...] = ()
+    verified_count: int = 0
+    mismatch_count: int = 0
+    shortage: str = ""
+    landed_hits: tuple[int, ...] = ()
+    landed_asked: tuple[int, ...] = ()
+    requests: tuple[RequestLine, ...] = ()
+    depth: int = 0
+    depth_reasons: tuple[str, ...] = ()
+
+    @property
+    def fullness(self) -> float:
+        """Of the pool that is fullest; slots are not counted, they are meant to be full."""
+        return max((pool.used / max(pool.capacity, 1) for pool in self.pools), default=0.0)
+
+
+class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`sentence` says why nothing was forgotten, if nothing was."""
+
+    sentence: str = ""
+
+
+class Traced(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    spans: tuple[TraceSpan, ...]
+    left_out: int = 0
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The last word of an engine that cannot go on."""
+
+    sentence: str
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an engine process is told at its start."""
+
+    model: str
+    form: Literal["bf16", "f32"] = "bf16"
+    row: Literal["fp8", "bf16", "f32"] = "fp8"
+    index: Literal["fp8", "f32"] = "fp8"
+    backend: Literal["cpu", "reference"] = "cpu"
+    modes: str = "layerwise"
+    promise: Literal["all", "some"] = "all"
+    mtp: int = 1
+    mtp_auto: bool = False
+    tbo: Literal["off", "on", "auto"] | int = "off"
+    tpot_ms: float | None = None
+    deterministic: bool = False
+    depth: int = 0
+    budget_every: int = 64
+    batch_max: int = 16
+    chunk_tokens: int = 512
+    length_max: int = 4096
+    slot_bytes: int
+    host_bytes: int
+    index_bytes: int | None = None
+    threads: int = 1
+    warm: bool = True
+    verify_every: int = 0
+    pace_s: float = 0.0
+    """For the engine without a model: the least time of a step."""
+
+
+ToEngine = Add | Abort | Flush | Trace | Stop
+FromEngine = Ready | Progress | Status | Flushed | Traced | Fault
+
+
+class Packer:
+    """Messages to bytes and back; one encoder and decoder are kept for all."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_as_dict)
+        self._to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+    def pack(self, message: ToEngine | FromEngine) -> bytes:
+        return self._encoder.encode(message)
+
+    def for_engine(self, raw: bytes) -> ToEngine:
+        try:
+            return self._to_engine.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise BadInput(f"a message to the engine is malformed: {error}") from None
+
+    def for_server(self, raw: bytes) -> FromEngine:
+        try:
+            return self._from_engine.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise BadInput(f"a message from the engine is malformed: {error}") from None
+
+
+def _as_dict(value: object) -> object:
+    """The one kind of value in our messages that msgpack does not know."""
+    assert isinstance(value, MappingProxyType), f"a message holds a {type(value).__name__}"
+    return dict(value)

@@ -1,0 +1,378 @@
+"""The engine's own process: messages in, steps, messages out.
+
+    python -m ess.engine.process.worker ENDPOINT      (a Launch as one JSON line on stdin)
+
+Between two steps everything that has arrived is obeyed; after a step its tokens leave in one
+message. The process that started this one holds our stdin open: when it ends, however it ends, so
+do we.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import msgspec
+import zmq
+
+from ess.clock import Clock, RealClock
+from ess.door import Offload
+from ess.door.stats import Stats
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.layers.spans import Recorder
+from ess.engine.plan import Made, StepResult
+from ess.engine.process.messages import (
+    Abort,
+    Add,
+    Chance,
+    Fault,
+    Flush,
+    Flushed,
+    Launch,
+    Piece,
+    PoolUse,
+    Progress,
+    Ready,
+    RequestLine,
+    Status,
+    Stop,
+    ToEngine,
+    Trace,
+)
+from ess.engine.process.wire import SocketWire, Wire
+from ess.engine.request import Request
+from ess.engine.tokens.logprobs import Chance as Scored
+from ess.errors import EssError
+from ess.layout import ModelLayout
+from ess.models.load import load_model
+from ess.models.tokenizer import Tokenizer
+
+STATUS_EVERY_S: Final = 0.25
+SHOWN_MAX: Final = 64
+IDLE_S: Final = 0.25
+BLOCKED_S: Final = 0.01
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A request of the server's."""
+
+    number: int
+    request: Request
+    is_admitted: bool = False
+
+
+class EngineLoop:
+    """Owns the engine."""
+
+    def __init__(self, engine: Engine, wire: Wire, clock: Clock) -> None:
+        self._engine = engine
+        self._wire = wire
+        self._clock = clock
+        self._live: dict[int, Live] = {}
+        self._made_count = self._prompt_count = self._cached_count = self._turn_count = 0
+        self._step_s = 0.0
+        self._told_at_s = clock.now_s() - STATUS_EVERY_S
+        self._is_blocked = False
+        self._recorder = Recorder(clock)
+        self.is_stopped = False
+
+    @property
+    def layout(self) -> ModelLayout:
+        return self._engine.offload.layout
+
+    def run(self) -> None:
+        while not self.is_stopped:
+            self.turn()
+
+    def turn(self) -> None:
+        """Obey what has arrived, make one step if there is anything to do, report."""
+        wait_s = IDLE_S if self._engine.is_idle else BLOCKED_S if self._is_blocked else 0.0
+        for message in self._wire.take(timeout_s=wait_s):
+            self._obey(message)
+        if not self.is_stopped and not self._engine.is_idle:
+            self._step()
+            self._settle()
+        self._report()
+
+    def _settle(self) -> None:
+        """Whoever left last takes the rows that are still under way along."""
+        if self._engine.is_idle:
+            self._engine.offload.drain()
+
+    def close(self) -> None:
+        self._engine.close()
+        self._engine.offload.close()
+
+    # ---- what arrives
+
+    def _obey(self, message: ToEngine) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort(number):
+                live = self._live.pop(number, None)
+                if live is not None:
+                    self._engine.cancel(live.request)
+                    self._settle()
+            case Flush():
+                self._wire.give(Flushed(self._flush()))
+            case Trace(is_on):
+                if is_on:
+                    self._recorder.start()
+                else:
+                    self._wire.give(self._recorder.stop())
+            case Stop():
+                self.is_stopped = True
+
+    def _add(self, message: Add) -> None:
+        assert message.number not in self._live, f"number {message.number} is used twice"
+        leader = None if message.leader is None else self._live.get(message.leader)
+        try:
+            request = self._engine.add(
+                message.prompt,
+                message.sampling,
+                priority=message.priority,
+                leader=None if leader is None else leader.request,
+            )
+        except EssError as error:
+            refused = Piece(message.number, reason="refused", sentence=str(error))
+            self._wire.give(Progress((refused,)))
+            return
+        self._live[message.number] = Live(message.number, request)
+        self._prompt_count += len(request.prompt)
+
+    def _flush(self) -> str:
+        if self._live:
+            return f"{len(self._live)} requests are running or waiting"
+        self._engine.offload.forget_prefixes()
+        return ""
+
+    # ---- what leaves
+
+    def _step(self) -> None:
+        began_s = self._clock.now_s()
+        self._recorder.before(self._engine)
+        result = self._engine.step()
+        self._step_s = self._clock.now_s() - began_s
+        self._recorder.after(self._engine, result, began_s)
+        self._is_blocked = result.is_empty
+        self._turn_count += result.turn_count
+        pieces = self._pieces(result)
+        if pieces:
+            self._wire.give(Progress(tuple(pieces), self._clock.now_s()))
+
+    def _pieces(self, result: StepResult) -> list[Piece]:
+        """A request may be in two steps that were learned at once: its tokens come in one piece."""
+        made_of: dict[int, list[Made]] = {}
+        for made in result.made:
+            made_of.setdefault(id(made.request), []).append(made)
+        pieces = []
+        for live in list(self._live.values()):
+            is_scored = result.chunk is not None and live.request is result.chunk.request
+            scored = result.scored if is_scored else ()
+            piece = self._piece(live, made_of.get(id(live.request), []), scored)
+            if piece != Piece(live.number):
+                pieces.append(piece)
+            if piece.reason is not None:
+                del self._live[live.number]
+        return pieces
+
+    def _piece(self, live: Live, mades: list[Made], scored: Sequence[Scored]) -> Piece:
+        tokens = tuple(token for made in mades for token in made.tokens)
+        self._made_count += len(tokens)
+        return Piece(
+            live.number,
+            tokens,
+            live.request.reason,
+            self._admitted(live),
+            _told(one for made in mades for one in made.chances),
+            self._why(live.request),
+            _told(scored),
+        )
+
+    def _admitted(self, live: Live) -> int | None:
+        """Tokens found in the prefix cache, once, when the request has left the queue."""
+        request = live.request
+        if live.is_admitted or request.state == "waiting" or request.reason == "refused":
+            return None
+        live.is_admitted = True
+        sequence = request.sequence
+        count = request.prefilled_count if sequence is None else sequence.cached_count
+        self._cached_count += count
+        return count
+
+    def _why(self, request: Request) -> str:
+        if request.reason == "failed" and request.matcher is not None:
+            return request.matcher.failure
+        if request.reason != "refused":
+            return ""
+        assert request.refusal is not None, f"request {request.number} was refused without a reason"
+        return str(request.refusal)
+
+    def _report(self) -> None:
+        now_s = self._clock.now_s()
+        if now_s - self._told_at_s >= STATUS_EVERY_S:
+            self._told_at_s = now_s
+            self._wire.give(self.status())
+
+    def _pools(self, stats: Stats) -> tuple[PoolUse, ...]:
+        layout = self._engine.offload.layout
+        host, index = stats.host_page_count, stats.index_page_count
+        host_used = host - stats.free_host_page_count
+        index_used = index - stats.free_index_page_count
+        return (
+            PoolUse("host pages", host_used, host, layout.host_page_bytes),
+            PoolUse("index pages", index_used, index, layout.index_page_bytes),
+        )
+
+    def status(self) -> Status:
+        engine = self._engine
+        states = [live.request.state for live in self._live.values()]
+        short = engine.refusal if "waiting" in states else None
+        stats = engine.offload.stats()
+        return Status(
+            step_count=engine.step_count,
+            turn_count=self._turn_count,
+            step_s=self._step_s,
+            running_count=states.count("prefilling") + states.count("decoding"),
+            waiting_count=states.count("waiting"),
+            preempted_count=states.count("preempted"),
+            made_count=self._made_count,
+            prompt_count=self._prompt_count,
+            cached_count=self._cached_count,
+            limiter=short.limiter if short is not None else None,
+            shortage=str(short) if short is not None else "",
+            pools=self._pools(stats),
+            hits=tuple(stats.hit_count.tolist()),
+            misses=tuple(stats.miss_count.tolist()),
+            places=tuple(stats.place_count.tolist()),
+            fetched_bytes=tuple(stats.fetched_bytes.tolist()),
+            stored_bytes=tuple(stats.stored_bytes.tolist()),
+            slots_used=tuple(stats.used_slot_count.tolist()),
+            slots=tuple(stats.slot_count.tolist()),
+            modes=tuple(tuple(counts) for counts in engine.tuning.mode_counts.tolist()),
+            transfer_us=tuple((stats.transfer_ns // 1000).tolist()),
+            exposed_us=tuple((stats.exposed_ns // 1000).tolist()),
+            verified_count=engine.verifier.checked_count,
+            mismatch_count=engine.verifier.mismatch_count,
+            landed_hits=tuple(engine.warmth.hits.tolist()),
+            landed_asked=tuple(engine.warmth.asked.tolist()),
+            requests=tuple(map(_line, islice(self._live.values(), SHOWN_MAX))),
+            depth=engine.depth,
+            depth_reasons=engine.depth_reasons(),
+        )
+
+
+def _told(chances: Iterable[Scored]) -> tuple[Chance, ...]:
+    return tuple(Chance(one.logprob, one.rank, one.top) for one in chances)
+
+
+def _line(live: Live) -> RequestLine:
+    request = live.request
+    return RequestLine(
+        live.number,
+        request.state,
+        len(request.prompt),
+        request.prefilled_count,
+        len(request.output),
+        request.sampling.tokens_max,
+        request.turn_count,
+        request.hit_count,
+        request.asked_count,
+    )
+
+
+def build(launch: Launch) -> tuple[Engine, int]:
+    """The engine over the loaded weights, and the vocabulary's size."""
+    import torch
+
+    torch.set_num_threads(launch.threads)
+    model = load_model(launch.model, form=launch.form)
+    tokenizer = Tokenizer(launch.model)
+    config = model.config
+    if launch.mtp == 1:
+        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    layout = config.layout(row=launch.row, index=launch.index)
+    query_max = launch.batch_max * launch.mtp
+
+    offload = Offload.create(
+        layout,
+        slot_bytes=launch.slot_bytes,
+        host_bytes=launch.host_bytes,
+        index_bytes=launch.index_bytes,
+        length_max=launch.length_max,
+        sequence_max=launch.batch_max,
+        query_max=query_max,
+    )
+    engine = Engine(
+        model,
+        offload,
+        EngineConfig(
+            modes=launch.modes,
+            promise=launch.promise,
+            mtp=launch.mtp,
+            mtp_auto=launch.mtp_auto,
+            tbo=launch.tbo,
+            tpot_ms=launch.tpot_ms,
+            deterministic=launch.deterministic,
+            depth=launch.depth,
+            budget_every=launch.budget_every,
+            batch_max=launch.batch_max,
+            query_max=query_max,
+            chunk_tokens=launch.chunk_tokens,
+            warm=launch.warm,
+            backend=launch.backend,
+            verify_every=launch.verify_every,
+        ),
+        tokenizer=tokenizer,
+    )
+
+    return engine, model.config.vocab_size
+
+
+def serve(launch: Launch, wire: Wire, clock: Clock) -> None:
+    """Load, say Ready, run until told to stop; a failure is said before it ends the process."""
+    began_s = time.monotonic()
+    try:
+        engine, vocabulary = build(launch)
+        loop = EngineLoop(engine, wire, clock)
+        layout = loop.layout
+        wire.give(
+            Ready(
+                vocabulary=vocabulary,
+                length_max=launch.length_max,
+                load_s=time.monotonic() - began_s,
+                groups=layout.groups,
+                row_bytes=layout.row_bytes,
+            )
+        )
+        loop.run()
+        loop.close()
+    except Exception as error:
+        wire.give(Fault(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def main(arguments: list[str]) -> int:
+    [endpoint] = arguments
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    wire = SocketWire(context, endpoint)
+    wire.watch(sys.stdin.fileno())
+    try:
+        serve(launch, wire, RealClock())
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        wire.close()
+        context.term()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

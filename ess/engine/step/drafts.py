@@ -1,0 +1,99 @@
+"""Drafts: the MTP module guesses what the next steps will say.
+
+Its row of position p pairs the finished hidden state of p with token p + 1, so it runs after the
+step's tokens are known, as the last layer of the same step: every verified position gets its row
+from the main model's own hidden state, and what was rejected goes with the step. The first guess
+comes out of that pass. Further guesses chain on the module's own state; their rows live only here,
+and their attention reads the pool's resident rows: that costs acceptance, never tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ess.engine.layers.batch import Batch, attend, compute_threads, select, turned
+from ess.engine.step.runner import Runner
+from ess.kernels.merge import Partial, merge
+from ess.models.indexer import Probe
+from ess.models.model import Model
+from ess.models.mtp import Mtp
+
+
+def draft(
+    runner: Runner,
+    batch: Batch,
+    hidden: Tensor,
+    following: Sequence[int],
+    last: Sequence[int],
+    count: int,
+) -> list[list[int]]:
+    """`count` guesses per sequence.
+
+    `following` is the token after each query of the step; `last` is, per sequence, the query whose
+    token is the newest that was kept.
+    """
+    mtp = runner.model.mtp
+    assert mtp is not None, "drafts need an MTP module"
+    joined = _join(batch, mtp, runner.model.embed(torch.tensor(list(following))), hidden)
+    made = runner.layer(batch, mtp.layer, joined)[list(last)]
+    finished, guess = _ended(batch, runner.model, mtp, made)
+    guesses, chain = [guess], Chain(runner, batch, mtp, list(last))
+    while len(guesses) < count:
+        finished, guess = _ended(batch, runner.model, mtp, chain.next(guess, finished))
+        guesses.append(guess)
+    return torch.stack(guesses, dim=1).tolist()
+
+
+def _join(batch: Batch, mtp: Mtp, embedded: Tensor, finished: Tensor) -> Tensor:
+    if not batch.ops.has_stages():
+        return mtp.join(embedded, finished)
+    [joined] = mtp.join_stage([embedded, finished], threads=compute_threads())
+    return joined
+
+
+def _ended(batch: Batch, model: Model, mtp: Mtp, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The module's finished state and its guess."""
+    if not batch.ops.has_stages():
+        finished = mtp.finish(hidden)
+        return finished, model.logits(finished).argmax(-1)
+    finished, logits = model.draft_ending([hidden], threads=compute_threads())
+    return finished, logits.argmax(-1)
+
+
+class Chain:
+    """Further guesses of one step, and the rows they have made so far."""
+
+    def __init__(self, runner: Runner, batch: Batch, mtp: Mtp, last: list[int]) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._mtp = mtp
+        self._last = last
+        self._lengths = batch.lengths[last]
+        self._own: list[Tensor] = []
+
+    def next(self, tokens: Tensor, finished: Tensor) -> Tensor:
+        layer, runner = self._mtp.layer, self._runner
+        hidden = _join(self._batch, self._mtp, runner.model.embed(tokens), finished)
+        rotation = runner.model.rotation(self._lengths + len(self._own))
+        entry = layer.enter(hidden)
+        self._own.append(layer.mla.rows(entry.row, rotation).float())
+        queries = layer.mla.queries(entry.query, rotation)
+        probe = turned(layer.index(entry, rotation), self._batch.layout, runner.ops)
+        partial = merge(self._over_pool(queries, probe), self._over_own(queries))
+        return layer.mlp(layer.output(hidden, partial.out))
+
+    def _over_pool(self, queries: Tensor, probe: Probe) -> Partial:
+        batch, number = self._batch, self._mtp.layer.number
+        selection = select(batch, number, probe.queries, probe.weights, self._last)
+        slots = batch.offload.locate(number, selection, batch.step, queries=self._last)
+        return attend(batch, number, queries, slots)
+
+    def _over_own(self, queries: Tensor) -> Partial:
+        rows = torch.stack(self._own, dim=1)
+        scores = torch.einsum("qhd,qnd->qhn", queries.float(), rows) * self._batch.scale
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse[..., None]).exp()
+        return Partial(weights @ rows[..., : self._batch.layout.row.latent_dim], lse)

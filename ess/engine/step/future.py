@@ -1,0 +1,98 @@
+"""Counts and tokens that are not on the host yet, and when the host may not run ahead of them.
+
+The host plans and launches step s + 1 before it has learned step s. What s + 1 starts from (the
+newest token and the drafts behind it) lies here by line, on the device: a launch stashes it, the
+next launch of that line takes it. What s has said lies here by step, until the host learns it, in
+order. Both are there once: a place is -1 before it is produced and after it is taken, and taking a
+-1 is a mistake of ours. Lengths are device data too; the page tables have them.
+
+Everything in a launch may read this map, for a launch runs in device order, behind the step before.
+Nothing else may: the plan, admission and pages follow from learned counts and from bounds. A step
+makes at least one token and at most as many as it brings queries, so a request may have from
+`flight_count` to `ahead_count` tokens more than the host knows. A request that may be over is not
+launched again; one that a stop id has ended unseen runs one surplus step, which is dropped.
+
+Some draws need the tokens themselves, so the host must learn s before it launches s + 1. Such a
+request could wait every other step, and the others run on; but a decode step costs its weights,
+whoever is in it, so half-empty steps cost more than the gap that they hide. The whole batch
+therefore runs at depth 0 as long as one such request is in it: `depth_reasons`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ess.engine.plan import Line
+from ess.engine.request import Request
+from ess.engine.tokens.verification import Choice
+
+ABSENT: Final = -1
+
+
+def depth_reasons(requests: Iterable[Request]) -> tuple[str, ...]:
+    """Why a batch of these requests runs at depth 0, one sentence each; none if it need not."""
+    return tuple(
+        f"request {request.number}: {reason}"
+        for request in requests
+        for reason in request.sampling.host_reasons(len(request.output))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step has said for one line: the targets up to the first wrong draft, new drafts."""
+
+    line: Line
+    choice: Choice
+    drafts: tuple[int, ...]
+
+    @property
+    def verified(self) -> tuple[int, int]:
+        """Drafts that were checked and how many were right."""
+        return len(self.line.tokens) - 1, len(self.choice.tokens) - 1
+
+
+class FutureMap:
+    def __init__(self, *, line_max: int, token_max: int) -> None:
+        assert line_max > 0, line_max
+        assert token_max > 0, token_max
+        self._tokens = np.full((line_max, token_max), ABSENT, np.int64)
+        self._outcomes: deque[tuple[int, tuple[Outcome, ...]]] = deque()
+
+    def stash(self, line: int, tokens: Sequence[int]) -> None:
+        """The newest token of a line and the drafts behind it, for its next launch."""
+        assert (self._tokens[line] == ABSENT).all(), f"line {line}: stashed twice, taken once"
+        assert min(tokens) >= 0, f"line {line}: {tokens} are no tokens"
+        self._tokens[line, : len(tokens)] = tokens
+
+    def take(self, line: int, count: int) -> tuple[int, ...]:
+        """The first `count` of them; the other drafts are forgotten."""
+        tokens = tuple(self._tokens[line, :count].tolist())
+        assert len(tokens) == count, f"line {line}: {count} tokens of {self._tokens.shape[1]}"
+        assert min(tokens) >= 0, f"line {line}: {tokens} were not produced, or taken before"
+        self.forget(line)
+        return tokens
+
+    def forget(self, line: int) -> None:
+        self._tokens[line] = ABSENT
+
+    def tell(self, step_number: int, outcomes: Iterable[Outcome]) -> None:
+        """A launch has ended: this is for the host, when it asks."""
+        assert all(number < step_number for number, _ in self._outcomes), "steps end in order"
+        self._outcomes.append((step_number, tuple(outcomes)))
+
+    def learn(self, step_number: int) -> tuple[Outcome, ...]:
+        """What the step has said: once, and in the order of steps."""
+        assert self._outcomes, f"step {step_number} was not launched, or is learned"
+        number, outcomes = self._outcomes.popleft()
+        assert number == step_number, f"step {number} comes before step {step_number}"
+        return outcomes
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._outcomes and bool((self._tokens == ABSENT).all())

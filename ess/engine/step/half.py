@@ -1,0 +1,67 @@
+"""A batch, or one half of it: some sequences of a step in batch order, and what is theirs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Final
+
+from ess.engine.layers.batch import Batch
+from ess.models.layers import Rotation
+from ess.overlap.tbo import Cut
+
+PARTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """`batch` has the tensors of these queries only; `first_part` numbers its workspaces at the
+    door, `PARTS` for each half, so that halves in different layers keep out of each other's way.
+    """
+
+    batch: Batch
+    queries: range
+    counts: tuple[int, ...]
+    first_part: int = 0
+
+    def parts(self, count: int) -> list[range]:
+        """In at most `count` parts, at most two, no sequence cut."""
+        if count == 1 or len(self.counts) == 1:
+            return [self.queries]
+        cut = self.queries.start + sum(self.counts[: len(self.counts) // 2])
+        return [range(self.queries.start, cut), range(cut, self.queries.stop)]
+
+    def local(self, part: range) -> slice:
+        """Where the part lies in this half's tensors."""
+        first = self.queries.start
+        assert first <= part.start < part.stop <= self.queries.stop, f"{part} of {self.queries}"
+        return slice(part.start - first, part.stop - first)
+
+
+def whole(batch: Batch) -> Half:
+    counts = batch.step.query_counts
+    return Half(batch=batch, queries=range(sum(counts)), counts=counts)
+
+
+def halves(batch: Batch, cut: Cut) -> tuple[Half, Half]:
+    assert cut.offset == 0, "a decode batch is cut between sequences"
+    counts = batch.step.query_counts
+    first = _side(batch, counts, 0, cut.sequence, 0)
+    return first, _side(batch, counts, cut.sequence, len(counts), PARTS)
+
+
+def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_part: int) -> Half:
+    ends = [0, *accumulate(counts)]
+    queries = range(ends[start], ends[stop])
+    mine = slice(queries.start, queries.stop)
+    rotation = Rotation(batch.rotation.cos[mine], batch.rotation.sin[mine])
+    own = replace(
+        batch,
+        rotation=rotation,
+        page_table=batch.page_table[mine],
+        lengths=batch.lengths[mine],
+        located={},
+        selected={},
+    )
+    return Half(batch=own, queries=queries, counts=tuple(counts[start:stop]), first_part=first_part)

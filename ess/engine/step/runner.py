@@ -1,0 +1,164 @@
+"""The runner runs a model over an offload: decode batches and prompt chunks.
+
+It owns the weights. Which schedule a layer runs, and whether the batch runs in two halves, is
+decided per step by `tuning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ess.door import Offload, Step
+from ess.engine.layers.attention import LayerStep
+from ess.engine.layers.batch import Batch, back, ended
+from ess.engine.layers.experts import ExpertStep
+from ess.engine.layers.verifier import Verifier
+from ess.engine.step.half import Half, halves, whole
+from ess.engine.step.tuning import Tuning
+from ess.engine.step.warmth import StepWarmth
+from ess.kernels.backend import Ops
+from ess.kernels.merge import Partial
+from ess.layout import ModelLayout
+from ess.models.decoder import DecoderLayer
+from ess.models.model import Model
+from ess.overlap import sbo, tbo
+from ess.overlap.da import da
+from ess.overlap.dba import dba
+from ess.overlap.none import none
+from ess.overlap.policy import Mode, Vector
+from ess.overlap.resident import resident
+from ess.overlap.stages import Run, finish
+
+Schedule = Callable[[Any], Run[Sequence[Partial]]]
+SCHEDULES: Final[Mapping[Mode, Schedule]] = MappingProxyType(
+    {Mode.RESIDENT: resident, Mode.NONE: none, Mode.DA: da, Mode.DBA: dba}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Of every query of a step: logits float32 and the finished hidden state."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Runner:
+    def __init__(
+        self,
+        model: Model,
+        offload: Offload,
+        ops: Ops,
+        *,
+        tuning: Tuning,
+        verifier: Verifier,
+        deterministic: bool = False,
+    ) -> None:
+        self.model = model
+        self.offload = offload
+        self.ops = ops
+        self.is_deterministic = deterministic
+        self.verifier = verifier
+        self.verified_layer: int | None = None
+        self.tuning = tuning
+        self._runs = layer_runs(model.layers, offload.layout)
+        self._vector: Vector = ()
+
+    def batch(self, step: Step) -> Batch:
+        layer_total = self.offload.layout.layer_total
+        self.verified_layer = self.verifier.layer_for(step.number, layer_total)
+        self._vector = self.tuning.vector(step)
+        line_of = torch.repeat_interleave(
+            torch.arange(len(step.sequences)), torch.tensor(step.query_counts)
+        )
+        positions = torch.from_numpy(step.query_start + step.query_offset)
+        return Batch(
+            offload=self.offload,
+            step=step,
+            ops=self.ops,
+            rotation=self.model.rotation(positions),
+            page_table=self.offload.page_table(step.sequences)[line_of],
+            lengths=positions + 1,
+            scale=self.model.config.attention_scale,
+            warmth=StepWarmth(np.minimum(step.query_stop, self.offload.layout.top_k)),
+        )
+
+    def decode(self, batch: Batch, tokens: Sequence[int]) -> Forward:
+        hidden = self.model.embed(torch.tensor(tokens))
+        pair = self._halves(batch)
+        for can_split, layers in self._runs:
+            if pair is not None and can_split:
+                hidden = self._in_turn(pair, layers, hidden)
+            else:
+                for layer in layers:
+                    hidden = self.layer(batch, layer, hidden)
+        finished, logits = ended(batch, self.model, hidden)
+        return Forward(logits, finished)
+
+    def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
+        return finish(self._stages(whole(batch), layer, hidden))
+
+    def _halves(self, batch: Batch) -> tuple[Half, Half] | None:
+        """Rows that were located only are not held, and the other half may evict: NONE plans."""
+        has_experts = any(can_split for can_split, _ in self._runs)
+        if self.tuning.reasons_whole(batch.step, self._vector, has_experts=has_experts):
+            return None
+        self._vector = tuple(max(mode, Mode.NONE) for mode in self._vector)
+        return halves(batch, tbo.decode_cut(batch.step.query_counts))
+
+    def _in_turn(
+        self, pair: tuple[Half, Half], layers: Sequence[DecoderLayer], hidden: Tensor
+    ) -> Tensor:
+        first, second = (
+            self._through(half, layers, hidden[half.queries.start : half.queries.stop])
+            for half in pair
+        )
+        return torch.cat(tbo.interleave(first, second))
+
+    def _through(self, half: Half, layers: Sequence[DecoderLayer], hidden: Tensor) -> Run[Tensor]:
+        for layer in layers:
+            hidden = yield from self._stages(half, layer, hidden, in_stages=True)
+            yield
+        return hidden
+
+    def _stages(
+        self, half: Half, layer: DecoderLayer, hidden: Tensor, *, in_stages: bool = False
+    ) -> Run[Tensor]:
+        timeline, mode = self.tuning.timeline, self._vector[layer.number]
+        waits = mode <= Mode.NONE and not in_stages
+        stages = LayerStep(half, layer, hidden, timeline, waits=waits)
+        partials = yield from SCHEDULES[mode](stages)
+        outs = [partial.out for partial in partials]
+        attended = outs[0] if len(outs) == 1 else torch.cat(outs)
+        self.tuning.ran(layer.number, stages.ran(mode))
+        if self.verified_layer == layer.number:
+            self.verifier.check(half.batch, stages, attended)
+        if layer.experts is None or (self.tuning.sbo == "off" and not in_stages):
+            return back(half.batch, layer, hidden, attended)
+        output = layer.output(hidden, attended)
+        experts = ExpertStep(layer, output, timeline, half.queries.start)
+        yield from sbo.SCHEDULES[self.tuning.sbo](experts)
+        return experts.result()
+
+
+def layer_runs(
+    layers: Sequence[DecoderLayer], layout: ModelLayout
+) -> list[tuple[bool, list[DecoderLayer]]]:
+    """Consecutive layers, and whether two halves may run through them: layers with experts.
+    Followers go the way of their leader, whose parts they take as they are."""
+    runs: list[tuple[bool, list[DecoderLayer]]] = []
+    for layer in layers:
+        leads = layout.groups[layout.group_of(layer.number)][0] == layer.number
+        goes_on = bool(runs) and runs[-1][0]
+        can_split = layer.experts is not None if leads else goes_on
+        if not runs or can_split != goes_on:
+            runs.append((can_split, []))
+        runs[-1][1].append(layer)
+    return runs

@@ -1,0 +1,192 @@
+"""Tokens from logits: reproducible from the request's seed, whatever the batch or the drafts.
+
+A token is the argmax of its logits plus Gumbel noise that depends on (seed, position, token id)
+alone. That makes a draw of the softmax, and it makes verification trivial: the target token of a
+position is drawn from that position's own noise, and a draft is accepted when it is equal. So the
+output never depends on what was drafted, on the batch, or on how often a step was repeated.
+
+Filters need an order: value descending, id ascending. Sorting a whole vocabulary costs more than
+everything else, so a row is sorted as far as its filters reach. `topk` cuts ties at its reach as it
+likes, therefore a row is settled only when its last kept value lies above the last value reached;
+the others try again with a longer reach. The order, and the sums taken along it, are the same for
+every reach, so what a row gives does not depend on its neighbours: bitwise, since every reduction
+here runs along one row.
+
+The noise is an integer hash of 31 bits: chances below 2^-31 of the best token's are never drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ess.engine.tokens.sampling import Sampling
+
+REACH_MIN: Final = 256
+REACH_GROWTH: Final = 4
+REACH_SHARE: Final = 4
+AT_ONCE: Final = 1 << 17
+UNIFORM_STEP: Final = (1.0 - 2.0**-23) / 2.0**31
+
+
+def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """Ids int64 [queries] at `positions`, from logits float32 [queries, vocabulary], which stay."""
+    assert len(logits) == len(samplings) == len(positions), "one sampling per query"
+    drawn = logits.argmax(-1)
+    warm = [query for query, one in enumerate(samplings) if not one.is_greedy]
+    cut = [query for query in warm if _is_cut(samplings[query])]
+    whole = [query for query in warm if not _is_cut(samplings[query])]
+    for queries, draw_rows in ((whole, _draw_whole), (cut, _draw_cut)):
+        for some in _some(queries, logits):
+            given = [samplings[query] for query in some]
+            rows = _rows(logits[some], given, [positions[query] for query in some])
+            drawn[some] = draw_rows(rows)
+    assert not logits.gather(-1, drawn[:, None]).isnan().any(), "logits that are no numbers"
+    return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Logits over temperature [rows, vocabulary], and what each row is drawn by."""
+
+    scores: Tensor
+    keys: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    def at(self, rows: Tensor) -> Rows:
+        return Rows(
+            self.scores[rows],
+            self.keys[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+        )
+
+
+def _rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Rows:
+    """The logits are changed."""
+
+    def column(value: Callable[[Sampling], float]) -> Tensor:
+        return torch.tensor([value(one) for one in samplings], device=logits.device)
+
+    return Rows(
+        scores=logits.div_(column(lambda one: one.temperature)[:, None]),
+        keys=noise_keys([one.seed for one in samplings], positions).to(logits.device),
+        top_k=column(lambda one: min(one.top_k or logits.shape[1], logits.shape[1])),
+        top_p=column(lambda one: one.top_p if one.top_p < 1.0 else math.inf),
+        min_p=column(lambda one: one.min_p),
+    )
+
+
+def _is_cut(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0
+
+
+def _some(queries: list[int], logits: Tensor) -> Iterator[list[int]]:
+    """On a CPU, rows that stay in its caches from one operation to the next."""
+    count = max(1, AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return (queries[at : at + count] for at in range(0, len(queries), count))
+
+
+def _draw_whole(rows: Rows) -> Tensor:
+    """Every token is a candidate, but for those below min-p of the best."""
+    noisy = gumbel(rows.keys, torch.arange(rows.scores.shape[1], device=rows.scores.device))
+    noisy += rows.scores
+    if rows.min_p.any():
+        floor = rows.scores.amax(-1) + rows.min_p.log()
+        noisy.masked_fill_(rows.scores < floor[:, None], -torch.inf)
+    return noisy.argmax(-1)
+
+
+def _draw_cut(rows: Rows) -> Tensor:
+    cut = rows.top_k[rows.top_k < rows.scores.shape[1]]
+    reach = max(REACH_MIN, 2 * int(cut.max()) if len(cut) else 0)
+    return _draw_within(rows, rows.scores.softmax(-1), reach)
+
+
+def _draw_within(rows: Rows, chances: Tensor, reach: int) -> Tensor:
+    vocabulary = rows.scores.shape[1]
+    reach = reach if reach * REACH_SHARE < vocabulary else vocabulary
+    assert len(rows.scores) > 0, "no rows to draw from"
+    tokens, is_settled = _draw_reached(rows, chances, reach)
+    left = torch.nonzero(~is_settled)[:, 0]
+    assert reach < vocabulary or len(left) == 0, "a whole row settles everything"
+    if len(left):
+        tokens[left] = _draw_within(rows.at(left), chances[left], reach * REACH_GROWTH)
+    return tokens
+
+
+def _draw_reached(rows: Rows, chances: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """Tokens drawn among the `reach` best of each row, and which rows that settles."""
+    scores, ids = best(rows.scores, reach)
+    kept = _kept(rows, scores, chances.gather(-1, ids))
+    noisy = (scores + gumbel(rows.keys, ids)).masked_fill_(~kept, -torch.inf)
+    tokens = ids.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0]
+    last_kept = scores.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
+    return tokens, (last_kept > scores[:, -1]) | (reach == rows.scores.shape[1])
+
+
+def best(scores: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """The best scores of each row and their ids: descending, equal ones by id."""
+    if reach < scores.shape[1]:
+        reached = scores.topk(reach, sorted=False).indices.sort(-1).values
+        order = scores.gather(-1, reached).sort(dim=-1, descending=True, stable=True)
+        return order.values, reached.gather(-1, order.indices)
+    whole = scores.sort(dim=-1, descending=True, stable=True)
+    return whole.values, whole.indices
+
+
+def _kept(rows: Rows, scores: Tensor, chances: Tensor) -> Tensor:
+    """Which of the best survive top-k, top-p and min-p: a first part, whatever sums are rounded."""
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    kept = (rank < rows.top_k[:, None]) & (scores > -torch.inf)
+    summed = chances.cumsum(-1)
+    last = (rows.top_k.clamp_max(scores.shape[1]) - 1)[:, None]
+    is_cut = rows.top_k[:, None] < rows.scores.shape[1]
+    share = torch.where(is_cut, summed.gather(-1, last), 1.0)
+    kept &= summed - chances < rows.top_p[:, None] * share
+    kept &= chances >= rows.min_p[:, None] * chances[:, :1]
+    kept[:, 0] = True
+    return (~kept).cumsum(-1) == 0
+
+
+def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
+    """Noise float32 [rows, n] of token ids [n] or [rows, n], by the keys int32 [rows, 2]."""
+    first, second = keys[:, :1], keys[:, 1:]
+    mixed = ids.int() * -1640531527 ^ first
+    mixed = _folded(mixed, 16).mul_(2146121005).add_(second)
+    mixed = _folded(mixed, 15).mul_(-2073254261)
+    mixed = _folded(mixed, 16) & 0x7FFFFFFF
+    return mixed.float().add_(0.5).mul_(-UNIFORM_STEP).log1p_().neg_().log_().neg_()
+
+
+def noise_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """int32 [rows, 2], unlike for unlike (seed, position)."""
+    wrapped = [(seed & ((1 << 64) - 1)) - ((seed & (1 << 63)) << 1) for seed in seeds]
+    mixed = _mix(torch.tensor(wrapped, dtype=torch.int64))
+    mixed = _mix(mixed + torch.as_tensor(positions, dtype=torch.int64))
+    return torch.stack((mixed, mixed >> 32), dim=1).int()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64; int64 products wrap."""
+    x = (x ^ _shifted(x, 30)) * -4658895280553007687
+    x = (x ^ _shifted(x, 27)) * -7723592293110705685
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """A logical shift to the right."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _folded(x: Tensor, by: int) -> Tensor:
+    """int32, in place: x ^= x >> by, the shift a logical one."""
+    return x.bitwise_xor_((x >> by).bitwise_and_((1 << (32 - by)) - 1))

@@ -1,0 +1,55 @@
+"""How likely the model thought its tokens: log probabilities for people.
+
+All of them are of the model's own distribution: the log-softmax of the raw logits, before bias,
+penalties, grammar, temperature and filters. So they do not depend on how a token was drawn, and a
+token that a filter would never have let through still has its true chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ess.engine.tokens.draw import best
+
+REACH_MORE: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """Of one made token. Rank 1 is the likeliest; `top` is (id, logprob), likeliest first, equal
+    ones by id."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def chances(logits: Tensor, tokens: Sequence[int], top_count: int) -> tuple[Chance, ...]:
+    """Of `tokens`, each made from its row of logits float32 [tokens, vocabulary]."""
+    assert len(logits) == len(tokens), f"{len(tokens)} tokens of {len(logits)} rows"
+    scores = logits.log_softmax(-1)
+    chosen = torch.tensor(list(tokens), device=logits.device)[:, None]
+    ranks = 1 + (logits > logits.gather(-1, chosen)).sum(-1)
+    values = scores.gather(-1, chosen)[:, 0]
+    tops = _tops(logits, scores, top_count)
+    return tuple(map(Chance, values.tolist(), ranks.tolist(), tops))
+
+
+def _tops(logits: Tensor, scores: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Equal logits at the end of what was reached may leave out a lower id: those rows again."""
+    if count == 0:
+        return [()] * len(logits)
+    vocabulary = logits.shape[1]
+    reach = min(vocabulary, 2 * count + REACH_MORE)
+    count = min(count, vocabulary)
+    values, ids = best(logits, reach)
+    for row in torch.nonzero(values[:, count - 1] == values[:, -1])[:, 0].tolist():
+        ids[row] = best(logits[row : row + 1], vocabulary)[1][0, :reach]
+    ids = ids[:, :count]
+    pairs = zip(ids.tolist(), scores.gather(-1, ids).tolist(), strict=True)
+    return [tuple(zip(*pair, strict=True)) for pair in pairs]

@@ -1,0 +1,121 @@
+"""The tokens a request takes from one step: verification of drafts by drawing the targets.
+
+All targets of all requests are drawn at once. The target of a query is what the request would say
+if the drafts before it were right: the sampling state is read ahead along the drafts. If one is
+wrong, what was drawn behind it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ess.engine.plan import Line
+from ess.engine.request import Request
+from ess.engine.tokens.counts import Tally
+from ess.engine.tokens.draw import draw
+from ess.engine.tokens.logprobs import Chance, chances
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tokens that may be surplus once one of them ends the request; chances only if asked for."""
+
+    tokens: tuple[int, ...]
+    chances: tuple[Chance, ...] = ()
+
+
+def choose_all(lines: Sequence[Line], logits: Tensor) -> list[Choice]:
+    """From logits float32 [queries of all lines, vocabulary], which stay as they are."""
+    counts = [len(line.tokens) for line in lines]
+    assert sum(counts) == len(logits), f"{len(logits)} rows of logits for {sum(counts)} queries"
+    changed, open_counts = _changed(lines, logits, counts)
+    samplings = [line.request.sampling for line in lines for _ in line.tokens]
+    targets = draw(changed, samplings, _positions(lines)).tolist()
+    choices, at = [], 0
+    for line, count, open_count in zip(lines, counts, open_counts, strict=True):
+        tokens = _accepted(line.tokens[1:], targets[at : at + open_count])
+        assert tokens, f"request {line.request.number} makes a token in every step"
+        choices.append(Choice(tokens, _chances(line.request, logits[at:], tokens)))
+        at += count
+    return choices
+
+
+def _positions(lines: Sequence[Line]) -> list[int]:
+    positions: list[int] = []
+    for line in lines:
+        first = line.position + 1
+        positions.extend(range(first, first + len(line.tokens)))
+    return positions
+
+
+def _accepted(drafts: Sequence[int], targets: Sequence[int]) -> tuple[int, ...]:
+    """The targets up to the first that its draft did not say."""
+    right = [draft == target for draft, target in zip(drafts, targets, strict=False)]
+    count = right.index(False) + 1 if False in right else len(targets)
+    return tuple(targets[:count])
+
+
+def _chances(request: Request, logits: Tensor, tokens: tuple[int, ...]) -> tuple[Chance, ...]:
+    top_count = request.sampling.logprobs
+    return () if top_count is None else chances(logits[: len(tokens)], tokens, top_count)
+
+
+def _changed(
+    lines: Sequence[Line], logits: Tensor, counts: Sequence[int]
+) -> tuple[Tensor, list[int]]:
+    """Logits to draw from, and how many queries of each line may count."""
+    if not any(line.request.sampling.changes_logits for line in lines):
+        return logits, list(counts)
+    logits = logits.clone()
+    parts = torch.split(logits, list(counts))
+    return logits, [_change(line, part) for line, part in zip(lines, parts, strict=True)]
+
+
+def _change(line: Line, logits: Tensor) -> int:
+    """Penalties, bias, the least length and the grammar, in place on one line's rows."""
+    request, drafts = line.request, line.tokens[1:]
+    sampling = request.sampling
+    if sampling.penalises:
+        _penalise(request, drafts, logits)
+    if sampling.logit_bias:
+        bias = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
+        logits[:, list(sampling.logit_bias)] += bias
+    assert not (sampling.grammar and request.matcher is None), "a grammar without its matcher"
+    early_count = max(0, sampling.tokens_min - len(request.output))
+    logits[:early_count, sorted(request.ends)] = -torch.inf
+    return len(logits) if request.matcher is None else _restrict(request, drafts, logits)
+
+
+def _penalise(request: Request, drafts: Sequence[int], logits: Tensor) -> None:
+    """Repetition counts the prompt, presence and frequency only what the request said itself."""
+    sampling = request.sampling
+    if request.tally is None:
+        request.tally = Tally(request.prompt if sampling.repetition_penalty != 1.0 else ())
+    request.tally.follow(request.output)
+    ahead = request.tally.ahead(drafts)
+    ids, said, seen = (
+        torch.from_numpy(part).to(logits.device) for part in (ahead.ids, ahead.said, ahead.seen)
+    )
+    scores = logits[:, ids]
+    penalty = sampling.repetition_penalty
+    repeated = torch.where(scores > 0, scores / penalty, scores * penalty)
+    scores = torch.where(seen, repeated, scores)
+    scores -= sampling.frequency_penalty * said + sampling.presence_penalty * (said > 0)
+    logits[:, ids] = scores
+
+
+def _restrict(request: Request, drafts: Sequence[int], logits: Tensor) -> int:
+    """Where the least length leaves nothing that the grammar allows, the grammar wins."""
+    assert request.matcher is not None
+    masks = request.matcher.allowed(request.output, drafts)
+    assert 1 <= len(masks) <= len(logits), f"{len(masks)} masks for {len(logits)} queries"
+    assert masks.any(axis=1).all(), "a mask without a token"
+    allowed = torch.from_numpy(masks).to(logits.device)
+    part = logits[: len(allowed)].masked_fill_(~allowed, -torch.inf)
+    is_stuck = part.amax(-1) == -torch.inf
+    part[is_stuck[:, None] & allowed] = 0.0
+    return len(allowed)

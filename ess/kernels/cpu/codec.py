@@ -1,0 +1,110 @@
+"""Rows and keys to bytes and back, compiled where the library is there, NumPy where it is not.
+
+The bytes are those of `ess.kernels.reference.formats`. Elements of one row must lie side by side;
+rows may lie any distance apart. One thread; ctypes gives up the GIL for the length of a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from ess.errors import BadInput
+from ess.kernels.checks import PLAIN, check_rows, require
+from ess.kernels.cpu import native
+from ess.kernels.reference import formats
+from ess.kernels.reference.formats import Array, Bytes, Keys
+from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
+
+
+class Strides(ctypes.Structure):
+    """`ess::Strides` of csrc/cpu/encoding.h, field for field."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("row_count", "group_count", "group_size", "tail_count"),
+            *("power_of_two", "value_is_bf16"),
+            *("value_stride", "row_stride", "scale_stride"),
+        )
+    ]
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., None]:
+    return native.function(name, [ctypes.POINTER(Strides), *[ctypes.c_void_p] * 4])
+
+
+def encode_rows(values: Array, codec: RowCodec, out: Bytes) -> Bytes:
+    """Values [n, latent + rope], float32 or bfloat16 bits, into rows [n, row_bytes]."""
+    _check(values, codec, out, written=out)
+    if codec.form == "f32" or not native.available():
+        return formats.encode_rows(values, codec, out)
+    _call("ess_codec_encode", values, codec, out)
+    return out
+
+
+def decode_rows(rows: Bytes, codec: RowCodec, out: Array) -> Array:
+    """Rows [n, row_bytes] into values [n, latent + rope], float32 or bfloat16 bits."""
+    _check(out, codec, rows, written=out)
+    if codec.form == "f32" or not native.available():
+        return formats.decode_rows(rows, codec, out)
+    _call("ess_codec_decode", out, codec, rows)
+    return out
+
+
+def encode_keys(values: Array, codec: IndexCodec) -> Keys:
+    """Keys [n, key_dim], float32 or bfloat16 bits."""
+    require("values", values, (None, codec.key_dim), PLAIN)
+    if codec.form == "f32" or not native.available():
+        return formats.encode_keys(values, codec)
+    _require_adjacent("values", values)
+    count = len(values)
+    keys = Keys(np.empty((count, codec.key_dim), np.uint8), np.empty(count, np.float32))
+    form = _form(values, count, 1, codec.key_dim, 0, codec.scale_format == "ue8m0")
+    form.row_stride, form.scale_stride = codec.key_dim, 4
+    addresses = (native.address(array) for array in (values, *keys))
+    _function("ess_codec_encode")(form, *addresses, None)
+    return keys
+
+
+def _call(name: str, values: Array, codec: RowCodec, rows: Bytes) -> None:
+    """The fp8 form, or the bf16 form as a tail without groups."""
+    group_count = codec.scale_count
+    tail_count = codec.rope_dim if group_count else codec.latent_dim + codec.rope_dim
+    form = _form(values, len(rows), group_count, SCALE_GROUP, tail_count, True)
+    form.row_stride = form.scale_stride = rows.strides[0]
+    codes = native.address(rows)
+    scales = codes + group_count * SCALE_GROUP
+    _function(name)(form, native.address(values), codes, scales, scales + 4 * group_count)
+
+
+def _form(
+    values: Array, rows: int, groups: int, size: int, tail: int, power_of_two: bool
+) -> Strides:
+    is_bf16 = values.dtype == np.uint16
+    return Strides(rows, groups, size, tail, power_of_two, is_bf16, values.strides[0])
+
+
+def _check(values: Array, codec: RowCodec, rows: Bytes, *, written: Array) -> None:
+    check_rows(values, codec, rows)
+    _require_adjacent("values", values)
+    _require_adjacent("rows", rows)
+    if not written.flags.writeable:
+        raise BadInput("out is read-only")
+    if np.may_share_memory(values, rows):
+        raise BadInput("values and rows overlap in memory")
+
+
+def _require_adjacent(name: str, array: Array) -> None:
+    if array.strides[-1] != array.itemsize and array.size:
+        stride = array.strides[-1]
+        raise BadInput(f"{name} has {stride} bytes between elements of {array.itemsize}: copy it")
+
+
+def implementation() -> str:
+    """For the line that says what runs."""
+    return f"native {native.isa()}" if native.available() else "numpy"

@@ -1,0 +1,417 @@
+"""Stages, compiled: the ops between two calls of attention, for a few tokens in one native call.
+
+A stage is described once, op by op, over float32 registers (csrc/cpu/stage.h says what an op does),
+and called every step. What a token gets depends on no other token and not on their number, so
+results are the same bits in every batch.
+
+Weights are packed: a second copy, in the order in which the products read them. bfloat16 weights
+are multiplied as such where the machine can, else widened; float32 weights stay float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ess.errors import BadInput
+from ess.kernels.cpu import native
+from ess.kernels.cpu.codec import Strides
+from ess.layout import SCALE_BYTES, SCALE_GROUP, IndexCodec, RopeStyle, RowCodec
+
+FORMS: Final = {torch.bfloat16: 1, torch.float32: 2}
+REGISTERS_MAX: Final = 16
+EXPERTS_MAX: Final = 512
+KINDS: Final = (
+    *("load", "store", "copy", "add", "norm", "center"),
+    *("linear", "rotate", "hadamard", "gate", "experts", "encode"),
+)
+
+_COUNT: Final = ctypes.c_int64
+_POINTER: Final = ctypes.c_void_p
+
+
+class _Op(ctypes.Structure):
+    """`ess::Op` of csrc/cpu/kernels.h, field for field."""
+
+    _fields_ = [
+        *(
+            (name, _COUNT)
+            for name in (
+                *("kind", "from_", "to", "from_at", "to_at", "in_dim", "out_dim"),
+                *("count", "from_step", "to_step", "half"),
+            )
+        ),
+        ("weight", _POINTER),
+        ("more", _POINTER),
+        ("value", ctypes.c_float),
+    ]
+
+
+class _Experts(ctypes.Structure):
+    """`ess::Experts` of csrc/cpu/kernels.h, field for field."""
+
+    _fields_ = [
+        *(
+            (name, _COUNT)
+            for name in (
+                *("expert_count", "group_count", "groups_kept", "per_token", "is_normed"),
+                *("inner", "logits"),
+            )
+        ),
+        *((name, _POINTER) for name in ("correction", "gate_up", "down")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Encoding(ctypes.Structure):
+    """`ess::Encoding` of csrc/cpu/encoding.h, field for field."""
+
+    _fields_ = [("strides", Strides), ("scale_at", _COUNT), ("tail_at", _COUNT)]
+
+
+class _Stage(ctypes.Structure):
+    _fields_ = [
+        ("ops", ctypes.POINTER(_Op)),
+        ("op_count", _COUNT),
+        ("widths", ctypes.POINTER(_COUNT)),
+        ("register_count", _COUNT),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """`count` matrices [out_dim, in_dim], packed."""
+
+    words: Tensor
+    count: int
+    out_dim: int
+    in_dim: int
+    half: bool
+
+
+def pack(weight: Tensor) -> Panels:
+    """From one matrix [out, in], or several of one shape [count, out, in]."""
+    if weight.dtype not in (torch.bfloat16, torch.float32) or weight.dim() not in (2, 3):
+        raise BadInput(f"weights of {weight.dtype} and {weight.dim()} axes cannot be packed")
+    matrices = (weight if weight.dim() == 3 else weight[None]).contiguous()
+    count, out_dim, in_dim = matrices.shape
+    half = weight.dtype == torch.bfloat16 and native.kernels() == "avx512_bf16"
+    size = _function("ess_panel_words", *[_COUNT] * 3, returns=_COUNT)(out_dim, in_dim, half)
+    words = torch.empty(count, size, dtype=torch.int32)
+    run = _function("ess_pack", _POINTER, *[_COUNT] * 4, _POINTER)
+    for matrix, to in zip(matrices, words, strict=True):
+        run(matrix.data_ptr(), FORMS[weight.dtype], out_dim, in_dim, half, to.data_ptr())
+    return Panels(words, count, out_dim, in_dim, half)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Part of a register: `dim` values of every token from `at` on."""
+
+    register: int
+    at: int
+    dim: int
+
+    def part(self, at: int, dim: int) -> Values:
+        assert 0 <= at <= at + dim <= self.dim, f"values {at}..{at + dim} of {self.dim}"
+        return Values(self.register, self.at + at, dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """`count` parts of equal dim, `step` values apart: `rotate`, `hadamard`, `linear` per head."""
+
+    first: Values
+    count: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen from their logits."""
+
+    per_token: int
+    group_count: int
+    groups_kept: int
+    is_normed: bool
+    scale: float
+    correction: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A rotation that has been looked at: cosines and sines are the first two sides of a call."""
+
+    kept: tuple[Tensor, Tensor]
+    tokens: int
+    sides: tuple[int, ...]
+
+
+NO_TURNS: Final = (0,) * 6
+
+
+def look_at_turns(cos: Tensor, sin: Tensor) -> Turns:
+    """float32 [tokens, pairs], dense."""
+    tokens, width = cos.shape
+    for turn in (cos, sin):
+        if turn.dtype != torch.float32 or turn.shape != cos.shape or not turn.is_contiguous():
+            shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+            raise BadInput(f"a rotation is dense float32 and the same size twice, got {shapes}")
+    stride, form = width * 4, FORMS[torch.float32]
+    sides = (cos.data_ptr(), stride, form, sin.data_ptr(), stride, form)
+    return Turns((cos, sin), tokens, sides)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A result as the caller gets it, and the form in which values are written there."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    form: int
+
+    @functools.cached_property
+    def stride(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Stage:
+    """Describe it with the methods below in the order of execution, then call it."""
+
+    def __init__(self) -> None:
+        self._ops: list[_Op] = []
+        self._widths: list[int] = []
+        self._kept: list[Any] = []
+        self._sides: list[int | _Given] = []
+        self._ready: _Stage | None = None
+
+    # ---- memory
+
+    def room(self, dim: int) -> Values:
+        """A new register; it holds nothing yet."""
+        if len(self._widths) == REGISTERS_MAX:
+            raise BadInput(f"a stage has at most {REGISTERS_MAX} registers")
+        self._widths.append(dim)
+        return Values(len(self._widths) - 1, 0, dim)
+
+    def take(self, dim: int) -> Values:
+        """The next argument: [tokens, dim] once all but its first axis are one."""
+        self._sides.append(dim)
+        to = self.room(dim)
+        self._op("load", from_=len(self._sides) + 1, to=to.register, in_dim=dim)
+        return to
+
+    def give(self, values: Values, dtype: torch.dtype, *shape: int) -> None:
+        """The next result: [tokens, *shape], else [tokens, dim]."""
+        self._give(values, _Given(shape or (values.dim,), dtype, FORMS[dtype]))
+
+    def give_row(self, values: Values, codec: RowCodec) -> None:
+        """The next result: encoded rows [tokens, row_bytes]."""
+        if codec.form == "fp8":
+            groups, tail = codec.scale_count, codec.rope_dim
+            self._encode(values, codec.row_bytes, groups, SCALE_GROUP, tail, True)
+        else:
+            form = FORMS[torch.bfloat16 if codec.form == "bf16" else torch.float32]
+            self._give(values, _Given((codec.row_bytes,), torch.uint8, form))
+
+    def give_key(self, values: Values, codec: IndexCodec) -> None:
+        """The next result: encoded keys [tokens, key_bytes], the scale behind the values."""
+        if codec.form == "fp8":
+            is_power = codec.scale_format == "ue8m0"
+            self._encode(values, codec.key_bytes, 1, codec.key_dim, 0, is_power)
+        else:
+            self._give(values, _Given((codec.key_bytes,), torch.uint8, FORMS[torch.float32]))
+
+    def _give(self, values: Values, given: _Given) -> None:
+        self._sides.append(given)
+        self._op("store", values, to=len(self._sides) + 1)
+
+    def _encode(
+        self, values: Values, bytes_: int, groups: int, size: int, tail: int, is_power: bool
+    ) -> None:
+        strides = Strides(1, groups, size, tail, is_power, False, 0, 0, 0)
+        encoding = _Encoding(strides, groups * size, groups * (size + SCALE_BYTES))
+        self._sides.append(_Given((bytes_,), torch.uint8, 0))
+        self._op("encode", values, to=len(self._sides) + 1, more=encoding)
+
+    # ---- arithmetic
+
+    def copy(self, heads: Heads, to: Heads) -> None:
+        self._op("copy", heads.first, to.first, count=heads.count, steps=(heads.step, to.step))
+
+    def add(self, values: Values, to: Values) -> None:
+        self._op("add", values, to)
+
+    def norm(self, values: Values, weight: Tensor, eps: float, to: Values | None = None) -> Values:
+        """Root-mean-square norm; `to` may be the values themselves."""
+        to = to or self.room(values.dim)
+        self._op("norm", values, to, weight=weight, value=eps)
+        return to
+
+    def center(self, values: Values, weight: Tensor, bias: Tensor, eps: float) -> None:
+        """Layer norm, in place."""
+        self._op("center", values, values, weight=weight, more=bias, value=eps)
+
+    def linear(self, values: Values, weight: Panels, *, factor: float = 1.0) -> Values:
+        to = self.room(weight.out_dim)
+        self.linear_heads(Heads(values, 1, 0), weight, Heads(to, 1, 0), factor=factor)
+        return to
+
+    def linear_heads(self, heads: Heads, weight: Panels, to: Heads, *, factor: float = 1.0) -> None:
+        """One matrix per head."""
+        assert heads.count == to.count == weight.count
+        assert (heads.first.dim, to.first.dim) == (weight.in_dim, weight.out_dim)
+        self._op(
+            "linear",
+            heads.first,
+            to.first,
+            out_dim=weight.out_dim,
+            count=heads.count,
+            steps=(heads.step, to.step),
+            half=weight.half,
+            weight=weight.words,
+            value=factor,
+        )
+
+    def rotate(self, heads: Heads, style: RopeStyle) -> None:
+        """In place, by the rotation that the call brings."""
+        self._turn("rotate", heads, out_dim=style == "half")
+
+    def hadamard(self, heads: Heads) -> None:
+        """Orthonormal, in place."""
+        dim = heads.first.dim
+        if dim & (dim - 1):
+            raise BadInput(f"a Hadamard transform needs a power of two, got {dim}")
+        self._turn("hadamard", heads, value=dim**-0.5)
+
+    def _turn(self, kind: str, heads: Heads, **more: Any) -> None:
+        steps = (heads.step, heads.step)
+        self._op(kind, heads.first, heads.first, count=heads.count, steps=steps, **more)
+
+    def gate(self, values: Values) -> Values:
+        """silu of the first half times the second half."""
+        half = values.part(0, values.dim // 2)
+        to = self.room(half.dim)
+        self._op("gate", half, to)
+        return to
+
+    def experts(
+        self, values: Values, logits: Values, routing: Routing, up: Panels, down: Panels, to: Values
+    ) -> None:
+        """`to` += what the chosen experts say."""
+        assert up.half == down.half
+        r = routing
+        if up.count > EXPERTS_MAX or (r.group_count > 1 and up.count < 2 * r.group_count):
+            raise BadInput(
+                f"{up.count} experts in {r.group_count} groups: a stage takes at most "
+                f"{EXPERTS_MAX}, and two or more to a group"
+            )
+        experts = _Experts(
+            *(up.count, r.group_count, r.groups_kept, r.per_token, r.is_normed),
+            *(down.in_dim, logits.register),
+            *(tensor.data_ptr() for tensor in (r.correction, up.words, down.words)),
+            r.scale,
+        )
+        self._kept += [r.correction, up.words, down.words]
+        self._op("experts", values, to, half=up.half, more=experts)
+
+    def _op(
+        self,
+        kind: str,
+        values: Values | None = None,
+        into: Values | None = None,
+        *,
+        from_: int = 0,
+        to: int = 0,
+        in_dim: int = 0,
+        out_dim: int = 0,
+        count: int = 1,
+        steps: tuple[int, int] = (0, 0),
+        half: bool = False,
+        weight: Tensor | None = None,
+        more: Any = None,
+        value: float = 0.0,
+    ) -> None:
+        assert self._ready is None, "the stage has been called: it takes no more ops"
+        source = values or Values(from_, 0, in_dim)
+        target = into or Values(to, 0, 0)
+        self._kept += [weight, more]
+        self._ops.append(
+            _Op(
+                *(KINDS.index(kind), source.register, target.register, source.at, target.at),
+                *(source.dim, out_dim, count, *steps, half),
+                *(_address(one) for one in (weight, more)),
+                value,
+            )
+        )
+
+    # ---- the call
+
+    def __call__(
+        self, arguments: Sequence[Tensor], *, turns: Turns | None = None, threads: int = 1
+    ) -> list[Tensor]:
+        """Arguments as taken, float32 or bfloat16; results as given."""
+        ready = self._ready or self._close()
+        tokens, taken = arguments[0].shape[0], 0
+        kept, results = [], []
+        if turns is not None and turns.tokens != tokens:
+            raise BadInput(f"a rotation of {turns.tokens} tokens for {tokens}")
+        sides = [*(NO_TURNS if turns is None else turns.sides)]
+        for side in self._sides:
+            if isinstance(side, int):
+                tensor = _checked(arguments[taken], tokens, side)
+                taken += 1
+                kept.append(tensor)
+                sides += (tensor.data_ptr(), side * tensor.itemsize, FORMS[tensor.dtype])
+            else:
+                tensor = torch.empty((tokens, *side.shape), dtype=side.dtype)
+                results.append(tensor)
+                sides += (tensor.data_ptr(), side.stride, side.form)
+        _run()(ready, struct.pack(f"{len(sides)}q", *sides), tokens, threads)
+        del kept
+        return results
+
+    def _close(self) -> _Stage:
+        ops = (_Op * len(self._ops))(*self._ops)
+        widths = (_COUNT * len(self._widths))(*self._widths)
+        self._kept += [ops, widths]
+        self._ready = _Stage(ops, len(self._ops), widths, len(self._widths))
+        return self._ready
+
+
+def _checked(tensor: Tensor, tokens: int, dim: int) -> Tensor:
+    if (
+        tensor.shape[0] != tokens
+        or tensor.numel() != tokens * dim
+        or tensor.dtype not in FORMS
+        or not tensor.is_cpu
+    ):
+        raise BadInput(
+            f"a stage takes {tokens} x {dim} float32 or bfloat16 values on the host, "
+            f"got {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+        )
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _address(kept: Any) -> int | None:
+    if kept is None:
+        return None
+    return kept.data_ptr() if isinstance(kept, Tensor) else ctypes.addressof(kept)
+
+
+def _function(name: str, *types: Any, returns: Any = None) -> Callable[..., Any]:
+    return native.function(name, list(types), returns)
+
+
+@functools.cache
+def _run() -> Callable[..., None]:
+    """Sides are three numbers each, packed: `ess::Bound` of csrc/cpu/kernels.h."""
+    return _function("ess_stage", ctypes.POINTER(_Stage), ctypes.c_char_p, _COUNT, ctypes.c_int32)

@@ -1,0 +1,43 @@
+"""Which kernels of others stand beside ours, and a line for people on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from ess.errors import Unavailable
+from ess.kernels.cuda.adapters import deep_gemm, deep_gemm_experts, flash_mla
+from ess.kernels.cuda.adapters.deep_gemm import DeepGemm
+from ess.kernels.cuda.adapters.deep_gemm_experts import DeepGemmExperts
+from ess.kernels.cuda.adapters.flash_mla import FlashMla
+
+Found = TypeVar("Found", FlashMla, DeepGemm, DeepGemmExperts)
+
+
+class Choice(NamedTuple):
+    """None is where only our own kernels serve."""
+
+    attention: FlashMla | None
+    indexer: DeepGemm | None
+    experts: DeepGemmExperts | None
+    lines: tuple[str, str, str]
+
+
+def choose(device: torch.device) -> Choice:
+    attention, whole = _tried(flash_mla.load, device)
+    indexer, logits = _tried(deep_gemm.load, device)
+    experts, products = _tried(deep_gemm_experts.load, device)
+    if attention is not None:
+        whole += " for whole lists, triton for parts"
+    lines = f"attention: {whole}", f"indexer: {logits}", f"experts: {products}"
+    return Choice(attention, indexer, experts, lines)
+
+
+def _tried(load: Callable[[torch.device], Found], device: torch.device) -> tuple[Found | None, str]:
+    try:
+        loaded = load(device)
+    except Unavailable as reason:
+        return None, f"triton ({reason})"
+    return loaded, loaded.line

@@ -1,0 +1,133 @@
+"""DeepGEMM's index logits over paged keys in fp8.
+
+One call takes 1 or 2 queries of a request together (some builds 4); a probe finds out which, in
+which form lengths are taken, and whether the numbers are right. More queries go as requests of
+their own. It writes garbage behind a length, so that is masked here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ess.errors import BadInput, Unavailable
+from ess.kernels.checks import COUNTS, SINGLE, require
+from ess.kernels.cuda.adapters.modules import Found, first_that
+from ess.layout import IndexCodec
+from ess.units import PAGE_ROWS
+
+MODULES: Final = ("deep_gemm", "sgl_deep_gemm")
+FUNCTIONS: Final = ("fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "get_num_sms")
+CODEC: Final = IndexCodec()
+TOGETHER: Final = (4, 2, 1)
+ONE: Final = 0x38
+
+
+def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemm:
+    """The first of these modules that is there and answers the probe."""
+    return first_that(names, FUNCTIONS, lambda found: DeepGemm(found, device))
+
+
+class DeepGemm:
+    def __init__(self, found: Found, device: torch.device) -> None:
+        self._module: Any = found.module
+        self._flat_lengths = False
+        self.together = self._probe(device)
+        counts = ", ".join(map(str, self.together))
+        self.line = f"{found.line}, {counts} queries of a request at once"
+
+    def index_logits(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        *,
+        queries_per_request: int = 1,
+    ) -> Tensor:
+        """By the contract of `reference.index_logits`, for queries in e4m3 and pages in fp8.
+
+        The queries of one request lie side by side and share its pages.
+        """
+        count, heads = queries.shape[:2]
+        require("queries", queries, (None, None, CODEC.key_dim), ("torch.float8_e4m3fn",))
+        require("weights", weights, (count, heads), SINGLE)
+        require("pages", pages, (None, CODEC.page_bytes), ("torch.uint8",))
+        require("page_table", page_table, (count, None), COUNTS)
+        require("lengths", lengths, (count,), COUNTS)
+        if queries_per_request < 1 or count % queries_per_request:
+            raise BadInput(f"{count} queries are not {queries_per_request} for each request")
+        together = next(n for n in self.together if queries_per_request % n == 0)
+        logits = self._run(queries, weights, pages, page_table, lengths, together)
+        position = torch.arange(logits.shape[1], device=logits.device)
+        return logits.masked_fill(position >= lengths[:, None], -math.inf)
+
+    def _run(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        together: int,
+    ) -> Tensor:
+        width = table.shape[1] * PAGE_ROWS
+        counts = lengths.to(torch.int32).view(-1, together).contiguous()
+        counts = counts[:, -1].contiguous() if self._flat_lengths else counts
+        sm_count = self._module.get_num_sms()
+        schedule = self._module.get_paged_mqa_logits_metadata(counts, PAGE_ROWS, sm_count)
+        logits: Tensor = self._module.fp8_paged_mqa_logits(
+            queries.contiguous().view(-1, together, *queries.shape[1:]),
+            pages.view(-1, PAGE_ROWS, 1, CODEC.key_bytes),
+            weights.contiguous(),
+            counts,
+            table[::together].to(torch.int32).clamp(min=0).contiguous(),
+            schedule,
+            width,
+            clean_logits=False,
+        )
+        return logits[:, :width]
+
+    def _probe(self, device: torch.device) -> tuple[int, ...]:
+        """How many queries of a request the build takes at once; 1 must be among them."""
+        works: list[int] = []
+        reason = "it has not run"
+        for flat in (False, True):
+            self._flat_lengths = flat
+            for together in TOGETHER:
+                try:
+                    self._require_right(together, device)
+                    works.append(together)
+                except Exception as error:
+                    reason = str(error).strip() or type(error).__name__
+            if 1 in works:
+                return tuple(works)
+            works.clear()
+        raise Unavailable(f"the probe failed for one query: {reason}")
+
+    def _require_right(self, together: int, device: torch.device) -> None:
+        """Keys j and queries i with one number each: logit = heads * (i + 1) * scale of key j."""
+        heads = CODEC.head_count
+        pages = torch.zeros(2, CODEC.page_bytes, dtype=torch.uint8, device=device)
+        pages[1, : PAGE_ROWS * CODEC.key_dim : CODEC.key_dim] = ONE
+        scales = torch.arange(PAGE_ROWS, device=device).float()
+        pages[1, PAGE_ROWS * CODEC.key_dim :].view(torch.float32).copy_(scales)
+        queries = torch.zeros(together, heads, CODEC.key_dim, device=device)
+        queries[:, :, 0] = 1.0
+        weights = torch.arange(1, together + 1, device=device).float()[:, None].repeat(1, heads)
+        table = torch.ones(together, 1, dtype=torch.int32, device=device)
+        lengths = torch.full((together,), PAGE_ROWS, dtype=torch.int32, device=device)
+        if not self._flat_lengths:
+            lengths -= torch.arange(together - 1, -1, -1, device=device, dtype=torch.int32)
+        coded = queries.to(torch.float8_e4m3fn)
+        ours = self._run(coded, weights, pages, table, lengths, together)
+        want = weights[:, :1] * heads * scales
+        seen = torch.arange(PAGE_ROWS, device=device) < lengths[:, None]
+        error = float((ours - want).masked_fill(~seen, 0.0).abs().max())
+        if not error <= 1e-3:
+            raise Unavailable(f"{together} queries at once are wrong by {error}")

@@ -1,0 +1,140 @@
+"""DeepGEMM's products of experts in fp8, in the form whose counts lie on the device.
+
+It multiplies codes by codes, so tokens are quantised here, 128 numbers to a scale that is a power
+of two, and put where it wants them: room for all of them behind every expert, since who gets how
+many is not known to the host. That is memory, so it serves decode and not prompts. Scales are given
+as they are and laid out by the library. A probe compares with the reference over the same codes; a
+GPU for which it would round the weights' scales to powers of two fails it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ess.errors import BadInput, Unavailable
+from ess.kernels import backend
+from ess.kernels.checks import check_products
+from ess.kernels.cuda.adapters.deep_gemm import CODEC, MODULES
+from ess.kernels.cuda.adapters.modules import Found, first_that
+from ess.kernels.reference import ops as reference
+from ess.layout import SCALE_GROUP
+from ess.units import align_up, div_ceil
+
+FUNCTIONS: Final = ("m_grouped_fp8_gemm_nt_masked",)
+ROOM_UNIT: Final = 256
+WIDTH_UNIT: Final = 64
+ROOM_BYTES_MAX: Final = 1 << 30
+BOUND: Final = 2**-7
+
+
+def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemmExperts:
+    """The first of these modules that is there and answers the probe."""
+    return first_that(names, FUNCTIONS, lambda found: DeepGemmExperts(found, device))
+
+
+class Coded(NamedTuple):
+    """Codes [n, depth] in e4m3 and a float32 scale for each 128 of a token."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class DeepGemmExperts:
+    def __init__(self, found: Found, device: torch.device) -> None:
+        self._module: Any = found.module
+        self._ops = backend.ops("cuda" if device.type == "cuda" else "reference")
+        self._probe(device)
+        self.line = f"{found.line}, tokens rounded to e4m3"
+
+    def expert_products(
+        self,
+        tokens: Tensor,
+        ends: Tensor,
+        weights: Tensor,
+        *,
+        scales: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """By the contract of `reference.expert_products`, for weights in e4m3, but that tokens are
+        rounded to e4m3 and results to bfloat16; a graph can hold it. `ends` are not looked at.
+        """
+        check_products(tokens, ends, weights, scales, out)
+        experts, width, depth = weights.shape
+        if depth % SCALE_GROUP or width % WIDTH_UNIT:
+            raise BadInput(
+                f"weights of {width} x {depth}: DeepGEMM takes multiples of {WIDTH_UNIT} and "
+                f"{SCALE_GROUP}"
+            )
+        room = experts * align_up(len(tokens), ROOM_UNIT) * max(depth, 2 * width)
+        if room > ROOM_BYTES_MAX:
+            raise BadInput(
+                f"{len(tokens)} tokens for {experts} experts take {room} bytes of room, more than "
+                f"{ROOM_BYTES_MAX}"
+            )
+        made = tokens.new_zeros(len(tokens), width) if out is None else out
+        return self._run(self._code(tokens), ends, weights, scales, made) if len(tokens) else made
+
+    def _code(self, tokens: Tensor) -> Coded:
+        keys = self._ops.encode_keys(tokens.reshape(-1, SCALE_GROUP), CODEC)
+        codes = keys.values.view(torch.float8_e4m3fn).view(tokens.shape)
+        return Coded(codes, keys.scales.view(len(tokens), -1))
+
+    def _run(
+        self, coded: Coded, ends: Tensor, weights: Tensor, scales: Tensor, out: Tensor
+    ) -> Tensor:
+        """Tokens behind the last end are put where nobody looks, one row behind all room."""
+        experts, width, _ = weights.shape
+        count, room = len(out), align_up(len(out), ROOM_UNIT)
+        starts = torch.nn.functional.pad(ends, (1, 0))
+        token = torch.arange(count, dtype=torch.int32, device=out.device)
+        expert = torch.searchsorted(ends, token, right=True)
+        is_token = expert < experts
+        place = (expert * room + token - starts[expert]).where(is_token, experts * room)
+        asked = tuple(_scattered(one, place, experts, room) for one in coded)
+        made = torch.empty(experts, room, width, dtype=torch.bfloat16, device=out.device)
+        self._module.m_grouped_fp8_gemm_nt_masked(
+            asked, (weights, scales), made, starts.diff(), div_ceil(count, experts)
+        )
+        lines = made.view(-1, width)[place.clamp(max=experts * room - 1)]
+        return out.copy_(torch.where(is_token[:, None], lines.to(out.dtype), out))
+
+    def _probe(self, device: torch.device) -> None:
+        """Experts with several tokens, none and one, and a token behind them that is no number.
+
+        The same codes go to the reference. What is left is the rounding of the result, 2^-9 of it,
+        and sums of at most 128 products in less than float32, which together stay below `BOUND` of
+        the products' sizes; a wrong scale or place does not.
+        """
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randn(7, 384, generator=generator)
+        tokens[6] = torch.nan
+        weights = torch.randn(3, 256, 384, generator=generator).to(torch.float8_e4m3fn).to(device)
+        scales = (torch.rand(3, 2, 3, generator=generator) + 0.5).to(device)
+        ends = torch.tensor([5, 5, 6], dtype=torch.int32, device=device)
+        coded = self._code(tokens.to(device))
+        out = torch.full((7, 256), 7.0, device=device)
+        self._run(coded, ends, weights, scales, out)
+        plain = coded.codes.float() * coded.scales.repeat_interleave(SCALE_GROUP, 1)
+        want = reference.expert_products(plain, ends, weights, scales=scales)
+        sizes = reference.expert_products(plain.abs(), ends, _sizes(weights), scales=scales)
+        error = float(((out - want)[:6].abs() / sizes[:6]).max())
+        if not error <= BOUND:
+            raise Unavailable(f"the probe failed: products are wrong by {error}, due {BOUND}")
+        if not bool((out[6] == 7.0).all()):
+            raise Unavailable("the probe failed: it wrote behind the last token")
+
+
+def _scattered(lines: Tensor, place: Tensor, experts: int, room: int) -> Tensor:
+    """Each line at its place of [experts, room, ...]; the rest is whatever was there."""
+    there = lines.new_empty(experts * room + 1, lines.shape[1])
+    whole = there.view(torch.uint8)
+    whole[place] = lines.view(torch.uint8)
+    return there[:-1].view(experts, room, -1)
+
+
+def _sizes(weights: Tensor) -> Tensor:
+    return (weights.view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn)

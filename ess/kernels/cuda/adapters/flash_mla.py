@@ -1,0 +1,119 @@
+"""FlashMLA's sparse decode over rows of 656 bytes, for whole lists.
+
+It takes every multiprocessor and has no lengths, so it serves a list that is attended in one piece;
+parts that run beside a copy are for our own kernel. Its lists are padded to a multiple of 64, its
+heads to 64 or 128. What its lse means differs between builds: natural or base 2, +inf or -inf where
+nothing was attended. One call at construction finds out; a build that answers neither is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from ess.errors import BadInput, Unavailable
+from ess.kernels.checks import COUNTS, require
+from ess.kernels.cuda.adapters.modules import Found, first_that
+from ess.kernels.merge import Partial, adapt
+from ess.layout import RowCodec
+from ess.units import PAGE_ROWS, align_up
+
+MODULES: Final = ("flash_mla", "sgl_flash_mla", "sgl_kernel.flash_mla")
+FUNCTIONS: Final = ("flash_mla_with_kvcache", "get_mla_metadata")
+CODEC: Final = RowCodec()
+DIM: Final = CODEC.latent_dim + CODEC.rope_dim
+LIST_UNIT: Final = 64
+HEAD_COUNTS: Final = (64, 128)
+ONE: Final = 0x38
+
+
+def load(device: torch.device, *, names: Sequence[str] = MODULES) -> FlashMla:
+    """The first of these modules that is there and answers the probe."""
+    return first_that(names, FUNCTIONS, lambda found: FlashMla(found, device))
+
+
+class FlashMla:
+    """Owns its schedules: one for each shape, shared by all layers."""
+
+    def __init__(self, found: Found, device: torch.device) -> None:
+        self._module: Any = found.module
+        self._schedules: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        self.base, self.empty = self._probe(device)
+        self.line = f"{found.line}, lse of base {self.base}, {self.empty} where empty"
+
+    def attend(self, queries: Tensor, rows: Tensor, slots: Tensor, *, scale: float) -> Partial:
+        """Queries [q, heads, 576] in bfloat16 over rows [slot, 656] that `slots` [q, k] name.
+
+        -1 is nobody; other negative codes are the caller's mistake and read memory that is not his.
+        """
+        require("queries", queries, (None, None, DIM), ("torch.bfloat16",))
+        require("rows", rows, (None, CODEC.row_bytes), ("torch.uint8",))
+        require("slots", slots, (len(queries), None), COUNTS)
+        if len(rows) % PAGE_ROWS or not rows.is_contiguous():
+            raise BadInput(f"rows of shape {tuple(rows.shape)} must be dense pages of {PAGE_ROWS}")
+        if not slots.shape[1]:
+            slots = slots.new_full((len(queries), LIST_UNIT), -1)
+        out, lse = self._run(queries, rows, slots, scale)
+        return adapt(out, lse, base=self.base, empty=self.empty)
+
+    def _run(
+        self, queries: Tensor, rows: Tensor, slots: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        heads, spare = queries.shape[1], -slots.shape[1] % LIST_UNIT
+        padded = self._pad_heads(queries)
+        names = torch.nn.functional.pad(slots.to(torch.int32), (0, spare), value=-1)
+        schedule, splits = self._schedule(len(queries), padded.shape[1], names.shape[1], rows)
+        out, lse = self._module.flash_mla_with_kvcache(
+            padded[:, None],
+            rows.view(torch.float8_e4m3fn).view(-1, PAGE_ROWS, 1, CODEC.row_bytes),
+            rows.new_zeros((len(queries), 1), dtype=torch.int32),
+            rows.new_full((len(queries),), names.shape[1], dtype=torch.int32),
+            CODEC.latent_dim,
+            schedule,
+            splits,
+            softmax_scale=scale,
+            is_fp8_kvcache=True,
+            indices=names[:, None].contiguous(),
+        )
+        return out[:, 0, :heads], lse[:, :heads, 0]
+
+    def _pad_heads(self, queries: Tensor) -> Tensor:
+        heads = queries.shape[1]
+        wanted = next((count for count in HEAD_COUNTS if heads <= count), None)
+        if wanted is None:
+            raise BadInput(f"queries have {heads} heads, FlashMLA takes up to {HEAD_COUNTS[-1]}")
+        return torch.nn.functional.pad(queries, (0, 0, 0, wanted - heads)).contiguous()
+
+    def _schedule(self, count: int, heads: int, width: int, rows: Tensor) -> tuple[Any, Any]:
+        shape = count, heads, align_up(width, LIST_UNIT)
+        if shape not in self._schedules:
+            lengths = rows.new_full((count,), width, dtype=torch.int32)
+            self._schedules[shape] = self._module.get_mla_metadata(
+                lengths, heads, 1, num_heads_q=heads, is_fp8_kvcache=True, topk=width
+            )
+        return self._schedules[shape]
+
+    def _probe(self, device: torch.device) -> tuple[Literal["e", "2"], Literal["-inf", "+inf"]]:
+        """One key with logit 1 and value 1, and one list of nobody."""
+        rows = torch.zeros(PAGE_ROWS, CODEC.row_bytes, dtype=torch.uint8, device=device)
+        rows[0, 0] = ONE
+        rows[:, CODEC.latent_dim : CODEC.latent_dim + 16].view(torch.float32).fill_(1.0)
+        queries = torch.zeros(2, HEAD_COUNTS[0], DIM, dtype=torch.bfloat16, device=device)
+        queries[:, :, 0] = 1.0
+        slots = torch.full((2, LIST_UNIT), -1, dtype=torch.int32, device=device)
+        slots[0, 0] = 0
+        out, lse = self._run(queries, rows, slots, 1.0)
+        value, one, nothing = float(out[0, 0, 0]), float(lse[0, 0]), float(lse[1, 0])
+        bases: tuple[Literal["e", "2"], ...] = ("e", "2")
+        for base in bases:
+            expected = 1.0 if base == "e" else math.log2(math.e)
+            if abs(one - expected) < 1e-3 and value == 1.0 and math.isinf(nothing):
+                return base, "+inf" if nothing > 0 else "-inf"
+        raise Unavailable(
+            f"the probe got value {value} and lse {one} where 1.0 and 1.0 (or 1.4427, base 2) were "
+            f"due, and lse {nothing} for an empty list, due +inf or -inf"
+        )

@@ -1,0 +1,211 @@
+"""Sparse attention over encoded rows, in two steps: lists closed up, then attended.
+
+`close_up` copies the names of each list together, pads left out, and counts them. `attend` then
+walks true lengths: a block of keys is full but for the last one, and what a query gets depends on
+its rows and their order alone, not on pads, on other queries or on the grid.
+
+A task is (query, split of its list, block of heads). The grid is any number of programs, each takes
+every so manieth task, so a caller can leave multiprocessors to a copy kernel.
+
+Rows lie in two matrices. The second is named by its distance from the first, in bytes: a device
+that shares the host's addresses reads pinned host rows in place through the same loads.
+
+What the compiler for sm_90 makes of this is the reason for its form (Triton 3.6; the tests count):
+- An operand goes to shared memory, where the tensor cores read it, only if it comes straight from a
+  load. bfloat16 is therefore loaded through a pointer to bfloat16 and never cast from bits: queries
+  cast from bits are carried in 128 registers a thread, and every product then waits for the last.
+- Names are loaded one block ahead and carried. Rows then hang on one load and not on two, and with
+  three stages they are under way while the block before them is computed. Left to itself, Triton
+  asks for rows at the end of a block and waits for them at the start of the next.
+- Products that feed another product are given to all warps by rows, of which 64 heads have work for
+  half of them: the other half repeats it. `_logits` hides the chain behind branches.
+"""
+
+import triton
+import triton.language as tl
+
+from ess.kernels.cuda.triton.device.floats import from_e4m3, widen
+from ess.kernels.cuda.triton.device.partials import LN2, LOG2E
+
+
+@triton.jit
+def close_up(slots, named, counts, width, slot_stride, BLOCK: tl.constexpr):
+    query = tl.program_id(0).to(tl.int64)
+    count = tl.zeros((), tl.int32)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        slot = tl.load(slots + query * slot_stride + at, mask=at < width, other=-1)
+        keep = slot != -1
+        rank = tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(named + query * width + count + rank, slot, mask=keep)
+        count += tl.sum(keep.to(tl.int32), 0)
+    tl.store(counts + query, count)
+
+
+@triton.jit
+def _plain(
+    starts, is_key, DIM: tl.constexpr, PADDED: tl.constexpr, FORM: tl.constexpr,
+    IN_BF16: tl.constexpr,
+):  # fmt: skip
+    """DIM numbers that lie plainly from `starts` on: [keys, PADDED], zero beyond DIM."""
+    column = tl.arange(0, PADDED)
+    mask = is_key[:, None] & (column < DIM)[None, :]
+    if FORM == "f32":
+        at = starts.to(tl.pointer_type(tl.float32))[:, None] + column[None, :]
+        found = tl.load(at, mask=mask, other=0.0)
+    elif IN_BF16:
+        at = starts.to(tl.pointer_type(tl.bfloat16))[:, None] + column[None, :]
+        found = tl.load(at, mask=mask, other=0.0)
+    else:
+        at = starts.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
+        found = widen(tl.load(at, mask=mask, other=0))
+    return found
+
+
+@triton.jit
+def _coded(
+    starts, is_key, DIM: tl.constexpr, PADDED: tl.constexpr, IN_BF16: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The same of e4m3: groups of 128 codes, and behind them all a scale for each group."""
+    GROUPS: tl.constexpr = PADDED // 128
+    group = tl.arange(0, GROUPS)
+    mask = is_key[:, None, None] & (group < DIM // 128)[None, :, None]
+    at = group[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    codes = tl.load(starts[:, None, None] + at, mask=mask, other=0)
+    at = (starts + DIM).to(tl.pointer_type(tl.float32))[:, None, None] + group[None, :, None]
+    scales = tl.load(at, mask=mask, other=0.0)
+    found = from_e4m3(codes, INTERPRETED) * scales
+    found = found.to(tl.bfloat16) if IN_BF16 else found
+    return tl.reshape(found, (starts.shape[0], PADDED))
+
+
+@triton.jit
+def _query(
+    asking, is_head, DIM: tl.constexpr, PADDED: tl.constexpr, QUERY_IS_BF16: tl.constexpr,
+    IN_BF16: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, PADDED)
+    mask = is_head[:, None] & (column < DIM)[None, :]
+    if IN_BF16:
+        at = asking.to(tl.pointer_type(tl.bfloat16))[:, None] + column[None, :]
+        values = tl.load(at, mask=mask, other=0.0)
+    else:
+        found = tl.load(asking[:, None] + column[None, :], mask=mask, other=0)
+        values = widen(found) if QUERY_IS_BF16 else found
+    return values
+
+
+@triton.jit
+def _names(named, first, end, KEYS: tl.constexpr):
+    key = first + tl.arange(0, KEYS)
+    return tl.load(named + key, mask=key < end, other=0)
+
+
+@triton.jit
+def _starts(rows, slot, placed_from, row_stride, placed_stride):
+    slot = slot.to(tl.int64)
+    there = placed_from + (-2 - slot) * placed_stride
+    return rows + tl.where(slot >= 0, slot * row_stride, there)
+
+
+@triton.jit
+def _logits(asked, values, asked_rope, rope, first, end, PRECISION: tl.constexpr):
+    """Of a block that is there: both conditions hold, which the compiler cannot know.
+
+    A result that leaves a branch counts as unchained, so the warps share a product out by columns
+    too. The branch that is never taken holds a product as well: were it cheap, Triton would move
+    the softmax behind it into every layout that is asked for.
+    """
+    logits = tl.zeros((asked.shape[0], values.shape[0]), tl.float32)
+    if end > 0:
+        logits = tl.dot(asked_rope, tl.trans(rope), acc=logits, input_precision=PRECISION)
+    if first < end:
+        logits = tl.dot(asked, tl.trans(values), acc=logits, input_precision=PRECISION)
+    else:
+        logits = tl.dot(asked_rope, tl.trans(rope), acc=logits, input_precision=PRECISION)
+    return logits
+
+
+@triton.jit(do_not_specialize=["query_count"])
+def attend(
+    queries, rows, named, counts, out, lse,
+    scale, placed_from, row_stride, placed_stride, query_stride, head_stride,
+    query_count, heads, width, splits, split_keys,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr,
+    ROPE_FROM: tl.constexpr, FORM: tl.constexpr, QUERY_IS_BF16: tl.constexpr,
+    IN_BF16: tl.constexpr, INTERPRETED: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """Writes out and lse [query, split, head]; a split behind the end of a list only if first.
+
+    ADDS goes on from the partial that is there, as if its rows had been the first of the list: a
+    list that is empty then costs nothing, and no second partial is ever written.
+    """
+    head_blocks = tl.cdiv(heads, HEADS)
+    for task in range(tl.program_id(0), query_count * splits * head_blocks, tl.num_programs(0)):
+        query = (task // head_blocks // splits).to(tl.int64)
+        split = task // head_blocks % splits
+        head = task % head_blocks * HEADS + tl.arange(0, HEADS)
+        start = split * split_keys
+        end = tl.minimum(tl.load(counts + query), start + split_keys)
+        is_live = (head < heads) & (start < end)
+        asking = queries + query * query_stride + head * head_stride
+        asked = _query(asking, is_live, DIM, DIM_PADDED, QUERY_IS_BF16, IN_BF16)
+        if ROPE > 0:
+            asked_rope = _query(asking + DIM, is_live, ROPE, ROPE_PADDED, QUERY_IS_BF16, IN_BF16)
+        place = (query * splits + split) * heads + task % head_blocks * HEADS
+        top = tl.full((HEADS,), -float("inf"), tl.float32)
+        total = tl.zeros((HEADS,), tl.float32)
+        sums = tl.zeros((HEADS, DIM_PADDED), tl.float32)
+        if ADDS:
+            top, sums = _go_on(out + place * DIM, lse + place, is_live, DIM, DIM_PADDED)
+            total = tl.where(top == -float("inf"), 0.0, 1.0)
+        listed = named + query * width
+        slot = _names(listed, start, end, KEYS)
+        for first in range(start, end, KEYS):
+            is_key = first + tl.arange(0, KEYS) < end
+            starts = _starts(rows, slot, placed_from, row_stride, placed_stride)
+            slot = _names(listed, first + KEYS, end, KEYS)
+            if FORM == "fp8":
+                values = _coded(starts, is_key, DIM, DIM_PADDED, IN_BF16, INTERPRETED)
+            else:
+                values = _plain(starts, is_key, DIM, DIM_PADDED, FORM, IN_BF16)
+            if ROPE > 0:
+                rope = _plain(starts + ROPE_FROM, is_key, ROPE, ROPE_PADDED, FORM, IN_BF16)
+                logits = _logits(asked, values, asked_rope, rope, first, end, PRECISION)
+            else:
+                logits = tl.dot(asked, tl.trans(values), input_precision=PRECISION)
+            logits = tl.where(is_key[None, :], logits * scale, -float("inf"))
+            higher = tl.maximum(top, tl.max(logits, axis=1))
+            level = tl.where(higher == -float("inf"), 0.0, higher)
+            weights = tl.exp2((logits - level[:, None]) * LOG2E)
+            fade = tl.exp2((top - level) * LOG2E)
+            total = total * fade + tl.sum(weights, axis=1)
+            kept = weights.to(tl.bfloat16) if IN_BF16 else weights
+            sums = tl.dot(kept, values, acc=sums * fade[:, None], input_precision=PRECISION)
+            top = higher
+        is_written = (head < heads) & ((start < end) | ((start == 0) & (not ADDS)))
+        mean = tl.where(start < end, sums / total[:, None], 0.0)
+        top = tl.where(start < end, top + tl.log2(total) * LN2, top)
+        at, mask = _out(is_written, DIM, DIM_PADDED)
+        tl.store(out + place * DIM + at, mean, mask=mask)
+        tl.store(lse + place + tl.arange(0, HEADS), top, mask=is_written)
+
+
+@triton.jit
+def _out(is_head, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Steps of int32 from one place: the compiler folds them into the loads and stores."""
+    head, column = tl.arange(0, is_head.shape[0]), tl.arange(0, PADDED)
+    mask = is_head[:, None]
+    if DIM < PADDED:
+        mask = mask & (column < DIM)[None, :]
+    return head[:, None] * DIM + column[None, :], mask
+
+
+@triton.jit
+def _go_on(out, lse, is_head, DIM: tl.constexpr, PADDED: tl.constexpr):
+    at, mask = _out(is_head, DIM, PADDED)
+    sums = tl.load(out + at, mask=mask, other=0.0)
+    head = tl.arange(0, is_head.shape[0])
+    return tl.load(lse + head, mask=is_head, other=-float("inf")), sums

@@ -1,0 +1,123 @@
+"""Rows and keys to bytes and back: groups of values under one scale, then a plain tail."""
+
+import triton
+import triton.language as tl
+
+from ess.kernels.cuda.triton.device.floats import from_e4m3, narrow, to_e4m3, widen
+
+
+@triton.jit
+def _scales(values, POWER_OF_TWO: tl.constexpr):
+    """The scale of each row of a group, NaN where anything in it is infinite or NaN."""
+    size = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    is_broken = size >= 0x7F800000
+    amax = tl.where(is_broken, 0, size).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(tl.maximum(amax, 1e-4), tl.full(amax.shape, 448.0, tl.float32))
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale, is_broken
+
+
+@triton.jit
+def _encode_group(
+    values, codes, scales, is_row, GROUP: tl.constexpr, PADDED: tl.constexpr,
+    IS_BF16: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """From where the rows' groups start to where their codes and scales start."""
+    column = tl.arange(0, PADDED)
+    mask = is_row[:, None] & (column < GROUP)[None, :]
+    found = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
+    if IS_BF16:
+        found = widen(found)
+    scale, is_broken = _scales(found, POWER_OF_TWO)
+    code = to_e4m3(tl.div_rn(found, tl.broadcast_to(scale[:, None], found.shape)))
+    code = tl.where(is_broken[:, None], 0x7F, code).to(tl.uint8)
+    tl.store(codes[:, None] + column[None, :], code, mask=mask)
+    bits = tl.where(is_broken, 0x7FC00000, scale.to(tl.int32, bitcast=True))
+    tl.store(scales.to(tl.pointer_type(tl.int32)), bits, mask=is_row)
+
+
+@triton.jit
+def _encode_tail(
+    values, tails, is_row, TAIL: tl.constexpr, PADDED: tl.constexpr, IS_BF16: tl.constexpr
+):
+    column = tl.arange(0, PADDED)
+    mask = is_row[:, None] & (column < TAIL)[None, :]
+    found = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
+    if not IS_BF16:
+        found = narrow(found)
+    out = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
+    tl.store(out, found, mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def encode(
+    values, codes, scales, tails, row_ids,
+    count, value_stride, code_stride, scale_stride, page_stride,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_PADDED: tl.constexpr,
+    IS_BF16: tl.constexpr, POWER_OF_TWO: tl.constexpr, IS_PAGED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, g) writes group g of ROWS rows, program (i, GROUPS) their tails.
+
+    Paged: row i goes to place row_ids[i], 64 places to a page; strides are within a page.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    group = tl.program_id(1)
+    is_row = row < count
+    values += row * value_stride + group * GROUP
+    place = row
+    page = tl.zeros_like(row)
+    if IS_PAGED:
+        row_id = tl.load(row_ids + row, mask=is_row, other=0).to(tl.int64)
+        place = row_id % 64
+        page = row_id // 64 * page_stride
+    if group < GROUPS:
+        code_at = codes + (page + place * code_stride + group * GROUP)
+        scale_at = scales + (page + place * scale_stride + group * 4)
+        _encode_group(values, code_at, scale_at, is_row, GROUP, GROUP_PADDED, IS_BF16, POWER_OF_TWO)
+    else:
+        _encode_tail(values, tails + row * code_stride, is_row, TAIL, TAIL_PADDED, IS_BF16)
+
+
+@triton.jit
+def _decode_group(
+    codes, scales, values, is_row, GROUP: tl.constexpr, IS_BF16: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    column, mask = tl.arange(0, GROUP), is_row[:, None]
+    code = tl.load(codes[:, None] + column[None, :], mask=mask, other=0)
+    scale = tl.load(scales.to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
+    found = from_e4m3(code, INTERPRETED) * scale[:, None]
+    tl.store(values[:, None] + column[None, :], narrow(found) if IS_BF16 else found, mask=mask)
+
+
+@triton.jit
+def _decode_tail(
+    tails, values, is_row, TAIL: tl.constexpr, PADDED: tl.constexpr, IS_BF16: tl.constexpr
+):
+    column = tl.arange(0, PADDED)
+    mask = is_row[:, None] & (column < TAIL)[None, :]
+    at = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
+    found = tl.load(at, mask=mask, other=0)
+    tl.store(values[:, None] + column[None, :], found if IS_BF16 else widen(found), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def decode(
+    codes, scales, tails, values, count, row_stride, value_stride,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, TAIL_PADDED: tl.constexpr,
+    IS_BF16: tl.constexpr, INTERPRETED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, g) reads group g of ROWS rows, program (i, GROUPS) their tails."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    group = tl.program_id(1)
+    is_row = row < count
+    start = row * row_stride
+    values += row * value_stride + group * GROUP
+    if group < GROUPS:
+        code_at, scale_at = codes + (start + group * GROUP), scales + (start + group * 4)
+        _decode_group(code_at, scale_at, values, is_row, GROUP, IS_BF16, INTERPRETED)
+    else:
+        _decode_tail(tails + start, values, is_row, TAIL, TAIL_PADDED, IS_BF16)

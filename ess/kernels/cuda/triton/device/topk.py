@@ -1,0 +1,142 @@
+"""The exact top-k of each list of logits, ascending, by one program per list.
+
+A list that is no longer than k is selected whole. A short list is searched as it is: the k-th
+greatest value is found bit by bit, by counting. Of a long one a sample says which value is likely a
+little below the k-th greatest; what reaches it is copied together, in order, and searched instead.
+The guess is checked: when fewer than k reach it or more than there is room for, the whole list is
+searched. So a sample can cost time and never an answer.
+
+Ties go to the lowest positions: all that is greater than the k-th value is taken, and of its equals
+the first ones, as many as are missing.
+"""
+
+import triton
+import triton.language as tl
+
+from ess.kernels.cuda.triton.device.floats import rising
+
+
+@triton.jit
+def _nth(values, count, n, BLOCK: tl.constexpr):
+    """The n-th greatest of `count` values, as `rising` sees them, and how many are greater."""
+    found = tl.zeros((), tl.uint32)
+    for bit in range(32):
+        higher = found | (tl.full((), 0x80000000, tl.uint32) >> bit)
+        reached = tl.zeros((), tl.int32)
+        for start in range(0, count, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            mask = at < count
+            seen = rising(tl.load(values + at, mask=mask, other=0.0))
+            reached += tl.sum(((seen >= higher) & mask).to(tl.int32), 0)
+        if reached >= n:
+            found = higher
+    greater = tl.zeros((), tl.int32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < count
+        seen = rising(tl.load(values + at, mask=mask, other=0.0))
+        greater += tl.sum(((seen > found) & mask).to(tl.int32), 0)
+    return found, greater
+
+
+@triton.jit
+def _guess(values, length, k, SAMPLE: tl.constexpr):
+    """A value that, by an even sample, somewhat more than k reach; 0 is reached by all."""
+    at = (tl.arange(0, SAMPLE).to(tl.int64) * length // SAMPLE).to(tl.int32)
+    seen = rising(tl.load(values + at))
+    share = SAMPLE * (k / length)
+    wanted = (share + 3.0 * tl.sqrt(share) + 8.0).to(tl.int32)
+    found = tl.zeros((), tl.uint32)
+    for bit in range(32):
+        higher = found | (tl.full((), 0x80000000, tl.uint32) >> bit)
+        if tl.sum((seen >= higher).to(tl.int32), 0) >= wanted:
+            found = higher
+    return found
+
+
+@triton.jit
+def _gather(values, length, least, kept, positions, ROOM: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies what reaches `least`, with its position; more than ROOM are counted only."""
+    count = tl.zeros((), tl.int32)
+    for start in range(0, length, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < length
+        value = tl.load(values + at, mask=mask, other=0.0)
+        keep = (rising(value) >= least) & mask
+        rank = count + tl.cumsum(keep.to(tl.int32), 0) - 1
+        keep_here = keep & (rank < ROOM)
+        tl.store(kept + rank, value, mask=keep_here)
+        tl.store(positions + rank, at, mask=keep_here)
+        count += tl.sum(keep.to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def _select(values, positions, count, bound, equals, out, HAS_POSITIONS: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Writes the positions of what is above `bound`, and of the first so many of its equals."""
+    written = tl.zeros((), tl.int32)
+    passed = tl.zeros((), tl.int32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < count
+        seen = rising(tl.load(values + at, mask=mask, other=0.0))
+        is_equal = (seen == bound) & mask
+        rank = passed + tl.cumsum(is_equal.to(tl.int32), 0) - 1
+        take = ((seen > bound) & mask) | (is_equal & (rank < equals))
+        place = written + tl.cumsum(take.to(tl.int32), 0) - 1
+        position = at
+        if HAS_POSITIONS:
+            position = tl.load(positions + at, mask=mask, other=0)
+        tl.store(out + place, position, mask=take)
+        passed += tl.sum(is_equal.to(tl.int32), 0)
+        written += tl.sum(take.to(tl.int32), 0)
+
+
+@triton.jit
+def _fill(out, first, k, length, BLOCK: tl.constexpr):
+    """From `first` on: the positions themselves as far as there are any, then -1."""
+    for start in range(first, k, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(out + at, tl.where(at < length, at, -1), mask=at < k)
+
+
+@triton.jit
+def _place(out, slots, slot_of, table, k, BLOCK: tl.constexpr):
+    """The slot of every position of a selection, through the row id its page gives it."""
+    for start in range(0, k, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        position = tl.load(out + at, mask=at < k, other=-1)
+        is_any = position >= 0
+        page = tl.load(table + position // 64, mask=is_any, other=0).to(tl.int64)
+        slot = tl.load(slot_of + (page * 64 + position % 64), mask=is_any, other=-1)
+        tl.store(slots + at, slot, mask=at < k)
+
+
+@triton.jit
+def top_k(
+    logits, lengths, out, kept, positions, slots, slot_of, table,
+    k, logit_stride, table_stride,
+    HAS_SLOTS: tl.constexpr, ROOM: tl.constexpr, SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    query = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + query)
+    values, out = logits + query * logit_stride, out + query * k
+    kept, positions = kept + query * ROOM, positions + query * ROOM
+    if length <= k:
+        _fill(out, 0, k, length, BLOCK)
+    else:
+        count = tl.zeros((), tl.int32)
+        if length > ROOM:
+            least = _guess(values, length, k, SAMPLE)
+            count = _gather(values, length, least, kept, positions, ROOM, BLOCK)
+            tl.debug_barrier()
+        if (count >= k) & (count <= ROOM):
+            bound, greater = _nth(kept, count, k, BLOCK)
+            _select(kept, positions, count, bound, k - greater, out, True, BLOCK)
+        else:
+            bound, greater = _nth(values, length, k, BLOCK)
+            _select(values, positions, length, bound, k - greater, out, False, BLOCK)
+    if HAS_SLOTS:
+        tl.debug_barrier()
+        _place(out, slots + query * k, slot_of, table + query * table_stride, k, BLOCK)

@@ -1,0 +1,67 @@
+"""How attention is cut for the tensor cores: a few named shapes, chosen from by form and heads.
+
+Nothing is tried out while serving. The first shape that fits is the one in use; the others compile
+for sm_90 as well without spilling within the loop over keys, and `ess.bench.gpu.suite --only
+shapes` says which of them is the best on the device that is there.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from ess.layout import RowForm
+from ess.units import align_up, div_ceil
+
+SPLIT_KEYS_MIN: Final = 128
+SPLIT_STEP: Final = 64
+
+
+class Shape(NamedTuple):
+    """Heads and keys of a product, what Triton makes of a program, and why."""
+
+    name: str
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    reason: str
+
+
+# fmt: off
+EXACT: Final = Shape("exact", 16, 16, 8, 1, "float32 without tensor cores; larger blocks spill")
+WIDE: Final = Shape("wide", 64, 64, 8, 3, "rows under way a block ahead in 226 kB of shared memory")
+WIDE_LATE: Final = Shape("wide, late", 64, 64, 8, 2, "rows are waited for; one staged block less")
+HALF: Final = Shape("half", 64, 32, 8, 3, "half the keys: products by narrower instructions")
+HALF_FAR: Final = Shape("half, far", 64, 32, 8, 4, "half the keys, rows under way two blocks ahead")
+SMALL: Final = Shape("small", 32, 32, 8, 3, "no heads of zeros up to 32 of them")
+NARROW: Final = Shape("narrow", 16, 64, 8, 3, "no heads of zeros; products of single warps")
+NARROW_FAR: Final = Shape("narrow, far", 16, 32, 8, 4, "less to wait for at the start of a list")
+
+CANDIDATES: Final[dict[tuple[RowForm, int], tuple[Shape, ...]]] = {
+    ("fp8", 16): (NARROW, NARROW_FAR, WIDE),
+    ("fp8", 64): (WIDE, HALF, HALF_FAR, WIDE_LATE),
+    ("bf16", 16): (NARROW, NARROW_FAR, HALF),
+    ("bf16", 32): (SMALL, HALF),
+    ("bf16", 64): (HALF, HALF_FAR, WIDE_LATE),
+}
+# fmt: on
+
+
+def candidates(*, form: RowForm, heads: int, is_half: bool) -> tuple[Shape, ...]:
+    """The one in use first. Heads beyond the most that a shape takes go to further programs."""
+    if not is_half:
+        return (EXACT,)
+    limits = sorted(limit for one, limit in CANDIDATES if one == form)
+    fitting = next((limit for limit in limits if heads <= limit), limits[-1])
+    return CANDIDATES[form, fitting]
+
+
+def split_keys_for(*, tasks: int, width: int, programs: int) -> int | None:
+    """Names of a part, so that few tasks fill many programs; None where they do so whole.
+
+    A cut is part of the arithmetic, so a caller who promises bits whatever the batch keeps one.
+    """
+    if 2 * tasks > programs or width <= SPLIT_KEYS_MIN:
+        return None
+    parts = min(programs // tasks, div_ceil(width, SPLIT_KEYS_MIN))
+    return align_up(div_ceil(width, parts), SPLIT_STEP)

@@ -1,0 +1,1 @@
+"""Residency of one layer group: the specification, the native planner and the CUDA one."""

@@ -1,0 +1,386 @@
+"""The operations of `specification`, by native code where it is built: same arrays, same bits.
+
+The addresses of an arena's and of a split's arrays are looked up once, at the first call, and kept
+with them; an array of an arena may be replaced (that unbinds it), an array of a split may not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+
+from ess.kernels.cpu import native
+from ess.pool.lru import specification
+from ess.pool.lru.arena import AGE_MAX, Arena, Claims, Ints, Lookup, Split, make_scratch
+from ess.pool.lru.specification import check, clear_block
+
+__all__ = [
+    "addresses",
+    "check",
+    "claim_each",
+    "claim_new",
+    "clear_block",
+    "drop",
+    "drop_each",
+    "fill",
+    "land",
+    "locate",
+    "plan",
+    "resolve",
+    "settle",
+    "translate",
+    "warm",
+]
+
+_REFUSALS: Final = (
+    "",
+    "a row id is out of range",
+    "a row is named twice",
+    "a row to be written is still being fetched",
+    "a slot was used after this step",
+    "ages must ascend from 1",
+    "a slot outside the slab",
+    "a row of a page that is not active",
+    "a position that leads nowhere",
+    "a free slot cannot be settled",
+)
+_BAD_POSITION: Final = -8
+
+_INT32_MAX: Final = 2**31 - 1
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _twin_of(specification: F) -> Callable[[F], F]:
+    """The native function where the library is built, else its specification."""
+    return lambda twin: twin if native.available() else specification
+
+
+def _pointer_fields(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+class _ArenaRecord(ctypes.Structure):
+    """`ess::Arena` in csrc/residency/arena.h."""
+
+    _fields_ = (
+        *_pointer_fields("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks"),
+        *_pointer_fields("hit_age", "scratch"),
+        ("row_count", ctypes.c_int64),
+        ("slab_count", ctypes.c_int64),
+        ("block_count", ctypes.c_int64),
+        ("evicted_count", ctypes.c_int64),
+    )
+
+
+class _SplitRecord(ctypes.Structure):
+    """`ess::Split` in csrc/residency/planner.cpp."""
+
+    _fields_ = (
+        *_pointer_fields("slots", "hit", "miss", "place"),
+        *_pointer_fields("hit_count", "miss_count", "place_count", "claimed", "pending"),
+        ("width", ctypes.c_int64),
+        ("entry_count", ctypes.c_int64),
+        ("hit_total", ctypes.c_int64),
+        ("place_total", ctypes.c_int64),
+        ("late_ticket", ctypes.c_int64),
+    )
+
+
+class _LookupRecord(ctypes.Structure):
+    """`ess::Lookup` in csrc/residency/planner.cpp."""
+
+    _fields_ = (
+        *_pointer_fields("lines", "host_page_of", "stored", "rows", "host_rows"),
+        *_pointer_fields("host", "slab", "times"),
+        ("line_count", ctypes.c_int64),
+        ("page_max", ctypes.c_int64),
+        ("host_page_count", ctypes.c_int64),
+        ("slab_count", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("at_once_bytes", ctypes.c_int64),
+        ("unwritten_count", ctypes.c_int64),
+        ("is_landed", ctypes.c_int64),
+    )
+
+
+class _Bound(NamedTuple):
+    record: Any
+    at: int
+
+
+@functools.cache
+def _symbol(name: str, pointer_count: int, integer_count: int) -> Callable[..., int]:
+    """Functions take their pointers first, then their integers."""
+    types = [ctypes.c_void_p] * pointer_count + [ctypes.c_int64] * integer_count
+    return native.function(name, types, ctypes.c_int64)
+
+
+def _accepted(status: int) -> int:
+    assert status >= 0, _REFUSALS[-status]
+    return status
+
+
+def _bind(record: ctypes.Structure, owner: Any, **numbers: int) -> _Bound:
+    """Fills each pointer of the record from the owner's array of that name."""
+    for name, kind in record._fields_:  # type: ignore[misc]
+        if kind is ctypes.c_void_p:
+            setattr(record, name, native.address(getattr(owner, name)))
+    for name, number in numbers.items():
+        setattr(record, name, number)
+    return _Bound(record, ctypes.addressof(record))
+
+
+def _bound_arena(arena: Arena) -> _Bound:
+    if arena.native is None:
+        if arena.scratch is None:
+            arena.scratch = make_scratch(arena.row_of.size)
+        arena.assert_sound()
+        arena.native = _bind(
+            _ArenaRecord(),
+            arena,
+            row_count=arena.slot_of.size,
+            slab_count=arena.row_of.size,
+            block_count=arena.blocks.size,
+        )
+    return arena.native  # type: ignore[no-any-return]
+
+
+def _bound_split(split: Split) -> _Bound:
+    if split.native is None:
+        size = split.slots.size
+        split.native = _bind(_SplitRecord(), split, width=split.slots.shape[1], entry_count=size)
+    return split.native  # type: ignore[no-any-return]
+
+
+def _bound_lookup(lookup: Lookup) -> _Bound:
+    if lookup.native is None:
+        _assert_ids(2, lookup.lines, lookup.rows)
+        _assert_ids(1, lookup.host_page_of, lookup.host_rows)
+        assert lookup.host_rows.size >= lookup.rows.size, "each selected row may be a miss"
+        assert lookup.stored.dtype == np.uint64, f"{lookup.stored.dtype} where uint64 is expected"
+        for array in (lookup.stored, lookup.host, lookup.slab, lookup.times):
+            assert array.flags.c_contiguous, "an array of the lookup is not C-contiguous"
+        lookup.native = _bind(
+            _LookupRecord(),
+            lookup,
+            line_count=len(lookup.lines),
+            page_max=lookup.lines.shape[1],
+            host_page_count=lookup.stored.shape[1],
+            slab_count=len(lookup.slab),
+            row_bytes=lookup.slab.shape[1],
+        )
+    return lookup.native  # type: ignore[no-any-return]
+
+
+def _assert_ids(dimension_count: int, *arrays: Ints) -> None:
+    for ids in arrays:
+        assert ids.dtype == np.int32, f"{ids.dtype} where int32 is expected"
+        assert ids.flags.c_contiguous, "an array is not C-contiguous"
+        assert ids.ndim == dimension_count, f"shape {ids.shape}, not {dimension_count}-d"
+
+
+def _assert_int32(number: int, name: str, *, lowest: int = 0) -> None:
+    assert lowest <= number <= _INT32_MAX, f"{name} {number} lies outside [{lowest}, 2**31)"
+
+
+@_twin_of(specification.translate)
+def translate(
+    selection: Ints, page_table: Ints, table_row: Ints, length: Ints, *, out: Ints
+) -> None:
+    """Positions [Q, k] to row ids through each query's page table; -1 stays -1."""
+    _assert_ids(2, selection, page_table, out)
+    _assert_ids(1, table_row, length)
+    assert selection.shape == out.shape, f"selection {selection.shape} into {out.shape}"
+    assert table_row.shape == length.shape == selection.shape[:1], "one table and length a query"
+    pointers = map(native.address, (selection, page_table, table_row, length, out))
+    if not _symbol("ess_translate", 5, 4)(*pointers, *selection.shape, *page_table.shape):
+        specification.translate(selection, page_table, table_row, length, out=out)
+        raise AssertionError("the native translation refused what its specification accepts")
+
+
+@_twin_of(specification.plan)
+def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> Claims:
+    """Stamp what is here, claim slots for what is not, and say of every entry where it is."""
+    _assert_ids(2, rows)
+    assert split.holds(rows.shape), f"rows {rows.shape}, split {split.slots.shape}"
+    _assert_int32(ticket, "ticket", lowest=1)
+    _assert_int32(step, "step")
+    home, into = _bound_arena(arena), _bound_split(split)
+    call = _symbol("ess_plan", 3, 4)
+    claimed = _accepted(call(home.at, into.at, native.address(rows), *rows.shape, step, ticket))
+    return _planned(home, into, split, claimed)
+
+
+def _planned(home: _Bound, into: _Bound, split: Split, claimed: int) -> Claims:
+    return Claims(
+        slots=split.claimed[0, :claimed],
+        rows=split.claimed[1, :claimed],
+        hit_count=into.record.hit_total,
+        place_count=into.record.place_total,
+        late_ticket=into.record.late_ticket,
+        evicted_count=home.record.evicted_count,
+    )
+
+
+@_twin_of(specification.resolve)
+def resolve(
+    arena: Arena,
+    lookup: Lookup,
+    selection: Ints,
+    line_of: Ints,
+    length: Ints,
+    *,
+    layers: range,
+    step: int,
+    ticket: int,
+    split: Split,
+) -> Claims:
+    """`translate`, then `plan`; then where the claims are on the host, in all of `layers`."""
+    _assert_positions(selection, line_of, length)
+    assert split.holds(selection.shape), f"{selection.shape}, split {split.slots.shape}"
+    assert lookup.rows.shape == split.slots.shape, "row ids and slots lie as positions do"
+    assert selection.shape[1] == split.slots.shape[1], "row ids lie as positions do"
+    assert 0 <= layers.start <= layers.stop <= len(lookup.stored), f"{layers} of the layers"
+    assert 0 < ticket <= _INT32_MAX, f"ticket {ticket}"
+    assert 0 <= step <= _INT32_MAX, f"step {step}"
+    home = arena.native or _bound_arena(arena)
+    into, room = split.native or _bound_split(split), lookup.native or _bound_lookup(lookup)
+    room.record.at_once_bytes = lookup.at_once_bytes
+    given = map(native.address, (selection, line_of, length))
+    numbers = (*selection.shape, layers.start, len(layers), step, ticket)
+    claimed = _symbol("ess_resolve", 6, 6)(home.at, into.at, room.at, *given, *numbers)
+    if claimed == _BAD_POSITION:
+        _refuse_positions(lookup, selection, line_of, length)
+    lookup.unwritten_count = room.record.unwritten_count
+    lookup.is_landed = bool(room.record.is_landed)
+    return _planned(home, into, split, _accepted(claimed))
+
+
+@_twin_of(specification.locate)
+def locate(
+    arena: Arena, lookup: Lookup, selection: Ints, line_of: Ints, length: Ints, *, out: Ints
+) -> int:
+    """Landed slots of these positions, -1 for all others; how many positions are others."""
+    _assert_positions(selection, line_of, length)
+    _assert_ids(2, out)
+    assert out.shape == selection.shape, f"selection {selection.shape} into {out.shape}"
+    home = arena.native or _bound_arena(arena)
+    room = lookup.native or _bound_lookup(lookup)
+    given = map(native.address, (selection, line_of, length, out))
+    absent = _symbol("ess_locate", 6, 2)(home.at, room.at, *given, *selection.shape)
+    if absent == _BAD_POSITION:
+        _refuse_positions(lookup, selection, line_of, length)
+    return _accepted(absent)
+
+
+def _assert_positions(selection: Ints, line_of: Ints, length: Ints) -> None:
+    _assert_ids(2, selection)
+    _assert_ids(1, line_of, length)
+    assert line_of.shape == length.shape == selection.shape[:1], "one line and length a query"
+
+
+def _refuse_positions(lookup: Lookup, selection: Ints, line_of: Ints, length: Ints) -> NoReturn:
+    out = np.empty_like(selection)
+    specification.translate(selection, lookup.lines, line_of, length, out=out)
+    raise AssertionError("the native translation refused what its specification accepts")
+
+
+@_twin_of(specification.claim_new)
+def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
+    """Slots, dirty at once, for rows the step is about to write. False: nothing has changed."""
+    _assert_ids(1, rows, out)
+    assert out.shape == rows.shape, f"{rows.shape} rows into {out.shape} slots"
+    _assert_int32(step, "step")
+    call = _symbol("ess_claim_new", 3, 2)
+    at = _bound_arena(arena).at
+    return bool(_accepted(call(at, native.address(rows), native.address(out), rows.size, step)))
+
+
+@_twin_of(specification.claim_each)
+def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, absent: Ints) -> int:
+    """`claim_new` in one arena after another, until one has no room; how many had."""
+    _assert_ids(1, rows, absent)
+    _assert_ids(2, out)
+    assert out.shape == (len(arenas), rows.size), f"{rows.size} rows into {out.shape} slots"
+    assert absent.size == len(arenas), f"{absent.size} counts of {len(arenas)} arenas"
+    pointers = map(native.address, (rows, out, absent))
+    call = _symbol("ess_claim_each", 4, 3)
+    return _accepted(call(_packed(arenas), *pointers, len(arenas), rows.size, step))
+
+
+def addresses(arenas: Sequence[Arena]) -> list[int]:
+    """Where native code finds these arenas, until one of their arrays is replaced."""
+    return [(arena.native or _bound_arena(arena)).at for arena in arenas]
+
+
+def _packed(arenas: Sequence[Arena]) -> bytes:
+    return struct.pack(f"{len(arenas)}q", *addresses(arenas))
+
+
+@_twin_of(specification.fill)
+def fill(arena: Arena, rows: Ints, *, step: int, ticket: int) -> Claims:
+    """Absent rows take free slots while there are any, and rank as the oldest of the used."""
+    return warm(arena, rows, np.full(rows.shape, AGE_MAX, np.int32), step=step, ticket=ticket)
+
+
+@_twin_of(specification.warm)
+def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> Claims:
+    """Rows as if they had been selected `ages` steps ago, newest first."""
+    _assert_ids(1, rows, ages)
+    assert ages.shape == rows.shape, f"{ages.shape} ages for {rows.shape} rows"
+    _assert_int32(ticket, "ticket", lowest=1)
+    _assert_int32(step, "step")
+    slots, claimed, place = np.empty((3, rows.size), np.int32)
+    home = _bound_arena(arena)
+    pointers = map(native.address, (rows, ages, slots, claimed, place))
+    call = _symbol("ess_warm", 6, 3)
+    count = _accepted(call(home.at, *pointers, rows.size, step, ticket))
+    return Claims(
+        slots=slots[:count],
+        rows=claimed[:count],
+        hit_count=0,
+        place_count=0,
+        late_ticket=0,
+        evicted_count=home.record.evicted_count,
+    )
+
+
+@_twin_of(specification.land)
+def land(arena: Arena, slots: Ints, *, ticket: int) -> None:
+    """The copy `ticket` is complete. A slot that has passed to another copy since keeps it."""
+    _assert_ids(1, slots)
+    _assert_int32(ticket, "ticket", lowest=1)
+    at = _bound_arena(arena).at
+    _accepted(_symbol("ess_land", 2, 2)(at, native.address(slots), slots.size, ticket))
+
+
+@_twin_of(specification.drop)
+def drop(arena: Arena, rows: Ints) -> int:
+    """The rows leave, whatever their state; absent ones are ignored. Returns how many left."""
+    _assert_ids(1, rows)
+    at = _bound_arena(arena).at
+    return _accepted(_symbol("ess_drop", 2, 1)(at, native.address(rows), rows.size))
+
+
+@_twin_of(specification.drop_each)
+def drop_each(arenas: Sequence[Arena], rows: Ints) -> list[int]:
+    """`drop` in each arena, and how many left it."""
+    _assert_ids(1, rows)
+    left = np.empty(len(arenas), np.int64)
+    homes, call = _packed(arenas), _symbol("ess_drop_each", 3, 2)
+    _accepted(call(homes, native.address(rows), native.address(left), len(arenas), rows.size))
+    return [int(count) for count in left]
+
+
+@_twin_of(specification.settle)
+def settle(arena: Arena, slots: Ints) -> None:
+    """The host copies of these slots are as new as they are."""
+    _assert_ids(1, slots)
+    at = _bound_arena(arena).at
+    _accepted(_symbol("ess_settle", 2, 1)(at, native.address(slots), slots.size))

@@ -1,0 +1,121 @@
+"""Miss curves from the product's own planner on generated selections, in place of published ones.
+
+Some layers, spread over all by how much they miss, are drawn at two contexts; the same steps go
+through arenas of every size at once, each warmed and filled as an arriving request is. What is left
+is the mean over layers at each ratio of slots to context; the shape over layers stays published.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ess.errors import BadInput
+from ess.pool.lru.arena import BLOCK_SLOTS
+from ess.sim.locality import laboratory, profiles
+from ess.sim.locality.laboratory import Start
+from ess.sim.locality.misses import PUBLISHED_QUERIES, MissCurves
+from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.selections import Load
+from ess.sim.locality.workloads import generated
+from ess.sim.operators.stages import TOP_K
+from ess.sim.operators.tables import Curve
+
+CONTEXTS: Final = (32_768, 131_072)
+RATIOS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.9)
+LAYERS: Final = 10
+STEPS: Final = 96
+SKIP: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """Misses per request and layer in one step of two queries, two ways."""
+
+    context: int
+    ratio: float
+    lru: float
+    published: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """How much is drawn; `queries_each` is what a step verifies."""
+
+    queries_each: int = PUBLISHED_QUERIES
+    contexts: tuple[int, ...] = CONTEXTS
+    ratios: tuple[float, ...] = RATIOS
+    layers: int = LAYERS
+    steps: int = STEPS
+    skip: int = SKIP
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.contexts and len(self.ratios) > 1 and self.layers and self.queries_each > 0):
+            raise BadInput(f"{self}: a context, two ratios, a layer and a query are the least")
+        if not 0 <= self.skip < self.steps:
+            raise BadInput(f"skip {self.skip} of {self.steps} steps: none is left to count")
+
+
+def lru_curves(shape_of: MissCurves, drawing: Drawing) -> MissCurves:
+    """Means by LRU, shapes as they are."""
+    means = {}
+    for context in drawing.contexts:
+        found = _means(context, drawing)
+        means[context] = Curve(
+            tuple(found), tuple(math.log(max(miss, 1e-3)) for miss in found.values())
+        )
+    return MissCurves(means=means, shapes=shape_of.shapes)
+
+
+def agreement(lru: MissCurves, published: MissCurves) -> list[Agreed]:
+    """Where something was published; below its least ratio a curve is only carried on."""
+    least = min(curve.sizes[0] for curve in published.means.values())
+    return [
+        Agreed(
+            context=context,
+            ratio=ratio,
+            lru=math.exp(logarithm),
+            published=published.mean(context=context, slots=ratio * context),
+        )
+        for context, curve in lru.means.items()
+        for ratio, logarithm in zip(curve.sizes, curve.times, strict=True)
+        if ratio >= least
+    ]
+
+
+def sampled_layers(count: int) -> list[int]:
+    """In the middle of equal parts of all layers, ordered by what they miss at 32K."""
+    every = profiles.MISSES_32K_AT_02
+    order = sorted(range(len(every)), key=every.__getitem__)
+    if count > len(order):
+        raise BadInput(f"{count} layers: there are {len(order)}")
+    return [order[int((part + 0.5) * len(order) / count)] for part in range(count)]
+
+
+def _means(context: int, drawing: Drawing) -> Mapping[float, float]:
+    """By ratio, over the sampled layers and the steps that count, for two queries."""
+    totals = dict.fromkeys(drawing.ratios, 0.0)
+    for layer in sampled_layers(drawing.layers):
+        load = Load(
+            context=context,
+            step_count=drawing.steps,
+            query_count=drawing.queries_each,
+            seed=drawing.seed,
+        )
+        workload = generated(load, profiles.profile(layer), layer=layer)
+        arenas = {
+            str(ratio): PlannerLru(workload, slots=_slots(ratio * context), top_k=TOP_K)
+            for ratio in drawing.ratios
+        }
+        found = laboratory.run(workload, arenas, start=Start(warm=True, fill=True))
+        for ratio in drawing.ratios:
+            totals[ratio] += found[str(ratio)].mean(skip=drawing.skip)
+    scale = PUBLISHED_QUERIES / drawing.queries_each / drawing.layers
+    return {ratio: scale * total for ratio, total in totals.items()}
+
+
+def _slots(wanted: float) -> int:
+    return max(1, round(wanted / BLOCK_SLOTS)) * BLOCK_SLOTS

@@ -1,0 +1,1 @@
+"""Measured operator tables, and the times of stages made of them."""

@@ -1,0 +1,161 @@
+"""The committed operator tables, derived from the package they come from.
+
+    python -m ess.sim.operators.derive PACKAGE_FOLDER SYSTEM OUT_FOLDER
+
+PACKAGE_FOLDER is an unpacked `aiconfigurator-core` (pinned in NOTICE); pyarrow must be installed.
+SYSTEM is the package's name of a GPU: h100_sxm or h200_sxm.
+Rows are selected and renamed, times become microseconds, and nothing else is computed: the same
+function serves `--perf-db`, so a larger or newer package can be used without committing it.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ess.errors import BadInput, Unavailable
+
+Source = Mapping[str, Any]
+Lines = list[tuple[float | str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derivation:
+    """One committed table: which rows of which file, under which names, sorted by their keys."""
+
+    name: str
+    path: str
+    columns: tuple[str, ...]
+    keep: Callable[[Source], bool]
+    line: Callable[[Source], tuple[float | str, ...]]
+
+
+def _us(milliseconds: float) -> float:
+    return round(1e3 * milliseconds, 1)
+
+
+def _is_v32_block(row: Source) -> bool:
+    return bool(
+        row["model"] == "deepseek-ai/DeepSeek-V3.2"
+        and row["num_heads"] == 128
+        and row["kv_cache_dtype"] == "fp8"
+        and row["gemm_type"] == "fp8_block"
+    )
+
+
+GEMM_SHAPES: Final = {(7168, 16384), (16384, 1536), (8192, 1536), (2048, 7168), (65536, 7168)}
+GEMM_TOKENS_MAX: Final = 4097
+
+DERIVATIONS: Final = (
+    Derivation(
+        name="attention",
+        path="sparse_attention/vllm/0.24.0/dsa_generation_module_perf.parquet",
+        columns=("queries", "context", "us"),
+        keep=_is_v32_block,
+        line=lambda row: (row["batch_size"], row["step"], _us(row["latency"])),
+    ),
+    Derivation(
+        name="experts",
+        path="moe/sglang/0.5.10/wideep_generation_moe_perf.parquet",
+        columns=("ranks", "balance", "group_tokens", "us"),
+        keep=lambda row: True,
+        line=lambda row: (
+            row["moe_ep_size"],
+            row["distribution"],
+            row["num_tokens"],
+            _us(row["latency"]),
+        ),
+    ),
+    Derivation(
+        name="exchange",
+        path="comm/sglang/0.5.6.post2/wideep_deepep_ll_perf.parquet",
+        columns=("nodes", "tokens", "dispatch_us", "combine_us"),
+        keep=lambda row: row["num_experts"] == 256,
+        line=lambda row: (
+            row["node_num"],
+            row["num_token"],
+            round(row["dispatch_avg_t_us"], 1),
+            round(row["combine_avg_t_us"], 1),
+        ),
+    ),
+    Derivation(
+        name="shared",
+        path="mlp/sglang/0.5.6.post2/wideep_generation_mlp_perf.parquet",
+        columns=("tokens", "us"),
+        keep=lambda row: row["num_token"] <= 4096,
+        line=lambda row: (row["num_token"], _us(row["avg_ms"])),
+    ),
+    Derivation(
+        name="gemm",
+        path="gemm/sglang/0.5.14/gemm_perf.parquet",
+        columns=("n", "k", "tokens", "us"),
+        keep=lambda row: (
+            row["gemm_dtype"] == "fp8_block"
+            and (row["n"], row["k"]) in GEMM_SHAPES
+            and row["m"] <= GEMM_TOKENS_MAX
+        ),
+        line=lambda row: (row["n"], row["k"], row["m"], _us(row["latency"])),
+    ),
+    Derivation(
+        name="absorb",
+        path="mla_bmm/sglang/0.5.14/mla_bmm_perf.parquet",
+        columns=("side", "tokens", "us"),
+        keep=lambda row: row["num_heads"] == 128 and row["bmm_dtype"] == "bfloat16",
+        line=lambda row: (
+            row["op_name"].removeprefix("mla_gen_"),
+            row["num_tokens"],
+            _us(row["latency"]),
+        ),
+    ),
+)
+
+
+def derive(package: Path, *, system: str = "h200_sxm") -> dict[str, Lines]:
+    """Every table from an unpacked package; a file that is not there is named."""
+    root = package / "aiconfigurator_core/systems/data" / system
+    if not root.is_dir():
+        raise BadInput(
+            f"{package}: no folder {root.relative_to(package)}; unpack the package there"
+        )
+    return {one.name: _lines(one, root / one.path) for one in DERIVATIONS}
+
+
+def _lines(derivation: Derivation, path: Path) -> Lines:
+    kept = sorted({derivation.line(row) for row in _read(path) if derivation.keep(row)})
+    if not kept:
+        raise BadInput(f"{path.name}: no row is left for the table {derivation.name!r}")
+    return kept
+
+
+def _read(path: Path) -> Iterable[Source]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise Unavailable("reading a full package needs pyarrow; install it first") from None
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file in this package")
+    rows: Iterable[Source] = parquet.read_table(path).to_pylist()
+    return rows
+
+
+def write(tables: Mapping[str, Lines], folder: Path) -> None:
+    for one in DERIVATIONS:
+        with (folder / f"{one.name}.csv").open("w", newline="") as out:
+            writer = csv.writer(out, lineterminator="\n")
+            writer.writerow(one.columns)
+            writer.writerows(tables[one.name])
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 3:
+        raise BadInput("give the unpacked package, the GPU's name in it and the folder to write to")
+    package, system, folder = arguments
+    write(derive(Path(package), system=system), Path(folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,58 @@
+"""GPUs with operator tables: those for which the pinned package measured every operator we use.
+
+H100 and H200 are one chip with different memory, so the constants fitted for the H200 hold for both
+as far as they are about kernels; nothing published lets them be fitted for the H100. Blackwell is
+not among them: the shared expert was not measured there, and no rate of the sparse kernel is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from ess.errors import BadInput
+from ess.sim.operators import tables
+from ess.sim.operators.stages import Fitted, Machine, Operators
+
+MODELS: Final = ("deepseek-v3.2",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """`system` is the package's name for it."""
+
+    system: str
+    machine: Machine
+
+
+GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
+    {
+        "h100": Gpu(
+            system="h100_sxm",
+            machine=Machine(memory_bytes=85_899_345_920, hbm_rate=0.8 * 3.35e6),
+        ),
+        "h200": Gpu(system="h200_sxm", machine=Machine()),
+    }
+)
+
+
+def check_planned(model: str, gpu: str) -> None:
+    if model not in MODELS or gpu not in GPUS:
+        raise BadInput(
+            f"no operator tables for {model!r} on {gpu!r}; "
+            f"there are {', '.join(MODELS)} on {', '.join(GPUS)}"
+        )
+
+
+def operators_of(gpu: str, *, package: Path | None = None) -> Operators:
+    """From the tables that ship, or from an unpacked package."""
+    check_planned(MODELS[0], gpu)
+    found = GPUS[gpu]
+    return Operators(
+        tables=tables.load(package, gpu=gpu, system=found.system),
+        fitted=Fitted.shipped(),
+        machine=found.machine,
+    )

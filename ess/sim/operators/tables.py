@@ -1,0 +1,157 @@
+"""Measured operator tables: read, checked, interpolated.
+
+Between two measured points a time is linear. Beyond the last it goes on with the slope of the last
+two; below the first it stays at the first, since a kernel never gets cheaper than its launch.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ess.errors import BadInput
+from ess.sim.operators.derive import DERIVATIONS, derive
+
+FOLDER: Final = Path(__file__).resolve().parent
+
+Line = tuple[float | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Time over one size, sizes ascending."""
+
+    sizes: tuple[float, ...]
+    times: tuple[float, ...]
+
+    def at(self, size: float) -> float:
+        """
+        >>> Curve((1.0, 3.0), (10.0, 20.0)).at(2), Curve((1.0, 3.0), (10.0, 20.0)).at(5)
+        (15.0, 30.0)
+        """
+        if size <= self.sizes[0] or len(self.sizes) == 1:
+            return self.times[0]
+        right = min(bisect_right(self.sizes, size), len(self.sizes) - 1)
+        low, high = self.sizes[right - 1], self.sizes[right]
+        slope = (self.times[right] - self.times[right - 1]) / (high - low)
+        return self.times[right - 1] + slope * (size - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """Time over two sizes: one curve over the first size for each value of the second."""
+
+    sizes: tuple[float, ...]
+    curves: tuple[Curve, ...]
+
+    def at(self, first: float, second: float) -> float:
+        return Curve(self.sizes, tuple(curve.at(first) for curve in self.curves)).at(second)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Keys: `experts` by ranks and balance, `exchange` by nodes, `gemm` by n and k."""
+
+    source: str
+    attention: Surface
+    experts: Mapping[tuple[int, str], Curve]
+    dispatch: Mapping[int, Curve]
+    combine: Mapping[int, Curve]
+    shared: Curve
+    gemm: Mapping[tuple[int, int], Curve]
+    absorb: Mapping[str, Curve]
+
+
+def load(package: Path | None = None, *, gpu: str = "h200", system: str = "h200_sxm") -> Tables:
+    """The tables that ship with ESS, or those of an unpacked measurement package."""
+    if package is None:
+        return _build(_shipped(gpu), source=f"shipped {gpu} subset")
+    return _build(derive(package, system=system), source=str(package))
+
+
+def _shipped(gpu: str) -> dict[str, list[Line]]:
+    return {one.name: _read(FOLDER / gpu / f"{one.name}.csv", one.columns) for one in DERIVATIONS}
+
+
+def _read(path: Path, columns: Sequence[str]) -> list[Line]:
+    with path.open(newline="") as lines:
+        header, *rest = csv.reader(lines)
+    if tuple(header) != tuple(columns):
+        raise BadInput(f"{path.name}: columns {header}, expected {list(columns)}")
+    return [tuple(map(_value, line)) for line in rest]
+
+
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _build(lines: Mapping[str, Sequence[Line]], *, source: str) -> Tables:
+    exchange = lines["exchange"]
+    return Tables(
+        source=source,
+        attention=_by_context(lines["attention"]),
+        experts={
+            (int(_number(ranks)), str(balance)): curve
+            for (ranks, balance), curve in _by_key(lines["experts"], keys=(0, 1)).items()
+        },
+        dispatch=_by_nodes(line[:3] for line in exchange),
+        combine=_by_nodes((line[0], line[1], line[3]) for line in exchange),
+        shared=_by_key(lines["shared"], keys=())[()],
+        gemm={
+            (int(_number(n)), int(_number(k))): curve
+            for (n, k), curve in _by_key(lines["gemm"], keys=(0, 1)).items()
+        },
+        absorb={str(key[0]): curve for key, curve in _by_key(lines["absorb"], keys=(0,)).items()},
+    )
+
+
+def _by_context(lines: Sequence[Line]) -> Surface:
+    curves = _by_key(lines, keys=(1,))
+    contexts = sorted((_number(key[0]), curve) for key, curve in curves.items())
+    return Surface(tuple(size for size, _ in contexts), tuple(curve for _, curve in contexts))
+
+
+def _by_nodes(lines: Iterable[Line]) -> dict[int, Curve]:
+    found = _by_key(list(lines), keys=(0,))
+    return {int(_number(key[0])): curve for key, curve in found.items()}
+
+
+def _by_key(lines: Sequence[Line], *, keys: Sequence[int]) -> dict[Line, Curve]:
+    """Curves over the one column that is neither a key nor the last, which is the time."""
+
+    def key_of(line: Line) -> Line:
+        return tuple(line[i] for i in keys)
+
+    (size_at,) = set(range(len(lines[0]) - 1)) - set(keys)
+    return {
+        key: _curve([(_number(line[size_at]), _number(line[-1])) for line in group])
+        for key, group in itertools.groupby(sorted(lines, key=key_of), key=key_of)
+    }
+
+
+def _curve(points: Sequence[tuple[float, float]]) -> Curve:
+    """Repeated measurements of one size count as their mean."""
+    groups = itertools.groupby(sorted(points), key=lambda point: point[0])
+    means = [(size, _mean([time for _, time in group])) for size, group in groups]
+    if not all(math.isfinite(time) and time > 0 for _, time in means):
+        raise BadInput(f"a measured time is not above 0 among {means}")
+    return Curve(tuple(size for size, _ in means), tuple(time for _, time in means))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _number(value: float | str) -> float:
+    if isinstance(value, str):
+        raise BadInput(f"{value!r} stands where a number belongs")
+    return value

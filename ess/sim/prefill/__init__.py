@@ -1,0 +1,1 @@
+"""Prefill in a pipeline of chunks."""

@@ -1,0 +1,97 @@
+"""What prefill takes on an H200, and where it runs: beside decode, or on a tier of its own.
+
+There is no operator table for prefill, so this is an estimate from three published rates:
+
+    per token   SGLang prefills 52,300 tokens a second on a node of eight H100 (DeepSeek-V3, dense
+                attention, short prompts): 153 us of one GPU. To it come the 2,048 selected rows of
+                every query in every layer, at the 640 TFLOPS of the sparse prefill kernel
+    per pair    the indexer scores every token before each token: fp8 operations at half of peak
+
+Rates are of one GPU among many that share the experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.sim.operators.stages import FLOP_PER_QUERY, Machine
+from ess.sim.prefill.chunking import Chunking, PrefillTime, next_chunk
+from ess.sim.prefill.pipeline import Pipeline, prefill
+from ess.units import PAGE_ROWS, align_up, div_ceil
+
+TOKEN_US: Final = 8 / 52_300 * 1e6
+SPARSE_PREFILL_RATE: Final = 640e6
+INDEX_SHARE: Final = 0.5
+FIRST_CHUNK: Final = 8192
+NIC_RATE: Final = 50e3
+"""Bytes per microsecond: 400 Gbit/s for every GPU."""
+
+
+def estimate(layout: ModelLayout, machine: Machine) -> PrefillTime:
+    """Seconds over tokens, computed from nothing."""
+    attend_us = layout.layer_count * FLOP_PER_QUERY / SPARSE_PREFILL_RATE
+    pair_us = 0.0
+    if layout.index is not None:
+        flop = 2 * layout.index.head_count * layout.index.key_dim * layout.layer_count
+        pair_us = flop / (INDEX_SHARE * machine.fp8_rate)
+    return PrefillTime(quadratic=pair_us / 2 / 1e6, linear=(TOKEN_US + attend_us) / 1e6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handoff:
+    """What a prefilled request waits for before it may decode: the last chunk's rows on the wire,
+    for earlier chunks land behind later ones, and its index keys on their way to the device."""
+
+    token_bytes: int
+    index_page_bytes: int
+    link_rate: float
+
+    def seconds(self, *, prompt: int, last_chunk: int) -> float:
+        wire_us = last_chunk * self.token_bytes / NIC_RATE
+        index_us = div_ceil(prompt, PAGE_ROWS) * self.index_page_bytes / self.link_rate
+        return (wire_us + index_us) / 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """Pipelines of `stages` GPUs that prefill for one decode GPU, each request on one of them.
+
+    The next prompt enters a pipeline as soon as its busiest stage is done with the one before.
+    """
+
+    pipelines: int
+    stages: int
+    time: PrefillTime
+    handoff: Handoff
+    layer_count: int
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.pipelines <= 1024 and 1 <= self.stages <= self.layer_count):
+            asked = f"{self.pipelines} prefill pipelines of {self.stages} GPUs"
+            raise BadInput(f"{asked}: 1 to 1024 pipelines of 1 to {self.layer_count} GPUs can be")
+
+    def seconds(self, prompt: int, *, cached: int = 0) -> tuple[float, float]:
+        """How long a prompt keeps its pipeline, and how long until it may decode.
+
+        The last token is left to decode, which runs it first.
+        """
+        assert 0 <= cached < prompt, f"{cached} of {prompt} tokens are cached"
+        sizes = self._sizes(prompt - 1, cached)
+        if not sizes:
+            return 0.0, self.handoff.seconds(prompt=prompt, last_chunk=0)
+        pipeline = Pipeline.of_layers(layers=self.layer_count, stages=self.stages)
+        found = prefill(self.time, pipeline, sizes, after=cached)
+        landed_s = self.handoff.seconds(prompt=prompt, last_chunk=sizes[-1])
+        return found.busy_s, found.ttft_s + landed_s
+
+    def _sizes(self, tokens: int, cached: int) -> list[int]:
+        """As the engine would choose them, from the end of what is cached."""
+        chunking = Chunking(first=FIRST_CHUNK, context=align_up(max(tokens, 1), PAGE_ROWS))
+        sizes, done = [], cached
+        while done < tokens:
+            sizes.append(min(next_chunk(self.time, chunking, done=done), tokens - done))
+            done += sizes[-1]
+        return sizes

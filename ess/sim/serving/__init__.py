@@ -1,0 +1,1 @@
+"""Requests that arrive, and what their users see."""

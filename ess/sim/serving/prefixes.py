@@ -1,0 +1,49 @@
+"""How much of each prompt somebody has prefilled before: by the blocks that a trace names.
+
+One cache for all, of whole blocks, least recently used block first to go; a block counts as soon as
+the first request that has it arrives, which is early by the time of one prefill. Of a prompt at
+least one token is run, and with MTP the last page of what is found, whose row has seen another
+continuation.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ess.errors import BadInput
+from ess.sim.serving.arrivals import MOONCAKE_BLOCK_TOKENS, Arrival
+from ess.units import PAGE_ROWS
+
+
+def reused(
+    arrivals: Sequence[Arrival], *, token_max: int | None = None, has_mtp: bool = True
+) -> list[int]:
+    """Prompt tokens found, per request; `token_max` bounds what the cache holds."""
+    held: OrderedDict[int, None] = OrderedDict()
+    found = []
+    for one in arrivals:
+        count = 0
+        for block in one.prefix_blocks:
+            if block not in held:
+                break
+            count += 1
+        for block in reversed(one.prefix_blocks):
+            held[block] = None
+            held.move_to_end(block)
+        while token_max is not None and len(held) * MOONCAKE_BLOCK_TOKENS > token_max:
+            held.popitem(last=False)
+        found.append(_usable(count * MOONCAKE_BLOCK_TOKENS, one.prompt_tokens, has_mtp))
+    return found
+
+
+def shared(arrivals: Sequence[Arrival], share: float) -> list[int]:
+    """The same share of every prompt, in whole pages."""
+    if not 0.0 <= share <= 1.0:
+        raise BadInput(f"a cached share of {share} is outside 0..1")
+    return [_usable(int(share * one.prompt_tokens), one.prompt_tokens, False) for one in arrivals]
+
+
+def _usable(tokens: int, prompt: int, has_mtp: bool) -> int:
+    pages = min(tokens, prompt - 1) // PAGE_ROWS - has_mtp
+    return max(0, pages) * PAGE_ROWS

@@ -1,0 +1,301 @@
+"""One decode rank: who waits, who runs, how long each step takes. Times are given, never read.
+
+It is the engine's loop with simulated steps in it. A request waits until the ledger admits it, all
+accounts or none and nobody before the one that has waited longest; with prefill beside decode it is
+then prefilled chunk by chunk, at most one chunk a step; then it decodes with all others up to the
+batch limit, oldest first. Promises are for the whole length, so nobody is preempted. With a time
+per token asked for, `ess.engine.tpot_control` decides depth, batch and chunk from the steps that
+were seen.
+
+What misses: a request whose rows fit into its share of the slots misses nothing, and leaves what it
+does not need to the others; those that do not fit share what is left alike, and each misses what
+`missed` says for its length. That is where shared LRU settles; a request that has just arrived is
+taken to have been warmed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ess.engine import tpot_control
+from ess.engine.tpot_control import Pace, Seen
+from ess.errors import PoolFull
+from ess.pool.ledger import Ledger, Reservation
+from ess.sim.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
+from ess.sim.prefill.chunking import PrefillTime
+from ess.sim.serving.arrivals import Arrival
+from ess.sim.steptime import Clocked
+from ess.units import PAGE_ROWS, div_ceil
+
+TPOT: Final = "time per token"
+BATCH: Final = "batch"
+LOOK_EVERY: Final = 16
+
+Missed = Callable[[int, float], float]
+"""Rows that a request of this length misses per layer and step with this many slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What does not change. Without `slot_floor` every row of a request has a slot: no offload.
+
+    `chunk_time` is the prefill that runs beside decode; None where a tier does it.
+    """
+
+    make_ledger: Callable[[], Ledger]
+    slot_count: int
+    slot_floor: int | None
+    times: Clocked
+    missed: Missed
+    depth: int = 1
+    target_ms: float | None = None
+    batch_max: int = 512
+    chunk_max: int = 512
+    chunk_time: PrefillTime | None = None
+
+    def needs(self, arrival: Arrival) -> dict[str, int]:
+        length = arrival.prompt_tokens + arrival.output_tokens
+        pages = div_ceil(length, PAGE_ROWS)
+        slots = length if self.slot_floor is None else min(length, self.slot_floor)
+        return {SLOTS: slots, INDEX_PAGES: pages, HOST_PAGES: pages}
+
+    def start(self) -> Pace:
+        return tpot_control.start(
+            target_ms=self.target_ms,
+            verified_max=self.depth,
+            batch_max=self.batch_max,
+            chunk_max=self.chunk_max,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Life:
+    """One request on its way. `right` holds, for each of its steps, how many drafts are right;
+    `cached` prompt tokens need no prefill."""
+
+    number: int
+    arrival: Arrival
+    right: bytes
+    cached: int = 0
+    length: int = 0
+    prefilled: int = 0
+    made: int = 0
+    step_count: int = 0
+    first_s: float | None = None
+    end_s: float | None = None
+    refused: str | None = None
+    reservation: Reservation | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step under way, with what is already certain about it."""
+
+    turns: tuple[Life, ...]
+    depth: int
+    decode_s: float
+    exposed_s: float
+    chunk_of: Life | None
+    chunk_tokens: int
+    chunk_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.decode_s + self.chunk_s
+
+
+@dataclass(slots=True)
+class Running:
+    """The state of a rank, and sums over its steps, weighted by their seconds."""
+
+    rank: Rank
+    ledger: Ledger = field(init=False)
+    pace: Pace = field(init=False)
+    waiting: deque[Life] = field(default_factory=deque)
+    prefilling: deque[Life] = field(default_factory=deque)
+    decoding: list[Life] = field(default_factory=list)
+    limiter: str | None = None
+    batch_peak: int = 0
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+    batch_s: float = 0.0
+    missed_s: float = 0.0
+    waited_s: dict[str, float] = field(default_factory=dict)
+    _missed: float = 0.0
+    _looked: tuple[int, int] = (-1, -1)
+    _change_count: int = 0
+    _step_count: int = 0
+
+    def __post_init__(self) -> None:
+        self.ledger = self.rank.make_ledger()
+        self.pace = self.rank.start()
+
+    @property
+    def running_count(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    def require(self, life: Life) -> None:
+        """PoolFull if not even an empty rank could take it."""
+        self.ledger.require(self.rank.needs(life.arrival))
+
+    def launch(self) -> Flight | None:
+        """Admits who fits, then one step with who runs; None when nobody does."""
+        self._admit()
+        depth = self.pace.verified_count
+        turns = tuple(self.decoding[: self.rank.batch_max])
+        decode_s, exposed_s = self._decode_s(turns, depth)
+        chunk_of, tokens, chunk_s = self._chunk()
+        if not turns and chunk_of is None:
+            return None
+        flight = Flight(turns, depth, decode_s, exposed_s, chunk_of, tokens, chunk_s)
+        self._count(flight)
+        return flight
+
+    def land(self, flight: Flight, now_s: float) -> list[Life]:
+        """What the step has made; returns who is done."""
+        for life in flight.turns:
+            _advance(life, flight.depth, now_s)
+        self._observe(flight)
+        done = [life for life in flight.turns if life.end_s is not None]
+        for life in done:
+            self._leave(life)
+        if flight.chunk_of is not None:
+            self._prefilled(flight.chunk_of, flight.chunk_tokens)
+        return done
+
+    def _admit(self) -> None:
+        self.limiter = None
+        while self.waiting:
+            life = self.waiting[0]
+            try:
+                self._refuse_if_crowded()
+                life.reservation = self.ledger.reserve(self.rank.needs(life.arrival))
+            except PoolFull as short:
+                self.limiter = short.limiter
+                return
+            self.waiting.popleft()
+            self._enter(life)
+
+    def _refuse_if_crowded(self) -> None:
+        limit = self.pace.batch_limit
+        if self.running_count >= limit:
+            paced = self.rank.target_ms is not None and limit < self.rank.batch_max
+            raise PoolFull(
+                limiter=TPOT if paced else BATCH,
+                needed=1,
+                free=0,
+                sentence=f"{limit} requests run at once",
+            )
+
+    def _enter(self, life: Life) -> None:
+        life.length = life.arrival.prompt_tokens
+        life.prefilled = life.cached
+        if self.rank.chunk_time is not None and life.length > 1 + life.cached:
+            self.prefilling.append(life)
+        else:
+            self._decode(life)
+
+    def _decode(self, life: Life) -> None:
+        """Those that run are kept in the order in which they came."""
+        self.decoding.append(life)
+        self.decoding.sort(key=lambda one: one.number)
+        self._change_count += 1
+
+    def _leave(self, life: Life) -> None:
+        assert life.reservation is not None, f"request {life.number} runs without a reservation"
+        self.ledger.release(life.reservation)
+        self.decoding.remove(life)
+        self._change_count += 1
+
+    def _chunk(self) -> tuple[Life | None, int, float]:
+        if not self.prefilling:
+            return None, 0, 0.0
+        assert self.rank.chunk_time is not None
+        life = self.prefilling[0]
+        tokens = min(self.pace.chunk_limit, life.arrival.prompt_tokens - 1 - life.prefilled)
+        return life, tokens, self.rank.chunk_time.of(tokens, after=life.prefilled)
+
+    def _prefilled(self, life: Life, tokens: int) -> None:
+        life.prefilled += tokens
+        if life.prefilled == life.arrival.prompt_tokens - 1:
+            self.prefilling.popleft()
+            self._decode(life)
+
+    def _decode_s(self, turns: Sequence[Life], depth: int) -> tuple[float, float]:
+        if not turns:
+            return 0.0, 0.0
+        lengths = [life.length for life in turns]
+        time = self.rank.times.at(
+            requests=len(turns),
+            queries=depth,
+            context=sum(lengths) / len(lengths),
+            misses=self._misses(lengths),
+        )
+        return time.step_us / 1e6, time.exposed_us / 1e6
+
+    def _misses(self, lengths: Sequence[int]) -> float:
+        """Lengths grow by a token or two: it is enough to look now and then, and at a change."""
+        looked = (self._change_count, self._step_count // LOOK_EVERY)
+        if self._looked != looked:
+            self._looked = looked
+            self._missed = mean_misses(lengths, self.rank.slot_count, self.rank.missed)
+        return self._missed
+
+    def _observe(self, flight: Flight) -> None:
+        """The engine paces itself only when a time per token was asked for."""
+        self._step_count += 1
+        if self.rank.target_ms is None:
+            return
+        verified = [(flight.depth - 1, life.right[life.step_count - 1]) for life in flight.turns]
+        seen = Seen(
+            seconds=flight.decode_s,
+            request_count=len(flight.turns),
+            query_count=len(flight.turns) * flight.depth,
+            draft_count=tpot_control.drafts_of(flight.depth, self.rank.depth),
+            verified=[(count, min(count, right)) for count, right in verified],
+            chunk_tokens=flight.chunk_tokens,
+            chunk_seconds=flight.chunk_s,
+        )
+        self.pace = tpot_control.advance(self.pace, seen)
+
+    def _count(self, flight: Flight) -> None:
+        self.batch_peak = max(self.batch_peak, len(flight.turns))
+        self.busy_s += flight.seconds
+        self.exposed_s += flight.exposed_s
+        self.batch_s += flight.seconds * len(flight.turns)
+        self.missed_s += flight.decode_s * self._missed if flight.turns else 0.0
+        if self.limiter is not None:
+            self.waited_s[self.limiter] = self.waited_s.get(self.limiter, 0.0) + flight.seconds
+
+
+def _advance(life: Life, depth: int, now_s: float) -> None:
+    right = life.right[life.step_count]
+    life.step_count += 1
+    made = min(1 + min(right, depth - 1), life.arrival.output_tokens - life.made)
+    assert made >= 1, f"request {life.number} ran beyond its last token"
+    life.made += made
+    life.length += made
+    if life.first_s is None:
+        life.first_s = now_s
+    if life.made == life.arrival.output_tokens:
+        life.end_s = now_s
+
+
+def mean_misses(lengths: Sequence[int], slot_count: int, missed: Missed) -> float:
+    """Per request, when the slots are shared as said above.
+
+    >>> mean_misses([10, 100], 50, lambda length, slots: length - slots)
+    30.0
+    """
+    if sum(lengths) <= slot_count:
+        return 0.0
+    left, count = slot_count, len(lengths)
+    ordered = sorted(lengths)
+    while ordered[-count] * count <= left:
+        left -= ordered[-count]
+        count -= 1
+    share = left / count
+    return sum(missed(length, share) for length in ordered[-count:]) / len(lengths)

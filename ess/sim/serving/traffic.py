@@ -1,0 +1,105 @@
+"""Requests from a seed: when they arrive, how long they are, which of their drafts are right.
+
+What a request draws depends on the seed and on its own number, never on who runs beside it, so two
+systems that replay the same requests differ by what they are and not by luck.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from ess.errors import BadInput
+from ess.sim.serving.arrivals import TOKENS_MAX, Arrival
+
+ARRIVALS: Final = 5
+DRAFTS: Final = 6
+COUNT_MAX: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Poisson arrivals, `rate` a second. Lengths are means; `spread` is the deviation of their
+    logarithm: 0 makes all alike, 1 is about what public chat traces show."""
+
+    rate: float
+    count: int
+    prompt_tokens: int
+    output_tokens: int
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+        if not 1 <= self.count <= COUNT_MAX:
+            raise BadInput(f"{self.count} requests: between 1 and {COUNT_MAX} can be drawn")
+        if min(self.prompt_tokens, self.output_tokens) < 1:
+            lengths = f"prompts of {self.prompt_tokens} and outputs of {self.output_tokens} tokens"
+            raise BadInput(f"{lengths}: both must be 1 or more")
+        if not 0.0 <= self.spread <= 3.0:
+            raise BadInput(
+                f"a spread of {self.spread} is outside 0..3, the deviation of log length"
+            )
+
+
+def draw(mix: Mix, *, seed: int) -> list[Arrival]:
+    rng = np.random.default_rng([seed, ARRIVALS])
+    gaps = rng.exponential(1.0 / mix.rate, mix.count)
+    at = np.cumsum(gaps) - gaps[0]
+    factors = np.exp(mix.spread * rng.standard_normal((mix.count, 2)) - mix.spread**2 / 2)
+    return [
+        Arrival(
+            at_s=float(when),
+            prompt_tokens=_length(mix.prompt_tokens, prompt),
+            output_tokens=_length(mix.output_tokens, output),
+        )
+        for when, (prompt, output) in zip(at, factors.tolist(), strict=True)
+    ]
+
+
+def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """The same requests in the same order, time stretched until `rate` arrive per second."""
+    check_rate(rate)
+    span = arrivals[-1].at_s
+    if span <= 0.0:
+        raise BadInput(
+            f"{len(arrivals)} requests arrive at one moment: they have no rate to change"
+        )
+    factor = (len(arrivals) - 1) / rate / span
+    return [replace(one, at_s=one.at_s * factor) for one in arrivals]
+
+
+def chance_of(accepted: float, *, depth: int) -> float:
+    """The chance of each draft, in turn, at which a step of this depth makes `accepted` tokens.
+
+    >>> round(chance_of(1.7, depth=2), 6)
+    0.7
+    """
+    if not 1.0 <= accepted <= depth:
+        raise BadInput(f"{accepted} accepted tokens with mtp {depth}: between 1 and {depth} a step")
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        made = math.fsum(middle**place for place in range(depth))
+        low, high = (middle, high) if made < accepted else (low, middle)
+    return high
+
+
+def right_drafts(*, seed: int, number: int, chance: float, steps: int, depth: int) -> bytes:
+    """For each step that a request can take: how many of its first drafts are right."""
+    rng = np.random.default_rng([seed, DRAFTS, number])
+    is_right = rng.random((steps, depth - 1)) < chance
+    counts = np.cumprod(is_right, axis=1).sum(axis=1)
+    return bytes(counts.astype(np.uint8))
+
+
+def check_rate(rate: float) -> None:
+    if not (rate > 0.0 and math.isfinite(rate)):
+        raise BadInput(f"a rate of {rate} requests per second must be above 0 and finite")
+
+
+def _length(mean: int, factor: float) -> int:
+    return max(1, min(TOKENS_MAX - 1, round(mean * factor)))

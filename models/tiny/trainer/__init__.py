@@ -1,0 +1,1 @@
+"""How the embedded model was made. In the repository only, not in the wheel."""

@@ -1,0 +1,1 @@
+"""The `ess` command: one module per subcommand."""

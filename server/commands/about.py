@@ -1,0 +1,167 @@
+"""Commands that describe: what is installed, and what a model's layout costs."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from typing import Final, Literal
+
+import msgspec
+from rich.table import Table
+
+import ess
+from ess import console
+from ess.errors import BadInput
+from ess.kernels.cpu import native
+from ess.layout import ModelLayout, RowCodec
+from ess.units import PAGE_ROWS, format_bytes, parse_size
+
+PRESETS: Final[dict[str, Callable[..., ModelLayout]]] = {
+    "deepseek-v3.2": ModelLayout.deepseek_v32,
+    "glm-5": ModelLayout.glm_5,
+    "glm-5.2": ModelLayout.glm_52,
+    "ess-embedded": ModelLayout.embedded,
+}
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layout costs. A token counts its rows and index keys in all layers, MTP included."""
+
+    layout: str
+    row_form: str
+    layer_count: int
+    mtp_layer_count: int
+    group_count: int
+    top_k: int
+    row_bytes: int
+    key_bytes: int
+    token_host_bytes: int
+    wire_page_bytes: int
+    host_page_bytes: int
+    active_page_bytes: int
+    slot_floor: int
+    slot_floor_bytes: int
+    host_bytes: int | None
+    host_page_count: int | None
+    host_token_count: int | None
+
+
+def version(*, json: bool = False) -> None:
+    """The version of ESS and of what it runs on.
+
+    Parameters
+    ----------
+    json
+        Print one JSON document.
+    """
+    found = {
+        "ess": ess.__version__,
+        "python": platform.python_version(),
+        "numpy": metadata.version("numpy"),
+        "torch": _installed("torch"),
+        "native": native.isa() if native.available() else None,
+    }
+    if json:
+        console.print_json(found)
+        return
+    for name, value in found.items():
+        print(f"{name:<7} {value or 'missing'}")
+
+
+def layout(
+    name: str,
+    /,
+    *,
+    row: Literal["fp8", "bf16", "f32"] = "fp8",
+    host_bytes: str | None = None,
+    json: bool = False,
+) -> None:
+    """What a token of a model costs, and what fits in given memory.
+
+    Parameters
+    ----------
+    name
+        A preset: deepseek-v3.2, glm-5, glm-5.2 or ess-embedded.
+    row
+        How a latent row is stored.
+    host_bytes
+        Host memory for the latent pool, such as 24GiB: adds how many tokens fit.
+    json
+        Print one JSON document.
+    """
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise BadInput(f"layout {name!r} is unknown; choose from {', '.join(PRESETS)}")
+    cost = _cost(preset(row=RowCodec(form=row)), host_bytes)
+    if json:
+        console.print_json(cost)
+    else:
+        _print_cost(cost)
+
+
+def _cost(model: ModelLayout, host_size: str | None) -> Cost:
+    host_bytes = None if host_size is None else parse_size(host_size)
+    page_count = None if host_bytes is None else host_bytes // model.host_page_bytes
+    return Cost(
+        layout=model.name,
+        row_form=model.row.form,
+        layer_count=model.layer_count,
+        mtp_layer_count=model.mtp_layer_count,
+        group_count=model.group_count,
+        top_k=model.top_k,
+        row_bytes=model.row_bytes,
+        key_bytes=0 if model.index is None else model.index.key_bytes,
+        token_host_bytes=model.host_page_bytes // PAGE_ROWS,
+        wire_page_bytes=model.page_bytes,
+        host_page_bytes=model.host_page_bytes,
+        active_page_bytes=model.index_page_bytes,
+        slot_floor=model.slot_floor,
+        slot_floor_bytes=model.slot_floor * model.layer_total * model.row_bytes,
+        host_bytes=host_bytes,
+        host_page_count=page_count,
+        host_token_count=None if page_count is None else page_count * PAGE_ROWS,
+    )
+
+
+def _print_cost(cost: Cost) -> None:
+    table = Table.grid(padding=(0, 3))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for line in _cost_lines(cost):
+        table.add_row(*line)
+    console.tables().print(table)
+
+
+def _cost_lines(cost: Cost) -> list[tuple[str, str, str]]:
+    lines = [
+        (cost.layout, "", f"{cost.layer_count} layers + {cost.mtp_layer_count} MTP"),
+        ("layer groups", f"{cost.group_count}", f"each picks {cost.top_k:,} rows per query"),
+        ("row", f"{cost.row_bytes:,} B", f"{cost.row_form}, one token in one layer"),
+        ("index key", f"{cost.key_bytes:,} B", "one token in one layer group"),
+        ("token", f"{cost.token_host_bytes:,} B", "on the host: all rows and index keys"),
+        ("wire page", f"{cost.wire_page_bytes:,} B", f"{PAGE_ROWS} rows of one layer"),
+        ("host page", format_bytes(cost.host_page_bytes), f"{PAGE_ROWS} tokens on the host"),
+        (
+            "active page",
+            format_bytes(cost.active_page_bytes),
+            f"{PAGE_ROWS} tokens on the device: index keys and the row map",
+        ),
+        (
+            "slot floor",
+            format_bytes(cost.slot_floor_bytes),
+            f"{cost.slot_floor:,} slots in every group, per running request",
+        ),
+    ]
+    if cost.host_token_count is not None and cost.host_bytes is not None:
+        held = f"tokens in {format_bytes(cost.host_bytes)} of host memory"
+        lines.append(("capacity", f"{cost.host_token_count:,}", held))
+    return lines
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

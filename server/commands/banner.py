@@ -1,0 +1,84 @@
+"""What a person sees when the server starts."""
+
+from __future__ import annotations
+
+import msgspec
+from rich.table import Table
+
+from ess import console
+from ess.server.commands.settings import Resolved
+from ess.server.commands.sizing import MemoryPlan
+from ess.units import format_bytes
+
+PAGES = (
+    ("API", "/v1"),
+    ("dashboard", "/dashboard"),
+    ("metrics", "/metrics"),
+    ("load", "/v1/loads"),
+    ("health", "/health"),
+    ("ready", "/ready"),
+)
+
+
+def greet(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> None:
+    for sentence in resolved.notes:
+        console.note(f"ess: {sentence}")
+    if json:
+        console.print_json(
+            {
+                "settings": resolved.shown(),
+                "memory": msgspec.to_builtins(plan),
+                "url": url,
+            }
+        )
+        return
+    out = console.tables()
+    for table in (_settings(resolved), _memory(plan), _rooms(plan), _urls(url)):
+        out.print(table)
+        out.print()
+
+
+def _grid(*justify: str) -> Table:
+    table = Table.grid(padding=(0, 3))
+    for one in justify:
+        table.add_column(justify="right" if one == "right" else "left")
+    return table
+
+
+def _settings(resolved: Resolved) -> Table:
+    """What somebody or the machine chose; the rest is as documented."""
+    table = _grid("left", "left", "left")
+    rest = 0
+    for name, shown in resolved.shown().items():
+        if shown["from"] == "default":
+            rest += 1
+        else:
+            table.add_row(name.replace("_", "-"), str(shown["value"]) or "-", shown["from"])
+    table.add_row(f"{rest} more", "as they come", "/server_info lists all")
+    return table
+
+
+def _memory(plan: MemoryPlan) -> Table:
+    table = _grid("left", "right", "left")
+    table.add_row("weights", format_bytes(plan.weight_bytes), "as stored")
+    held = f"the truth: {plan.token_capacity:,} tokens"
+    table.add_row("host pool", format_bytes(plan.host_bytes), held)
+    table.add_row("slots", format_bytes(plan.slot_bytes), "rows near the compute")
+    table.add_row("index", format_bytes(plan.index_bytes), "keys of running requests")
+    table.add_row("together", format_bytes(plan.total_bytes), "")
+    return table
+
+
+def _rooms(plan: MemoryPlan) -> Table:
+    table = _grid("right", "left", "right", "left")
+    for room in plan.rooms:
+        limiter = room.limiter.replace("_", "-")
+        table.add_row(f"{room.count:,}", "requests of", f"{room.length:,}", f"limited by {limiter}")
+    return table
+
+
+def _urls(url: str) -> Table:
+    table = _grid("left", "left")
+    for name, path in PAGES:
+        table.add_row(name, url + path)
+    return table

@@ -1,0 +1,85 @@
+"""`ess build-kernels`: every CUDA program as machine code, before the first request needs it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.table import Table
+
+from ess import console
+from ess.errors import BadInput
+from ess.kernels.cuda import program
+from ess.pool import cuda_programs
+
+ARCH: Final = re.compile(r"sm_\d{2,3}[af]?")
+
+
+class Built(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel of one program; bytes are per thread, shared ones per block."""
+
+    arch: str
+    program: str
+    entry: str
+    register_count: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def build_kernels(
+    *, arch: str = ",".join(program.ARCHITECTURES), folder: Path | None = None, json: bool = False
+) -> None:
+    """Compile the CUDA kernels ahead of time; no GPU is needed.
+
+    Parameters
+    ----------
+    arch
+        Architectures, separated by commas: sm_90a, sm_100a.
+    folder
+        Where machine code is kept; ESS_CACHE_DIR or the system's place for such files by default.
+    json
+        Print one JSON document.
+    """
+    names = [name.strip() for name in arch.split(",")]
+    for name in names:
+        if not ARCH.fullmatch(name):
+            raise BadInput(f"--arch {name!r} is no architecture; write sm_90a or sm_90a,sm_100a")
+    home = program.default_folder() if folder is None else folder
+    built = [one for name in names for one in _build(name, home)]
+    if json:
+        console.print_json(built)
+        return
+    _print(built)
+    console.note(f"{len(built)} kernels by {program.compiler_version()} in {home}")
+
+
+def _build(arch: str, folder: Path) -> list[Built]:
+    built = []
+    for one in cuda_programs.programs():
+        compiled = program.build(one, arch, folder=folder)
+        built += [
+            Built(
+                arch=arch,
+                program=str(one),
+                entry=used.entry,
+                register_count=used.register_count,
+                spill_bytes=used.spill_bytes,
+                shared_bytes=used.shared_bytes,
+            )
+            for used in compiled.resources
+        ]
+    return built
+
+
+def _print(built: list[Built]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("architecture", "kernel", "program"):
+        table.add_column(heading)
+    for heading in ("registers", "spills", "shared"):
+        table.add_column(heading, justify="right")
+    for one in built:
+        numbers = (one.register_count, one.spill_bytes, one.shared_bytes)
+        table.add_row(one.arch, one.entry, one.program, *map(str, numbers))
+    console.tables().print(table)

@@ -1,0 +1,247 @@
+"""Talking to a running server from the command line: `ess chat` and `ess top`. Standard library
+and rich only, so that they run where no server does."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.live import Live
+from rich.table import Table
+
+from ess import console
+from ess.errors import BadInput, EssError
+from ess.server.commands.client import URL, Client
+
+
+class Watch:
+    """When text came, and what the engine did meanwhile: exact if nobody else is served."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._before = self._load()
+        self._began_s = time.monotonic()
+        self._first_s: float | None = None
+
+    def _load(self) -> dict[str, Any]:
+        loads = self._client.ask("/v1/loads?include=core")["loads"]
+        load: dict[str, Any] = loads[0]
+        return load
+
+    def saw_text(self) -> None:
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+
+    def report(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        ended_s, made_count = time.monotonic(), int(usage["completion_tokens"])
+        time.sleep(0.3)  # the engine publishes what it counts a few times a second
+        after = self._load()
+        grown = {
+            name: after[name] - self._before[name]
+            for name in ("made_count", "turn_count", "row_hits", "row_asked")
+        }
+        first_s = ended_s if self._first_s is None else self._first_s
+        later_s = ended_s - first_s
+        return {
+            "ttft_ms": round((first_s - self._began_s) * 1e3, 1),
+            "tokens_per_s": round((made_count - 1) / later_s, 1) if later_s > 0 else None,
+            "tokens": made_count,
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "tokens_per_step": _ratio(grown["made_count"], grown["turn_count"]),
+            "row_hit_rate": _ratio(grown["row_hits"], grown["row_asked"]),
+        }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return round(part / whole, 3) if whole else None
+
+
+def chat(
+    *,
+    question: Annotated[str | None, Parameter(name=["--question", "-q"])] = None,
+    url: str = URL,
+    model: str | None = None,
+    system: str | None = None,
+    max_tokens: int = 256,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stats: bool = False,
+    api_key: str | None = None,
+    json: bool = False,
+) -> None:
+    """Talk to a running server.
+
+    Parameters
+    ----------
+    question
+        Ask this and end; without it, lines are read until the end of input.
+    url
+        The server.
+    model
+        The model's name there.
+    system
+        What the conversation begins with.
+    max_tokens
+        The longest answer.
+    temperature
+        0 takes the likeliest; the checkpoint's own recommendation if not given.
+    seed
+        The same seed gives the same answer.
+    stats
+        After an answer: time to the first token, tokens per second, tokens per step, hit rate.
+    api_key
+        The server's key; ESS_API_KEY if not given.
+    json
+        Print one JSON document per answer.
+    """
+    client = Client(url, api_key)
+    messages = [{"role": "system", "content": system}] if system else []
+    asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    is_typed = question is None and sys.stdin.isatty()
+    if is_typed:
+        served = client.ask("/v1/models")["data"][0]["id"]
+        console.note(f"{model or served} at {client.url}; Ctrl-C stops an answer, Ctrl-D ends")
+    for line in [question] if question is not None else _lines(is_typed=is_typed):
+        told = [*messages, {"role": "user", "content": line}]
+        body = {**asked, "model": model, "messages": told, "stream": True}
+        try:
+            text = _answer(client, body, stats=stats, json=json)
+        except (EssError, KeyboardInterrupt) as error:
+            if not is_typed:
+                raise
+            console.note(f"\n({str(error) or 'stopped'}; forgotten)")
+            continue
+        messages = [*told, {"role": "assistant", "content": text}]
+
+
+def _lines(*, is_typed: bool) -> Iterator[str]:
+    """Typed lines can be edited, and earlier ones come back with the arrow keys."""
+    if is_typed:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+    while True:
+        try:
+            line = input("> " if is_typed else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line.strip():
+            yield line
+
+
+def _answer(client: Client, body: dict[str, Any], *, stats: bool, json: bool) -> str:
+    body["stream_options"] = {"include_usage": True}
+    watch = Watch(client) if stats or json else None
+    text, usage = "", None
+    for event in client.stream("/v1/chat/completions", body):
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            piece = choice["delta"].get("content") or ""
+            if piece and watch is not None:
+                watch.saw_text()
+            if not json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            text += piece
+    if not json:
+        print()
+    if watch is not None and usage is not None:
+        found = watch.report(usage)
+        if json:
+            console.print_json({"text": text, **found})
+        else:
+            console.note(_sentence(found))
+    return text
+
+
+def _sentence(found: Mapping[str, Any]) -> str:
+    """What was measured, as a person says it; what was not is left out."""
+    rate, turns, hits = (found[n] for n in ("tokens_per_s", "tokens_per_step", "row_hit_rate"))
+    cached = f" ({found['cached_tokens']} cached)" if found["cached_tokens"] else ""
+    parts = [
+        f"{found['prompt_tokens']} tokens of prompt{cached}",
+        f"first text after {found['ttft_ms']:,.0f} ms",
+        f"{found['tokens']} tokens" + (f" at {rate} a second" if rate else ""),
+    ]
+    if turns is not None:
+        parts.append(f"{turns:.2f} per step")
+    if hits is not None:
+        parts.append(f"{hits:.1%} of rows resident")
+    return " · ".join(parts)
+
+
+def top(
+    *,
+    url: str = URL,
+    every: float = 1.0,
+    once: bool = False,
+    api_key: str | None = None,
+    json: bool = False,
+) -> None:
+    """What a running server does, as it does it.
+
+    Parameters
+    ----------
+    url
+        The server.
+    every
+        Seconds between looks.
+    once
+        Look once and end.
+    api_key
+        The server's key; ESS_API_KEY if not given.
+    json
+        Print one JSON document and end.
+    """
+    if not 0.05 <= every <= 3600:
+        raise BadInput(f"--every {every} s: 0.05 to 3600")
+    client = Client(url, api_key)
+    if json:
+        console.print_json(client.ask("/v1/loads"))
+        return
+    out = console.tables()
+    if once or not out.is_terminal:
+        out.print(_shown(client))
+        return
+    live = Live(_shown(client), console=out, auto_refresh=False)
+    with live, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(every)
+            live.update(_looked(client), refresh=True)
+
+
+def _looked(client: Client) -> Table | str:
+    """A server that is away may come back."""
+    try:
+        return _shown(client)
+    except EssError as error:
+        return f"{error}; looking again"
+
+
+def _shown(client: Client) -> Table:
+    load = client.ask("/v1/loads")["loads"][0]
+    table = Table.grid(padding=(0, 3))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_row("server", client.url.partition("://")[2], "Ctrl-C ends")
+    running = f"of {load['max_running_requests']}"
+    table.add_row("running", f"{load['num_running_reqs']}", running)
+    table.add_row("waiting", f"{load['num_waiting_reqs']}", _limited(load))
+    table.add_row("oldest wait", f"{load['oldest_wait_s']:.1f} s", "without a token")
+    table.add_row("tokens/s", f"{load['gen_throughput']:,.1f}", "")
+    table.add_row("tokens/step", f"{load['tokens_per_turn']:.2f}", "per request")
+    table.add_row("rows resident", f"{load['row_hit_rate']:.1%}", "of those selected")
+    table.add_row("prefix cached", f"{load['cache_hit_rate']:.1%}", "of prompt tokens")
+    for name, pool in load["memory"].items():
+        share = pool["used"] / max(pool["capacity"], 1)
+        table.add_row(name.replace("_", " "), f"{share:.1%}", f"of {pool['capacity']:,}")
+    return table
+
+
+def _limited(load: Mapping[str, Any]) -> str:
+    return f"short of {load['limiter']}" if load["limiter"] else ""

@@ -1,0 +1,65 @@
+"""`ess`: one table of subcommands; each is imported when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import ess
+from ess import console
+from ess.console import Command
+
+SUMMARY: Final = "Sparse-attention decoding with the latent cache in host memory."
+
+COMMANDS: Final = (
+    Command(
+        name="build-kernels",
+        home="ess.server.commands.build_kernels:build_kernels",
+        summary="Compile the CUDA kernels ahead of time; no GPU is needed.",
+    ),
+    Command(
+        name="chat",
+        home="ess.server.commands.chat_cli:chat",
+        summary="Talk to a running server.",
+    ),
+    Command(
+        name="doctor",
+        home="ess.server.commands.doctor:doctor",
+        summary="What this machine can do, and what keeps it from more.",
+    ),
+    Command(
+        name="layout",
+        home="ess.server.commands.about:layout",
+        summary="What a token of a model costs, and what fits in given memory.",
+    ),
+    Command(
+        name="plan",
+        home="ess.server.commands.plan:plan",
+        summary="What fits on given GPUs, how fast, and what limits it.",
+    ),
+    Command(
+        name="serve",
+        home="ess.server.commands.serve:serve",
+        summary="Serve a model over HTTP.",
+    ),
+    Command(
+        name="sim",
+        home="ess.server.commands.sim:sim",
+        summary="What users would see of requests that arrive, with offload and without.",
+    ),
+    Command(
+        name="top",
+        home="ess.server.commands.chat_cli:top",
+        summary="What a running server does, as it does it.",
+    ),
+    Command(
+        name="version",
+        home="ess.server.commands.about:version",
+        summary="The version of ESS and of what it runs on.",
+    ),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    app = console.make_app("ess", summary=SUMMARY, version=ess.__version__, commands=COMMANDS)
+    return console.run(app, arguments)

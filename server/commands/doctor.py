@@ -1,0 +1,233 @@
+"""`ess doctor`: what this machine can do, and what keeps it from more.
+
+Each check has failed somebody. The last one decodes: two layers, offloaded and resident, in a
+process of its own, because this one has no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+from rich.table import Table
+
+from ess import console
+from ess.kernels.cpu import native
+from ess.server.commands.settings import memory_free
+from ess.units import format_bytes
+
+Grade = Literal["ok", "warn", "fail"]
+ERRORS_FOUND: Final = 3
+TRIAL_S: Final = 300.0
+HOST_BYTES_MIN: Final = 2 << 30
+PACKAGES: Final = (
+    *("torch", "safetensors", "tokenizers", "starlette", "uvicorn", "uvloop", "httptools"),
+    *("pyzmq", "prometheus-client", "jinja2", "llguidance"),
+)
+PLACEHOLDERS: Final = ("flash-mla", "deep-gemm")
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """`hint` is what to do about it."""
+
+    name: str
+    grade: Grade
+    found: str
+    hint: str = ""
+
+
+def doctor(*, port: int = 8000, json: bool = False) -> int:
+    """Check this machine and end with a decode, offloaded against resident.
+
+    Parameters
+    ----------
+    port
+        The port that a server would take.
+    json
+        Print one JSON document.
+    """
+    checks = []
+    for check in examined(port):
+        checks.append(check)
+        if not json:
+            _print(check)
+    failed = any(check.grade == "fail" for check in checks)
+    console.note(_summary(checks))
+    if json:
+        console.print_json({"ok": not failed, "checks": msgspec.to_builtins(checks)})
+    return ERRORS_FOUND if failed else console.OK
+
+
+def _summary(checks: Sequence[Check]) -> str:
+    bad, poor = ([c.name for c in checks if c.grade == grade] for grade in ("fail", "warn"))
+    if bad:
+        return f"ess: this machine cannot serve yet: {', '.join(bad)}"
+    note = f"; worth a look: {', '.join(poor)}" if poor else ""
+    return f"ess: this machine can serve, `ess serve` starts{note}"
+
+
+def examined(port: int) -> Iterator[Check]:
+    yield _python()
+    for package in PACKAGES:
+        yield _package(package)
+    for package in PLACEHOLDERS:
+        yield from _placeholder(package)
+    look: tuple[Callable[[], Check], ...] = (
+        *(_native, _memory, _locked, _shared, _huge_pages, _gpu),
+        *(lambda: _port(port), _decode),
+    )
+    for one in look:
+        yield one()
+
+
+def _python() -> Check:
+    good = sys.version_info >= (3, 11)
+    return Check(
+        name="python",
+        grade="ok" if good else "fail",
+        found=platform.python_version(),
+        hint="" if good else "3.11 or newer is needed",
+    )
+
+
+def _package(name: str) -> Check:
+    try:
+        return Check(name=name, grade="ok", found=metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Check(name=name, grade="fail", found="missing", hint="pip install 'ess[serve]'")
+
+
+def _placeholder(name: str) -> Iterator[Check]:
+    """The index has empty packages under these names; working ones come as sgl-..."""
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return
+    if version in ("1.0.0", "1.0.0.dev0"):
+        hint = f"pip uninstall {name}; the working package is sgl-{name}"
+        yield Check(name=name, grade="warn", found=f"{version}, a placeholder", hint=hint)
+
+
+def _native() -> Check:
+    if native.available():
+        return Check(name="native kernels", grade="ok", found=native.isa())
+    hint = "build with a C++17 compiler; until then torch does it, slower"
+    return Check(name="native kernels", grade="warn", found="missing", hint=hint)
+
+
+def _memory() -> Check:
+    """What the pools of a server are cut from."""
+    free = memory_free()
+    enough = free >= HOST_BYTES_MIN
+    hint = "" if enough else "give --host-bytes less than a quarter of what is free"
+    found = f"{format_bytes(free)} free"
+    return Check(name="memory", grade="ok" if enough else "warn", found=found, hint=hint)
+
+
+def _locked() -> Check:
+    """Pinned memory counts against this limit where a GPU driver does not lift it."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return Check(name="locked memory", grade="ok", found="unlimited")
+    if shutil.which("nvidia-smi") is None:
+        found = f"{format_bytes(limit)}: enough without a GPU"
+        return Check(name="locked memory", grade="ok", found=found)
+    hint = "ulimit -l unlimited, if rows are to be pinned for a GPU"
+    return Check(name="locked memory", grade="warn", found=format_bytes(limit), hint=hint)
+
+
+def _shared() -> Check:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return Check(name="/dev/shm", grade="warn", found="missing", hint="mount a tmpfs there")
+    small = free < 64 << 20
+    hint = "docker run --shm-size 1g, if ranks are to share a pool" if small else ""
+    return Check(
+        name="/dev/shm", grade="warn" if small else "ok", found=format_bytes(free), hint=hint
+    )
+
+
+def _huge_pages() -> Check:
+    """`always` makes the first touch of a large pool wait for compaction."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/defrag").read_text()
+    except OSError:
+        return Check(name="huge pages", grade="ok", found="not configurable here")
+    chosen = text.partition("[")[2].partition("]")[0]
+    slow = chosen == "always"
+    hint = "echo madvise > /sys/kernel/mm/transparent_hugepage/defrag" if slow else ""
+    return Check(
+        name="huge pages", grade="warn" if slow else "ok", found=f"defrag {chosen}", hint=hint
+    )
+
+
+def _gpu() -> Check:
+    """No GPU is no fault: everything runs on the CPU."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Check(name="gpu", grade="ok", found="none: the CPU does it all")
+    done = subprocess.run(
+        [program, "--query-gpu=name,driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    if done.returncode != 0:
+        return Check(name="gpu", grade="warn", found="nvidia-smi fails", hint=done.stderr[:200])
+    return Check(name="gpu", grade="ok", found=done.stdout.strip().replace("\n", "; "))
+
+
+def _port(port: int) -> Check:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            hint = "stop what listens there, or serve with --port"
+            return Check(name="port", grade="warn", found=f"{port}: {error.strerror}", hint=hint)
+    return Check(name="port", grade="ok", found=f"{port} is free")
+
+
+def _decode() -> Check:
+    console.note("ess: decoding a little, offloaded and resident, which takes some seconds ...")
+    done = subprocess.run(
+        [sys.executable, "-m", "ess.engine.process.selfcheck"],
+        capture_output=True,
+        text=True,
+        timeout=TRIAL_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        return Check(name="decode", grade="fail", found="the trial failed", hint=last[:300])
+    return judged(msgspec.json.decode(done.stdout))
+
+
+def judged(trial: dict[str, Any]) -> Check:
+    times = f"{trial['offload_s']:.2f} s offloaded, {trial['resident_s']:.2f} s resident"
+    if not trial["same"]:
+        hint = "a wrong answer: do not serve from this machine"
+        return Check(name="decode", grade="fail", found=f"other tokens; {times}", hint=hint)
+    found = f"the same tokens, {trial['miss_count']:,} rows fetched; {times}"
+    return Check(name="decode", grade="ok", found=found)
+
+
+def _print(check: Check) -> None:
+    table = Table.grid(padding=(0, 2))
+    for width in (5, 18, None):
+        table.add_column(width=width)
+    table.add_row(check.grade, check.name, check.found)
+    if check.hint:
+        table.add_row("", "", f"-> {check.hint}")
+    console.tables().print(table)

@@ -1,0 +1,172 @@
+"""`ess plan`: what fits, how fast, what limits, before anybody buys a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from ess import console
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.server.commands import planpage
+from ess.sim.locality import misses
+from ess.sim.operators.gpus import check_planned, operators_of
+from ess.sim.plan import Ask, Plan, Planner, Point
+from ess.units import format_bytes, parse_size
+
+DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*$")
+DURATION_US = {"us": 1.0, "ms": 1e3, "s": 1e6}
+
+
+def plan(
+    *,
+    ctx: str = "128k",
+    model: str = "deepseek-v3.2",
+    gpu: str = "h200",
+    gpus: int = 32,
+    mtp: int = 2,
+    accepted: float | None = None,
+    tpot: str | None = None,
+    ram: str | None = None,
+    device_bytes: str | None = None,
+    batch: int | None = None,
+    ratio: float | None = None,
+    perf_db: Path | None = None,
+    html: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Batch, slots and time for a model on given GPUs, and what limits them.
+
+    Parameters
+    ----------
+    ctx
+        Context length, such as 32k.
+    model
+        A model with operator tables: deepseek-v3.2.
+    gpu
+        A GPU with operator tables: h100 or h200.
+    gpus
+        GPUs that share the experts: 8, 16, 32, 64, 128 or 256.
+    mtp
+        Tokens verified per step.
+    accepted
+        Tokens accepted per step; by default 70 % of each draft in turn.
+    tpot
+        The most time per token and user, such as 50ms.
+    ram
+        Host memory of all nodes together, such as 2TiB. Without it, what is needed is reported.
+    device_bytes
+        Memory per GPU for slots and index. By default what weights and reserves leave.
+    batch
+        Requests per GPU: plans the slots for it.
+    ratio
+        Slots over context: plans the batch for it.
+    perf_db
+        An unpacked measurement package to use in place of the tables that ship.
+    html
+        Also write a page that plans in a browser, without a server, to this file.
+    json
+        Print one JSON document.
+    """
+    console.check_folder("--html", html)
+    check_planned(model, gpu)
+    ask = Ask(
+        context=parse_size(ctx),
+        queries_each=mtp,
+        accepted=accepted,
+        gpu_count=gpus,
+        device_bytes=None if device_bytes is None else parse_size(device_bytes),
+        host_bytes=None if ram is None else parse_size(ram),
+        token_us_max=None if tpot is None else parse_duration(tpot),
+        batch=batch,
+        ratio=ratio,
+    )
+    planner = planner_of(ask, gpu, perf_db)
+    if html is not None:
+        html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
+        console.note(f"written: {html}")
+    _present(planner.plan(), ask, json=json)
+
+
+def _present(found: Plan, ask: Ask, *, json: bool) -> None:
+    if json:
+        console.print_json(msgspec.to_builtins(found))
+    else:
+        _print(found, ask)
+
+
+def planner_of(ask: Ask, gpu: str, perf_db: Path | None) -> Planner:
+    return Planner(
+        operators=operators_of(gpu, package=perf_db),
+        curves=misses.published(),
+        ask=ask,
+        layout=ModelLayout.deepseek_v32(),
+    )
+
+
+def parse_duration(text: str) -> float:
+    """Microseconds.
+
+    >>> parse_duration("50ms")
+    50000.0
+    """
+    match = DURATION.match(text)
+    if match is None or float(match[1]) <= 0:
+        raise BadInput(f"{text!r} is not a time; write 50ms, 800us or 0.05s")
+    return float(match[1]) * DURATION_US[match[2]]
+
+
+def _print(found: Plan, ask: Ask) -> None:
+    table = Table.grid(padding=(0, 3))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify)
+    table.add_row("", "with offload", "resident", "")
+    for line in _lines(found, ask):
+        table.add_row(*line)
+    console.tables().print(table)
+
+
+def _lines(found: Plan, ask: Ask) -> list[tuple[str, str, str, str]]:
+    chosen, resident = found.chosen, found.resident
+
+    def both(name: str, of: str, remark: str = "") -> tuple[str, str, str, str]:
+        return name, _show(chosen, of), "-" if resident is None else _show(resident, of), remark
+
+    gain = "" if found.gain is None else f"x{found.gain:.2f}"
+    even = "-" if found.break_even_batch is None else f"{found.break_even_batch}"
+    wall = f"index keys alone fill {format_bytes(found.device_bytes)}"
+    return [
+        both("batch per GPU", "batch", f"limited by {found.limiter}"),
+        both("slots per layer", "slots_each", f"floor {found.slot_floor:,}"),
+        both("of the context", "ratio"),
+        both(
+            "step", "step_us", f"{ask.queries_each} tokens verified, {found.accepted:.2f} accepted"
+        ),
+        both("time per token", "token_us"),
+        both("waits for the link", "exposed_us", _modes(chosen)),
+        both("tokens/s per GPU", "tokens_per_s", gain),
+        both("host memory per GPU", "host_bytes", f"{ask.gpu_count} GPUs"),
+        ("break-even batch", even, "", "the least that beats resident"),
+        ("floor batch", f"{found.floor_batch}", "", "every request at the slot floor"),
+        ("index wall", f"{found.index_wall}", "", wall),
+    ]
+
+
+def _modes(point: Point) -> str:
+    halves = "two halves" if point.tbo else "one batch"
+    return ", ".join([*(f"{count} layers {name}" for name, count in point.modes.items()), halves])
+
+
+def _show(point: Point, of: str) -> str:
+    value: float = getattr(point, of)
+    match of:
+        case "step_us" | "token_us" | "exposed_us":
+            return f"{value / 1e3:.1f} ms"
+        case "host_bytes":
+            return format_bytes(int(value))
+        case "ratio":
+            return f"{value:.1%}"
+    return f"{value:,.0f}"

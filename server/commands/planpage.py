@@ -1,0 +1,110 @@
+"""The planner as one page that needs no server: numbers simulated here, recomputed in a browser.
+
+Capacity is a few lines of arithmetic, so the page has them (plan.js). Step times come out of the
+simulator; the page carries them on a grid over context, batch and slots, for every depth of MTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import resources
+from typing import Any, Final
+
+import msgspec
+
+import ess
+from ess.sim.plan import Planner, Point
+
+MTPS: Final = (1, 2, 4)
+CONTEXTS: Final = (8192, 16384, 32768, 65536, 131072, 262144)
+BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 224, 320, 512)
+SLOTS: Final = (6400, 8192, 12288, 16384, 24576, 49152, 131072)
+
+
+def page(planner: Planner, *, model: str, gpu: str) -> str:
+    """The whole page, self-contained."""
+    folder = resources.files("ess.server.commands")
+    html = (folder / "plan.html").read_text(encoding="utf-8")
+    code = (folder / "plan.js").read_text(encoding="utf-8")
+    numbers = msgspec.json.encode(numbers_of(planner, model=model, gpu=gpu)).decode()
+    safe = numbers.replace("<", "\\u003c")
+    return html.replace("/*NUMBERS*/", safe, 1).replace("/*MODEL*/", code, 1)
+
+
+def numbers_of(
+    planner: Planner,
+    *,
+    model: str,
+    gpu: str,
+    mtps: Sequence[int] = MTPS,
+    contexts: Sequence[int] = CONTEXTS,
+    batches: Sequence[int] = BATCHES,
+    slots: Sequence[int] = SLOTS,
+) -> dict[str, Any]:
+    """What plan.js reads. The grid reaches as far as the memory of one GPU does."""
+    ask, budget = planner.ask, planner.budget
+    depths = sorted({*mtps, ask.queries_each})
+    lengths = sorted({*contexts, ask.context})
+    grids = [_grids(planner, mtp, lengths, batches, slots) for mtp in depths]
+    return {
+        "model": model,
+        "gpu": gpu,
+        "gpus": ask.gpu_count,
+        "about": f"ess {ess.__version__}. Times are the simulator's, read between grid points.",
+        "ask": {
+            "context": ask.context,
+            "mtp": ask.queries_each,
+            "accepted": ask.accepted,
+            "tpot_us": ask.token_us_max,
+            "host_bytes": ask.host_bytes,
+            "batch": ask.batch,
+        },
+        "device_bytes": planner.device_bytes,
+        "slot_bytes": budget.slot_bytes,
+        "index_page_bytes": budget.index_page_bytes,
+        "host_page_bytes": planner.layout.host_page_bytes,
+        "slot_floor": planner.layout.slot_floor,
+        "mtps": depths,
+        "contexts": lengths,
+        "batches": list(batches),
+        "slots": list(slots),
+        "step_us": [steps for steps, _ in grids],
+        "exposed_us": [exposed for _, exposed in grids],
+    }
+
+
+def _grids(
+    planner: Planner,
+    mtp: int,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    slots: Sequence[int],
+) -> tuple[list[list[float]], list[list[list[float]]]]:
+    """Step time with everything resident [context][batch]; what slots add to it [..][slots]."""
+    steps, exposed = [], []
+    for context in contexts:
+        ask = replace(planner.ask, context=context, queries_each=mtp, batch=None, accepted=None)
+        here = replace(planner, ask=ask)
+        wholes = [here.point(batch, context) for batch in batches]
+        steps.append([_rounded(whole.step_us) for whole in wholes])
+        exposed.append([_added(here, whole, slots) for whole in wholes])
+    return steps, exposed
+
+
+def _added(planner: Planner, whole: Point, slots: Sequence[int]) -> list[float]:
+    """A batch far beyond what fits is nobody's: it repeats what is known, unread."""
+    if whole.batch * planner.budget.index_bytes(context=planner.ask.context, batch=1) > (
+        2 * planner.device_bytes
+    ):
+        return [0.0] * len(slots)
+    return [
+        _rounded(planner.point(whole.batch, count).step_us - whole.step_us)
+        if count < planner.ask.context
+        else 0.0
+        for count in slots
+    ]
+
+
+def _rounded(value: float) -> float:
+    return round(value, 1)

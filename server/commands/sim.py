@@ -1,0 +1,264 @@
+"""`ess sim`: what users would see of requests that arrive, with offload and without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from cyclopts import Parameter
+from rich.table import Table
+
+from ess import console
+from ess.errors import BadInput
+from ess.server.commands.plan import parse_duration, planner_of
+from ess.sim.operators.gpus import check_planned
+from ess.sim.plan import Ask, Planner
+from ess.sim.serving.arrivals import Arrival, read_arrivals
+from ess.sim.serving.goodput import Objective, Spread, Summary
+from ess.sim.serving.traffic import Mix, at_rate, draw
+from ess.sim.serving.worker import RATE_MAX, MissesBy, Served, Serving, serve
+from ess.units import parse_size
+
+TIER: Final = re.compile(r"^(\d{1,4})x(\d{1,4})$")
+BESIDE: Final = "beside"
+REQUESTS: Final = 200
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFlags:
+    """Requests of a trace, or drawn ones."""
+
+    trace: Path | None = None
+    "Requests to replay: Mooncake JSONL or Azure CSV. Without it they are drawn."
+    rate: float | None = None
+    "Requests per second that reach this GPU; stretches a trace in time."
+    requests: int | None = None
+    "How many: the first of a trace, by default all; 200 when they are drawn."
+    ctx: str = "32k"
+    "Mean prompt of drawn requests."
+    out: int = 512
+    "Mean output of drawn requests, in tokens."
+    spread: float = 0.0
+    "Deviation of the logarithm of drawn lengths: 0 makes all alike, 1 is like chat."
+    seed: int = 0
+    "Of arrivals, lengths and accepted drafts. The same seed prints the same."
+
+    def arrivals(self) -> list[Arrival]:
+        if self.requests is not None and self.requests < 1:
+            raise BadInput(f"--requests {self.requests}: at least one must arrive")
+        if self.trace is not None:
+            found = read_arrivals(self.trace)[: self.requests]
+            return found if self.rate is None else at_rate(found, self.rate)
+        if self.rate is None:
+            raise BadInput("give --trace FILE, or --rate, the requests per second that arrive")
+        mix = Mix(
+            rate=self.rate,
+            count=self.requests or REQUESTS,
+            prompt_tokens=parse_size(self.ctx),
+            output_tokens=self.out,
+            spread=self.spread,
+        )
+        return draw(mix, seed=self.seed)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFlags:
+    """What serves them; names as in `ess plan`."""
+
+    model: str = "deepseek-v3.2"
+    "A model with operator tables: deepseek-v3.2."
+    gpu: str = "h200"
+    "A GPU with operator tables: h100 or h200."
+    gpus: int = 32
+    "GPUs that share the experts."
+    mtp: int = 2
+    "Tokens verified per step."
+    accepted: float | None = None
+    "Tokens accepted per step; by default 70 % of each draft in turn."
+    ram: str | None = None
+    "Host memory of all nodes together, such as 2TiB. Without it there is enough."
+    device_bytes: str | None = None
+    "Memory per GPU for slots and index. By default what weights and reserves leave."
+    perf_db: Path | None = None
+    "An unpacked measurement package to use in place of the tables that ship."
+
+    def planner(self, context: int) -> Planner:
+        check_planned(self.model, self.gpu)
+        ask = Ask(
+            context=context,
+            queries_each=self.mtp,
+            accepted=self.accepted,
+            gpu_count=self.gpus,
+            device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
+            host_bytes=None if self.ram is None else parse_size(self.ram),
+        )
+        return planner_of(ask, self.gpu, self.perf_db)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingFlags:
+    """Where prefill runs, and what is aimed at."""
+
+    prefill: str = "4x4"
+    "Pipelines x GPUs of each that prefill for one decode GPU, or beside: chunks beside decode."
+    cached: float | None = None
+    "Share of every prompt prefilled before; by default what the blocks of a trace say, or none."
+    misses: MissesBy = "curve"
+    "Off the published curves, or counted: lru, the real planner on generated selections."
+    ttft: str = "10s"
+    "Objective: time to the first token."
+    tpot: str = "60ms"
+    "Objective: time per further token."
+    paced: bool = False
+    "Let the engine choose depth, batch and chunk for the objective's time per token."
+    waiting: int = 256
+    "Requests that may wait; one more is refused."
+
+    def serving(self, *, seed: int) -> Serving:
+        objective = Objective(
+            ttft_s=parse_duration(self.ttft) / 1e6, tpot_s=parse_duration(self.tpot) / 1e6
+        )
+        return Serving(
+            objective=objective,
+            tier=parse_tier(self.prefill),
+            cached_share=self.cached,
+            misses=self.misses,
+            is_paced=self.paced,
+            waiting_max=self.waiting,
+            seed=seed,
+        )
+
+
+def sim(
+    *,
+    requests: RequestFlags | None = None,
+    worker: WorkerFlags | None = None,
+    serving: ServingFlags | None = None,
+    sustained: bool = False,
+    json: bool = False,
+) -> None:
+    """Replay arriving requests on one decode GPU, with offload and without.
+
+    Parameters
+    ----------
+    sustained
+        Also search the highest rates at which nine in ten requests meet both objectives.
+    json
+        Print one JSON document.
+    """
+    requests = requests or RequestFlags()
+    arrivals = requests.arrivals()
+    longest = max(one.prompt_tokens + one.output_tokens for one in arrivals)
+    planner = (worker or WorkerFlags()).planner(longest)
+    wanted = (serving or ServingFlags()).serving(seed=requests.seed)
+    found = serve(planner, arrivals, wanted, sustained=sustained)
+    if json:
+        console.print_json(msgspec.to_builtins(found))
+    else:
+        _print(found, arrivals, wanted)
+
+
+def parse_tier(text: str) -> tuple[int, int] | None:
+    """
+    >>> parse_tier("4x2"), parse_tier("beside")
+    ((4, 2), None)
+    """
+    if text == BESIDE:
+        return None
+    match = TIER.match(text)
+    if match is None:
+        raise BadInput(f"--prefill {text}: write pipelines x GPUs, such as 4x4, or {BESIDE}")
+    return int(match[1]), int(match[2])
+
+
+def _print(found: Served, arrivals: list[Arrival], serving: Serving) -> None:
+    table = Table.grid(padding=(0, 3))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify)
+    table.add_row("", "with offload", "resident", "")
+    for line in _lines(found, arrivals, serving):
+        table.add_row(*line)
+    console.tables().print(table)
+
+
+def _lines(
+    found: Served, arrivals: list[Arrival], serving: Serving
+) -> list[tuple[str, str, str, str]]:
+    def both(
+        name: str, show: Callable[[Summary], str], remark: str = ""
+    ) -> tuple[str, str, str, str]:
+        return name, show(found.offload), show(found.resident), remark
+
+    tokens = sum(one.prompt_tokens for one in arrivals) / len(arrivals)
+    wanted, prefill = serving.objective, f"{found.prefill_tokens_per_s:,.0f}"
+    gain = found.offload.tokens_per_s / max(found.resident.tokens_per_s, 1e-9)
+    return [
+        both(
+            "served",
+            lambda one: f"{one.served_count:,}",
+            f"of {len(arrivals):,} that arrive in {arrivals[-1].at_s:,.0f} s",
+        ),
+        ("prefill, tokens/s per GPU", prefill, prefill, "estimated, of a whole prompt"),
+        both("refused", lambda one: _named(one.refused, "{:,}")),
+        both("until all is done", lambda one: f"{one.seconds:,.0f} s"),
+        both("tokens/s per GPU", lambda one: f"{one.tokens_per_s:,.0f}", f"x{gain:.2f}"),
+        both("batch, mean and peak", lambda one: f"{one.batch_mean:.1f}, {one.batch_peak}"),
+        both(
+            "first token, p50 p90 p99",
+            lambda one: _percents(one.ttft_s, 1.0, "s"),
+            f"prompts of {tokens:,.0f} tokens, {found.cached_share:.0%} of them cached",
+        ),
+        both("further tokens, p50 p90 p99", lambda one: _percents(one.tpot_s, 1e3, "ms")),
+        both(
+            "within both objectives",
+            lambda one: f"{one.good_share:.1%}",
+            f"{wanted.ttft_s:g} s and {1e3 * wanted.tpot_s:g} ms",
+        ),
+        both("goodput, requests/s", lambda one: f"{one.good_per_s:.2f}"),
+        *_sustained(found),
+        both("misses per request and layer", lambda one: f"{one.misses_mean:.1f}"),
+        *(("", "", "", line) for line in _agreed(found)),
+        both("of its time waits for the link", lambda one: f"{one.exposed_share:.1%}"),
+        both("somebody waited for", lambda one: _named(one.waited_s, "{:,.0f} s")),
+    ]
+
+
+def _sustained(found: Served) -> list[tuple[str, str, str, str]]:
+    if found.sustained is None:
+        return []
+    offload, resident = found.sustained
+    gain = f"x{offload / resident:.2f}" if resident else ""
+    if offload >= RATE_MAX:
+        gain = "these all fit at once: take more --requests"
+    return [("sustained, requests/s", f"{offload:.2f}", f"{resident:.2f}", gain)]
+
+
+def _agreed(found: Served) -> list[str]:
+    """One line for each context."""
+    lines = []
+    for context in dict.fromkeys(one.context for one in found.agreed):
+        pairs = [
+            f"{one.lru:.0f} {one.published:.0f}" for one in found.agreed if one.context == context
+        ]
+        lines.append(f"by LRU and published, {context:,} tokens: {', '.join(pairs)}")
+    return lines
+
+
+def _named(counts: dict[str, int] | dict[str, float], form: str) -> str:
+    return ", ".join(f"{form.format(count)} {name}" for name, count in counts.items()) or "-"
+
+
+def _percents(seconds: Spread | None, factor: float, unit: str) -> str:
+    if seconds is None:
+        return "-"
+    digits = "{:,.1f}".format
+    return " ".join(digits(factor * one) for one in (seconds.p50, seconds.p90, seconds.p99)) + (
+        f" {unit}"
+    )

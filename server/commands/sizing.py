@@ -1,0 +1,105 @@
+"""From settings and a checkpoint's config to the pools: sizes, what they hold, what limits them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.server.commands.settings import Settings, memory_free, size_of
+from ess.units import PAGE_ROWS, div_ceil, format_bytes
+
+AUTO: Final = "auto"
+HOST_SHARE: Final = 4  # of free memory, at most, when nobody says how much
+HOST_BYTES_MAX: Final = 4 << 30
+LENGTHS: Final = (2048, 8192, 32768, 131072)
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """How many requests of one length fit, and what the next one would lack."""
+
+    length: int
+    count: int
+    limiter: str
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    length_max: int
+    host_bytes: int
+    slot_bytes: int
+    index_bytes: int
+    weight_bytes: int
+    token_capacity: int
+    rooms: tuple[Room, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.host_bytes + self.slot_bytes + self.index_bytes + self.weight_bytes
+
+
+def plan_memory(
+    settings: Settings, layout: ModelLayout, *, positions_max: int, weight_bytes: int
+) -> MemoryPlan:
+    free = memory_free()
+    length_max = positions_max
+    if settings.max_model_len != AUTO:
+        length_max = size_of(settings.max_model_len, of=positions_max)
+        if not 2 <= length_max <= positions_max:
+            raise BadInput(f"max_model_len is {length_max}, the model has 2..{positions_max}")
+    host_bytes = _host_bytes(settings, layout, length_max, free)
+    token_capacity = host_bytes // layout.host_page_bytes * PAGE_ROWS
+    if token_capacity < 2:
+        raise BadInput(
+            f"host_bytes is {format_bytes(host_bytes)}, less than one page of"
+            f" {format_bytes(layout.host_page_bytes)}"
+        )
+    if settings.max_model_len == AUTO:
+        length_max = min(length_max, token_capacity)
+    slot_bytes = _slot_bytes(settings, layout, length_max, free)
+    index_bytes = token_capacity // PAGE_ROWS * layout.index_page_bytes
+    if settings.index_bytes != AUTO:
+        index_bytes = size_of(settings.index_bytes, of=free)
+    plan = MemoryPlan(
+        length_max=length_max,
+        host_bytes=host_bytes,
+        slot_bytes=slot_bytes,
+        index_bytes=index_bytes,
+        weight_bytes=weight_bytes,
+        token_capacity=token_capacity,
+        rooms=(),
+    )
+    lengths = sorted({*(one for one in LENGTHS if one < length_max), length_max})
+    rooms = tuple(_room(plan, settings, layout, length) for length in lengths)
+    return msgspec.structs.replace(plan, rooms=rooms)
+
+
+def _host_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: int) -> int:
+    if settings.host_bytes != AUTO:
+        return size_of(settings.host_bytes, of=free)
+    enough = settings.max_running * div_ceil(length_max, PAGE_ROWS) * layout.host_page_bytes
+    return min(enough, free // HOST_SHARE, HOST_BYTES_MAX)
+
+
+def _slot_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: int) -> int:
+    """Automatic: the slots that every running request is promised, with a quarter to spare."""
+    if settings.slot_bytes != AUTO:
+        return size_of(settings.slot_bytes, of=free)
+    each = min(length_max, layout.slot_floor)
+    pages = div_ceil(settings.max_running * each * 5, 4 * PAGE_ROWS) + 1
+    return pages * layout.group_count * layout.group_layers_max * layout.page_bytes
+
+
+def _room(plan: MemoryPlan, settings: Settings, layout: ModelLayout, length: int) -> Room:
+    pages = div_ceil(length, PAGE_ROWS)
+    chunk_bytes = layout.group_count * layout.group_layers_max * layout.page_bytes
+    slots = plan.slot_bytes // chunk_bytes * PAGE_ROWS
+    counts = {
+        "max_running": settings.max_running,
+        "host_bytes": plan.token_capacity // PAGE_ROWS // pages,
+        "index_bytes": plan.index_bytes // layout.index_page_bytes // pages,
+        "slot_bytes": slots // min(length, layout.slot_floor),
+    }
+    limiter = min(counts, key=lambda name: counts[name])
+    return Room(length=length, count=counts[limiter], limiter=limiter)

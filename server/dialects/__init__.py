@@ -1,0 +1,1 @@
+"""The request and answer forms of OpenAI, vLLM and SGLang."""

@@ -1,0 +1,289 @@
+"""/v1/chat/completions: a conversation in, a message out, with reasoning and tool calls."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ess.engine.process.messages import Chance
+from ess.errors import BadInput
+from ess.models.chat.messages import read_messages
+from ess.models.chat.reply import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    ReplyParser,
+    collect,
+)
+from ess.server.dialects import sampling_params, schemas
+from ess.server.dialects.completions import encode_text, usage
+from ess.server.dialects.generation import Delta, Generation
+from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
+from ess.server.dialects.streaming import Answer, event, respond
+from ess.server.http.request_ids import begin
+from ess.server.process.service import Service
+
+
+async def chat(request: Request) -> Response:
+    service: Service = request.app.state.service
+    ask = schemas.read(await request.body(), schemas.ChatAsk)
+    service.check_model(ask.model)
+    if ask.modalities is not None and ask.modalities != ["text"]:
+        raise BadInput(f"modalities is {ask.modalities}; only text is served")
+    tools = offered_tools(ask.tools, ask.tool_choice)
+    thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
+    prompt = await encode_chat(service, ask.messages, tools, thinking=thinking)
+    made, ending = sampling_params.samplings(service, _wanted(service, ask), [prompt])
+    call = begin(request, ask, made, named=ask.rid or ask.request_id)
+    generations = [Generation(service.tokenizer, ending) for _ in made]
+    grown = Answer(service, call, generations)
+    functions = [tool["function"] for tool in tools]
+    parsers = [service.style.parser(thinking=thinking, tools=functions) for _ in made]
+    shape = ChatShape(service, ask, grown, prompt, parsers)
+    writer = ChatWriter(shape) if ask.stream else None
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+
+
+def _wanted(service: Service, ask: schemas.ChatAsk) -> sampling_params.Wanted:
+    if ask.top_logprobs and not ask.logprobs:
+        raise BadInput("top_logprobs needs logprobs to be true")
+    tokens_max = ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens
+    wanted = sampling_params.wanted_of_openai(
+        ask,
+        tokens_max=tokens_max,
+        logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
+        more_stops=service.style.stops,
+    )
+    if service.is_marked and ask.skip_special_tokens is None:
+        wanted.keep_special = True
+    return wanted
+
+
+def offered_tools(
+    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None
+) -> list[Mapping[str, Any]]:
+    """The tools that the prompt shows. A named choice shows only that one."""
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        named = [t for t in tools or () if (t.get("function") or {}).get("name") == name]
+        if not named:
+            raise BadInput(f"tool_choice names {name!r:.60}, which is not among the tools")
+        return named
+    if choice not in (None, "none", "auto", "required"):
+        raise BadInput(f"tool_choice is {choice!r:.40}; none, auto, required or a function")
+    if choice == "required" and not tools:
+        raise BadInput("tool_choice is required, but there are no tools")
+    return [] if choice == "none" else list(tools or ())
+
+
+def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bool:
+    """As vLLM and SGLang spell it, or by OpenAI's reasoning_effort."""
+    for name in ("thinking", "enable_thinking"):
+        if template is not None and name in template:
+            return bool(template[name])
+    return effort not in (None, "none")
+
+
+async def encode_chat(
+    service: Service,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    thinking: bool,
+) -> list[int]:
+    """The prompt's ids. A template runs in a process of its own: waited for beside the loop."""
+    conversation = read_messages(messages, tools=tools)
+    text = await asyncio.to_thread(service.style.encode, conversation, thinking=thinking)
+    return await encode_text(service, text, add_special=False)
+
+
+class ChatShape:
+    """The documents of one answer."""
+
+    def __init__(
+        self,
+        service: Service,
+        ask: schemas.ChatAsk,
+        grown: Answer,
+        prompt: list[int],
+        parsers: Sequence[ReplyParser],
+    ) -> None:
+        self.service = service
+        self.ask = ask
+        self.grown = grown
+        self.prompt = prompt
+        self.parsers = parsers
+        self.identity = f"chatcmpl-{grown.call.request_id}"
+        self.created = int(time.time())
+        self.model = ask.model or service.name
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.identity,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        return usage([self.prompt], self.grown.generations)
+
+    def logprobs(self, tokens: Sequence[int], chances: Sequence[Chance]) -> dict[str, Any] | None:
+        if not self.ask.logprobs:
+            return None
+        return chat_logprobs(self.service.tokenizer, tokens, chances)
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(i, one) for i, one in enumerate(self.grown.generations)]
+        document = {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
+        if self.ask.prompt_logprobs is not None:
+            chances = self.grown.generations[0].prompt_chances
+            document["prompt_logprobs"] = prompt_logprobs(
+                self.service.tokenizer, self.prompt, chances
+            )
+        return document
+
+    def _choice(self, index: int, one: Generation) -> dict[str, Any]:
+        parser = self.parsers[index]
+        reply = collect([*parser.push(one.text), *parser.finish()])
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
+        if not reply.tool_calls:
+            message["content"] = reply.content
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = [
+                _call(new_call_id(), call.name, call.arguments) for call in reply.tool_calls
+            ]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self.logprobs(one.tokens, one.chances),
+            "finish_reason": finish_of(one, has_calls=bool(reply.tool_calls)),
+            "stop_reason": stop_of(self.service, one.stopped_by),
+        }
+
+
+class ChatWriter:
+    """Chunks of a stream; plain content goes out between bytes made once."""
+
+    def __init__(self, shape: ChatShape) -> None:
+        self._shape = shape
+        self._encoder = msgspec.json.Encoder()
+        options = shape.ask.stream_options
+        self._has_usage = bool(options and options.include_usage)
+        self._has_calls = [False] * len(shape.grown.generations)
+        head = shape.head("chat.completion.chunk")
+        self._head = head
+        self._open = event({**head, "choices": [{"index": 0}]})[: -len(b"0}]}\n\n")]
+        null = b',"usage":null' if self._has_usage else b""
+        self._close = b'},"logprobs":null,"finish_reason":null}]' + null + b"}\n\n"
+
+    def begin(self) -> bytes:
+        role = {"role": "assistant", "content": ""}
+        return b"".join(
+            self._chunk(index, role) for index in range(len(self._shape.grown.generations))
+        )
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        parser = self._shape.parsers[index]
+        events = parser.push(delta.text) if delta.text else []
+        if delta.finish is not None:
+            events = [*events, *parser.finish()]
+        logprobs = self._shape.logprobs(delta.tokens, delta.chances) if delta.tokens else None
+        if logprobs is None and delta.finish is None and len(events) == 1:
+            [only] = events
+            if isinstance(only, Content):
+                return self._content(index, only.text)
+        return self._slow(index, delta, events, logprobs)
+
+    def _content(self, index: int, text: str) -> bytes:
+        said = self._encoder.encode(text)
+        return b'%b%d,"delta":{"content":%b%b' % (self._open, index, said, self._close)
+
+    def _slow(
+        self,
+        index: int,
+        delta: Delta,
+        events: Sequence[Event],
+        logprobs: dict[str, Any] | None,
+    ) -> bytes:
+        said = [fields for one in events if (fields := self._fields(index, one))]
+        if logprobs is not None and not said:
+            said = [{"content": ""}]
+        chunks = [
+            self._chunk(index, fields, logprobs=logprobs if place == 0 else None)
+            for place, fields in enumerate(said)
+        ]
+        if delta.finish is not None:
+            finish = finish_of(
+                self._shape.grown.generations[index], has_calls=self._has_calls[index]
+            )
+            stop = stop_of(self._shape.service, delta.stopped_by)
+            chunks.append(self._chunk(index, {}, finish=finish, stop=stop))
+        return b"".join(chunks)
+
+    def _fields(self, index: int, one: Event) -> dict[str, Any]:
+        match one:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegin(number, name):
+                self._has_calls[index] = True
+                call = _call(new_call_id(), name, "")
+                return {"tool_calls": [{"index": number, **call}]}
+            case CallArguments(number, text):
+                return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+        return {}
+
+    def _chunk(
+        self,
+        index: int,
+        fields: Mapping[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
+        stop: str | int | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish}
+        if stop is not None:
+            choice["stop_reason"] = stop
+        chunk = {**self._head, "choices": [choice]}
+        return event({**chunk, "usage": None} if self._has_usage else chunk)
+
+    def end(self) -> bytes:
+        if not self._has_usage:
+            return b""
+        return event({**self._head, "choices": [], "usage": self._shape.usage()})
+
+
+def finish_of(one: Generation, *, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and one.finish == "stop" else one.finish
+
+
+def stop_of(service: Service, stopped_by: str | int | None) -> str | int | None:
+    """The format's own ends of a turn are nobody's business."""
+    return None if stopped_by in service.style.stops else stopped_by
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _call(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": identity,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }

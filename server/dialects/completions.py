@@ -1,0 +1,243 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ess.engine.process.messages import Chance
+from ess.errors import BadInput
+from ess.server.dialects import sampling_params, schemas
+from ess.server.dialects.generation import Delta, Generation
+from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs
+from ess.server.dialects.streaming import Answer, event, respond
+from ess.server.http.request_ids import begin
+from ess.server.process.service import Service
+
+LONG_CHARS: Final = 20_000
+
+
+async def completions(request: Request) -> Response:
+    service: Service = request.app.state.service
+    ask = schemas.read(await request.body(), schemas.CompletionAsk)
+    service.check_model(ask.model)
+    if ask.suffix:
+        raise BadInput("suffix is not served: this model does not fill in")
+    if ask.max_tokens == 0 and ask.echo and ask.stream:
+        raise BadInput("max_tokens is 0: an echo alone is not streamed")
+    prompts = await encode(service, ask)
+    wanted = sampling_params.wanted_of_openai(
+        ask,
+        tokens_max=16 if ask.max_tokens is None else ask.max_tokens + is_echo_alone(ask),
+        logprobs=ask.logprobs,
+        prompt_logprobs=_prompt_logprobs(ask),
+    )
+    made, ending = sampling_params.samplings(service, wanted, prompts)
+    call = begin(request, ask, made, named=ask.rid or ask.request_id)
+    generations = [Generation(service.tokenizer, ending) for _ in made]
+    grown = Answer(service, call, generations)
+    shape = CompletionShape(service, ask, grown, prompts)
+    writer = CompletionWriter(shape) if ask.stream else None
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+
+
+def is_echo_alone(ask: schemas.CompletionAsk) -> bool:
+    """The prompt back and nothing else: a token is made all the same, and not shown."""
+    return bool(ask.echo) and ask.max_tokens == 0
+
+
+def _prompt_logprobs(ask: schemas.CompletionAsk) -> int | None:
+    """As vLLM asks for them, or by OpenAI's echo; of both the more."""
+    asked = (ask.prompt_logprobs, ask.logprobs if ask.echo else None)
+    return max((count for count in asked if count is not None), default=None)
+
+
+async def encode(service: Service, ask: schemas.CompletionAsk) -> list[list[int]]:
+    given = schemas.read_texts(ask.prompt, where="prompt")
+    add_special = ask.add_special_tokens is not False
+    found = []
+    for one in given:
+        if isinstance(one, str):
+            found.append(await encode_text(service, one, add_special=add_special))
+        else:
+            found.append(one)
+    return found
+
+
+async def encode_text(service: Service, text: str, *, add_special: bool) -> list[int]:
+    """A long text is encoded beside the event loop, which others wait for."""
+    if len(text) < LONG_CHARS:
+        return service.tokenizer.encode(text, add_special=add_special)
+    return await asyncio.to_thread(service.tokenizer.encode, text, add_special=add_special)
+
+
+class CompletionShape:
+    """The documents of one answer."""
+
+    def __init__(
+        self,
+        service: Service,
+        ask: schemas.CompletionAsk,
+        grown: Answer,
+        prompts: Sequence[list[int]],
+    ) -> None:
+        self.service = service
+        self.ask = ask
+        self.grown = grown
+        self.prompts = prompts
+        self.choices = len(grown.generations) // len(prompts)
+        self.head: dict[str, Any] = {
+            "id": f"cmpl-{grown.call.request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": ask.model or service.name,
+        }
+
+    def echoed(self, index: int) -> str:
+        if not self.ask.echo:
+            return ""
+        return self.service.tokenizer.decode(self.prompts[index // self.choices])
+
+    def usage(self) -> dict[str, Any]:
+        found = usage(self.prompts, self.grown.generations)
+        if is_echo_alone(self.ask):
+            found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
+        return found
+
+    def logprobs(
+        self, tokens: Sequence[int], chances: Sequence[Chance | None], offset: int
+    ) -> dict[str, Any] | None:
+        if self.ask.logprobs is None:
+            return None
+        return completion_logprobs(self.service.tokenizer, tokens, chances, offset)
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(i, one) for i, one in enumerate(self.grown.generations)]
+        return {**self.head, "choices": choices, "usage": self.usage()}
+
+    def scored(self, index: int) -> tuple[list[int], list[Chance | None]]:
+        """What an echo shows beside its text."""
+        if not self.ask.echo or self.ask.logprobs is None:
+            return [], []
+        chances = self._prompt_chances(index, self.ask.logprobs)
+        return self.prompts[index // self.choices], [None, *chances]
+
+    def _prompt_chances(self, index: int, top_count: int) -> list[Chance]:
+        """Its first choice has them, and as many of the likeliest as anybody asked for."""
+        first = self.grown.generations[index // self.choices * self.choices]
+        return [
+            msgspec.structs.replace(one, top=one.top[:top_count]) for one in first.prompt_chances
+        ]
+
+    def _choice(self, index: int, one: Generation) -> dict[str, Any]:
+        if is_echo_alone(self.ask):
+            one = Generation(self.service.tokenizer, one.ending, finish="length")
+        tokens, chances = self.scored(index)
+        choice = {
+            "index": index,
+            "text": self.echoed(index) + one.text,
+            "logprobs": self.logprobs([*tokens, *one.tokens], [*chances, *one.chances], 0),
+            "finish_reason": one.finish,
+            "stop_reason": one.stopped_by,
+        }
+        if self.ask.return_token_ids:
+            choice["token_ids"] = one.tokens
+            choice["prompt_token_ids"] = self.prompts[index // self.choices]
+        if self.ask.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self.service.tokenizer,
+                self.prompts[index // self.choices],
+                self._prompt_chances(index, self.ask.prompt_logprobs),
+            )
+        return choice
+
+
+class CompletionWriter:
+    """Chunks of a stream. The bytes around a text are made once per choice."""
+
+    def __init__(self, shape: CompletionShape) -> None:
+        self._shape = shape
+        self._encoder = msgspec.json.Encoder()
+        options = shape.ask.stream_options
+        self._has_usage = bool(options and options.include_usage)
+        self._is_plain = shape.ask.logprobs is None and not shape.ask.return_token_ids
+        self._told_chars = [0] * len(shape.grown.generations)
+        self._has_echoed = [False] * len(shape.grown.generations)
+        marked = {**shape.head, "choices": [{"index": 0, "text": ""}]}
+        self._open = event(marked)[: -len(b'0,"text":""}]}\n\n')]
+        null = b',"usage":null' if self._has_usage else b""
+        self._close = (
+            b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + null + b"}\n\n"
+        )
+
+    def begin(self) -> bytes:
+        if not self._shape.ask.echo or self._shape.ask.logprobs is not None:
+            return b""
+        count = len(self._shape.grown.generations)
+        return b"".join(self.feed(i, Delta(self._shape.echoed(i), ())) for i in range(count))
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        if delta.finish is None and self._is_plain:
+            if not delta.text:
+                return b""
+            text = self._encoder.encode(delta.text)
+            return b'%b%d,"text":%b%b' % (self._open, index, text, self._close)
+        if delta.finish is None and not delta.tokens and not delta.text:
+            return b""
+        return self._echo(index) + event(self._chunk(index, delta))
+
+    def _echo(self, index: int) -> bytes:
+        """With chances the prompt goes out before the first token, not before they are known."""
+        shape = self._shape
+        if not shape.ask.echo or shape.ask.logprobs is None or self._has_echoed[index]:
+            return b""
+        self._has_echoed[index] = True
+        return event(self._chunk(index, Delta(shape.echoed(index), ()), shape.scored(index)))
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Delta,
+        echoed: tuple[list[int], list[Chance | None]] = ([], []),
+    ) -> dict[str, Any]:
+        tokens, chances = echoed
+        offset = self._told_chars[index]
+        self._told_chars[index] += len(delta.text)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": self._shape.logprobs(
+                [*tokens, *delta.tokens], [*chances, *delta.chances], offset
+            ),
+            "finish_reason": delta.finish,
+            "stop_reason": delta.stopped_by,
+        }
+        if self._shape.ask.return_token_ids:
+            choice["token_ids"] = delta.tokens
+        chunk = {**self._shape.head, "choices": [choice]}
+        return {**chunk, "usage": None} if self._has_usage else chunk
+
+    def end(self) -> bytes:
+        if not self._has_usage:
+            return b""
+        return event({**self._shape.head, "choices": [], "usage": self._shape.usage()})
+
+
+def usage(prompts: Sequence[list[int]], generations: Sequence[Generation]) -> dict[str, Any]:
+    """A prompt counts once, however many choices it has; cached tokens are its first choice's."""
+    choices = len(generations) // len(prompts)
+    prompt_count = sum(len(prompt) for prompt in prompts)
+    made_count = sum(one.made_count for one in generations)
+    cached_count = sum(generations[i * choices].cached_count for i in range(len(prompts)))
+    return {
+        "prompt_tokens": prompt_count,
+        "completion_tokens": made_count,
+        "total_tokens": prompt_count + made_count,
+        "prompt_tokens_details": {"cached_tokens": cached_count},
+    }

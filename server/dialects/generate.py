@@ -1,0 +1,244 @@
+"""SGLang's /generate and vLLM's /inference/v1/generate: the doors that routers use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ess.engine.process.messages import Chance
+from ess.engine.tokens.grammar import Grammar, Kind
+from ess.errors import BadInput
+from ess.server.dialects import sampling_params, schemas
+from ess.server.dialects.completions import encode_text, usage
+from ess.server.dialects.generation import Delta, Generation
+from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
+from ess.server.dialects.streaming import Answer, event, respond
+from ess.server.http.request_ids import begin
+from ess.server.process.service import Service
+
+
+async def generate(request: Request) -> Response:
+    service: Service = request.app.state.service
+    ask = schemas.read(await request.body(), schemas.GenerateAsk)
+    service.check_model(ask.model)
+    prompts = await _prompts(service, ask)
+    sampling = ask.sampling_params or schemas.SglangSampling()
+    _check_start(ask, prompts)
+    made, ending = sampling_params.samplings(service, _wanted(ask, sampling), prompts)
+    call = begin(request, ask, made, named=ask.rid if isinstance(ask.rid, str) else None)
+    grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
+    is_many = isinstance(ask.text, list) or bytes(ask.input_ids).lstrip()[:2] == b"[["
+    shape = GenerateShape(ask, grown, prompts, is_many=is_many or len(made) > 1)
+    writer = GenerateWriter(shape) if ask.stream else None
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+
+
+async def _prompts(service: Service, ask: schemas.GenerateAsk) -> list[list[int]]:
+    has_ids = bytes(ask.input_ids) != b"null"
+    if has_ids == (ask.text is not None):
+        raise BadInput("give either text or input_ids")
+    if has_ids:
+        return schemas.read_ids(ask.input_ids, where="input_ids")
+    texts = [ask.text] if isinstance(ask.text, str) else list(ask.text or ())
+    if not texts:
+        raise BadInput("text is an empty list")
+    return [await encode_text(service, text, add_special=True) for text in texts]
+
+
+def scored_from(ask: schemas.GenerateAsk) -> int | None:
+    """The first position whose chance is asked for; -1 means none of the prompt."""
+    start = -1 if ask.logprob_start_len is None else ask.logprob_start_len
+    return start if ask.return_logprob and start >= 0 else None
+
+
+def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None:
+    start = scored_from(ask)
+    for prompt in prompts:
+        if start is not None and start >= len(prompt):
+            raise BadInput(f"logprob_start_len is {start}, the prompt has {len(prompt)} tokens")
+
+
+def _wanted(ask: schemas.GenerateAsk, sampling: schemas.SglangSampling) -> sampling_params.Wanted:
+    asked: tuple[tuple[Kind, str | None], ...] = (
+        ("json_schema", sampling.json_schema),
+        ("regex", sampling.regex),
+        ("lark", sampling.ebnf),
+    )
+    grammars = [Grammar(kind, text) for kind, text in asked if text is not None]
+    top = ask.top_logprobs_num if isinstance(ask.top_logprobs_num, int) else 0
+    return sampling_params.wanted_of(
+        sampling,
+        tokens_max=128 if sampling.max_new_tokens is None else sampling.max_new_tokens,
+        tokens_min=sampling.min_new_tokens,
+        keep_stop=bool(sampling.no_stop_trim),
+        keep_special=sampling.skip_special_tokens is False,
+        seed=sampling.sampling_seed,
+        logprobs=top if ask.return_logprob else None,
+        prompt_logprobs=None if scored_from(ask) is None else top,
+        prompt_start=scored_from(ask) or 0,
+        grammar=sampling_params.one_grammar(grammars),
+    )
+
+
+class GenerateShape:
+    def __init__(
+        self,
+        ask: schemas.GenerateAsk,
+        grown: Answer,
+        prompts: Sequence[list[int]],
+        *,
+        is_many: bool,
+    ) -> None:
+        self.ask = ask
+        self.grown = grown
+        self.prompts = prompts
+        self.is_many = is_many
+
+    def whole(self) -> Any:
+        found = [self.one(index) for index in range(len(self.grown.generations))]
+        return found if self.is_many else found[0]
+
+    def one(self, index: int) -> dict[str, Any]:
+        """SGLang's form: everything so far, also while it streams."""
+        grown = self.grown.generations[index]
+        choices = len(self.grown.generations) // len(self.prompts)
+        meant: dict[str, Any] = {
+            "id": self.grown.call.request_id,
+            "finish_reason": finish_reason(grown),
+            "prompt_tokens": len(self.prompts[index // choices]),
+            "completion_tokens": grown.made_count,
+            "cached_tokens": grown.cached_count,
+        }
+        start = scored_from(self.ask)
+        if start is not None:
+            scored = self.grown.generations[index // choices * choices].prompt_chances
+            tokens = self.prompts[index // choices][start:]
+            values = [None, *(chance.logprob for chance in scored)]
+            meant["input_token_logprobs"] = [
+                [logprob, token, None] for logprob, token in zip(values, tokens, strict=False)
+            ]
+            meant["input_top_logprobs"] = [None, *map(_top, scored)]
+        if self.ask.return_logprob:
+            meant["output_token_logprobs"] = [
+                [chance.logprob, token, None]
+                for token, chance in zip(grown.tokens, grown.chances, strict=True)
+            ]
+            meant["output_top_logprobs"] = [*map(_top, grown.chances)]
+        document = {"text": grown.text, "output_ids": grown.tokens, "meta_info": meant}
+        return {**document, "index": index} if self.is_many else document
+
+
+def _top(chance: Chance) -> list[list[Any]]:
+    return [[logprob, token, None] for token, logprob in chance.top]
+
+
+def finish_reason(grown: Generation) -> dict[str, Any] | None:
+    match grown.finish:
+        case None:
+            return None
+        case "length":
+            return {"type": "length", "length": grown.made_count}
+        case "abort":
+            return {"type": "abort", "message": "aborted", "status_code": 499}
+    return {"type": "stop", "matched": grown.stopped_by}
+
+
+class GenerateWriter:
+    def __init__(self, shape: GenerateShape) -> None:
+        self._shape = shape
+
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        if not delta.tokens and delta.finish is None:
+            return b""
+        return event(self._shape.one(index))
+
+    def end(self) -> bytes:
+        return b""
+
+
+async def generate_tokens(request: Request) -> Response:
+    service: Service = request.app.state.service
+    ask = schemas.read(await request.body(), schemas.TokensAsk)
+    service.check_model(ask.model)
+    sampling = ask.sampling_params
+    sampling_params.refuse_streamed(ask.stream, sampling.prompt_logprobs)
+    wanted = sampling_params.wanted_of(
+        sampling,
+        tokens_max=16 if sampling.max_tokens is None else sampling.max_tokens,
+        tokens_min=sampling.min_tokens,
+        seed=sampling.seed,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        grammar=sampling_params.one_grammar(
+            [*sampling_params.grammars_of(sampling.structured_outputs)]
+        ),
+    )
+    made, ending = sampling_params.samplings(service, wanted, [ask.token_ids])
+    call = begin(request, ask, made, named=ask.request_id)
+    grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
+    shape = TokensShape(service, ask, grown)
+    writer = TokensWriter(shape) if ask.stream else None
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+
+
+class TokensShape:
+    """Ids out; text is nobody's business here."""
+
+    def __init__(self, service: Service, ask: schemas.TokensAsk, grown: Answer) -> None:
+        self.service = service
+        self.ask = ask
+        self.grown = grown
+
+    def document(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"request_id": self.grown.call.request_id, "choices": choices}
+
+    def choice(self, index: int, one: Generation | Delta) -> dict[str, Any]:
+        has_logprobs = self.ask.sampling_params.logprobs is not None
+        return {
+            "index": index,
+            "token_ids": one.tokens,
+            "logprobs": chat_logprobs(self.service.tokenizer, one.tokens, one.chances)
+            if has_logprobs
+            else None,
+            "finish_reason": one.finish,
+            "stop_reason": one.stopped_by,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        return usage([self.ask.token_ids], self.grown.generations)
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self.choice(i, one) for i, one in enumerate(self.grown.generations)]
+        document = {**self.document(choices), "prompt_logprobs": None, "usage": self.usage()}
+        if self.ask.sampling_params.prompt_logprobs is not None:
+            document["prompt_logprobs"] = prompt_logprobs(
+                self.service.tokenizer,
+                self.ask.token_ids,
+                self.grown.generations[0].prompt_chances,
+            )
+        return document
+
+
+class TokensWriter:
+    def __init__(self, shape: TokensShape) -> None:
+        self._shape = shape
+
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        if not delta.tokens and delta.finish is None:
+            return b""
+        return event(self._shape.document([self._shape.choice(index, delta)]))
+
+    def end(self) -> bytes:
+        options = self._shape.ask.stream_options
+        if not (options and options.include_usage):
+            return b""
+        return event({**self._shape.document([]), "usage": self._shape.usage()})

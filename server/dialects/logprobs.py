@@ -1,0 +1,83 @@
+"""Log probabilities in the two forms that OpenAI's API has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ess.engine.process.messages import Chance
+from ess.models.tokenizer import Tokenizer
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token on its own; bytes that are no text by themselves are written out."""
+    raw = tokenizer.bytes_of(token)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance | None], offset: int
+) -> dict[str, Any]:
+    """Lists beside each other; `offset` is where the first token's text begins. What stands at the
+    very beginning has no chance."""
+    texts = [token_text(tokenizer, token) for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [chance and chance.logprob for chance in chances],
+        "top_logprobs": [
+            chance and {token_text(tokenizer, token): logprob for token, logprob in chance.top}
+            for chance in chances
+        ],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance]
+) -> dict[str, Any]:
+    return {
+        "content": [
+            {
+                **_entry(tokenizer, token, chance.logprob),
+                "top_logprobs": [_entry(tokenizer, other, value) for other, value in chance.top],
+            }
+            for token, chance in zip(tokens, chances, strict=True)
+        ]
+    }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], chances: Sequence[Chance]
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each token of the prompt, by id, itself and the likeliest in its place; as
+    far as it came, if it was aborted."""
+    found: list[dict[str, Any] | None] = [None]
+    for token, chance in zip(prompt[1:], chances, strict=False):
+        ranked = [(one, logprob, rank) for rank, (one, logprob) in enumerate(chance.top, start=1)]
+        shown = [(token, chance.logprob, chance.rank), *ranked]
+        found.append(
+            {
+                str(one): {
+                    "logprob": logprob,
+                    "rank": rank,
+                    "decoded_token": token_text(tokenizer, one),
+                }
+                for one, logprob, rank in reversed(shown)
+            }
+        )
+    return found
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token_text(tokenizer, token),
+        "logprob": logprob,
+        "bytes": list(tokenizer.bytes_of(token)),
+    }

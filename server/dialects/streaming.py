@@ -1,0 +1,265 @@
+"""Waiting for the engine on behalf of a client, and stopping when the client has gone.
+
+A dialect (completions, chat, ...) says how pieces are written: `Frames` for streams of events,
+`Whole` for one document. What is common is here: first pieces, keep-alives, stalled readers,
+disconnects, failures.
+
+Events leave as bytes that are ready to send, all that have come in one write. Once a stream is
+under way they go straight to the socket, in the turn of the loop in which they came: a task is
+woken only for the beginning, the end and a reader that is behind. Nothing is timed per event: one
+timer per stream ticks, and acts only if nothing was sent since it last did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ess.clock import Clock
+from ess.engine.process.messages import Piece
+from ess.errors import BadInput, EssError
+from ess.server.dialects.generation import Delta, Generation
+from ess.server.http.protocol import STRAIGHT, Straight
+from ess.server.http.responses import answer, error_body
+from ess.server.process.link import Call
+from ess.server.process.service import Service
+from ess.server.process.tally import Tally
+
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+DONE: Final = b"data: [DONE]\n\n"
+STREAM_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Writer(Protocol):
+    """How a dialect writes an answer: `feed` gets every delta of every choice, in order."""
+
+    def begin(self) -> bytes: ...
+
+    def feed(self, index: int, delta: Delta) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+
+class Answer:
+    """All choices of one request as they grow."""
+
+    def __init__(self, service: Service, call: Call, generations: Sequence[Generation]) -> None:
+        assert len(call.numbers) == len(generations), "one generation per engine request"
+        self.service = service
+        self.call = call
+        self.generations = generations
+        self._going_count = len(generations)
+        self._times = Times(service.clock, service.tally)
+
+    @property
+    def is_done(self) -> bool:
+        return self._going_count == 0
+
+    def take(self, piece: Piece) -> tuple[int, Delta]:
+        """A piece to text; what a stop string ended is ended at the engine too."""
+        index = piece.number - self.call.numbers.start
+        generation = self.generations[index]
+        if piece.reason in ("refused", "failed"):
+            raise _refusal(piece)
+        delta = generation.feed(piece)
+        if delta.tokens:
+            self._times.tokens(index, len(delta.tokens), self.call.heard_at_s)
+        if delta.finish is not None:
+            self._going_count -= 1
+            self._times.finished(delta.finish)
+            if generation.is_stopped_early:
+                self.service.link.abort_one(self.call, piece.number)
+        return index, delta
+
+    async def collect(self) -> None:
+        while not self.is_done:
+            for piece in await self.call.take():
+                self.take(piece)
+
+    def give_up(self) -> None:
+        self.service.link.abort(self.call)
+
+
+class Times:
+    """When tokens came, into the server's tally."""
+
+    def __init__(self, clock: Clock, tally: Tally) -> None:
+        self._clock = clock
+        self._tally = tally
+        self._began_s = clock.now_s()
+        self._last_s: dict[int, float] = {}
+
+    def tokens(self, index: int, count: int, now_s: float) -> None:
+        last_s = self._last_s.get(index)
+        if last_s is None:
+            self._tally.first_token.add(now_s - self._began_s)
+        else:
+            self._tally.between_tokens.add((now_s - last_s) / count)
+        self._last_s[index] = now_s
+
+    def finished(self, how: str) -> None:
+        self._tally.finishes[how] += 1
+        self._tally.whole.add(self._clock.now_s() - self._began_s)
+
+
+def _refusal(piece: Piece) -> BadInput:
+    what = "the grammar" if piece.reason == "failed" else "the engine"
+    return BadInput(piece.sentence or f"{what} refused the request")
+
+
+async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> bool:
+    """Run `work` to its end, unless one of the others ends before; True if it was `work`."""
+    working, *watching = [asyncio.ensure_future(one) for one in (work, *others)]
+    try:
+        await asyncio.wait((working, *watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        for task in (working, *watching):
+            task.cancel()
+        await asyncio.gather(working, *watching, return_exceptions=True)
+
+
+async def gone(receive: Receive) -> None:
+    """Ends when the client has disconnected. The body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Gone(Response):
+    """For a client that is no longer there to read it."""
+
+    def __init__(self) -> None:
+        super().__init__(status_code=499)
+
+
+class EventStream(Response):
+    """Server-sent events until every choice has ended."""
+
+    def __init__(self, grown: Answer, writer: Writer, first: Sequence[Piece]) -> None:
+        super().__init__()
+        self._answer = grown
+        self._writer = writer
+        self._first = first
+        self._is_quiet = True
+        self._is_sending = False
+        self._straight: Straight | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._answer.service
+        self._straight = scope.get("extensions", {}).get(STRAIGHT)
+        try:
+            if not await first_of(self._pump(send), gone(receive), self._tick()):
+                service.tally.disconnect_count += 1
+        finally:
+            self._answer.give_up()
+
+    async def _pump(self, send: Send) -> None:
+        head = {"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)}
+        await send(head)
+        reader = None
+        try:
+            ready = self._writer.begin() + self._encode(self._first)
+            while not self._answer.is_done:
+                if ready:
+                    await self._send(send, ready)
+                    reader = self._pass_on
+                pieces = await self._answer.call.take(reader)
+                ready = self._encode(pieces) if pieces else self._nudged()
+            ready += self._writer.end()
+        except EssError as error:
+            ready = event(error_body(error)[1])
+        await send({"type": "http.response.body", "body": ready + DONE, "more_body": False})
+
+    def _nudged(self) -> bytes:
+        """Nothing came: the stream is silent, or what has left straight was its end."""
+        return b"" if self._answer.is_done else KEEP_ALIVE
+
+    def _pass_on(self, pieces: Sequence[Piece]) -> bool:
+        """Straight to the socket; a reader that is behind is the pump's."""
+        straight = self._straight
+        if straight is None or not straight.is_free():
+            return False
+        ready = self._encode(pieces)
+        if ready:
+            self._is_quiet = False
+            straight.write(ready)
+        if self._answer.is_done:
+            self._answer.call.nudge()
+        return True
+
+    def _encode(self, pieces: Sequence[Piece]) -> bytes:
+        grown, writer = self._answer, self._writer
+        if len(pieces) == 1:
+            return writer.feed(*grown.take(pieces[0]))
+        return b"".join([writer.feed(*grown.take(piece)) for piece in pieces])
+
+    async def _send(self, send: Send, ready: bytes) -> None:
+        self._is_quiet, self._is_sending = False, True
+        await send({"type": "http.response.body", "body": ready, "more_body": True})
+        self._is_sending = False
+
+    async def _tick(self) -> None:
+        """Nudge a stream that was quiet; ends when the reader has taken nothing for too long."""
+        limits = self._answer.service.limits
+        stalled_s = 0.0
+        while stalled_s < limits.stall_s:
+            await asyncio.sleep(limits.keep_alive_s)
+            stalled_s = stalled_s + limits.keep_alive_s if self._is_sending else 0.0
+            if self._is_quiet:
+                self._answer.call.nudge()
+            self._is_quiet = not self._is_sending
+
+
+def event(document: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+
+
+async def respond(
+    grown: Answer, receive: Receive, *, writer: Writer | None, whole: Callable[[], Any]
+) -> Response:
+    """The answer as a stream if there is a writer for one, else as the document `whole` makes."""
+    try:
+        if writer is not None:
+            return await _stream(grown, receive, writer)
+        if await first_of(grown.collect(), gone(receive)):
+            return answer(whole())
+    except BaseException:
+        grown.give_up()
+        raise
+    return _lost(grown)
+
+
+async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:
+    """Wait a little for the first pieces, so that a refusal is an answer and not an event."""
+    first: list[Piece] = []
+
+    async def wait() -> None:
+        with contextlib.suppress(TimeoutError):
+            first.extend(
+                await asyncio.wait_for(grown.call.take(), grown.service.limits.keep_alive_s)
+            )
+
+    if not await first_of(wait(), gone(receive)):
+        return _lost(grown)
+    for piece in first:
+        if piece.reason in ("refused", "failed"):
+            raise _refusal(piece)
+    return EventStream(grown, writer, first)
+
+
+def _lost(grown: Answer) -> Response:
+    grown.give_up()
+    grown.service.tally.disconnect_count += 1
+    return Gone()

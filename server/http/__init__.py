@@ -1,0 +1,1 @@
+"""The HTTP application: routes, limits, and what the server says about itself."""

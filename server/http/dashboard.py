@@ -1,0 +1,62 @@
+"""/dashboard: one page, with what it runs in it, that loads nothing from elsewhere.
+
+Its policy names the page's own style and script by their digests and lets it speak to this server
+only. Recordings lie beside it and are shown by /dashboard?replay=NAME.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import re
+from importlib import resources
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ess.server.http.responses import JSON, Absent
+
+INLINE: Final = re.compile(rb"<(style|script)[^>]*>(.*?)</\1>", re.DOTALL)
+NAME: Final = re.compile(r"[a-z0-9-]+\.json")
+
+
+async def page(request: Request) -> Response:
+    body, policy = _page()
+    headers = {
+        "content-security-policy": policy,
+        "cache-control": "no-cache",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return Response(body, headers=headers, media_type="text/html")
+
+
+@functools.cache
+def _page() -> tuple[bytes, str]:
+    body = (resources.files("ess.server.http") / "dashboard.html").read_bytes()
+    digests: dict[bytes, list[str]] = {b"style": [], b"script": []}
+    for tag, text in INLINE.findall(body):
+        digest = base64.b64encode(hashlib.sha256(text).digest()).decode()
+        digests[tag].append(f"'sha256-{digest}'")
+    return body, "; ".join(
+        (
+            "default-src 'none'",
+            "style-src " + " ".join(digests[b"style"]),
+            "script-src " + " ".join(digests[b"script"]),
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+
+
+async def recording(request: Request) -> Response:
+    name: str = request.path_params["recording"]
+    found = resources.files("ess.server.http") / "recordings" / name
+    if not NAME.fullmatch(name) or not found.is_file():
+        raise Absent(f"there is no recording {name[:100]!r}")
+    return Response(found.read_bytes(), media_type=JSON)

@@ -1,0 +1,218 @@
+"""/metrics: the engine's published status and the server's tally, in Prometheus' text form.
+
+Counters are kept where things happen, as plain numbers; here they are only written down. Names of
+vLLM and SGLang stand beside ours for routers and boards that know those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+import ess
+from ess.server.process.service import Service
+from ess.server.process.tally import WAIT_BOUNDS_S, Waits
+from ess.units import PAGE_ROWS
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+
+
+def exposition(service: Service) -> bytes:
+    page = CollectorRegistry(auto_describe=False)
+    page.register(Written(service))
+    ProcessCollector(registry=page)
+    return generate_latest(page)
+
+
+class Written(Collector):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Metric]:
+        service = self._service
+        yield from _own(service)
+        yield from _pools(service)
+        yield from _groups(service)
+        yield from _waits(service)
+        for name in service.compat:
+            yield from COMPAT[name](service)
+
+
+def _own(service: Service) -> Iterator[Metric]:
+    status, tally = service.board.status, service.tally
+    yield _gauge("ess_up", "1 while the engine is there", service.link.state != "lost")
+    yield _gauge("ess_draining", "1 while the server drains", service.draining)
+    yield _labelled("ess_build_info", "the version", ["version"], [((ess.__version__,), 1)])
+    yield _gauge("ess_requests_running", "requests in the engine's batch", status.running_count)
+    yield _gauge("ess_requests_waiting", "requests that wait", service.waiting_count)
+    oldest_s = service.link.oldest_wait_s
+    yield _gauge("ess_oldest_wait_seconds", "how long the oldest has had nothing", oldest_s)
+    yield _gauge("ess_connections", "HTTP connections held", tally.connection_count)
+    yield _gauge("ess_requests_preempted", "requests set aside", status.preempted_count)
+    yield _gauge("ess_tokens_per_second", "tokens made, of late", service.board.tokens_per_s)
+    yield _gauge("ess_step_seconds", "the last step's duration", status.step_s)
+    yield _count("ess_steps", "engine steps", status.step_count)
+    yield _count("ess_turns", "requests in steps", status.turn_count)
+    yield _count("ess_verified_layers", "layers checked", status.verified_count)
+    yield _count("ess_verify_mismatch", "checks that failed", status.mismatch_count)
+    yield _count("ess_tokens", "tokens made", status.made_count)
+    yield _count("ess_prompt_tokens", "prompt tokens taken", status.prompt_count)
+    yield _count("ess_cached_tokens", "prompt tokens found in the prefix", status.cached_count)
+    yield _count("ess_disconnects", "clients that left early", tally.disconnect_count)
+    answers = CounterMetricFamily("ess_answers", "HTTP answers", labels=["route", "status"])
+    for (route, code), count in sorted(tally.answers.items()):
+        answers.add_metric([route, str(code)], count)
+    yield answers
+    yield _by_name("ess_refusals", "requests refused", "reason", tally.refusals)
+    yield _by_name("ess_finished", "answers ended", "how", tally.finishes)
+    shown = [((name,), float(name == status.limiter)) for name in LIMITERS]
+    yield _labelled("ess_limiter", "1 for what waiting requests are short of", ["limiter"], shown)
+
+
+MODES: Final = ("resident", "none", "da", "dba")
+LIMITERS: Final = ("slots", "index pages", "host pages", "sequences", "time per token")
+
+
+def _pools(service: Service) -> Iterator[Metric]:
+    pools = service.board.status.pools
+    used = [((pool.name,), float(pool.used)) for pool in pools]
+    yield _labelled("ess_pool_used", "units in use", ["pool"], used)
+    capacity = [((pool.name,), float(pool.capacity)) for pool in pools]
+    yield _labelled("ess_pool_capacity", "units there are", ["pool"], capacity)
+
+
+def _groups(service: Service) -> Iterator[Metric]:
+    status = service.board.status
+    for name, sentence, values in (
+        ("ess_row_hits", "selected rows that were resident", status.hits),
+        ("ess_row_misses", "selected rows that were fetched", status.misses),
+        ("ess_row_places", "selected rows read on the host", status.places),
+        ("ess_fetched_bytes", "bytes copied to slots", status.fetched_bytes),
+        ("ess_stored_bytes", "bytes copied to the host", status.stored_bytes),
+    ):
+        metric = CounterMetricFamily(name, sentence, labels=["group"])
+        for group, value in enumerate(values):
+            metric.add_metric([str(group)], value)
+        yield metric
+    modes = CounterMetricFamily("ess_layer_mode", "how layers ran", labels=["layer", "mode"])
+    for layer, counts in enumerate(status.modes):
+        for mode, count in zip(MODES, counts, strict=True):
+            modes.add_metric([str(layer), mode], count)
+    yield modes
+    for name, sentence, values in (
+        ("ess_transfer_us", "microseconds of fetches", status.transfer_us),
+        ("ess_exposed_us", "of those waited for", status.exposed_us),
+    ):
+        metric = CounterMetricFamily(name, sentence, labels=["layer"])
+        for layer, value in enumerate(values):
+            metric.add_metric([str(layer)], value)
+        yield metric
+    for name, sentence, values in (
+        ("ess_slots_used", "slots that hold a row", status.slots_used),
+        ("ess_slots", "slots there are", status.slots),
+    ):
+        shown = [((str(group),), float(value)) for group, value in enumerate(values)]
+        yield _labelled(name, sentence, ["group"], shown)
+
+
+def _waits(service: Service) -> Iterator[Metric]:
+    tally = service.tally
+    for name, sentence, waits in (
+        ("ess_first_token_seconds", "from request to token", tally.first_token),
+        ("ess_between_tokens_seconds", "between tokens", tally.between_tokens),
+        ("ess_request_seconds", "whole requests", tally.whole),
+        ("ess_token_to_socket_seconds", "from the engine to the socket", service.link.to_socket),
+    ):
+        yield _histogram(name, sentence, waits)
+
+
+def _as_vllm(service: Service) -> Iterator[Metric]:
+    status, tally, name = service.board.status, service.tally, service.name
+    for metric, sentence, value in (
+        ("vllm:num_requests_running", "as ess_requests_running", status.running_count),
+        ("vllm:num_requests_waiting", "as ess_requests_waiting", service.waiting_count),
+        ("vllm:kv_cache_usage_perc", "the fullest pool, 0 to 1", status.fullness),
+    ):
+        yield _labelled(metric, sentence, ["model_name"], [((name,), float(value))])
+    for metric, sentence, value in (
+        ("vllm:prompt_tokens", "as ess_prompt_tokens", status.prompt_count),
+        ("vllm:generation_tokens", "as ess_tokens", status.made_count),
+        ("vllm:prefix_cache_queries", "as ess_prompt_tokens", status.prompt_count),
+        ("vllm:prefix_cache_hits", "as ess_cached_tokens", status.cached_count),
+    ):
+        family = CounterMetricFamily(metric, sentence, labels=["model_name"])
+        family.add_metric([name], value)
+        yield family
+    blocks = str(service.token_capacity // PAGE_ROWS)
+    sizes = [((str(PAGE_ROWS), blocks), 1.0)]
+    yield _labelled("vllm:cache_config_info", "pages", ["block_size", "num_gpu_blocks"], sizes)
+    for metric, waits in (
+        ("vllm:time_to_first_token_seconds", tally.first_token),
+        ("vllm:inter_token_latency_seconds", tally.between_tokens),
+        ("vllm:e2e_request_latency_seconds", tally.whole),
+    ):
+        yield _histogram(metric, "seconds", waits, labels={"model_name": name})
+
+
+def _as_sglang(service: Service) -> Iterator[Metric]:
+    status, name = service.board.status, service.name
+    for metric, value in (
+        ("sglang:num_running_reqs", status.running_count),
+        ("sglang:num_queue_reqs", service.waiting_count),
+        ("sglang:token_usage", status.fullness),
+        ("sglang:gen_throughput", service.board.tokens_per_s),
+        ("sglang:cache_hit_rate", status.cached_count / max(status.prompt_count, 1)),
+    ):
+        yield _labelled(metric, "SGLang's name", ["model_name"], [((name,), float(value))])
+    pages = str(service.token_capacity // PAGE_ROWS)
+    sizes = [((str(PAGE_ROWS), pages), 1.0)]
+    yield _labelled("sglang:cache_config_info", "pages", ["page_size", "num_pages"], sizes)
+
+
+COMPAT: Final = {"vllm": _as_vllm, "sglang": _as_sglang}
+
+
+def _gauge(name: str, sentence: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, sentence, value=float(value))
+
+
+def _count(name: str, sentence: str, value: float) -> Metric:
+    return CounterMetricFamily(name, sentence, value=float(value))
+
+
+def _labelled(
+    name: str, sentence: str, labels: list[str], values: Iterable[tuple[tuple[str, ...], float]]
+) -> Metric:
+    metric = GaugeMetricFamily(name, sentence, labels=labels)
+    for keys, value in values:
+        metric.add_metric(list(keys), value)
+    return metric
+
+
+def _by_name(name: str, sentence: str, label: str, counts: dict[str, int]) -> Metric:
+    metric = CounterMetricFamily(name, sentence, labels=[label])
+    for key, count in sorted(counts.items()):
+        metric.add_metric([key], count)
+    return metric
+
+
+def _histogram(
+    name: str, sentence: str, waits: Waits, *, labels: dict[str, str] | None = None
+) -> Metric:
+    running, buckets = 0, []
+    for bound, count in zip((*map(str, WAIT_BOUNDS_S), "+Inf"), waits.counts, strict=True):
+        running += count
+        buckets.append((bound, running))
+    metric = HistogramMetricFamily(name, sentence, labels=list(labels or ()))
+    metric.add_metric(list((labels or {}).values()), buckets, waits.total_s)
+    return metric

@@ -1,0 +1,68 @@
+"""Who asks: the id, the session and the trace of a request, and what an answer says of them.
+
+An id and a session are taken from headers or bodies and come back as headers. Of a W3C traceparent
+the trace is kept and the parent is ours from here on: in the answer and in the log.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from starlette.requests import Request
+
+from ess.engine.request import PRIORITY_MAX
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput
+from ess.server.dialects.schemas import Addressed, Common
+from ess.server.process.link import Call
+from ess.server.process.service import Service
+
+NAME: Final = re.compile(rb"[\x21-\x7e]{1,256}")
+PARENT: Final = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})")
+
+
+def address(headers: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """What a request's state says of it; names that are none are passed over."""
+    request_id, session_id = headers.get(b"x-request-id", b""), headers.get(b"x-session-id", b"")
+    found: dict[str, Any] = {
+        "request_id": request_id.decode() if NAME.fullmatch(request_id) else secrets.token_hex(16),
+        "session_id": session_id.decode() if NAME.fullmatch(session_id) else "",
+        "trace": "",
+    }
+    parent = PARENT.fullmatch(headers.get(b"traceparent", b""))
+    if parent is not None:
+        trace, flags = parent[1].decode(), parent[2].decode()
+        found["trace"] = f"00-{trace}-{secrets.token_hex(8)}-{flags}"
+    return found
+
+
+def headers_of(state: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
+    """For the answer."""
+    said = (
+        (b"x-request-id", state["request_id"]),
+        (b"x-session-id", state["session_id"]),
+        (b"traceparent", state["trace"]),
+    )
+    return [(name, value.encode()) for name, value in said if value]
+
+
+def begin(
+    request: Request,
+    ask: Addressed | Common,
+    prompts: Sequence[tuple[list[int], Sampling]],
+    *,
+    named: str | None,
+) -> Call:
+    """Hand the prompts to the engine under the name that the body gives, or the header's."""
+    service: Service = request.app.state.service
+    priority = ask.priority or 0
+    if abs(priority) > PRIORITY_MAX:
+        raise BadInput(f"priority is {priority}, must be -{PRIORITY_MAX}..{PRIORITY_MAX}")
+    if ask.session_id:
+        if not NAME.fullmatch(ask.session_id.encode(errors="replace")):
+            raise BadInput("session_id must be 1 to 256 visible ASCII characters")
+        request.state.session_id = ask.session_id
+    return service.begin(named or request.state.request_id, prompts, priority=priority)

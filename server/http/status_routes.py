@@ -1,0 +1,202 @@
+"""What the server says about itself: to people, routers, probes and scrapers."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import ess
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import Unavailable
+from ess.server.dialects.generation import Ending, Generation
+from ess.server.dialects.streaming import Answer
+from ess.server.http.metrics import CONTENT_TYPE, MODES, exposition
+from ess.server.http.responses import answer, error_answer
+from ess.server.process.service import Service
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+async def models(request: Request) -> Response:
+    service = _service(request)
+    listed = [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.started_unix,
+            "owned_by": "ess",
+            "root": service.name,
+            "parent": None,
+            "max_model_len": service.limits.length_max,
+        }
+        for name in service.names
+    ]
+    return answer({"object": "list", "data": listed})
+
+
+async def version(request: Request) -> Response:
+    return answer({"version": ess.__version__})
+
+
+async def server(request: Request) -> Response:
+    """Names that routers lift come first; what was configured, and where from, is `settings`."""
+    service = _service(request)
+    return answer({**_model(service), **_server(service), "settings": service.described})
+
+
+async def model(request: Request) -> Response:
+    return answer(_model(_service(request)))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "model_path": service.name,
+        "tokenizer_path": service.name,
+        "served_model_name": service.name,
+        "is_generation": True,
+        "model_type": service.model_type,
+        "architectures": [service.architecture],
+        "max_model_len": service.limits.length_max,
+        "vocab_size": service.vocabulary,
+    }
+
+
+def _server(service: Service) -> dict[str, Any]:
+    return {
+        "version": ess.__version__,
+        "disaggregation_mode": "null",
+        "tp_size": 1,
+        "dp_size": 1,
+        "load_balance_method": "round_robin",
+        "max_running_requests": service.limits.running_max,
+        "max_total_num_tokens": service.token_capacity,
+        "status": service.link.state if not service.draining else "draining",
+        "internal_states": [_load(service)],
+        "engine": _engine(service),
+    }
+
+
+def _engine(service: Service) -> dict[str, Any]:
+    """What the engine chose, beside what was configured; `modes` are counts per layer."""
+    status = service.board.status
+    return {
+        "depth": status.depth,
+        "depth_reasons": status.depth_reasons,
+        "modes": [dict(zip(MODES, counts, strict=True)) for counts in status.modes],
+    }
+
+
+async def health(request: Request) -> Response:
+    """Alive: the engine may still be loading, but it is not lost."""
+    service = _service(request)
+    if service.link.state == "lost":
+        return error_answer(Unavailable(f"the engine is gone: {service.link.why_lost}"))
+    return answer({"status": "draining" if service.draining else service.link.state})
+
+
+async def ready(request: Request) -> Response:
+    """Send requests here: not while the model loads, nor while the server drains."""
+    service = _service(request)
+    try:
+        service.check_state()
+    except Exception as error:
+        if not isinstance(error, ess.EssError):
+            raise
+        return error_answer(error)
+    return answer({"status": "ready"})
+
+
+async def health_generate(request: Request) -> Response:
+    """Healthy enough to make one token."""
+    service = _service(request)
+    prompt = service.tokenizer.encode("a") or [0]
+    call = service.begin(request.state.request_id, [(prompt, Sampling(tokens_max=1))])
+    grown = Answer(service, call, [Generation(service.tokenizer, Ending())])
+    try:
+        async with asyncio.timeout(service.limits.probe_s):
+            await grown.collect()
+    except TimeoutError:
+        raise Unavailable(f"no token within {service.limits.probe_s:g} s") from None
+    finally:
+        grown.give_up()
+    return answer({"status": "ok"})
+
+
+async def loads(request: Request) -> Response:
+    """SGLang's load report; sections that are not asked for are left out."""
+    service = _service(request)
+    wanted = request.query_params.get("include", "all").split(",")
+    sections = {"memory": _memory, "queues": _queues}
+    load = _load(service)
+    for name, section in sections.items():
+        if name in wanted or "all" in wanted:
+            load[name] = section(service)
+    return answer(
+        {
+            "timestamp": time.time(),
+            "version": ess.__version__,
+            "accelerator": platform.machine(),
+            "num_accelerators": 0,
+            "loads": [load],
+        }
+    )
+
+
+def _load(service: Service) -> dict[str, Any]:
+    status = service.board.status
+    capacity = service.token_capacity
+    used = round(status.fullness * capacity)
+    asked = sum(status.hits) + sum(status.misses) + sum(status.places)
+    return {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": status.running_count,
+        "num_waiting_reqs": service.waiting_count,
+        "num_total_reqs": service.link.open_count,
+        "num_used_tokens": used,
+        "num_total_tokens": used,
+        "max_total_num_tokens": capacity,
+        "max_running_requests": service.limits.running_max,
+        "token_usage": status.fullness,
+        "gen_throughput": service.board.tokens_per_s,
+        "cache_hit_rate": status.cached_count / max(status.prompt_count, 1),
+        "made_count": status.made_count,
+        "turn_count": status.turn_count,
+        "tokens_per_turn": status.made_count / max(status.turn_count, 1),
+        "row_hits": sum(status.hits),
+        "row_asked": asked,
+        "row_hit_rate": sum(status.hits) / asked if asked else 1.0,
+        "utilization": min(1.0, status.running_count / service.limits.running_max),
+        "limiter": status.limiter,
+        "oldest_wait_s": service.link.oldest_wait_s,
+    }
+
+
+def _memory(service: Service) -> dict[str, Any]:
+    return {
+        pool.name.replace(" ", "_"): {"used": pool.used, "capacity": pool.capacity}
+        for pool in service.board.status.pools
+    }
+
+
+def _queues(service: Service) -> dict[str, Any]:
+    return {
+        "waiting": service.waiting_count,
+        "grammar": 0,
+        "paused": 0,
+        "retracted": service.board.status.preempted_count,
+        "prealloc_ready": 0,
+    }
+
+
+async def metrics(request: Request) -> Response:
+    text = exposition(_service(request))
+    return Response(text, media_type=CONTENT_TYPE)

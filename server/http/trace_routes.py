@@ -1,0 +1,53 @@
+"""/trace/start and /trace/stop: every stage, fetch and step between them, as a file for Perfetto.
+
+The answer of stop is a trace-event document: ui.perfetto.dev and chrome://tracing open it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import ess
+from ess.engine.process.messages import Traced
+from ess.server.http.responses import answer
+from ess.server.process.service import Service
+
+
+async def start(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.link.start_trace()
+    return answer({"tracing": True})
+
+
+async def stop(request: Request) -> Response:
+    service: Service = request.app.state.service
+    traced = await service.link.stop_trace()
+    named = {"content-disposition": 'attachment; filename="ess-trace.json"'}
+    return answer(trace_document(traced, title=f"ess {service.name}"), headers=named)
+
+
+def trace_document(traced: Traced, *, title: str) -> dict[str, Any]:
+    """One thread per lane, in the order in which lanes first have something."""
+    lanes = {lane: at for at, lane in enumerate(dict.fromkeys(one.lane for one in traced.spans))}
+    events = [_named("process_name", 0, title)]
+    events += [_named("thread_name", at, lane) for lane, at in lanes.items()]
+    events += [
+        {
+            "name": one.name,
+            "ph": "X",
+            "pid": 0,
+            "tid": lanes[one.lane],
+            "ts": one.start_us,
+            "dur": one.took_us,
+        }
+        for one in traced.spans
+    ]
+    about = {"version": ess.__version__, "left_out": traced.left_out}
+    return {"traceEvents": events, "otherData": about}
+
+
+def _named(what: str, lane: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 0, "tid": lane, "args": {"name": name}}

@@ -1,0 +1,60 @@
+"""The one place where the engine's state is published, and read from.
+
+Whoever shows it, as metrics, as a load report or live, reads `status` or subscribes. A status is a
+moment, not a stream of events: a slow subscriber gets the newest and misses those between. Those of
+the last minute are kept in `recent`, without their requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final
+
+import msgspec
+
+from ess.clock import Clock
+from ess.engine.process.messages import Status
+from ess.errors import Unavailable
+
+SUBSCRIBERS_MAX: Final = 8
+RATE_OVER_S: Final = 1.0
+RECENT_S: Final = 60.0
+
+
+class Board:
+    def __init__(self, clock: Clock) -> None:
+        self.status = Status()
+        self.tokens_per_s = 0.0
+        self._clock = clock
+        self._rated = (clock.now_s(), 0)
+        self.published_s = clock.now_s()
+        self.recent: deque[tuple[float, Status]] = deque()
+        self._subscribers: set[asyncio.Event] = set()
+
+    def publish(self, status: Status) -> None:
+        self.status, self.published_s = status, self._clock.now_s()
+        self.recent.append((self.published_s, msgspec.structs.replace(status, requests=())))
+        while self.published_s - self.recent[0][0] > RECENT_S:
+            self.recent.popleft()
+        self._rate(status)
+        for fresh in self._subscribers:
+            fresh.set()
+
+    def _rate(self, status: Status) -> None:
+        """Tokens per second over the last second or so."""
+        now_s, (since_s, since_count) = self._clock.now_s(), self._rated
+        if now_s - since_s >= RATE_OVER_S:
+            self.tokens_per_s = (status.made_count - since_count) / (now_s - since_s)
+            self._rated = (now_s, status.made_count)
+
+    def enter(self) -> asyncio.Event:
+        """Set at every publication from now on; whoever waits for it clears it, and leaves."""
+        if len(self._subscribers) >= SUBSCRIBERS_MAX:
+            raise Unavailable(f"{SUBSCRIBERS_MAX} viewers are watching; that is the most served")
+        fresh = asyncio.Event()
+        self._subscribers.add(fresh)
+        return fresh
+
+    def leave(self, fresh: asyncio.Event) -> None:
+        self._subscribers.discard(fresh)

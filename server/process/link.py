@@ -1,0 +1,325 @@
+"""The server's end of the wire to the engine process.
+
+A `Call` is what one HTTP request wants of the engine: one or several requests there, whose pieces
+arrive in one mailbox. The link numbers requests, hands pieces out, and is the only place that
+knows whether the engine is loading, ready or lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, cast
+
+import zmq
+import zmq.asyncio
+
+from ess.clock import Clock
+from ess.engine.process.messages import (
+    Abort,
+    Add,
+    Fault,
+    Flush,
+    Flushed,
+    FromEngine,
+    Packer,
+    Piece,
+    Progress,
+    Ready,
+    Status,
+    Stop,
+    ToEngine,
+    Trace,
+    Traced,
+)
+from ess.engine.process.wire import UNREAD_MAX
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadState, Unavailable
+from ess.server.process.board import Board
+from ess.server.process.tally import Waits
+
+State = Literal["starting", "ready", "lost"]
+Reader = Callable[[list[Piece]], bool]
+
+
+class Call:
+    """The engine's requests of one HTTP request.
+
+    `pending` are those that have not ended; the oldest piece of those taken last arrived at
+    `heard_at_s`. Whoever waits in `take` may name a reader, which gets pieces in the link's own
+    turn, without a task being woken for them; an end, and what the reader does not want, wake it.
+    """
+
+    def __init__(self, request_id: str, numbers: range, *, started_s: float) -> None:
+        self.request_id = request_id
+        self.started_s = started_s
+        self.numbers = numbers
+        self.pending = set(numbers)
+        self.error: str | None = None
+        self.heard_at_s = 0.0
+        self._pieces: list[Piece] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._reader: Reader | None = None
+        self._broken: Exception | None = None
+
+    def put(self, piece: Piece, *, heard_at_s: float = 0.0) -> bool:
+        """True if it is the first of those that nobody has taken: somebody must be told."""
+        is_first = not self._pieces
+        if is_first:
+            self.heard_at_s = heard_at_s
+        self._pieces.append(piece)
+        if piece.reason is not None:
+            self.pending.discard(piece.number)
+            self._reader = None
+        return is_first
+
+    def tell(self) -> None:
+        """The reader if it takes them, else the one who waits, who also learns of its failure.
+
+        With the waiter woken, but not yet running, the reader is passed over: what has been left to
+        the waiter comes before what is new.
+        """
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._reader is not None:
+            pieces, self._pieces = self._pieces, []
+            try:
+                if self._reader(pieces):
+                    return
+            except Exception as error:
+                self._broken = error
+            else:
+                self._pieces[:0] = pieces
+        self.nudge()
+
+    def fail(self, sentence: str) -> None:
+        self.error = sentence
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Let the reader go on, with nothing if nothing has come."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self, reader: Reader | None = None) -> list[Piece]:
+        """All pieces that have come; waits for the first that no reader takes, or for a nudge.
+
+        What came before a failure is given out first, then Unavailable is raised.
+        """
+        if not self._pieces and self.error is None:
+            self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
+            try:
+                await self._waiter
+            finally:
+                self._reader = None
+        if self._broken is not None:
+            raise self._broken
+        if not self._pieces and self.error is not None:
+            raise Unavailable(f"the engine is gone: {self.error}")
+        taken, self._pieces = self._pieces, []
+        return taken
+
+
+class EngineLink:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        *,
+        board: Board,
+        clock: Clock,
+    ) -> None:
+        self._packer = Packer()
+        self._board = board
+        self._clock = clock
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, UNREAD_MAX)
+        self._socket.bind(endpoint)
+        self._calls: dict[int, Call] = {}
+        self._next_number = 0
+        self._flushing: list[asyncio.Future[str]] = []
+        self._is_tracing = False
+        self._traced: asyncio.Future[Traced] | None = None
+        self.state: State = "starting"
+        self.why_lost = ""
+        self.ready: Ready | None = None
+        self.became_ready = asyncio.Event()
+        self.heard_at_s = clock.now_s()
+        self.to_socket = Waits()
+
+    # ---- for the routes
+
+    @property
+    def open_count(self) -> int:
+        return len(self._calls)
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the one that has waited longest has had nothing from the engine."""
+        silent = [call.started_s for call in self._calls.values() if not call.heard_at_s]
+        return self._clock.now_s() - min(silent) if silent else 0.0
+
+    @property
+    def calls(self) -> Mapping[int, Call]:
+        """By the number of the engine's request."""
+        return self._calls
+
+    def start(
+        self,
+        request_id: str,
+        prompts: Sequence[tuple[list[int], Sampling]],
+        *,
+        priority: int = 0,
+    ) -> Call:
+        """One engine request per prompt, all in one call; a prompt that comes again, the same list,
+        is another choice."""
+        if self.state == "lost":
+            raise Unavailable(f"the engine is gone: {self.why_lost}")
+        numbers = range(self._next_number, self._next_number + len(prompts))
+        self._next_number = numbers.stop
+        call = Call(request_id, numbers, started_s=self._clock.now_s())
+        try:
+            leaders: dict[int, int] = {}
+            for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
+                first = leaders.setdefault(id(prompt), number)
+                leader = None if first == number else first
+                self._send(Add(number, prompt, sampling, priority, leader))
+                self._calls[number] = call
+        except Unavailable:
+            self.abort(call)
+            raise
+        return call
+
+    def abort(self, call: Call) -> None:
+        """Give up what has not ended; harmless if all has."""
+        for number in sorted(call.pending):
+            self.abort_one(call, number)
+
+    def abort_one(self, call: Call, number: int) -> None:
+        """End one of the call's requests; the call hears of it as of any other ending."""
+        if self._calls.pop(number, None) is not None:
+            with contextlib.suppress(Unavailable):
+                self._send(Abort(number))
+            call.put(Piece(number, reason="cancelled"))
+            call.nudge()
+
+    def abort_ids(self, request_ids: set[str] | None) -> int:
+        """Abort by the ids that clients know; None means all. Returns how many calls it met."""
+        met = {
+            id(call): call
+            for call in self._calls.values()
+            if request_ids is None or call.request_id in request_ids
+        }
+        for call in met.values():
+            self.abort(call)
+        return len(met)
+
+    async def flush(self) -> str:
+        """Forget cached prefixes; a sentence says why not, if not."""
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}: nothing can be flushed")
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._send(Flush())
+        self._flushing.append(answer)
+        return await answer
+
+    def start_trace(self) -> None:
+        """One at a time, whoever asked for it."""
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}: nothing can be traced")
+        if self._is_tracing:
+            raise BadState("a trace is being taken already; stop it first")
+        self._send(Trace(True))
+        self._is_tracing = True
+
+    async def stop_trace(self) -> Traced:
+        if not self._is_tracing:
+            raise BadState("no trace is being taken; start one first")
+        if self._traced is None:
+            self._send(Trace(False))
+            self._traced = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._traced)
+
+    # ---- for the one who runs it
+
+    async def run(self) -> None:
+        """One message, then everybody's turn: a message that is there is received without waiting,
+        so an engine that is faster than the readers would otherwise keep them from ever running."""
+        while True:
+            raw = await self._socket.recv()
+            self.heard_at_s = self._clock.now_s()
+            self._hear(self._packer.for_server(raw))
+            await asyncio.sleep(0)
+
+    def lose(self, sentence: str) -> None:
+        """The engine is gone: every call ends with an error, no other may start."""
+        if self.state == "lost":
+            return
+        self.state, self.why_lost = "lost", sentence
+        self.became_ready.set()
+        for call in set(self._calls.values()):
+            call.fail(sentence)
+        self._calls.clear()
+        gone = Unavailable(f"the engine is gone: {sentence}")
+        for answer in (*self._flushing, self._traced):
+            if answer is not None and not answer.done():
+                answer.set_exception(gone)
+
+    def stop(self) -> None:
+        with contextlib.suppress(Unavailable):
+            self._send(Stop())
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, message: ToEngine) -> None:
+        """The queue is unbounded, so this never waits; without a peer there is no queue."""
+        sent = cast(
+            "asyncio.Future[None]", self._socket.send(self._packer.pack(message), zmq.NOBLOCK)
+        )
+        if sent.done() and sent.exception() is not None:
+            raise Unavailable("the engine does not listen")
+
+    def _hear(self, message: FromEngine) -> None:
+        match message:
+            case Progress(pieces, at_s):
+                self._deliver(pieces, at_s)
+            case Status():
+                self._board.publish(message)
+            case Ready():
+                self.ready, self.state = message, "ready"
+                self.became_ready.set()
+            case Flushed(sentence):
+                asker = self._flushing.pop(0) if self._flushing else None
+                if asker is not None and not asker.done():
+                    asker.set_result(sentence)
+            case Traced():
+                if self._traced is not None and not self._traced.done():
+                    self._traced.set_result(message)
+                self._is_tracing, self._traced = False, None
+            case Fault(sentence):
+                self.lose(sentence)
+
+    def _deliver(self, pieces: Sequence[Piece], at_s: float) -> None:
+        """All are handed out before anybody is told: choices of one answer leave together."""
+        told: list[Call] = []
+        for piece in pieces:
+            call = self._calls.get(piece.number)
+            if call is None:
+                continue
+            if piece.reason is not None:
+                del self._calls[piece.number]
+            if call.put(piece, heard_at_s=self.heard_at_s):
+                told.append(call)
+        for call in told:
+            call.tell()
+        if at_s:
+            asyncio.get_running_loop().call_soon(self._written, at_s, len(pieces))
+
+    def _written(self, at_s: float, count: int) -> None:
+        """The loop writes to sockets at the end of each of its turns, so in this one the step's
+        pieces are out; each counts as late as the last."""
+        self.to_socket.add(self._clock.now_s() - at_s, count)

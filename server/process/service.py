@@ -1,0 +1,128 @@
+"""What every route works with: the texts, the link to the engine, the limits, and who may enter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ess.clock import Clock
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import Unavailable
+from ess.models.chat.styles import ChatStyle
+from ess.models.tokenizer import Tokenizer
+from ess.server.http.responses import Absent, Refused
+from ess.server.process.board import Board
+from ess.server.process.link import Call, EngineLink
+from ess.server.process.tally import Tally
+
+REASON_OF: Final[Mapping[str, str]] = {
+    "host pages": "host_pool_full",
+    "index pages": "indexer_full",
+    "slots": "hot_pool_full",
+    "time per token": "tpot",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`waiting_max` are requests beyond the `running_max` that the engine runs."""
+
+    running_max: int
+    waiting_max: int
+    length_max: int
+    tokens_default: int = 2048
+    choices_max: int = 128
+    keep_alive_s: float = 15.0
+    stall_s: float = 60.0
+    probe_s: float = 20.0
+    body_max: int = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """The checkpoint's own recommendation, for what a request leaves open."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Service:
+    names: tuple[str, ...]
+    model_type: str
+    architecture: str
+    tokenizer: Tokenizer
+    style: ChatStyle
+    is_marked: bool
+    eos_ids: tuple[int, ...]
+    vocabulary: int
+    token_capacity: int
+    limits: Limits
+    defaults: SamplingDefaults
+    link: EngineLink
+    board: Board
+    clock: Clock
+    tally: Tally = field(default_factory=Tally)
+    described: Mapping[str, Any] = field(default_factory=dict)
+    weight_bytes: int = 0
+    started_unix: int = field(default_factory=lambda: int(time.time()))
+    compat: tuple[str, ...] = ("vllm", "sglang")
+    draining: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that the engine does not run yet; the engine's own word may be a moment old."""
+        return max(0, self.link.open_count - self.board.status.running_count)
+
+    def check_model(self, model: str | None) -> None:
+        """Routers that do not know a name send `unknown` or none."""
+        if model and model != "unknown" and model not in self.names:
+            raise Absent(f"the model {model!r:.80} is not served here; {self.name!r} is")
+
+    def begin(
+        self,
+        request_id: str,
+        prompts: Sequence[tuple[list[int], Sampling]],
+        *,
+        priority: int = 0,
+    ) -> Call:
+        """Hand the prompts to the engine, or say why not."""
+        self.check_state()
+        self._check_room(len(prompts))
+        return self.link.start(request_id, prompts, priority=priority)
+
+    def check_state(self) -> None:
+        if self.link.state == "lost":
+            raise Unavailable(f"the engine is gone: {self.link.why_lost}")
+        if self.draining:
+            sentence = "the server is shutting down; send the request to another"
+            raise self._refused(sentence, "draining", 5.0)
+        if self.link.state == "starting":
+            raise self._refused("the model is being loaded; try again soon", "starting", 2.0)
+
+    def _check_room(self, count: int) -> None:
+        room = self.limits.running_max + self.limits.waiting_max
+        if self.link.open_count + count <= room:
+            return
+        limiter = self.board.status.limiter or ""
+        reason = REASON_OF.get(limiter, "queue_full")
+        sentence = (
+            f"{self.link.open_count} requests are open, {count} more would pass the limit of {room}"
+        )
+        if limiter:
+            sentence += f"; those that wait are short of {limiter}"
+        again_s = min(30.0, max(1.0, self.tally.whole.mean_s))
+        raise self._refused(f"{sentence}; try again in {again_s:.0f} s", reason, again_s)
+
+    def _refused(self, sentence: str, reason: str, retry_after_s: float) -> Refused:
+        self.tally.refusals[reason] += 1
+        return Refused(sentence, reason=reason, retry_after_s=retry_after_s)
