@@ -89,6 +89,8 @@ def test_a_command_that_is_shown_exists(text: str, capsys: pytest.CaptureFixture
                 capsys.readouterr().out.split()
             )
             assert not unknown, f"{command}: {unknown} is not an option"
+        elif name == ".":
+            assert arguments == [".venv/bin/activate"], f"{command}: the environment is .venv"
         else:
             assert name == "make", f"{command}: documents show make, ess and ess-bench"
 
