@@ -71,7 +71,7 @@ def _wanted(service: Service, ask: schemas.ChatAsk) -> sampling_params.Wanted:
 def offered_tools(
     tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None
 ) -> list[Mapping[str, Any]]:
-    """The tools that the prompt shows. A named choice shows only that one."""
+    """The tools that the prompt shows; with a named tool_choice only that tool."""
     if isinstance(choice, Mapping):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -87,7 +87,7 @@ def offered_tools(
 
 
 def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bool:
-    """As vLLM and SGLang spell it, or by OpenAI's reasoning_effort."""
+    """Whether to think: vLLM's and SGLang's keyword, or OpenAI's reasoning_effort."""
     for name in ("thinking", "enable_thinking"):
         if template is not None and name in template:
             return bool(template[name])
@@ -101,7 +101,7 @@ async def encode_chat(
     *,
     thinking: bool,
 ) -> list[int]:
-    """The prompt's ids. A template runs in a process of its own: waited for beside the loop."""
+    """The prompt's ids. A template runs in a child process, awaited off the event loop."""
     conversation = read_messages(messages, tools=tools)
     text = await asyncio.to_thread(service.style.encode, conversation, thinking=thinking)
     return await encode_text(service, text, add_special=False)
@@ -144,7 +144,9 @@ class ChatShape:
         return chat_logprobs(self.service.tokenizer, tokens, chances)
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(i, one) for i, one in enumerate(self.grown.generations)]
+        choices = [
+            self._choice(i, generation) for i, generation in enumerate(self.grown.generations)
+        ]
         document = {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
         if self.ask.prompt_logprobs is not None:
             chances = self.grown.generations[0].prompt_chances
@@ -153,9 +155,9 @@ class ChatShape:
             )
         return document
 
-    def _choice(self, index: int, one: Generation) -> dict[str, Any]:
+    def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
         parser = self.parsers[index]
-        reply = collect([*parser.push(one.text), *parser.finish()])
+        reply = collect([*parser.push(generation.text), *parser.finish()])
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
         if not reply.tool_calls:
             message["content"] = reply.content
@@ -168,14 +170,14 @@ class ChatShape:
         return {
             "index": index,
             "message": message,
-            "logprobs": self.logprobs(one.tokens, one.chances),
-            "finish_reason": finish_of(one, has_calls=bool(reply.tool_calls)),
-            "stop_reason": stop_of(self.service, one.stopped_by),
+            "logprobs": self.logprobs(generation.tokens, generation.chances),
+            "finish_reason": finish_of(generation, has_calls=bool(reply.tool_calls)),
+            "stop_reason": stop_of(self.service, generation.stopped_by),
         }
 
 
 class ChatWriter:
-    """Chunks of a stream; plain content goes out between bytes made once."""
+    """Chunks of a stream; the bytes around plain content are encoded once."""
 
     def __init__(self, shape: ChatShape) -> None:
         self._shape = shape
@@ -218,7 +220,7 @@ class ChatWriter:
         events: Sequence[Event],
         logprobs: dict[str, Any] | None,
     ) -> bytes:
-        said = [fields for one in events if (fields := self._fields(index, one))]
+        said = [fields for parsed in events if (fields := self._fields(index, parsed))]
         if logprobs is not None and not said:
             said = [{"content": ""}]
         chunks = [
@@ -233,8 +235,8 @@ class ChatWriter:
             chunks.append(self._chunk(index, {}, finish=finish, stop=stop))
         return b"".join(chunks)
 
-    def _fields(self, index: int, one: Event) -> dict[str, Any]:
-        match one:
+    def _fields(self, index: int, parsed: Event) -> dict[str, Any]:
+        match parsed:
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
@@ -268,12 +270,12 @@ class ChatWriter:
         return event({**self._head, "choices": [], "usage": self._shape.usage()})
 
 
-def finish_of(one: Generation, *, has_calls: bool) -> str | None:
-    return "tool_calls" if has_calls and one.finish == "stop" else one.finish
+def finish_of(generation: Generation, *, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and generation.finish == "stop" else generation.finish
 
 
 def stop_of(service: Service, stopped_by: str | int | None) -> str | int | None:
-    """The format's own ends of a turn are nobody's business."""
+    """The stop that clients see; the chat format's own end-of-turn tokens are hidden."""
     return None if stopped_by in service.style.stops else stopped_by
 
 

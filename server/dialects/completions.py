@@ -48,12 +48,12 @@ async def completions(request: Request) -> Response:
 
 
 def is_echo_alone(ask: schemas.CompletionAsk) -> bool:
-    """The prompt back and nothing else: a token is made all the same, and not shown."""
+    """Whether only the prompt is wanted; the engine makes one token, which is not shown."""
     return bool(ask.echo) and ask.max_tokens == 0
 
 
 def _prompt_logprobs(ask: schemas.CompletionAsk) -> int | None:
-    """As vLLM asks for them, or by OpenAI's echo; of both the more."""
+    """The larger of vLLM's `prompt_logprobs` and what OpenAI's `echo` implies."""
     asked = (ask.prompt_logprobs, ask.logprobs if ask.echo else None)
     return max((count for count in asked if count is not None), default=None)
 
@@ -62,16 +62,16 @@ async def encode(service: Service, ask: schemas.CompletionAsk) -> list[list[int]
     given = schemas.read_texts(ask.prompt, where="prompt")
     add_special = ask.add_special_tokens is not False
     found = []
-    for one in given:
-        if isinstance(one, str):
-            found.append(await encode_text(service, one, add_special=add_special))
+    for prompt in given:
+        if isinstance(prompt, str):
+            found.append(await encode_text(service, prompt, add_special=add_special))
         else:
-            found.append(one)
+            found.append(prompt)
     return found
 
 
 async def encode_text(service: Service, text: str, *, add_special: bool) -> list[int]:
-    """A long text is encoded beside the event loop, which others wait for."""
+    """A long text is encoded in a thread, so that the event loop stays free."""
     if len(text) < LONG_CHARS:
         return service.tokenizer.encode(text, add_special=add_special)
     return await asyncio.to_thread(service.tokenizer.encode, text, add_special=add_special)
@@ -118,36 +118,41 @@ class CompletionShape:
         return completion_logprobs(self.service.tokenizer, tokens, chances, offset)
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(i, one) for i, one in enumerate(self.grown.generations)]
+        choices = [
+            self._choice(i, generation) for i, generation in enumerate(self.grown.generations)
+        ]
         return {**self.head, "choices": choices, "usage": self.usage()}
 
     def scored(self, index: int) -> tuple[list[int], list[Chance | None]]:
-        """What an echo shows beside its text."""
+        """The log probabilities of an echoed prompt."""
         if not self.ask.echo or self.ask.logprobs is None:
             return [], []
         chances = self._prompt_chances(index, self.ask.logprobs)
         return self.prompts[index // self.choices], [None, *chances]
 
     def _prompt_chances(self, index: int, top_count: int) -> list[Chance]:
-        """Its first choice has them, and as many of the likeliest as anybody asked for."""
+        """The prompt's log probabilities, which only the first choice carries."""
         first = self.grown.generations[index // self.choices * self.choices]
         return [
-            msgspec.structs.replace(one, top=one.top[:top_count]) for one in first.prompt_chances
+            msgspec.structs.replace(prompt_chance, top=prompt_chance.top[:top_count])
+            for prompt_chance in first.prompt_chances
         ]
 
-    def _choice(self, index: int, one: Generation) -> dict[str, Any]:
+    def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
         if is_echo_alone(self.ask):
-            one = Generation(self.service.tokenizer, one.ending, finish="length")
+            generation = Generation(self.service.tokenizer, generation.ending, finish="length")
         tokens, chances = self.scored(index)
         choice = {
             "index": index,
-            "text": self.echoed(index) + one.text,
-            "logprobs": self.logprobs([*tokens, *one.tokens], [*chances, *one.chances], 0),
-            "finish_reason": one.finish,
-            "stop_reason": one.stopped_by,
+            "text": self.echoed(index) + generation.text,
+            "logprobs": self.logprobs(
+                [*tokens, *generation.tokens], [*chances, *generation.chances], 0
+            ),
+            "finish_reason": generation.finish,
+            "stop_reason": generation.stopped_by,
         }
         if self.ask.return_token_ids:
-            choice["token_ids"] = one.tokens
+            choice["token_ids"] = generation.tokens
             choice["prompt_token_ids"] = self.prompts[index // self.choices]
         if self.ask.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(
@@ -159,7 +164,7 @@ class CompletionShape:
 
 
 class CompletionWriter:
-    """Chunks of a stream. The bytes around a text are made once per choice."""
+    """Chunks of a stream; the bytes around a text are encoded once per choice."""
 
     def __init__(self, shape: CompletionShape) -> None:
         self._shape = shape
@@ -193,7 +198,7 @@ class CompletionWriter:
         return self._echo(index) + event(self._chunk(index, delta))
 
     def _echo(self, index: int) -> bytes:
-        """With chances the prompt goes out before the first token, not before they are known."""
+        """The echoed prompt, sent once its log probabilities are known."""
         shape = self._shape
         if not shape.ask.echo or shape.ask.logprobs is None or self._has_echoed[index]:
             return b""
@@ -230,10 +235,10 @@ class CompletionWriter:
 
 
 def usage(prompts: Sequence[list[int]], generations: Sequence[Generation]) -> dict[str, Any]:
-    """A prompt counts once, however many choices it has; cached tokens are its first choice's."""
+    """Counts a prompt once for all its choices, with the first choice's cached tokens."""
     choices = len(generations) // len(prompts)
     prompt_count = sum(len(prompt) for prompt in prompts)
-    made_count = sum(one.made_count for one in generations)
+    made_count = sum(generation.made_count for generation in generations)
     cached_count = sum(generations[i * choices].cached_count for i in range(len(prompts)))
     return {
         "prompt_tokens": prompt_count,

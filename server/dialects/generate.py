@@ -1,4 +1,4 @@
-"""SGLang's /generate and vLLM's /inference/v1/generate: the doors that routers use."""
+"""SGLang's /generate and vLLM's /inference/v1/generate: the routes that routers call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def _prompts(service: Service, ask: schemas.GenerateAsk) -> list[list[int]
 
 
 def scored_from(ask: schemas.GenerateAsk) -> int | None:
-    """The first position whose chance is asked for; -1 means none of the prompt."""
+    """The first prompt position to score; -1 in the body means none."""
     start = -1 if ask.logprob_start_len is None else ask.logprob_start_len
     return start if ask.return_logprob and start >= 0 else None
 
@@ -98,11 +98,11 @@ class GenerateShape:
         self.is_many = is_many
 
     def whole(self) -> Any:
-        found = [self.one(index) for index in range(len(self.grown.generations))]
+        found = [self.answer(index) for index in range(len(self.grown.generations))]
         return found if self.is_many else found[0]
 
-    def one(self, index: int) -> dict[str, Any]:
-        """SGLang's form: everything so far, also while it streams."""
+    def answer(self, index: int) -> dict[str, Any]:
+        """SGLang's form: the whole text so far, in every chunk."""
         grown = self.grown.generations[index]
         choices = len(self.grown.generations) // len(self.prompts)
         meant: dict[str, Any] = {
@@ -156,7 +156,7 @@ class GenerateWriter:
     def feed(self, index: int, delta: Delta) -> bytes:
         if not delta.tokens and delta.finish is None:
             return b""
-        return event(self._shape.one(index))
+        return event(self._shape.answer(index))
 
     def end(self) -> bytes:
         return b""
@@ -188,7 +188,7 @@ async def generate_tokens(request: Request) -> Response:
 
 
 class TokensShape:
-    """Ids out; text is nobody's business here."""
+    """Answers with token ids and no text."""
 
     def __init__(self, service: Service, ask: schemas.TokensAsk, grown: Answer) -> None:
         self.service = service
@@ -198,23 +198,25 @@ class TokensShape:
     def document(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"request_id": self.grown.call.request_id, "choices": choices}
 
-    def choice(self, index: int, one: Generation | Delta) -> dict[str, Any]:
+    def choice(self, index: int, generation: Generation | Delta) -> dict[str, Any]:
         has_logprobs = self.ask.sampling_params.logprobs is not None
         return {
             "index": index,
-            "token_ids": one.tokens,
-            "logprobs": chat_logprobs(self.service.tokenizer, one.tokens, one.chances)
+            "token_ids": generation.tokens,
+            "logprobs": chat_logprobs(self.service.tokenizer, generation.tokens, generation.chances)
             if has_logprobs
             else None,
-            "finish_reason": one.finish,
-            "stop_reason": one.stopped_by,
+            "finish_reason": generation.finish,
+            "stop_reason": generation.stopped_by,
         }
 
     def usage(self) -> dict[str, Any]:
         return usage([self.ask.token_ids], self.grown.generations)
 
     def whole(self) -> dict[str, Any]:
-        choices = [self.choice(i, one) for i, one in enumerate(self.grown.generations)]
+        choices = [
+            self.choice(i, generation) for i, generation in enumerate(self.grown.generations)
+        ]
         document = {**self.document(choices), "prompt_logprobs": None, "usage": self.usage()}
         if self.ask.sampling_params.prompt_logprobs is not None:
             document["prompt_logprobs"] = prompt_logprobs(

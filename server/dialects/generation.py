@@ -35,7 +35,7 @@ class Ending:
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """What one piece added. `stopped_by` is the stop string or stop token that ended it."""
+    """What a piece of output added. `stopped_by` is the stop string or stop token that ended it."""
 
     text: str
     tokens: tuple[int, ...]
@@ -67,7 +67,7 @@ class Generation:
 
     @property
     def is_stopped_early(self) -> bool:
-        """A stop string ended it, and the engine does not know."""
+        """A stop string ended the answer before the engine did."""
         return self._stopped is not None
 
     @property
@@ -79,7 +79,7 @@ class Generation:
         return "".join(self._texts)
 
     def feed(self, piece: Piece) -> Delta:
-        """What the piece adds; nothing once the answer has ended."""
+        """The delta of a piece; empty once the answer has ended."""
         if self.finish is not None:
             return Delta("", ())
         if piece.cached_count is not None:

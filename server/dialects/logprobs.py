@@ -10,7 +10,7 @@ from ess.models.tokenizer import Tokenizer
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token on its own; bytes that are no text by themselves are written out."""
+    """A token as text; bytes that are not valid text alone are written as escapes."""
     raw = tokenizer.bytes_of(token)
     try:
         return raw.decode("utf-8")
@@ -21,8 +21,9 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance | None], offset: int
 ) -> dict[str, Any]:
-    """Lists beside each other; `offset` is where the first token's text begins. What stands at the
-    very beginning has no chance."""
+    """Parallel lists; `offset` is where the first token's text begins. The first token of a text
+    has no log probability.
+    """
     texts = [token_text(tokenizer, token) for token in tokens]
     offsets = []
     for text in texts:
@@ -60,16 +61,18 @@ def prompt_logprobs(
     far as it came, if it was aborted."""
     found: list[dict[str, Any] | None] = [None]
     for token, chance in zip(prompt[1:], chances, strict=False):
-        ranked = [(one, logprob, rank) for rank, (one, logprob) in enumerate(chance.top, start=1)]
+        ranked = [
+            (token, logprob, rank) for rank, (token, logprob) in enumerate(chance.top, start=1)
+        ]
         shown = [(token, chance.logprob, chance.rank), *ranked]
         found.append(
             {
-                str(one): {
+                str(token): {
                     "logprob": logprob,
                     "rank": rank,
-                    "decoded_token": token_text(tokenizer, one),
+                    "decoded_token": token_text(tokenizer, token),
                 }
-                for one, logprob, rank in reversed(shown)
+                for token, logprob, rank in reversed(shown)
             }
         )
     return found

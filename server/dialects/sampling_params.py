@@ -1,4 +1,4 @@
-"""From what a client asked, in any dialect, to what the engine is told.
+"""From a request body of any dialect to the engine's sampling parameters.
 
 A wrong value is refused here, before anything is queued.
 """
@@ -25,7 +25,7 @@ SEED_BITS: Final = 63
 
 
 class Wanted(msgspec.Struct, kw_only=True):
-    """What all dialects boil down to, before bounds and defaults."""
+    """The fields that all dialects share, before bounds and defaults."""
 
     tokens_max: int | None
     tokens_min: int | None = None
@@ -110,7 +110,7 @@ def samplings(
 
 
 def _sampling(service: Service, wanted: Wanted, *, tokens_max: int) -> Sampling:
-    """Every bound is the engine's own; what is open is the checkpoint's recommendation."""
+    """Applies the engine's bounds and, for missing fields, the checkpoint's defaults."""
     defaults = service.defaults
     given = {name: getattr(wanted, name) for name in SamplingDefaults.__dataclass_fields__}
     chosen = {
@@ -138,7 +138,7 @@ def _sampling(service: Service, wanted: Wanted, *, tokens_max: int) -> Sampling:
 
 
 def _wrapped(seed: int) -> int:
-    """Seeds of any size, into 64 bits."""
+    """A seed of any size, wrapped to 64 bits."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -186,7 +186,7 @@ def _logit_bias(asked: Mapping[str, float]) -> dict[int, float]:
 
 
 def grammar_of(ask: Common) -> Grammar | None:
-    """OpenAI's response_format, vLLM's structured_outputs, SGLang's regex and ebnf: one of them."""
+    """The grammar of response_format, structured_outputs, regex or ebnf: at most one is given."""
     found = [
         *_of_response_format(ask.response_format),
         *grammars_of(ask.structured_outputs),
@@ -198,7 +198,10 @@ def grammar_of(ask: Common) -> Grammar | None:
 
 def one_grammar(found: Sequence[Grammar]) -> Grammar | None:
     if len(found) > 1:
-        raise BadInput(f"{len(found)} constraints on the form of the answer; give one")
+        raise BadInput(
+            f"{len(found)} constraints on the form of the answer: give only one of "
+            "response_format, structured_outputs, regex, ebnf"
+        )
     return found[0] if found else None
 
 

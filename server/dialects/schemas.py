@@ -1,4 +1,4 @@
-"""The bodies of requests, as clients of OpenAI's API and of vLLM's and SGLang's send them.
+"""Request bodies as clients of OpenAI, vLLM and SGLang send them.
 
 Keys that are not listed are ignored: routers add their own. A key that is listed and would change
 the answer, but is not served, is refused where the wish is made.
@@ -41,14 +41,14 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class Addressed(msgspec.Struct, kw_only=True):
-    """Whose request it is, and who comes before whom: a lower priority is earlier, as in vLLM."""
+    """Id, session and priority of a request; a lower priority runs earlier, as in vLLM."""
 
     priority: int | None = None
     session_id: str | None = None
 
 
 class Sampled(msgspec.Struct, kw_only=True):
-    """What all dialects call the same; None is as good as absent."""
+    """Fields with the same name in all dialects; null means absent."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -65,7 +65,7 @@ class Sampled(msgspec.Struct, kw_only=True):
 
 
 class Common(Sampled, kw_only=True):
-    """What completions and chat completions share: Addressed too, but a struct has one base."""
+    """What completions and chat completions share, the fields of Addressed included."""
 
     priority: int | None = None
     session_id: str | None = None
@@ -185,7 +185,7 @@ class AbortAsk(msgspec.Struct, kw_only=True):
 
 
 def read(raw: bytes, kind: type[Ask]) -> Ask:
-    """All of the body is checked to be UTF-8, also parts that are read later or never."""
+    """Decodes a body; all of it must be UTF-8, also fields that are ignored."""
     try:
         raw.decode("utf-8")
         return msgspec.json.decode(raw or b"{}", type=kind)
@@ -198,7 +198,7 @@ def read(raw: bytes, kind: type[Ask]) -> Ask:
 
 
 def _placed(sentence: str) -> str:
-    """The field first, as in every other error.
+    """Moves the field to the front of the sentence, as in every other error.
 
     >>> _placed("Expected `int | null`, got `str` - at `$.max_tokens`")
     'max_tokens: expected `int | null`, got `str`'

@@ -1,13 +1,13 @@
-"""Waiting for the engine on behalf of a client, and stopping when the client has gone.
+"""Streams and documents: waits for the engine, and cancels when the client disconnects.
 
-A dialect (completions, chat, ...) says how pieces are written: `Frames` for streams of events,
-`Whole` for one document. What is common is here: first pieces, keep-alives, stalled readers,
+A dialect (completions, chat, ...) writes the pieces: a `Writer` for streams of events, a function
+for one document. This module has what they share: first pieces, keep-alives, stalled readers,
 disconnects, failures.
 
-Events leave as bytes that are ready to send, all that have come in one write. Once a stream is
-under way they go straight to the socket, in the turn of the loop in which they came: a task is
-woken only for the beginning, the end and a reader that is behind. Nothing is timed per event: one
-timer per stream ticks, and acts only if nothing was sent since it last did.
+Events leave as encoded bytes, all that are ready in one write. Once a stream is under way they go
+straight to the socket in the loop iteration in which they arrive; a task is woken only for the
+beginning, the end and a slow reader. No timer runs per event: one timer per stream ticks, and acts
+only if nothing was sent since its last tick.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Answer:
         return self._going_count == 0
 
     def take(self, piece: Piece) -> tuple[int, Delta]:
-        """A piece to text; what a stop string ended is ended at the engine too."""
+        """Turns a piece into text; after a stop string the engine is told to stop too."""
         index = piece.number - self.call.numbers.start
         generation = self.generations[index]
         if piece.reason in ("refused", "failed"):
@@ -91,7 +91,7 @@ class Answer:
 
 
 class Times:
-    """When tokens came, into the server's tally."""
+    """Records when tokens came in the server's tally."""
 
     def __init__(self, clock: Clock, tally: Tally) -> None:
         self._clock = clock
@@ -118,8 +118,8 @@ def _refusal(piece: Piece) -> BadInput:
 
 
 async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> bool:
-    """Run `work` to its end, unless one of the others ends before; True if it was `work`."""
-    working, *watching = [asyncio.ensure_future(one) for one in (work, *others)]
+    """Runs `work` until it or one of the others ends; True if `work` ended first."""
+    working, *watching = [asyncio.ensure_future(work_item) for work_item in (work, *others)]
     try:
         await asyncio.wait((working, *watching), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -132,13 +132,13 @@ async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any,
 
 
 async def gone(receive: Receive) -> None:
-    """Ends when the client has disconnected. The body has been read before."""
+    """Returns when the client has disconnected; its body was read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Gone(Response):
-    """For a client that is no longer there to read it."""
+    """An answer for a client that has disconnected."""
 
     def __init__(self) -> None:
         super().__init__(status_code=499)
@@ -183,11 +183,11 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": ready + DONE, "more_body": False})
 
     def _nudged(self) -> bytes:
-        """Nothing came: the stream is silent, or what has left straight was its end."""
+        """Sends a keep-alive, or ends a stream whose last bytes went straight to the socket."""
         return b"" if self._answer.is_done else KEEP_ALIVE
 
     def _pass_on(self, pieces: Sequence[Piece]) -> bool:
-        """Straight to the socket; a reader that is behind is the pump's."""
+        """Writes straight to the socket; for a slow reader the task takes over."""
         straight = self._straight
         if straight is None or not straight.is_free():
             return False
@@ -211,7 +211,7 @@ class EventStream(Response):
         self._is_sending = False
 
     async def _tick(self) -> None:
-        """Nudge a stream that was quiet; ends when the reader has taken nothing for too long."""
+        """Wakes a quiet stream; cancels it when the reader has taken nothing for too long."""
         limits = self._answer.service.limits
         stalled_s = 0.0
         while stalled_s < limits.stall_s:
@@ -229,7 +229,7 @@ def event(document: Any) -> bytes:
 async def respond(
     grown: Answer, receive: Receive, *, writer: Writer | None, whole: Callable[[], Any]
 ) -> Response:
-    """The answer as a stream if there is a writer for one, else as the document `whole` makes."""
+    """A stream if there is a writer, else the document that `whole` makes."""
     try:
         if writer is not None:
             return await _stream(grown, receive, writer)
@@ -242,7 +242,7 @@ async def respond(
 
 
 async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:
-    """Wait a little for the first pieces, so that a refusal is an answer and not an event."""
+    """Waits for the first pieces, so that a refusal gets its HTTP status."""
     first: list[Piece] = []
 
     async def wait() -> None:

@@ -90,7 +90,7 @@ def make_app(
 
 
 def _named(path: str, handler: Handler) -> Handler:
-    """Counts by route, never by a path that a client made up; a failure of ours is an answer."""
+    """Runs a route, counted under its own path; an unexpected exception becomes a 500."""
 
     async def handle(request: Request) -> Response:
         request.scope["route_name"] = path
@@ -122,14 +122,14 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _nearest(path: str) -> str:
-    """What was probably meant: most often the /v1 of the client's base URL is missing."""
-    known = [one for _, one, _ in ROUTES]
+    """The known path closest to the requested one; often a client's base URL lacks /v1."""
+    known = [route for _, route, _ in ROUTES]
     close = [f"/v1{path}"] if f"/v1{path}" in known else difflib.get_close_matches(path, known, n=1)
     return f"did you mean {close[0]}?" if close else "/openapi.json lists what there is"
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    """What went wrong goes to the log, never to the client."""
+    """The log gets the exception; the client gets a 500 without details."""
     state = request.state
     traced = f" of trace {state.trace}" if state.trace else ""
     log = logging.getLogger("ess")

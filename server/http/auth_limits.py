@@ -1,8 +1,9 @@
-"""The first thing a request meets: its id, its key, the length of its body.
+"""ASGI middleware in front of every route: request id, API key, length of the body.
 
-Plain ASGI, because it wraps streams too. Every path needs the key when one is set, also those that
-do not exist, except the two that probes call and the dashboard's page: a browser cannot send a key
-with an address, so the page, which says nothing of this server, asks for it and sends it itself.
+Plain ASGI, because it wraps streams too. When a key is set, every path needs it, also paths that do
+not exist. Three are exempt: the two that probes call, and the dashboard's page. A browser cannot
+send a key when it opens an address; the page holds no state of this server, asks the user for the
+key and sends it with its own requests.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Gate:
 
 
 class Limited:
-    """A receive that counts, for bodies that do not say how long they are."""
+    """Counts the bytes of a body that came without a Content-Length."""
 
     def __init__(self, receive: Receive, body_max: int) -> None:
         self._receive = receive

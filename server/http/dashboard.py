@@ -1,7 +1,7 @@
-"""/dashboard: one page, with what it runs in it, that loads nothing from elsewhere.
+"""/dashboard: one HTML file with its style and script inside; it loads nothing else.
 
-Its policy names the page's own style and script by their digests and lets it speak to this server
-only. Recordings lie beside it and are shown by /dashboard?replay=NAME.
+The content security policy allows that style and script by digest and requests to this server
+only. Recordings lie in recordings/ and are shown by /dashboard?replay=NAME.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """/v1/events: what engine and server are doing, as server-sent events, a few times a second.
 
-One frame is made per published status and encoded once, however many watch. A stream begins with
+One frame is made per published status and encoded once for all viewers. A stream begins with
 the last minute, so that a new viewer's charts are not empty, and says at least once a second what
 the server itself knows: that it starts, drains, or has lost its engine. Then it ends.
 """
@@ -32,7 +32,7 @@ async def events(request: Request) -> Response:
 
 
 class Frames:
-    """The frame of the moment, ready to send; all who ask before it changes get the same bytes."""
+    """The current frame as bytes; every viewer gets the same object until the status changes."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -94,7 +94,7 @@ def _event(name: str, document: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(document) + b"\n\n"
 
 
-# ---- what is said
+# ---- the content of a frame
 
 
 def history(service: Service) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def _waits(waits: Waits) -> list[int]:
 
 
 def _requests(service: Service, status: Status) -> list[dict[str, Any]]:
-    """The engine's lines with the ids that clients know; requests that have ended are left out."""
+    """The engine's requests under the ids that clients know, without those that have ended."""
     now_s, calls = service.clock.now_s(), service.link.calls
     return [
         {
@@ -167,7 +167,7 @@ def _requests(service: Service, status: Status) -> list[dict[str, Any]]:
 
 
 def counts(status: Status, at_s: float) -> dict[str, Any]:
-    """What only grows, with how many ran and waited, and when it was so."""
+    """The growing counters, the running and waiting counts, and the time of the reading."""
     return {
         "at_s": at_s,
         "running": status.running_count,

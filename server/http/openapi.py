@@ -1,4 +1,4 @@
-"""/openapi.json: every route, what it is asked and what it gives, as OpenAPI 3.1.
+"""/openapi.json: every route with its request and answer forms, as OpenAPI 3.1.
 
 The bodies are the structs that the routes read, so the document cannot say anything else. The
 routes come from the app; what they are for stands in `DOORS`, and a route without a line there, or
@@ -23,7 +23,7 @@ SCHEMAS: Final = "#/components/schemas/"
 
 
 class Error(msgspec.Struct, forbid_unknown_fields=True):
-    """What went wrong, for people, and its kind and code, for programs."""
+    """An error body: a sentence for people, a type and a code for programs."""
 
     message: str
     type: str
@@ -172,7 +172,7 @@ def _good(door: Door) -> dict[str, Any]:
 
 
 def _errors() -> dict[str, Any]:
-    """Every error has the same shape; an overloaded server says when to come again."""
+    """All errors share one shape; those of an overloaded server carry Retry-After."""
     content = {JSON: {"schema": {"$ref": SCHEMAS + "ErrorAnswer"}}}
     kinds: dict[int, list[str]] = {}
     for _, status, kind in STATUS_OF:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with the limits that it leaves to a proxy: ours may face the network.
+"""uvicorn's HTTP protocol with the limits that uvicorn leaves to a proxy in front.
 
 A connection beyond the most that are held is answered 503 and closed. Request line and headers
 together have a length and a time in which they must be complete.
@@ -38,7 +38,7 @@ def refusal(status: bytes, body: bytes, *headers: bytes) -> bytes:
 
 
 class Straight:
-    """Past ASGI to the socket, for the body of an answer whose head has left in chunks.
+    """Writes body chunks of a started answer straight to the socket, without ASGI.
 
     An event through `send` costs more in calls and awaits than in the write itself. This is
     uvicorn's own write without them, and only where its `send` would not have waited: a reader that
@@ -129,7 +129,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's word for what is not HTTP, in the shape of our errors."""
+        """uvicorn's answer to bytes that are not HTTP, as one of our JSON errors."""
         body = b'{"error":{"message":"the request is not HTTP/1.1","type":"invalid_request_error",'
         self.transport.write(refusal(b"400 Bad Request", body + b'"param":null,"code":null}}'))
         self.transport.close()
@@ -143,7 +143,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited(*, connections_max: int, head_bytes_max: int, tally: Tally) -> type[LimitedProtocol]:
-    """uvicorn makes the protocol itself, so limits are fields of a class."""
+    """A protocol class with these limits: uvicorn creates the instances itself."""
     return type(
         "LimitedHere",
         (LimitedProtocol,),

@@ -1,4 +1,4 @@
-"""Who asks: the id, the session and the trace of a request, and what an answer says of them.
+"""The id, session and trace of a request: read from it, returned in the answer's headers.
 
 An id and a session are taken from headers or bodies and come back as headers. Of a W3C traceparent
 the trace is kept and the parent is ours from here on: in the answer and in the log.
@@ -25,7 +25,7 @@ PARENT: Final = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-(
 
 
 def address(headers: Mapping[bytes, bytes]) -> dict[str, Any]:
-    """What a request's state says of it; names that are none are passed over."""
+    """Id, session and trace from a request's headers; malformed values are ignored."""
     request_id, session_id = headers.get(b"x-request-id", b""), headers.get(b"x-session-id", b"")
     found: dict[str, Any] = {
         "request_id": request_id.decode() if NAME.fullmatch(request_id) else secrets.token_hex(16),
@@ -40,7 +40,7 @@ def address(headers: Mapping[bytes, bytes]) -> dict[str, Any]:
 
 
 def headers_of(state: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
-    """For the answer."""
+    """Response headers."""
     said = (
         (b"x-request-id", state["request_id"]),
         (b"x-session-id", state["session_id"]),

@@ -2,8 +2,8 @@
 
     {"error": {"message", "type", "param", "code"}}
 
-Overload carries Retry-After (seconds, and milliseconds for the clients that read those) and, as
-`x-ess-reason`, the name of what is short.
+Overload carries Retry-After (in seconds, and in milliseconds for clients that read those) and
+`x-ess-reason`, the name of the exhausted resource.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELD: Final = re.compile(
 
 
 class Refused(EssError):
-    """A request that is right but cannot be served now."""
+    """A valid request that cannot be served now."""
 
     def __init__(self, sentence: str, *, reason: str, retry_after_s: float | None) -> None:
         super().__init__(sentence)
@@ -32,15 +32,15 @@ class Refused(EssError):
 
 
 class Denied(EssError):
-    """No key, or a wrong one."""
+    """The API key is missing or wrong."""
 
 
 class Absent(EssError):
-    """There is no such model or route."""
+    """The model or route does not exist."""
 
 
 class TooLarge(EssError):
-    """The body is longer than is read."""
+    """The body exceeds the limit."""
 
 
 STATUS_OF: Final[tuple[tuple[type[EssError], int, str], ...]] = (
@@ -62,7 +62,7 @@ def answer(document: Any, *, status: int = 200, headers: dict[str, str] | None =
 
 
 def error_body(error: EssError) -> tuple[int, dict[str, Any]]:
-    """The sentence of a wrong value opens with the field, which clients also get by itself."""
+    """`param` is the field that the sentence opens with."""
     named = FIELD.match(str(error)) if isinstance(error, BadInput) else None
     param = named[1] if named is not None and named[1] != "body" else None
     for kind, status, name in STATUS_OF:

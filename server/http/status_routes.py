@@ -1,4 +1,4 @@
-"""What the server says about itself: to people, routers, probes and scrapers."""
+"""Routes that report on the server: for people, routers, probes and metric scrapers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def version(request: Request) -> Response:
 
 
 async def server(request: Request) -> Response:
-    """Names that routers lift come first; what was configured, and where from, is `settings`."""
+    """Names that routers read come first; `settings` has each setting and its origin."""
     service = _service(request)
     return answer({**_model(service), **_server(service), "settings": service.described})
 
@@ -85,7 +85,7 @@ def _server(service: Service) -> dict[str, Any]:
 
 
 def _engine(service: Service) -> dict[str, Any]:
-    """What the engine chose, beside what was configured; `modes` are counts per layer."""
+    """What the engine chose at run time; `modes` counts layers per mode."""
     status = service.board.status
     return {
         "depth": status.depth,
@@ -95,7 +95,7 @@ def _engine(service: Service) -> dict[str, Any]:
 
 
 async def health(request: Request) -> Response:
-    """Alive: the engine may still be loading, but it is not lost."""
+    """200 while the engine loads or runs, 503 once it is lost."""
     service = _service(request)
     if service.link.state == "lost":
         return error_answer(Unavailable(f"the engine is gone: {service.link.why_lost}"))
@@ -103,7 +103,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Send requests here: not while the model loads, nor while the server drains."""
+    """200 when requests are welcome: not while the model loads or the server drains."""
     service = _service(request)
     try:
         service.check_state()
@@ -115,7 +115,7 @@ async def ready(request: Request) -> Response:
 
 
 async def health_generate(request: Request) -> Response:
-    """Healthy enough to make one token."""
+    """200 after the engine has made one token."""
     service = _service(request)
     prompt = service.tokenizer.encode("a") or [0]
     call = service.begin(request.state.request_id, [(prompt, Sampling(tokens_max=1))])
@@ -131,7 +131,7 @@ async def health_generate(request: Request) -> Response:
 
 
 async def loads(request: Request) -> Response:
-    """SGLang's load report; sections that are not asked for are left out."""
+    """SGLang's load report, limited to the sections asked for."""
     service = _service(request)
     wanted = request.query_params.get("include", "all").split(",")
     sections = {"memory": _memory, "queues": _queues}

@@ -1,8 +1,8 @@
-"""A span per generating request, for OpenTelemetry, if it is installed and has somewhere to go.
+"""An OpenTelemetry span per generating request, if the package and an endpoint are there.
 
-Plain ASGI inside the gate: what has no key has no span. A `traceparent` that came with the request
-is the span's parent. The span ends with the answer's last byte, so its length is the request's;
-when the first byte of the body left is an attribute and an event.
+Plain ASGI inside auth_limits: a request without a valid key has no span. The request's
+`traceparent` is the span's parent. The span ends with the answer's last byte, so its length is the
+request's; the time of the first byte is an attribute and an event.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRACED: Final = frozenset(
 
 @contextlib.contextmanager
 def provided(endpoint: str, *, model: str) -> Iterator[TracerProvider | None]:
-    """None without an endpoint; what has not left yet leaves at the end."""
+    """None without an endpoint; spans not exported yet are flushed at the end."""
     provider = provider_to(endpoint, model=model) if endpoint else None
     try:
         yield provider
@@ -37,7 +37,7 @@ def provided(endpoint: str, *, model: str) -> Iterator[TracerProvider | None]:
 
 
 def provider_to(endpoint: str, *, model: str) -> TracerProvider:
-    """Spans leave in batches, from a thread of their own."""
+    """Exports spans in batches from its own thread."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -59,7 +59,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def abort(request: Request) -> Response:
-    """Harmless for an id that nobody has; the count says how many it met."""
+    """Ignores unknown ids; the answer counts the requests that were aborted."""
     service: Service = request.app.state.service
     ask = schemas.read(await request.body(), schemas.AbortAsk)
     if ask.abort_all:

@@ -30,20 +30,20 @@ async def stop(request: Request) -> Response:
 
 
 def trace_document(traced: Traced, *, title: str) -> dict[str, Any]:
-    """One thread per lane, in the order in which lanes first have something."""
-    lanes = {lane: at for at, lane in enumerate(dict.fromkeys(one.lane for one in traced.spans))}
+    """One thread per lane, in order of each lane's first span."""
+    lanes = {lane: at for at, lane in enumerate(dict.fromkeys(span.lane for span in traced.spans))}
     events = [_named("process_name", 0, title)]
     events += [_named("thread_name", at, lane) for lane, at in lanes.items()]
     events += [
         {
-            "name": one.name,
+            "name": span.name,
             "ph": "X",
             "pid": 0,
-            "tid": lanes[one.lane],
-            "ts": one.start_us,
-            "dur": one.took_us,
+            "tid": lanes[span.lane],
+            "ts": span.start_us,
+            "dur": span.took_us,
         }
-        for one in traced.spans
+        for span in traced.spans
     ]
     about = {"version": ess.__version__, "left_out": traced.left_out}
     return {"traceEvents": events, "otherData": about}
