@@ -40,8 +40,8 @@ from ess.engine.step.future import FutureMap, Outcome, depth_reasons
 from ess.engine.step.runner import Runner
 from ess.engine.step.tuning import Tuning
 from ess.engine.step.warmth import Warmth
+from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.determinism import require_alike
-from ess.engine.tokens.logprobs import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import Seen, drafts_of
 from ess.errors import BadInput, BadState, PoolFull

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ess.door import Sequence
 from ess.engine.request import Request
-from ess.engine.tokens.logprobs import Chance
+from ess.engine.tokens.chance import Chance
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ess.engine.process.messages import Chance
+from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.models.chat.messages import read_messages
 from ess.models.chat.reply import (

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ess.engine.process.messages import Chance
+from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.generation import Delta, Generation

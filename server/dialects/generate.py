@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ess.engine.process.messages import Chance
+from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar, Kind
 from ess.errors import BadInput
 from ess.server.dialects import sampling_params, schemas

@@ -8,7 +8,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from ess.engine.process.messages import Chance, Piece, Reason
+from ess.engine.process.messages import Piece
+from ess.engine.request import Reason
+from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.stops import StopText
 from ess.models.detokenizer import Detokenizer
 from ess.models.tokenizer import Tokenizer

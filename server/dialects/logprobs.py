@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ess.engine.process.messages import Chance
+from ess.engine.tokens.chance import Chance
 from ess.models.tokenizer import Tokenizer
 
 

@@ -22,8 +22,8 @@ from ess.engine.process.messages import Add
 from ess.engine.process.worker import EngineLoop
 from ess.engine.request import Request
 from ess.engine.step import prompt as prompts
+from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar, Grammars
-from ess.engine.tokens.logprobs import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.load import EMBEDDED, load_model

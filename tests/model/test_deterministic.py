@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import msgspec
@@ -52,7 +51,7 @@ def said(eng: Engine, *neighbours: int) -> list[object]:
     while request.reason is None:
         for made in eng.step().made:
             if made.request is request:
-                chances += [dataclasses.astuple(chance) for chance in made.chances]
+                chances += [msgspec.structs.astuple(chance) for chance in made.chances]
     eng.offload.close()
     return [*request.output, *chances]
 

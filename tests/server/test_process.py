@@ -14,7 +14,6 @@ from ess.engine.layers import spans
 from ess.engine.process.messages import (
     Abort,
     Add,
-    Chance,
     Flush,
     Flushed,
     FromEngine,
@@ -29,6 +28,7 @@ from ess.engine.process.messages import (
     TraceSpan,
 )
 from ess.engine.process.worker import EngineLoop
+from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput

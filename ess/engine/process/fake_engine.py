@@ -23,14 +23,12 @@ import zmq
 from ess.engine.process.messages import (
     Abort,
     Add,
-    Chance,
     Flush,
     Flushed,
     Launch,
     Piece,
     Progress,
     Ready,
-    Reason,
     RequestLine,
     Status,
     Stop,
@@ -39,6 +37,8 @@ from ess.engine.process.messages import (
     Traced,
 )
 from ess.engine.process.wire import SocketWire, Wire
+from ess.engine.request import Reason
+from ess.engine.tokens.chance import Chance
 
 IDLE_S: Final = 0.02
 STATUS_EVERY_S: Final = 0.1

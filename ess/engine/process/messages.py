@@ -14,10 +14,10 @@ from typing import Literal
 
 import msgspec
 
+from ess.engine.request import Reason
+from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-
-Reason = Literal["length", "stop", "cancelled", "refused", "failed"]
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -46,14 +46,6 @@ class Trace(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End the process; requests still in it are given up."""
-
-
-class Chance(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a made token was worth: its log probability, its rank from 1, and the likeliest."""
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):

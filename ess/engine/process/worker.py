@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -28,7 +28,6 @@ from ess.engine.plan import Made, StepResult
 from ess.engine.process.messages import (
     Abort,
     Add,
-    Chance,
     Fault,
     Flush,
     Flushed,
@@ -45,7 +44,7 @@ from ess.engine.process.messages import (
 )
 from ess.engine.process.wire import SocketWire, Wire
 from ess.engine.request import Request
-from ess.engine.tokens.logprobs import Chance as Scored
+from ess.engine.tokens.chance import Chance
 from ess.errors import EssError
 from ess.layout import ModelLayout
 from ess.models.load import load_model
@@ -182,7 +181,7 @@ class EngineLoop:
                 del self._live[live.number]
         return pieces
 
-    def _piece(self, live: Live, mades: list[Made], scored: Sequence[Scored]) -> Piece:
+    def _piece(self, live: Live, mades: list[Made], scored: Sequence[Chance]) -> Piece:
         tokens = tuple(token for made in mades for token in made.tokens)
         self._made_count += len(tokens)
         return Piece(
@@ -190,9 +189,9 @@ class EngineLoop:
             tokens,
             live.request.reason,
             self._admitted(live),
-            _told(one for made in mades for one in made.chances),
+            tuple(chance for made in mades for chance in made.chances),
             self._why(live.request),
-            _told(scored),
+            tuple(scored),
         )
 
     def _admitted(self, live: Live) -> int | None:
@@ -266,10 +265,6 @@ class EngineLoop:
             depth=engine.depth,
             depth_reasons=engine.depth_reasons(),
         )
-
-
-def _told(chances: Iterable[Scored]) -> tuple[Chance, ...]:
-    return tuple(Chance(one.logprob, one.rank, one.top) for one in chances)
 
 
 def _line(live: Live) -> RequestLine:

@@ -33,7 +33,8 @@ from ess.engine.layers.batch import (
     turned,
 )
 from ess.engine.step.runner import Runner
-from ess.engine.tokens.logprobs import Chance, chances
+from ess.engine.tokens.chance import Chance
+from ess.engine.tokens.logprobs import chances
 from ess.kernels.backend import Ops
 from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer, Entry

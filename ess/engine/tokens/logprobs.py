@@ -8,25 +8,15 @@ token that a filter would never have let through still has its true chance.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.draw import best
 
 REACH_MORE: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Chance:
-    """Of one made token. Rank 1 is the likeliest; `top` is (id, logprob), likeliest first, equal
-    ones by id."""
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
 
 
 def chances(logits: Tensor, tokens: Sequence[int], top_count: int) -> tuple[Chance, ...]:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ess.engine.plan import Line
 from ess.engine.request import Request
+from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.counts import Tally
 from ess.engine.tokens.draw import draw
-from ess.engine.tokens.logprobs import Chance, chances
+from ess.engine.tokens.logprobs import chances
 
 
 @dataclass(frozen=True, slots=True)

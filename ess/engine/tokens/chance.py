@@ -1,0 +1,13 @@
+"""How likely a token was, as the engine finds it and the server tells it. Needs no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Chance(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Rank 1 is the likeliest; `top` is (id, logprob), likeliest first, equal ones by id."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
