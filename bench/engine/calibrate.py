@@ -6,7 +6,8 @@ two attentions and a merge instead of one, two selections instead of one. Each c
 `fixed + each * count` through the times of all batches, or a multiple where a line would start
 below zero. Misses are per request and step of two tokens, by layer and context.
 
-`ess-bench calibrate --out FILE` writes what `EngineConfig(calibration=FILE)` reads.
+`ess-bench calibrate --out FILE` writes what `ess serve --calibration FILE` and
+`EngineConfig(calibration=FILE)` read.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ess.errors import BadInput
 from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
 from ess.models.tokenizer import Tokenizer
-from ess.overlap.calibration import MISSES, PREFIX, RATE
+from ess.overlap.calibration import LAYOUT, MISSES, PREFIX, RATE, shape_of
 from ess.units import PAGE_ROWS, div_ceil
 
 RATIO: Final = 0.2
@@ -76,7 +77,9 @@ def calibrate_benchmark(*, smoke: bool) -> list[Row]:
     plan, model = SMOKE if smoke else FULL, load_model()
     with one_thread_less():
         rows = _constant_rows(model, plan)
-        return rows + [row for context in plan.contexts for row in _miss_rows(model, context, plan)]
+        return rows + [
+            row for context in plan.contexts for row in _measured_misses(model, context, plan)
+        ]
 
 
 @contextlib.contextmanager
@@ -97,14 +100,16 @@ def _constant_rows(model: Model, plan: Plan) -> list[Row]:
     }
     constants = fitted(seen["none"], seen["da"], seen["dba"])
     config = {"context": plan.context, "batches": list(plan.batches), "mtp": 1}
-    rate = statistics.median(one.bytes_per_us for one in seen["none"])
-    return [
-        *(
-            Row(name=PREFIX + one.name, value=getattr(constants, one.name), unit="us")
-            for one in fields(constants)
-        ),
-        Row(name=PREFIX + RATE, value=rate, unit="B/us", config=config),
+    rate = statistics.median(times.bytes_per_us for times in seen["none"])
+    return constant_rows(constants, rate, {**config, LAYOUT: shape_of(model.config.layout())})
+
+
+def constant_rows(constants: Calibration, rate: float, config: dict[str, Any]) -> list[Row]:
+    times = [
+        Row(name=PREFIX + field.name, value=getattr(constants, field.name), unit="us")
+        for field in fields(constants)
     ]
+    return [*times, Row(name=PREFIX + RATE, value=rate, unit="B/us", config=config)]
 
 
 def fitted(none: Sequence[Times], da: Sequence[Times], dba: Sequence[Times]) -> Calibration:
@@ -169,7 +174,7 @@ def _times(model: Model, mode: str, batch: int, plan: Plan) -> Times:
     )
 
 
-def _miss_rows(model: Model, context: int, plan: Plan) -> list[Row]:
+def _measured_misses(model: Model, context: int, plan: Plan) -> list[Row]:
     batch = plan.batches[1]
     made = settled_engine(
         model, context=context, batch=batch, steps=plan.steps, mtp=2, modes="none"
@@ -180,14 +185,14 @@ def _miss_rows(model: Model, context: int, plan: Plan) -> list[Row]:
     missed = (last.miss_count - first.miss_count) / (step_count * batch)
     made.offload.close()
     layout = made.offload.layout
+    of_layers = [float(missed[layout.group_of(layer)]) for layer in range(layout.layer_total)]
+    return miss_rows(of_layers, {"context": context, "ratio": RATIO, "mtp": 2})
+
+
+def miss_rows(misses: Sequence[float], config: dict[str, Any]) -> list[Row]:
     return [
-        Row(
-            name=PREFIX + MISSES,
-            value=float(missed[layout.group_of(layer)]),
-            unit="rows",
-            config={"context": context, "layer": layer, "ratio": RATIO, "mtp": 2},
-        )
-        for layer in range(layout.layer_total)
+        Row(name=PREFIX + MISSES, value=value, unit="rows", config={**config, "layer": layer})
+        for layer, value in enumerate(misses)
     ]
 
 

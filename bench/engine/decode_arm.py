@@ -94,7 +94,7 @@ class Arm:
             EngineConfig(
                 modes=way.mode,
                 mtp=shape.mtp,
-                batch_max=shape.batch,
+                max_running=shape.batch,
                 query_max=shape.batch * shape.mtp,
                 warm=way.ratio is not None,
                 budget_every=64 if way.ratio is not None and way.ratio < 1.0 else 0,

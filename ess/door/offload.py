@@ -25,6 +25,7 @@ from ess.door.transit import differing_slots
 from ess.door.workspace import Part, layer_view, make_part
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
+from ess.kernels.served import refuse_cuda
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.pool.sparse import FetchPlan
@@ -87,6 +88,7 @@ class Offload:
         given = {"sequence_max": sequence_max, "query_max": query_max, "part_max": part_max}
         for name, value in given.items():
             in_range(name, value, 1, 1 << 20)
+        refuse_cuda("device", device)
         sizes = PoolSizes(
             slot_bytes=parse_size(slot_bytes),
             host_bytes=parse_size(host_bytes),

@@ -21,13 +21,13 @@ import numpy as np
 
 from ess.door.pools import HOST_PAGES, INDEX_PAGES, SLOTS, Pools
 from ess.errors import BadInput, BadState, PoolFull
+from ess.pool.ledger import Promise as Promise
 from ess.pool.ledger import Reservation
 from ess.pool.pages import PageIds
 from ess.pool.prefix import page_hash, page_hashes, root_hash
 from ess.units import PAGE_ROWS, div_ceil
 
 State = Literal["active", "preempted", "closed"]
-Promise = Literal["all", "some"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -1,63 +1,113 @@
-"""How an engine is to run."""
+"""How an engine is to run: each of its settings, said once (`ess.config`). Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
-from ess.door import Promise
+from ess import config
+from ess.config import setting
 from ess.engine.tokens.determinism import check_deterministic
 from ess.errors import BadInput
-from ess.kernels.backend import BackendName
+from ess.kernels.served import BackendName, refuse_cuda
 from ess.overlap.sbo import Sbo
 from ess.overlap.tbo import Tbo
+from ess.pool.ledger import Promise
+
+Modes = Literal["layerwise", "resident", "none", "da", "dba"] | Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """`mtp` is how many tokens a step verifies per request; 1 means no drafts.
+    """`modes` may list one mode per layer. A step has at most `query_max` queries; `verify_fatal`
+    ends the engine at the first row that is wrong."""
 
-    `modes` is "layerwise" (per layer from live counters, from `calibration` on if there is one),
-    "resident", "none", "da", "dba", or a list with one of these four per layer. `tbo` runs steps
-    in two halves: "off", "on", "auto", or the least tokens of a step for it; `sbo` says what the
-    experts' communication runs beside.
-    `depth` 1 plans and launches a step before the one before is learned. `promise` says whether a
-    request's device pages are promised to its full length, or as it grows. With `tpot_ms` requests
-    and chunks are admitted so that a token takes no longer; with it or with `mtp_auto` steps verify
-    as many tokens as pay, `mtp` at most. Every `budget_every` steps slots move to the layer groups
-    that miss most; 0 never. `verify_every` n checks one layer of every n-th step against the host's
-    rows. `deterministic` makes what a request says, to the last bit of its logits, independent of
-    its neighbours, of drafts and of chunks: every layer runs as NONE, prompts run slower.
-    """
-
-    modes: str | Sequence[str] = "layerwise"
-    calibration: str | Path | None = None
-    tbo: Tbo = "off"
-    sbo: Sbo = "off"
-    mtp: int = 1
-    depth: int = 0
-    promise: Promise = "all"
-    tpot_ms: float | None = None
-    mtp_auto: bool = False
-    budget_every: int = 64
-    batch_max: int = 16
+    max_running: int = setting(16, "limits", "Requests that run at a time.", (1, 4096))
+    modes: Modes = setting(
+        "layerwise",
+        "engine",
+        "How fetches hide behind compute; layerwise chooses for each layer from live counters.",
+    )
+    calibration: str = setting(
+        "", "engine", "A file from `ess-bench calibrate --out FILE`: where layerwise starts."
+    )
+    tbo: Tbo = setting(
+        "off",
+        "engine",
+        "Run steps in two halves; a number is the fewest tokens of a step that is cut.",
+        (1, 1 << 20),
+    )
+    sbo: Sbo = setting("off", "engine", "What the experts' communication runs beside.")
+    mtp: int = setting(
+        1,
+        "engine",
+        "Tokens verified per step, at most; 1 drafts none. If the checkpoint can draft, `ess serve`"
+        " takes 2.",
+        (1, 8),
+    )
+    mtp_auto: bool = setting(False, "engine", "Verify as many tokens as pay, up to --mtp.")
+    tpot_ms: float = setting(
+        0.0,
+        "engine",
+        "Milliseconds per token that admission and prompt chunks keep to; 0 sets no target.",
+        (0.0, 60_000.0),
+    )
+    chunk_tokens: int = setting(
+        512, "engine", "Prompt tokens run beside one decode step.", (1, 1 << 20)
+    )
+    deterministic: bool = setting(
+        False,
+        "engine",
+        "The same answer to the last bit, whatever else runs beside it; prompts run slower.",
+    )
+    depth: int = setting(
+        0, "engine", "1 launches a step before the last one's tokens are known; 0 waits.", (0, 1)
+    )
+    promise: Promise = setting(
+        "all",
+        "engine",
+        "Device pages of a request: all at its start, or some, and more as it grows.",
+    )
+    budget_every: int = setting(
+        64,
+        "engine",
+        "Steps after which slots move to the layers that miss most; 0 never moves any.",
+        (0, 1 << 20),
+    )
+    warm: bool = setting(True, "engine", "Fill slots with the rows that the prompt selected last.")
+    verify_every: int = setting(
+        0, "engine", "Check one layer of every n-th step against the host; 0 never.", (0, 1 << 20)
+    )
+    backend: BackendName = setting(
+        "cpu", "engine", "What computes: reference is slow and exact, cuda is not served yet."
+    )
     query_max: int = 64
-    chunk_tokens: int = 512
-    warm: bool = True
-    backend: BackendName = "cpu"
-    verify_every: int = 0
     verify_fatal: bool = False
-    deterministic: bool = False
 
     def __post_init__(self) -> None:
+        config.check(self)
+        refuse_cuda("backend", self.backend)
         if self.deterministic:
             check_deterministic(self.modes, tbo=self.tbo, sbo=self.sbo)
-        for name, high in (("mtp", 8), ("depth", 1)):
-            value, low = getattr(self, name), 1 if name == "mtp" else 0
-            if not low <= value <= high:
-                raise BadInput(f"{name} is {value}, must be {low}..{high}")
+        if self.calibration and (self.modes != "layerwise" or self.deterministic):
+            why = "deterministic is set" if self.deterministic else f"modes is {self.modes!r}"
+            raise BadInput(f"calibration is where layerwise modes start, but {why}")
 
     @property
     def is_paced(self) -> bool:
-        return self.mtp_auto or self.tpot_ms is not None
+        return self.mtp_auto or self.tpot_ms > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig(EngineConfig):
+    """What an engine process is told beyond that."""
+
+    form: Literal["bf16", "f32"] = setting("bf16", "model", "What weights are computed in.")
+    row: Literal["fp8", "bf16", "f32"] = setting("fp8", "memory", "How latent rows are stored.")
+    threads: int = setting(
+        0, "engine", "Compute threads; 0 is one for every core but one.", (0, 1024)
+    )
+    pace_ms: float = setting(
+        0.0, "trials", "Milliseconds of a step of the paced engine.", (0.0, 60_000.0)
+    )

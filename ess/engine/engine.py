@@ -76,9 +76,9 @@ class Engine:
         self.moved_count = 0
         self.warmth = Warmth()
         self.pace = tpot_control.start(
-            target_ms=config.tpot_ms,
+            target_ms=config.tpot_ms or None,
             verified_max=config.mtp,
-            batch_max=config.batch_max,
+            batch_max=config.max_running,
             chunk_max=config.chunk_tokens,
         )
         self._clock = clock or RealClock()
@@ -274,7 +274,7 @@ class Engine:
     def _refuse_if_slow(self) -> None:
         """One more must not take everybody over the time per token that was asked for."""
         limit = self.pace.batch_limit
-        if self._config.tpot_ms is not None and self._running_count >= limit:
+        if self._config.tpot_ms and self._running_count >= limit:
             raise PoolFull(
                 limiter=TPOT,
                 needed=1,
@@ -341,7 +341,7 @@ class Engine:
         while True:
             plan = scheduler.plan(
                 self._roster,
-                batch_max=self._config.batch_max,
+                batch_max=self._config.max_running,
                 query_max=self._config.query_max,
                 verified_max=self.pace.verified_count,
                 chunk_tokens=self.pace.chunk_limit,

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from ess.errors import BadInput, Unavailable
+from ess.kernels.served import BackendName
 from ess.layout import IndexCodec, RowCodec
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
     from ess.kernels.merge import Partial
     from ess.kernels.reference.ops import Keys
-
-BackendName = Literal["reference", "cpu", "cuda"]
 
 
 class Ops(Protocol):

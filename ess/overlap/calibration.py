@@ -1,9 +1,10 @@
 """Where the live policy starts: constants of one model on one machine, and misses per layer.
 
 `ess-bench calibrate --out FILE` measures them; FILE is a benchmark document like any other, and its
-rows named `calibrate: ...` are what is read here. Without a file the policy starts from `DEFAULT`,
-the embedded model's constants on two cores of an EPYC, and no misses: so no layer is split until
-the counters have seen some.
+rows named `calibrate: ...` are what is read here. It says on which machine and of which layout it
+was measured: another layout is refused. Without a file the policy starts from `DEFAULT`, the
+embedded model's constants on two cores of an EPYC, and no misses: so no layer is split until the
+counters have seen some.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import msgspec
 
 from ess.cost import Calibration
 from ess.errors import BadInput
+from ess.layout import ModelLayout
 
 PREFIX: Final = "calibrate: "
 RATE: Final = "bytes_per_us"
 MISSES: Final = "misses"
+LAYOUT: Final = "layout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,7 @@ class Calibrated:
     constants: Calibration
     bytes_per_us: float
     misses: Mapping[int, tuple[float, ...]]
+    machine: str = ""
 
     def misses_at(self, context: int, layer_count: int) -> tuple[float, ...]:
         """At the calibrated context nearest in ratio; none where nothing was calibrated.
@@ -40,10 +44,7 @@ class Calibrated:
         if not self.misses:
             return (0.0,) * layer_count
         nearest = min(self.misses, key=lambda at: max(at, context) / max(1, min(at, context)))
-        found = self.misses[nearest]
-        if len(found) < layer_count:
-            raise BadInput(f"calibrated for {len(found)} layers, this model has {layer_count}")
-        return found[:layer_count]
+        return self.misses[nearest][:layer_count]
 
 
 DEFAULT: Final = Calibrated(
@@ -68,33 +69,73 @@ class _Row(msgspec.Struct):
     config: dict[str, Any] = {}
 
 
+class _Machine(msgspec.Struct):
+    cpu: str
+    cores: int
+
+
 class _Document(msgspec.Struct):
+    machine: _Machine
     rows: list[_Row]
 
 
-def load(path: str | Path) -> Calibrated:
+def shape_of(layout: ModelLayout) -> dict[str, int]:
+    """What two layouts have in common if one may run on what was measured of the other."""
+    return {
+        "layers": layout.layer_count,
+        "groups": layout.main_group_count,
+        "heads": layout.head_count,
+        "top_k": layout.top_k,
+        "row_bytes": layout.row_bytes,
+    }
+
+
+def load(path: str | Path, layout: ModelLayout) -> Calibrated:
+    """What the file says; it must have been measured of this layout, with all of its layers."""
     try:
-        rows = msgspec.json.decode(Path(path).read_bytes(), type=_Document).rows
+        document = msgspec.json.decode(Path(path).read_bytes(), type=_Document)
     except (OSError, msgspec.DecodeError) as error:
         raise BadInput(f"calibration {path}: {error}") from None
+    rows = document.rows
     values = {row.name.removeprefix(PREFIX): row.value for row in rows if PREFIX in row.name}
     for name, value in values.items():
         if not 0 <= value < math.inf:
             raise BadInput(f"calibration {path}: {name} is {value}, must be at least 0")
-    names = [one.name for one in fields(Calibration)]
+    names = [field.name for field in fields(Calibration)]
     missing = [name for name in (*names, RATE) if name not in values]
     if missing:
         raise BadInput(f"calibration {path} has no row {PREFIX + missing[0]!r}")
     if values[RATE] == 0:
         raise BadInput(f"calibration {path}: {RATE} is 0.0, must be above 0")
+    [rate] = [row for row in rows if row.name == PREFIX + RATE][:1]
+    _check_shape(path, rate.config.get(LAYOUT), layout)
     return Calibrated(
         constants=Calibration(**{name: values[name] for name in names}),
         bytes_per_us=values[RATE],
-        misses=_misses(path, [row for row in rows if row.name == PREFIX + MISSES]),
+        misses=_misses(path, [row for row in rows if row.name == PREFIX + MISSES], layout),
+        machine=f"{document.machine.cpu}, {document.machine.cores} cores",
     )
 
 
-def _misses(path: str | Path, rows: list[_Row]) -> dict[int, tuple[float, ...]]:
+def _check_shape(path: str | Path, measured: Any, layout: ModelLayout) -> None:
+    ours = shape_of(layout)
+    if not isinstance(measured, dict):
+        raise BadInput(f"calibration {path} does not say of which {LAYOUT} it was measured")
+    if measured != ours:
+        other = [
+            f"{name} {measured.get(name)}, not {ours[name]}"
+            for name in ours
+            if measured.get(name) != ours[name]
+        ]
+        raise BadInput(
+            f"calibration {path} was measured of another model: {'; '.join(other)}."
+            " Measure this one with `ess-bench calibrate`"
+        )
+
+
+def _misses(
+    path: str | Path, rows: list[_Row], layout: ModelLayout
+) -> dict[int, tuple[float, ...]]:
     """One row per context and layer, layers ascending from 0."""
     found: dict[int, tuple[float, ...]] = {}
     for row in rows:
@@ -103,4 +144,10 @@ def _misses(path: str | Path, rows: list[_Row]) -> dict[int, tuple[float, ...]]:
         if not isinstance(context, int) or layer != len(so_far):
             raise BadInput(f"calibration {path}: misses of context {context}, layer {layer}")
         found[context] = (*so_far, row.value)
+    for context, misses in found.items():
+        if len(misses) < layout.layer_total:
+            raise BadInput(
+                f"calibration {path} has {len(misses)} layers at context {context}, this model has"
+                f" {layout.layer_total}"
+            )
     return found

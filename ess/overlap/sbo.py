@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
-from ess.errors import BadInput
 from ess.overlap.stages import Run
 
 BLOCKS: Final = 2
@@ -116,8 +115,3 @@ SCHEDULES: Final[Mapping[Sbo, Callable[[Experts], Run[None]]]] = MappingProxyTyp
         "dispatch-shared": dispatch_shared,
     }
 )
-
-
-def check_sbo(sbo: str) -> None:
-    if sbo not in SCHEDULES:
-        raise BadInput(f"sbo is {sbo!r}, must be one of {', '.join(SCHEDULES)}")

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, Generic, Literal, NamedTuple
 
-from ess.errors import BadInput
 from ess.overlap.policy import Mode, Vector
 from ess.overlap.stages import R, Run
 
@@ -88,12 +87,6 @@ def prompt_cut(lengths: Sequence[int]) -> Cut:
         return Cut(between)
     split = next(at for at, so_far in enumerate(sums) if 2 * so_far > total)
     return Cut(split, total // 2 - (sums[split] - lengths[split]))
-
-
-def check_tbo(tbo: Tbo) -> None:
-    known = tbo in ("off", "on", "auto") if isinstance(tbo, str) else tbo > 0
-    if not known:
-        raise BadInput(f"tbo is {tbo!r}, must be off, on, auto or the least tokens of a step")
 
 
 def reasons_off(

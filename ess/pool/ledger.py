@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ess.errors import PoolFull
 from ess.units import format_bytes
+
+Promise = Literal["all", "some"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a person sees when the server starts."""
+"""What `ess serve` prints when it starts."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def greet(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> None
 
 def _grid(*justify: str) -> Table:
     table = Table.grid(padding=(0, 3))
-    for one in justify:
-        table.add_column(justify="right" if one == "right" else "left")
+    for side in justify:
+        table.add_column(justify="right" if side == "right" else "left")
     return table
 
 
 def _settings(resolved: Resolved) -> Table:
-    """What somebody or the machine chose; the rest is as documented."""
+    """The settings that are not at their defaults, and who set them."""
     table = _grid("left", "left", "left")
     rest = 0
     for name, shown in resolved.shown().items():
@@ -54,16 +54,16 @@ def _settings(resolved: Resolved) -> Table:
             rest += 1
         else:
             table.add_row(name.replace("_", "-"), str(shown["value"]) or "-", shown["from"])
-    table.add_row(f"{rest} more", "as they come", "/server_info lists all")
+    table.add_row("others", f"{rest} settings at their defaults", "/server_info lists all")
     return table
 
 
 def _memory(plan: MemoryPlan) -> Table:
     table = _grid("left", "right", "left")
     table.add_row("weights", format_bytes(plan.weight_bytes), "as stored")
-    held = f"the truth: {plan.token_capacity:,} tokens"
+    held = f"all rows of {plan.token_capacity:,} tokens"
     table.add_row("host pool", format_bytes(plan.host_bytes), held)
-    table.add_row("slots", format_bytes(plan.slot_bytes), "rows near the compute")
+    table.add_row("slots", format_bytes(plan.slot_bytes), "the working set of rows")
     table.add_row("index", format_bytes(plan.index_bytes), "keys of running requests")
     table.add_row("together", format_bytes(plan.total_bytes), "")
     return table

@@ -1,8 +1,8 @@
-"""What operators of vLLM and SGLang have in their scripts: variables and flags of those servers.
+"""What operators of vLLM and SGLang have in their scripts: their flags, variables and values.
 
-Where we have the same notion their name sets ours. What we know but have no use for is named in a
-line that says why, and so is what we do not know: nothing of theirs is passed over in silence,
-except what is so here anyway.
+Where we have the same notion their name sets ours. Every other name of theirs that we know, and
+every unknown variable with their prefix, is answered with a sentence that says why it has no
+effect, or is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +18,28 @@ from ess.errors import BadInput
 
 FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
 
+# Our setting, and their flags for it.
+FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("--model", "--model-path"),
+    "tls_cert": ("--ssl-certfile",),
+    "tls_key": ("--ssl-keyfile",),
+    "max_model_len": ("--max-ctx", "--context-length"),
+    "max_running": ("--max-running-requests", "--max-num-seqs"),
+    "max_waiting": ("--max-queued-requests", "--max-num-queued-reqs"),
+    "host_bytes": ("--host-pool", "--mem-fraction-static"),
+    "chunk_tokens": ("--chunked-prefill-size", "--max-num-batched-tokens"),
+    "mtp": ("--speculative-num-draft-tokens",),
+    "tpot_ms": ("--tpot",),
+    "deterministic": ("--enable-deterministic-inference",),
+    "backend": ("--device",),
+    "form": ("--dtype",),
+    "row": ("--kv-cache-dtype",),
+    "keep_alive_s": ("--sse-keep-alive",),
+    "drain_s": ("--drain", "--shutdown-timeout"),
+    "watchdog_s": ("--watchdog-timeout",),
+    "otlp_endpoint": ("--otlp-traces-endpoint",),
+}
+
 # Their variable, our setting, and how a value of theirs is written as one of ours.
 SAME: Final[Mapping[str, tuple[str, str]]] = {
     "VLLM_API_KEY": ("api_key", "{}"),
@@ -29,20 +51,22 @@ SAME: Final[Mapping[str, tuple[str, str]]] = {
     "VLLM_CPU_KVCACHE_SPACE": ("host_bytes", "{}GiB"),
 }
 
+# Our setting, and values of theirs with what each is called here.
 VALUES: Final[Mapping[str, Mapping[str, str]]] = {
+    "backend": {"auto": "cpu"},
     "form": {"auto": "bf16", "bfloat16": "bf16", "float32": "f32"},
     "row": {"auto": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8", "bfloat16": "bf16"},
 }
 
-SO_ANYWAY: Final = frozenset({"VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"})
+ALWAYS_SO: Final = frozenset({"VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"})
 
 LAYERS: Final = "one process holds all layers: there is nothing to divide"
-CHUNKS: Final = "it is for a prefill tier; here tpot_ms sizes the chunks"
+CHUNKS: Final = "it is for a prefill tier; here --tpot-ms sizes the chunks"
 WHY_NOT: Final[Mapping[str, str]] = {
     "VLLM_PP_LAYER_PARTITION": LAYERS,
     "SGLANG_PP_LAYER_PARTITION": LAYERS,
     "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": CHUNKS,
-    "SGLANG_DISABLE_HISPARSE_PREFETCH": "overlap=none fetches without anything beside it",
+    "SGLANG_DISABLE_HISPARSE_PREFETCH": "--modes none fetches without anything beside it",
     "SGLANG_BOOTSTRAP_PORT": "this server has no prefill tier to meet",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "this server has no prefill tier to meet",
     "VLLM_LOGGING_LEVEL": "the log has one level: what went wrong",
@@ -62,11 +86,11 @@ def is_of_cluster(variable: str, value: str) -> bool:
 
 
 def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Our settings as their variables give them, and a sentence for each that gives none."""
+    """Our settings that their variables set, and a sentence for each variable that sets none."""
     found: dict[str, str] = {}
     notes = []
     for variable, value in sorted(environment.items()):
-        if not variable.startswith(FAMILY) or value == "" or variable in SO_ANYWAY:
+        if not variable.startswith(FAMILY) or value == "" or variable in ALWAYS_SO:
             continue
         if is_of_cluster(variable, value):
             continue
@@ -74,7 +98,7 @@ def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[s
             name, form = SAME[variable]
             given = form.format(value)
             if found.setdefault(name, given) != given:
-                raise BadInput(f"{variable} gives {name} another value than a variable beside it")
+                raise BadInput(f"{variable} gives {name} another value than another variable does")
         else:
             why = WHY_NOT.get(variable, "nothing here has that name")
             notes.append(f"the variable {variable} has no effect: {why}")
@@ -84,7 +108,7 @@ def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[s
 @Parameter(name="*", show=False)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignFlags:
-    """Flags of theirs that ask for what is so here anyway, or for what does not exist here."""
+    """Flags of theirs that set nothing here: what they ask for is always so, or is not served."""
 
     trust_remote_code: bool = False
     enforce_eager: Annotated[bool, Parameter(name=["--enforce-eager", "--disable-cuda-graph"])] = (
@@ -120,7 +144,7 @@ class ForeignFlags:
     enable_dynamic_chunking: bool = False
 
 
-# Taken with a line: what they ask for is here, or is nothing that an answer depends on.
+# Accepted and logged: what they ask for is always so, or changes no answer.
 NO_EFFECT: Final[Mapping[str, str]] = {
     "trust_remote_code": "no code of a checkpoint is ever run",
     "enforce_eager": "no step runs as a graph",
@@ -141,7 +165,7 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "speculative_algorithm": "drafts are the checkpoint's own, --mtp says how many",
 }
 
-# Refused: an answer, or where it is made, would be another than was asked for.
+# Refused: the answer, or the machine that makes it, would not be what was asked for.
 NOT_HERE: Final[Mapping[str, str]] = {
     "pp_size": "must be 1: one process holds the whole model",
     "tp_size": "must be 1: one process holds the whole model",
@@ -154,7 +178,7 @@ NOT_HERE: Final[Mapping[str, str]] = {
 
 
 def check_foreign(flags: ForeignFlags) -> list[str]:
-    """A sentence for each that was given and changes nothing; what cannot be is refused."""
+    """A sentence for each flag that was given and has no effect; what is not served is refused."""
     fields = ForeignFlags.__dataclass_fields__
     given = [n for n, value in asdict(flags).items() if value != fields[n].default]
     shown = {name: "--" + name.replace("_", "-") for name in given}

@@ -1,8 +1,9 @@
-"""`ess serve`: one command from nothing to a server."""
+"""`ess serve`: from settings to a listening server and its engine process."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import shutil
@@ -18,16 +19,19 @@ import uvloop
 import zmq.asyncio
 
 from ess.clock import RealClock
+from ess.engine.config import ProcessConfig
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput, Unavailable
+from ess.layout import ModelLayout
 from ess.models.chat.reply import PlainParser
 from ess.models.chat.styles import style_of
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.tokenizer import Tokenizer
 from ess.models.weights.folder import Folder
-from ess.server.commands import banner, settings
-from ess.server.commands.settings import Resolved, Settings
+from ess.overlap import calibration
+from ess.server.commands import banner
+from ess.server.commands.settings import Resolved, Settings, resolve, size_of
 from ess.server.commands.sizing import AUTO, MemoryPlan, plan_memory
 from ess.server.http import telemetry
 from ess.server.http.app import make_app
@@ -88,8 +92,8 @@ def embedded_path() -> Path:
 
 
 def _eos_ids(*given: Any) -> tuple[int, ...]:
-    listed = [one for each in given for one in (each if isinstance(each, list) else [each])]
-    return tuple(sorted({one for one in listed if isinstance(one, int)}))
+    listed = [id for ids in given for id in (ids if isinstance(ids, list) else [ids])]
+    return tuple(sorted({id for id in listed if isinstance(id, int)}))
 
 
 def _defaults(recommended: Mapping[str, Any]) -> SamplingDefaults:
@@ -106,23 +110,21 @@ def _defaults(recommended: Mapping[str, Any]) -> SamplingDefaults:
 
 def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     """Serve until told to end; the exit code."""
-    found = resolved.settings
-    checkpoint = read_checkpoint(found.model)
+    checkpoint = read_checkpoint(resolved.settings.model)
     resolved = derived(resolved, checkpoint)
-    found = resolved.settings
-    config = checkpoint.config
-    if found.mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    layout = layout_of(resolved.settings, checkpoint)
+    resolved = calibrated(resolved, layout)
     plan = plan_memory(
-        found,
-        config.layout(row=found.row),
-        positions_max=config.positions_max,
+        resolved.settings,
+        layout,
+        positions_max=checkpoint.config.positions_max,
         weight_bytes=checkpoint.weight_bytes,
     )
     resolved = sized(resolved, plan)
-    listener = listen(found.host, found.port)
+    settings = resolved.settings
+    listener = listen(settings.host, settings.port)
     try:
-        banner.greet(resolved, plan, url=url_of(found, listener), json=json)
+        banner.greet(resolved, plan, url=url_of(settings, listener), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(resolved, checkpoint, plan, listener))
@@ -131,20 +133,34 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
 
 
 def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
-    """What the checkpoint and the machine decide, where nobody else has."""
-    found, origins = resolved.settings, dict(resolved.origins)
+    """What the checkpoint and the machine decide, where no setting does."""
+    settings = resolved.settings
     fresh: dict[str, Any] = {}
-    if not found.served_model_name:
+    if not settings.served_model_name:
         fresh["served_model_name"] = checkpoint.name
-    if not checkpoint.config.mtp_layer_count and origins["mtp"] == "default":
-        fresh["mtp"] = 1
-    if found.threads == 0:
+    if checkpoint.config.mtp_layer_count and resolved.origins["mtp"] == "default":
+        fresh["mtp"] = 2
+    if settings.threads == 0:
         fresh["threads"] = max(1, (os.cpu_count() or 1) - 1)
-    if not found.model:
+    if not settings.model:
         fresh["model"] = EMBEDDED
-    origins.update(dict.fromkeys(fresh, "derived"))
-    chosen = msgspec.structs.replace(found, **fresh)
-    return msgspec.structs.replace(resolved, settings=chosen, origins=origins)
+    return resolved.deriving(**fresh)
+
+
+def layout_of(settings: Settings, checkpoint: Checkpoint) -> ModelLayout:
+    config = checkpoint.config
+    if settings.mtp == 1:
+        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    return config.layout(row=settings.row)
+
+
+def calibrated(resolved: Resolved, layout: ModelLayout) -> Resolved:
+    """A calibration is read here too, so that a wrong one is refused before the engine starts."""
+    path = resolved.settings.calibration
+    if not path:
+        return resolved
+    note = f"the calibration {path} was measured on {calibration.load(path, layout).machine}"
+    return msgspec.structs.replace(resolved, notes=(*resolved.notes, note))
 
 
 def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
@@ -152,12 +168,9 @@ def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
     names = ("host_bytes", "slot_bytes", "index_bytes")
     sizes = {name: format_bytes(getattr(plan, name)) for name in names}
     sizes["max_model_len"] = str(plan.length_max)
-    fresh = {n: size for n, size in sizes.items() if getattr(resolved.settings, n) == AUTO}
-    origins = dict(resolved.origins)
-    for name in fresh:
-        origins[name] = "derived"
-    chosen = msgspec.structs.replace(resolved.settings, **fresh)
-    return msgspec.structs.replace(resolved, settings=chosen, origins=origins)
+    return resolved.deriving(
+        **{n: size for n, size in sizes.items() if getattr(resolved.settings, n) == AUTO}
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -176,16 +189,16 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def url_of(found: Settings, listener: socket.socket) -> str:
-    host = f"[{found.host}]" if ":" in found.host else found.host
-    scheme = "https" if found.tls_cert else "http"
+def url_of(settings: Settings, listener: socket.socket) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "https" if settings.tls_cert else "http"
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
 async def _serve(
     resolved: Resolved, checkpoint: Checkpoint, plan: MemoryPlan, listener: socket.socket
 ) -> int:
-    found, clock = resolved.settings, RealClock()
+    settings, clock = resolved.settings, RealClock()
     folder = tempfile.mkdtemp(prefix="ess-")  # for us alone, as mkdtemp makes them
     context = zmq.asyncio.Context()
     endpoint = f"ipc://{folder}/engine"
@@ -193,12 +206,12 @@ async def _serve(
     link = EngineLink(context, endpoint, board=board, clock=clock)
     try:
         service = make_service(resolved, checkpoint, plan, link=link, board=board)
-        with telemetry.provided(found.otlp_endpoint, model=service.name) as spans:
-            server = QuietServer(uvicorn_config(found, service, spans=spans))
+        with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
+            server = QuietServer(uvicorn_config(settings, service, spans=spans))
             child = await EngineChild.start(
-                PROGRAM[found.engine], launch_of(found, checkpoint, plan), endpoint
+                PROGRAM[settings.engine], launch_of(settings, checkpoint, plan), endpoint
             )
-            running = Running(service, server, child, settings=found, clock=clock)
+            running = Running(service, server, child, settings=settings, clock=clock)
             return await running.run(listener)
     finally:
         link.close()
@@ -214,11 +227,11 @@ def make_service(
     link: EngineLink,
     board: Board,
 ) -> Service:
-    found = resolved.settings
+    settings = resolved.settings
     tokenizer = Tokenizer(checkpoint.path)
     style = style_of(checkpoint.path, tokenizer)
     return Service(
-        names=tuple(name.strip() for name in found.served_model_name.split(",")),
+        names=settings.names,
         model_type=checkpoint.config.family,
         architecture=checkpoint.architecture,
         tokenizer=tokenizer,
@@ -228,13 +241,13 @@ def make_service(
         vocabulary=min(len(tokenizer), checkpoint.config.vocab_size),
         token_capacity=plan.token_capacity,
         limits=Limits(
-            running_max=found.max_running,
-            waiting_max=found.max_waiting,
+            running_max=settings.max_running,
+            waiting_max=settings.max_waiting,
             length_max=plan.length_max,
-            tokens_default=found.default_max_tokens,
-            keep_alive_s=found.keep_alive_s,
-            stall_s=found.stall_s,
-            body_max=settings.size_of(found.body_bytes, of=1 << 30),
+            tokens_default=settings.default_max_tokens,
+            keep_alive_s=settings.keep_alive_s,
+            stall_s=settings.stall_s,
+            body_max=size_of(settings.body_bytes, of=1 << 30),
         ),
         defaults=checkpoint.defaults,
         link=link,
@@ -242,47 +255,35 @@ def make_service(
         clock=RealClock(),
         described=resolved.shown(),
         weight_bytes=plan.weight_bytes,
-        compat=settings.compat_of(found),
+        compat=settings.compat,
     )
 
 
-def launch_of(found: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Launch:
+def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Launch:
+    told = {
+        field.name: getattr(settings, field.name) for field in dataclasses.fields(ProcessConfig)
+    }
+    told["query_max"] = settings.max_running * settings.mtp
     return Launch(
         model=checkpoint.path,
-        form=found.form,
-        row=found.row,
-        modes=found.overlap,
-        promise=found.promise,
-        mtp=found.mtp,
-        mtp_auto=found.mtp_auto,
-        tbo=found.tbo,
-        tpot_ms=found.tpot_ms or None,
-        deterministic=found.deterministic,
-        depth=found.depth,
-        budget_every=found.budget_every,
-        batch_max=found.max_running,
-        chunk_tokens=found.chunk_tokens,
+        config=ProcessConfig(**told),
         length_max=plan.length_max,
         slot_bytes=plan.slot_bytes,
         host_bytes=plan.host_bytes,
         index_bytes=plan.index_bytes,
-        threads=found.threads,
-        warm=found.warmup,
-        verify_every=found.verify,
-        pace_s=found.pace_ms / 1e3,
     )
 
 
 def uvicorn_config(
-    found: Settings, service: Service, *, spans: TracerProvider | None = None
+    settings: Settings, service: Service, *, spans: TracerProvider | None = None
 ) -> uvicorn.Config:
     protocol = limited(
-        connections_max=found.max_connections,
-        head_bytes_max=settings.size_of(found.header_bytes, of=1 << 20),
+        connections_max=settings.max_connections,
+        head_bytes_max=size_of(settings.header_bytes, of=1 << 20),
         tally=service.tally,
     )
     return uvicorn.Config(
-        make_app(service, keys=settings.keys_of(found), spans=spans),
+        make_app(service, keys=settings.keys, spans=spans),
         http=protocol,
         ws="none",
         lifespan="off",
@@ -290,13 +291,13 @@ def uvicorn_config(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=round(found.idle_s),
+        timeout_keep_alive=round(settings.idle_s),
         timeout_graceful_shutdown=2,
-        ssl_certfile=found.tls_cert or None,
-        ssl_keyfile=found.tls_key or None,
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
     )
 
 
 def serve_flags(flags: Mapping[str, Any], *, config: Path | None, json: bool) -> int:
-    resolved = settings.resolve(flags, config=config, environment=os.environ)
+    resolved = resolve(flags, config=config, environment=os.environ)
     return serve_with(resolved, json=json)

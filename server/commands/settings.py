@@ -1,9 +1,10 @@
 """What `ess serve` is told, and by whom: the only place where its configuration is read.
 
-    default < file (--config, TOML) < environment of others < environment (ESS_...) < flag
+    default < file (--config) < environment of others < environment (ESS_...) < flag
 
-A field of `Settings` is a setting: its name is the file's key, `ESS_` and its name in capitals the
-variable, and its name with dashes the flag. `resolve` gives the values and where each came from.
+A setting is defined once, here or in `ess.engine.config`: its name is the file's key, `ESS_` and
+its name in capitals the variable, and its name with dashes the flag. `resolve` gives the values and
+where each came from.
 """
 
 from __future__ import annotations
@@ -12,69 +13,134 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 
-from ess.engine.tokens.determinism import check_deterministic
+from ess.config import Setting, setting, settings_of
+from ess.engine.config import ProcessConfig
 from ess.errors import BadInput
 from ess.server.commands.compat_flags import VALUES, is_of_cluster, read_foreign
 from ess.units import parse_size
 
 Origin = Literal["default", "file", "environment", "flag", "derived"]
 PREFIX: Final = "ESS_"
+SECTIONS: Final = (
+    *("model", "listening", "limits", "memory", "engine", "time limits", "telemetry", "trials"),
+)
 
 
-class Settings(msgspec.Struct, kw_only=True, frozen=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(ProcessConfig):
     """Sizes are as people write them (128k, 1.5GiB, 25%); `auto` is worked out from the machine."""
 
-    model: str = ""
-    served_model_name: str = ""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-    max_model_len: str = "auto"
-    max_running: int = 16
-    max_waiting: int = 256
-    max_connections: int = 1024
-    default_max_tokens: int = 2048
-    host_bytes: str = "auto"
-    slot_bytes: str = "auto"
-    index_bytes: str = "auto"
-    chunk_tokens: int = 512
-    overlap: Literal["layerwise", "da", "dba", "none", "resident"] = "layerwise"
-    promise: Literal["all", "some"] = "all"
-    tbo: Literal["off", "on", "auto"] | int = "off"
-    mtp: int = 2
-    mtp_auto: bool = False
-    tpot_ms: float = 0.0
-    deterministic: bool = False
-    depth: int = 0
-    budget_every: int = 64
-    form: Literal["bf16", "f32"] = "bf16"
-    row: Literal["fp8", "bf16", "f32"] = "fp8"
-    warmup: bool = True
-    verify: int = 0
-    threads: int = 0
-    keep_alive_s: float = 15.0
-    idle_s: float = 75.0
-    stall_s: float = 60.0
-    drain_s: float = 30.0
-    drain_grace_s: float = 5.0
-    watchdog_s: float = 120.0
-    body_bytes: str = "32MiB"
-    header_bytes: str = "32KiB"
-    engine: Literal["model", "paced"] = "model"
-    pace_ms: float = 0.0
-    metrics_compat: str = "vllm,sglang"
-    otlp_endpoint: str = ""
+    model: str = setting(
+        "", "model", "A checkpoint's folder; without it, the small model that comes with ESS."
+    )
+    served_model_name: str = setting(
+        "", "model", "The name that clients use; several are separated by commas."
+    )
+    host: str = setting("127.0.0.1", "listening", "The address to listen on.")
+    port: int = setting(8000, "listening", "0 takes a free port.", (0, 65535))
+    api_key: str = setting(
+        "",
+        "listening",
+        "Needed on every route but /health and /ready; safer in ESS_API_KEY than in the flag.",
+        is_secret=True,
+    )
+    tls_cert: str = setting("", "listening", "Certificate file; with it the server speaks HTTPS.")
+    tls_key: str = setting("", "listening", "The certificate's key.")
+    max_connections: int = setting(1024, "listening", "Connections open at a time.", (1, 1 << 20))
+    body_bytes: str = setting("32MiB", "listening", "The longest request body.")
+    header_bytes: str = setting("32KiB", "listening", "The longest request line with its headers.")
+    max_model_len: str = setting("auto", "limits", "Tokens of the longest request, such as 128k.")
+    max_waiting: int = setting(
+        256, "limits", "Requests that may wait; any more get 503 with Retry-After.", (0, 1 << 20)
+    )
+    default_max_tokens: int = setting(
+        2048, "limits", "For chat requests without max_tokens.", (1, 1 << 24)
+    )
+    host_bytes: str = setting(
+        "auto", "memory", "Memory for all rows: 24GiB, or a share of what is free: 50%."
+    )
+    slot_bytes: str = setting("auto", "memory", "Memory for the slots, the working set of rows.")
+    index_bytes: str = setting("auto", "memory", "Memory for the index keys of running requests.")
+    keep_alive_s: float = setting(
+        15.0, "time limits", "Seconds of silence after which a stream gets a comment.", (0.01, 3600)
+    )
+    idle_s: float = setting(
+        75.0,
+        "time limits",
+        "Seconds that an unused connection is kept: more than a load balancer in front keeps it.",
+        (1.0, 86400.0),
+    )
+    stall_s: float = setting(
+        60.0,
+        "time limits",
+        "Seconds after which a client that reads nothing is disconnected.",
+        (0.01, 86400.0),
+    )
+    drain_s: float = setting(
+        30.0, "time limits", "Seconds that streams have to finish after SIGTERM.", (0.0, 86400.0)
+    )
+    drain_grace_s: float = setting(
+        5.0,
+        "time limits",
+        "Seconds that probes get 503 before the server stops listening.",
+        (0.0, 3600.0),
+    )
+    watchdog_s: float = setting(
+        120.0,
+        "time limits",
+        "Seconds without a word from the engine after which it counts as stuck.",
+        (0.1, 86400.0),
+    )
+    metrics_compat: str = setting(
+        "vllm,sglang", "telemetry", "Whose metric names /metrics has beside ours."
+    )
+    otlp_endpoint: str = setting(
+        "",
+        "telemetry",
+        "Where OpenTelemetry spans go: http://127.0.0.1:4318/v1/traces. Needs ess[otel].",
+    )
+    engine: Literal["model", "paced"] = setting(
+        "model", "trials", "paced makes tokens without a model, to try routers and clients."
+    )
+
+    def __post_init__(self) -> None:
+        ProcessConfig.__post_init__(self)
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise BadInput("tls_cert and tls_key are given together or not at all")
+        unknown = {*self.compat} - {"vllm", "sglang"}
+        if unknown:
+            raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
+
+    @property
+    def compat(self) -> tuple[str, ...]:
+        return _listed(self.metrics_compat)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Several, so that a key can be replaced without an outage."""
+        return _listed(self.api_key)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return _listed(self.served_model_name)
 
 
-SECRET: Final = frozenset({"api_key"})
-FIELDS: Final = {field.name: field for field in msgspec.structs.fields(Settings)}
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+FIELDS: Final[Mapping[str, Setting]] = {
+    name: known
+    for section in SECTIONS
+    for name, known in settings_of(Settings).items()
+    if known.section == section
+}
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,19 +150,27 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
     def shown(self) -> dict[str, dict[str, Any]]:
         """Every value with its origin; secrets only as set or not."""
-        found = {}
-        for name in FIELDS:
+        listed = {}
+        for name, known in FIELDS.items():
             value = getattr(self.settings, name)
-            shown = ("set" if value else "not set") if name in SECRET else value
-            found[name] = {"value": shown, "from": self.origins[name]}
-        return found
+            shown = ("set" if value else "not set") if known.is_secret else value
+            listed[name] = {"value": shown, "from": self.origins[name]}
+        return listed
+
+    def deriving(self, **values: Any) -> Resolved:
+        """With these values, which the checkpoint or the machine has decided."""
+        return msgspec.structs.replace(
+            self,
+            settings=replace(self.settings, **values),
+            origins={**self.origins, **dict.fromkeys(values, "derived")},
+        )
 
 
 def resolve(
     flags: Mapping[str, Any], *, config: Path | None = None, environment: Mapping[str, str]
 ) -> Resolved:
     """Flags that are None were not given."""
-    values: dict[str, Any] = {name: field.default for name, field in FIELDS.items()}
+    values: dict[str, Any] = {}
     origins: dict[str, Origin] = dict.fromkeys(FIELDS, "default")
     foreign, notes = read_foreign(environment)
     layers: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
@@ -109,35 +183,39 @@ def resolve(
         for name, value in given.items():
             values[name] = _converted(name, value, origin)
             origins[name] = origin
-    return Resolved(settings=_checked(Settings(**values)), origins=origins, notes=tuple(notes))
+    return Resolved(settings=Settings(**values), origins=origins, notes=tuple(notes))
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Keys may use dashes, as flags do."""
+    """TOML, or JSON if the file is named so. Keys may use dashes, as flags do."""
+    form = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        raw = msgspec.json.decode(text) if form == "JSON" else tomllib.loads(text)
     except OSError as error:
         raise BadInput(f"the file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"the file {path} is not TOML: {error}") from None
-    found = {key.replace("-", "_"): value for key, value in raw.items()}
-    for name in found:
+    except ValueError as error:
+        raise BadInput(f"the file {path} is not {form}: {error}") from None
+    if not isinstance(raw, dict):
+        raise BadInput(f"the file {path} is not a table of settings")
+    given = {key.replace("-", "_"): value for key, value in raw.items()}
+    for name in given:
         if name not in FIELDS:
             raise BadInput(f"the file {path} has the unknown key {name!r}{_suggestion(name)}")
-    return found
+    return given
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """An unknown ESS_ variable is refused too: a setting that is silently ignored misleads."""
-    found = {}
+    given = {}
     for variable, value in environment.items():
         if not variable.startswith(PREFIX) or is_of_cluster(variable, value):
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in FIELDS:
             raise BadInput(f"the variable {variable} is unknown{_suggestion(name, PREFIX)}")
-        found[name] = value
-    return found
+        given[name] = value
+    return given
 
 
 def _suggestion(name: str, prefix: str = "") -> str:
@@ -153,58 +231,12 @@ def _converted(name: str, value: Any, origin: Origin) -> Any:
     try:
         return msgspec.convert(given, kind, strict=origin == "file")
     except msgspec.ValidationError as error:
-        raise BadInput(f"{name} from {origin} is {value!r:.60}: {error}") from None
-
-
-RANGES: Final[Mapping[str, tuple[float, float]]] = {
-    "port": (0, 65535),
-    "max_running": (1, 4096),
-    "max_waiting": (0, 1 << 20),
-    "max_connections": (1, 1 << 20),
-    "default_max_tokens": (1, 1 << 24),
-    "chunk_tokens": (64, 1 << 20),
-    "mtp": (1, 8),
-    "tpot_ms": (0.0, 60_000.0),
-    "depth": (0, 1),
-    "budget_every": (0, 1 << 20),
-    "verify": (0, 1 << 20),
-    "threads": (0, 1024),
-    "keep_alive_s": (0.01, 3600.0),
-    "idle_s": (1.0, 86400.0),
-    "stall_s": (0.01, 86400.0),
-    "drain_s": (0.0, 86400.0),
-    "drain_grace_s": (0.0, 3600.0),
-    "pace_ms": (0.0, 60_000.0),
-    "watchdog_s": (0.1, 86400.0),
-}
-
-
-def _checked(settings: Settings) -> Settings:
-    for name, (low, high) in RANGES.items():
-        value = getattr(settings, name)
-        if not low <= value <= high:
-            raise BadInput(f"{name} is {value}, must be {low:g}..{high:g}")
-    if bool(settings.tls_cert) != bool(settings.tls_key):
-        raise BadInput("tls_cert and tls_key are given together or not at all")
-    if settings.deterministic:
-        check_deterministic(settings.overlap, called="overlap", tbo=settings.tbo)
-    unknown = {*compat_of(settings)} - {"vllm", "sglang"}
-    if unknown:
-        raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
-    return settings
-
-
-def compat_of(settings: Settings) -> tuple[str, ...]:
-    return tuple(name for name in settings.metrics_compat.replace(" ", "").split(",") if name)
-
-
-def keys_of(settings: Settings) -> tuple[str, ...]:
-    """Several keys are separated by commas, so that one can be replaced without an outage."""
-    return tuple(key.strip() for key in settings.api_key.split(",") if key.strip())
+        shown = "no text" if FIELDS[name].is_secret else f"{value!r:.60}"
+        raise BadInput(f"{name} from {origin} is {shown}: {error}") from None
 
 
 def size_of(text: str, *, of: int) -> int:
-    """A size, or a share of what there is: 25%, or 0.25 as others write it.
+    """A size, or a share of `of`: 25%, or 0.25 as vLLM and SGLang write it.
 
     >>> size_of("25%", of=4096), size_of("0.25", of=4096)
     (1024, 1024)
@@ -223,7 +255,7 @@ def size_of(text: str, *, of: int) -> int:
 
 
 def memory_free() -> int:
-    """Bytes that this machine could give now, without what others need."""
+    """Bytes that this machine could give now without taking them from other processes."""
     pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -128,7 +128,7 @@ def frame(service: Service) -> dict[str, Any]:
         "failures": service.tally.failure_count,
         "verified": status.verified_count,
         "mismatches": status.mismatch_count,
-        "warmup": _setting(service.described, "warmup"),
+        "warmup": _setting(service.described, "warm"),
         "weight_bytes": service.weight_bytes,
         "groups": ready.groups if ready is not None else (),
         "row_bytes": ready.row_bytes if ready is not None else 0,

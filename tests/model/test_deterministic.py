@@ -63,7 +63,7 @@ def test_the_same_bits_in_every_company(model):
         ({"chunk_tokens": 64}, (290, 17)),
         ({"mtp": 4, "chunk_tokens": 200}, ()),
         ({"mtp": 2, "chunk_tokens": 96, "depth": 1}, (130, 64, 299)),
-        ({"chunks": 24, "batch_max": 2}, (200,)),
+        ({"chunks": 24, "max_running": 2}, (200,)),
     ):
         assert said(engine(model, deterministic=True, **changes), *neighbours) == alone, changes
 

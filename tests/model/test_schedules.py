@@ -17,6 +17,8 @@ from ess.engine.step.tuning import LOOK_EVERY
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.flashtrans.lanes import InlineLane
+from ess.layout import ModelLayout
+from ess.overlap.calibration import shape_of
 from ess.overlap.policy import PATIENCE, Mode
 from tests.model.test_engine import expected, prompt, run, small
 from tests.support.manual_lane import ManualLane
@@ -204,24 +206,30 @@ def test_layerwise_turns_to_da_when_it_has_won_for_long():
     assert request.output == expected("v32", 130, 2 * PATIENCE)
 
 
-def calibrated(folder: Path, misses: list[float]) -> Path:
+def calibrated(folder: Path, misses: list[float], layout: ModelLayout) -> str:
     """Windows of a millisecond, a byte a microsecond, splits for nothing."""
     times = {"attend_query_us": 1000.0, "bytes_per_us": 1.0}
     rows = [
-        {"name": f"calibrate: {name}", "value": times.get(name, 0.0)}
-        for name in (*(one.name for one in fields(Calibration)), "bytes_per_us")
+        {
+            "name": f"calibrate: {name}",
+            "value": times.get(name, 0.0),
+            "config": {"layout": shape_of(layout)},
+        }
+        for name in (*(field.name for field in fields(Calibration)), "bytes_per_us")
     ]
     rows += [
         {"name": "calibrate: misses", "value": each, "config": {"context": 128, "layer": layer}}
         for layer, each in enumerate(misses)
     ]
     path = folder / "calibration.json"
-    path.write_bytes(msgspec.json.encode({"rows": rows}))
-    return path
+    machine = {"cpu": "a CPU", "cores": 2}
+    path.write_bytes(msgspec.json.encode({"machine": machine, "rows": rows}))
+    return str(path)
 
 
 def test_a_calibration_decides_the_first_step(tmp_path):
-    path = calibrated(tmp_path, [0.0, 1.0, 0.0])
+    layout = engine("v32").offload.layout
+    path = calibrated(tmp_path, [0.0, 1.0, 0.0], layout)
     eng = engine("v32", modes="layerwise", calibration=path)
     request = eng.add(prompt(130), Sampling(tokens_max=3))
     run(eng)

@@ -27,7 +27,7 @@ needs_browser = pytest.mark.skipif(
     chromium.path() is None and os.environ.get("BROWSER_TESTS") != "required",
     reason="Chromium is not installed: apt-get install chromium",
 )
-SMALL = ("--max-running", "2", "--max-model-len", "2k", "--overlap", "da")
+SMALL = ("--max-running", "2", "--max-model-len", "2k", "--modes", "da")
 DATASET = "document.getElementById('requests').rows"
 
 

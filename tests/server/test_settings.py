@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from ess.config import Setting, settings_of
+from ess.engine.config import ProcessConfig
+from ess.engine.process.messages import Launch
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.server.commands import cli, settings
+from ess.server.commands import cli, launch
 from ess.server.commands.compat_flags import (
     CHUNKS,
+    FLAGS,
     LAYERS,
     NO_EFFECT,
     NOT_HERE,
     SAME,
+    VALUES,
     ForeignFlags,
     check_foreign,
 )
-from ess.server.commands.launch import launch_of, read_checkpoint
-from ess.server.commands.serve import ServeFlags
-from ess.server.commands.settings import Settings, resolve, size_of
+from ess.server.commands.launch import read_checkpoint
+from ess.server.commands.serve import shown_default
+from ess.server.commands.settings import FIELDS, SECTIONS, Settings, resolve, size_of
 from ess.server.commands.sizing import plan_memory
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def written(folder: Path, text: str) -> Path:
@@ -32,14 +40,14 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path):
-    config = written(tmp_path, 'port = 1\nmax-running = 2\nhost = "a"\nwarmup = false\n')
-    environment = {"ESS_PORT": "2", "ESS_MAX_RUNNING": "3", "HOME": "x", "ESS_VERIFY": "7"}
+    config = written(tmp_path, 'port = 1\nmax-running = 2\nhost = "a"\nwarm = false\n')
+    environment = {"ESS_PORT": "2", "ESS_MAX_RUNNING": "3", "HOME": "x", "ESS_VERIFY_EVERY": "7"}
     found = resolve({"port": 3, "host": None}, config=config, environment=environment)
     assert found.settings.port == 3
     assert found.settings.max_running == 3
     assert found.settings.host == "a"
-    assert found.settings.warmup is False
-    assert found.settings.verify == 7
+    assert found.settings.warm is False
+    assert found.settings.verify_every == 7
     origins = found.origins
     assert [origins[n] for n in ("port", "max_running", "host", "mtp")] == [
         "flag",
@@ -57,9 +65,75 @@ def test_a_setting_that_is_a_word_or_a_number():
         resolve({"tbo": "some"}, environment={})
 
 
-def test_every_setting_has_its_flag():
-    flags = {field.name for field in msgspec.structs.fields(Settings)} - {"model"}
-    assert flags == set(ServeFlags.__dataclass_fields__)
+def told(*words: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """What `ess serve` with these words on its command line would tell the engine process."""
+    flags: dict[str, object] = {}
+    monkeypatch.setattr(launch, "serve_flags", lambda given, **_: flags.update(given))
+    assert cli.main(["serve", *words]) == 0
+    found = resolve(flags, environment={})
+    message = launch.launch_of(found.settings, read_checkpoint(""), planned(max_model_len="2k"))
+    return msgspec.json.decode(msgspec.json.encode(message), type=Launch)
+
+
+def other_than_default(known: Setting) -> tuple[list[str], object]:
+    """The words of a flag, and what they set."""
+    if known.type is bool:
+        return [f"--no-{known.flag[2:]}" if known.default else known.flag], not known.default
+    if known.choices:
+        value = next(choice for choice in known.choices if choice != known.default)
+        return [known.flag, value], value
+    value = "a file" if known.type is str else known.default + 1
+    return [known.flag, str(value)], value
+
+
+@pytest.mark.parametrize("known", settings_of(ProcessConfig).values(), ids=lambda known: known.name)
+def test_every_setting_of_the_engine_reaches_its_process(
+    known: Setting, monkeypatch: pytest.MonkeyPatch
+):
+    """From its definition alone: a flag, a value of its type, a field of the launch message."""
+    words, value = other_than_default(known)
+    config = told(*words, monkeypatch=monkeypatch).config
+    plain = told(monkeypatch=monkeypatch).config
+    assert config == replace(plain, **{known.name: value, "query_max": config.query_max})
+    assert config != plain
+
+
+def test_every_setting_has_a_section_a_help_and_is_shown():
+    assert set(FIELDS) == set(settings_of(Settings)) == set(resolve({}, environment={}).shown())
+    assert all(known.help.endswith(".") for known in FIELDS.values())
+    assert set(FLAGS) | set(VALUES) | {name for name, _ in SAME.values()} <= set(FIELDS)
+
+
+def row_of(known: Setting) -> str:
+    """A row of docs/serving.md: ours, then what vLLM and SGLang call it."""
+    others = [f"`{flag}`" for flag in FLAGS.get(known.name, ())]
+    others += [f"`{value}` for {ours}" for value, ours in VALUES.get(known.name, {}).items()]
+    others += [
+        f"`{variable}`" + (f" in {form[2:]}" if form != "{}" else "")
+        for variable, (name, form) in SAME.items()
+        if name == known.name
+    ]
+    flag = "MODEL" if known.name == "model" else known.flag
+    allowed = f" ({known.allowed})" if known.allowed else ""
+    return f"| `{flag}` | {shown_default(known)} | {known.help}{allowed} | {', '.join(others)} |"
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_document_has_every_setting(section: str):
+    listed = [row_of(known) for known in FIELDS.values() if known.section == section]
+    head = [f"| {section} | default | | elsewhere |", "|---|---|---|---|"]
+    table = "\n".join([*head, *listed]) + "\n\n"
+    assert table in (ROOT / "docs" / "serving.md").read_text(), f"write into it:\n{table}"
+
+
+@pytest.mark.parametrize("words", [["--device", "cuda"], ["--backend", "cuda"]])
+def test_a_gpu_is_refused_with_what_runs_today(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["serve", *words]) == 1
+    said = capsys.readouterr().err
+    assert "backend is 'cuda', but Offload and `ess serve` run on the CPU today" in said
+    assert resolve({"backend": "auto"}, environment={}).settings.backend == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -162,25 +236,28 @@ def test_a_key_is_never_shown():
     found = resolve({"api_key": "secret"}, environment={})
     assert found.shown()["api_key"] == {"value": "set", "from": "flag"}
     assert "secret" not in repr(found.shown())
-    assert settings.keys_of(found.settings) == ("secret",)
+    assert found.settings.keys == ("secret",)
     several = resolve({"api_key": " a, b ,"}, environment={})
-    assert settings.keys_of(several.settings) == ("a", "b")
+    assert several.settings.keys == ("a", "b")
 
 
 @pytest.mark.parametrize(
     ("text", "environment", "says"),
     [
         ("prot = 1", {}, "unknown key 'prot'; did you mean 'port'"),
-        ("zzzzzz = 1", {}, "known: model, "),
+        ("zzzzzz = 1", {}, "known: form, model, "),
         ("port = ", {}, "not TOML"),
         ("port = 'x'", {}, "port from file is 'x'"),
         ("port = 1.5", {}, "port from file is 1.5"),
+        ("api-key = ['secret']", {}, "api_key from file is no text"),
         ("", {"ESS_MAX_RUNING": "1"}, "did you mean 'ESS_MAX_RUNNING'"),
         ("", {"ESS_PORT": "many"}, "port from environment is 'many'"),
         ("", {"ESS_MTP": "9"}, "mtp is 9, must be 1..8"),
+        ("", {"ESS_DEPTH": "2"}, "depth is 2, must be 0..1"),
+        ("", {"ESS_TBO": "0"}, "tbo is 0, must be off, on, auto, 1..1048576"),
         ("tls-cert = 'x'", {}, "given together"),
         ("metrics-compat = 'vllm,x'", {}, "['x']"),
-        ("overlap = 'all'", {}, "overlap from file is 'all'"),
+        ("modes = 'all'", {}, "modes from file is 'all'"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, text: str, environment: dict, says: str):
@@ -203,19 +280,47 @@ def test_sizes_and_shares():
 
 
 def test_deterministic_names_what_it_excludes():
-    assert resolve({"deterministic": True, "overlap": "none"}, environment={})
-    for name, value in (("overlap", "da"), ("overlap", "resident"), ("tbo", "on"), ("tbo", 8)):
+    assert resolve({"deterministic": True, "modes": "none"}, environment={})
+    for name, value in (
+        ("modes", "da"),
+        ("modes", "resident"),
+        ("sbo", "combine-down"),
+        ("tbo", "on"),
+        ("tbo", 8),
+    ):
         with pytest.raises(BadInput, match=f"deterministic .*{name}.* is {value!r}$"):
             resolve({"deterministic": True, name: value}, environment={})
 
 
-def test_the_engine_is_told_what_was_chosen():
-    asked = {"deterministic": True, "depth": 1, "budget_every": 9}
-    found = resolve(asked, environment={}).settings
-    told = launch_of(found, read_checkpoint(""), planned(max_model_len="2k"))
-    assert (told.deterministic, told.depth, told.budget_every) == (True, 1, 9)
-    with pytest.raises(BadInput, match=r"depth is 2, must be 0\.\.1"):
-        resolve({"depth": 2}, environment={})
+def test_a_calibration_needs_modes_that_it_can_start():
+    for changed, why in (({"modes": "da"}, "modes is 'da'"), ({"deterministic": True}, "is set")):
+        with pytest.raises(BadInput, match=f"calibration is where layerwise.* {why}"):
+            resolve({"calibration": "x", **changed}, environment={})
+
+
+def test_a_file_may_be_json(tmp_path: Path):
+    path = tmp_path / "serve.json"
+    path.write_text('{"max-running": 3, "modes": ["none", "da"]}')
+    found = resolve({}, config=path, environment={})
+    assert (found.settings.max_running, found.settings.modes) == (3, ["none", "da"])
+    assert found.origins["max_running"] == "file"
+    path.write_text("[1]")
+    with pytest.raises(BadInput, match="not a table of settings"):
+        resolve({}, config=path, environment={})
+    path.write_text("port = 1")
+    with pytest.raises(BadInput, match="is not JSON"):
+        resolve({}, config=path, environment={})
+
+
+def test_what_the_checkpoint_decides_is_named_so():
+    checkpoint = read_checkpoint("")
+    found = launch.derived(resolve({}, environment={}), checkpoint)
+    assert (found.settings.mtp, found.origins["mtp"]) == (2, "derived")
+    kept = launch.derived(resolve({"mtp": 1}, environment={}), checkpoint)
+    assert (kept.settings.mtp, kept.origins["mtp"]) == (1, "flag")
+    unable = msgspec.structs.replace(checkpoint.config, mtp_layer_count=0)
+    plain = msgspec.structs.replace(checkpoint, config=unable)
+    assert launch.derived(resolve({}, environment={}), plain).origins["mtp"] == "default"
 
 
 LAYOUT = ModelLayout.embedded()

@@ -11,10 +11,15 @@ import pytest
 from ess.bench.engine.calibrate import Times, calibrate_benchmark, fitted, line
 from ess.cost import Calibration
 from ess.errors import BadInput
+from ess.layout import ModelLayout
 from ess.models.load import load_model
-from ess.overlap.calibration import DEFAULT, load
+from ess.overlap.calibration import DEFAULT, load, shape_of
 
-NAMES = [one.name for one in fields(Calibration)]
+NAMES = [field.name for field in fields(Calibration)]
+LAYOUT = ModelLayout(
+    name="small", layer_count=1, groups=((0,), (1,)), mtp_layer_count=1, top_k=24, head_count=4
+)
+SHAPE = shape_of(LAYOUT)
 
 
 def rows(**misses: list[float]) -> list[dict]:
@@ -29,24 +34,25 @@ def rows(**misses: list[float]) -> list[dict]:
         for layer, value in enumerate(values)
     ]
     other = {"name": "roof: copy", "value": 3.0, "unit": "GB/s"}
-    return [*constants, other, {"name": "calibrate: bytes_per_us", "value": 900.0}, *listed]
+    rate = {"name": "calibrate: bytes_per_us", "value": 900.0, "config": {"layout": SHAPE}}
+    return [*constants, other, rate, *listed]
 
 
 def written(folder: Path, listed: list[dict]) -> Path:
     path = folder / "calibration.json"
-    path.write_bytes(msgspec.json.encode({"schema": "ess.bench/1", "rows": listed}))
+    machine = {"cpu": "a CPU", "cores": 2, "isa": "avx2"}
+    path.write_bytes(msgspec.json.encode({"machine": machine, "rows": listed}))
     return path
 
 
 def test_a_document_says_what_it_was_measured_to_say(tmp_path):
-    found = load(written(tmp_path, rows(c1024=[1.0, 2.0], c4096=[3.0, 4.0])))
+    found = load(written(tmp_path, rows(c1024=[1.0, 2.0], c4096=[3.0, 4.0])), LAYOUT)
+    assert found.machine == "a CPU, 2 cores"
     assert found.bytes_per_us == 900.0
     assert found.constants == Calibration(**{name: at + 1.5 for at, name in enumerate(NAMES)})
     assert found.misses_at(300, 2) == found.misses_at(2047, 2) == (1.0, 2.0)
     assert found.misses_at(2049, 2) == found.misses_at(1 << 20, 2) == (3.0, 4.0)
     assert found.misses_at(1024, 1) == (1.0,), "without the MTP layer, which comes last"
-    with pytest.raises(BadInput, match="for 2 layers, this model has 3"):
-        found.misses_at(1024, 3)
 
 
 def test_without_a_document_nothing_is_expected():
@@ -63,21 +69,27 @@ def test_without_a_document_nothing_is_expected():
         (lambda listed: listed[0].update(value="fast"), "Expected `float`"),
         (lambda listed: listed[0].update(value=-1.0), "-1.0, must be at least 0"),
         (lambda listed: listed[9].update(value=0.0), "0.0, must be above 0"),
+        (lambda listed: listed[9].pop("config"), "does not say of which layout"),
+        (
+            lambda listed: listed[9]["config"].update(layout={**SHAPE, "top_k": 2048}),
+            "another model: top_k 2048, not 24",
+        ),
+        (lambda listed: [listed.pop() for _ in range(3)], "1 layers at context 1024, .* has 2"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, spoil, match):
     listed = rows(c1024=[1.0, 2.0, 3.0, 4.0])
     spoil(listed)
     with pytest.raises(BadInput, match=match):
-        load(written(tmp_path, listed))
+        load(written(tmp_path, listed), LAYOUT)
 
 
 def test_a_file_that_is_not_there_or_no_document(tmp_path):
     with pytest.raises(BadInput, match="No such file"):
-        load(tmp_path / "none.json")
+        load(tmp_path / "none.json", LAYOUT)
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(BadInput, match=r"bad\.json"):
-        load(tmp_path / "bad.json")
+        load(tmp_path / "bad.json", LAYOUT)
 
 
 def test_a_line_never_starts_or_falls_below_zero():
@@ -121,10 +133,10 @@ def test_constants_are_differences_between_schedules():
 @pytest.mark.slow
 def test_what_the_benchmark_measures_is_what_the_policy_reads(tmp_path):
     measured = calibrate_benchmark(smoke=True)
-    found = load(written(tmp_path, [msgspec.to_builtins(row) for row in measured]))
-    layers = load_model().config.layout().layer_total
+    layout = load_model().config.layout()
+    found = load(written(tmp_path, [msgspec.to_builtins(row) for row in measured]), layout)
     [misses] = found.misses.values()
-    assert len(misses) == layers
+    assert len(misses) == layout.layer_total
     assert min(misses) > 0
     assert found.bytes_per_us > 10
     assert found.constants.attend_query_us > 1

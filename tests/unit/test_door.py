@@ -284,6 +284,13 @@ def test_sizes_that_hold_nothing_say_the_least_that_works():
         make(query_max=0)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_is_refused_with_what_runs_today(device: str):
+    """Before it was accepted, and the slots lay on the host all the same."""
+    with pytest.raises(Unavailable, match=f"device is '{device}', but Offload .* on the CPU today"):
+        Offload.create(LAYOUT, slot_bytes="1MiB", host_bytes="1MiB", device=device)
+
+
 def test_a_closed_offload_refuses_work():
     offload = make()
     offload.close()

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ess.engine.config import EngineConfig
 from ess.errors import BadInput
-from ess.overlap import sbo, tbo
+from ess.overlap import sbo
 from ess.overlap.policy import Mode
 from ess.overlap.stages import Run, finish
 from ess.overlap.tbo import IMBALANCE, Cut, interleave, prompt_cut, reasons_off
@@ -103,7 +104,7 @@ def test_why_a_step_runs_whole(setting, counts, vector, has_experts, reasons):
 @pytest.mark.parametrize("setting", ["maybe", 0, -3])
 def test_settings_that_make_no_sense(setting):
     with pytest.raises(BadInput, match="tbo is"):
-        tbo.check_tbo(setting)
+        EngineConfig(tbo=setting)
 
 
 class Told:
@@ -138,5 +139,5 @@ def test_what_communication_runs_beside(mode):
 
 
 def test_an_unknown_order_is_refused():
-    with pytest.raises(BadInput, match="sbo is 'fast', must be one of off, combine-down"):
-        sbo.check_sbo("fast")
+    with pytest.raises(BadInput, match="sbo is 'fast', must be off, combine-down"):
+        EngineConfig(sbo="fast")

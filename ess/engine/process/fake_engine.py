@@ -197,7 +197,9 @@ def main(arguments: list[str]) -> int:
     wire.watch(sys.stdin.fileno())
     wire.give(Ready(vocabulary=raw["vocab_size"], length_max=launch.length_max, load_s=0.0))
     engine = PacedEngine(
-        walking(raw["vocab_size"]), pace_s=launch.pace_s, running_max=launch.batch_max
+        walking(raw["vocab_size"]),
+        pace_s=launch.config.pace_ms / 1e3,
+        running_max=launch.config.max_running,
     )
     engine.run(wire)
     wire.close()

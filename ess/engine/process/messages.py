@@ -10,10 +10,10 @@ again, so a late answer can only meet a request that is gone.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Literal
 
 import msgspec
 
+from ess.engine.config import ProcessConfig
 from ess.engine.request import Reason
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
@@ -175,33 +175,14 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an engine process is told at its start."""
+    """All that an engine process is told at its start; the sizes are those of its pools."""
 
     model: str
-    form: Literal["bf16", "f32"] = "bf16"
-    row: Literal["fp8", "bf16", "f32"] = "fp8"
-    index: Literal["fp8", "f32"] = "fp8"
-    backend: Literal["cpu", "reference"] = "cpu"
-    modes: str = "layerwise"
-    promise: Literal["all", "some"] = "all"
-    mtp: int = 1
-    mtp_auto: bool = False
-    tbo: Literal["off", "on", "auto"] | int = "off"
-    tpot_ms: float | None = None
-    deterministic: bool = False
-    depth: int = 0
-    budget_every: int = 64
-    batch_max: int = 16
-    chunk_tokens: int = 512
-    length_max: int = 4096
+    config: ProcessConfig
+    length_max: int
     slot_bytes: int
     host_bytes: int
-    index_bytes: int | None = None
-    threads: int = 1
-    warm: bool = True
-    verify_every: int = 0
-    pace_s: float = 0.0
-    """For the engine without a model: the least time of a step."""
+    index_bytes: int
 
 
 ToEngine = Add | Abort | Flush | Trace | Stop

@@ -22,7 +22,7 @@ import zmq
 from ess.clock import Clock, RealClock
 from ess.door import Offload
 from ess.door.stats import Stats
-from ess.engine.engine import Engine, EngineConfig
+from ess.engine.engine import Engine
 from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
 from ess.engine.process.messages import (
@@ -286,48 +286,23 @@ def build(launch: Launch) -> tuple[Engine, int]:
     """The engine over the loaded weights, and the vocabulary's size."""
     import torch
 
-    torch.set_num_threads(launch.threads)
-    model = load_model(launch.model, form=launch.form)
-    tokenizer = Tokenizer(launch.model)
+    chosen = launch.config
+    torch.set_num_threads(chosen.threads)
+    model = load_model(launch.model, form=chosen.form)
     config = model.config
-    if launch.mtp == 1:
+    if chosen.mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
-    layout = config.layout(row=launch.row, index=launch.index)
-    query_max = launch.batch_max * launch.mtp
-
     offload = Offload.create(
-        layout,
+        config.layout(row=chosen.row),
         slot_bytes=launch.slot_bytes,
         host_bytes=launch.host_bytes,
         index_bytes=launch.index_bytes,
         length_max=launch.length_max,
-        sequence_max=launch.batch_max,
-        query_max=query_max,
+        sequence_max=chosen.max_running,
+        query_max=chosen.query_max,
     )
-    engine = Engine(
-        model,
-        offload,
-        EngineConfig(
-            modes=launch.modes,
-            promise=launch.promise,
-            mtp=launch.mtp,
-            mtp_auto=launch.mtp_auto,
-            tbo=launch.tbo,
-            tpot_ms=launch.tpot_ms,
-            deterministic=launch.deterministic,
-            depth=launch.depth,
-            budget_every=launch.budget_every,
-            batch_max=launch.batch_max,
-            query_max=query_max,
-            chunk_tokens=launch.chunk_tokens,
-            warm=launch.warm,
-            backend=launch.backend,
-            verify_every=launch.verify_every,
-        ),
-        tokenizer=tokenizer,
-    )
-
-    return engine, model.config.vocab_size
+    engine = Engine(model, offload, chosen, tokenizer=Tokenizer(launch.model))
+    return engine, config.vocab_size
 
 
 def serve(launch: Launch, wire: Wire, clock: Clock) -> None:

@@ -12,9 +12,7 @@ A captured graph belongs to a vector, so no more than `VECTOR_MAX` of them are k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,13 +21,14 @@ import numpy.typing as npt
 from ess.cost import Hiding, hiding
 from ess.door import Offload, Step
 from ess.door.stats import Stats
+from ess.engine.config import Modes
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.overlap import policy
 from ess.overlap.calibration import DEFAULT, load
 from ess.overlap.policy import Mode, Observation, PolicyState, Vector
-from ess.overlap.sbo import Sbo, check_sbo
-from ess.overlap.tbo import Tbo, check_tbo, reasons_off
+from ess.overlap.sbo import Sbo
+from ess.overlap.tbo import Tbo, reasons_off
 from ess.overlap.timeline import Timeline
 from ess.units import div_ceil
 
@@ -37,8 +36,6 @@ LAYERWISE: Final = "layerwise"
 LOOK_EVERY: Final = 8
 VECTOR_MAX: Final = 3
 ATTENTION: Final = ("attend_all", "attend_resident", "attend_fetched", "merge")
-
-Modes = str | Sequence[str]
 
 
 def fixed_vector(modes: Modes, layout: ModelLayout) -> Vector | None:
@@ -87,12 +84,10 @@ class Tuning:
         offload: Offload,
         modes: Modes,
         *,
-        calibration: str | Path | None = None,
+        calibration: str = "",
         tbo: Tbo = "off",
         sbo: Sbo = "off",
     ) -> None:
-        check_tbo(tbo)
-        check_sbo(sbo)
         self.sbo = sbo
         self.split_count = 0
         self.reasons: tuple[str, ...] = ("no step has run",)
@@ -104,8 +99,8 @@ class Tuning:
         self._offload = offload
         self._tbo = tbo
         self._fixed = fixed_vector(modes, offload.layout)
-        self._is_guessed = calibration is None
-        self._calibrated = DEFAULT if calibration is None else load(calibration)
+        self._is_guessed = not calibration
+        self._calibrated = load(calibration, offload.layout) if calibration else DEFAULT
         self._state: PolicyState | None = None
         self._since: _Since | None = None
 
@@ -155,7 +150,7 @@ class Tuning:
         }
 
     def _keep(self, vector: Vector) -> None:
-        others = tuple(one for one in self.kept if one != vector)
+        others = tuple(kept for kept in self.kept if kept != vector)
         self.kept = (*others, vector)[-VECTOR_MAX:]
 
     def _start(self, step: Step) -> PolicyState:

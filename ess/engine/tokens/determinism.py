@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from ess.kernels.backend import Ops
 
 
-def check_deterministic(
-    modes: str | Sequence[str], *, called: str = "modes", **others: str | int
-) -> None:
-    """The modes by the name that whoever set them calls them; `others` must be off."""
+def check_deterministic(modes: str | Sequence[str], **others: str | int) -> None:
+    """`others` are the options that must be off."""
     if modes not in ("layerwise", "none"):
-        raise BadInput(f"deterministic runs every layer as NONE, but {called} is {modes!r}")
+        raise BadInput(f"deterministic runs every layer as NONE, but modes is {modes!r}")
     for name, value in others.items():
         if value != "off":
             raise BadInput(f"deterministic needs {name} off, but it is {value!r}")
