@@ -11,12 +11,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Literal
 
 import openai
 import pytest
 
-from ess.server.commands.launch import embedded_path
+from ess.bench.engine.calibrate import constant_rows, miss_rows
+from ess.bench.harness import report
+from ess.bench.harness.machine import machine
+from ess.cost import Calibration
+from ess.overlap.calibration import shape_of
+from ess.server.commands import cli
+from ess.server.commands.launch import embedded_path, read_checkpoint
 from tests.server.harness import TOKENIZER, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,6 +154,46 @@ def test_what_it_says_is_what_the_engine_makes(running: Process):
     count = len(TOKENIZER.encode("The server is"))
     agreed = sum(a == b for a, b in zip(chosen[count - 1 :], ids[count:], strict=False))
     assert agreed >= 0.8 * (len(ids) - count)
+
+
+def calibration(folder: Path, *, row: Literal["fp8", "bf16"] = "fp8") -> str:
+    """What `ess-bench calibrate --out FILE` writes, of a machine where DA hides every fetch."""
+    layout = read_checkpoint("").config.layout(row=row)
+    free = dict.fromkeys((field.name for field in fields(Calibration)), 0.0)
+    rows = constant_rows(
+        Calibration(**{**free, "attend_query_us": 1000.0}), 1.0, {"layout": shape_of(layout)}
+    )
+    rows += miss_rows([1.0] * layout.layer_total, {"context": 1024})
+    report.run(lambda: rows, json=True, out=folder / "calibration.json")
+    return str(folder / "calibration.json")
+
+
+@pytest.mark.slow
+def test_a_calibration_decides_how_a_launched_engine_starts(tmp_path: Path):
+    """Without one the first step runs NONE. The prompt is longer than there are slots."""
+    flags = ("--calibration", calibration(tmp_path), "--sbo", "combine-down", "--max-running", "1")
+    with Process(*flags).wait_ready() as process:
+        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0)
+        client.completions.create(model="ess-embedded", prompt=[7] * 1500, max_tokens=3)
+
+        def modes() -> list[dict[str, int]]:
+            with urllib.request.urlopen(process.url + "/server_info") as answer:
+                return json.loads(answer.read())["engine"]["modes"]
+
+        until(lambda: any(sum(layer.values()) for layer in modes()), "a status of the steps")
+        assert all(layer["none"] == 0 for layer in modes())
+        assert sum(layer["da"] for layer in modes()) > 0
+        process.process.send_signal(signal.SIGTERM)
+        assert (
+            f"calibration.json was measured on {machine().cpu}, "
+            in process.process.communicate()[1]
+        )
+
+
+def test_a_calibration_of_other_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["serve", "--calibration", calibration(tmp_path, row="bf16")]) == 2
+    said = capsys.readouterr().err
+    assert "calibration.json was measured of another model: row_bytes" in said
 
 
 def test_a_seed_gives_the_same_again_and_another_gives_another(running: Process):
