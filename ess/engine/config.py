@@ -106,7 +106,10 @@ class ProcessConfig(EngineConfig):
     form: Literal["bf16", "f32"] = setting("bf16", "model", "What weights are computed in.")
     row: Literal["fp8", "bf16", "f32"] = setting("fp8", "memory", "How latent rows are stored.")
     threads: int = setting(
-        0, "engine", "Compute threads; 0 is one for every core but one.", (0, 1024)
+        0,
+        "engine",
+        "Compute threads; 0 leaves a core to the machine.",
+        (0, 1024),
     )
     pace_ms: float = setting(
         0.0, "trials", "Milliseconds of a step of the paced engine.", (0.0, 60_000.0)

@@ -1,4 +1,4 @@
-"""Commands that describe: what is installed, and what a model's layout costs."""
+"""`ess version` and `ess layout`: what is installed, and what a model's layout costs."""
 
 from __future__ import annotations
 

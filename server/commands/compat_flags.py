@@ -69,11 +69,11 @@ WHY_NOT: Final[Mapping[str, str]] = {
     "SGLANG_DISABLE_HISPARSE_PREFETCH": "--modes none fetches without anything beside it",
     "SGLANG_BOOTSTRAP_PORT": "this server has no prefill tier to meet",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "this server has no prefill tier to meet",
-    "VLLM_LOGGING_LEVEL": "the log has one level: what went wrong",
+    "VLLM_LOGGING_LEVEL": "only errors are logged",
     "VLLM_ATTENTION_BACKEND": "ess doctor shows the kernels, which are chosen by the machine",
 }
 
-# A cluster gives every container the addresses of its services, ESS_... for one that is named ess.
+# Kubernetes gives every container the addresses of its services; a service called ess gets ESS_...
 OF_CLUSTER: Final = re.compile(r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 
@@ -146,7 +146,7 @@ class ForeignFlags:
 
 # Accepted and logged: what they ask for is always so, or changes no answer.
 NO_EFFECT: Final[Mapping[str, str]] = {
-    "trust_remote_code": "no code of a checkpoint is ever run",
+    "trust_remote_code": "code of a checkpoint is never run",
     "enforce_eager": "no step runs as a graph",
     "disable_log_requests": "requests are not logged",
     "enable_metrics": "/metrics is always served",
@@ -154,15 +154,15 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "enable_chunked_prefill": "prompts always run in chunks",
     "enable_auto_tool_choice": "tools are always served",
     "enable_cache_report": "usage always says how many tokens were cached",
-    "enable_hisparse": "offload is what this server is",
-    "skip_server_warmup": "nothing is warmed up",
+    "enable_hisparse": "rows are always offloaded",
+    "skip_server_warmup": "no request is run at the start",
     "hisparse_config": "--slot-bytes and --host-bytes say how much is kept where",
     "tool_call_parser": "the checkpoint's own format is parsed",
     "reasoning_parser": "the checkpoint's own format is parsed",
     "gpu_memory_utilization": "--slot-bytes and --index-bytes say what is used",
     "swap_space": "--host-bytes says how much the host keeps",
-    "log_level": "the log has one level: what went wrong",
-    "speculative_algorithm": "drafts are the checkpoint's own, --mtp says how many",
+    "log_level": "only errors are logged",
+    "speculative_algorithm": "the checkpoint's own MTP layer drafts, --mtp tokens at most",
 }
 
 # Refused: the answer, or the machine that makes it, would not be what was asked for.
@@ -170,7 +170,7 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "pp_size": "must be 1: one process holds the whole model",
     "tp_size": "must be 1: one process holds the whole model",
     "dp_size": "must be 1: start one server per replica, with a router in front",
-    "page_size": "must be 64: so many rows are a page",
+    "page_size": "must be 64: a page has 64 rows",
     "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",
     "disable_radix_cache": "is not served: equal prefixes are always shared",
     "enable_dynamic_chunking": "is for a prefill tier; here --tpot-ms sizes the chunks",

@@ -1,7 +1,7 @@
 """`ess doctor`: what this machine can do, and what keeps it from more.
 
-Each check has failed somebody. The last one decodes: two layers, offloaded and resident, in a
-process of its own, because this one has no torch.
+Each check is of something that has kept ESS from working somewhere. The last check decodes two
+layers, offloaded and resident, in a process of its own, because this process has no torch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ PACKAGES: Final = (
     *("torch", "safetensors", "tokenizers", "starlette", "uvicorn", "uvloop", "httptools"),
     *("pyzmq", "prometheus-client", "jinja2", "llguidance"),
 )
+GPU_TODAY: Final = "for device tests and benchmarks only, `ess serve` runs on the CPU today"
 PLACEHOLDERS: Final = ("flash-mla", "deep-gemm")
 
 
@@ -82,12 +83,12 @@ def examined(port: int) -> Iterator[Check]:
         yield _package(package)
     for package in PLACEHOLDERS:
         yield from _placeholder(package)
-    look: tuple[Callable[[], Check], ...] = (
+    checks: tuple[Callable[[], Check], ...] = (
         *(_native, _memory, _locked, _shared, _huge_pages, _gpu),
         *(lambda: _port(port), _decode),
     )
-    for one in look:
-        yield one()
+    for check in checks:
+        yield check()
 
 
 def _python() -> Check:
@@ -108,7 +109,7 @@ def _package(name: str) -> Check:
 
 
 def _placeholder(name: str) -> Iterator[Check]:
-    """The index has empty packages under these names; working ones come as sgl-..."""
+    """Empty packages have these names; the working packages are called sgl-..."""
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -173,10 +174,10 @@ def _huge_pages() -> Check:
 
 
 def _gpu() -> Check:
-    """No GPU is no fault: everything runs on the CPU."""
+    """A server needs none: device tests and benchmarks would use it, serving does not."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Check(name="gpu", grade="ok", found="none: the CPU does it all")
+        return Check(name="gpu", grade="ok", found="none; `ess serve` runs on the CPU")
     done = subprocess.run(
         [program, "--query-gpu=name,driver_version", "--format=csv,noheader"],
         capture_output=True,
@@ -185,7 +186,8 @@ def _gpu() -> Check:
     )
     if done.returncode != 0:
         return Check(name="gpu", grade="warn", found="nvidia-smi fails", hint=done.stderr[:200])
-    return Check(name="gpu", grade="ok", found=done.stdout.strip().replace("\n", "; "))
+    found = f"{done.stdout.strip().replace(chr(10), '; ')}: {GPU_TODAY}"
+    return Check(name="gpu", grade="ok", found=found)
 
 
 def _port(port: int) -> Check:

@@ -12,13 +12,13 @@ from ess.server.commands.settings import Settings, memory_free, size_of
 from ess.units import PAGE_ROWS, div_ceil, format_bytes
 
 AUTO: Final = "auto"
-HOST_SHARE: Final = 4  # of free memory, at most, when nobody says how much
+HOST_SHARE: Final = 4  # of free memory, at most, unless host_bytes says how much
 HOST_BYTES_MAX: Final = 4 << 30
 LENGTHS: Final = (2048, 8192, 32768, 131072)
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests of one length fit, and what the next one would lack."""
+    """How many requests of a length fit, and what a further request would lack."""
 
     length: int
     count: int
@@ -70,7 +70,7 @@ def plan_memory(
         token_capacity=token_capacity,
         rooms=(),
     )
-    lengths = sorted({*(one for one in LENGTHS if one < length_max), length_max})
+    lengths = sorted({*(length for length in LENGTHS if length < length_max), length_max})
     rooms = tuple(_room(plan, settings, layout, length) for length in lengths)
     return msgspec.structs.replace(plan, rooms=rooms)
 

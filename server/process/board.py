@@ -1,8 +1,8 @@
-"""The one place where the engine's state is published, and read from.
+"""The engine's latest status: published here, and read by metrics, load reports and dashboards.
 
-Whoever shows it, as metrics, as a load report or live, reads `status` or subscribes. A status is a
-moment, not a stream of events: a slow subscriber gets the newest and misses those between. Those of
-the last minute are kept in `recent`, without their requests.
+Routes read `status` or subscribe. A status describes a moment, it is no stream of events: a slow
+subscriber gets the newest status and misses those between. The statuses of the last minute are kept
+in `recent`, without their requests.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Board:
             self._rated = (now_s, status.made_count)
 
     def enter(self) -> asyncio.Event:
-        """Set at every publication from now on; whoever waits for it clears it, and leaves."""
+        """An event that every publication sets; the subscriber clears it, and calls `leave`."""
         if len(self._subscribers) >= SUBSCRIBERS_MAX:
-            raise Unavailable(f"{SUBSCRIBERS_MAX} viewers are watching; that is the most served")
+            raise Unavailable(f"{SUBSCRIBERS_MAX} viewers are watching, and no more are served")
         fresh = asyncio.Event()
         self._subscribers.add(fresh)
         return fresh

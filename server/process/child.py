@@ -38,14 +38,14 @@ class EngineChild:
         return self._process.pid
 
     async def ended(self) -> str:
-        """Waits for the end and says how it came."""
+        """Waits until the process has ended and says how."""
         code = await self._process.wait()
         if code < 0:
             return f"its process was ended by {signal.Signals(-code).name}"
         return f"its process ended with code {code}"
 
     async def stop(self, *, within_s: float) -> None:
-        """It has been told to stop; one that does not is killed."""
+        """Wait for its end, which it has been told to come to; kill it if it takes longer."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(TimeoutError):

@@ -72,8 +72,8 @@ class Running:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         watching = [
-            asyncio.ensure_future(one)
-            for one in (self._hear(), self._watch_child(), self._watch_dog(), self._greet())
+            asyncio.ensure_future(task)
+            for task in (self._hear(), self._watch_child(), self._watch_dog(), self._greet())
         ]
         try:
             await self._server.serve(sockets=[listener])
@@ -88,7 +88,7 @@ class Running:
     # ---- the ends
 
     def _on_signal(self, number: int) -> None:
-        """The first drains, the second ends at once."""
+        """The first signal drains, the second ends the server at once."""
         self._signals += 1
         if self._signals == 1:
             self._service.draining = True
@@ -98,7 +98,7 @@ class Running:
             self._server.should_exit = self._server.force_exit = True
 
     async def _drain(self, grace_s: float) -> None:
-        """Streams finish; those that have not after the limit end with an error."""
+        """Streams finish; after `drain_s` the rest end with an error."""
         began_s = self._clock.now_s()
         console.note(f"ess: draining, {self._link.open_count} requests are open")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:
@@ -107,7 +107,7 @@ class Running:
             await asyncio.sleep(0.05)
         if self._link.open_count:
             left = self._link.open_count
-            console.note(f"ess: {left} requests did not end in time and are given up")
+            console.note(f"ess: {left} requests did not end in time and are aborted")
         self._link.lose("the server is shutting down")
         await self._flush()
         self._server.should_exit = True
@@ -126,14 +126,14 @@ class Running:
             await self._give_up(how)
 
     async def _watch_dog(self) -> None:
-        """An engine that is stuck does not end by itself, and says nothing."""
+        """A stuck engine does not end by itself; it is known by its silence."""
         limit_s = self._settings.watchdog_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 4))
             silent_s = self._clock.now_s() - self._link.heard_at_s
             if self._link.state == "ready" and silent_s > limit_s:
                 self._child.kill()
-                await self._give_up(f"it has said nothing for {silent_s:.1f} s")
+                await self._give_up(f"it has sent nothing for {silent_s:.1f} s")
 
     async def _give_up(self, how: str) -> None:
         self._link.lose(how)
@@ -150,7 +150,7 @@ class Running:
             await asyncio.sleep(0.02)
 
     async def _greet(self) -> None:
-        """What has been loaded stays: no collection need walk it while streams wait."""
+        """What is loaded now stays: no garbage collection need walk it while streams wait."""
         await self._link.became_ready.wait()
         if self._link.ready is not None:
             gc.collect()

@@ -47,8 +47,8 @@ class Call:
     """The engine's requests of one HTTP request.
 
     `pending` are those that have not ended; the oldest piece of those taken last arrived at
-    `heard_at_s`. Whoever waits in `take` may name a reader, which gets pieces in the link's own
-    turn, without a task being woken for them; an end, and what the reader does not want, wake it.
+    `heard_at_s`. A task that waits in `take` may name a reader, which gets pieces in the link's own
+    turn, without the task being woken for them; an end, and what the reader does not want, wake it.
     """
 
     def __init__(self, request_id: str, numbers: range, *, started_s: float) -> None:
@@ -64,7 +64,7 @@ class Call:
         self._broken: Exception | None = None
 
     def put(self, piece: Piece, *, heard_at_s: float = 0.0) -> bool:
-        """True if it is the first of those that nobody has taken: somebody must be told."""
+        """True if it is the first piece that has not been taken: the waiter must be told."""
         is_first = not self._pieces
         if is_first:
             self.heard_at_s = heard_at_s
@@ -75,7 +75,7 @@ class Call:
         return is_first
 
     def tell(self) -> None:
-        """The reader if it takes them, else the one who waits, who also learns of its failure.
+        """The reader gets the pieces if it takes them, else the waiter, which also gets failures.
 
         With the waiter woken, but not yet running, the reader is passed over: what has been left to
         the waiter comes before what is new.
@@ -158,7 +158,7 @@ class EngineLink:
 
     @property
     def oldest_wait_s(self) -> float:
-        """How long the one that has waited longest has had nothing from the engine."""
+        """How long the oldest call that has had nothing from the engine has waited."""
         silent = [call.started_s for call in self._calls.values() if not call.heard_at_s]
         return self._clock.now_s() - min(silent) if silent else 0.0
 
@@ -227,7 +227,7 @@ class EngineLink:
         return await answer
 
     def start_trace(self) -> None:
-        """One at a time, whoever asked for it."""
+        """A single trace at a time, for all clients."""
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}: nothing can be traced")
         if self._is_tracing:
@@ -243,11 +243,11 @@ class EngineLink:
             self._traced = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._traced)
 
-    # ---- for the one who runs it
+    # ---- for the server that runs it
 
     async def run(self) -> None:
-        """One message, then everybody's turn: a message that is there is received without waiting,
-        so an engine that is faster than the readers would otherwise keep them from ever running."""
+        """After every message the other tasks get a turn: a message that has arrived is received
+        without waiting, so an engine faster than the readers would keep them from ever running."""
         while True:
             raw = await self._socket.recv()
             self.heard_at_s = self._clock.now_s()
@@ -304,7 +304,7 @@ class EngineLink:
                 self.lose(sentence)
 
     def _deliver(self, pieces: Sequence[Piece], at_s: float) -> None:
-        """All are handed out before anybody is told: choices of one answer leave together."""
+        """All pieces are handed out before a waiter is told: all choices leave together."""
         told: list[Call] = []
         for piece in pieces:
             call = self._calls.get(piece.number)

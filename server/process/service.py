@@ -1,4 +1,4 @@
-"""What every route works with: the texts, the link to the engine, the limits, and who may enter."""
+"""What every route works with: the tokenizer, the link to the engine, the limits and admission."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Service:
 
     @property
     def waiting_count(self) -> int:
-        """Requests that the engine does not run yet; the engine's own word may be a moment old."""
+        """Requests that the engine does not run yet; the status may be a moment old."""
         return max(0, self.link.open_count - self.board.status.running_count)
 
     def check_model(self, model: str | None) -> None:

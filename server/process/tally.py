@@ -1,4 +1,4 @@
-"""What the server itself counts: requests, refusals, and how long people waited."""
+"""What the server itself counts: answers, refusals, and how long clients waited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_BOUNDS_S: Final = (
 
 @dataclass(slots=True, eq=False)
 class Waits:
-    """A histogram of seconds: `counts[i]` are those up to `WAIT_BOUNDS_S[i]`, the last all over."""
+    """A histogram of seconds: `counts[i]` waits took up to `WAIT_BOUNDS_S[i]`, the last longer."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS_S) + 1))
     total_s: float = 0.0
@@ -46,5 +46,5 @@ class Tally:
 
     @property
     def failure_count(self) -> int:
-        """Answers that were our fault."""
+        """Answers with status 500: faults of the server."""
         return sum(count for (_, status), count in self.answers.items() if status == 500)

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -168,6 +169,17 @@ def test_a_missing_package_is_a_failure_with_its_remedy():
     found = doctor._package("ess-no-such-package")
     assert (found.grade, found.found) == ("fail", "missing")
     assert "ess[serve]" in found.hint
+
+
+def test_a_gpu_is_said_to_serve_nothing_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._gpu().found == "none; `ess serve` runs on the CPU"
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1'\n")
+    program.chmod(0o755)
+    found = doctor._gpu()
+    assert found.found.startswith("NVIDIA H100, 580.1: for device tests and benchmarks only")
+    assert (found.grade, found.hint) == ("ok", "")
 
 
 @pytest.mark.slow

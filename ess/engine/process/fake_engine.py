@@ -63,7 +63,7 @@ class Going:
 
 
 class PacedEngine:
-    """`running_max` requests get tokens at a time, those that came first."""
+    """`running_max` requests get tokens at a time, the oldest."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ def _line(going: Going) -> RequestLine:
 
 
 def _chances(tokens: Sequence[int], count: int | None) -> tuple[Chance, ...]:
-    """Made up: their shape is right."""
+    """Invented values in the right form."""
     if count is None:
         return ()
     tops = [tuple((token + i, -0.5 - i) for i in range(count)) for token in tokens]

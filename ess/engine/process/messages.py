@@ -21,7 +21,7 @@ from ess.errors import BadInput
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`leader` is the number of an earlier one with this prompt: another choice of one answer."""
+    """`leader` is the number of an earlier request with this prompt, for the same answer."""
 
     number: int
     prompt: list[int]
@@ -114,11 +114,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     """The engine at one moment: counts since it started; lists are per layer group.
 
     `modes` says how often each layer ran RESIDENT, NONE, DA and DBA. Per layer too: microseconds of
-    fetches, and of those what was waited for. `turn_count` is one per request and step. `shortage`
-    says in numbers what the limiter means. Of the rows that requests asked for in their step i
-    after landing, `landed_asked[i]`, `landed_hits[i]` were resident. `requests` are those
-    that came first, as many as are shown.
-    `depth_reasons` say why the next step's `depth` is 0 whatever was configured.
+    fetches, and of those what was waited for. `turn_count` counts every request of every step.
+    `shortage` says in numbers what the limiter means. Of the rows that requests asked for in their
+    step i after landing, `landed_asked[i]`, `landed_hits[i]` were resident. `requests` are the
+    oldest, as many as are shown. `depth_reasons` say why the next step's `depth` is 0 whatever was
+    configured.
     """
 
     step_count: int = 0
@@ -214,6 +214,6 @@ class Packer:
 
 
 def _as_dict(value: object) -> object:
-    """The one kind of value in our messages that msgpack does not know."""
+    """Of the values in our messages msgpack knows all but this kind."""
     assert isinstance(value, MappingProxyType), f"a message holds a {type(value).__name__}"
     return dict(value)

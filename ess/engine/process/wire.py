@@ -21,7 +21,7 @@ UNREAD_MAX: Final = 256
 class SocketWire:
     """One peer over ZMQ. `lifeline` is a descriptor that becomes readable when the peer is gone.
 
-    A peer that reads too slowly holds us up after `UNREAD_MAX` messages; one that is gone does not.
+    A peer that reads too slowly blocks us after `UNREAD_MAX` messages; a lost peer does not.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:

@@ -2,9 +2,8 @@
 
     python -m ess.engine.process.worker ENDPOINT      (a Launch as one JSON line on stdin)
 
-Between two steps everything that has arrived is obeyed; after a step its tokens leave in one
-message. The process that started this one holds our stdin open: when it ends, however it ends, so
-do we.
+Between two steps all messages that have arrived are obeyed; after a step its tokens leave in one
+message. The parent process holds our stdin open: when it ends, however it ends, so do we.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class EngineLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Obey what has arrived, make one step if there is anything to do, report."""
+        """Obey the messages that have arrived, run a step if a request needs one, report."""
         wait_s = IDLE_S if self._engine.is_idle else BLOCKED_S if self._is_blocked else 0.0
         for message in self._wire.take(timeout_s=wait_s):
             self._obey(message)
@@ -99,7 +98,7 @@ class EngineLoop:
         self._report()
 
     def _settle(self) -> None:
-        """Whoever left last takes the rows that are still under way along."""
+        """When idle, wait for outstanding copies."""
         if self._engine.is_idle:
             self._engine.offload.drain()
 
