@@ -25,9 +25,7 @@ class EngineConfig:
 
     max_running: int = setting(16, "limits", "Requests that run at a time.", (1, 4096))
     modes: Modes = setting(
-        "layerwise",
-        "engine",
-        "How fetches hide behind compute; layerwise chooses for each layer from live counters.",
+        "layerwise", "engine", "How fetches hide behind compute; layerwise follows live counters."
     )
     calibration: str = setting(
         "", "engine", "A file from `ess-bench calibrate --out FILE`: where layerwise starts."
@@ -35,49 +33,44 @@ class EngineConfig:
     tbo: Tbo = setting(
         "off",
         "engine",
-        "Run steps in two halves; a number is the fewest tokens of a step that is cut.",
+        "Run steps in two halves; a number is the fewest tokens for it.",
         (1, 1 << 20),
     )
     sbo: Sbo = setting("off", "engine", "What the experts' communication runs beside.")
     mtp: int = setting(
         1,
         "engine",
-        "Tokens verified per step, at most; 1 drafts none. If the checkpoint can draft, `ess serve`"
-        " takes 2.",
+        "Most tokens verified per step; `ess serve` takes 2 if the model can draft.",
         (1, 8),
     )
     mtp_auto: bool = setting(False, "engine", "Verify as many tokens as pay, up to --mtp.")
     tpot_ms: float = setting(
         0.0,
         "engine",
-        "Milliseconds per token that admission and prompt chunks keep to; 0 sets no target.",
-        (0.0, 60_000.0),
+        "Milliseconds per token that admission and chunks keep to; 0: none.",
+        (0, 60_000),
     )
     chunk_tokens: int = setting(
         512, "engine", "Prompt tokens run beside one decode step.", (1, 1 << 20)
     )
     deterministic: bool = setting(
-        False,
-        "engine",
-        "The same answer to the last bit, whatever else runs beside it; prompts run slower.",
+        False, "engine", "The same answer to the last bit in any batch; prompts run slower."
     )
     depth: int = setting(
         0, "engine", "1 launches a step before the last one's tokens are known; 0 waits.", (0, 1)
     )
     promise: Promise = setting(
-        "all",
-        "engine",
-        "Device pages of a request: all at its start, or some, and more as it grows.",
+        "all", "engine", "Device pages of a request: all at its start, or some, then as it grows."
     )
     budget_every: int = setting(
         64,
         "engine",
-        "Steps after which slots move to the layers that miss most; 0 never moves any.",
+        "Steps after which slots move to the layers that miss most; 0: never.",
         (0, 1 << 20),
     )
     warm: bool = setting(True, "engine", "Fill slots with the rows that the prompt selected last.")
     verify_every: int = setting(
-        0, "engine", "Check one layer of every n-th step against the host; 0 never.", (0, 1 << 20)
+        0, "engine", "Check one layer of every n-th step against the host; 0: never.", (0, 1 << 20)
     )
     backend: BackendName = setting(
         "cpu", "engine", "What computes: reference is slow and exact, cuda is not served yet."
@@ -106,10 +99,7 @@ class ProcessConfig(EngineConfig):
     form: Literal["bf16", "f32"] = setting("bf16", "model", "What weights are computed in.")
     row: Literal["fp8", "bf16", "f32"] = setting("fp8", "memory", "How latent rows are stored.")
     threads: int = setting(
-        0,
-        "engine",
-        "Compute threads; 0 leaves a core to the machine.",
-        (0, 1024),
+        0, "engine", "Compute threads; 0 leaves a core to the machine.", (0, 1024)
     )
     pace_ms: float = setting(
         0.0, "trials", "Milliseconds of a step of the paced engine.", (0.0, 60_000.0)

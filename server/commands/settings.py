@@ -28,7 +28,7 @@ from ess.units import parse_size
 Origin = Literal["default", "file", "environment", "flag", "derived"]
 PREFIX: Final = "ESS_"
 SECTIONS: Final = (
-    *("model", "listening", "limits", "memory", "engine", "time limits", "telemetry", "trials"),
+    *("model", "listening", "limits", "memory", "engine", "times", "telemetry", "trials"),
 )
 
 
@@ -45,10 +45,7 @@ class Settings(ProcessConfig):
     host: str = setting("127.0.0.1", "listening", "The address to listen on.")
     port: int = setting(8000, "listening", "0 takes a free port.", (0, 65535))
     api_key: str = setting(
-        "",
-        "listening",
-        "Needed on every route but /health and /ready; safer in ESS_API_KEY than in the flag.",
-        is_secret=True,
+        "", "listening", "Needed on every route but /health and /ready.", is_secret=True
     )
     tls_cert: str = setting("", "listening", "Certificate file; with it the server speaks HTTPS.")
     tls_key: str = setting("", "listening", "The certificate's key.")
@@ -68,42 +65,31 @@ class Settings(ProcessConfig):
     slot_bytes: str = setting("auto", "memory", "Memory for the slots, the working set of rows.")
     index_bytes: str = setting("auto", "memory", "Memory for the index keys of running requests.")
     keep_alive_s: float = setting(
-        15.0, "time limits", "Seconds of silence after which a stream gets a comment.", (0.01, 3600)
+        15.0, "times", "Seconds of silence after which a stream gets a comment.", (0.01, 3600)
     )
     idle_s: float = setting(
         75.0,
-        "time limits",
-        "Seconds that an unused connection is kept: more than a load balancer in front keeps it.",
-        (1.0, 86400.0),
+        "times",
+        "Seconds an unused connection is kept: longer than a load balancer keeps it.",
+        (1, 86400),
     )
     stall_s: float = setting(
-        60.0,
-        "time limits",
-        "Seconds after which a client that reads nothing is disconnected.",
-        (0.01, 86400.0),
+        60.0, "times", "Seconds after which a client that reads nothing is cut off.", (0.01, 86400)
     )
     drain_s: float = setting(
-        30.0, "time limits", "Seconds that streams have to finish after SIGTERM.", (0.0, 86400.0)
+        30.0, "times", "Seconds that streams have to finish after SIGTERM.", (0, 86400)
     )
     drain_grace_s: float = setting(
-        5.0,
-        "time limits",
-        "Seconds that probes get 503 before the server stops listening.",
-        (0.0, 3600.0),
+        5.0, "times", "Seconds that probes get 503 before the listener closes.", (0, 3600)
     )
     watchdog_s: float = setting(
-        120.0,
-        "time limits",
-        "Seconds without a word from the engine after which it counts as stuck.",
-        (0.1, 86400.0),
+        120.0, "times", "Seconds of silence after which the engine counts as stuck.", (0.1, 86400)
     )
     metrics_compat: str = setting(
         "vllm,sglang", "telemetry", "Whose metric names /metrics has beside ours."
     )
     otlp_endpoint: str = setting(
-        "",
-        "telemetry",
-        "Where OpenTelemetry spans go: http://127.0.0.1:4318/v1/traces. Needs ess[otel].",
+        "", "telemetry", "Where OpenTelemetry spans go, as http://127.0.0.1:4318/v1/traces."
     )
     engine: Literal["model", "paced"] = setting(
         "model", "trials", "paced makes tokens without a model, to try routers and clients."
