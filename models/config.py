@@ -1,12 +1,11 @@
 """A Hugging Face config.json as a typed, validated value. Needs no torch.
 
 Field names are ours; `msgspec.field(name=...)` says what the file calls them. The family's file
-adds its defaults; this module accepts both spellings of rope, drops nulls and checks what must fit.
+adds its defaults; this module drops nulls and checks what must fit.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
@@ -16,48 +15,14 @@ from msgspec import Meta, field
 
 from ess.errors import BadInput
 from ess.layout import IndexCodec, IndexForm, ModelLayout, RopeStyle, RowCodec, RowForm
+from ess.models.rope import LENGTH_MAX, Positive, Rope, read_rope
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Layers = Annotated[int, Meta(ge=1, le=4096)]
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
-Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
-Share = Annotated[float, Meta(ge=0.0, le=1e6)]
 Groups = tuple[tuple[int, ...], ...]
 
 GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
-
-
-class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    kind: Literal["default", "yarn"] = field(name="rope_type", default="default")
-    theta: Annotated[float, Meta(gt=1.0, le=1e12)] = field(name="rope_theta", default=10000.0)
-    factor: Annotated[float, Meta(ge=1.0, le=1e6)] = 1.0
-    positions_trained: Count = field(name="original_max_position_embeddings", default=0)
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    mscale: Share = 0.0
-    mscale_all_dim: Share = 0.0
-    attention_factor: Share = 0.0
-
-    def _magnitude(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0
-
-    @property
-    def rotation_scale(self) -> float:
-        """YaRN's factor on cos and sin; 1 for all published configurations."""
-        if self.kind == "default":
-            return 1.0
-        if self.attention_factor:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
-        return self._magnitude(1.0)
-
-    @property
-    def softmax_scale(self) -> float:
-        """YaRN's factor on attention scores."""
-        if self.kind == "default" or not self.mscale_all_dim:
-            return 1.0
-        return self._magnitude(self.mscale_all_dim) ** 2
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,10 +33,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mtp_layer_count: Annotated[int, Meta(ge=0, le=1)] = field(
         name="num_nextn_predict_layers", default=0
     )
-    positions_max: Annotated[int, Meta(ge=1, le=1 << 32)] = field(
-        name="max_position_embeddings", default=163840
-    )
-    norm_eps: Positive = field(name="rms_norm_eps", default=1e-6)
+    positions_max: Annotated[int, Meta(ge=1, le=LENGTH_MAX)] = field(name="max_position_embeddings")
+    norm_eps: Positive = field(name="rms_norm_eps")
     latent_norm_eps: Positive | None = None
     tie_head: bool = field(name="tie_word_embeddings", default=False)
     eos_ids: int | tuple[int, ...] = field(name="eos_token_id", default=())
@@ -100,9 +63,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     expert_count: Size = field(name="n_routed_experts")
     shared_expert_count: Count = field(name="n_shared_experts", default=1)
     experts_per_token: Size = field(name="num_experts_per_tok")
-    expert_group_count: Size = field(name="n_group", default=1)
-    expert_groups_kept: Size = field(name="topk_group", default=1)
-    expert_scale: Positive = field(name="routed_scaling_factor", default=1.0)
+    expert_group_count: Size = field(name="n_group")
+    expert_groups_kept: Size = field(name="topk_group")
+    expert_scale: Positive = field(name="routed_scaling_factor")
     expert_weights_normed: bool = field(name="norm_topk_prob", default=True)
 
     hidden_act: Literal["silu"] = "silu"
@@ -126,10 +89,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._require(
             self.rope_dim <= self.index_dim,
             f"qk_rope_head_dim {self.rope_dim} exceeds index_head_dim {self.index_dim}",
-        )
-        self._require(
-            self.rope.kind == "default" or self.rope.positions_trained > 0,
-            "yarn needs original_max_position_embeddings",
         )
         self._require(not self.attention_bias, "attention_bias true is not supported")
         self._require(not self.mlp_bias, "mlp_bias true is not supported")
@@ -247,35 +206,21 @@ def parse(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> ModelConfig
             " Remove the key if the model is of a known type without that code"
         )
     given = {**defaults, **{k: v for k, v in raw.items() if v is not None}}
-    given["rope_parameters"] = _rope(given)
     if isinstance(pattern := given.get("index_topk_pattern"), str):
         given.setdefault("indexer_types", _indexer_kinds(pattern))
     try:
+        given["rope_parameters"] = read_rope(given)
         return msgspec.convert(given, ModelConfig)
-    except msgspec.ValidationError as error:
+    except (BadInput, msgspec.ValidationError) as error:
         sentence = f"config.json of {given.get('model_type')}: {error}{_offender(given, error)}"
         raise BadInput(sentence) from None
-
-
-def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_parameters (new) or rope_scaling beside rope_theta (old), `type` or `rope_type`."""
-    name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
-    rope = given.get(name, {})
-    if not isinstance(rope, Mapping):
-        raise BadInput(f"config.json: {name} is {rope!r:.80}, expected an object")
-    found = {k: v for k, v in rope.items() if v is not None}
-    if "type" in found:
-        found.setdefault("rope_type", found["type"])
-    if "rope_theta" in given:
-        found.setdefault("rope_theta", given["rope_theta"])
-    return found
 
 
 def _indexer_kinds(pattern: str) -> list[str]:
     return [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
 
 
-def _offender(given: Mapping[str, Any], error: msgspec.ValidationError) -> str:
+def _offender(given: Mapping[str, Any], error: Exception) -> str:
     path = re.search(r"`\$\.(\w+)(?:\.(\w+))?", str(error))
     if path is None:
         return ""

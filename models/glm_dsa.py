@@ -7,7 +7,7 @@ index_share_for_mtp_iteration makes later draft passes reuse the selection of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ess.models.config import ModelConfig, parse
 
@@ -16,8 +16,18 @@ if TYPE_CHECKING:
     from ess.models.model import Model
 
 
+DEFAULTS: Final = {
+    "indexer_rope_interleave": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 202752,
+}
+
+
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    return parse(raw, defaults={"indexer_rope_interleave": True})
+    return parse(raw, defaults=DEFAULTS)
 
 
 def build(config: ModelConfig, tensor: TensorSource) -> Model:

@@ -16,6 +16,7 @@ from ess.errors import BadInput
 from ess.kernels.cpu.stage import Turns, look_at_turns
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
+from ess.models.rope import Rope
 
 TensorSource = Callable[[str], Tensor]
 WEIGHT_DTYPES: Final = (torch.float32, torch.bfloat16)
@@ -81,20 +82,33 @@ class RotaryPositions:
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """YaRN keeps the fast dimensions, divides the slow ones by `factor`, blends between them."""
+    """YaRN keeps the fast dimensions, divides the slow ones by `factor`, blends between them.
+
+    Where `low` is above `high`, or either outside of the dimensions, the ramp still is the straight
+    line through both: that is what transformers computes, bit by bit.
+    """
     rope, dim = config.rope, config.rope_dim
-    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    periods = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    plain = 1.0 / periods
     if rope.kind == "default":
         return plain
+    low, high = _ramp_ends(rope, dim)
+    ramp = (torch.arange(dim // 2).float() - low) / (high - low or 0.001)
+    fast = 1 - ramp.clamp(0, 1)
+    return 1.0 / (rope.factor * periods) * (1 - fast) + plain * fast
 
-    def turning_dim(turns: float) -> float:
+
+def _ramp_ends(rope: Rope, dim: int) -> tuple[float, float]:
+    """The pair that makes beta_fast turns within the trained length, and that of beta_slow."""
+
+    def pair(turns: float) -> float:
         length = rope.positions_trained / (turns * 2 * math.pi)
         return dim * math.log(length) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(turning_dim(rope.beta_fast)), 0)
-    high = min(math.ceil(turning_dim(rope.beta_slow)), dim - 1)
-    slow = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
-    return plain / rope.factor * slow + plain * (1 - slow)
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, dim - 1)
 
 
 def rotate(x: Tensor, rotation: Rotation, style: RopeStyle) -> Tensor:

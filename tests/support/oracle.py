@@ -41,6 +41,11 @@ class Oracle:
             if layer.self_attn.indexer is not None:
                 layer.self_attn.indexer.register_forward_hook(self._note)
 
+    def rotary(self) -> tuple[torch.Tensor, float]:
+        """The frequencies of its rope, and its factor on cos and sin."""
+        rotary = self._model.model.rotary_emb
+        return rotary.inv_freq, rotary.attention_scaling
+
     def _note(self, module: object, arguments: object, chosen: torch.Tensor) -> None:
         self._chosen.append(chosen[0])
 

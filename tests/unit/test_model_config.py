@@ -132,7 +132,7 @@ def test_the_rope_key_beats_the_family() -> None:
         ({"index_topk_pattern": "FXFF"}, "indexer_types"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected an object"),
         ({"rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling has no factor, which yarn needs"),
         ({"rope_scaling": {"type": "yarn", "factor": float("inf")}}, "factor"),
     ],
 )

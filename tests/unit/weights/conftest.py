@@ -36,6 +36,8 @@ SMALL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 GLM: dict[str, Any] = {

@@ -1,0 +1,49 @@
+"""What config.json says, key by key, against transformers 5.23: the same logits in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ess.models.layers import rope_frequencies
+from ess.models.model import Model
+from ess.models.plain import Plain
+from tests.support import checkpoints
+from tests.support.config_keys import SAME, changed
+from tests.support.walk import walk
+
+pytest.importorskip("transformers", reason="extra `oracle` (transformers==5.23.0) is not installed")
+from tests.support.oracle import Oracle
+
+pytestmark = pytest.mark.slow
+LENGTH, TOLERANCE, MARGIN = 80, 1e-4, 5e-6
+
+
+def clear_tokens(model: Model) -> list[int]:
+    """Tokens for which no selection hangs on rounding."""
+    for seed in range(100):
+        tokens = checkpoints.tokens(LENGTH, model.config.vocab_size, seed=seed)
+        if walk(model, tokens).margin(model.config.top_k) > MARGIN:
+            return tokens
+    raise AssertionError("no tokens with clear selections in 100 tries")
+
+
+def distance(oracle: Oracle, model: Model) -> float:
+    """Between the logits of both for the same tokens."""
+    tokens = clear_tokens(model)
+    theirs = oracle.read(tokens, [LENGTH]).logits
+    return float((Plain(model).run(tokens).logits - theirs).abs().max())
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")  # torch: n_shared_experts 0
+@pytest.mark.parametrize(("family", "name"), SAME)
+def test_the_same_as_transformers(family: str, name: str, tmp_path: Path) -> None:
+    raw = changed(family, SAME[family, name])
+    model = checkpoints.model(raw, latent_norm_eps=1e-6)
+    oracle = Oracle(tmp_path, raw, checkpoints.tensors(model.config))
+    frequencies, scale = oracle.rotary()
+    assert torch.equal(rope_frequencies(model.config), frequencies)
+    assert model.config.rope.rotation_scale == pytest.approx(scale, rel=1e-15)
+    assert distance(oracle, model) < TOLERANCE
