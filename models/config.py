@@ -1,21 +1,26 @@
 """A Hugging Face config.json as a typed, validated value. Needs no torch.
 
-Field names are ours; `msgspec.field(name=...)` says what the file calls them. The family's file
-adds its defaults; this module drops nulls and checks what must fit.
+Field names are ours; `msgspec.field(name=...)` says what the file calls them. `ess.models.reading`
+makes the value from a file; this module checks what must fit.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, field
 
 from ess.errors import BadInput
-from ess.layout import IndexCodec, IndexForm, ModelLayout, RopeStyle, RowCodec, RowForm
-from ess.models.rope import LENGTH_MAX, Positive, Rope, read_rope
+from ess.layout import (
+    IndexCodec,
+    IndexForm,
+    ModelLayout,
+    RopeStyle,
+    RowCodec,
+    RowForm,
+)
+from ess.models.rope import LENGTH_MAX, Positive, Rope
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Layers = Annotated[int, Meta(ge=1, le=4096)]
@@ -23,6 +28,11 @@ Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Groups = tuple[tuple[int, ...], ...]
 
 GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise BadInput(sentence)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,64 +78,53 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     expert_scale: Positive = field(name="routed_scaling_factor")
     expert_weights_normed: bool = field(name="norm_topk_prob", default=True)
 
-    hidden_act: Literal["silu"] = "silu"
-    scoring_func: Literal["sigmoid"] = "sigmoid"
-    topk_method: Literal["noaux_tc"] = "noaux_tc"
-    moe_layer_freq: Literal[1] = 1
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
     def __post_init__(self) -> None:
         self._check_attention()
         self._check_experts()
         self._check_layers()
 
-    def _require(self, condition: bool, sentence: str) -> None:
-        if not condition:
-            raise BadInput(f"config.json of {self.family}: {sentence}")
-
     def _check_attention(self) -> None:
-        self._require(self.rope_dim % 2 == 0, f"qk_rope_head_dim {self.rope_dim} is odd")
-        self._require(
+        _require(self.rope_dim % 2 == 0, f"qk_rope_head_dim {self.rope_dim} is odd")
+        _require(
             self.rope_dim <= self.index_dim,
             f"qk_rope_head_dim {self.rope_dim} exceeds index_head_dim {self.index_dim}",
         )
-        self._require(not self.attention_bias, "attention_bias true is not supported")
-        self._require(not self.mlp_bias, "mlp_bias true is not supported")
 
     def _check_experts(self) -> None:
         experts, groups = self.expert_count, self.expert_group_count
         kept = self.expert_groups_kept
-        self._require(
-            experts % groups == 0, f"n_routed_experts {experts} is not a multiple of {groups}"
+        _require(
+            experts % groups == 0,
+            f"n_routed_experts {experts} is not a multiple of n_group {groups}",
         )
         for name, dim in (
             ("hidden_size", self.hidden_dim),
             ("moe_intermediate_size", self.expert_dim),
         ):
-            self._require(
-                dim % GROUPED_DIM == 0, f"{name} {dim} is not a multiple of {GROUPED_DIM}"
-            )
-        self._require(kept <= groups, f"topk_group {kept} exceeds n_group {groups}")
-        self._require(
-            groups == 1 or experts // groups >= 2, f"{groups} groups of {experts} experts: need 2"
+            _require(dim % GROUPED_DIM == 0, f"{name} {dim} is not a multiple of {GROUPED_DIM}")
+        _require(kept <= groups, f"topk_group {kept} exceeds n_group {groups}")
+        _require(
+            groups == 1 or experts // groups >= 2,
+            f"n_group {groups} leaves {experts // groups} of {experts} experts to a group: need 2",
         )
-        self._require(
+        _require(
             self.experts_per_token <= kept * (experts // groups),
             f"num_experts_per_tok {self.experts_per_token} exceeds the "
             f"{kept * (experts // groups)} experts of the kept groups",
         )
 
     def _check_layers(self) -> None:
+        indexers = "indexer_types (or index_topk_pattern)"
         for name, kinds in (
             ("mlp_layer_types", self.mlp_kinds),
-            ("indexer_types", self.indexer_kinds),
+            (indexers, self.indexer_kinds),
         ):
-            self._require(
+            _require(
                 len(kinds) in (0, self.layer_count),
                 f"{name} has {len(kinds)} entries for {self.layer_count} layers",
             )
-        self._require(self.has_indexer(0), "layer 0 must have an indexer of its own")
+        source = indexers if self.indexer_kinds else "index_topk_freq and index_skip_topk_offset"
+        _require(self.has_indexer(0), f"layer 0 must have an indexer of its own: see {source}")
 
     def has_indexer(self, layer: int) -> bool:
         """The MTP layer always has one; others as listed, or by frequency and offset."""
@@ -196,35 +195,3 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             query_rank=self.query_rank,
             slot_floor=max(1024, 25 * self.top_k // 8),
         )
-
-
-def parse(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> ModelConfig:
-    """`raw` is config.json as a dict; `defaults` are the family's. Nulls count as absent."""
-    if raw.get("auto_map"):
-        raise BadInput(
-            "config.json has auto_map, which runs code from the checkpoint: ESS never does."
-            " Remove the key if the model is of a known type without that code"
-        )
-    given = {**defaults, **{k: v for k, v in raw.items() if v is not None}}
-    if isinstance(pattern := given.get("index_topk_pattern"), str):
-        given.setdefault("indexer_types", _indexer_kinds(pattern))
-    try:
-        given["rope_parameters"] = read_rope(given)
-        return msgspec.convert(given, ModelConfig)
-    except (BadInput, msgspec.ValidationError) as error:
-        sentence = f"config.json of {given.get('model_type')}: {error}{_offender(given, error)}"
-        raise BadInput(sentence) from None
-
-
-def _indexer_kinds(pattern: str) -> list[str]:
-    return [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
-
-
-def _offender(given: Mapping[str, Any], error: Exception) -> str:
-    path = re.search(r"`\$\.(\w+)(?:\.(\w+))?", str(error))
-    if path is None:
-        return ""
-    value = given.get(path[1])
-    if path[2] is not None and isinstance(value, Mapping):
-        value = value.get(path[2])
-    return f", got {value!r:.60}"

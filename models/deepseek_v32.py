@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ess.models.config import ModelConfig, parse
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.reading import parse
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource
@@ -13,17 +15,24 @@ if TYPE_CHECKING:
 
 
 DEFAULTS: Final = {
-    "indexer_rope_interleave": False,
     "n_group": 8,
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 163840,
 }
+SHARING: Final = ("indexer_types", "index_topk_pattern", "index_topk_freq")
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    return parse(raw, defaults=DEFAULTS)
+    config = parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": False})
+    if len(config.groups) != config.layer_total:
+        key = next(key for key in SHARING if raw.get(key) is not None)
+        raise BadInput(
+            f"config.json of {config.family}: {key} {raw[key]!r:.60} lets layers share an indexer,"
+            " but in this family each layer has its own"
+        )
+    return config
 
 
 def build(config: ModelConfig, tensor: TensorSource) -> Model:

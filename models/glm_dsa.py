@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ess.models.config import ModelConfig, parse
+from ess.models.config import ModelConfig
+from ess.models.reading import parse
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 
 DEFAULTS: Final = {
-    "indexer_rope_interleave": True,
     "n_group": 1,
     "topk_group": 1,
     "routed_scaling_factor": 2.5,
@@ -27,7 +27,7 @@ DEFAULTS: Final = {
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    return parse(raw, defaults=DEFAULTS)
+    return parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": True})
 
 
 def build(config: ModelConfig, tensor: TensorSource) -> Model:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from ess.models.config import ModelConfig
 from ess.models.layers import rope_frequencies
 from ess.models.model import Model
 from ess.models.plain import Plain
+from ess.models.reading import KNOWN
 from tests.support import checkpoints
-from tests.support.config_keys import SAME, changed
+from tests.support.config_keys import BASES, SAME, WITHOUT_EFFECT, changed
 from tests.support.walk import walk
 
 pytest.importorskip("transformers", reason="extra `oracle` (transformers==5.23.0) is not installed")
@@ -47,3 +51,14 @@ def test_the_same_as_transformers(family: str, name: str, tmp_path: Path) -> Non
     assert torch.equal(rope_frequencies(model.config), frequencies)
     assert model.config.rope.rotation_scale == pytest.approx(scale, rel=1e-15)
     assert distance(oracle, model) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_no_key_of_transformers_is_overlooked(family: str) -> None:
+    """Each field of its configuration is ours, has a value that is checked, or changes nothing."""
+    from transformers import CONFIG_MAPPING
+
+    theirs = {field.name for field in dataclasses.fields(CONFIG_MAPPING[family])}
+    ours = {field.encode_name for field in msgspec.structs.fields(ModelConfig)}
+    elsewhere = {"architectures", "dtype"}
+    assert theirs <= ours | KNOWN | WITHOUT_EFFECT.keys() | elsewhere

@@ -141,6 +141,7 @@ INDEXERS: Final[dict[str, Change]] = {
     "frequency and offset": {"index_topk_freq": 2, "index_skip_topk_offset": 1},
     "frequency 1": {"index_topk_freq": 1},
     "pattern": {"index_topk_pattern": "FSS"},
+    "pattern as a list": {"index_topk_pattern": ["full", "shared", "full"]},
     "pattern null": {"index_topk_pattern": None},
     "types": {"indexer_types": ["full", "shared", "full"]},
     "types before the pattern": {
@@ -176,6 +177,44 @@ SAME: Final[dict[tuple[str, str], Change]] = {
 }
 
 # The key that the sentence must name, and what is changed.
+_BOTH: Final[list[tuple[str, Change]]] = [
+    ("hidden_act", {"hidden_act": "gelu"}),
+    ("scoring_func", {"scoring_func": "softmax"}),
+    ("topk_method", {"topk_method": "greedy"}),
+    ("moe_layer_freq", {"moe_layer_freq": 2}),
+    ("attention_bias", {"attention_bias": True}),
+    ("mlp_bias", {"mlp_bias": True}),
+    ("rope_interleave", {"rope_interleave": False}),
+    ("is_causal", {"is_causal": False}),
+    ("is_encoder_decoder", {"is_encoder_decoder": True}),
+    ("q_lora_rank", {"q_lora_rank": None}),
+    ("num_key_value_heads", {"num_key_value_heads": 1}),
+    ("num_experts", {"num_experts": 4}),
+    ("num_local_experts", {"num_local_experts": 4}),
+    ("layer_types", {"layer_types": ["indexed_attention", "full_attention", "indexed_attention"]}),
+    ("layer_types", {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 8}),
+    ("layer_types", {"layer_types": ["indexed_attention"]}),
+    ("layer_types", {"layer_types": "indexed_attention"}),
+    ("per_layer_config", {"per_layer_config": {"1": {"num_experts_per_tok": 1}}}),
+    ("kv_sharing_modes", {"kv_sharing_modes": ["own", "reuse", "own"]}),
+    ("transformers_weights", {"transformers_weights": "other.safetensors"}),
+    ("auto_map", {"auto_map": {"AutoModel": "other.Model"}}),
+    ("mlp_layer_types", {"mlp_layer_types": ["dense"]}),
+    ("indexer_types", {"indexer_types": ["shared", "full", "full"]}),
+    ("indexer_types", {"indexer_types": ["full"]}),
+    ("index_topk_pattern", {"index_topk_pattern": "FXF"}),
+    ("index_topk_pattern", {"index_topk_pattern": 5}),
+    ("index_topk", {"index_topk": 0}),
+    ("index_head_dim", {"index_head_dim": 32}),
+    ("qk_rope_head_dim", {"qk_rope_head_dim": 0}),
+    ("n_group", {"n_group": 3}),
+    ("n_group", {"n_group": 8}),
+    ("topk_group", {"topk_group": 5}),
+    ("num_experts_per_tok", {"num_experts_per_tok": 9}),
+    ("num_nextn_predict_layers", {"num_nextn_predict_layers": 2}),
+    ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+    ("partial_rotary_factor", yarn(partial_rotary_factor=0.5, rope_theta=1e6)),
+]
 _ROPE: Final[list[tuple[str, Change]]] = [
     *((kind, yarn(rope_type=kind)) for kind in ("linear", "dynamic", "longrope", "llama3")),
     ("proportional", yarn(rope_type="proportional")),
@@ -196,6 +235,12 @@ _ROPE: Final[list[tuple[str, Change]]] = [
     ("rope_parameters", {"rope_scaling": GONE, "rope_parameters": ["yarn"]}),
 ]
 REFUSED: Final[list[tuple[str, str, Change]]] = [
+    *((family, key, change) for family in BASES for key, change in _BOTH),
     *(("deepseek_v32", key, change) for key, change in _ROPE),
+    ("deepseek_v32", "index_topk_freq", {"index_topk_freq": 2}),
+    ("deepseek_v32", "index_topk_pattern", {"index_topk_pattern": "FSF"}),
+    ("deepseek_v32", "indexer_types", {"indexer_types": ["full", "full", "shared"]}),
+    ("deepseek_v32", "indexer_rope_interleave", {"indexer_rope_interleave": True}),
+    ("glm_moe_dsa", "indexer_rope_interleave", {"indexer_rope_interleave": False}),
     ("glm_moe_dsa", "rope_theta", {"rope_scaling": YARN}),
 ]

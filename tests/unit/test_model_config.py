@@ -11,6 +11,7 @@ import pytest
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.models.reading import EQUAL, FIXED, FOREIGN
 from ess.models.registry import MODULES, family, read_config
 from tests.support.checkpoints import GLM, V32
 
@@ -22,6 +23,7 @@ PUBLISHED_V32: dict[str, Any] = {
     "moe_intermediate_size": 2048,
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
+    "num_key_value_heads": 128,
     "q_lora_rank": 1536,
     "v_head_dim": 128,
     "qk_nope_head_dim": 128,
@@ -42,6 +44,7 @@ PUBLISHED_GLM: dict[str, Any] = {
     "intermediate_size": 12288,
     "num_hidden_layers": 78,
     "num_attention_heads": 64,
+    "num_key_value_heads": 64,
     "q_lora_rank": 2048,
     "v_head_dim": 256,
     "qk_nope_head_dim": 192,
@@ -98,10 +101,9 @@ def test_a_pattern_or_a_list_overrides_frequency_and_offset() -> None:
     assert read_config(GLM).groups == ((0,), (1, 2), (3,), (4,))
 
 
-def test_the_rope_key_beats_the_family() -> None:
+def test_the_family_says_how_the_indexer_turns() -> None:
     assert read_config(V32).index_rope_style == "half"
     assert read_config(GLM).index_rope_style == "interleaved"
-    assert read_config({**GLM, "indexer_rope_interleave": False}).index_rope_style == "half"
 
 
 @pytest.mark.parametrize(
@@ -121,15 +123,15 @@ def test_the_rope_key_beats_the_family() -> None:
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
         ({"moe_intermediate_size": 100}, "moe_intermediate_size 100 is not a multiple of 8"),
         ({"rope_theta": 1.0}, r"> 1.0 - at `\$.rope_parameters.rope_theta`, got 1.0"),
-        ({"n_group": 3}, "n_routed_experts 16 is not a multiple of 3"),
+        ({"n_group": 3}, "n_routed_experts 16 is not a multiple of n_group 3"),
         ({"topk_group": 5}, "topk_group 5 exceeds n_group 4"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 8 experts"),
-        ({"n_group": 16}, "16 groups of 16 experts"),
+        ({"n_group": 16}, "n_group 16 leaves 1 of 16 experts to a group"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
         ({"qk_rope_head_dim": 256}, "qk_rope_head_dim 256 exceeds index_head_dim 128"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 4 layers"),
         ({"indexer_types": ["shared"] + ["full"] * 3}, "layer 0 must have an indexer"),
-        ({"index_topk_pattern": "FXFF"}, "indexer_types"),
+        ({"index_topk_pattern": "FXFF"}, "index_topk_pattern has 'X'"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected an object"),
         ({"rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling has no factor, which yarn needs"),
@@ -143,19 +145,38 @@ def test_bad_configurations_are_refused_by_name(change: dict[str, Any], sentence
 
 def test_damaged_values_never_raise_anything_else() -> None:
     state = np.random.RandomState(0)
-    junk = [None, -1, 0, 3, 2**70, 1.5, float("nan"), "x", [], ["full"], {}, {"type": 1}, True]
-    names = list(V32)
+    junk = [
+        None,
+        -1,
+        0,
+        3,
+        2**70,
+        10**400,
+        1.5,
+        float("nan"),
+        "x",
+        [],
+        ["full"],
+        {},
+        {"type": 1},
+        True,
+    ]
+    names = [*V32, *FIXED, *EQUAL, *FOREIGN, "layer_types", "index_topk_pattern", "indexer_types"]
+    names += ["rope_parameters", "original_max_position_embeddings", "indexer_rope_interleave"]
+    inside = [*V32["rope_scaling"], "rope_type", "truncate", "attention_factor", "rope_theta"]
     refused = 0
-    for _ in range(1000):
-        changed = dict(V32)
-        for name in state.choice(names, 2):
+    for _ in range(2000):
+        changed = {**V32, "rope_scaling": dict(V32["rope_scaling"])}
+        for name in state.choice(inside, state.randint(3)):
+            changed["rope_scaling"][str(name)] = junk[state.randint(len(junk))]
+        for name in state.choice(names, state.randint(3)):
             changed[str(name)] = junk[state.randint(len(junk))]
         try:
             config = read_config(changed)
             assert config.layout().group_count == len(config.groups)
         except BadInput:
             refused += 1
-    assert 300 < refused < 1000
+    assert 600 < refused < 2000
 
 
 def test_reading_a_configuration_needs_no_torch() -> None:

@@ -1,0 +1,124 @@
+"""From config.json to a `ModelConfig`: nothing is left out that changes what the model computes.
+
+A key is read into a field, or is checked here to say what ESS computes anyway, or changes nothing
+in transformers either. What transformers would compute differently is refused by the key's name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.rope import read_rope
+
+FIXED: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "hidden_act": "silu",
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_interleave": True,
+        "partial_rotary_factor": 1,
+        "is_causal": True,
+        "is_encoder_decoder": False,
+    }
+)
+# transformers takes the first for the second, or fails where they differ.
+EQUAL: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "num_key_value_heads": "num_attention_heads",
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+    }
+)
+FOREIGN: Final = ("per_layer_config", "kv_sharing_modes", "transformers_weights")
+INDEXED: Final = ("indexed_attention", "deepseek_sparse_attention")
+KNOWN: Final = frozenset({*FIXED, *EQUAL, *FOREIGN, "auto_map", "layer_types"})
+
+
+def parse(
+    raw: Mapping[str, Any], *, defaults: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> ModelConfig:
+    """`raw` is config.json as a dict. Nulls count as absent, and for what is absent `defaults` are
+    the family's, as they are in transformers. `fixed` keys can say nothing else."""
+    present = {key: value for key, value in raw.items() if value is not None}
+    given = {**defaults, **fixed, **present}
+    try:
+        _check_keys(given, {**FIXED, **fixed})
+        given["rope_parameters"] = read_rope(given)
+        if (pattern := given.get("index_topk_pattern")) is not None:
+            given.setdefault("indexer_types", _indexer_kinds(pattern))
+        return msgspec.convert(given, ModelConfig)
+    except (BadInput, msgspec.ValidationError) as error:
+        sentence = f"config.json of {raw.get('model_type')}: {error}{_offender(given, error)}"
+        raise BadInput(sentence) from None
+
+
+def _check_keys(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    if given.get("auto_map"):
+        raise BadInput(
+            "auto_map runs code from the checkpoint: ESS never does."
+            " Remove the key if the model is of a known type without that code"
+        )
+    for key, only in fixed.items():
+        if not _is_same(given.get(key, only), only):
+            raise BadInput(f"{key} {_shown(given[key])} is not supported, only {_shown(only)}")
+    for key, other in EQUAL.items():
+        if key in given and not _is_same(given[key], given.get(other)):
+            raise BadInput(f"{key} {_shown(given[key])} differs from {other} {given.get(other)}")
+    for key in FOREIGN:
+        if given.get(key):
+            raise BadInput(f"{key} {_shown(given[key])} is not supported")
+    if "layer_types" in given:
+        _check_layer_types(given["layer_types"], given.get("num_hidden_layers"))
+
+
+def _check_layer_types(kinds: object, count: object) -> None:
+    if not isinstance(kinds, list | tuple) or any(kind not in INDEXED for kind in kinds):
+        raise BadInput(f"layer_types {_shown(kinds)} is not supported, only {INDEXED[0]!r} ones")
+    if len(kinds) != count:
+        raise BadInput(f"layer_types has {len(kinds)} entries for {count} layers")
+
+
+def _is_same(value: object, only: object) -> bool:
+    """True is not 1."""
+    return value == only and isinstance(value, bool) == isinstance(only, bool)
+
+
+def _shown(value: object) -> str:
+    """As the file says it."""
+    try:
+        return json.dumps(value)[:60]
+    except (TypeError, ValueError):
+        return f"{value!r:.60}"
+
+
+def _indexer_kinds(pattern: object) -> list[object]:
+    """A string of F and S, or a list in the words of indexer_types."""
+    letters = {"F": "full", "S": "shared"}
+    if not isinstance(pattern, str | list):
+        raise BadInput(f"index_topk_pattern is {_shown(pattern)}, expected letters or a list")
+    kinds = [letters.get(x, x) for x in pattern] if isinstance(pattern, str) else pattern
+    for kind in kinds:
+        if kind not in letters.values():
+            raise BadInput(f"index_topk_pattern has {kind!r:.40}, expected F and S")
+    return kinds
+
+
+def _offender(given: Mapping[str, Any], error: Exception) -> str:
+    path = re.search(r"`\$\.(\w+)(?:\.(\w+))?", str(error))
+    if path is None:
+        return ""
+    value = given.get(path[1])
+    if path[2] is not None and isinstance(value, Mapping):
+        value = value.get(path[2])
+    return f", got {value!r:.60}"
