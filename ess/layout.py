@@ -20,6 +20,7 @@ RopeStyle = Literal["half", "interleaved"]
 
 SCALE_GROUP: Final = 128
 SCALE_BYTES: Final = 4
+EXPERTS_MAX: Final = 512  # of one layer: what a compiled stage routes among
 
 
 def _require(condition: bool, sentence: str) -> None:

@@ -13,6 +13,8 @@ from msgspec import Meta, field
 
 from ess.errors import BadInput
 from ess.layout import (
+    EXPERTS_MAX,
+    SCALE_GROUP,
     IndexCodec,
     IndexForm,
     ModelLayout,
@@ -28,6 +30,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Groups = tuple[tuple[int, ...], ...]
 
 GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
+KEY_STEP: Final = 4  # an index key in fp8 is whole words
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -70,7 +73,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dense_layer_count: Count = field(name="first_k_dense_replace", default=3)
     mlp_kinds: tuple[Literal["dense", "sparse"], ...] = field(name="mlp_layer_types", default=())
     expert_dim: Size = field(name="moe_intermediate_size")
-    expert_count: Size = field(name="n_routed_experts")
+    expert_count: Annotated[int, Meta(ge=1, le=EXPERTS_MAX)] = field(name="n_routed_experts")
     shared_expert_count: Count = field(name="n_shared_experts", default=1)
     experts_per_token: Size = field(name="num_experts_per_tok")
     expert_group_count: Size = field(name="n_group")
@@ -82,12 +85,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_attention()
         self._check_experts()
         self._check_layers()
+        for end in (self.eos_ids,) if isinstance(self.eos_ids, int) else self.eos_ids:
+            _require(
+                0 <= end < self.vocab_size,
+                f"eos_token_id {end} is outside of vocab_size {self.vocab_size}",
+            )
 
     def _check_attention(self) -> None:
         _require(self.rope_dim % 2 == 0, f"qk_rope_head_dim {self.rope_dim} is odd")
         _require(
             self.rope_dim <= self.index_dim,
             f"qk_rope_head_dim {self.rope_dim} exceeds index_head_dim {self.index_dim}",
+        )
+        _require(
+            self.index_dim % KEY_STEP == 0,
+            f"index_head_dim {self.index_dim} is not a multiple of {KEY_STEP}",
         )
 
     def _check_experts(self) -> None:
@@ -125,6 +137,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         source = indexers if self.indexer_kinds else "index_topk_freq and index_skip_topk_offset"
         _require(self.has_indexer(0), f"layer 0 must have an indexer of its own: see {source}")
+
+    def _check_codecs(self, row: RowForm, index: IndexForm) -> None:
+        """What the forms of rows and keys need, which other forms may not."""
+        latent, key = self.latent_dim, self.index_dim
+        for is_met, sentence in (
+            (
+                row != "fp8" or latent % SCALE_GROUP == 0,
+                f"kv_lora_rank {latent} is not a multiple of {SCALE_GROUP}, which fp8 rows need:"
+                " choose row bf16 or f32",
+            ),
+            (
+                row != "bf16" or latent % 2 == 0,
+                f"kv_lora_rank {latent} is odd, but bf16 rows need it even: choose row f32",
+            ),
+            (
+                index != "fp8" or key & (key - 1) == 0,
+                f"index_head_dim {key} is not a power of two, which fp8 index keys need:"
+                " they go through a Hadamard transform",
+            ),
+        ):
+            _require(is_met, f"config.json of {self.family}: {sentence}")
 
     def has_indexer(self, layer: int) -> bool:
         """The MTP layer always has one; others as listed, or by frequency and offset."""
@@ -175,6 +208,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         self, *, name: str = "", row: RowForm = "fp8", index: IndexForm = "fp8"
     ) -> ModelLayout:
         """What the pools need to know. The slot floor is 25/8 of top_k, at least 1,024."""
+        self._check_codecs(row, index)
         return ModelLayout(
             name=name or self.family,
             layer_count=self.layer_count,

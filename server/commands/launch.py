@@ -230,6 +230,8 @@ def make_service(
     settings = resolved.settings
     tokenizer = Tokenizer(checkpoint.path)
     style = style_of(checkpoint.path, tokenizer)
+    vocabulary = min(len(tokenizer), checkpoint.config.vocab_size)
+    _check_ends(checkpoint, vocabulary)
     return Service(
         names=settings.names,
         model_type=checkpoint.config.family,
@@ -238,7 +240,7 @@ def make_service(
         style=style,
         is_marked=not isinstance(style.parser(thinking=False), PlainParser),
         eos_ids=checkpoint.eos_ids,
-        vocabulary=min(len(tokenizer), checkpoint.config.vocab_size),
+        vocabulary=vocabulary,
         token_capacity=plan.token_capacity,
         limits=Limits(
             running_max=settings.max_running,
@@ -257,6 +259,16 @@ def make_service(
         weight_bytes=plan.weight_bytes,
         compat=settings.compat,
     )
+
+
+def _check_ends(checkpoint: Checkpoint, vocabulary: int) -> None:
+    """Each request stops at these ids: with a wrong id among them none would be taken."""
+    for end in checkpoint.eos_ids:
+        if not 0 <= end < vocabulary:
+            raise BadInput(
+                f"eos_token_id {end} of config.json or generation_config.json of {checkpoint.name}:"
+                f" its vocabulary has {vocabulary} ids"
+            )
 
 
 def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Launch:

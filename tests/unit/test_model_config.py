@@ -143,6 +143,20 @@ def test_bad_configurations_are_refused_by_name(change: dict[str, Any], sentence
         read_config({**V32, **change})
 
 
+def test_a_form_refuses_only_what_it_cannot_hold() -> None:
+    odd = read_config({**V32, "kv_lora_rank": 51, "index_head_dim": 96})
+    even = read_config({**V32, "kv_lora_rank": 50})
+    assert odd.layout(row="f32", index="f32").row_bytes == 4 * (51 + 64)
+    assert even.layout(row="bf16").row_bytes == 2 * (50 + 64)
+    for config, row, sentence in (
+        (even, "fp8", "kv_lora_rank 50 is not a multiple of 128, which fp8 rows need"),
+        (odd, "bf16", "kv_lora_rank 51 is odd, but bf16 rows need it even"),
+        (odd, "f32", "index_head_dim 96 is not a power of two, which fp8 index keys need"),
+    ):
+        with pytest.raises(BadInput, match=f"^config.json of deepseek_v32: {sentence}"):
+            config.layout(row=row)
+
+
 def test_damaged_values_never_raise_anything_else() -> None:
     state = np.random.RandomState(0)
     junk = [

@@ -24,11 +24,10 @@ from torch import Tensor
 from ess.errors import BadInput
 from ess.kernels.cpu import native
 from ess.kernels.cpu.codec import Strides
-from ess.layout import SCALE_BYTES, SCALE_GROUP, IndexCodec, RopeStyle, RowCodec
+from ess.layout import EXPERTS_MAX, SCALE_BYTES, SCALE_GROUP, IndexCodec, RopeStyle, RowCodec
 
 FORMS: Final = {torch.bfloat16: 1, torch.float32: 2}
 REGISTERS_MAX: Final = 16
-EXPERTS_MAX: Final = 512
 KINDS: Final = (
     *("load", "store", "copy", "add", "norm", "center"),
     *("linear", "rotate", "hadamard", "gate", "experts", "encode"),

@@ -283,7 +283,8 @@ def test_many_missing_are_counted(written: Written, copy: Path) -> None:
         ("hidden_size", None, "missing required field `hidden_size`"),
         ("num_hidden_layers", -1, ">= 1"),
         ("num_hidden_layers", 10**9, "<= 4096"),
-        ("n_routed_experts", 4097, "the configuration says"),
+        ("n_routed_experts", 8, "the configuration says"),
+        ("n_routed_experts", 513, "<= 512"),
         ("num_nextn_predict_layers", 0, "not in the shape formula"),
         ("num_nextn_predict_layers", 17, "<= 1"),
         ("moe_layer_freq", 2, "moe_layer_freq"),
@@ -311,7 +312,7 @@ def test_a_wrong_configuration(copy: Path, key: str, value: object, says: str) -
 def test_layers_times_experts_are_bounded(copy: Path) -> None:
     edit(
         copy / "config.json",
-        lambda config: config.update(num_hidden_layers=1024, n_routed_experts=4096),
+        lambda config: config.update(num_hidden_layers=1024, n_routed_experts=512),
     )
     refused(copy, "config.json asks for", "tensors; the bound is")
 

@@ -1,0 +1,54 @@
+"""What a server refuses before it listens, or before its engine starts: by the checkpoint's key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ess.errors import BadInput
+from ess.models.load import EMBEDDED
+from ess.server.commands.launch import make_service, read_checkpoint, serve_flags
+from ess.server.commands.settings import resolve
+from ess.server.commands.sizing import plan_memory
+
+
+def folder_with(folder: Path, **changed: Any) -> Path:
+    """The model in the box with another configuration, and without weights."""
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changed}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"index_head_dim": 96}, "index_head_dim 96 is not a power of two"),
+        ({"index_head_dim": 66}, "index_head_dim 66 is not a multiple of 4"),
+        ({"kv_lora_rank": 500}, "kv_lora_rank 500 is not a multiple of 128"),
+        ({"n_routed_experts": 520}, "n_routed_experts"),
+        ({"eos_token_id": 4096}, "eos_token_id 4096 is outside of vocab_size 4096"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling has no factor"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], says: str
+) -> None:
+    folder = folder_with(tmp_path, **changed)
+    with pytest.raises(BadInput, match=rf"^config\.json of deepseek_v32: .*{says}"):
+        serve_flags({"model": str(folder), "port": 0}, config=None, json=False)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("end", [-1, 4096, 1 << 40])
+def test_an_end_id_that_no_request_can_have(end: int) -> None:
+    resolved, checkpoint = resolve({}, environment={}), read_checkpoint("")
+    wrong = msgspec.structs.replace(checkpoint, eos_ids=(1, end))
+    layout, positions = checkpoint.config.layout(), checkpoint.config.positions_max
+    plan = plan_memory(resolved.settings, layout, positions_max=positions, weight_bytes=1 << 20)
+    nothing: Any = None
+    with pytest.raises(BadInput, match=f"eos_token_id {end} of config.json or generation_config"):
+        make_service(resolved, wrong, plan, link=nothing, board=nothing)
