@@ -30,7 +30,7 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = blocks.abs().amax(dim=(1, 3))
     scale = torch.exp2(torch.ceil(torch.log2(largest / E4M3_MAX)))
     scale = torch.where(largest > 0, scale, torch.ones_like(scale))
-    values = (blocks / scale[:, None, :, None]).view(align_up(weight.shape[0], QUANT_BLOCK), -1)
+    values = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
     values = values[: weight.shape[0], : weight.shape[1]]
     return values.to(torch.float8_e4m3fn).contiguous(), scale
 
@@ -61,7 +61,7 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype)
 def _bands(row_count: int, column_count: int) -> Iterator[tuple[int, int]]:
     step = QUANT_BLOCK
     if row_count * column_count < _SMALL_VALUES:
-        step = max(1, min(step, _ONE_THREAD_VALUES // column_count))
+        step = max(1, min(step, _ONE_THREAD_VALUES // max(column_count, 1)))
     for block in range(0, row_count, QUANT_BLOCK):
         block_end = min(block + QUANT_BLOCK, row_count)
         for begin in range(block, block_end, step):

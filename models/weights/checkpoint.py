@@ -89,6 +89,8 @@ class Checkpoint:
         """The tensor as it is stored: a view of the file, or a copy where it is not aligned."""
         entry = self.entry(name)
         dtype = _TORCH[entry.dtype]
+        if not entry.bytes:
+            return torch.empty(entry.shape, dtype=dtype)
         mapped = self._map(entry.file)
         if entry.begin % DTYPE_BYTES[entry.dtype]:
             copied = bytearray(mapped[entry.begin : entry.end])

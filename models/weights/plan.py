@@ -81,7 +81,7 @@ def make_plan(raw: Mapping[str, Any], *, tp: int = 1, ep: int = 1, mtp: bool = T
         config = msgspec.structs.replace(config, mtp_layer_count=0)
     split = Split(tp=tp, ep=ep)
     split.check(config)
-    specs = expected_tensors(config)
+    specs = [spec for spec in expected_tensors(config) if math.prod(spec.shape)]
     held = [spec for spec in specs if split.holds(spec, expert_count=config.expert_count)]
     return Plan(
         config=config,

@@ -141,6 +141,7 @@ def _indexer(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
 def _mlp(
     config: ModelConfig, layer: int, prefix: str, *, width: int, expert: int | None = None
 ) -> Iterator[Spec]:
+    """Without shared experts their width is 0, and transformers writes tensors of no values."""
     for name, shape, dim in (
         ("gate_proj", (width, config.hidden_dim), 0),
         ("up_proj", (width, config.hidden_dim), 0),
@@ -153,6 +154,7 @@ def _mlp(
             cut=Cut(dim=dim, part_count=width),
             layer=layer,
             expert=expert,
+            optional=width == 0,
         )
 
 
@@ -164,9 +166,8 @@ def _experts(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     yield Spec(name=bias, shape=(count,), role="correction", layer=layer)
     for expert in range(count):
         yield from _mlp(config, layer, f"{prefix}experts.{expert}.", width=width, expert=expert)
-    if config.shared_expert_count:
-        shared_width = width * config.shared_expert_count
-        yield from _mlp(config, layer, f"{prefix}shared_experts.", width=shared_width)
+    shared_width = width * config.shared_expert_count
+    yield from _mlp(config, layer, f"{prefix}shared_experts.", width=shared_width)
 
 
 def _mtp_extras(config: ModelConfig, layer: int) -> Iterator[Spec]:

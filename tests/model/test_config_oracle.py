@@ -11,9 +11,11 @@ import torch
 
 from ess.models.config import ModelConfig
 from ess.models.layers import rope_frequencies
+from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.plain import Plain
 from ess.models.reading import KNOWN
+from ess.models.registry import read_config
 from tests.support import checkpoints
 from tests.support.config_keys import BASES, SAME, WITHOUT_EFFECT, changed
 from tests.support.walk import walk
@@ -51,6 +53,17 @@ def test_the_same_as_transformers(family: str, name: str, tmp_path: Path) -> Non
     assert torch.equal(rope_frequencies(model.config), frequencies)
     assert model.config.rope.rotation_scale == pytest.approx(scale, rel=1e-15)
     assert distance(oracle, model) < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("family", BASES)
+def test_what_transformers_saves_without_shared_experts(family: str, tmp_path: Path) -> None:
+    """It writes tensors of no values."""
+    change = {"n_shared_experts": 0, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6}
+    raw = changed(family, change)
+    oracle = Oracle(tmp_path / "given", raw, checkpoints.tensors(read_config(raw)))
+    oracle.save(tmp_path / "saved")
+    assert distance(oracle, load_model(tmp_path / "saved", form="f32")) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", BASES)

@@ -41,6 +41,9 @@ class Oracle:
             if layer.self_attn.indexer is not None:
                 layer.self_attn.indexer.register_forward_hook(self._note)
 
+    def save(self, folder: Path) -> None:
+        self._model.save_pretrained(folder)
+
     def rotary(self) -> tuple[torch.Tensor, float]:
         """The frequencies of its rope, and its factor on cos and sin."""
         rotary = self._model.model.rotary_emb

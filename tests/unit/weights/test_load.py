@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from ess.errors import BadInput, BadState
+from ess.models.load import load_model
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.rank import RankWeights
 from ess.models.weights.split import Split
@@ -47,6 +48,26 @@ def test_every_tensor_arrives(
         for name, tensor in streamed.items():
             assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)), name
         assert {n for n in tensors if not n.endswith("_scale_inv")} == set(streamed)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+@pytest.mark.parametrize("family", ["small", "glm"])
+def test_without_shared_experts(
+    family: str, is_written: bool, request: pytest.FixtureRequest, write: Any, tmp_path: Path
+) -> None:
+    """Tensors of no values, as transformers writes them, may be there or not."""
+    config = {**request.getfixturevalue(family), "n_shared_experts": 0}
+    tensors = write(tmp_path, config, shard_count=1)
+    if not is_written:
+        filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        assert len(filled) < len(tensors)
+        save_file(filled, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        for form in ("stored", "bf16", "f32"):
+            weights = RankWeights(checkpoint, split=Split(tp=2), form=form)
+            layers = [layer for _, layer in weights.stream()]
+            assert sum(len(layer) for layer in layers) == len(checkpoint.specs)
+    assert not load_model(tmp_path).layers[-1].experts.has_shared
 
 
 def test_a_view_is_not_a_copy(written: Written) -> None:
