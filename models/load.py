@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ess.models.model import Model
-from ess.models.registry import build, read_config
+from ess.models.registry import build
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.folder import Links
 from ess.models.weights.rank import RankWeights
@@ -27,4 +27,4 @@ def load_model(
     """
     with Checkpoint(path, links=links) as checkpoint:
         weights = RankWeights(checkpoint, form=form)
-        return build(read_config(checkpoint.config), weights.tensor)
+        return build(checkpoint.model_config, weights.tensor)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Self
 
+import msgspec
 import torch
 
 from ess.errors import BadInput, BadState
@@ -25,7 +26,7 @@ from ess.models.registry import read_config
 from ess.models.weights.blocks import as_scale
 from ess.models.weights.folder import Folder, Links, check_plain_name
 from ess.models.weights.header import DTYPE_BYTES, Entry, read_header
-from ess.models.weights.shapes import Spec
+from ess.models.weights.shapes import HEAD, Spec
 from ess.models.weights.stored import stores_fp8
 from ess.models.weights.verify import FP8, verify
 
@@ -60,17 +61,18 @@ class Checkpoint:
         self._folder = Folder(path, links=links)
         try:
             self.config: Mapping[str, Any] = self._folder.read_json("config.json")
-            self.model_config: ModelConfig = read_config(self.config)
+            config = read_config(self.config)
             stores_fp8(self.config)
-            mtp_count = self.model_config.mtp_layer_count
+            mtp_count = config.mtp_layer_count
             self.mtp = mtp_count > 0 if mtp is None else mtp
             if self.mtp and not mtp_count:
                 raise BadInput("config.json: num_nextn_predict_layers is 0, but MTP was asked for")
             self._entries = self._open_files()
             where = str(self._folder.path)
             self.specs: Mapping[str, Spec] = verify(
-                self._entries, self.model_config, mtp=self.mtp, where=where
+                self._entries, config, mtp=self.mtp, where=where
             )
+            self.model_config = _head_as_stored(config, self.specs)
         except BaseException:
             self.close()
             raise
@@ -175,6 +177,16 @@ class Checkpoint:
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         return self._maps[file]
+
+
+def _head_as_stored(config: ModelConfig, specs: Mapping[str, Spec]) -> ModelConfig:
+    """A head that is stored is used, even if tie_word_embeddings says that it is the embedding.
+
+    So does transformers where the two differ; where they are equal, it is the same.
+    """
+    if config.tie_head and HEAD in specs:
+        return msgspec.structs.replace(config, tie_head=False)
+    return config
 
 
 def _why_not(file: str) -> str:

@@ -25,6 +25,7 @@ Role = Literal["linear", "table", "norm", "correction"]
 
 SCALE_SUFFIX: Final = "_scale_inv"
 TENSOR_COUNT_MAX: Final = 500_000
+HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ def _outside(config: ModelConfig) -> Iterator[Spec]:
     cut = Cut(dim=0, part_count=config.vocab_size)
     yield Spec(name="model.embed_tokens.weight", shape=shape, role="table", cut=cut)
     yield Spec(name="model.norm.weight", shape=(config.hidden_dim,), role="norm")
-    yield Spec(name="lm_head.weight", shape=shape, role="table", cut=cut, optional=config.tie_head)
+    yield Spec(name=HEAD, shape=shape, role="table", cut=cut, optional=config.tie_head)
 
 
 def _decoder_layer(config: ModelConfig, layer: int) -> Iterator[Spec]:

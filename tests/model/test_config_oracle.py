@@ -67,6 +67,14 @@ def test_what_transformers_saves_without_shared_experts(family: str, tmp_path: P
 
 
 @pytest.mark.parametrize("family", BASES)
+def test_a_stored_head_is_used_though_the_file_ties_it(family: str, tmp_path: Path) -> None:
+    raw = changed(family, {"tie_word_embeddings": True, "rms_norm_eps": 1e-6})
+    weights = checkpoints.tensors(read_config(changed(family, {})))
+    oracle = Oracle(tmp_path, raw, weights)
+    assert distance(oracle, load_model(tmp_path, form="f32")) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", BASES)
 def test_no_key_of_transformers_is_overlooked(family: str) -> None:
     """Each field of its configuration is ours, has a value that is checked, or changes nothing."""
     from transformers import CONFIG_MAPPING

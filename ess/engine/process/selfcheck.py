@@ -21,7 +21,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cpu import native
 from ess.models.load import EMBEDDED
 from ess.models.model import Model
-from ess.models.registry import build, read_config
+from ess.models.registry import build
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.rank import RankWeights
 
@@ -57,7 +57,7 @@ def small_model() -> Model:
     with Checkpoint(EMBEDDED) as checkpoint:
         weights = RankWeights(checkpoint, form="f32")
         config = msgspec.structs.replace(
-            read_config(checkpoint.config), layer_count=LAYER_COUNT, mtp_layer_count=0
+            checkpoint.model_config, layer_count=LAYER_COUNT, mtp_layer_count=0
         )
         return build(config, weights.tensor)
 
