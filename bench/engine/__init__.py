@@ -1,1 +1,1 @@
-"""Benchmarks of the engine and the server on this machine."""
+"""Benchmarks of the engine and the server on this machine, with the embedded model."""

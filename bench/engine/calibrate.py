@@ -12,11 +12,7 @@ below zero. Misses are per request and step of two tokens, by layer and context.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-import os
-import pydoc_data.topics
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -24,9 +20,10 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
 from ess.bench.harness.report import Row
+from ess.bench.harness.text import token_ids
+from ess.bench.harness.threads import compute_threads
 from ess.cost import Calibration
 from ess.door import Offload
 from ess.door.stats import Stats
@@ -34,9 +31,8 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.step.tuning import ATTENTION
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.models.load import EMBEDDED, load_model
+from ess.models.load import load_model
 from ess.models.model import Model
-from ess.models.tokenizer import Tokenizer
 from ess.overlap.calibration import LAYOUT, MISSES, PREFIX, RATE, shape_of
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -73,24 +69,13 @@ class Times:
     bytes_per_us: float
 
 
-def calibrate_benchmark(*, smoke: bool) -> list[Row]:
+@compute_threads()
+def calibrate_benchmark(*, smoke: bool = False) -> list[Row]:
     plan, model = SMOKE if smoke else FULL, load_model()
-    with one_thread_less():
-        rows = _constant_rows(model, plan)
-        return rows + [
-            row for context in plan.contexts for row in _measured_misses(model, context, plan)
-        ]
-
-
-@contextlib.contextmanager
-def one_thread_less() -> Iterator[None]:
-    """Compute leaves a core to the copy lane, if there is more than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    rows = _constant_rows(model, plan)
+    return rows + [
+        row for context in plan.contexts for row in _measured_misses(model, context, plan)
+    ]
 
 
 def _constant_rows(model: Model, plan: Plan) -> list[Row]:
@@ -114,9 +99,10 @@ def constant_rows(constants: Calibration, rate: float, config: dict[str, Any]) -
 
 def fitted(none: Sequence[Times], da: Sequence[Times], dba: Sequence[Times]) -> Calibration:
     """Constants from the same batches under three schedules."""
-    queries = [one.query_count for one in none]
-    pre_fixed, pre_each = line(queries, [one.pre_attn_us for one in none])
-    index_fixed, index_each = line([one.key_count for one in none], [one.select_us for one in none])
+    queries = [times.query_count for times in none]
+    pre_fixed, pre_each = line(queries, [times.pre_attn_us for times in none])
+    keys = [times.key_count for times in none]
+    index_fixed, index_each = line(keys, [times.select_us for times in none])
     splits = [max(0.0, b.attend_us - a.attend_us) for a, b in zip(none, da, strict=True)]
     split_fixed, split_each = line(queries, splits)
     halving = [
@@ -125,7 +111,7 @@ def fitted(none: Sequence[Times], da: Sequence[Times], dba: Sequence[Times]) -> 
     return Calibration(
         pre_attn_fixed_us=pre_fixed,
         pre_attn_query_us=pre_each,
-        attend_query_us=statistics.median(one.attend_us / one.query_count for one in none),
+        attend_query_us=statistics.median(times.attend_us / times.query_count for times in none),
         index_fixed_us=index_fixed,
         index_key_us=index_each,
         split_fixed_us=split_fixed,
@@ -233,11 +219,9 @@ def settled_engine(
     return made
 
 
-@functools.cache
 def texts(count: int, length: int) -> list[list[int]]:
-    """Different pages of the Python manual, from the standard library."""
-    whole = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
-    ids = Tokenizer(EMBEDDED).encode(whole[: 8 * count * length])
+    """Different pages of the text that comes with Python."""
+    ids, name = token_ids()
     if len(ids) < count * length:
-        raise BadInput(f"{len(ids)} tokens of text, {count} contexts of {length} need more")
+        raise BadInput(f"{name} has {len(ids)} tokens, {count} contexts of {length} need more")
     return [ids[at * length : (at + 1) * length] for at in range(count)]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from ess.bench.engine.calibrate import SETTLE_STEPS, one_thread_less, settled_engine
+from ess.bench.engine.calibrate import SETTLE_STEPS, settled_engine
 from ess.bench.harness.report import Row, compare
+from ess.bench.harness.threads import compute_threads
 from ess.models.load import load_model
 from ess.models.model import Model
 from ess.overlap.sbo import Sbo
@@ -27,20 +28,20 @@ ORDERS: Final[tuple[tuple[Tbo, Sbo], ...]] = (
 )
 
 
-def orders_benchmark(*, smoke: bool) -> list[Row]:
+@compute_threads()
+def orders_benchmark(*, smoke: bool = False) -> list[Row]:
     model, batch, steps = load_model(), 2 if smoke else 8, 3 if smoke else STEPS
-    with one_thread_less():
-        whole = step_ms(model, batch, steps, tbo="off", sbo="off")
-        return [
-            compare(
-                name=f"step: tbo {tbo}, sbo {sbo}",
-                unit="ms",
-                ours=step_ms(model, batch, steps, tbo=tbo, sbo=sbo),
-                baseline=("whole, sbo off", whole),
-                config={"batch": batch, "context": CONTEXT, "modes": "da"},
-            )
-            for tbo, sbo in ORDERS
-        ]
+    whole = step_ms(model, batch, steps, tbo="off", sbo="off")
+    return [
+        compare(
+            name=f"step: tbo {tbo}, sbo {sbo}",
+            unit="ms",
+            ours=step_ms(model, batch, steps, tbo=tbo, sbo=sbo),
+            baseline=("whole, sbo off", whole),
+            config={"batch": batch, "context": CONTEXT, "modes": "da"},
+        )
+        for tbo, sbo in ORDERS
+    ]
 
 
 def step_ms(model: Model, batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> list[float]:

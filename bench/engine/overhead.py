@@ -14,19 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-import torch
-
 from ess.bench.engine.decode_arm import Arm, Shape, Way
-from ess.bench.engine.step import Plan, prepared
-from ess.bench.harness import report
 from ess.bench.harness.folders import default_folder
-from ess.bench.harness.lists import sizes
-from ess.bench.harness.prefix import Prefix
+from ess.bench.harness.lists import size, sizes
+from ess.bench.harness.prefix import Prefix, embedded_prefix
 from ess.bench.harness.report import Row
+from ess.bench.harness.threads import compute_threads
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cpu import attend, index, native, stage
 
@@ -67,10 +63,10 @@ class Meter:
 
     @contextmanager
     def reading(self, *, twice: bool) -> Iterator[None]:
-        found = attend.function
+        untimed = attend.function
 
         def function(name: str, *types: Any) -> Callable[..., int]:
-            return self.timed(name, found(name, *types))
+            return self.timed(name, untimed(name, *types))
 
         run = self.twice(stage._run()) if twice else self.timed("stages", stage._run())
         with ExitStack() as stack:
@@ -92,19 +88,9 @@ class Meter:
         return self._products[id(ready)][1]
 
 
-def overhead_benchmark(*, smoke: bool) -> list[Row]:
-    return rows_of(512, [2], steps=4) if smoke else rows_of(4096, [16], steps=STEPS)
-
-
-def overhead(
-    *,
-    ctx: str = "4k",
-    batch: str = "16",
-    mtp: int = 1,
-    steps: int = STEPS,
-    json: bool = False,
-    out: Path | None = None,
-) -> None:
+def overhead_benchmark(
+    *, ctx: str = "4k", batch: str = "16", mtp: int = 1, steps: int = STEPS, smoke: bool = False
+) -> list[Row]:
     """The share of a decode step that is not model math, one compute thread.
 
     Parameters
@@ -117,24 +103,21 @@ def overhead(
         Tokens verified per request and step.
     steps
         Measured steps.
-    json
-        Print the JSON document on stdout.
-    out
-        Also write the JSON document to this file.
     """
+    if smoke:
+        return rows_of(512, [2], steps=4)
     if steps < 1:
         raise BadInput(f"--steps {steps}: at least one step is measured")
     if mtp < 1:
         raise BadInput(f"--mtp {mtp}: at least one token is verified")
-    [context], batches = sizes("--ctx", ctx), sizes("--batch", batch)
-    report.run(lambda: rows_of(context, batches, mtp=mtp, steps=steps), json=json, out=out)
+    return rows_of(size("--ctx", ctx), sizes("--batch", batch), mtp=mtp, steps=steps)
 
 
+@compute_threads(1)
 def rows_of(context: int, batches: Sequence[int], *, mtp: int = 1, steps: int) -> list[Row]:
     if not native.available():
         raise Unavailable(native.why_missing())
-    torch.set_num_threads(1)
-    prefix = prepared(context, Plan(), default_folder(), None)
+    prefix = embedded_prefix(context, folder=default_folder())
     return [
         row
         for batch in batches

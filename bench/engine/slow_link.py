@@ -23,19 +23,16 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import torch
 
 from ess import console, cost
 from ess.bench.engine.decode_arm import Arm, Shape, Way
 from ess.bench.engine.forced_misses import Forced
-from ess.bench.engine.step import compute_threads
-from ess.bench.harness import report
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import size, sizes
-from ess.bench.harness.prefix import Prefix, build_prefix
+from ess.bench.harness.prefix import Prefix, embedded_prefix
 from ess.bench.harness.report import Row
 from ess.bench.harness.slow_lane import Job, TimedLane
-from ess.bench.harness.text import token_ids
+from ess.bench.harness.threads import compute_threads
 from ess.cost import Hiding
 from ess.errors import BadInput
 from ess.models.load import EMBEDDED
@@ -51,11 +48,11 @@ CROSSING: Final = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    context: int = 8192
-    batch: int = 4
+    context: int
+    batch: int
     mtp: int = 2
-    misses: Sequence[int] = (32, 64, 128, 256, 512)
-    steps: int = 5
+    misses: Sequence[int]
+    steps: int
     top_k: int = 2048
     bytes_per_us: float | None = None
 
@@ -63,11 +60,7 @@ class Plan:
 SMOKE: Final = Plan(context=320, batch=2, misses=(16, 32), steps=2, top_k=128)
 
 
-def paced_benchmark(*, smoke: bool) -> list[Row]:
-    return rows_of(SMOKE if smoke else Plan(), folder=None if smoke else default_folder())
-
-
-def paced(
+def slow_link_benchmark(
     *,
     ctx: str = "8k",
     batch: int = 4,
@@ -75,9 +68,8 @@ def paced(
     misses: str = "32,64,128,256,512",
     gbps: float | None = None,
     steps: int = 5,
-    json: bool = False,
-    out: Path | None = None,
-) -> None:
+    smoke: bool = False,
+) -> list[Row]:
     """DA and DBA against NONE on a slowed link: whole steps, hidden share beside the predicted.
 
     Parameters
@@ -94,11 +86,9 @@ def paced(
         The link's rate in GB/s. By default one that puts the crossing inside the grid.
     steps
         Measured steps of each cell.
-    json
-        Print the JSON document on stdout.
-    out
-        Also write the JSON document to this file.
     """
+    if smoke:
+        return rows_of(SMOKE, folder=None)
     if gbps is not None and not gbps > 0:
         raise BadInput(f"--gbps {gbps}: a link's rate is above 0")
     plan = Plan(
@@ -109,7 +99,7 @@ def paced(
         steps=steps,
         bytes_per_us=None if gbps is None else gbps * 1e3,
     )
-    report.run(lambda: rows_of(plan, folder=default_folder()), json=json, out=out)
+    return rows_of(plan, folder=default_folder())
 
 
 def wide_model(top_k: int) -> Model:
@@ -131,9 +121,9 @@ class Cell:
     fetched: float
 
 
+@compute_threads()
 def rows_of(plan: Plan, *, folder: Path | None) -> list[Row]:
-    torch.set_num_threads(compute_threads())
-    prefix = _prefix(plan, folder)
+    prefix = embedded_prefix(plan.context, folder=folder, model=wide_model(plan.top_k))
     runs = [_Run(prefix, plan, mode) for mode in MODES]
     try:
         rate = plan.bytes_per_us or _crossing_rate(runs, plan, prefix.layout.row_bytes)
@@ -144,13 +134,6 @@ def rows_of(plan: Plan, *, folder: Path | None) -> list[Row]:
             run.arm.close()
     rows = [row for miss, both in cells.items() for row in _rows(miss, rate, *both)]
     return [*rows, agreement_row(list(cells.values()))]
-
-
-def _prefix(plan: Plan, folder: Path | None) -> Prefix:
-    model = wide_model(plan.top_k)
-    ids, name = token_ids()
-    layout = model.config.layout(name=f"ess-embedded, top-k {plan.top_k}")
-    return build_prefix(model, layout, ids, length=plan.context, text=name, folder=folder)
 
 
 class Step(NamedTuple):
@@ -191,24 +174,24 @@ def measured(
         run.offload.drain()
         run.offload.miss_count = miss
     turns = [(run, pace) for run in runs for pace in (None, rate)]
-    found: dict[tuple[str, float | None], list[Step]] = {}
+    steps_of: dict[tuple[str, float | None], list[Step]] = {}
     for number in range(plan.steps + 1):
         for place in range(len(turns)):
             run, pace = turns[(number + place) % len(turns)]
             run.lane.pace(pace)
             step = run.step()
             if number:
-                found.setdefault((run.mode, pace), []).append(step)
+                steps_of.setdefault((run.mode, pace), []).append(step)
     cells = {
         key: _cell(steps, runs[0].layers, plan.batch, parts=2 if key[0] == "dba" else 1)
-        for key, steps in found.items()
+        for key, steps in steps_of.items()
     }
     fast, slow = ({mode: cells[mode, pace] for mode in MODES} for pace in (None, rate))
     return fast, slow
 
 
 def _cell(steps: list[Step], layers: int, batch: int, *, parts: int) -> Cell:
-    """Jobs that nobody waited for are stores: they are behind everything. The window of a layer in
+    """Jobs without a wait are stores: they are behind everything. The window of a layer in
     two parts is that of its first part, whose fetch the second part's indexer hides."""
     fetches = [[job for job in jobs if job.waits_ns] for _, jobs, _ in steps]
 
@@ -290,8 +273,8 @@ def _rows(miss: int, rate: float, fast: dict[str, Cell], slow: dict[str, Cell]) 
 
 def agreement_row(cells: Sequence[tuple[dict[str, Cell], dict[str, Cell]]]) -> Row:
     """Over DA and DBA at every miss count; the time added is what a wrong choice would cost."""
-    found = [shares_of(mode, *both) for both in cells for mode in ("da", "dba")]
-    points = [100 * abs(one.measured - one.predicted) for one in found]
+    both_shares = [shares_of(mode, *both) for both in cells for mode in ("da", "dba")]
+    points = [100 * abs(shares.measured - shares.predicted) for shares in both_shares]
     return Row(
         name="hidden share, measured against predicted",
         value=statistics.fmean(points),

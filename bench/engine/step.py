@@ -8,26 +8,22 @@ of the same model and kernels that keeps every row where attention reads it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 
 from ess import console
+from ess.bench.engine.cpu_tables import stage_medians
 from ess.bench.engine.decode_arm import Arm, Shape, Way, slots_each
-from ess.bench.harness import machine, plots, report
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import modes, shares, sizes
-from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
+from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, embedded_prefix, prefix_row
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.text import token_ids
-from ess.bench.headline.cpu_tables import stage_medians
+from ess.bench.harness.threads import compute_threads
 from ess.errors import BadInput
-from ess.models.load import load_model
 from ess.units import PAGE_ROWS, div_ceil
 
 WHOLE: Final = Way(name="no offload", mode="resident", ratio=None)
@@ -41,13 +37,13 @@ WARM_UP_STEPS: Final = 3
 class Plan:
     """What one run of the command measures."""
 
-    contexts: Sequence[int] = (4096,)
-    batches: Sequence[int] = (1, 4)
+    contexts: Sequence[int]
+    batches: Sequence[int]
     mtps: Sequence[int] = (2,)
     ratios: Sequence[float] = (0.2,)
     modes: Sequence[str] = ("layerwise",)
     stages: bool = False
-    steps: int = 24
+    steps: int
     segment: int = SEGMENT
     distinct: int = DISTINCT
     targets: bool = True
@@ -58,12 +54,7 @@ SMOKE: Final = Plan(
 )
 
 
-def step_benchmark(*, smoke: bool) -> list[Row]:
-    plan = SMOKE if smoke else Plan()
-    return rows_of(plan, folder=None if smoke else default_folder())
-
-
-def step(
+def step_benchmark(
     *,
     ctx: str = "4k",
     batch: str = "1,4",
@@ -74,11 +65,8 @@ def step(
     text: Path | None = None,
     snapshots: Path | None = None,
     stages: bool = False,
-    locality: bool = False,
-    plot: Path | None = None,
-    json: bool = False,
-    out: Path | None = None,
-) -> None:
+    smoke: bool = False,
+) -> list[Row]:
     """Decode steps of the embedded model: offload against everything resident.
 
     Parameters
@@ -101,19 +89,9 @@ def step(
         Where prefilled segments are kept, by default in the user's folder for such files.
     stages
         Also print where the time of a median step goes.
-    locality
-        Also print how local the selections are on the text, at the first context.
-    plot
-        Draw the plots of --locality into this folder.
-    json
-        Print the JSON document on stdout.
-    out
-        Also write the JSON document to this file.
     """
-    for option, path in (("--out", out), ("--plot", plot)):
-        console.check_folder(option, path)
-    if plot is not None:
-        plots.require()
+    if smoke:
+        return rows_of(SMOKE, folder=None)
     if steps < 1:
         raise BadInput(f"--steps {steps}: at least one step is measured")
     plan = Plan(
@@ -125,31 +103,20 @@ def step(
         steps=steps,
         stages=stages,
     )
-    measured_on = machine.machine()
-    folder = snapshots or default_folder()
-    rows = rows_of(plan, folder=folder, text=text)
-    if locality or plot is not None:
-        rows += _locality_rows(plan, folder, text, plot)
-    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
-    report.present(document, json=json, out=out)
+    return rows_of(plan, folder=snapshots or default_folder(), text=text)
 
 
-def _locality_rows(plan: Plan, folder: Path, text: Path | None, plot: Path | None) -> list[Row]:
-    from ess.bench.engine import locality
-
-    asked = locality.Plan(context=plan.contexts[0], mtp=plan.mtps[0])
-    return locality.rows_of(asked, folder=folder, text=text, plot=plot)
-
-
+@compute_threads()
 def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> list[Row]:
-    torch.set_num_threads(compute_threads())
     console.note(
         "both tiers of a CPU are DRAM: this measures what offload costs, not what it gains"
     )
     rows: list[Row] = []
     for context in plan.contexts:
-        prefix = prepared(context, plan, folder, text)
-        rows.append(prefix_row(prefix, context))
+        prefix = embedded_prefix(
+            context, text=text, folder=folder, segment=plan.segment, distinct=plan.distinct
+        )
+        rows.append(prefix_row(prefix))
         for mtp in plan.mtps:
             for batch in plan.batches:
                 shape = Shape(
@@ -160,36 +127,6 @@ def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> lis
                 if plan.stages:
                     rows += [stage_row(prefix, shape, way) for way in ways(plan)]
     return rows
-
-
-def compute_threads() -> int:
-    """One core is left to the copy lane."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
-
-
-def prepared(context: int, plan: Plan, folder: Path | None, text: Path | None) -> Prefix:
-    ids, name = token_ids(text)
-    model = load_model()
-    console.note(f"context {context:,}: prefilling, or reading what an earlier run kept ...")
-    return build_prefix(
-        model,
-        model.config.layout(name="ess-embedded"),
-        ids,
-        length=context,
-        text=name,
-        segment=plan.segment,
-        distinct=plan.distinct,
-        folder=folder,
-    )
-
-
-def prefix_row(prefix: Prefix, context: int) -> Row:
-    return Row(
-        name=f"context {context:,}",
-        value=round(prefix.seconds, 3),
-        unit="s to prepare",
-        config={"how": prefix.shortcut},
-    )
 
 
 def ways(plan: Plan) -> list[Way]:
@@ -213,23 +150,23 @@ def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan) -> list[Row]:
 
 def stage_row(prefix: Prefix, shape: Shape, way: Way) -> Row:
     """Medians of each stage, so their sum is only about a step; each way ran on its own."""
-    found = stage_medians(prefix, shape, way, shape.steps - 1)
+    medians = stage_medians(prefix, shape, way, shape.steps - 1)
     return Row(
         name=f"stages of a step, {way.name}",
-        value=sum(found.values()),
+        value=sum(medians.values()),
         unit="us",
         config={
             "ctx": shape.context,
             "batch": shape.batch,
             "mtp": shape.mtp,
-            **{stage.replace(" ", "_"): round(us) for stage, us in sorted(found.items())},
+            **{stage.replace(" ", "_"): round(us) for stage, us in sorted(medians.items())},
         },
     )
 
 
 def take_turns(arms: Sequence[Arm], steps: int) -> None:
-    """Step by step, every round in another order, so that nobody always follows the same arm, whose
-    lane may still be storing; the first rounds do not count."""
+    """Step by step, every round in another order: an arm that always followed the same other arm
+    would always meet that arm's stores. The first rounds do not count."""
     order = np.random.default_rng(0)
     for number in range(steps):
         if number == WARM_UP_STEPS:
@@ -303,11 +240,11 @@ def _miss_row(
     name: str, counts: np.ndarray[Any, np.dtype[np.float64]], config: dict[str, Any]
 ) -> Row:
     p50, p95 = np.percentile(counts, [50, 95])
-    by_layer = " ".join(f"{one:.0f}" for one in counts.mean(axis=0))
+    by_layer = " ".join(f"{mean:.0f}" for mean in counts.mean(axis=0))
     return Row(
         name=name,
         value=float(p50),
         unit="rows",
         config=config | {"p95": round(float(p95), 1), "mean_by_layer": by_layer},
-        samples=[float(one) for one in counts.mean(axis=1)],
+        samples=[float(mean) for mean in counts.mean(axis=1)],
     )

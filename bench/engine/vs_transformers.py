@@ -26,12 +26,12 @@ from torch import Tensor
 
 from ess import console
 from ess.bench.engine.decode_arm import Arm, Shape, Way
-from ess.bench.engine.step import Plan, prepared
-from ess.bench.harness import machine, report
+from ess.bench.harness import machine
 from ess.bench.harness.folders import default_folder
-from ess.bench.harness.lists import sizes
-from ess.bench.harness.prefix import Prefix
+from ess.bench.harness.lists import size, sizes
+from ess.bench.harness.prefix import Prefix, embedded_prefix
 from ess.bench.harness.report import Row, compare
+from ess.bench.harness.threads import compute_threads
 from ess.bench.harness.timing import Arm as Turn
 from ess.bench.harness.timing import Samples, measure
 from ess.errors import BadInput, BadState, Unavailable
@@ -74,18 +74,9 @@ TRIES: Final = (
 )
 
 
-def rival_benchmark(*, smoke: bool) -> list[Row]:
-    return rows_of(256, [2], repeats=1) if smoke else rows_of(4096, [1, 8], repeats=REPEATS)
-
-
-def rival(
-    *,
-    ctx: str = "4k",
-    batch: str = "1,8",
-    repeats: int = REPEATS,
-    json: bool = False,
-    out: Path | None = None,
-) -> None:
+def vs_transformers_benchmark(
+    *, ctx: str = "4k", batch: str = "1,8", repeats: int = REPEATS, smoke: bool = False
+) -> list[Row]:
     """Decode beside the transformers implementation of the same model, both at their best.
 
     Parameters
@@ -96,22 +87,20 @@ def rival(
         Requests per step, a list.
     repeats
         Measured steps of each side, in turn.
-    json
-        Print the JSON document on stdout.
-    out
-        Also write the JSON document to this file.
     """
-    [context], batches = sizes("--ctx", ctx), sizes("--batch", batch)
-    report.run(lambda: rows_of(context, batches, repeats=repeats), json=json, out=out)
-
-
-def rows_of(context: int, batches: Sequence[int], *, repeats: int) -> list[Row]:
+    if smoke:
+        return rows_of(256, [2], repeats=1)
     if repeats < 1:
-        raise BadInput(f"{repeats} repeats: at least one step is measured")
+        raise BadInput(f"--repeats {repeats}: at least one step is measured")
+    return rows_of(size("--ctx", ctx), sizes("--batch", batch), repeats=repeats)
+
+
+@compute_threads()
+def rows_of(context: int, batches: Sequence[int], *, repeats: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         export(Path(folder))
         rows = [agreement(Path(folder))]
-        prefix = prepared(context, Plan(), default_folder(), None)
+        prefix = embedded_prefix(context, folder=default_folder())
         for batch in batches:
             rows += _batch_rows(Path(folder), prefix, context, batch, repeats)
         return rows
@@ -180,10 +169,10 @@ class Rival:
             layer.indexer_cumulative_length.fill_(context)
             return
         for name, axis in (("keys", 2), ("values", 2), ("indexer_keys", 1)):
-            one = getattr(layer, name)
-            shape = list(one.shape)
+            tensor = getattr(layer, name)
+            shape = list(tensor.shape)
             shape[axis] = context
-            setattr(layer, name, torch.randn(shape).to(one.dtype))
+            setattr(layer, name, torch.randn(shape).to(tensor.dtype))
 
     @torch.inference_mode()
     def step(self) -> Tensor:
@@ -228,7 +217,7 @@ def _batch_rows(folder: Path, prefix: Prefix, context: int, batch: int, repeats:
     ):
         counts = [_best_threads(side, options, clock) for side in sides]
         samples = _in_turn(sides, counts, repeats, clock)
-        rates = [one.per(batch) for one in samples]
+        rates = [side_samples.per(batch) for side_samples in samples]
         threads = {"threads": counts[0], "rival_threads": counts[1]}
         rows.append(
             compare(

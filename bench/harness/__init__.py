@@ -1,1 +1,1 @@
-"""What every benchmark uses: rows of a report, timing, the machine, texts, plots."""
+"""What every benchmark uses: the frame of a command, rows, tables, timing, texts, plots."""

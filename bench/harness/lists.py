@@ -18,39 +18,39 @@ def sizes(option: str, text: str) -> list[int]:
     >>> sizes("--ctx", "4k,16k-64k*2"), sizes("--batch", "1-7+3")
     ([4096, 16384, 32768, 65536], [1, 4, 7])
     """
-    found = [value for part in text.split(",") for value in _values(option, part.strip())]
-    if not found or min(found) < 1:
+    values = [value for part in text.split(",") for value in _values(option, part.strip())]
+    if not values or min(values) < 1:
         raise BadInput(f"{option} {text}: every value must be 1 or more")
-    if len(found) > VALUES_MAX:
-        raise BadInput(f"{option} {text}: {len(found)} values, at most {VALUES_MAX}")
-    return list(dict.fromkeys(found))
+    if len(values) > VALUES_MAX:
+        raise BadInput(f"{option} {text}: {len(values)} values, at most {VALUES_MAX}")
+    return list(dict.fromkeys(values))
 
 
 def size(option: str, text: str) -> int:
     """One value where a list makes no sense."""
-    found = sizes(option, text)
-    if len(found) != 1:
-        raise BadInput(f"{option} {text}: one value, not {len(found)}")
-    return found[0]
+    values = sizes(option, text)
+    if len(values) != 1:
+        raise BadInput(f"{option} {text}: one value, not {len(values)}")
+    return values[0]
 
 
 def modes(option: str, text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",")]
-    for mode in found:
+    values = [part.strip() for part in text.split(",")]
+    for mode in values:
         if mode not in MODES:
             raise BadInput(f"{option} {mode}: choose from {', '.join(MODES)}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def shares(option: str, text: str) -> list[float]:
     """Numbers above 0, up to 1."""
     try:
-        found = [float(part) for part in text.split(",")]
+        values = [float(part) for part in text.split(",")]
     except ValueError:
         raise BadInput(f"{option} {text}: write numbers such as 0.1,0.2") from None
-    if not all(0 < value <= 1 for value in found):
+    if not all(0 < value <= 1 for value in values):
         raise BadInput(f"{option} {text}: every value must be above 0 and at most 1")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def _values(option: str, part: str) -> list[int]:
@@ -61,8 +61,8 @@ def _values(option: str, part: str) -> list[int]:
     sign, step = match[3] or "+", int(match[4] or 1)
     if value < 1 or step < (2 if sign == "*" else 1):
         raise BadInput(f"{option} {part}: a range that does not grow; write 1-16*2 or 1-7+3")
-    found: list[int] = []
-    while value <= last and len(found) <= VALUES_MAX:
-        found.append(value)
+    values: list[int] = []
+    while value <= last and len(values) <= VALUES_MAX:
+        values.append(value)
         value = value * step if sign == "*" else value + step
-    return found
+    return values

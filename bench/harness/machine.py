@@ -6,16 +6,16 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 import ess
 from ess.kernels.cpu import native
 from ess.units import format_bytes
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Machine:
     """`load_average` is from before the first benchmark, over 1, 5 and 15 minutes."""
 
     cpu: str
@@ -31,13 +31,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.cpu}, {self.cores} cores, {self.isa}, {ram}, load {load:.2f} at start"
 
 
-class Build(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Build:
     """`commit` ends in "+" when tracked files were changed; null outside a checkout of ESS."""
 
     version: str
     commit: str | None
     python: str
-    numpy: str
+    numpy: str | None
     torch: str | None
 
     def line(self) -> str:
@@ -62,8 +63,8 @@ def build() -> Build:
         version=ess.__version__,
         commit=_commit(),
         python=platform.python_version(),
-        numpy=importlib.metadata.version("numpy"),
-        torch=_torch_version(),
+        numpy=version_of("numpy"),
+        torch=version_of("torch"),
     )
 
 
@@ -84,10 +85,10 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _torch_version() -> str | None:
+def version_of(package: str) -> str | None:
     """From the installed metadata: importing torch takes seconds."""
     try:
-        return importlib.metadata.version("torch")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 

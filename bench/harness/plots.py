@@ -12,8 +12,8 @@ from ess import console
 from ess.errors import Unavailable
 
 if TYPE_CHECKING:
-    from ess.bench.engine.analysis import Locality
-    from ess.bench.headline.predicted import Curves
+    from ess.bench.headline.plan import Curves
+    from ess.bench.locality.analysis import Locality
     from ess.sim.timeline import Span
 
 DPI: Final = 144
@@ -23,50 +23,53 @@ LOUD: Final = "#d1495b"
 LANES: Final = {"exchange": "#a371f7", "fetch": LOUD, "store": THEIRS}
 
 
-def require() -> None:
-    """Before the work: a plot that cannot be drawn at its end is no use to anybody."""
-    if importlib.util.find_spec("matplotlib") is None:
+def check_folder(folder: Path | None) -> None:
+    """Called before the work, so that nothing is measured for a plot that cannot be drawn."""
+    console.check_folder("--plot", folder)
+    if folder is not None and importlib.util.find_spec("matplotlib") is None:
         raise Unavailable("--plot needs matplotlib, which is not installed: pip install ess[plot]")
 
 
-def draw_locality(found: Locality, folder: Path) -> None:
-    layers = _layer_names(len(found.within))
-    at = min(range(len(found.ratios)), key=lambda place: abs(found.ratios[place] - 0.2))
-    ratio = found.ratios[at]
+def draw_locality(locality: Locality, folder: Path) -> None:
+    layers = _layer_names(len(locality.within))
+    at = min(range(len(locality.ratios)), key=lambda place: abs(locality.ratios[place] - 0.2))
+    ratio = locality.ratios[at]
 
     def misses(axes: Any) -> None:
         width = 0.4
         places = list(range(len(layers)))
-        axes.bar([p - width / 2 for p in places], found.lru[at], width, color=OURS, label="LRU")
-        axes.bar([p + width / 2 for p in places], found.least[at], width, color=THEIRS, label="MIN")
+        axes.bar([p - width / 2 for p in places], locality.lru[at], width, color=OURS, label="LRU")
+        axes.bar(
+            [p + width / 2 for p in places], locality.least[at], width, color=THEIRS, label="MIN"
+        )
         axes.set_xticks(places, layers)
         axes.set_xlabel("layer")
         axes.set_ylabel("misses per request and step")
 
     def hits(axes: Any) -> None:
-        asked = found.mtp * found.top_k
-        for name, lines, color in (("LRU", found.lru, OURS), ("MIN", found.least, THEIRS)):
+        asked = locality.mtp * locality.top_k
+        for name, lines, color in (("LRU", locality.lru, OURS), ("MIN", locality.least, THEIRS)):
             shares = [1 - sum(line) / len(line) / asked for line in lines]
-            axes.plot(found.ratios, shares, marker="o", color=color, label=name)
+            axes.plot(locality.ratios, shares, marker="o", color=color, label=name)
         axes.set_xlabel("slots over context")
         axes.set_ylabel("hit ratio")
         axes.set_ylim(0, 1)
 
     def early(axes: Any) -> None:
-        axes.plot(found.warm, color=OURS, label="warmed by 32 windows")
-        axes.plot(found.cold, color=LOUD, label="not warmed")
+        axes.plot(locality.warm, color=OURS, label="warmed by 32 windows")
+        axes.plot(locality.cold, color=LOUD, label="not warmed")
         axes.set_xlabel("step of a new request")
         axes.set_ylabel("misses per layer")
         axes.set_ylim(bottom=0)
 
     def alike(axes: Any) -> None:
-        axes.plot(layers, found.within, marker="o", color=OURS, label="to the token before")
-        axes.plot(layers[1:], found.between, marker="o", color=LOUD, label="to the layer before")
+        axes.plot(layers, locality.within, marker="o", color=OURS, label="to the token before")
+        axes.plot(layers[1:], locality.between, marker="o", color=LOUD, label="to the layer before")
         axes.set_xlabel("layer")
         axes.set_ylabel("share of the selection")
         axes.set_ylim(0, 1)
 
-    where = f"context {found.context:,}, mtp {found.mtp}, top-k {found.top_k}"
+    where = f"context {locality.context:,}, mtp {locality.mtp}, top-k {locality.top_k}"
     _figure(folder / "misses-by-layer.png", f"Misses at ratio {ratio:g}, {where}", misses)
     _figure(folder / "hit-ratio.png", f"Hit ratio against sparse ratio, {where}", hits)
     _figure(folder / "warm-up.png", f"The first steps at ratio 0.2, {where}", early)
@@ -78,7 +81,7 @@ def draw_curves(curves: Curves, folder: Path) -> None:
 
     def throughput(axes: Any) -> None:
         for name, points, color in ways:
-            _line(axes, [(one.batch, one.tokens_per_s) for one in points], color, name)
+            _line(axes, [(point.batch, point.tokens_per_s) for point in points], color, name)
         axes.axvline(curves.index_wall, color=LOUD, linestyle="--", label="index wall")
         axes.axvline(curves.floor_batch, color=LOUD, linestyle=":", label="slot floor")
         axes.set_xlabel("requests per GPU")
@@ -86,7 +89,8 @@ def draw_curves(curves: Curves, folder: Path) -> None:
 
     def pareto(axes: Any) -> None:
         for name, points, color in ways:
-            _line(axes, [(1e6 / one.token_us, one.tokens_per_s) for one in points], color, name)
+            rates = [(1e6 / point.token_us, point.tokens_per_s) for point in points]
+            _line(axes, rates, color, name)
         axes.set_xlabel("tokens/s per user")
         axes.set_ylabel("tokens/s per GPU")
 
@@ -96,23 +100,23 @@ def draw_curves(curves: Curves, folder: Path) -> None:
 
 def draw_timeline(path: Path, title: str, spans: Sequence[Span], *, share: float) -> None:
     """The first `share` of a step: a whole one has too many spans for a page."""
-    end_us = max(one.end_us for one in spans) * share
-    shown = [one for one in spans if one.start_us < end_us]
-    lanes = list(dict.fromkeys(one.lane for one in shown))
-    stages = list(dict.fromkeys(one.name for one in shown if one.lane == "compute"))
+    end_us = max(span.end_us for span in spans) * share
+    shown = [span for span in spans if span.start_us < end_us]
+    lanes = list(dict.fromkeys(span.lane for span in shown))
+    stages = list(dict.fromkeys(span.name for span in shown if span.lane == "compute"))
     colors = {stage: f"C{place % 10}" for place, stage in enumerate(stages)}
 
     def timeline(axes: Any) -> None:
         named: set[str] = set()
-        for one in shown:
-            is_new = one.name in colors and one.name not in named
-            named.add(one.name)
+        for span in shown:
+            is_new = span.name in colors and span.name not in named
+            named.add(span.name)
             axes.barh(
-                lanes.index(one.lane),
-                one.end_us - one.start_us,
-                left=one.start_us,
-                color=LANES.get(one.lane) or colors[one.name],
-                label=one.name if is_new else None,
+                lanes.index(span.lane),
+                span.end_us - span.start_us,
+                left=span.start_us,
+                color=LANES.get(span.lane) or colors[span.name],
+                label=span.name if is_new else None,
                 height=0.7,
             )
         axes.set_yticks(range(len(lanes)), lanes)

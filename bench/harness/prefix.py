@@ -30,6 +30,9 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 import ess
+from ess import console
+from ess.bench.harness.report import Row
+from ess.bench.harness.text import token_ids
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
@@ -38,7 +41,7 @@ from ess.errors import BadInput
 from ess.kernels.backend import Ops, ops
 from ess.layout import ModelLayout
 from ess.models.layers import Rotation, rotate, rotate_part
-from ess.models.load import EMBEDDED
+from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
 from ess.units import PAGE_ROWS
 
@@ -184,6 +187,45 @@ def build_prefix(
     )
 
 
+def embedded_prefix(
+    length: int,
+    *,
+    text: Path | None = None,
+    folder: Path | None = None,
+    model: Model | None = None,
+    segment: int = SEGMENT,
+    distinct: int = DISTINCT,
+    seconds: float = math.inf,
+) -> Prefix:
+    """Of the embedded model, or another `model` with its weights, behind `text`."""
+    ids, name = token_ids(text)
+    if model is None:
+        model, layout_name = load_model(), "ess-embedded"
+    else:
+        layout_name = f"ess-embedded, top-k {model.config.top_k}"
+    console.note(f"context {length:,}: prefilling, or reading what an earlier run kept ...")
+    return build_prefix(
+        model,
+        model.config.layout(name=layout_name),
+        ids,
+        length=length,
+        text=name,
+        segment=segment,
+        distinct=distinct,
+        folder=folder,
+        seconds=seconds,
+    )
+
+
+def prefix_row(prefix: Prefix) -> Row:
+    return Row(
+        name=f"context {prefix.length:,}",
+        value=round(prefix.seconds, 3),
+        unit="s to prepare",
+        config={"how": prefix.shortcut},
+    )
+
+
 def _kept_or_made(
     model: Model, layout: ModelLayout, ids: list[int], folder: Path | None
 ) -> Segment:
@@ -256,10 +298,10 @@ def _taken(offload: Offload, request: Request, layout: ModelLayout, count: int) 
     active = offload.active_rows(request.sequence, 0, count)
     keys = []
     for group in layout.groups:
-        found = kernels.read_keys(offload.key_pages(group[0]), active, codec)
-        parts = [found.values.contiguous()]
+        records = kernels.read_keys(offload.key_pages(group[0]), active, codec)
+        parts = [records.values.contiguous()]
         if codec.scale_bytes:
-            parts.append(found.scales.contiguous().view(torch.uint8).reshape(count, -1))
+            parts.append(records.scales.contiguous().view(torch.uint8).reshape(count, -1))
         keys.append(torch.cat(parts, dim=1))
     rows = tuple(offload.host(layer)[on_host].clone() for layer in range(layout.layer_total))
     return Segment(tokens=tuple(request.prompt[:count]), rows=rows, keys=tuple(keys))

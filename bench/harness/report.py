@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +11,19 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-import numpy as np
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from ess import console
-from ess.bench.harness.machine import Build, Machine, build, machine
+from ess.bench.harness import table
+from ess.bench.harness.folders import write_whole
+from ess.bench.harness.machine import Build, Machine
 from ess.errors import BadInput
 
 SCHEMA: Final = "ess.bench/1"
 
 Better = Literal["lower", "higher"]
-Format = Literal["table", "md", "csv", "json", "jsonl"]
+Format = Literal["table", "md", "csv", "jsonl"]
+STDOUT: Final = Path("-")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,52 +97,17 @@ def compare(
     )
 
 
-def as_row(row: Row | Mapping[str, Any]) -> Row:
-    """A row as it is, or from a mapping with the same keys; anything else is refused by name."""
-    if isinstance(row, Row):
-        return row
-    try:
-        return msgspec.convert(msgspec.to_builtins(dict(row), enc_hook=_plain), Row)
-    except (msgspec.ValidationError, BadInput) as error:
-        raise BadInput(f"benchmark row {row.get('name')!r}: {error}") from None
-
-
-def _plain(number: Any) -> Any:
-    if isinstance(number, np.generic):
-        return number.item()
-    raise BadInput(f"{type(number).__name__} {number!r} is not a plain value")
-
-
-def run(rows: Callable[[], list[Row]], *, json: bool, out: Path | None) -> None:
-    """A command around what it measures: a folder that is missing is said before it is waited for,
-    and the machine is looked at before the measuring loads it."""
-    console.check_folder("--out", out)
-    measured_on = machine()
-    document = Document(build=build(), machine=measured_on, rows=rows())
-    present(document, json=json, out=out)
-
-
-def present(
-    document: Document, *, json: bool = False, form: Format = "table", out: Path | None
-) -> None:
-    """Tables for people, documents for programs; `out` gets the whole document or nothing of it."""
-    if out is not None:
-        draft = out.with_name(out.name + ".part")
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-        os.replace(draft, out)
-        console.note(f"written: {out}")
-    match "json" if json else form:
-        case "json":
-            console.print_json(document)
-        case "jsonl":
-            for row in document.rows:
-                print(msgspec.json.encode(row).decode())
-        case "csv":
-            _print_csv(document)
-        case "md":
-            _print_markdown(document)
-        case "table":
-            print_table(document)
+def present(document: Document, *, json: Path | None, form: Format, out: Path | None) -> None:
+    """A table for people, or the document for programs; files get the whole document or nothing."""
+    encoded = msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+    for path in dict.fromkeys((json, out)):
+        if path not in (None, STDOUT):
+            write_whole(path, encoded)
+            console.note(f"written: {path}")
+    if json == STDOUT:
+        print(encoded.decode(), end="")
+    elif json is None:
+        FORMS[form](document)
 
 
 def flat(row: Row) -> dict[str, Any]:
@@ -162,74 +126,41 @@ def flat(row: Row) -> dict[str, Any]:
     }
 
 
-def _columns(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for line in lines for key in line))
-
-
 def _print_csv(document: Document) -> None:
-    lines = [flat(row) for row in document.rows]
-    writer = csv.DictWriter(sys.stdout, _columns(lines), lineterminator="\n")
+    rows = [flat(row) for row in document.rows]
+    columns = dict.fromkeys(key for row in rows for key in row)
+    writer = csv.DictWriter(sys.stdout, list(columns), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(lines)
+    writer.writerows(rows)
+
+
+def _print_json_lines(document: Document) -> None:
+    for row in document.rows:
+        print(msgspec.json.encode(row).decode())
 
 
 def _print_markdown(document: Document) -> None:
-    """One table per half, since their columns differ; what has no half is a sentence above."""
     print(f"{document.machine.line()}  \n{document.build.line()}\n")
-    halves = dict.fromkeys(row.config.get("half", "") for row in document.rows)
-    for half in halves:
-        rows = [row for row in document.rows if row.config.get("half", "") == half]
-        if not half:
-            for row in rows:
-                print(f"{row.name}: {row.config.get('how', '')}\n")
-            continue
-        lines = [_markdown_cells(row) for row in rows]
-        columns = _columns(lines)
-        print(f"**{half}**\n\n| {' | '.join(columns)} |")
-        print("|" + "|".join("---" if name == "benchmark" else "---:" for name in columns) + "|")
-        for line in lines:
-            print(f"| {' | '.join(str(line.get(name, '')) for name in columns)} |")
-        print()
+    print(f"| {' | '.join(table.COLUMNS)} | config |\n|---|---:|---|---:|---:|---|")
+    for row in map(msgspec.structs.asdict, document.rows):
+        print(f"| {' | '.join([*table.cells(row), table.config(row)])} |")
 
 
-def _markdown_cells(row: Row) -> dict[str, str]:
-    line = flat(row)
-    spread = "" if line["std"] is None else f" ± {_short(line['std'])}"
-    config = {key: value for key, value in row.config.items() if key != "half"}
-    against = {}
-    if row.ratio is not None:
-        against = {"baseline": f"{row.baseline}: {_short(row.baseline_value)}"}
-        against["ratio"] = f"x{row.ratio:.2f}"
-    return {"benchmark": row.name, row.unit: f"{_short(line['mean'])}{spread}", **against, **config}
-
-
-def print_table(document: Document) -> None:
-    """The same rows for people: aligned, the baseline beside, readable in a log file."""
+def _print_table(document: Document) -> None:
     out = console.tables()
-    out.print(Text(document.machine.line()))
-    out.print(Text(document.build.line()))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("benchmark", "config"):
-        table.add_column(heading)
-    for heading in ("value", "baseline", "ratio", "target"):
-        table.add_column(heading, justify="right", no_wrap=heading != "baseline")
-    for row in document.rows:
-        table.add_row(*_cells(row))
-    out.print(table)
+    for line in (document.machine.line(), document.build.line(), "", *table.heading()):
+        out.print(Text(line), soft_wrap=True)
+    for row in map(msgspec.structs.asdict, document.rows):
+        for line in table.lines(row):
+            out.print(Text(line, style=VERDICTS[row["met"]]), soft_wrap=True)
+        for line in table.config_lines(row):
+            out.print(Text(line, style="dim"), soft_wrap=True)
 
 
-def _cells(row: Row) -> list[Text]:
-    config = " ".join(f"{key}={value}" for key, value in row.config.items())
-    baseline = f"{row.baseline} {_short(row.baseline_value)} {row.unit}" if row.baseline else ""
-    ratio = "" if row.ratio is None else f"x{row.ratio:.2f}"
-    target = "" if row.target is None else f"x{row.target:g} {'met' if row.met else 'MISSED'}"
-    value = f"{_short(row.value)} {row.unit}"
-    style = "" if row.met is None else "green" if row.met else "red"
-    return [*map(Text, (row.name, config, value, baseline, ratio)), Text(target, style=style)]
-
-
-def _short(number: float | None) -> str:
-    """Four digits that people can compare at a glance."""
-    if number is None:
-        return ""
-    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
+FORMS: Final[dict[Format, Callable[[Document], None]]] = {
+    "table": _print_table,
+    "md": _print_markdown,
+    "csv": _print_csv,
+    "jsonl": _print_json_lines,
+}
+VERDICTS: Final = {None: "", True: "green", False: "red"}

@@ -1,9 +1,10 @@
-"""A copy lane over another: it times every job and can make the link as slow as one wants.
+"""A copy lane over another: it times every job and can make the link as slow as it is told to.
 
 The rows are really moved, by the lane below, in its own thread. A paced job is over when its bytes
-would have passed a link of the set rate, one job after another: whoever waits for it sleeps until
-then, and whoever asks `done()` before is told no. So all that can go wrong with a slow link can go
-wrong here, a row that lands before it is due apart; nobody may look at it before the event.
+would have passed a link of the set rate, one job after another: a thread that waits for the job
+sleeps until then, and `done()` is false before. So all that can go wrong with a slow link can go
+wrong here, with one exception: a row may land before it is due. No reader may look at a row before
+the event of its job.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ess.kernels.streams import Event, Lane, RowCopy
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """One submission. `waits_ns` are the times in which somebody stood and waited for it."""
+    """One submission. `waits_ns` are the times in which a thread waited for it."""
 
     lane_event: Event
     byte_count: int
@@ -83,7 +84,7 @@ class TimedLane:
 
     def submit(self, copies: Sequence[RowCopy]) -> Event:
         now = time.monotonic_ns()
-        byte_count = sum(one.count * one.source.row_bytes for one in map(check, copies))
+        byte_count = sum(copy.count * copy.source.row_bytes for copy in map(check, copies))
         starts, due = 0, 0
         if self.bytes_per_us is not None:
             starts = max(now, self._free_ns)
@@ -99,7 +100,7 @@ class TimedLane:
         return job
 
     def mark(self) -> Event:
-        """Done with the last job; made anew, so that nobody mistakes it for that job."""
+        """Done with the last job, but an event of its own."""
         return Job(
             lane_event=self._below.mark(),
             byte_count=0,

@@ -20,7 +20,7 @@ def step_spans(
     """One step of a model of `layers`, without MTP, on its lanes; the compute lane has no holes."""
     spans: list[Span] = []
     at_ns, before = begin_ns, -1
-    for stage in sorted(stages, key=lambda one: one.started_ns):
+    for stage in sorted(stages, key=lambda stage_span: stage_span.started_ns):
         if stage.started_ns > at_ns:
             name = _between(before, stage.layer, layers)
             spans.append(_span(COMPUTE, name, at_ns, stage.started_ns, begin_ns))

@@ -42,17 +42,17 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
     def per(self, unit_count: float, *, scale: float = 1.0) -> list[float]:
         """Rates: `unit_count * scale` per second, for each repetition."""
-        return [unit_count * scale / one for one in self.seconds]
+        return [unit_count * scale / taken_s for taken_s in self.seconds]
 
     def each(self, unit_count: float = 1.0, *, scale: float = 1.0) -> list[float]:
         """Durations of one of `unit_count` units, in seconds times `scale`."""
-        return [one * scale / unit_count for one in self.seconds]
+        return [taken_s * scale / unit_count for taken_s in self.seconds]
 
 
 def result_hash(result: Any) -> int:
     """CRC-32 of bytes, numbers, text, arrays and tensors, and of sequences of these."""
     if isinstance(result, (list, tuple)):
-        return zlib.crc32(repr([result_hash(one) for one in result]).encode())
+        return zlib.crc32(repr([result_hash(part) for part in result]).encode())
     if isinstance(result, (bytes, bytearray, memoryview)):
         return zlib.crc32(result)
     if result is None or isinstance(result, (bool, int, float, str)):
@@ -85,11 +85,12 @@ def measure(
             if turn >= warmups:
                 seconds[at].append(taken)
         if same_result and len(set(hashes)) > 1:
-            differing = {arm.name: f"{one:08x}" for arm, one in zip(arms, hashes, strict=True)}
+            names = [arm.name for arm in arms]
+            differing = dict(zip(names, map("{:08x}".format, hashes), strict=True))
             raise BadState(f"arms that must agree returned different results: {differing}")
     return [
-        Samples(name=arm.name, seconds=taken, result_hash=one)
-        for arm, taken, one in zip(arms, seconds, hashes, strict=True)
+        Samples(name=arm.name, seconds=taken, result_hash=hashed)
+        for arm, taken, hashed in zip(arms, seconds, hashes, strict=True)
     ]
 
 

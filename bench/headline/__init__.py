@@ -1,1 +1,1 @@
-"""`ess-bench --ctx 128k --mtp 2`: the measured half and the predicted half."""
+"""`ess-bench --ctx 128k --mtp 2`: decode measured on this machine, predicted for a GPU."""

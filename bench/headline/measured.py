@@ -12,42 +12,31 @@ import numpy as np
 import torch
 
 from ess import console
+from ess.bench.engine.cpu_tables import Watched, calibrate
 from ess.bench.engine.decode_arm import Arm, Shape, Way
-from ess.bench.engine.step import WHOLE, compute_threads, effective, prefix_row
-from ess.bench.harness.prefix import Prefix, build_prefix
+from ess.bench.engine.step import WHOLE, effective
+from ess.bench.harness.agreement import agreement
+from ess.bench.harness.prefix import Prefix, embedded_prefix, prefix_row
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.slow_lane import TimedLane
-from ess.bench.harness.text import token_ids
-from ess.bench.headline.cpu_tables import Watched, calibrate
-from ess.bench.headline.document import Found, Plan
+from ess.bench.harness.threads import compute_threads
+from ess.bench.headline.plan import Outcome, Plan
 from ess.flashtrans.lanes import open_lane
 from ess.kernels.backend import chosen
-from ess.models.load import load_model
 from ess.units import PAGE_ROWS
 
 PREFIX_SHARE: Final = 0.4
 
 
+@compute_threads()
 def measure(
-    found: Found, plan: Plan, folder: Path | None, text: Path | None, *, with_spans: bool
+    outcome: Outcome, plan: Plan, folder: Path | None, text: Path | None, *, with_spans: bool
 ) -> None:
-    torch.set_num_threads(compute_threads())
     until, is_begun = time.monotonic() + plan.seconds, False
-    ids, name = token_ids(text)
-    model = load_model()
     for context in plan.contexts:
-        console.note(f"context {context:,}: prefilling, or reading what an earlier run kept ...")
-        layout = model.config.layout(name="ess-embedded")
-        prefix = build_prefix(
-            model,
-            layout,
-            ids,
-            length=context,
-            text=name,
-            folder=folder,
-            seconds=plan.seconds * PREFIX_SHARE,
-        )
-        found.rows.extend([configuration_row(prefix, plan), prefix_row(prefix, context)])
+        seconds = plan.seconds * PREFIX_SHARE
+        prefix = embedded_prefix(context, text=text, folder=folder, seconds=seconds)
+        outcome.rows.extend([configuration_row(prefix, plan), prefix_row(prefix)])
         for mtp in plan.mtps:
             for batch in plan.batches:
                 if time.monotonic() > until and is_begun:
@@ -56,16 +45,16 @@ def measure(
                 console.note(f"context {context:,}, batch {batch}, mtp {mtp} ...")
                 steps = plan.repetitions * plan.steps + 2
                 shape = Shape(context=context, batch=batch, mtp=mtp, steps=steps)
-                found.rows.extend(measured_rows(prefix, shape, plan, until))
+                outcome.rows.extend(measured_rows(prefix, shape, plan, until))
                 is_begun = True
             if time.monotonic() < until:
-                _check_tables(found, prefix, plan, mtp, with_spans=with_spans)
+                _check_tables(outcome, prefix, plan, mtp, with_spans=with_spans)
 
 
 def configuration_row(prefix: Prefix, plan: Plan) -> Row:
     """What was asked for, and what that became here."""
     layout, lane = prefix.layout, open_lane()
-    asked = f"asked for mode {plan.mode}, ratio {', '.join(f'{one:g}' for one in plan.ratios)}"
+    asked = f"asked for mode {plan.mode}, ratio {', '.join(f'{ratio:g}' for ratio in plan.ratios)}"
     threads = torch.get_num_threads()
     runs = (
         f"{layout.name}, {layout.layer_count} layers and MTP, rows of {layout.row_bytes} B "
@@ -106,9 +95,9 @@ def _turns(
         if number >= 2 + least and time.monotonic() > until:
             break
         if number == 2:
-            for arm, one in zip(arms, waited, strict=True):
+            for arm, waits_us in zip(arms, waited, strict=True):
                 arm.forget()
-                one.clear()
+                waits_us.clear()
         for place in range(len(arms)):
             at = (number + place) % len(arms)
             lanes[at].take_jobs()
@@ -157,10 +146,12 @@ def _measured_row(arm: Arm, whole: Arm, waited_us: list[float], plan: Plan) -> R
 def repetition_rates(arm: Arm, repetitions: int) -> list[float]:
     each = float(np.mean(arm.taken.tokens))
     runs = np.array_split(np.array(arm.taken.seconds), repetitions)
-    return [each / float(np.median(one)) for one in runs if one.size]
+    return [each / float(np.median(run)) for run in runs if run.size]
 
 
-def _check_tables(found: Found, prefix: Prefix, plan: Plan, mtp: int, *, with_spans: bool) -> None:
+def _check_tables(
+    outcome: Outcome, prefix: Prefix, plan: Plan, mtp: int, *, with_spans: bool
+) -> None:
     """The simulator's way of predicting, on the one machine where the truth can be measured."""
     context = prefix.length
     small = [max(4 * PAGE_ROWS, context // 8), max(8 * PAGE_ROWS, context // 2)]
@@ -176,25 +167,22 @@ def _check_tables(found: Found, prefix: Prefix, plan: Plan, mtp: int, *, with_sp
     seconds = statistics.median(watched.arm.taken.seconds[1:])
     predicted_ms = cpu.step_us(queries=shape.batch * mtp, context=context) / 1e3
     if with_spans:
-        usual = sorted(steps[1:], key=lambda spans: max(one.end_us for one in spans))[
+        usual = sorted(steps[1:], key=lambda spans: max(span.end_us for span in spans))[
             len(steps) // 2
         ]
-        found.timelines.append((f"measured: ess-embedded, {context:,} tokens", usual))
-    found.rows.append(
-        Row(
+        outcome.timelines.append((f"measured: ess-embedded, {context:,} tokens", usual))
+    outcome.rows.append(
+        agreement(
             name="ess-embedded step, predicted from CPU tables",
-            value=predicted_ms,
             unit="ms",
-            baseline="measured",
-            baseline_value=seconds * 1e3,
-            ratio=min(predicted_ms, seconds * 1e3) / max(predicted_ms, seconds * 1e3),
+            ours=predicted_ms,
+            published=("measured", seconds * 1e3),
             config={
                 "half": "check",
                 "ctx": context,
                 "batch": shape.batch,
                 "mtp": mtp,
-                "error": f"{predicted_ms / (seconds * 1e3) - 1:+.1%}",
-                "tables_from": " ".join(f"{one:,}" for one in small),
+                "tables_from": " ".join(f"{length:,}" for length in small),
             },
         )
     )

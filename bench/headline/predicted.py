@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from ess.bench.harness.report import Row, compare
-from ess.bench.headline.document import Found, Plan
+from ess.bench.headline.plan import Curves, Outcome, Plan
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.sim.locality import misses
@@ -22,18 +21,7 @@ USER_RATES: Final = (15.0, 20.0, 30.0)
 CURVE_POINTS: Final = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
-    """One GPU over its batches, with offload and without."""
-
-    title: str
-    points: list[Point]
-    resident: list[Point]
-    index_wall: int
-    floor_batch: int
-
-
-def predict(found: Found, plan: Plan, context: int, mtp: int) -> None:
+def predict(outcome: Outcome, plan: Plan, context: int, mtp: int) -> None:
     ask = Ask(context=context, queries_each=mtp, accepted=plan.accepted, gpu_count=plan.gpus)
     planner = Planner(
         operators=operators_of(plan.gpu),
@@ -45,15 +33,15 @@ def predict(found: Found, plan: Plan, context: int, mtp: int) -> None:
     try:
         answer = planner.plan()
     except BadInput as refusal:
-        found.rows.append(_refused(title, context, str(refusal)))
+        outcome.rows.append(_refused(title, context, str(refusal)))
         return
     curves = curves_of(planner, plan, answer)
     best = _row(planner, f"{title}, most tokens", answer.chosen, answer.resident)
     best.config["limited_by"] = answer.limiter
-    found.rows.append(best)
-    found.rows.extend(pareto_row(planner, title, curves, rate) for rate in USER_RATES)
-    found.curves.append(curves)
-    found.timelines.append(predicted_timeline(planner, plan, answer.chosen))
+    outcome.rows.append(best)
+    outcome.rows.extend(pareto_row(planner, title, curves, rate) for rate in USER_RATES)
+    outcome.curves.append(curves)
+    outcome.timelines.append(predicted_timeline(planner, plan, answer.chosen))
 
 
 def pareto_row(planner: Planner, title: str, curves: Curves, rate: float) -> Row:
@@ -61,14 +49,14 @@ def pareto_row(planner: Planner, title: str, curves: Curves, rate: float) -> Row
     name = f"{title}, {rate:g} tokens/s/user"
     chosen, resident = (
         max(
-            (one for one in points if 1e6 / one.token_us >= rate),
-            key=lambda one: one.tokens_per_s,
+            (point for point in points if 1e6 / point.token_us >= rate),
+            key=lambda point: point.tokens_per_s,
             default=None,
         )
         for points in (curves.points, curves.resident)
     )
     if chosen is None:
-        fastest = max(1e6 / one.token_us for one in curves.points)
+        fastest = max(1e6 / point.token_us for point in curves.points)
         return _refused(name, planner.ask.context, f"{fastest:.1f} tokens/s/user at most")
     return _row(planner, name, chosen, resident)
 
@@ -130,7 +118,7 @@ def curves_of(planner: Planner, plan: Plan, answer: Answer) -> Curves:
 
 
 def _spread(most: int) -> list[int]:
-    return sorted({round(one) for one in np.linspace(1, most, CURVE_POINTS)}) if most else []
+    return sorted({round(batch) for batch in np.linspace(1, most, CURVE_POINTS)}) if most else []
 
 
 def predicted_timeline(planner: Planner, plan: Plan, chosen: Point) -> tuple[str, list[Span]]:

@@ -2,8 +2,8 @@
 
 Time is what the thread ran, not what the clock on the wall says, so that a busy machine disturbs
 less. Every repetition draws a new selection over a matrix that the caches do not hold. `roof_us` in
-the config is the longer of two times that nobody can beat here: the products at the rate of torch's
-best matmul, and the selected bytes at the rate of a plain copy.
+the config is the longer of two times that no kernel can beat here: the products at the rate of
+torch's best matmul, and the selected bytes at the rate of a plain copy.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def _together_row(roof: Roof, codec: IndexCodec, count: int, context: int, *, sm
     flops = 2.0 * count * context * codec.head_count * codec.key_dim
     roof_us = roof.time_us(flops, len(pages) * codec.page_bytes, form=codec.form)
     config: dict[str, Any] = {"heads": codec.head_count, "queries": count, "context": context}
-    config |= {"gflops": [round(flops / one.median_s / 1e9) for one in samples]}
+    config |= {"gflops": [round(flops / side.median_s / 1e9) for side in samples]}
     return _row("index logits of one request", "a page per query", samples, config, roof_us=roof_us)
 
 

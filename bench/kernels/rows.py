@@ -1,4 +1,4 @@
-"""Row movers against the copies anybody would write, in one process and in turn.
+"""Row movers against plain copies, in one process and in turn.
 
 Every sample draws new random rows from a pool many times larger than the last-level cache, so its
 source rows are cold; all arms write to the same target. The one big memcpy reads a fresh region of
@@ -10,15 +10,14 @@ thread's processor time, which other load slows but does not stop; with two it i
 from __future__ import annotations
 
 import ctypes
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ess.bench.harness.report import Row, compare
 from ess.flashtrans.rows import pack, run
 from ess.flashtrans.views import check
 from ess.kernels.cpu import native
@@ -52,13 +51,13 @@ class Arm:
         self.samples_s.append(clock() - started)
 
 
-def rows_benchmark(*, smoke: bool) -> list[dict[str, Any]]:
+def rows_benchmark(*, smoke: bool) -> list[Row]:
     """Gather and scatter, 2,048 and 65,536 rows of 656 B, one thread and two."""
     pool_bytes = 64 << 20 if smoke else 2304 << 20
     samples = 3 if smoke else 15
     pool = host_memory(pool_bytes, touch_threads=1)
     pool = pool[: pool.size // ROW_BYTES * ROW_BYTES].reshape(-1, ROW_BYTES)
-    results = []
+    results: list[Row] = []
     for row_count in (2048,) if smoke else (2048, 65536):
         target = host_memory(row_count * ROW_BYTES, touch_threads=1).reshape(-1, ROW_BYTES)
         for threads in (1, 2):
@@ -68,7 +67,7 @@ def rows_benchmark(*, smoke: bool) -> list[dict[str, Any]]:
     return results
 
 
-def _compare(verb: str, shape: Shape, arms: list[Arm]) -> list[dict[str, Any]]:
+def _compare(verb: str, shape: Shape, arms: list[Arm]) -> list[Row]:
     rng = np.random.default_rng(shape.row_count)
     pool_rows = shape.pool_bytes // ROW_BYTES
     clock = time.thread_time if shape.threads == 1 else time.perf_counter
@@ -80,20 +79,15 @@ def _compare(verb: str, shape: Shape, arms: list[Arm]) -> list[dict[str, Any]]:
     return [_row(verb, shape, arms[0], baseline) for baseline in arms[1:]]
 
 
-def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> dict[str, Any]:
-    value, other = _gigabytes(shape, ours), _gigabytes(shape, baseline)
-    ratio = statistics.median(value) / statistics.median(other)
-    target = _target(verb, shape, baseline)
-    return {
-        "name": f"{verb} {shape.row_count} rows, threads {shape.threads}, against {baseline.name}",
-        "value": statistics.median(value),
-        "unit": "GB/s",
-        "baseline": baseline.name,
-        "baseline_value": statistics.median(other),
-        "ratio": ratio,
-        "target": target,
-        "met": None if target is None else ratio >= target,
-        "config": {
+def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> Row:
+    return compare(
+        name=f"{verb} {shape.row_count} rows, threads {shape.threads}, against {baseline.name}",
+        unit="GB/s",
+        ours=_gigabytes(shape, ours),
+        baseline=(baseline.name, _gigabytes(shape, baseline)),
+        better="higher",
+        target=_target(verb, shape, baseline),
+        config={
             "row_bytes": ROW_BYTES,
             "pool_bytes": shape.pool_bytes,
             "threads": shape.threads,
@@ -101,8 +95,7 @@ def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> dict[str, Any]:
             "clock": "thread" if shape.threads == 1 else "wall",
             "rows": "cold: random, new for every sample",
         },
-        "samples": value,
-    }
+    )
 
 
 def _target(verb: str, shape: Shape, baseline: Arm) -> float | None:

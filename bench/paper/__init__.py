@@ -1,1 +1,1 @@
-"""Published results beside ours, and the laboratory of eviction policies."""
+"""Published results beside what the simulator says."""

@@ -18,25 +18,25 @@ def prefill_benchmark(*, smoke: bool) -> list[Row]:
     """Rows with a target were not fitted; those without were, or are settings of the fit."""
     rows = [
         agreement(
-            name=one.name,
-            unit=one.unit,
-            ours=one.predicted,
-            published=("SGLang", one.published),
-            tolerance=_tolerance(one),
-            config={"fitted": one.fitted},
+            name=prediction.name,
+            unit=prediction.unit,
+            ours=prediction.predicted,
+            published=("SGLang", prediction.published),
+            tolerance=_tolerance(prediction),
+            config={"fitted": prediction.fitted},
         )
-        for one in predictions()
+        for prediction in predictions()
     ]
     models = fit_all()
     rows += [_overhead(model) for model in models]
     return rows + [_tuner(model, smoke=smoke) for model in models]
 
 
-def _tolerance(one: Prediction) -> float | None:
+def _tolerance(prediction: Prediction) -> float | None:
     """5 % of a time or a factor; 5 points of what is in per cent already."""
-    if one.fitted:
+    if prediction.fitted:
         return None
-    return TOLERANCE / (one.published / 100) if one.unit == "%" else TOLERANCE
+    return TOLERANCE / (prediction.published / 100) if prediction.unit == "%" else TOLERANCE
 
 
 def _overhead(model: Fitted) -> Row:
@@ -56,18 +56,18 @@ def _overhead(model: Fitted) -> Row:
 def _tuner(model: Fitted, *, smoke: bool) -> Row:
     """Time to the first token at the tuner's settings, against the best of all settings."""
     prompt = SMOKE_PROMPT if smoke else PROMPT
-    found = autotune(model.published.time, model.pipeline(), prompt=prompt)
+    tuned = autotune(model.published.time, model.pipeline(), prompt=prompt)
     best = exhaustive(model.published.time, model.pipeline(), prompt=prompt)
     return compare(
         name=f"{model.published.name} tuned TTFT",
         unit="s",
-        ours=[found.result.ttft_s],
+        ours=[tuned.result.ttft_s],
         baseline=("exhaustive search", [best.result.ttft_s]),
         target=TUNER_TARGET,
         config={
             "prompt": prompt,
-            "first": found.chunking.first,
-            "smoothing": found.chunking.smoothing,
-            "tried": f"{found.tried_count} of {best.tried_count}",
+            "first": tuned.chunking.first,
+            "smoothing": tuned.chunking.smoothing,
+            "tried": f"{tuned.tried_count} of {best.tried_count}",
         },
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import json
 import re
 from collections.abc import Callable
@@ -14,32 +15,39 @@ import pytest
 
 from ess import console
 from ess.bench import cli
-from ess.bench.cli import Benchmark
-from ess.bench.harness import machine, report, timing
-from ess.bench.harness.report import Row, as_row, compare
+from ess.bench.harness import machine, report, table, timing
+from ess.bench.harness.report import Row, compare
 from ess.bench.harness.timing import Arm, measure
+from ess.console import Command
 from ess.errors import BadInput, BadState
 
 Run = Callable[..., tuple[int, str, str]]
 
 
-def tiny(*, smoke: bool) -> list[Row]:
+def tiny(*, count: int = 100, smoke: bool = False) -> list[Row]:
+    """Tiny.
+
+    Parameters
+    ----------
+    count
+        How many.
+    """
     print("progress that must not reach the document")
-    count = 10 if smoke else 100
+    count = 10 if smoke else count
     row = compare(name="tiny", unit="us", ours=[2.0], baseline=("slow", [5.0]), target=2.0)
     return [msgspec.structs.replace(row, config={"count": count})]
 
 
-def plain(*, smoke: bool) -> list[dict[str, Any]]:
-    return [{"name": "plain", "value": 1, "unit": "B", "samples": [1.0]}]
+def plain(*, smoke: bool) -> list[Row]:
+    return [Row(name="plain", value=1.0, unit="B", samples=[1.0])]
 
 
 def broken(*, smoke: bool) -> list[Row]:
     raise ZeroDivisionError("the benchmark fell over")
 
 
-def misshapen(*, smoke: bool) -> list[dict[str, Any]]:
-    return [{"name": "misshapen", "value": "fast", "unit": "B"}]
+def misshapen(*, smoke: bool) -> list[Row]:
+    return [Row(name="misshapen", value=float("nan"), unit="B")]
 
 
 @pytest.fixture
@@ -51,19 +59,15 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     for function in (tiny, plain, broken, misshapen):
         setattr(home, function.__name__, function)
     monkeypatch.setitem(sys.modules, "tiny_benchmarks", home)
-    table = [
-        Benchmark(suite=suite, name=name, home=f"tiny_benchmarks:{name}")
-        for suite, name in (
-            ("good", "tiny"),
-            ("good", "plain"),
-            ("bad", "broken"),
-            ("bad", "misshapen"),
-        )
+    names = ("tiny", "plain", "broken", "misshapen")
+    commands = [
+        Command(name=name, home=f"tiny_benchmarks:{name}", summary=f"{name}.") for name in names
     ]
-    app = cli.make_app(table, {"good": "Good ones.", "bad": "Bad ones.", "all": "All."})
+    suites = {"good": names[:2], "bad": names[2:], "all": names}
 
     def run_it(*arguments: str) -> tuple[int, str, str]:
-        code = console.run(app, arguments)
+        given = cli.spelled_out(arguments)
+        code = console.run(cli.make_app(commands, suites, given), given)
         return code, *capsys.readouterr()
 
     return run_it
@@ -98,7 +102,7 @@ def test_a_failure_keeps_the_other_rows_and_says_so(run: Run) -> None:
     assert code == 1
     assert [row["name"] for row in json.loads(out)["rows"]] == ["tiny", "plain"]
     assert "the benchmark fell over" in err
-    assert "benchmark row 'misshapen'" in err
+    assert "misshapen: a value, ratio, target or sample is not finite" in err
     assert "failed: broken, misshapen" in err
 
 
@@ -108,7 +112,10 @@ def test_a_failure_keeps_the_other_rows_and_says_so(run: Run) -> None:
         (("goood",), 'Did you mean "good"'),
         (("good", "--only", "broken"), "choose from tiny, plain"),
         (("good", "--out", "no/such/folder/x.json"), "no/such/folder does not exist"),
-        (("good", "--smok"), "--smoke"),
+        (("good", "--smok"), "Did you mean --smoke?"),
+        (("tiny", "--cuont", "3"), "Did you mean --count?"),
+        (("good", "--format", "json"), 'Choose from: "table", "md", "csv", "jsonl"'),
+        (("tiny", "--json", "no/such/folder/x.json"), "no/such/folder does not exist"),
     ],
 )
 def test_usage_errors_run_nothing(run: Run, arguments: tuple[str, ...], says: str) -> None:
@@ -118,11 +125,26 @@ def test_usage_errors_run_nothing(run: Run, arguments: tuple[str, ...], says: st
     assert "progress" not in err
 
 
-def test_out_holds_the_same_document(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run("good", "--json", "--out", str(tmp_path / "x.json"))
+def test_files_hold_the_same_document(run: Run, tmp_path: Path) -> None:
+    kept, other = tmp_path / "x.json", tmp_path / "y.json"
+    code, out, _ = run("good", "--json", "--out", str(kept))
     assert code == 0
-    assert (tmp_path / "x.json").read_text() == out
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    assert kept.read_text() == out
+    code, out, _ = run("good", "--json", str(other))
+    assert (code, out) == (0, "")
+    assert json.loads(other.read_text())["rows"] == json.loads(kept.read_text())["rows"]
+    assert set(tmp_path.iterdir()) == {kept, other}
+
+
+def test_a_benchmark_has_its_own_options_and_fails_in_its_own_words(run: Run) -> None:
+    code, out, _ = run("tiny", "--count", "7", "--json")
+    assert code == 0
+    assert json.loads(out)["rows"][0]["config"] == {"count": 7}
+    with pytest.raises(ZeroDivisionError):
+        run("broken")
+    code, out, err = run("misshapen")
+    assert (code, out) == (2, "")
+    assert "misshapen: a value, ratio, target or sample is not finite" in err
 
 
 def test_the_table_shows_the_baseline_beside(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +153,46 @@ def test_the_table_shows_the_baseline_beside(run: Run, monkeypatch: pytest.Monke
     assert code == 0
     assert "\x1b" not in out
     line = next(line for line in out.splitlines() if "tiny" in line)
-    assert line.split() == ["tiny", "count=100", "2", "us", "slow", "5", "us", "x2.50", "x2", "met"]
+    assert line.split() == ["tiny", "2", "us", "slow:", "5", "x2.5", "x2", "met"]
+    assert "\n    count=100\n" in out
     assert re.search(r"cores, .* load \d+\.\d\d at start", out)
 
 
-@pytest.mark.parametrize("name", [one.home for one in cli.BENCHMARKS])
-def test_every_benchmark_in_the_table_exists(name: str) -> None:
-    module = pytest.importorskip(name.partition(":")[0], reason="this benchmark is not merged yet")
-    assert callable(getattr(module, name.partition(":")[2]))
+@pytest.mark.parametrize("name", [benchmark.name for benchmark in cli.BENCHMARKS])
+def test_every_benchmark_takes_what_all_take(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    assert {"--smoke", "--json", "--format", "--out"} <= set(capsys.readouterr().out.split())
 
 
-def test_every_suite_has_a_summary_and_a_member() -> None:
-    assert {one.suite for one in cli.BENCHMARKS} | {"all"} == set(cli.SUITES)
+def test_suites_are_made_of_benchmarks() -> None:
+    names = [benchmark.name for benchmark in cli.BENCHMARKS]
+    assert len(set(names)) == len(names)
+    assert set(cli.SUITES["all"]) == set(names)
+    assert set(cli.SUITES["kernels"]) | set(cli.SUITES["engine"]) <= set(names)
+    assert not set(cli.SUITES) & set(names)
+
+
+def test_options_without_a_command_are_those_of_the_headline(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["--ctx", "128k", "--jsn"]) == 2
+    assert "Did you mean --json?" in capsys.readouterr().err
+    assert cli.main(["--help"]) == 0
+    assert "vs-transformers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [
+        ("good --json", "good --json=-"),
+        ("good --json --smoke", "good --json=- --smoke"),
+        ("good --json - --smoke", "good --json=- --smoke"),
+        ("good --json x.json", "good --json x.json"),
+        ("", ""),
+    ],
+)
+def test_json_alone_means_stdout(given: str, spelled: str) -> None:
+    assert cli.spelled_out(given.split()) == spelled.split()
 
 
 def test_the_trace_benchmark_runs_small(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +201,23 @@ def test_the_trace_benchmark_runs_small(capsys: pytest.CaptureFixture[str]) -> N
     sizes = {row["baseline"]: row["ratio"] for row in rows if row["unit"] == "B"}
     assert sizes["int32"] > 3.5
     assert sizes["zlib of int32"] > 1.2
+
+
+@pytest.mark.parametrize("name", ["trace", "paper"])
+def test_a_table_of_a_command_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--smoke"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert max(map(len, lines)) <= 120
+
+
+def test_no_circle_of_imports_among_the_modules() -> None:
+    """Also none through an import inside a function."""
+    grimp = pytest.importorskip("grimp", reason="import-linter brings it")
+    graph = grimp.build_graph("ess", exclude_type_checking_imports=True, cache_dir=None)
+    names = {name for name in graph.modules if name.startswith("ess.bench")}
+    imports = {name: graph.find_modules_directly_imported_by(name) & names for name in names}
+    graphlib.TopologicalSorter(imports).prepare()
 
 
 @pytest.mark.parametrize(
@@ -188,22 +255,11 @@ def test_samples_that_mean_nothing_are_refused(samples: list[float]) -> None:
         ({"value": float("nan")}, "not finite"),
         ({"baseline": "old"}, "a name and a value"),
         ({"target": 2.0}, "needs met"),
-        ({"speed": 1}, "speed"),
-        ({"unit": 3}, "str"),
-        ({"config": {"rows": object()}}, "not a plain value"),
     ],
 )
 def test_a_wrong_row_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
-        as_row({"name": "x", "value": 1.0, "unit": "us"} | changes)
-
-
-def test_numpy_numbers_make_a_row() -> None:
-    drawn = {"name": "x", "value": np.float32(1.5), "unit": "us", "config": {"rows": np.int64(7)}}
-    row = as_row(drawn | {"samples": [np.float64(2.5)], "target": 1, "met": np.bool_(True)})
-    written = msgspec.json.decode(msgspec.json.encode(row))
-    assert (written["value"], written["config"], written["samples"]) == (1.5, {"rows": 7}, [2.5])
-    assert written["met"] is True
+    with pytest.raises(BadInput, match=f"x: .*{says}"):
+        Row(**({"name": "x", "value": 1.0, "unit": "us"} | changes))
 
 
 class FakeTime:
@@ -264,6 +320,46 @@ def test_the_hash_sees_every_byte() -> None:
         timing.result_hash({1})
 
 
+LONG = {
+    "name": "inter-layer prefetch, share of fetched rows that were missed, generated",
+    "value": 123_456_789.0,
+    "unit": "events/s per core",
+    "baseline": "memmove per row, in a loop of Python or of C, whichever is faster",
+    "baseline_value": 0.001234,
+    "ratio": 98_765_432.1,
+    "target": 0.984375,
+    "met": False,
+    "config": {f"key_{number}": "word " * 9 for number in range(9)},
+    "samples": [],
+}
+
+
+def test_no_line_of_a_table_is_longer_than_120_columns() -> None:
+    shown = table.lines(LONG)
+    text = " ".join(" ".join(shown).split())
+    for part in ("inter-layer prefetch,", "123,456,789", "per core", "0.001234", "x0.984 MISSED"):
+        assert part in text, part
+    config = table.config_lines(LONG)
+    assert len(config) == 2
+    assert config[1].endswith("...")
+    assert max(map(len, [*table.heading(), *shown, *config])) <= 120
+
+
+STORED = Path(__file__).resolve().parents[2] / "bench" / "results"
+
+
+@pytest.mark.parametrize("path", sorted(STORED.glob("*.json")), ids=lambda path: path.name)
+def test_stored_rows_fit_and_show_their_verdict(path: Path) -> None:
+    for row in json.loads(path.read_text())["rows"]:
+        lines = table.lines(row)
+        assert max(map(len, [*lines, *table.config_lines(row)])) <= 120
+        name, value, baseline, ratio, target = table.cells(row)
+        for cell in (value, ratio, target):
+            assert cell in lines[0], "what is compared stands in the first line"
+        words = set(" ".join(lines).split())
+        assert set(f"{name} {baseline}".split()) <= words
+
+
 def test_the_machine_line_is_complete() -> None:
     here, made = machine.machine(), machine.build()
     assert here.cores >= 1
@@ -271,11 +367,3 @@ def test_the_machine_line_is_complete() -> None:
     assert here.cpu in here.line()
     assert made.version in made.line()
     assert made.commit is None or re.fullmatch(r"[0-9a-f]{12}\+?", made.commit)
-
-
-def test_a_missing_folder_is_said_before_anything_is_measured(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="--out"):
-        report.run(lambda: pytest.fail("measured"), json=True, out=tmp_path / "no" / "x.json")
-    kept = tmp_path / "x.json"
-    report.run(lambda: [report.Row(name="x", value=1.0, unit="us")], json=True, out=kept)
-    assert json.loads(kept.read_text())["rows"][0]["name"] == "x"

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from ess.bench import cli
+from ess.bench.engine.cpu_tables import CpuTables
 from ess.bench.harness import plots
+from ess.bench.harness.chrome_trace import chrome_events
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.slow_lane import Job
 from ess.bench.harness.spans import step_spans
-from ess.bench.harness.trace_file import chrome_events
-from ess.bench.headline import document
-from ess.bench.headline.cpu_tables import CpuTables
-from ess.bench.headline.document import Found, Plan
+from ess.bench.headline import headline
+from ess.bench.headline.plan import Outcome, Plan
 from ess.bench.headline.predicted import predict
 from ess.flashtrans.lanes import DoneEvent
 from ess.overlap.timeline import Span as Stage
@@ -82,19 +82,19 @@ def test_tables_never_predict_less_than_nothing() -> None:
 
 
 def test_the_predicted_half_has_its_baseline_and_pareto() -> None:
-    found = Found(rows=[], timelines=[], curves=[])
-    predict(found, Plan(contexts=(131_072,)), 131_072, 2)
-    assert len(found.rows) == 4
-    best = found.rows[0]
+    outcome = Outcome()
+    predict(outcome, Plan(contexts=(131_072,)), 131_072, 2)
+    assert len(outcome.rows) == 4
+    best = outcome.rows[0]
     assert best.baseline is not None
     assert best.ratio is not None
     assert best.ratio > 1.5
-    rates = [row.config["per_user"] for row in found.rows[1:]]
+    rates = [row.config["per_user"] for row in outcome.rows[1:]]
     assert all(rate >= asked for rate, asked in zip(rates, (15, 20, 30), strict=True))
-    [curves] = found.curves
+    [curves] = outcome.curves
     assert curves.points[-1].batch == curves.floor_batch < curves.index_wall
     assert max(one.tokens_per_s for one in curves.points) > 0.95 * best.value
-    [(_, spans)] = found.timelines
+    [(_, spans)] = outcome.timelines
     assert {span.lane for span in spans} >= {COMPUTE, FETCH}
 
 
@@ -112,7 +112,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_both_halves_in_one_document(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = home / "t.json"
-    document = json.loads(run(capsys, "--format", "json", "--trace", str(trace)))
+    document = json.loads(run(capsys, "--json", "--trace", str(trace)))
     by_half: dict[str, list[dict[str, Any]]] = {}
     for row in document["rows"]:
         by_half.setdefault(row["config"].get("half", ""), []).append(row)
@@ -135,22 +135,21 @@ def test_forms_for_people_and_for_spreadsheets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A measured row with its spread, a predicted one, and a sentence."""
-    found = Found(rows=[], timelines=[], curves=[])
+    outcome = Outcome()
     config = {"half": "measured", "ctx": 320, "per_user": 9.5}
-    found.rows.append(
+    outcome.rows.append(
         Row(name="ours", value=10, unit="tokens/s", config=config, samples=[8, 10, 12])
     )
-    found.rows.append(Row(name="context", value=1, unit="s", config={"how": "prefilled whole"}))
+    outcome.rows.append(Row(name="context", value=1, unit="s", config={"how": "prefilled whole"}))
     config = {"half": "predicted", "batch": 3}
-    found.rows.append(
+    outcome.rows.append(
         compare(name="gpu", unit="t/s", ours=[8], baseline=("resident", [16]), config=config)
     )
-    monkeypatch.setattr(document, "run", lambda *given, **named: found)
-    markdown = run(capsys)
-    assert "context: prefilled whole" in markdown
-    assert "**measured**\n\n| benchmark | tokens/s | ctx | per_user |" in markdown
-    assert "| ours | 10 ± 2 | 320 | 9.5 |" in markdown
-    assert "| gpu | 8 | resident: 16 | x2.00 | 3 |" in markdown
+    monkeypatch.setattr(headline, "run", lambda *given, **named: outcome.rows)
+    markdown = run(capsys, "--format", "md")
+    assert "| benchmark | value | baseline | ratio | target | config |" in markdown
+    assert "| context | 1 s |  |  |  | how=prefilled whole |" in markdown
+    assert "| gpu | 8 t/s | resident: 16 | x2 |  | half=predicted batch=3 |" in markdown
     lines = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv"))))
     assert [(one["name"], one["std"], one["ctx"]) for one in lines] == [
         *(("ours", "2.0", "320"), ("context", "", ""), ("gpu", "", ""))
@@ -181,9 +180,9 @@ def test_refusals_come_before_the_work(
 
 def test_curves_and_timelines_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
-    found = Found(rows=[], timelines=[], curves=[])
-    predict(found, Plan(contexts=(131_072,)), 131_072, 2)
-    document._draw(found, tmp_path)
+    outcome = Outcome()
+    predict(outcome, Plan(contexts=(131_072,)), 131_072, 2)
+    headline.draw(outcome, trace=None, plot=tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"throughput.png", "pareto.png", "timeline-predicted.png"}
     assert plots.DPI > 72

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ess.bench.engine import locality
-from ess.bench.engine.analysis import Locality, analyse, slots_for
-from ess.bench.engine.locality import Plan
-from ess.bench.engine.record_trace import record
 from ess.bench.engine.sim_vs_engine import twin_row
 from ess.bench.harness import plots
+from ess.bench.locality import on_text
+from ess.bench.locality.analysis import Locality, analyse, slots_for
+from ess.bench.locality.on_text import Plan
+from ess.bench.locality.record_trace import record
 from ess.errors import BadInput, Unavailable
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 from tests.unit.test_bench_step import build, ids
@@ -78,7 +78,7 @@ def test_numbers_of_a_trace_that_is_known(tmp_path: Path) -> None:
 
 def test_the_benchmark_has_its_rows() -> None:
     plan = Plan(context=320, queries=64, ratios=(0.5,), segment=320, steps=2)
-    rows = {row.name: row for row in locality.rows_of(plan, folder=None)}
+    rows = {row.name: row for row in on_text.rows_of(plan, folder=None)}
     least = rows["misses per layer and step at ratio 0.5, LRU"]
     assert least.baseline_value is not None
     assert least.value >= least.baseline_value > 0
@@ -113,7 +113,7 @@ def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Unavailable, match=r"pip install ess\[plot\]"):
-        plots.require()
+        plots.check_folder(tmp_path)
     monkeypatch.undo()
     pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
     plots.draw_locality(found, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from ess.bench import cli
 from ess.bench.harness.agreement import agreement
-from ess.bench.paper import lru_bruteforce, policies, replay
+from ess.bench.locality import lru_bruteforce, policies, replay
 from ess.sim.locality import laboratory
 from ess.sim.locality.oracles import Min, next_uses
 from ess.sim.locality.policies import PlannerLru
@@ -63,13 +63,6 @@ def test_a_recorded_trace_through_the_command(
                 cold = by_name["misses per step, lru from cold", group, count]
                 assert cold["value"] == pytest.approx(exact["value"], rel=0.05)
     assert ("inter-layer similarity", 1, None) in by_name
-
-
-def test_a_trace_is_refused_where_it_says_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["prefill-model", "--trace", str(tmp_path / "t")]) == 2
-    assert "prefill-model cannot work on a recorded trace" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ess.bench.paper import budgets
+from ess.bench.locality import budgets
 from ess.errors import BadInput
 from ess.pool.budget import divide
 

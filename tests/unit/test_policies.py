@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ess.bench.paper import lru_bruteforce
+from ess.bench.locality import lru_bruteforce
 from ess.errors import BadInput
 from ess.sim.locality import laboratory
 from ess.sim.locality.curves import miss_curve

@@ -32,7 +32,7 @@ def recorded_rows(path: Path) -> list[Row]:
         groups = np.linspace(0, header.group_count - 1, min(GROUPS_MAX, header.group_count))
         lead = min(len(reader) // 4, -(-WINDOWS // header.mtp))
         rows: list[Row] = []
-        for group in sorted({round(float(one)) for one in groups}):
+        for group in sorted({round(float(place)) for place in groups}):
             workload = recorded(reader, group=group, lead_steps=lead)
             rows += _group_rows(workload, group, header.top_k)
             rows += _neighbour_row(reader, group)
@@ -69,13 +69,13 @@ def _size_rows(
                 config=config,
             )
         )
-    for name, one in outcomes.items():
-        if lru > 0 and one.mean() > 0:
+    for name, outcome in outcomes.items():
+        if lru > 0 and outcome.mean() > 0:
             rows.append(
                 compare(
                     name=f"misses per step, {name} warmed",
                     unit="rows",
-                    ours=[one.mean()],
+                    ours=[outcome.mean()],
                     baseline=("lru warmed", [lru]),
                     config=config,
                 )

@@ -63,7 +63,7 @@ def _windows(prefix: Prefix, ids: list[int], query_count: int) -> list[Windows]:
     """Prompt after prompt, each 32 words longer; all but its end is prefix of the one before."""
     layout, start = prefix.layout, prefix.length
     pages = -(-(start + query_count + WINDOW_MAX) // PAGE_ROWS) + 4
-    found = []
+    recorded = []
     with Windowed.create(
         layout,
         slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes,
@@ -80,8 +80,8 @@ def _windows(prefix: Prefix, ids: list[int], query_count: int) -> list[Windows]:
             engine.cancel(request)
             offload.drain()
             assert isinstance(offload, Windowed), "create makes what it is called on"
-            found.append(offload.windows)
-    return found
+            recorded.append(offload.windows)
+    return recorded
 
 
 def _write(writer: TraceWriter, first: int, start: int, windows: Windows, mtp: int) -> None:
@@ -89,5 +89,5 @@ def _write(writer: TraceWriter, first: int, start: int, windows: Windows, mtp: i
         for group, selections in enumerate(windows):
             writer.write_group(group, selections[at : at + mtp])
         length = start + first + at
-        one = RequestStep(request=0, length=length, query_count=mtp, accepted=mtp)
-        writer.commit_step((first + at) // mtp, [one])
+        request_step = RequestStep(request=0, length=length, query_count=mtp, accepted=mtp)
+        writer.commit_step((first + at) // mtp, [request_step])

@@ -64,10 +64,10 @@ def analyse(reader: TraceReader, *, context: int, ratios: list[float]) -> Locali
         ratios=ratios,
         within=[step_similarity(step.rows for step in load.steps()) for load in loads],
         between=[_between(reader, group) for group in groups[1:]],
-        lru=[[float(np.mean(one)) for one in line] for line in lru],
+        lru=[[float(np.mean(misses)) for misses in line] for line in lru],
         least=least,
-        warm=[float(one) for one in warm[:EARLY_STEPS]],
-        cold=[float(one) for one in cold[:EARLY_STEPS]],
+        warm=[float(misses) for misses in warm[:EARLY_STEPS]],
+        cold=[float(misses) for misses in cold[:EARLY_STEPS]],
     )
 
 

@@ -68,13 +68,15 @@ def calibrate(
 ) -> CpuTables:
     if len(set(contexts)) < 2 or len(set(batches)) < 2:
         raise BadInput(f"contexts {contexts}, batches {batches}: two of each span a surface")
-    found: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    points_of: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for context in sorted(contexts):
         for batch in sorted(batches):
             shape = Shape(context=context, batch=batch, mtp=mtp, steps=steps + 1)
             for stage, us in stage_medians(prefix, shape, way, steps).items():
-                found[stage][context].append((float(batch * mtp), us))
-    return CpuTables(stages={stage: _surface(points) for stage, points in found.items()})
+                points_of[stage][context].append((float(batch * mtp), us))
+    return CpuTables(stages={stage: _surface(points) for stage, points in points_of.items()})
 
 
 def stage_medians(prefix: Prefix, shape: Shape, way: Way, steps: int) -> dict[str, float]:
@@ -85,16 +87,18 @@ def stage_medians(prefix: Prefix, shape: Shape, way: Way, steps: int) -> dict[st
         totals = [_totals(watched.step()) for _ in range(steps)]
     finally:
         watched.arm.close()
-    stages = {stage for one in totals for stage in one}
-    return {stage: statistics.median(one.get(stage, 0.0) for one in totals) for stage in stages}
+    return {
+        stage: statistics.median(step_us.get(stage, 0.0) for step_us in totals)
+        for stage in set().union(*totals)
+    }
 
 
 def _totals(spans: Sequence[Span]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
     for span in spans:
         if span.lane == COMPUTE:
-            found[span.name] += span.end_us - span.start_us
-    return found
+            totals[span.name] += span.end_us - span.start_us
+    return totals
 
 
 def _surface(points: Mapping[int, list[tuple[float, float]]]) -> Surface:

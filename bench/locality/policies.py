@@ -12,10 +12,16 @@ import numpy as np
 
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.report import Row, compare
-from ess.bench.paper import lru_bruteforce
-from ess.bench.paper.budgets import budget_rows
-from ess.bench.paper.fidelity import Sample, curve_rows, layer_curves, similarity_row, strange_rows
-from ess.bench.paper.replay import recorded_rows, replay_row
+from ess.bench.locality import lru_bruteforce
+from ess.bench.locality.budgets import budget_rows
+from ess.bench.locality.fidelity import (
+    Sample,
+    curve_rows,
+    layer_curves,
+    similarity_row,
+    strange_rows,
+)
+from ess.bench.locality.replay import recorded_rows, replay_row
 from ess.sim.locality import laboratory, profiles
 from ess.sim.locality.curves import miss_curve
 from ess.sim.locality.laboratory import Outcome, Start
@@ -80,7 +86,7 @@ def other_model_rows(step_count: int) -> list[Row]:
     load = Load(context=CONTEXT, step_count=step_count, seed=2)
     workload = generated(load, LayerProfile())
     outcomes = laboratory.run(workload, every_policy(workload, slots=slots), start=Start(fill=True))
-    percent = {name: one.mean(skip=SKIP) / TOP_K * 100 for name, one in outcomes.items()}
+    percent = {name: outcome.mean(skip=SKIP) / TOP_K * 100 for name, outcome in outcomes.items()}
     config = {"context": CONTEXT, "slots": slots, "queries": 1}
     rows = [
         agreement(
@@ -114,19 +120,20 @@ def policy_rows(step_count: int) -> list[Row]:
     config = {"context": CONTEXT, "slots": SLOTS, "queries": 2}
     plain = laboratory.run(workload, every_policy(workload, slots=SLOTS), start=Start(fill=True))
     lru = plain["lru"].mean(skip=SKIP)
-    rows = [_against_lru(name, one, lru, config) for name, one in plain.items() if name != "lru"]
+    others = {name: outcome for name, outcome in plain.items() if name != "lru"}
+    rows = [_against_lru(name, outcome, lru, config) for name, outcome in others.items()]
     some = every_policy(workload, slots=SLOTS)
     ahead = laboratory.run(
         workload,
         {name: some[name] for name in ("lru", "score EMA")},
         start=Start(fill=True, ahead=AHEAD),
     )
-    for name, one in ahead.items():
+    for name, outcome in ahead.items():
         extra = {
-            "ahead_per_step": round(one.ahead_count / step_count),
-            "useful": f"{one.useful_count / max(1, one.ahead_count):.0%}",
+            "ahead_per_step": round(outcome.ahead_count / step_count),
+            "useful": f"{outcome.useful_count / max(1, outcome.ahead_count):.0%}",
         }
-        rows.append(_against_lru(f"{name} + threshold prefetch", one, lru, config | extra))
+        rows.append(_against_lru(f"{name} + threshold prefetch", outcome, lru, config | extra))
     return rows
 
 
@@ -173,9 +180,9 @@ def brute_rows() -> list[Row]:
     load = Load(context=400, step_count=40, query_count=2, top_k=32, recent=2, seed=5)
     workload = generated(load, LayerProfile(hot=70, cold=3, drift=1.0))
     arena = PlannerLru(workload, slots=64, top_k=32)
-    found = laboratory.run(workload, {"lru": arena})["lru"].misses
+    misses = laboratory.run(workload, {"lru": arena})["lru"].misses
     wanted = lru_bruteforce.lru_misses(workload, slots=64)
-    same = sum(a == b for a, b in zip(found, wanted, strict=True))
+    same = sum(a == b for a, b in zip(misses, wanted, strict=True))
     rows = [_equal("planner LRU, steps that miss as a dictionary does", same, len(wanted))]
     curve = miss_curve(workload)
     sizes = range(curve.slots_min, workload.row_count + 1, 23)
@@ -216,7 +223,7 @@ def _neighbours(
     kinship: float, layers: Sequence[int], *, step_count: int, tolerance: float | None
 ) -> list[Row]:
     load = Load(context=CONTEXT, step_count=step_count, kinship=kinship, seed=7)
-    found = [
+    fetches = [
         neighbour_fetch(
             load,
             (profiles.profile(layer - 1), profiles.profile(layer)),
@@ -227,14 +234,14 @@ def _neighbours(
         for layer in layers
     ]
     config = {"kinship": kinship, "slots": SLOTS, "layers": len(layers)}
-    return _neighbour_report(found, config, tolerance=tolerance)
+    return _neighbour_report(fetches, config, tolerance=tolerance)
 
 
 def _neighbour_report(
-    found: list[NeighbourFetch], config: dict[str, Any], *, tolerance: float | None
+    fetches: list[NeighbourFetch], config: dict[str, Any], *, tolerance: float | None
 ) -> list[Row]:
     fetched, useful, missed, alike = (
-        float(np.mean([getattr(one, name) for one in found]))
+        float(np.mean([getattr(fetch, name) for fetch in fetches]))
         for name in ("fetched", "useful", "missed", "similarity")
     )
     shown = config | {"inter_layer_similarity": round(alike, 2)}
@@ -250,7 +257,7 @@ def _neighbour_report(
         agreement(
             name="inter-layer prefetch, most rows in a step, generated",
             unit="rows",
-            ours=max(one.fetched_max for one in found),
+            ours=max(fetch.fetched_max for fetch in fetches),
             published=("ESS authors", profiles.USELESS_ROWS_MAX),
             tolerance=tolerance,
             config=shown,

@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 
 from ess import console
-from ess.bench.engine.analysis import EARLY_STEPS, Locality, analyse, slots_for
 from ess.bench.engine.decode_arm import Arm, Shape, Way
-from ess.bench.engine.record_trace import record
 from ess.bench.engine.sim_vs_engine import least_slots, twin_row
-from ess.bench.engine.step import compute_threads, prefix_row
-from ess.bench.harness import machine, report
+from ess.bench.harness import plots
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import shares, size
-from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, build_prefix
+from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, embedded_prefix, prefix_row
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
-from ess.models.load import load_model
+from ess.bench.harness.threads import compute_threads
+from ess.bench.locality.analysis import EARLY_STEPS, Locality, analyse, slots_for
+from ess.bench.locality.record_trace import record
 from ess.pool.lru.arena import BLOCK_SLOTS
 from ess.trace import TraceReader
 
@@ -35,10 +33,10 @@ TWIN_RATIO_MAX: Final = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    context: int = 4096
+    context: int
     mtp: int = 2
-    queries: int = 512
-    ratios: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 0.7)
+    queries: int
+    ratios: tuple[float, ...]
     segment: int = SEGMENT
     steps: int = 24
 
@@ -46,11 +44,7 @@ class Plan:
 SMOKE: Final = Plan(context=704, queries=64, ratios=(0.5,), segment=704, steps=4)
 
 
-def locality_benchmark(*, smoke: bool) -> list[Row]:
-    return rows_of(SMOKE if smoke else Plan(), folder=None if smoke else default_folder())
-
-
-def locality(
+def locality_benchmark(
     *,
     ctx: str = "4k",
     mtp: int = 2,
@@ -59,9 +53,8 @@ def locality(
     text: Path | None = None,
     record: Path | None = None,
     plot: Path | None = None,
-    json: bool = False,
-    out: Path | None = None,
-) -> None:
+    smoke: bool = False,
+) -> list[Row]:
     """Locality of the embedded model's selections on real text.
 
     Parameters
@@ -80,26 +73,17 @@ def locality(
         Keep the recorded selections in this file.
     plot
         Draw the plots into this folder.
-    json
-        Print the JSON document on stdout.
-    out
-        Also write the JSON document to this file.
     """
-    for option, path in (("--out", out), ("--record", record), ("--plot", plot)):
-        console.check_folder(option, path)
-    if plot is not None:
-        from ess.bench.harness import plots
-
-        plots.require()
-    plan = Plan(
-        context=size("--ctx", ctx), mtp=mtp, queries=queries, ratios=tuple(shares("--ratio", ratio))
-    )
-    measured_on = machine.machine()
-    rows = rows_of(plan, folder=default_folder(), text=text, record_to=record, plot=plot)
-    document = report.Document(build=machine.build(), machine=measured_on, rows=rows)
-    report.present(document, json=json, out=out)
+    console.check_folder("--record", record)
+    plots.check_folder(plot)
+    if smoke:
+        return rows_of(SMOKE, folder=None, record_to=record, plot=plot)
+    ratios = tuple(shares("--ratio", ratio))
+    plan = Plan(context=size("--ctx", ctx), mtp=mtp, queries=queries, ratios=ratios)
+    return rows_of(plan, folder=default_folder(), text=text, record_to=record, plot=plot)
 
 
+@compute_threads()
 def rows_of(
     plan: Plan,
     *,
@@ -108,29 +92,21 @@ def rows_of(
     record_to: Path | None = None,
     plot: Path | None = None,
 ) -> list[Row]:
-    torch.set_num_threads(compute_threads())
-    ids, name = token_ids(text)
-    model = load_model()
-    prefix = build_prefix(
-        model,
-        model.config.layout(name="ess-embedded"),
-        ids,
-        length=plan.context,
-        text=name,
+    prefix = embedded_prefix(
+        plan.context,
+        text=text,
+        folder=folder,
         segment=plan.segment,
         distinct=max(DISTINCT, plan.context),
-        folder=folder,
     )
-    found = observe(prefix, ids, plan, record_to)
+    locality = observe(prefix, token_ids(text)[0], plan, record_to)
     if plot is not None:
-        from ess.bench.harness import plots
-
-        plots.draw_locality(found, plot)
+        plots.draw_locality(locality, plot)
     return [
-        prefix_row(prefix, plan.context),
-        *similarity_rows(found),
-        *ratio_rows(found),
-        *warm_rows(found),
+        prefix_row(prefix),
+        *similarity_rows(locality),
+        *ratio_rows(locality),
+        *warm_rows(locality),
         *twin_rows(prefix, plan),
         *acceptance_rows(prefix, plan),
     ]
@@ -145,33 +121,33 @@ def observe(prefix: Prefix, ids: list[int], plan: Plan, record_to: Path | None) 
             return analyse(reader, context=plan.context, ratios=list(plan.ratios))
 
 
-def _config(found: Locality, **more: Any) -> dict[str, Any]:
-    return {"ctx": found.context, "mtp": found.mtp, "k": found.top_k, **more}
+def _config(locality: Locality, **more: Any) -> dict[str, Any]:
+    return {"ctx": locality.context, "mtp": locality.mtp, "k": locality.top_k, **more}
 
 
 def _listed(values: list[float], digits: int) -> str:
     return " ".join(f"{value:.{digits}f}" for value in values)
 
 
-def similarity_rows(found: Locality) -> list[Row]:
+def similarity_rows(locality: Locality) -> list[Row]:
     return [
         Row(
             name=name,
             value=float(np.mean(values)),
             unit="of k",
-            config=_config(found, by_layer=_listed(values, 2)),
+            config=_config(locality, by_layer=_listed(values, 2)),
             samples=values,
         )
         for name, values in (
-            ("similarity to the token before (intra-layer)", found.within),
-            ("similarity to the layer before (inter-layer)", found.between),
+            ("similarity to the token before (intra-layer)", locality.within),
+            ("similarity to the layer before (inter-layer)", locality.between),
         )
     ]
 
 
-def ratio_rows(found: Locality) -> list[Row]:
+def ratio_rows(locality: Locality) -> list[Row]:
     rows = []
-    for ratio, lru, least in zip(found.ratios, found.lru, found.least, strict=True):
+    for ratio, lru, least in zip(locality.ratios, locality.lru, locality.least, strict=True):
         mean, best = float(np.mean(lru)), float(np.mean(least))
         rows.append(
             Row(
@@ -182,9 +158,9 @@ def ratio_rows(found: Locality) -> list[Row]:
                 baseline_value=best,
                 ratio=best / mean if mean else 1.0,
                 config=_config(
-                    found,
-                    slots=slots_for(ratio, found.context),
-                    hits=f"{1 - mean / (found.mtp * found.top_k):.1%}",
+                    locality,
+                    slots=slots_for(ratio, locality.context),
+                    hits=f"{1 - mean / (locality.mtp * locality.top_k):.1%}",
                     by_layer=_listed(lru, 0),
                 ),
                 samples=lru,
@@ -193,12 +169,12 @@ def ratio_rows(found: Locality) -> list[Row]:
     return rows
 
 
-def warm_rows(found: Locality) -> list[Row]:
+def warm_rows(locality: Locality) -> list[Row]:
     """At ratio 0.2, from an arena that a new request finds: warmed by 32 windows, or empty."""
     rows = []
     for count in (1, EARLY_STEPS):
-        warm, cold = float(np.mean(found.warm[:count])), float(np.mean(found.cold[:count]))
-        what = "the first step" if count == 1 else f"the first {len(found.warm)} steps"
+        warm, cold = float(np.mean(locality.warm[:count])), float(np.mean(locality.cold[:count]))
+        what = "the first step" if count == 1 else f"the first {len(locality.warm)} steps"
         rows.append(
             Row(
                 name=f"misses per layer in {what}, warmed",
@@ -207,8 +183,8 @@ def warm_rows(found: Locality) -> list[Row]:
                 baseline="not warmed",
                 baseline_value=cold,
                 ratio=cold / warm if warm else None,
-                config=_config(found, ratio=0.2),
-                samples=found.warm[:count],
+                config=_config(locality, ratio=0.2),
+                samples=locality.warm[:count],
             )
         )
     return rows
@@ -241,7 +217,7 @@ def acceptance_rows(prefix: Prefix, plan: Plan) -> list[Row]:
                 value=each,
                 unit="tokens",
                 config={"ctx": plan.context, "mtp": plan.mtp, "steps": plan.steps},
-                samples=[float(one) for one in arm.taken.tokens],
+                samples=[float(count) for count in arm.taken.tokens],
             )
         )
     return rows

@@ -69,7 +69,7 @@ def layer_curves(sample: Sample, context: int) -> dict[int, MissCurve]:
 
 
 def mean_misses(sample: Sample, curves: Mapping[int, MissCurve], slots: int) -> float:
-    weighted = sum(sample.weight_of(one) * curves[one].exact[slots] for one in curves)
+    weighted = sum(sample.weight_of(layer) * curves[layer].exact[slots] for layer in curves)
     return float(weighted / sum(map(sample.weight_of, curves)))
 
 
@@ -111,15 +111,15 @@ def strange_rows(curves_32k: Mapping[int, MissCurve]) -> list[Row]:
 def similarity_row(sample: Sample) -> Row:
     """Nothing was fitted to it."""
     load = sample.load(32 * 1024)
-    found = []
+    similarities = []
     for layer in sample.layers():
         stream = LayerStream(load, profiles.profile(layer), layer=layer)
         alike = step_similarity(stream.step().selection for _ in range(10))
-        found += [alike] * sample.weight_of(layer)
+        similarities += [alike] * sample.weight_of(layer)
     return agreement(
         name="intra-layer similarity, generated",
         unit="",
-        ours=float(np.mean(found)),
+        ours=float(np.mean(similarities)),
         published=("ESS paper", profiles.MEAN_SIMILARITY_32K),
         tolerance=TOLERANCE,
         config={"context": 32 * 1024},

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from ess.bench.harness.report import Row
-from ess.bench.paper.fidelity import Sample
+from ess.bench.locality.fidelity import Sample
 from ess.pool.budget import Curve, divide
 from ess.sim.locality import profiles
 from ess.sim.locality.curves import MissCurve

@@ -1,0 +1,20 @@
+"""How many threads compute while a benchmark runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def compute_threads(count: int | None = None) -> Iterator[None]:
+    """By default all cores but one, if there are more: the copy lane gets that core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or max(1, len(os.sched_getaffinity(0)) - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,149 @@
+"""`ess-bench --ctx 128k --mtp 2`: what this machine measured, then what a GPU is predicted to do.
+
+Measured: the embedded model's real decode steps through the real engine at that context, offload
+off and on, in turn. Predicted: the planner's answer for the named model and GPU. Both halves have
+the resident baseline beside them; neither is evidence for the other: the first shows that the
+engine does at this context what it is supposed to, and at what cost, the second what it is for.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final
+
+from ess import console
+from ess.bench.harness import machine, plots
+from ess.bench.harness.chrome_trace import write_chrome
+from ess.bench.harness.folders import default_folder
+from ess.bench.harness.lists import modes, shares, sizes
+from ess.bench.harness.report import Row
+from ess.bench.headline.measured import measure
+from ess.bench.headline.plan import Outcome, Plan
+from ess.bench.headline.predicted import predict
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.sim.operators.gpus import check_planned
+from ess.units import PAGE_ROWS, format_bytes
+
+MEMORY_SHARE: Final = 0.6
+SHOWN: Final = {"measured": 0.4, "predicted": 0.08}
+"""Of a step's timeline: three layers of seven, five of sixty-one."""
+
+SMOKE: Final = Plan(contexts=(320,), repetitions=2)
+
+
+def headline_benchmark(
+    *,
+    ctx: str = "128k",
+    mtp: str = "2",
+    batch: str = "1",
+    ratio: str = "0.2",
+    mode: str = "layerwise",
+    repetitions: int = 5,
+    model: str = "deepseek-v3.2",
+    gpu: str = "h200",
+    gpus: int = 32,
+    accepted: float | None = None,
+    text: Path | None = None,
+    seconds: float = 120.0,
+    trace: Path | None = None,
+    plot: Path | None = None,
+    smoke: bool = False,
+) -> list[Row]:
+    """Decode at a context: measured on this machine, predicted for a GPU.
+
+    Parameters
+    ----------
+    ctx
+        Contexts: 128k, a list or a range such as 32k-128k*2.
+    mtp
+        Tokens verified per step, a list or a range.
+    batch
+        Requests per step of the measured half, a list or a range.
+    ratio
+        Slots over context of the measured half, a list.
+    mode
+        How layers fetch in the measured half: layerwise, none, da or dba.
+    repetitions
+        Repetitions behind every mean.
+    model
+        The model of the predicted half.
+    gpu
+        The GPU of the predicted half: h100 or h200.
+    gpus
+        GPUs that share the experts.
+    accepted
+        Tokens accepted per step in the predicted half; by default 70 % of each draft in turn.
+    text
+        Decode behind this text; by default Python's own reference.
+    seconds
+        The measured half begins nothing new after this long.
+    trace
+        Write a timeline of one measured and one predicted step, for Chrome or Perfetto.
+    plot
+        Draw the plots into this folder.
+    """
+    console.check_folder("--trace", trace)
+    plots.check_folder(plot)
+    if smoke:
+        return run(SMOKE, None, text, trace=trace, plot=plot)
+    plan = Plan(
+        contexts=sizes("--ctx", ctx),
+        mtps=sizes("--mtp", mtp),
+        batches=sizes("--batch", batch),
+        ratios=shares("--ratio", ratio),
+        mode=modes("--mode", mode)[0],
+        repetitions=repetitions,
+        model=model,
+        gpu=gpu,
+        gpus=gpus,
+        accepted=accepted,
+        seconds=seconds,
+    )
+    check(plan)
+    return run(plan, default_folder(), text, trace=trace, plot=plot)
+
+
+def check(plan: Plan) -> None:
+    """All that can be refused is refused before anything runs."""
+    check_planned(plan.model, plan.gpu)
+    if plan.repetitions < 1:
+        raise BadInput(f"--repetitions {plan.repetitions}: at least one is needed")
+    layout = ModelLayout.embedded()
+    pages = max(plan.contexts) // PAGE_ROWS * max(plan.batches)
+    needed = int(pages * layout.host_page_bytes * (2 + 1 + max(plan.ratios)))
+    there = machine.free_bytes()
+    if needed > MEMORY_SHARE * there:
+        raise BadInput(
+            f"a batch of {max(plan.batches)} at {max(plan.contexts):,} tokens takes "
+            f"{format_bytes(needed)} in both ways together, {format_bytes(there)} are free: "
+            "take a smaller --batch or --ctx"
+        )
+
+
+def run(
+    plan: Plan, folder: Path | None, text: Path | None, *, trace: Path | None, plot: Path | None
+) -> list[Row]:
+    outcome = Outcome()
+    started = time.monotonic()
+    measure(outcome, plan, folder, text, with_spans=bool(trace or plot))
+    console.note(f"measured in {time.monotonic() - started:.0f} s; predicting ...")
+    for context in plan.contexts:
+        for mtp in plan.mtps:
+            predict(outcome, plan, context, mtp)
+    draw(outcome, trace=trace, plot=plot)
+    return outcome.rows
+
+
+def draw(outcome: Outcome, *, trace: Path | None, plot: Path | None) -> None:
+    if trace is not None:
+        write_chrome(trace, outcome.timelines)
+        console.note(f"written: {trace}")
+    if plot is None:
+        return
+    for curves in outcome.curves[:1]:
+        plots.draw_curves(curves, plot)
+    for title, spans in outcome.timelines:
+        half = title.partition(":")[0]
+        plots.draw_timeline(plot / f"timeline-{half}.png", title, spans, share=SHOWN[half])

@@ -1,0 +1,44 @@
+"""What the headline is asked for, and what its two halves add their part to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ess.bench.harness.report import Row
+from ess.sim.plan import Point
+from ess.sim.timeline import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    contexts: Sequence[int]
+    mtps: Sequence[int] = (2,)
+    batches: Sequence[int] = (1,)
+    ratios: Sequence[float] = (0.2,)
+    mode: str = "layerwise"
+    repetitions: int = 5
+    steps: int = 8
+    model: str = "deepseek-v3.2"
+    gpu: str = "h200"
+    gpus: int = 32
+    accepted: float | None = None
+    seconds: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """One GPU over its batches, with offload and without."""
+
+    title: str
+    points: list[Point]
+    resident: list[Point]
+    index_wall: int
+    floor_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    rows: list[Row] = field(default_factory=list)
+    timelines: list[tuple[str, list[Span]]] = field(default_factory=list)
+    curves: list[Curves] = field(default_factory=list)
