@@ -15,12 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ess.bench.gpu.layer import KEYS, ROWS, SCALE, Gather, Layer, captured_us
+from ess.bench.gpu.layer import KEYS, ROWS, SCALE, Layer, captured_us, gather_of
 from ess.bench.gpu.layer_points import HOST_ROWS_MAX, Point, draw, lay_out
 from ess.bench.gpu.rig import Row, row
 from ess.kernels.cuda.adapters import choice
 from ess.kernels.cuda.adapters.deep_gemm import DeepGemm
 from ess.kernels.cuda.adapters.flash_mla import FlashMla
+from ess.kernels.cuda.driver import Device
 from ess.units import PAGE_ROWS
 
 PLACED: Final = (1, 4, 8, 16, 32)
@@ -29,25 +30,26 @@ REPLAYS: Final = 30
 Fetch = tuple[Tensor, Tensor, Tensor, Tensor, int]
 
 
-def attend_benchmark(*, smoke: bool, gather: Gather) -> Iterator[Row]:
-    for bench in benches(gather, smoke=smoke):
+def attend_benchmark(*, smoke: bool) -> Iterator[Row]:
+    for bench in benches(smoke=smoke):
         yield from bench.in_place(PLACED[:1] if smoke else PLACED)
 
 
-def others_benchmark(*, smoke: bool, gather: Gather) -> Iterator[Row]:
+def others_benchmark(*, smoke: bool) -> Iterator[Row]:
     chosen = choice.choose(torch.device("cuda"))
     for said in chosen.lines:
         print(said, file=sys.stderr)
     if chosen.attention is None and chosen.indexer is None:
         return
-    for bench in benches(gather, smoke=smoke):
+    for bench in benches(smoke=smoke):
         if chosen.attention is not None:
             yield from bench.flash_mla(chosen.attention)
         if chosen.indexer is not None:
             yield from bench.deep_gemm(chosen.indexer)
 
 
-def benches(gather: Gather, *, smoke: bool) -> Iterator[Bench]:
+def benches(*, smoke: bool) -> Iterator[Bench]:
+    gather = gather_of(Device())
     context = (4 << 10) if smoke else (32 << 10)
     for batch, queries in ((1, 1),) if smoke else ((16, 1), (160, 1), (64, 2), (16, 4)):
         slots = max(context // 5, 2048 * queries + 64)

@@ -2,8 +2,8 @@
 
 DeepSeek-V3.2 has 256 experts a layer, of which a rank holds a few; a uniform router sends each
 token to eight of all. Few tokens make the weights' bytes the limit, so a row tells how many of them
-went by in a second, those of experts with tokens alone, and another the products. Whoever is not
-there is left out, and a line on stderr says why.
+went by in a second, those of experts with tokens alone, and another the products. A library that is
+not there is left out, and a line on stderr says why.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def point_rows(
     known = rival, products / statistics.median(arms[rival][0]) / 1e6
     for name, (taken_us, width) in arms.items():
         yield rate_row(f"experts: {name}", taken_us, touched * width, **config)
-        rates = [products / one / 1e6 for one in taken_us]
+        rates = [products / us / 1e6 for us in taken_us]
         baseline = None if name == rival else known
         yield row(f"experts: {name}", "TFLOP/s", rates, baseline=baseline, higher=True, **config)
 

@@ -37,6 +37,8 @@ from ess.bench.gpu.layer_points import (
 from ess.bench.gpu.rig import Row, row
 from ess.errors import Unavailable
 from ess.kernels import backend
+from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.rows import flat_form, move_record
 from ess.kernels.merge import Partial
 from ess.layout import IndexCodec, RowCodec
 from ess.overlap.da import da
@@ -253,12 +255,28 @@ def copy_missing(layer: Layer, requests: range) -> None:
     layer.gather(layer.host, rows, layer.slab, slots, count, SPARE_SMS)
 
 
-def triton_gather(
-    source: Tensor, rows: Tensor, target: Tensor, slots: Tensor, count: Tensor, programs: int
-) -> None:
-    from ess.kernels.cuda.triton.copy import copy_rows
+def gather_of(device: Device) -> Gather:
+    """FlashTrans, on the stream that torch launches on."""
 
-    copy_rows(source, rows, target, slots, count, programs=programs)
+    def gather(
+        source: Tensor, rows: Tensor, target: Tensor, slots: Tensor, count: Tensor, blocks: int
+    ) -> None:
+        form = flat_form(source.shape[1])
+        record = move_record(
+            source=source.data_ptr(),
+            source_rows=rows.data_ptr(),
+            source_stride=source.stride(0),
+            target=target.data_ptr(),
+            target_rows=slots.data_ptr(),
+            target_stride=target.stride(0),
+            count=count.data_ptr(),
+            pair_count=len(rows),
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel = device.kernel(form.program, form.entry)
+        kernel.launch(record, blocks=blocks, threads=form.threads, stream=stream)
+
+    return gather
 
 
 def captured(work: Callable[[], Any], stream: Any) -> Any:
@@ -339,7 +357,7 @@ def measure(layer: Layer, *, replays: int = REPLAYS) -> dict[str, list[float]]:
             resting.attend_resident, resting.attend_apart, lambda _: merge()
         ),
     }
-    taken = {name: captured_us(layer.compute, one, replays=replays) for name, one in work.items()}
+    taken = {name: captured_us(layer.compute, run, replays=replays) for name, run in work.items()}
     return taken | in_both_orders(layer, {"all": resting, "all but 4": moving}, where, replays)
 
 
@@ -349,8 +367,8 @@ def in_both_orders(
     """Attn0 on so many multiprocessors and the copy, two graphs on two streams."""
     taken = {}
     copy = captured(lambda: copy_missing(layer, where.requests), layer.copies), layer.copies
-    for sms, one in stages.items():
-        work = functools.partial(one.attend_resident, where)
+    for sms, spared in stages.items():
+        work = functools.partial(spared.attend_resident, where)
         attend = captured(work, layer.compute), layer.compute
         name = f"attend 0 on {sms} SMs"
         taken[f"copy, then {name}"] = launched_us([copy, attend], replays=replays)
@@ -372,8 +390,8 @@ def rows_of(point: Point, batch: Batch, samples: dict[str, list[float]]) -> list
         name = f"layer: exposed by {mode}"
         rows.append(row(name, "us", [exposed], baseline=baseline, target=target, **config))
     for split in ("attend twice", "attend twice and merge"):
-        one = "attend all", medians["attend all"]
-        rows.append(row(f"layer: {split}, cost", "us", [medians[split]], baseline=one, **config))
+        whole = "attend all", medians["attend all"]
+        rows.append(row(f"layer: {split}, cost", "us", [medians[split]], baseline=whole, **config))
     return [*rows, _interference(medians, config)]
 
 
@@ -390,11 +408,11 @@ def _interference(medians: dict[str, float], config: dict[str, Any]) -> Row:
     )
 
 
-def layer_gpu_benchmark(*, smoke: bool, gather: Gather = triton_gather) -> Iterator[Row]:
-    """Every point in turn; `gather` is whatever moves rows on this machine."""
+def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
     backend.ops("cuda")
     if not torch.cuda.is_available():
         raise Unavailable("the one-layer benchmark measures a GPU, and there is none here")
+    gather = gather_of(Device())
     drawn: dict[tuple[int, int], list[Step]] = {}
     for point in points(smoke=smoke):
         kind = point.context, point.queries

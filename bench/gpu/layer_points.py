@@ -118,8 +118,8 @@ def draw(point: Point, *, seed: int = 0, profile: LayerProfile | None = None) ->
         residency = Residency(context=load.context_end, slots=point.slots)
         for window in stream.windows(WARM_STEPS):
             last = residency.step(window[None])
-        for one in stream:
-            last = residency.step(one.selection)
+        for selected in stream:
+            last = residency.step(selected.selection)
         drawn.append(last)
     return drawn
 

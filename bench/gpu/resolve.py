@@ -110,7 +110,7 @@ class Cycle:
         taken = self.rig.us(lambda: graph.launch(self.rig.stream.handle), self.renumber)
         claimed = residency.report()["claimed"]
         assert claimed == self.misses, f"{claimed} rows claimed, {self.misses} expected"
-        return [one / self.turns for one in taken]
+        return [us / self.turns for us in taken]
 
     def landing_us(self, row_count: int) -> list[float]:
         """Of rows that have just left: they warm and land among the rows of the batch."""
@@ -167,7 +167,7 @@ def plan_rows(cycle: Cycle, batch: int, queries: int, misses: int) -> Iterator[R
     chosen = cycle.shape.together
     wanted = WANTED_US.get(batch) if misses and queries == 1 else None
     baseline = None if wanted is None else ("wanted", wanted)
-    for together in sorted(WAYS, key=lambda one: one != chosen):
+    for together in sorted(WAYS, key=lambda way: way != chosen):
         if together == 1 and batch > ALONE_BATCH_MAX:
             continue
         try:

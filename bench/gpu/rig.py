@@ -31,7 +31,7 @@ class GpuRig:
             for turn in range(turns):
                 queue(turn)
         each = self.us(lambda: graph.launch(self.stream.handle))
-        return [one / turns for one in each]
+        return [us / turns for us in each]
 
     def us(self, run: Callable[[], None], prepare: Callable[[], None] | None = None) -> list[float]:
         """Between two events on the stream, work queued in between; warm-ups are thrown away."""
@@ -60,7 +60,7 @@ def rate_row(
     **config: Any,
 ) -> Row:
     """GB/s, the more the better; `target` is the least ratio to the baseline."""
-    samples = [byte_count / one / 1e3 for one in us]
+    samples = [byte_count / taken_us / 1e3 for taken_us in us]
     return row(name, "GB/s", samples, baseline=baseline, target=target, higher=True, **config)
 
 

@@ -54,10 +54,10 @@ class Moves:
             [random.choice(of, row_count, replace=False).astype(np.int32) for _ in range(TURNS)]
             for of in (len(pool), 2 * row_count)
         )
-        self.far = [np.sort(one) for one in far] if in_order else far
+        self.far = [np.sort(rows) for rows in far] if in_order else far
         self.near = near
-        self.far_there = [DeviceArray(rig.device, one) for one in self.far]
-        self.near_there = [DeviceArray(rig.device, one) for one in self.near]
+        self.far_there = [DeviceArray(rig.device, rows) for rows in self.far]
+        self.near_there = [DeviceArray(rig.device, rows) for rows in self.near]
 
     def kernel_us(self, form: MoveForm, block_count: int) -> list[float]:
         kernel = self.rig.device.kernel(form.program, form.entry, shared_bytes=form.shared_bytes)
@@ -116,7 +116,7 @@ class Moves:
 
         def run() -> None:
             turn = next(turns) % TURNS
-            far, near = (one[turn].ctypes.data for one in (self.far, self.near))
+            far, near = (side[turn].ctypes.data for side in (self.far, self.near))
             pool, slab = int(self.pool.__array_interface__["data"][0]), self.slab.data_ptr()
             sides = (slab, pool, near, far) if self.verb == "gather" else (pool, slab, far, near)
             status = loop(self.verb, *sides, self.row_count, self.rig.stream.handle)

@@ -79,15 +79,22 @@ def attention_rows(point: Point, timed: Timed, *, device: str) -> Iterator[Row]:
     out = torch.empty(*shape, codec.latent_dim, device=device)
     into = Partial(out, torch.empty(shape, device=device))
     taken: dict[str, list[float]] = {}
-    for one in candidates(form=point.form, heads=point.heads, is_half=True):
-        for cut in _cuts(one, point, place(queries).sm_count):
+    for candidate in candidates(form=point.form, heads=point.heads, is_half=True):
+        for cut in _cuts(candidate, point, place(queries).sm_count):
 
-            def work(one: Shape = one, cut: int | None = cut) -> Partial:
+            def work(chosen: Shape = candidate, cut: int | None = cut) -> Partial:
                 return attend_lists(
-                    queries, slab, lists, codec, scale=SCALE, into=into, shape=one, split_keys=cut
+                    queries,
+                    slab,
+                    lists,
+                    codec,
+                    scale=SCALE,
+                    into=into,
+                    shape=chosen,
+                    split_keys=cut,
                 )
 
-            taken[f"{one.name}, parts of {cut or point.k}"] = timed(work)
+            taken[f"{candidate.name}, parts of {cut or point.k}"] = timed(work)
     yield from verdict("attention", taken, point._asdict())
 
 
@@ -105,7 +112,7 @@ def verdict(of: str, taken: dict[str, list[float]], config: dict[str, Any]) -> I
     used = next(iter(taken))
     best, least = min(
         ((name, statistics.median(samples)) for name, samples in taken.items()),
-        key=lambda one: one[1],
+        key=lambda way: way[1],
     )
     rival = f"best: {best}", least
     yield row(f"{of} in use: {used}", "us", taken[used], baseline=rival, target=WITHIN, **config)

@@ -22,28 +22,37 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import importlib
-import importlib.metadata
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import ess
-from ess.bench.gpu.resolve import resolve_benchmark
 from ess.bench.gpu.rig import Row
-from ess.bench.gpu.rows import rows_benchmark
+from ess.bench.harness import machine, table
+from ess.bench.harness.folders import write_whole
 from ess.kernels.cuda import driver, program
 from ess.kernels.cuda.driver import Device
 
 SCHEMA: Final = "ess.bench/1"
+STDOUT: Final = Path("-")
+BENCHMARKS: Final = {
+    "rows": "ess.bench.gpu.rows:rows_benchmark",
+    "resolve": "ess.bench.gpu.resolve:resolve_benchmark",
+    "layer": "ess.bench.gpu.layer:layer_benchmark",
+    "attend": "ess.bench.gpu.attend:attend_benchmark",
+    "others": "ess.bench.gpu.attend:others_benchmark",
+    "shapes": "ess.bench.gpu.shapes:shapes_benchmark",
+    "experts": "ess.bench.gpu.experts:experts_benchmark",
+}
 LIMIT_S: Final = {
     "rows": 110.0,
     "resolve": 70.0,
@@ -55,54 +64,56 @@ LIMIT_S: Final = {
 }
 
 
-def of_torch(name: str) -> Callable[..., Iterator[Row]]:
-    """Left out, with the reason, on a machine without torch or Triton."""
-
-    def benchmark(*, smoke: bool) -> Iterator[Row]:
-        try:
-            home = importlib.import_module("ess.bench.gpu.layer_suite")
-        except ImportError as error:
-            print(f"{name}: not measured, {error}", file=sys.stderr)
-            return
-        yield from getattr(home, f"{name}_benchmark")(smoke=smoke)
-
-    return benchmark
-
-
-BENCHMARKS: Final[dict[str, Callable[..., Iterator[Row]]]] = {
-    "rows": rows_benchmark,
-    "resolve": resolve_benchmark,
-    "layer": of_torch("layer"),
-    "attend": of_torch("attend"),
-    "others": of_torch("others"),
-    "shapes": of_torch("shapes"),
-    "experts": of_torch("experts"),
-}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ess.bench.gpu.suite", description=__doc__)
     parser.add_argument("--only", choices=sorted(BENCHMARKS))
     parser.add_argument("--smoke", action="store_true", help="small sizes: shows that it runs")
-    parser.add_argument("--out", type=Path, help="write the JSON document here")
+    says = "the JSON document: into this file, or on stdout, and then the table on stderr"
+    for name in ("--json", "--out"):
+        parser.add_argument(name, nargs="?", const=STDOUT, type=Path, metavar="FILE", help=says)
     given = parser.parse_args(arguments)
     missing = driver.why_missing()
     if missing is not None:
         print(f"nothing is measured: {missing}", file=sys.stderr)
         return 0
-    if given.only:
-        return 0 if measure(given.only, smoke=given.smoke, out=given.out) else 1
-    return 0 if measure_all(smoke=given.smoke, out=given.out) else 1
+    out = given.json or given.out
+    if out != STDOUT:
+        return 0 if measure(given.only, smoke=given.smoke, out=out) else 1
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "rows.json"
+        with contextlib.redirect_stdout(sys.stderr):
+            done = measure(given.only, smoke=given.smoke, out=kept)
+        print(kept.read_text() if kept.exists() else "", end="")
+    return 0 if done else 1
 
 
-def measure(name: str, *, smoke: bool, out: Path | None) -> bool:
+def measure(only: str | None, *, smoke: bool, out: Path | None) -> bool:
+    if only is None:
+        return measure_all(smoke=smoke, out=out)
+    return measure_one(only, smoke=smoke, out=out)
+
+
+def load(name: str) -> Callable[..., Iterator[Row]]:
+    """Most need torch and Triton, which a bare machine may lack."""
+    home, _, function = BENCHMARKS[name].partition(":")
+    benchmark: Callable[..., Iterator[Row]] = getattr(importlib.import_module(home), function)
+    return benchmark
+
+
+def measure_one(name: str, *, smoke: bool, out: Path | None) -> bool:
     """Written after every row: what is measured is kept, whatever comes then."""
+    try:
+        benchmark = load(name)
+    except ImportError as error:
+        print(f"{name}: not measured, {error}", file=sys.stderr)
+        return True
     rows: list[Row] = []
     head = heading()
+    print("\n".join(table.heading()))
     try:
-        for one in BENCHMARKS[name](smoke=smoke):
-            rows.append(one)
-            print(line(one), flush=True)
+        for row in benchmark(smoke=smoke):
+            rows.append(row)
+            print("\n".join([*table.lines(row), *table.config_lines(row)]), flush=True)
             if out is not None:
                 write(head | {"rows": rows}, out)
     except Exception:
@@ -129,7 +140,7 @@ def measure_all(*, smoke: bool, out: Path | None) -> bool:
 
 
 def finishes(command: Sequence[str], *, limit_s: float) -> bool:
-    child = subprocess.Popen(command, start_new_session=True)
+    child = subprocess.Popen(command, stdout=sys.stdout, start_new_session=True)
     try:
         return child.wait(limit_s) == 0
     except subprocess.TimeoutExpired:
@@ -141,67 +152,27 @@ def finishes(command: Sequence[str], *, limit_s: float) -> bool:
         child.wait()
 
 
-def line(row: Row) -> str:
-    config = " ".join(f"{key}={value}" for key, value in row["config"].items())
-    value = f"{row['value']:9.2f} {row['unit']}"
-    rival = f"x{row['ratio']:.2f} of {row['baseline']}" if row["baseline"] else ""
-    verdict = {None: "", True: "met", False: "MISSED"}[row["met"]]
-    return f"{row['name']:<42} {config:<34} {value:<15} {rival:<34} {verdict}".rstrip()
-
-
 def heading() -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "build": {
-            "version": ess.__version__,
-            "commit": commit(),
-            "python": platform.python_version(),
-            "numpy": version_of("numpy"),
-            "torch": version_of("torch"),
-            "cuda_bindings": version_of("cuda-bindings"),
-            "compiler": program.compiler_version(),
-        },
-        "machine": machine(),
-    }
-
-
-def machine() -> dict[str, Any]:
     device = Device()
     return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "isa": device.arch,
-        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "load_average": os.getloadavg(),
-        "device": device.name,
-        "sm_count": device.sm_count,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "schema": SCHEMA,
+        "build": dataclasses.asdict(machine.build())
+        | {
+            "cuda_bindings": machine.version_of("cuda-bindings"),
+            "compiler": program.compiler_version(),
+        },
+        "machine": dataclasses.asdict(machine.machine())
+        | {
+            "isa": device.arch,
+            "device": device.name,
+            "sm_count": device.sm_count,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        },
     }
 
 
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    root = Path(ess.__file__).resolve().parent.parent
-    command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
-
-
-def write(content: dict[str, Any], out: Path) -> None:
-    """The whole file or none of it."""
-    draft = out.with_name(out.name + ".part")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(draft, out)
+def write(document: dict[str, Any], out: Path) -> None:
+    write_whole(out, json.dumps(document, indent=2).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ess.bench.gpu import layer_points
-from ess.bench.gpu.layer import layer_gpu_benchmark, rows_of
+from ess.bench.gpu.layer import layer_benchmark, rows_of
 from ess.bench.gpu.layer_points import Point, Residency, draw, halves, lay_out, points
 from ess.errors import BadInput, Unavailable
 
@@ -110,4 +110,4 @@ def test_rows_say_what_is_exposed_and_what_disturbs() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(Unavailable, match="cuda"):
-        list(layer_gpu_benchmark(smoke=True))
+        list(layer_benchmark(smoke=True))
