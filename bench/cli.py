@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def spelled_out(given: Sequence[str]) -> list[str]:
-    """The parser knows no option that may lack its value: `--json` alone is `--json=-`."""
+    """`--json` without a file becomes `--json=-`: the parser wants a value after every option."""
     pairs = itertools.pairwise(["", *given])
     words = [word for before, word in pairs if (before, word) != ("--json", "-")]
     return [
@@ -130,7 +130,7 @@ def spelled_out(given: Sequence[str]) -> list[str]:
 def make_app(
     benchmarks: Sequence[Command], suites: Mapping[str, Sequence[str]], given: Sequence[str]
 ) -> cyclopts.App:
-    """Only the benchmark that is given is imported: the others are there to be listed."""
+    """Only the benchmark that the command line names is imported; the others are listed."""
     app = console.make_app("ess-bench", summary=SUMMARY, version=ess.__version__, commands=())
     for benchmark in benchmarks:
         command = command_of(benchmark) if benchmark.name in given[:1] else _never_called

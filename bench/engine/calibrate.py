@@ -58,8 +58,8 @@ SMOKE: Final = Plan(context=320, batches=(1, 2), contexts=(320,), steps=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Over the steps of one batch, per layer: a low quantile, since what else the machine does
-    comes on top."""
+    """Per layer, over the steps of one batch: a low quantile, because other work on the machine can
+    only make a step longer."""
 
     query_count: int
     key_count: float
@@ -98,7 +98,7 @@ def constant_rows(constants: Calibration, rate: float, config: dict[str, Any]) -
 
 
 def fitted(none: Sequence[Times], da: Sequence[Times], dba: Sequence[Times]) -> Calibration:
-    """Constants from the same batches under three schedules."""
+    """Constants from times of the same batches under three schedules."""
     queries = [times.query_count for times in none]
     pre_fixed, pre_each = line(queries, [times.pre_attn_us for times in none])
     keys = [times.key_count for times in none]
@@ -121,7 +121,7 @@ def fitted(none: Sequence[Times], da: Sequence[Times], dba: Sequence[Times]) -> 
 
 
 def line(counts: Sequence[float], times_us: Sequence[float]) -> tuple[float, float]:
-    """(fixed, each), neither below zero: a multiple or a constant where the best line has one."""
+    """(fixed, each) of the best line; if one is below zero it becomes 0 and the other is fitted."""
     each, fixed = np.polyfit(counts, times_us, 1)
     if fixed < 0:
         return 0.0, float(np.dot(counts, times_us) / np.dot(counts, counts))
@@ -183,7 +183,7 @@ def miss_rows(misses: Sequence[float], config: dict[str, Any]) -> list[Row]:
 
 
 def _steps(made: Engine, count: int) -> Iterator[tuple[Stats, Stats]]:
-    """What was before and after each of `count` steps, once every request decodes."""
+    """The statistics before and after each of `count` steps, once every request decodes."""
     for _ in range(SETTLE_STEPS):
         made.step()
     for _ in range(count):

@@ -1,6 +1,6 @@
 """Operator tables of the embedded model on this machine, and the step time they predict.
 
-A few small runs are watched; of every stage the median time per step becomes a surface over queries
+A few small runs are timed; the median time of every stage per step becomes a surface over queries
 and context, read by the simulator's own interpolation. A step is then the sum of its stages: NONE
 has no overlap. What is predicted is a context and a batch that were not among the runs, most often
 a context beyond them: stages are linear in the context, since keys are.
@@ -67,7 +67,9 @@ def calibrate(
     steps: int = STEPS,
 ) -> CpuTables:
     if len(set(contexts)) < 2 or len(set(batches)) < 2:
-        raise BadInput(f"contexts {contexts}, batches {batches}: two of each span a surface")
+        raise BadInput(
+            f"contexts {contexts}, batches {batches}: a surface needs at least two of each"
+        )
     points_of: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -80,7 +82,7 @@ def calibrate(
 
 
 def stage_medians(prefix: Prefix, shape: Shape, way: Way, steps: int) -> dict[str, float]:
-    """Of each stage the microseconds in a median step; the first step does not count."""
+    """The median microseconds of each stage per step; the first step does not count."""
     watched = Watched(prefix, shape, way)
     try:
         watched.step()

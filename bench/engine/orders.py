@@ -1,4 +1,4 @@
-"""What a step in halves, and experts in another order, cost where there is nothing to send.
+"""What a step in halves (TBO) and experts in another order (SBO) cost on a single rank.
 
 Decode steps of the embedded model under DA, by the time the compute thread ran. On one rank nothing
 is dispatched, and a CPU's batch is too small to keep two halves busy: this is the price that TBO

@@ -50,7 +50,7 @@ class Meter:
         return call
 
     def twice(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A stage, then again, then its products alone: both with weights and memory at hand."""
+        """A stage, then again, then its products alone: the last two with warm weights."""
         first, again = self.timed("stages", run), self.timed("again", run)
         products = self.timed("products", run)
 

@@ -35,7 +35,7 @@ BUCKET: Final = re.compile(r'^ess_token_to_socket_seconds_bucket\{le="([^"]+)"\}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """`pace_ms` 0 is as fast as it goes; else the load that a decode worker really makes."""
+    """`pace_ms` 0 is as fast as the engine can; any other value is the pace of a decode worker."""
 
     name: str
     stream_count: int
@@ -75,7 +75,7 @@ def _measure(arm: Arm, seconds: float) -> list[Row]:
 
 
 def _row(arm: Arm, value: float, target: float, *, unit: str, config: dict[str, Any]) -> Row:
-    """Events are better the more, milliseconds the fewer."""
+    """More events are better, fewer milliseconds are better."""
     ratio = target / value if unit.startswith("ms") else value / target
     return Row(
         name=f"serve, {arm.name}",
@@ -154,7 +154,7 @@ async def _stream(url: str, seconds: float) -> int:
         while time.monotonic() < deadline_s:
             piece = await asyncio.wait_for(reader.read(1 << 16), 10.0)
             if not piece:
-                raise BadState("a stream ended before its time")
+                raise BadState("a stream ended before the measurement did")
             count += piece.count(b"data: ")
     finally:
         writer.close()
@@ -168,10 +168,10 @@ def _metrics(url: str) -> str:
 
 
 def _quantile(text: str, share: float) -> float:
-    """An upper bound: the bucket that the quantile falls into; the last finite one if beyond."""
+    """The upper bound of the bucket that holds the quantile, or the last finite bound."""
     buckets = [(float(bound), float(count)) for bound, count in BUCKET.findall(text)]
     if not buckets or buckets[-1][1] == 0:
-        raise BadState("the server has timed no token")
+        raise BadState("the server reports no time of any token to its socket")
     total = buckets[-1][1]
     finite = [(bound, count) for bound, count in buckets if bound != float("inf")]
     return next((bound for bound, count in finite if count >= share * total), finite[-1][0])

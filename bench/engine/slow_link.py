@@ -168,8 +168,8 @@ class _Run:
 def measured(
     runs: Sequence[_Run], plan: Plan, miss: int, rate: float | None
 ) -> tuple[dict[str, Cell], dict[str, Cell]]:
-    """Every mode at full speed and slowed, all in turn, step by step; the first round is thrown
-    away. So what is compared has met the same machine, whatever else that did."""
+    """Every mode at full speed and slowed, step by step in turn, so that other work on the machine
+    meets all of them alike; the first round is thrown away."""
     for run in runs:
         run.offload.drain()
         run.offload.miss_count = miss
@@ -220,7 +220,7 @@ def crossing_rate(da: Cell, bytes_each: int) -> float:
 
 
 def hiding(fast: dict[str, Cell]) -> Hiding:
-    """What the policy would know: windows and costs of a run at full speed."""
+    """Windows and costs from runs at full speed, which is all that the policy would know."""
     none, da, dba = (fast[mode] for mode in MODES)
     base_us = none.step_us - none.waited_us
     da_cost_us = max(0.0, da.step_us - da.waited_us - base_us)
@@ -234,7 +234,10 @@ def hiding(fast: dict[str, Cell]) -> Hiding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Of the transfer, what was hidden and what the policy said would be. Below 0: it cost more."""
+    """The share of the transfer that was hidden, and the share that the policy predicted.
+
+    Below 0 the schedule cost more than it hid.
+    """
 
     measured: float
     predicted: float

@@ -149,7 +149,7 @@ def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan) -> list[Row]:
 
 
 def stage_row(prefix: Prefix, shape: Shape, way: Way) -> Row:
-    """Medians of each stage, so their sum is only about a step; each way ran on its own."""
+    """The sum of the stages' medians is close to a step, not equal; every way runs alone."""
     medians = stage_medians(prefix, shape, way, shape.steps - 1)
     return Row(
         name=f"stages of a step, {way.name}",
@@ -194,13 +194,13 @@ def arm_rows(arm: Arm, whole: Arm, *, targets: bool) -> list[Row]:
 
 
 def _rates(arm: Arm) -> list[float]:
-    """By the tokens of a mean step: how many were accepted in one step is no noise of the clock."""
+    """Tokens of a mean step over the time of each step, so that only the clock adds noise."""
     each = float(np.mean(arm.taken.tokens))
     return [each / seconds for seconds in arm.taken.seconds]
 
 
 def effective(arm: Arm) -> dict[str, Any]:
-    """What was asked for, and what the pools made of it."""
+    """The shape that was asked for, and the slots that the pools gave each request."""
     shape, way = arm.shape, arm.way
     config: dict[str, Any] = {"ctx": shape.context, "batch": shape.batch, "mtp": shape.mtp}
     if way.mode != "resident" and way.ratio is not None:

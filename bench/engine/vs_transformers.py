@@ -51,7 +51,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Try:
-    """One way to run the rival; `kept` is how its past is."""
+    """One way to run the rival; `kept` is the kind of its key-value store."""
 
     dtype: str = "bfloat16"
     attention: str = "eager"
@@ -128,7 +128,7 @@ def load(folder: Path, way: Try) -> Any:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError:
-        raise Unavailable("the rival is transformers: install the extra `oracle`") from None
+        raise Unavailable("transformers is not installed: pip install ess[oracle]") from None
     quiet: Any = logging
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Attention and index logits by other means: rows read where the host has them, others' kernels.
+"""Attention and index logits in other ways: rows read from host memory, and other libraries.
 
 Few misses may be cheaper to attend in place, through the link, than to fetch and then attend. Where
 FlashMLA or DeepGEMM is installed and passes its probe, it is timed beside ours; else a line says
@@ -77,7 +77,7 @@ class Bench:
         return row(name, "us", us, baseline=(rival, sorted(samples)[len(samples) // 2]), **config)
 
     def in_place(self, counts: tuple[int, ...]) -> Iterator[Row]:
-        """So many misses of every query, read through the link or fetched and then read."""
+        """Missing rows of every query: read through the link, against fetched and then read."""
         query_count = len(self.layer.queries)
         for count in counts:
             rows = torch.randint(
@@ -104,7 +104,7 @@ class Bench:
         attend_lists(*given, scale=SCALE, placed=layer.host, into=layer.partials[0])
 
     def flash_mla(self, theirs: FlashMla) -> Iterator[Row]:
-        """A whole list, and parts of it on lists that are as short as FlashMLA takes them."""
+        """A whole selection, and parts of it down to the shortest list that FlashMLA takes."""
         layer = self.layer
         slots, dense = torch.from_numpy(layer.batch.whole).cuda(), layer.slab
         dense = dense[: len(dense) // PAGE_ROWS * PAGE_ROWS]

@@ -117,7 +117,7 @@ def torch_products(given: Given) -> Tensor:
 
 
 def others(theirs: DeepGemmExperts, given: Given, out: Tensor, timed: Timed) -> list[float] | None:
-    """None where it does not take so many."""
+    """None where the library does not take so many tokens."""
     tokens, ends, coded, scales, _ = given
 
     def work() -> Tensor:

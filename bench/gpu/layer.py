@@ -138,7 +138,7 @@ class Layer:
 
 
 def _random_rows(count: int, device: torch.device) -> Tensor:
-    """A block of rows of any codes but NaN, again and again; of the host they are pinned."""
+    """One block of rows without NaN, repeated; host rows are pinned."""
     block = torch.randint(0, 0x7E, (BLOCK_ROWS, ROWS.row_bytes), dtype=torch.uint8, device=device)
     scales_to = ROWS.latent_dim + 4 * ROWS.scale_count
     block[:, ROWS.latent_dim : scales_to].view(torch.float32).fill_(2.0**-8)
@@ -280,9 +280,9 @@ def gather_of(device: Device) -> Gather:
 
 
 def captured(work: Callable[[], Any], stream: Any) -> Any:
-    """A graph of it, after two runs that compile and load what it needs.
+    """A graph of the work, after two runs that compile and load what it needs.
 
-    What it reads was written on the default stream, which no other stream waits for by itself.
+    The work reads what the default stream wrote, and no other stream waits for that by itself.
     """
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -321,7 +321,7 @@ def launched_us(parts: Sequence[tuple[Any, Any]], *, replays: int) -> list[float
 
 
 def measure(layer: Layer, *, replays: int = REPLAYS) -> dict[str, list[float]]:
-    """By name: three schedules, the same without a fetch, and pieces of them alone."""
+    """Samples by name: three schedules, the step without a fetch, and the parts alone."""
     from ess.kernels.cuda.triton.attend import merge_into
 
     whole = range(layer.point.batch)
@@ -377,7 +377,7 @@ def in_both_orders(
 
 
 def rows_of(point: Point, batch: Batch, samples: dict[str, list[float]]) -> list[Row]:
-    """Medians made rows: exposed time against the transfer, interference, the cost of a split."""
+    """Rows of the medians: exposed time against the transfer, interference, cost of a split."""
     medians = {name: statistics.median(each) for name, each in samples.items()}
     config: dict[str, Any] = point.config | {"misses": round(batch.misses_mean, 1)}
     rows = [row(f"layer: {name}", "us", each, **config) for name, each in samples.items()]
@@ -396,7 +396,7 @@ def rows_of(point: Point, batch: Batch, samples: dict[str, list[float]]) -> list
 
 
 def _interference(medians: dict[str, float], config: dict[str, Any]) -> Row:
-    """Both together against the longer alone: 1 where neither disturbs the other."""
+    """Attention and the copy together against the longer of them: 1 if neither slows the other."""
     longer = max(medians["attend 0"], medians["copy"])
     return row(
         "layer: attend 0 beside the copy",
@@ -411,7 +411,7 @@ def _interference(medians: dict[str, float], config: dict[str, Any]) -> Row:
 def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
     backend.ops("cuda")
     if not torch.cuda.is_available():
-        raise Unavailable("the one-layer benchmark measures a GPU, and there is none here")
+        raise Unavailable("the one-layer benchmark needs a GPU, and this machine has none")
     gather = gather_of(Device())
     drawn: dict[tuple[int, int], list[Step]] = {}
     for point in points(smoke=smoke):

@@ -100,7 +100,7 @@ class Cycle:
         )
 
     def us(self, together: int) -> list[float]:
-        """Of one plan and its landing. The ways go on where the one before has ended."""
+        """Of one plan and its landing; the arena is as the way measured before has left it."""
         threads = TOGETHER_THREADS if together else PHASE_THREADS
         residency = self.residency(replace(self.shape, together=together, threads=threads))
         graph = CudaGraph(self.rig.device)
@@ -163,7 +163,7 @@ def resolve_benchmark(*, smoke: bool) -> Iterator[Row]:
 
 
 def plan_rows(cycle: Cycle, batch: int, queries: int, misses: int) -> Iterator[Row]:
-    """With the landing of its rows, which is one small kernel more."""
+    """A plan and the landing of its rows, which is one more small kernel."""
     chosen = cycle.shape.together
     wanted = WANTED_US.get(batch) if misses and queries == 1 else None
     baseline = None if wanted is None else ("wanted", wanted)

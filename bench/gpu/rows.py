@@ -1,4 +1,4 @@
-"""Row moves on a device against what others do, at the link's own pace.
+"""Row moves on a device against plain copies and the rate of the link.
 
 A sample takes rows that no sample before it took for a while: eight lists over a pool far larger
 than any cache. Kernels are timed as graphs of eight launches, a lane as its caller sees it.

@@ -99,7 +99,7 @@ def attention_rows(point: Point, timed: Timed, *, device: str) -> Iterator[Row]:
 
 
 def _cuts(shape: Shape, point: Point, programs: int) -> list[int | None]:
-    """The cut that fills the device first, then none; one of them where they are the same."""
+    """The cut that fills the device, then no cut; only the latter where they are the same."""
     tasks = point.batch * point.mtp * div_ceil(point.heads, shape.heads)
     cut = split_keys_for(tasks=tasks, width=point.k, programs=programs)
     return [None] if cut is None else [cut, None]
@@ -119,7 +119,7 @@ def verdict(of: str, taken: dict[str, list[float]], config: dict[str, Any]) -> I
 
 
 def _rows(codec: RowCodec, count: int, device: str) -> Tensor:
-    """One block of encoded rows again and again."""
+    """One block of encoded rows, repeated."""
     block = min(count, 4096)
     values = torch.randn(block, codec.latent_dim + codec.rope_dim)
     rows = torch.empty(block, codec.row_bytes, dtype=torch.uint8)

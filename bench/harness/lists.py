@@ -27,7 +27,7 @@ def sizes(option: str, text: str) -> list[int]:
 
 
 def size(option: str, text: str) -> int:
-    """One value where a list makes no sense."""
+    """A single value, by the same rules."""
     values = sizes(option, text)
     if len(values) != 1:
         raise BadInput(f"{option} {text}: one value, not {len(values)}")

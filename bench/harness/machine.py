@@ -69,7 +69,7 @@ def build() -> Build:
 
 
 def free_bytes() -> int:
-    """Memory that can be had without swapping: what holds files can be given up."""
+    """Memory available without swapping, which includes what only caches files."""
     listing = Path("/proc/meminfo")
     for line in listing.read_text().splitlines() if listing.exists() else ():
         if line.startswith("MemAvailable:"):
@@ -94,7 +94,7 @@ def version_of(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this very package is imported from."""
+    """The commit of the checkout that this package is imported from."""
     root = Path(ess.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

@@ -106,7 +106,7 @@ class Prefix:
         return [self.segments[place % len(self.segments)] for place in range(count)]
 
     def _rotation(self, place: int, count: int) -> Rotation:
-        """By as many positions as the segment at this place was moved."""
+        """By the number of positions that the segment at this place was moved."""
         return self.model.rotation(torch.full((count,), place * self.segment_length))
 
     def _turned_rows(self, rows: Tensor, place: int) -> Tensor:
@@ -164,7 +164,7 @@ def build_prefix(
 ) -> Prefix:
     """Computes what `folder` does not hold yet; a folder of None keeps nothing.
 
-    After `seconds` no further segment is begun: those there are must do.
+    After `seconds` no further segment is begun, and the prefix repeats those that are done.
     """
     if model.config.rope.rotation_scale != 1.0:
         raise BadInput("a model that scales its rotations cannot have rows turned")

@@ -111,7 +111,7 @@ def present(document: Document, *, json: Path | None, form: Format, out: Path | 
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """One level of plain values: what a spreadsheet and llama-bench's readers want."""
+    """One level of plain values, for spreadsheets."""
     spread = statistics.stdev(row.samples) if len(row.samples) > 1 else None
     return {
         "name": row.name,

@@ -1,4 +1,4 @@
-"""The sampling discipline: arms take turns in one process, so that a slow minute hits them all.
+"""Arms take turns in one process, so that a slow minute hits all of them.
 
 Warm-up rounds are thrown away, every round starts with another arm, `prepare` runs outside the
 clock, and what an arm returns is hashed outside the clock too: arms that claim to compute the same

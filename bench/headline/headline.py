@@ -106,7 +106,7 @@ def headline_benchmark(
 
 
 def check(plan: Plan) -> None:
-    """All that can be refused is refused before anything runs."""
+    """Refuses what cannot run before anything runs."""
     check_planned(plan.model, plan.gpu)
     if plan.repetitions < 1:
         raise BadInput(f"--repetitions {plan.repetitions}: at least one is needed")

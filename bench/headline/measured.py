@@ -52,7 +52,7 @@ def measure(
 
 
 def configuration_row(prefix: Prefix, plan: Plan) -> Row:
-    """What was asked for, and what that became here."""
+    """The mode and ratios that were asked for, and the model and kernels that run."""
     layout, lane = prefix.layout, open_lane()
     asked = f"asked for mode {plan.mode}, ratio {', '.join(f'{ratio:g}' for ratio in plan.ratios)}"
     threads = torch.get_num_threads()
@@ -88,7 +88,7 @@ def _turns(
 ) -> list[list[float]]:
     """Step by step in turn; returns what each step of each arm waited for its lane.
 
-    On a machine that is too slow for all steps, `least` of them must do.
+    After the deadline it stops, but never before `least` steps.
     """
     waited: list[list[float]] = [[] for _ in arms]
     for number in range(steps):
@@ -107,7 +107,7 @@ def _turns(
 
 
 def _measured_row(arm: Arm, whole: Arm, waited_us: list[float], plan: Plan) -> Row:
-    """Every repetition is the rate over a run of steps; tokens per step are those of all."""
+    """A repetition is the rate over some of the steps, by the mean tokens of all steps."""
     shape = arm.shape
     step_ms = statistics.median(arm.taken.seconds) * 1e3
     each = float(np.mean(arm.taken.tokens))
@@ -152,7 +152,7 @@ def repetition_rates(arm: Arm, repetitions: int) -> list[float]:
 def _check_tables(
     outcome: Outcome, prefix: Prefix, plan: Plan, mtp: int, *, with_spans: bool
 ) -> None:
-    """The simulator's way of predicting, on the one machine where the truth can be measured."""
+    """A prediction made as the simulator makes it, on a machine where it can be measured."""
     context = prefix.length
     small = [max(4 * PAGE_ROWS, context // 8), max(8 * PAGE_ROWS, context // 2)]
     way = Way(name=plan.mode, mode="none", ratio=plan.ratios[0])

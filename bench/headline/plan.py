@@ -1,4 +1,4 @@
-"""What the headline is asked for, and what its two halves add their part to."""
+"""What the headline is asked for, and what its two halves fill in."""
 
 from __future__ import annotations
 

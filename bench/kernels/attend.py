@@ -1,4 +1,4 @@
-"""Attention, index logits, top-k and merge against what torch's ops make of them, on one thread.
+"""Attention, index logits, top-k and merge against the same in torch's ops, on one thread.
 
 Time is what the thread ran, not what the clock on the wall says, so that a busy machine disturbs
 less. Every repetition draws a new selection over a matrix that the caches do not hold. `roof_us` in
@@ -218,7 +218,7 @@ def _pages(codec: IndexCodec, context: int) -> Tensor:
 
 
 def _asked(codec: IndexCodec, count: int) -> tuple[Tensor, Tensor]:
-    """Queries that fp8 holds, and what their heads weigh."""
+    """Queries within the range of fp8, and the weights of their heads."""
     kind = torch.float32 if codec.form == "f32" else torch.bfloat16
     queries = torch.randn(count, codec.head_count, codec.key_dim).to(torch.float8_e4m3fn)
     return queries.to(kind), torch.randn(count, codec.head_count)
@@ -258,7 +258,7 @@ def _together_rows(roof: Roof, *, smoke: bool) -> list[Row]:
 
 
 def _together_row(roof: Roof, codec: IndexCodec, count: int, context: int, *, smoke: bool) -> Row:
-    """Queries of one request beside as many of which no two neighbours share their pages."""
+    """Queries of one request, against as many queries whose neighbours share no pages."""
     pages, (queries, weights) = _pages(codec, context), _asked(codec, count)
     order = torch.randperm(len(pages), dtype=torch.int32)
     same, parted = order.repeat(count, 1), order.repeat(count, 1)
@@ -299,7 +299,7 @@ def _top_k_rows(*, smoke: bool) -> list[Row]:
 
 
 def _top_k_row(count: int, *, smoke: bool) -> Row:
-    """New logits every time: the branches of a quickselect learn a list that comes back."""
+    """New logits every time: branch prediction learns a list that is sorted twice."""
     logits, lengths = torch.empty(1, count), torch.tensor([count], dtype=torch.int32)
     out = torch.empty(1, TOP_K, dtype=torch.int32)
     arms: dict[str, Callable[[], Tensor]] = {

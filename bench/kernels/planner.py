@@ -105,7 +105,7 @@ class Stream:
 
 
 class Turns:
-    """Several groups in turn: when one comes round again its map has left the caches."""
+    """Several groups in turn, so that the map of each has left the caches before its next turn."""
 
     def __init__(self, streams: list[Stream]) -> None:
         self._streams = streams

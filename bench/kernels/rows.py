@@ -81,7 +81,7 @@ def _compare(verb: str, shape: Shape, arms: list[Arm]) -> list[Row]:
 
 def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> Row:
     return compare(
-        name=f"{verb} {shape.row_count} rows, threads {shape.threads}, against {baseline.name}",
+        name=f"{verb} {shape.row_count} rows, threads {shape.threads}",
         unit="GB/s",
         ours=_gigabytes(shape, ours),
         baseline=(baseline.name, _gigabytes(shape, baseline)),
@@ -132,7 +132,7 @@ def _arms(verb: str, pool: Bytes, target: Bytes, threads: int) -> list[Arm]:
 
 
 def _loop_arms(of: Callable[[Rows], RowCopy]) -> list[Arm]:
-    """One memcpy per row, without requests ahead: from Python, and from C."""
+    """One memcpy per row, without prefetching: from Python, and from C."""
 
     def python(rows: Rows) -> None:
         copy = check(of(rows))

@@ -44,7 +44,9 @@ def analyse(reader: TraceReader, *, context: int, ratios: list[float]) -> Locali
     header = reader.header
     lead = WINDOW_MAX // header.mtp
     if len(reader) <= lead:
-        raise BadInput(f"{len(reader)} steps are recorded, {lead} of them are for warm-up only")
+        raise BadInput(
+            f"{len(reader)} steps are recorded, the first {lead} only warm the arena: record more"
+        )
     groups = range(header.group_count)
     loads = [recorded(reader, group=group, lead_steps=lead) for group in groups]
     lru, least = [], []

@@ -57,7 +57,7 @@ class Sample:
 
 
 def layer_curves(sample: Sample, context: int) -> dict[int, MissCurve]:
-    """Full arenas: the pool of a request that has run for long holds any rows, not none."""
+    """From full arenas: the slots of a request that has run for long are never empty."""
     curves = {}
     for layer in sample.layers():
         workload = generated(
@@ -74,7 +74,7 @@ def mean_misses(sample: Sample, curves: Mapping[int, MissCurve], slots: int) -> 
 
 
 def curve_rows(sample: Sample, curves_32k: Mapping[int, MissCurve]) -> list[Row]:
-    """Only the ratios 0.2 and 0.3 at 32K were fitted to."""
+    """The generator was fitted to the ratios 0.2 and 0.3 at 32K, and to no other."""
     rows = []
     for context in sample.contexts:
         curves = curves_32k if context == 32 * 1024 else layer_curves(sample, context)
@@ -109,7 +109,7 @@ def strange_rows(curves_32k: Mapping[int, MissCurve]) -> list[Row]:
 
 
 def similarity_row(sample: Sample) -> Row:
-    """Nothing was fitted to it."""
+    """The generator was not fitted to similarity."""
     load = sample.load(32 * 1024)
     similarities = []
     for layer in sample.layers():

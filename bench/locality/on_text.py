@@ -1,7 +1,7 @@
-"""Is there locality to live on? Measured on real text, layer by layer.
+"""How local the selections of real text are, layer by layer.
 
 Similarities by the paper's formulas, misses against the ratio of slots to context under the
-product's own planner and under Belady's MIN, warm-up on and off, and what MTP's drafts are worth.
+product's own planner and under Belady's MIN, warm-up on and off, and accepted drafts of MTP.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def ratio_rows(locality: Locality) -> list[Row]:
 
 
 def warm_rows(locality: Locality) -> list[Row]:
-    """At ratio 0.2, from an arena that a new request finds: warmed by 32 windows, or empty."""
+    """Misses of a new request at ratio 0.2, in an arena warmed by 32 windows or empty."""
     rows = []
     for count in (1, EARLY_STEPS):
         warm, cold = float(np.mean(locality.warm[:count])), float(np.mean(locality.cold[:count]))
@@ -191,7 +191,7 @@ def warm_rows(locality: Locality) -> list[Row]:
 
 
 def twin_rows(prefix: Prefix, plan: Plan) -> list[Row]:
-    """At a fifth, or at the least share that holds what a step selects; none in a short context."""
+    """At ratio 0.2, or the least that holds what a step selects; no row for a short context."""
     least = (least_slots(prefix.layout, plan.mtp) + BLOCK_SLOTS) / plan.context
     if least > TWIN_RATIO_MAX:
         return []
@@ -200,7 +200,7 @@ def twin_rows(prefix: Prefix, plan: Plan) -> list[Row]:
 
 
 def acceptance_rows(prefix: Prefix, plan: Plan) -> list[Row]:
-    """Of the model's own text: greedy repeats itself and flatters drafts; drawn text does not."""
+    """On the model's own text, greedy and drawn: greedy text repeats itself and flatters drafts."""
     rows = []
     for name, temperature in (("greedy", 0.0), ("drawn at temperature 1", 1.0)):
         shape = Shape(

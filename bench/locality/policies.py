@@ -1,4 +1,4 @@
-"""The policy laboratory against published numbers, against itself written twice, and on traces."""
+"""The policy laboratory against published numbers, against brute force, and on recorded traces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ NEIGHBOUR_LAYERS: Final = (5, 17, 18, 30, 45, 55)
 
 
 def policies_benchmark(*, smoke: bool, trace: Path | None = None) -> list[Row]:
-    """A recorded trace replaces everything that is generated."""
+    """Which row gives way: policies, miss curves and budgets.
+
+    Parameters
+    ----------
+    trace
+        Work on this recorded trace instead of generated selections.
+    """
     if trace is not None:
         return recorded_rows(trace)
     sample = Sample.smoke() if smoke else Sample.full()

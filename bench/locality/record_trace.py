@@ -1,4 +1,4 @@
-"""Selections on real text, recorded as a trace: what every next word of the text asks for.
+"""Selections on real text, recorded as a trace: the rows that each next token selects.
 
 The text is read, not written: the tokens are those of the text whatever the model would say. So the
 selections are those of prefill, 32 queries at a time, which is what an offload is handed as windows

@@ -1,4 +1,4 @@
-"""Policies on recorded traces, and proof that a written trace replays as what was written."""
+"""Policies on recorded traces, and a check that a trace replays as it was written."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _size_rows(
 
 
 def _policies(workload: Workload, slots: int, top_k: int) -> dict[str, Policy]:
-    """Without scores, which traces do not hold: being selected stands in for them."""
+    """Without the policies that need scores: traces hold selections only."""
     future = next_uses(workload)
     return {
         "lru": PlannerLru(workload, slots=slots, top_k=top_k),

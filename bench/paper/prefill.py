@@ -33,7 +33,7 @@ def prefill_benchmark(*, smoke: bool) -> list[Row]:
 
 
 def _tolerance(prediction: Prediction) -> float | None:
-    """5 % of a time or a factor; 5 points of what is in per cent already."""
+    """5 % of a time or a factor; 5 points of a figure in per cent."""
     if prediction.fitted:
         return None
     return TOLERANCE / (prediction.published / 100) if prediction.unit == "%" else TOLERANCE

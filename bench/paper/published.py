@@ -51,7 +51,7 @@ class Reproduced:
 
 
 def paper_benchmark(*, smoke: bool) -> list[Row]:
-    """The same in smoke size: it takes about a second."""
+    """Takes about a second, so the smoke size is the same."""
     operators = Operators(tables=tables.load(), fitted=Fitted.shipped())
     table = reproduce_table(operators)
     held_out = [ours for ours in table if not ours.row.is_resident]
@@ -240,7 +240,7 @@ def _overhead_rows(operators: Operators) -> list[Row]:
 
 
 def overhead_us(operators: Operators, miss_count: float, mode: Mode) -> float:
-    """Added time of one layer of one half, from the timeline of a whole step."""
+    """Time that one layer adds to one half, from the timeline of a whole step."""
     scenario = Scenario(
         batch=160,
         queries_each=2,

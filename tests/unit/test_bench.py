@@ -172,6 +172,15 @@ def test_suites_are_made_of_benchmarks() -> None:
     assert not set(cli.SUITES) & set(names)
 
 
+def test_the_readme_names_every_benchmark_or_its_suite() -> None:
+    """The headline stands above the table; documents are checked for commands in blocks only."""
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    measure = readme.partition("## Measure")[2].partition("\n## ")[0]
+    shown = set(re.findall(r"^\| `([a-z-]+)", measure, re.MULTILINE)) - {"ess-bench"}
+    members = {name for suite in shown & set(cli.SUITES) for name in cli.SUITES[suite]}
+    assert (shown - set(cli.SUITES)) | members | {cli.HEADLINE} == set(cli.SUITES["all"])
+
+
 def test_options_without_a_command_are_those_of_the_headline(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
