@@ -196,7 +196,7 @@ def begin():
     emulated_driver.begin(alone=False)
     import triton.experimental.gluon  # cannot be imported after the next line but one
 
-    from ess.kernels.cuda.triton import ops as ops
+    from ess.kernels.cuda.triton import copy, ops  # noqa: F401  their kernels are interpreted
 
     triton.knobs.runtime.interpret = False
     InterpretedFunction.run = interpret
