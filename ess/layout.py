@@ -185,21 +185,34 @@ class ModelLayout:
         return PAGE_ROWS * self.row.row_bytes
 
     @property
+    def slot_bytes(self) -> int:
+        """One slot in every layer."""
+        return self.layer_total * self.row_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """64 slots of the group with the most layers: what moves between groups."""
+        return self.group_layers_max * self.page_bytes
+
+    @property
     def key_layer_count(self) -> int:
         """Layers with index keys of their own: the first of each group."""
         return self.group_count if self.index is not None else 0
 
     @property
+    def key_page_bytes(self) -> int:
+        """All index keys of 64 tokens."""
+        return self.key_layer_count * self.index.page_bytes if self.index is not None else 0
+
+    @property
     def host_page_bytes(self) -> int:
         """All layers and all index keys of 64 tokens, on the host."""
-        keys = self.key_layer_count * self.index.page_bytes if self.index is not None else 0
-        return self.layer_total * self.page_bytes + keys
+        return self.layer_total * self.page_bytes + self.key_page_bytes
 
     @property
     def index_page_bytes(self) -> int:
         """What an active page costs on the device: keys and the row -> slot map."""
-        keys = self.key_layer_count * self.index.page_bytes if self.index is not None else 0
-        return keys + self.group_count * PAGE_ROWS * 4
+        return self.key_page_bytes + self.group_count * PAGE_ROWS * 4
 
     def group_of(self, layer: int) -> int:
         return self.place_of(layer)[0]

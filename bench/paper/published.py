@@ -19,8 +19,8 @@ from ess.bench.harness.report import Row
 from ess.layout import ModelLayout
 from ess.overlap.policy import Mode
 from ess.sim import published
-from ess.sim.capacity import Budget
 from ess.sim.locality import misses
+from ess.sim.memory_budget import Budget
 from ess.sim.operators import tables
 from ess.sim.operators.fit import BATCH_MIN
 from ess.sim.operators.stages import Fitted, Operators

@@ -7,8 +7,9 @@ from typing import Final
 
 import numpy as np
 
-from ess.door.pools import SLOTS, Pools
+from ess.door.pools import Pools
 from ess.pool.budget import Counts, Curve, live_curve, next_move
+from ess.pool.capacity import SLOTS
 
 SHARE: Final = 64
 

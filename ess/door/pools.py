@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ess.door.inflight import InFlight
-from ess.errors import BadInput
 from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.views import known
 from ess.kernels.memory import host_memory
 from ess.kernels.streams import Known, Lane
 from ess.layout import ModelLayout
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, Capacity, whole_count
 from ess.pool.index import IndexPool, PageTables
 from ess.pool.latent import LatentPool
-from ess.pool.ledger import Account, Ledger
+from ess.pool.ledger import Ledger
 from ess.pool.sparse import SparsePool
-from ess.units import PAGE_ROWS, div_ceil, format_bytes
-
-SLOTS = "slots"
-INDEX_PAGES = "index pages"
-HOST_PAGES = "host pages"
+from ess.units import PAGE_ROWS, div_ceil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,26 +65,25 @@ class Pools:
 
 
 def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
-    host_page_count = _whole("host_bytes", sizes.host_bytes, layout.host_page_bytes, 1)
+    host_page_count = whole_count("host_bytes", sizes.host_bytes, layout.host_page_bytes)
     index_page_count = host_page_count
     if sizes.index_bytes is not None:
-        unit = layout.index_page_bytes
-        index_page_count = _whole("index_bytes", sizes.index_bytes, unit, 1)
-    chunk_bytes = layout.group_layers_max * layout.page_bytes
-    chunk_count = _whole("slot_bytes", sizes.slot_bytes, chunk_bytes, layout.group_count)
+        index_page_count = whole_count("index_bytes", sizes.index_bytes, layout.index_page_bytes)
+    chunk_count = whole_count(
+        "slot_bytes", sizes.slot_bytes, layout.chunk_bytes, count_min=layout.group_count
+    )
     latent = LatentPool(
         layout, host_memory(host_page_count * layout.host_page_bytes), poison=sizes.poison
     )
-    key_bytes = layout.key_layer_count * (layout.index.page_bytes if layout.index else 0)
     index = IndexPool(
         layout,
-        host_memory(max(index_page_count * key_bytes, 1)),
+        host_memory(max(index_page_count * layout.key_page_bytes, 1)),
         page_count=index_page_count,
         host_page_count=host_page_count,
     )
     sparse = SparsePool(
         layout,
-        host_memory(chunk_count * chunk_bytes),
+        host_memory(chunk_count * layout.chunk_bytes),
         row_id_count=index_page_count * PAGE_ROWS,
         poison=sizes.poison,
     )
@@ -102,7 +97,7 @@ def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
         index=index,
         tables=tables,
         sparse=sparse,
-        ledger=Ledger(_accounts(layout, latent, index, sparse)),
+        ledger=_ledger(latent, index, sparse),
         inflight=InFlight(lane),
         slabs=tuple(known(sparse.member_slab(m)) for m in range(layout.group_layers_max)),
         host=known(latent.rows.reshape(-1, layout.row_bytes)),
@@ -111,44 +106,18 @@ def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
     )
 
 
-def _whole(name: str, size: int, unit: int, count_min: int) -> int:
-    count = size // unit
-    if count < count_min:
-        raise BadInput(
-            f"{name} is {format_bytes(size)}, the least that works is "
-            f"{format_bytes(count_min * unit)} ({count_min} x {format_bytes(unit)})"
-        )
-    return count
-
-
-def _accounts(
-    layout: ModelLayout, latent: LatentPool, index: IndexPool, sparse: SparsePool
-) -> list[Account]:
+def _ledger(latent: LatentPool, index: IndexPool, sparse: SparsePool) -> Ledger:
     def slots_min() -> int:
-        return min(sparse.slot_count(group) for group in range(layout.group_count))
+        return min(sparse.slot_count(group) for group in range(sparse.layout.group_count))
 
-    capacity = slots_min()
-    return [
-        Account(
-            name=SLOTS,
-            unit="slots",
-            times=f" x {layout.group_count} groups",
-            unit_bytes=layout.layer_total * layout.row_bytes,
-            capacity=capacity,
-            used=lambda: capacity - slots_min(),
-        ),
-        Account(
-            name=INDEX_PAGES,
-            unit="index pages",
-            unit_bytes=layout.index_page_bytes,
-            capacity=index.pages.page_count,
-            used=lambda: index.pages.page_count - index.pages.free_count,
-        ),
-        Account(
-            name=HOST_PAGES,
-            unit="host pages",
-            unit_bytes=layout.host_page_bytes,
-            capacity=latent.pages.page_count,
-            used=lambda: latent.pages.page_count - latent.free_count,
-        ),
-    ]
+    capacity = Capacity(
+        slots=slots_min(),
+        index_pages=index.pages.page_count,
+        host_pages=latent.pages.page_count,
+    )
+    used = {
+        SLOTS: lambda: capacity.slots - slots_min(),
+        INDEX_PAGES: lambda: index.pages.page_count - index.pages.free_count,
+        HOST_PAGES: lambda: latent.pages.page_count - latent.free_count,
+    }
+    return Ledger(capacity.accounts(sparse.layout, used=used))

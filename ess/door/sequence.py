@@ -19,8 +19,9 @@ from typing import Literal
 
 import numpy as np
 
-from ess.door.pools import HOST_PAGES, INDEX_PAGES, SLOTS, Pools
+from ess.door.pools import Pools
 from ess.errors import BadInput, BadState, PoolFull
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS
 from ess.pool.ledger import Promise as Promise
 from ess.pool.ledger import Reservation
 from ess.pool.pages import PageIds
@@ -147,7 +148,7 @@ def _enter(pools: Pools, sequence: Sequence, held: PageIds, fresh_count: int) ->
         page_max = max(page_max, div_ceil(sequence.length_max, PAGE_ROWS))
     if pools.tables.free_count == 0:
         raise PoolFull(
-            limiter="sequences",
+            limiter=SEQUENCES,
             needed=1,
             free=0,
             sentence=f"all {pools.sizes.sequence_max} sequences are active",

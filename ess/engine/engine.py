@@ -43,7 +43,7 @@ from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.determinism import require_alike
 from ess.engine.tokens.sampling import Sampling
-from ess.engine.tpot_control import Seen, drafts_of
+from ess.engine.tpot_control import TPOT, Seen, drafts_of
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import ops
 from ess.models.model import Model
@@ -52,7 +52,6 @@ from ess.models.tokenizer import Tokenizer
 __all__ = ["Engine", "EngineConfig"]
 
 PAUSE_STEPS: Final = 16
-TPOT: Final = "time per token"
 
 
 class Engine:

@@ -46,6 +46,9 @@ from ess.units import PAGE_ROWS
 
 Floats = npt.NDArray[np.float64]
 
+TPOT: Final = "time per token"
+"""Names what a request waits for when one more would make every step too slow."""
+
 FADE: Final = 0.98
 LEAN: Final = 0.01
 WEIGHT: Final = 1 / 32

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.layout import ModelLayout
+from ess.pool.capacity import even_chunks
 from ess.pool.index import page_rows
 from ess.pool.lru import planner
 from ess.pool.lru.arena import AGE_MAX, Arena, Claims, Lookup, Split, make_scratch
@@ -338,25 +339,8 @@ class SparsePool:
 
 
 def even_owners(layout: ModelLayout, chunk_count: int) -> npt.NDArray[np.int32]:
-    """Owner of each chunk such that all groups have about the same number of slots.
-
-    A group of m layers needs m times the bytes per slot, so it gets chunks in proportion to the
-    chunks that one of its slots costs. Every group gets at least one.
-    """
-    blocks_per_chunk = [layout.group_layers_max // len(group) for group in layout.groups]
-    weights = np.array([1 / blocks for blocks in blocks_per_chunk])
-    return owners_of(share_out(weights, chunk_count))
-
-
-def share_out(weights: npt.NDArray[np.float64], chunk_count: int) -> list[int]:
-    """Whole chunks in proportion to `weights`, at least one each, largest remainder first."""
-    spare = chunk_count - len(weights)
-    assert spare >= 0, (chunk_count, len(weights))
-    exact = weights / weights.sum() * spare
-    counts = 1 + np.floor(exact).astype(int)
-    order = np.argsort(np.floor(exact) - exact, kind="stable")
-    counts[order[: chunk_count - int(counts.sum())]] += 1
-    return [int(count) for count in counts]
+    """Owner of each chunk such that all groups have about the same number of slots."""
+    return owners_of(even_chunks(layout, chunk_count))
 
 
 def owners_of(counts: Sequence[int]) -> npt.NDArray[np.int32]:

@@ -17,11 +17,12 @@ from typing import Final
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.overlap.policy import Mode
-from ess.sim.capacity import HOST_PAGES, Budget
+from ess.pool.capacity import HOST_PAGES, page_count
 from ess.sim.locality import misses
+from ess.sim.memory_budget import Budget
 from ess.sim.operators.stages import Operators
 from ess.sim.simulate import Prediction, Scenario, simulate
-from ess.units import PAGE_ROWS, div_ceil, format_bytes
+from ess.units import format_bytes
 
 MEMORY_SHARE: Final = 0.9
 RESERVED_BYTES: Final = 4_169_107_456
@@ -177,7 +178,6 @@ class Planner:
         both = [self._predict(batch, slots_each, tbo=tbo) for tbo in (False, True)]
         tbo = both[1].step_us < both[0].step_us
         found = both[tbo]
-        pages = div_ceil(self.ask.context, PAGE_ROWS)
         return Point(
             batch=batch,
             slots_each=slots_each,
@@ -188,7 +188,7 @@ class Planner:
             token_us=found.step_us / self.ask.tokens_each,
             tokens_per_s=found.tokens_per_s(batch=batch, accepted=self.ask.tokens_each),
             modes={mode.name: found.modes.count(mode) for mode in Mode if mode in found.modes},
-            host_bytes=batch * pages * self.layout.host_page_bytes,
+            host_bytes=batch * page_count(self.ask.context) * self.layout.host_page_bytes,
         )
 
     def _points(self) -> list[Point]:

@@ -25,7 +25,8 @@ from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
 from ess.models.weights.split import Split
 from ess.models.weights.stored import stores_fp8
 from ess.models.weights.strict_json import parse_object
-from ess.units import PAGE_ROWS, div_ceil, format_bytes
+from ess.pool.capacity import needs, page_count, request_bytes
+from ess.units import PAGE_ROWS, align_up, format_bytes
 
 PUBLISHED: Final = ("deepseek-v3.2", "glm-5.2")
 _BF16_BYTES: Final = 2
@@ -135,19 +136,17 @@ def _weight_lines(plan: Plan) -> list[str]:
 def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
     layout = plan.layout
     assert layout.index is not None, "both families have an indexer"
-    pages = div_ceil(context, PAGE_ROWS)
-    rows_bytes = layout.layer_total * layout.page_bytes * pages
-    keys_bytes = layout.key_layer_count * layout.index.page_bytes * pages
     slots = min(context, layout.slot_floor)
-    active_bytes = pages * layout.index_page_bytes
-    floor_bytes = active_bytes + layout.layer_total * slots * layout.row_bytes
+    host_bytes = page_count(context) * layout.host_page_bytes
+    floor_bytes = request_bytes(layout, needs(context, slots=slots))
+    resident_bytes = request_bytes(layout, needs(context, slots=align_up(context, PAGE_ROWS)))
     room_bytes = device_bytes - plan.rank.bytes
     lines = [
         f"per token  {layout.layer_total} rows of {layout.row_bytes} bytes,"
         f" {layout.key_layer_count} index keys of {layout.index.key_bytes} bytes",
-        f"context    {context:,} tokens: host {format_bytes(rows_bytes + keys_bytes)};"
+        f"context    {context:,} tokens: host {format_bytes(host_bytes)};"
         f" device {format_bytes(floor_bytes)} at the floor of {slots:,} slots a group,"
-        f" {format_bytes(active_bytes + rows_bytes)} with every row resident",
+        f" {format_bytes(resident_bytes)} with every row resident",
     ]
     if room_bytes <= 0:
         lines.append(f"device     {format_bytes(device_bytes)} do not hold the weights of a rank")
@@ -155,6 +154,6 @@ def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
         lines.append(
             f"device     {format_bytes(device_bytes)} - weights = {format_bytes(room_bytes)}:"
             f" {room_bytes // floor_bytes:,} such contexts at the floor,"
-            f" {room_bytes // (active_bytes + rows_bytes):,} resident (before activations)"
+            f" {room_bytes // resident_bytes:,} resident (before activations)"
         )
     return lines

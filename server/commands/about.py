@@ -117,7 +117,7 @@ def _cost(model: ModelLayout, host_size: str | None) -> Cost:
         host_page_bytes=model.host_page_bytes,
         active_page_bytes=model.index_page_bytes,
         slot_floor=model.slot_floor,
-        slot_floor_bytes=model.slot_floor * model.layer_total * model.row_bytes,
+        slot_floor_bytes=model.slot_floor * model.slot_bytes,
         host_bytes=host_bytes,
         host_page_count=page_count,
         host_token_count=None if page_count is None else page_count * PAGE_ROWS,

@@ -8,6 +8,14 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.pool.capacity import (
+    HOST_PAGES,
+    INDEX_PAGES,
+    SLOTS,
+    capacity_of,
+    needs,
+    page_count,
+)
 from ess.server.commands.settings import Settings, memory_free, size_of
 from ess.units import PAGE_ROWS, div_ceil, format_bytes
 
@@ -78,7 +86,7 @@ def plan_memory(
 def _host_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: int) -> int:
     if settings.host_bytes != AUTO:
         return size_of(settings.host_bytes, of=free)
-    enough = settings.max_running * div_ceil(length_max, PAGE_ROWS) * layout.host_page_bytes
+    enough = settings.max_running * page_count(length_max) * layout.host_page_bytes
     return min(enough, free // HOST_SHARE, HOST_BYTES_MAX)
 
 
@@ -88,18 +96,22 @@ def _slot_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: 
         return size_of(settings.slot_bytes, of=free)
     each = min(length_max, layout.slot_floor)
     pages = div_ceil(settings.max_running * each * 5, 4 * PAGE_ROWS) + 1
-    return pages * layout.group_count * layout.group_layers_max * layout.page_bytes
+    return pages * layout.group_count * layout.chunk_bytes
 
 
 def _room(plan: MemoryPlan, settings: Settings, layout: ModelLayout, length: int) -> Room:
-    pages = div_ceil(length, PAGE_ROWS)
-    chunk_bytes = layout.group_count * layout.group_layers_max * layout.page_bytes
-    slots = plan.slot_bytes // chunk_bytes * PAGE_ROWS
+    capacity = capacity_of(
+        layout,
+        slot_bytes=plan.slot_bytes,
+        host_bytes=plan.host_bytes,
+        index_bytes=plan.index_bytes,
+    )
+    most = capacity.request_max(needs(length, slots=min(length, layout.slot_floor)))
     counts = {
         "max_running": settings.max_running,
-        "host_bytes": plan.token_capacity // PAGE_ROWS // pages,
-        "index_bytes": plan.index_bytes // layout.index_page_bytes // pages,
-        "slot_bytes": slots // min(length, layout.slot_floor),
+        "host_bytes": most[HOST_PAGES],
+        "index_bytes": most[INDEX_PAGES],
+        "slot_bytes": most[SLOTS],
     }
     limiter = min(counts, key=lambda name: counts[name])
     return Room(length=length, count=counts[limiter], limiter=limiter)

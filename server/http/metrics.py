@@ -20,6 +20,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 import ess
+from ess.engine.tpot_control import TPOT
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS
 from ess.server.process.service import Service
 from ess.server.process.tally import WAIT_BOUNDS_S, Waits
 from ess.units import PAGE_ROWS
@@ -80,7 +82,7 @@ def _own(service: Service) -> Iterator[Metric]:
 
 
 MODES: Final = ("resident", "none", "da", "dba")
-LIMITERS: Final = ("slots", "index pages", "host pages", "sequences", "time per token")
+LIMITERS: Final = (SLOTS, INDEX_PAGES, HOST_PAGES, SEQUENCES, TPOT)
 
 
 def _pools(service: Service) -> Iterator[Metric]:

@@ -9,19 +9,21 @@ from typing import Any, Final
 
 from ess.clock import Clock
 from ess.engine.tokens.sampling import Sampling
+from ess.engine.tpot_control import TPOT
 from ess.errors import Unavailable
 from ess.models.chat.styles import ChatStyle
 from ess.models.tokenizer import Tokenizer
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.server.http.responses import Absent, Refused
 from ess.server.process.board import Board
 from ess.server.process.link import Call, EngineLink
 from ess.server.process.tally import Tally
 
 REASON_OF: Final[Mapping[str, str]] = {
-    "host pages": "host_pool_full",
-    "index pages": "indexer_full",
-    "slots": "hot_pool_full",
-    "time per token": "tpot",
+    HOST_PAGES: "host_pool_full",
+    INDEX_PAGES: "indexer_full",
+    SLOTS: "hot_pool_full",
+    TPOT: "tpot",
 }
 
 

@@ -9,8 +9,8 @@ from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server.commands.cli import main
 from ess.server.commands.plan import parse_duration
-from ess.sim.capacity import Budget
 from ess.sim.locality import misses
+from ess.sim.memory_budget import Budget
 from ess.sim.operators import tables
 from ess.sim.operators.stages import Fitted, Operators
 from ess.sim.plan import Ask, Plan, Planner

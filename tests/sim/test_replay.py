@@ -6,16 +6,18 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from ess.engine.tpot_control import TPOT
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.pool.ledger import Account, Ledger
-from ess.sim.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, Budget
+from ess.sim.memory_budget import Budget
 from ess.sim.prefill.chunking import PrefillTime
 from ess.sim.prefill.prefill_time import Handoff, Tier
 from ess.sim.serving.arrivals import Arrival
 from ess.sim.serving.goodput import Objective, summarise, tpot_s, ttft_s
 from ess.sim.serving.prefixes import reused, shared
-from ess.sim.serving.rank import BATCH, TPOT, Rank, mean_misses
+from ess.sim.serving.rank import BATCH, Rank, mean_misses
 from ess.sim.serving.replay import PREFILL, Drafting, Replay, replay
 from ess.sim.serving.traffic import Mix, at_rate, chance_of, draw, right_drafts
 from ess.sim.steptime import StepTime

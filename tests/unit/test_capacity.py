@@ -8,10 +8,11 @@ from ess.door import Offload
 from ess.errors import BadInput
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.models.weights.plan import make_plan, plan_lines, read_config
+from ess.pool.capacity import capacity_of
 from ess.pool.ledger import Ledger
 from ess.server.commands.settings import resolve
 from ess.server.commands.sizing import plan_memory
-from ess.sim.capacity import Budget
+from ess.sim.memory_budget import Budget
 
 GIB = 1 << 30
 EMBEDDED = ModelLayout.embedded()
@@ -60,6 +61,21 @@ def test_the_door_opens_these_accounts(layout, chunk_count, slots, bytes_each):
             ("index pages", "index pages", index_page, 2),
             ("host pages", "host pages", host_page, 3),
         ]
+
+
+@pytest.mark.parametrize("layout", [EMBEDDED, UNEQUAL])
+@pytest.mark.parametrize("extra_count", [0, 1, 3, 4, 9, 20])
+def test_what_is_counted_beforehand_is_what_the_door_opens(layout, extra_count):
+    """Also where a slot of one group costs more than that of another."""
+    sizes = {
+        "slot_bytes": (layout.group_count + extra_count) * layout.chunk_bytes,
+        "host_bytes": 1 << 22,
+        "index_bytes": 1 << 20,
+    }
+    counted = Ledger(capacity_of(layout, **sizes).accounts(layout))
+    with open_pools(layout, **sizes) as offload:
+        assert accounts(offload._pools.ledger) == accounts(counted)
+    assert capacity_of(layout, **sizes | {"slot_bytes": layout.chunk_bytes}).slots == 0
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from ess.layout import ModelLayout, RowCodec
+from ess.pool.capacity import share_out
 from ess.pool.lru.arena import Split
-from ess.pool.sparse import FIRST_STEP, SparsePool, even_owners, share_out
+from ess.pool.sparse import FIRST_STEP, SparsePool, even_owners
 
 GROUPED = ModelLayout(
     name="t",

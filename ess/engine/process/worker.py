@@ -48,6 +48,7 @@ from ess.errors import EssError
 from ess.layout import ModelLayout
 from ess.models.load import load_model
 from ess.models.tokenizer import Tokenizer
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES
 
 STATUS_EVERY_S: Final = 0.25
 SHOWN_MAX: Final = 64
@@ -224,8 +225,8 @@ class EngineLoop:
         host_used = host - stats.free_host_page_count
         index_used = index - stats.free_index_page_count
         return (
-            PoolUse("host pages", host_used, host, layout.host_page_bytes),
-            PoolUse("index pages", index_used, index, layout.index_page_bytes),
+            PoolUse(HOST_PAGES, host_used, host, layout.host_page_bytes),
+            PoolUse(INDEX_PAGES, index_used, index, layout.index_page_bytes),
         )
 
     def status(self) -> Status:

@@ -21,16 +21,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ess.engine import tpot_control
-from ess.engine.tpot_control import Pace, Seen
+from ess.engine.tpot_control import TPOT, Pace, Seen
 from ess.errors import PoolFull
+from ess.pool.capacity import Needs, needs
 from ess.pool.ledger import Ledger, Reservation
-from ess.sim.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.sim.prefill.chunking import PrefillTime
 from ess.sim.serving.arrivals import Arrival
 from ess.sim.steptime import Clocked
-from ess.units import PAGE_ROWS, div_ceil
 
-TPOT: Final = "time per token"
 BATCH: Final = "batch"
 LOOK_EVERY: Final = 16
 
@@ -56,11 +54,9 @@ class Rank:
     chunk_max: int = 512
     chunk_time: PrefillTime | None = None
 
-    def needs(self, arrival: Arrival) -> dict[str, int]:
+    def needs(self, arrival: Arrival) -> Needs:
         length = arrival.prompt_tokens + arrival.output_tokens
-        pages = div_ceil(length, PAGE_ROWS)
-        slots = length if self.slot_floor is None else min(length, self.slot_floor)
-        return {SLOTS: slots, INDEX_PAGES: pages, HOST_PAGES: pages}
+        return needs(length, slots=min(length, self.slot_floor or length))
 
     def start(self) -> Pace:
         return tpot_control.start(

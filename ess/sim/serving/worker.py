@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ess.errors import BadInput
-from ess.sim.capacity import SLOTS
+from ess.pool.capacity import SLOTS
 from ess.sim.locality.lru_curves import Agreed, Drawing, agreement, lru_curves
 from ess.sim.locality.misses import PUBLISHED_QUERIES
 from ess.sim.operators.stages import TOP_K

@@ -13,12 +13,9 @@ from typing import Final
 
 from ess.errors import BadInput, PoolFull
 from ess.layout import ModelLayout
-from ess.pool.ledger import Account, Ledger
-from ess.units import PAGE_ROWS, div_ceil
+from ess.pool.capacity import Capacity, needs, page_count
+from ess.pool.ledger import Ledger
 
-SLOTS: Final = "slots"
-INDEX_PAGES: Final = "index pages"
-HOST_PAGES: Final = "host pages"
 BATCH_MAX: Final = 1 << 14
 
 
@@ -37,18 +34,14 @@ class Budget:
 
     @property
     def slot_bytes(self) -> int:
-        """One slot in every layer."""
-        return self.layout.layer_total * self.layout.row_bytes
+        return self.layout.slot_bytes
 
     @property
     def index_page_bytes(self) -> int:
-        if self.count_map:
-            return self.layout.index_page_bytes
-        keys = 0 if self.layout.index is None else self.layout.index.page_bytes
-        return self.layout.key_layer_count * keys
+        return self.layout.index_page_bytes if self.count_map else self.layout.key_page_bytes
 
     def index_bytes(self, *, context: int, batch: int) -> int:
-        return batch * div_ceil(context, PAGE_ROWS) * self.index_page_bytes
+        return batch * page_count(context) * self.index_page_bytes
 
     def slots_each(self, *, context: int, batch: int) -> int:
         """Slots per layer group that every request of this batch can have; 0 if none are left."""
@@ -57,39 +50,20 @@ class Budget:
 
     def books(self, *, context: int, batch: int) -> Ledger:
         """A ledger divided for this batch; unlimited host pages when no host memory is given."""
-        pages = div_ceil(context, PAGE_ROWS)
-        host_pages = batch * pages
-        if self.host_bytes is not None:
-            host_pages = self.host_bytes // self.layout.host_page_bytes
-        affordable = self.device_bytes // self.index_page_bytes
-        return self.ledger(index_pages=min(batch * pages, affordable), host_pages=host_pages)
+        pages = batch * page_count(context)
+        return self._ledger(index_pages=pages, page_total=pages)
 
-    def ledger(self, *, index_pages: int, host_pages: int) -> Ledger:
-        """Slots get what this many index pages leave."""
+    def _ledger(self, *, index_pages: int, page_total: int) -> Ledger:
+        """At most `index_pages`, slots from what they leave; `page_total` pages on a host whose
+        memory is not given."""
+        index_pages = min(index_pages, self.device_bytes // self.index_page_bytes)
         left = self.device_bytes - index_pages * self.index_page_bytes
-        return Ledger(
-            [
-                Account(
-                    name=SLOTS,
-                    unit="slots",
-                    times=f" x {self.layout.group_count} groups",
-                    unit_bytes=self.slot_bytes,
-                    capacity=left // self.slot_bytes,
-                ),
-                Account(
-                    name=INDEX_PAGES,
-                    unit="index pages",
-                    unit_bytes=self.index_page_bytes,
-                    capacity=index_pages,
-                ),
-                Account(
-                    name=HOST_PAGES,
-                    unit="host pages",
-                    unit_bytes=self.layout.host_page_bytes,
-                    capacity=host_pages,
-                ),
-            ]
+        if self.host_bytes is not None:
+            page_total = self.host_bytes // self.layout.host_page_bytes
+        capacity = Capacity(
+            slots=left // self.slot_bytes, index_pages=index_pages, host_pages=page_total
         )
+        return Ledger(capacity.accounts(self.layout, index_page_bytes=self.index_page_bytes))
 
     def split_for(self, lengths: Sequence[int], *, slot_floor: int | None) -> Ledger:
         """One division for requests of these lengths: slots and index pages run out together.
@@ -97,23 +71,17 @@ class Budget:
         Each reserves its floor of slots, or its whole length where none is given. The longest one
         gets its pages, if they are to be had at all. Host pages hold everybody, if not said.
         """
-        pages = [div_ceil(length, PAGE_ROWS) for length in lengths]
+        pages = [page_count(length) for length in lengths]
         slots = [length if slot_floor is None else min(length, slot_floor) for length in lengths]
         index_bytes = sum(pages) * self.index_page_bytes
         share = index_bytes / (index_bytes + sum(slots) * self.slot_bytes)
         index_pages = max(int(share * self.device_bytes) // self.index_page_bytes, max(pages))
-        host_pages = sum(pages)
-        if self.host_bytes is not None:
-            host_pages = self.host_bytes // self.layout.host_page_bytes
-        affordable = self.device_bytes // self.index_page_bytes
-        return self.ledger(index_pages=min(index_pages, affordable), host_pages=host_pages)
+        return self._ledger(index_pages=index_pages, page_total=sum(pages))
 
     def admit(self, *, context: int, batch: int, slots_each: int) -> None:
         """PoolFull, with the limiter and the numbers, unless the whole batch is admitted."""
-        pages = div_ceil(context, PAGE_ROWS)
-        needs = {SLOTS: batch * slots_each, INDEX_PAGES: batch * pages, HOST_PAGES: batch * pages}
         books = self.books(context=context, batch=batch)
-        books.reserve(needs)
+        books.reserve(needs(context, slots=slots_each, batch=batch))
         books.check()
 
     def refusal(self, *, context: int, batch: int, slots_each: int) -> PoolFull | None:
