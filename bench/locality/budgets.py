@@ -19,6 +19,7 @@ from ess.bench.locality.fidelity import Sample
 from ess.pool.budget import Curve, divide
 from ess.sim.locality import profiles
 from ess.sim.locality.curves import MissCurve
+from ess.sim.published import layer_misses, mean_misses
 
 CONTEXT: Final = 32 * 1024
 TOP_K: Final = 2048
@@ -47,13 +48,13 @@ def budget_rows(sample: Sample, curves_32k: Mapping[int, MissCurve]) -> list[Row
 
 def digitised_curve(layer: int, *, bent: bool) -> Curve:
     """misses = m(0.2) (ratio / 0.2)^-p with p from the two points of the layer."""
-    at_02, at_03 = profiles.MISSES_32K_AT_02[layer], profiles.MISSES_32K_AT_03[layer]
+    all_02, all_03 = (layer_misses()[CONTEXT, at] for at in (0.2, 0.3))
+    at_02, at_03 = all_02[layer], all_03[layer]
     power = np.log(at_02 / at_03) / np.log(0.3 / 0.2)
     ratio = np.maximum(np.arange(CONTEXT + 1), 1) / CONTEXT / 0.2
     curve: Curve = at_02 * ratio**-power
     if bent:
-        mean_02 = np.mean(profiles.MISSES_32K_AT_02)
-        steep = np.log2(profiles.MEAN_MISSES[CONTEXT][0] / mean_02)
+        steep = np.log2(mean_misses()[CONTEXT][0.1] / np.mean(all_02))
         curve = np.where(ratio < 1, np.maximum(curve, at_02 * ratio**-steep), curve)
     return curve
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.report import Row
+from ess.sim import published
 from ess.sim.locality import profiles
 from ess.sim.locality.curves import MissCurve, miss_curve
 from ess.sim.locality.selections import LayerStream, Load
@@ -37,7 +38,7 @@ class Sample:
 
     @classmethod
     def full(cls) -> Sample:
-        return cls(contexts=tuple(profiles.MEAN_MISSES), weight=4, step_count=150, skip=50)
+        return cls(contexts=tuple(published.mean_misses()), weight=4, step_count=150, skip=50)
 
     @classmethod
     def smoke(cls) -> Sample:
@@ -46,7 +47,7 @@ class Sample:
     def layers(self) -> tuple[int, ...]:
         """The sampled layers, and layer 17 at the end."""
         ordinary = [i for i in range(profiles.LAYER_COUNT) if i != profiles.STRANGE_LAYER]
-        ordinary.sort(key=lambda layer: profiles.MISSES_32K_AT_02[layer])
+        ordinary.sort(key=published.layer_misses()[32 * 1024, 0.2].__getitem__)
         return (*ordinary[self.weight // 2 :: self.weight], profiles.STRANGE_LAYER)
 
     def weight_of(self, layer: int) -> int:
@@ -79,7 +80,7 @@ def curve_rows(sample: Sample, curves_32k: Mapping[int, MissCurve]) -> list[Row]
     for context in sample.contexts:
         curves = curves_32k if context == 32 * 1024 else layer_curves(sample, context)
         for ratio in SHOWN_RATIOS:
-            wanted = profiles.MEAN_MISSES[context][profiles.RATIOS.index(ratio)]
+            wanted = published.mean_misses()[context][ratio]
             rows.append(
                 agreement(
                     name="misses per layer and step, generated",

@@ -15,6 +15,7 @@ from ess.sim.locality.policies import PlannerLru
 from ess.sim.locality.selections import COLD_SCORE, LayerProfile, LayerStream, Load
 from ess.sim.locality.similarity import containment, neighbour_fetch, step_similarity
 from ess.sim.locality.workloads import generated, recorded, write_trace
+from ess.sim.published import layer_misses, mean_misses
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 
 LOAD = Load(context=3000, step_count=12, query_count=2, top_k=128, recent=8, seed=4)
@@ -82,15 +83,18 @@ def test_the_default_layer_reproduces_the_published_misses_at_32k() -> None:
     filled = np.random.default_rng(1).permutation(workload.row_count).astype(np.int32)
     curve = miss_curve(workload, skip=30, filled=filled)
     for ratio in (0.2, 0.3, 0.5, 0.9):
-        wanted = profiles.MEAN_MISSES[32_768][profiles.RATIOS.index(ratio)]
+        wanted = mean_misses()[32_768][ratio]
         assert curve.at(int(ratio * 32_768)) == pytest.approx(wanted, rel=0.2)
 
 
 def test_published_tables_are_whole() -> None:
-    assert len(profiles.MISSES_32K_AT_02) == len(profiles.MISSES_32K_AT_03) == 61
+    by_layer = layer_misses()
+    assert {context for context, ratio in by_layer if ratio == 0.2} == {1 << 15, 1 << 16, 1 << 17}
+    assert {len(misses) for misses in by_layer.values()} == {61}
+    assert np.mean(by_layer[32_768, 0.2]) == pytest.approx(182, abs=1)
+    assert np.mean(by_layer[32_768, 0.3]) == pytest.approx(104, abs=1)
+    assert {len(ratios) for ratios in mean_misses().values()} == {9}
     assert len(profiles.HOT) == len(profiles.COLD) == 61
-    assert np.mean(profiles.MISSES_32K_AT_02) == pytest.approx(182, abs=1)
-    assert np.mean(profiles.MISSES_32K_AT_03) == pytest.approx(104, abs=1)
     assert profiles.profile(17).hot_count(65_536) == round(0.42 * 65_536)
     assert all(profiles.profile(layer).hot_count(32_768) >= 2048 for layer in range(61))
 

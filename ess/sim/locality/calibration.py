@@ -20,6 +20,7 @@ from ess.sim.locality import profiles
 from ess.sim.locality.curves import miss_curve
 from ess.sim.locality.selections import LayerProfile, Load
 from ess.sim.locality.workloads import generated
+from ess.sim.published import layer_misses
 
 Grid = npt.NDArray[np.float64]
 
@@ -70,7 +71,7 @@ def _interpolated(plane: Grid, hots: Grid, colds: Grid) -> Grid:
 
 def main() -> None:
     grid = measure_grid()
-    pairs = zip(profiles.MISSES_32K_AT_02, profiles.MISSES_32K_AT_03, strict=True)
+    pairs = zip(*(layer_misses()[CONTEXT, ratio] for ratio in FITTED_RATIOS), strict=True)
     fitted = [fit(grid, pair) for pair in pairs]
     fitted[profiles.STRANGE_LAYER] = (0, 0)
     console.note("hot  " + " ".join(str(hot) for hot, _ in fitted))

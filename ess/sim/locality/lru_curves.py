@@ -22,6 +22,7 @@ from ess.sim.locality.selections import Load
 from ess.sim.locality.workloads import generated
 from ess.sim.operators.stages import TOP_K
 from ess.sim.operators.tables import Curve
+from ess.sim.published import layer_misses
 
 CONTEXTS: Final = (32_768, 131_072)
 RATIOS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.9)
@@ -88,7 +89,7 @@ def agreement(lru: MissCurves, published: MissCurves) -> list[Agreed]:
 
 def sampled_layers(count: int) -> list[int]:
     """In the middle of equal parts of all layers, ordered by what they miss at 32K."""
-    every = profiles.MISSES_32K_AT_02
+    every = layer_misses()[32_768, 0.2]
     order = sorted(range(len(every)), key=every.__getitem__)
     if count > len(order):
         raise BadInput(f"{count} layers: there are {len(order)}")

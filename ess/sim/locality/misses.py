@@ -11,20 +11,18 @@ that of the nearest one. Misses grow with queries per step: as many tokens, as m
 
 from __future__ import annotations
 
-import csv
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from ess.errors import BadInput
 from ess.sim.operators.stages import TOP_K
 from ess.sim.operators.tables import Curve
+from ess.sim.published import layer_misses, mean_misses
 
-FOLDER: Final = Path(__file__).resolve().parent.parent / "published"
 PUBLISHED_QUERIES: Final = 2
+SHAPE_RATIO: Final = 0.2
 COLD: Final = 130.0
 
 
@@ -80,25 +78,17 @@ class MissCurves:
 def published() -> MissCurves:
     return MissCurves(
         means={
-            context: Curve(*zip(*((ratio, math.log(miss)) for ratio, miss in points), strict=True))
-            for context, points in _read("mean_misses.csv").items()
+            context: Curve(tuple(points), tuple(math.log(miss) for miss in points.values()))
+            for context, points in mean_misses().items()
         },
         shapes={
-            context: _shape([miss for _, miss in points])
-            for context, points in _read("layer_misses.csv").items()
+            context: _shape(misses)
+            for (context, ratio), misses in layer_misses().items()
+            if ratio == SHAPE_RATIO
         },
     )
 
 
-def _shape(misses: list[float]) -> tuple[float, ...]:
+def _shape(misses: Sequence[float]) -> tuple[float, ...]:
     mean = math.fsum(misses) / len(misses)
     return tuple(miss / mean for miss in misses)
-
-
-def _read(name: str) -> dict[int, list[tuple[float, float]]]:
-    with (FOLDER / name).open(newline="") as lines:
-        rows = [
-            (int(line[0]), float(line[1]), float(line[2])) for line in list(csv.reader(lines))[1:]
-        ]
-    groups = itertools.groupby(rows, key=lambda row: row[0])
-    return {context: [(at, miss) for _, at, miss in group] for context, group in groups}

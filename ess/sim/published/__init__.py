@@ -1,9 +1,10 @@
 """Published results of ESS (arXiv 2512.10576), as numbers to reproduce.
 
 Throughput is per node of 8 GPUs. `throughput.csv` is Table 2 as printed; `unlimited.csv` (Fig. 1),
-`overhead.csv` (Fig. 7) and the miss curves (Figs. 5, 8 and 9) were read off the plots: one per cent
-on throughput, 4 us on overhead, 5 misses on a layer. Two layers hidden in the plot at 128K carry
-the mean of the others.
+`overhead.csv` (Fig. 7), `layer_misses.csv` (Figs. 5 and 8) and `mean_misses.csv` (Fig. 9) were read
+off the plots: one per cent on throughput, 4 us on overhead, 5 misses on a layer, 8 on a mean (10
+beyond a ratio of 0.4). Misses are rows per request and layer in one step of two queries; a ratio is
+slots over context. Two layers hidden in the plot at 128K carry the mean of the others.
 """
 
 from __future__ import annotations
@@ -70,6 +71,24 @@ def unlimited() -> dict[int, float]:
 def overhead() -> dict[int, Exposed]:
     """Misses per request to added microseconds a layer: 128K, batch 160 in two halves, MTP 2."""
     return {int(miss): Exposed(none, da, dba) for miss, none, da, dba in _rows("overhead.csv")}
+
+
+def mean_misses() -> dict[int, dict[float, float]]:
+    """By context, then by slots over context: the mean over layers for two queries a step."""
+    rows = list(_rows("mean_misses.csv"))
+    return {
+        int(context): {ratio: miss for at, ratio, miss in rows if at == context}
+        for context in dict.fromkeys(row[0] for row in rows)
+    }
+
+
+def layer_misses() -> dict[tuple[int, float], tuple[float, ...]]:
+    """By context and slots over context: the misses of every layer for two queries a step."""
+    rows = list(_rows("layer_misses.csv"))
+    return {
+        (int(context), ratio): tuple(row[3] for row in rows if row[:2] == (context, ratio))
+        for context, ratio in dict.fromkeys(row[:2] for row in rows)
+    }
 
 
 def _rows(name: str) -> list[tuple[float, ...]]:
