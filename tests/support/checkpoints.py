@@ -1,4 +1,4 @@
-"""Random checkpoints under real names, the same on every machine and with every NumPy.
+"""Random weights under real names, the same on every machine and with every NumPy.
 
 RandomState's uniform stream is frozen by NumPy's own promise, so a golden file can hold results
 without the weights. Every norm, bias and correction is random: a loader that skips one is seen.
@@ -7,7 +7,7 @@ without the weights. Every norm, bias and correction is random: a loader that sk
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -17,9 +17,71 @@ from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
 from ess.models.weights.shapes import expected_tensors
-from tests.support.random_checkpoint import GLM, V32
 
-_TINY: dict[str, Any] = {
+V32: Final[dict[str, Any]] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 16,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "index_topk": 64,
+    "index_head_dim": 128,
+    "index_n_heads": 16,
+    "first_k_dense_replace": 1,
+}
+
+GLM: Final[dict[str, Any]] = {
+    **{key: V32[key] for key in V32 if key not in ("rope_scaling", "rope_theta")},
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "v_head_dim": 48,
+    "qk_nope_head_dim": 40,
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "index_topk_freq": 2,
+    "index_skip_topk_offset": 2,
+    "index_share_for_mtp_iteration": True,
+}
+
+_TINY: Final[dict[str, Any]] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -32,17 +94,15 @@ _TINY: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "index_topk": 16,
 }
-TINY_V32 = {**V32, **_TINY}
-TINY_GLM = {**GLM, **_TINY}
+TINY_V32: Final = {**V32, **_TINY}
+TINY_GLM: Final = {**GLM, **_TINY}
 
 
 def tensors(config: ModelConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Matrices have the deviation 0.8 / sqrt(hidden): 0.05 for 256, and logits of about 1."""
     reach = 0.8 * (3 / config.hidden_dim) ** 0.5
     return {
-        spec.name: _draw(spec.name, spec.shape, seed, reach)
-        for spec in expected_tensors(config)
-        if not spec.optional
+        spec.name: _draw(spec.name, spec.shape, seed, reach) for spec in expected_tensors(config)
     }
 
 

@@ -1,4 +1,4 @@
-"""Tensors as a checkpoint folder holds them: three forms, one or more files, and back."""
+"""Tensors as a checkpoint folder holds them: three forms, one file, and back."""
 
 from __future__ import annotations
 
@@ -37,32 +37,16 @@ def stored_form(
     return held
 
 
-def write_checkpoint(
-    folder: Path, config: dict[str, Any], held: dict[str, Tensor], *, shards: int = 1
-) -> None:
-    """config.json, safetensors files, and their index when there is more than one."""
+def write_checkpoint(folder: Path, config: dict[str, Any], held: dict[str, Tensor]) -> None:
+    """config.json and one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    ordered = sorted(held)
-    if not 1 <= shards <= len(ordered):
-        raise BadInput(f"shards is {shards}, need 1..{len(ordered)}")
-    where: dict[str, str] = {}
-    for shard in range(shards):
-        file = "model.safetensors"
-        if shards > 1:
-            file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        part = ordered[shard::shards]
-        tensors = {name: held[name].contiguous() for name in part}
-        save_file(tensors, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(part, file)
-    if shards > 1:
-        size = sum(held[name].numel() * held[name].element_size() for name in ordered)
-        index = {"metadata": {"total_size": size}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    tensors = {name: held[name].contiguous() for name in sorted(held)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and all tensors in f32: for measuring our own files, which are one shard."""
+    """config.json and all tensors in f32, for measuring our own files."""
     config = json.loads((folder / "config.json").read_text())
     held = load_file(folder / "model.safetensors")
     plain: dict[str, Tensor] = {}

@@ -22,8 +22,10 @@ from ess.models.tiny.trainer.experts import Gate
 from ess.models.tiny.trainer.export import export, load_network, published_tensors
 from ess.models.tiny.trainer.network import Network
 from ess.models.tiny.trainer.shape import Shape
-from ess.models.tiny.trainer.stored import read_checkpoint
+from ess.models.tiny.trainer.stored import read_checkpoint, stored_form
+from ess.models.weights.blocks import dequantise
 from ess.models.weights.shapes import expected_tensors
+from tests.support.checkpoints import tensors
 
 
 def _network(shape: Shape) -> Network:
@@ -48,8 +50,8 @@ def test_checkpoint_is_the_network(tmp_path: Path, small: Shape) -> None:
     torch.nn.init.normal_(network.lm_head.weight)
     for form, bound in (("f32", 0.0), ("fp8", 0.3)):
         export(network, tmp_path / "tokenizer.json", tmp_path / form, form=form)
-        config, tensors = read_checkpoint(tmp_path / form)
-        again = load_network(small, tensors)
+        config, read = read_checkpoint(tmp_path / form)
+        again = load_network(small, read)
         gap = (again(tokens) - network(tokens)).abs().mean()
         assert gap <= bound
         assert ("quantization_config" in config) == (form == "fp8")
@@ -57,9 +59,9 @@ def test_checkpoint_is_the_network(tmp_path: Path, small: Shape) -> None:
             json.loads((tmp_path / form / "generation_config.json").read_text())["eos_token_id"]
             == 1
         )
-    del tensors["model.norm.weight"]
+    del read["model.norm.weight"]
     with pytest.raises(BadInput, match=r"1 tensors are missing, the first is model\.norm\.weight"):
-        load_network(small, tensors)
+        load_network(small, read)
 
 
 def test_windows_score_every_token_once() -> None:
@@ -115,3 +117,23 @@ def test_scoring_covers_the_text_and_nothing_twice() -> None:
     assert scored.nats == pytest.approx(np.full(scored.nats.size, np.log(96)), rel=1e-4)
     part = score_tokens(_Flat(), tokens, share=0.5)
     assert np.unique(part.where).size == part.where.size < scored.where.size
+
+
+def test_what_an_fp8_checkpoint_keeps_exact(small: Shape) -> None:
+    """Norms and the gate's correction stay f32, tables become bf16, all else is fp8 in blocks."""
+    raw = small.config(fp8=True)
+    config = read_config(raw)
+    weights = tensors(config)
+    held = stored_form(raw, weights, "fp8")
+    for spec in expected_tensors(config):
+        weight, scale = held[spec.name], held.get(spec.scale_name)
+        if spec.role in ("norm", "correction"):
+            assert torch.equal(weight, weights[spec.name])
+        elif spec.role == "table":
+            assert torch.equal(weight, weights[spec.name].bfloat16())
+        else:
+            assert scale is not None, spec.name
+            restored = dequantise(weight, scale, dtype=torch.float32)
+            torch.testing.assert_close(restored, weights[spec.name], rtol=1 / 16, atol=2e-4)
+    with pytest.raises(BadInput, match="form 'int4' is not one of"):
+        stored_form(raw, weights, "int4")

@@ -12,40 +12,27 @@ import torch
 from safetensors.torch import save_file
 
 from ess.models.registry import read_config
-from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
+from ess.models.weights.blocks import quantise
+from ess.models.weights.shapes import Spec, expected_tensors
 from ess.models.weights.stored import stores_fp8
+from tests.support import checkpoints
+from tests.support.checkpoints import GLM, V32
 
 SMALL: dict[str, Any] = {
-    "model_type": "deepseek_v32",
+    **V32,
     "vocab_size": 96,
-    "hidden_size": 256,
-    "intermediate_size": 512,
     "moe_intermediate_size": 256,
     "num_hidden_layers": 3,
-    "num_nextn_predict_layers": 1,
-    "first_k_dense_replace": 1,
     "num_attention_heads": 4,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 512,
+    "num_key_value_heads": 4,
     "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
     "v_head_dim": 64,
     "index_n_heads": 8,
-    "index_head_dim": 128,
-    "index_topk": 64,
     "num_experts_per_tok": 2,
     "n_routed_experts": 4,
-    "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-}
-GLM: dict[str, Any] = {
-    **{key: value for key, value in SMALL.items() if key != "quantization_config"},
-    "model_type": "glm_moe_dsa",
-    "num_hidden_layers": 6,
-    "index_topk_freq": 4,
-    "index_skip_topk_offset": 3,
 }
 EMBEDDED: dict[str, Any] = {
     **SMALL,
@@ -57,32 +44,26 @@ EMBEDDED: dict[str, Any] = {
     "n_routed_experts": 8,
 }
 
-Write = Callable[..., Path]
 
-
-def random_tensors(spec: Spec, *, fp8: bool, seed: torch.Generator) -> dict[str, torch.Tensor]:
-    values = torch.randn(spec.shape, generator=seed)
-    if spec.role == "correction" or (spec.role == "norm" and fp8):
-        return {spec.name: values}
-    if spec.role != "linear" or not fp8:
-        return {spec.name: values.bfloat16()}
-    exponents = torch.randint(-8, 3, scale_shape(spec.shape), generator=seed)
-    return {
-        spec.name: values.to(torch.float8_e4m3fn),
-        spec.scale_name: torch.exp2(exponents.float()),
-    }
+def stored(spec: Spec, values: torch.Tensor, *, fp8: bool) -> dict[str, torch.Tensor]:
+    """As a release stores it."""
+    if fp8 and spec.role == "linear":
+        return dict(zip((spec.name, spec.scale_name), quantise(values), strict=True))
+    is_f32 = spec.role == "correction" or (spec.role == "norm" and fp8)
+    return {spec.name: values if is_f32 else values.bfloat16()}
 
 
 def write_checkpoint(
-    folder: Path, config: dict[str, Any], *, shard_count: int = 2
+    folder: Path, raw: dict[str, Any], *, shard_count: int = 2
 ) -> dict[str, torch.Tensor]:
     """A checkpoint of `shard_count` files (1: no index); returns what was written."""
-    seed = torch.Generator().manual_seed(7)
+    config = read_config(raw)
+    values = checkpoints.tensors(config)
     tensors: dict[str, torch.Tensor] = {}
-    for spec in expected_tensors(read_config(config)):
-        tensors |= random_tensors(spec, fp8=stores_fp8(config), seed=seed)
+    for spec in expected_tensors(config):
+        tensors |= stored(spec, values[spec.name], fp8=stores_fp8(raw))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(raw))
     if shard_count == 1:
         save_file(tensors, folder / "model.safetensors")
         return tensors

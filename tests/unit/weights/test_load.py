@@ -10,9 +10,11 @@ from safetensors.torch import save_file
 
 from ess.errors import BadInput, BadState
 from ess.models.load import load_model
+from ess.models.weights.blocks import dequantise, quantise
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.rank import RankWeights
 from ess.models.weights.split import Split
+from ess.units import div_ceil
 
 Written = tuple[Path, dict[str, torch.Tensor]]
 Q_B = "model.layers.1.self_attn.q_b_proj.weight"
@@ -192,3 +194,16 @@ def test_the_embedded_shape_loads_within_two_seconds(
         elapsed_s.append(time.perf_counter() - begin)
         assert len(loaded) == len(checkpoint.specs)
     assert min(elapsed_s) < 2.0
+
+
+@pytest.mark.parametrize("size", [(1, 1), (128, 128), (576, 256), (130, 300)])
+def test_blocks_round_trip(size: tuple[int, int]) -> None:
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(3))
+    weight[0] = 0
+    values, scale = quantise(weight)
+    assert scale.shape == (div_ceil(size[0], 128), div_ceil(size[1], 128))
+    assert torch.equal(scale, torch.exp2(torch.log2(scale).round()))
+    restored = dequantise(values, scale, dtype=torch.float32)
+    torch.testing.assert_close(restored, weight, rtol=1 / 16, atol=1e-4)
+    with pytest.raises(BadInput, match="finite"):
+        quantise(torch.full((2, 2), torch.nan))
