@@ -102,7 +102,7 @@ class Engine:
             deterministic=config.deterministic,
         )
         self._entry = Entry(model.config, tokenizer)
-        self._roster = Roster()
+        self._roster: Roster[Request] = Roster()
         self._followers = Followers()
         self._future = FutureMap(line_max=offload.sequence_max, token_max=config.mtp)
         self._flights: deque[Flight] = deque()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ess.door import Sequence
 from ess.engine.request import Request
 from ess.engine.tokens.chance import Chance
+
+if TYPE_CHECKING:
+    from ess.door import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        return self.stop == len(self.request.prompt) - 1
+        return self.stop == self.request.prefill_count
 
 
 @dataclass(frozen=True, slots=True)

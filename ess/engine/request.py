@@ -87,10 +87,6 @@ class Request:
         if abs(self.priority) > PRIORITY_MAX:
             raise BadInput(f"priority is {self.priority}, must be -{PRIORITY_MAX}..{PRIORITY_MAX}")
 
-    def move(self, state: State) -> None:
-        assert (self.state, state) in MOVES, f"request {self.number}: {self.state} -> {state}"
-        self.state = state
-
     @property
     def rank(self) -> tuple[int, int]:
         """Who comes before whom: the lower priority value, and among equals the older."""
@@ -116,9 +112,13 @@ class Request:
         return self.sampling.tokens_max - len(self.output)
 
     @property
+    def prefill_count(self) -> int:
+        """Prompt tokens to prefill: the last one is left to decode."""
+        return len(self.prompt) - 1
+
+    @property
     def is_prefilled(self) -> bool:
-        """The last prompt token is left to decode."""
-        return self.prefilled_count == len(self.prompt) - 1
+        return self.prefilled_count == self.prefill_count
 
     def take(self, made: list[int]) -> list[int]:
         """Append new tokens up to the first that ends the request; returns those kept."""

@@ -11,35 +11,56 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
-from ess.engine.request import Request, State
+from ess.engine.request import MOVES, State
 
 SPARE: Final = 64
 
 
-class Roster:
+class Runnable(Protocol):
+    """What roster and scheduler ask of a request, be it simulated."""
+
+    number: int
+    state: State
+    draft_count: int
+    ahead_count: int
+    prefilled_count: int
+
+    @property
+    def rank(self) -> tuple[int, int]: ...
+    @property
+    def left_count(self) -> int: ...
+    @property
+    def prefill_count(self) -> int: ...
+
+
+AnyRequest = TypeVar("AnyRequest", bound=Runnable)
+
+
+class Roster(Generic[AnyRequest]):
     def __init__(self) -> None:
         states: tuple[State, ...] = ("waiting", "prefilling", "decoding", "preempted")
-        self._by_state: dict[State, dict[int, Request]] = {state: {} for state in states}
+        self._by_state: dict[State, dict[int, AnyRequest]] = {state: {} for state in states}
         self._ranks: dict[State, list[tuple[int, int]]] = {"waiting": [], "prefilling": []}
 
-    def add(self, request: Request) -> None:
+    def add(self, request: AnyRequest) -> None:
         self._by_state[request.state][request.number] = request
         if request.state in self._ranks:
             heapq.heappush(self._ranks[request.state], request.rank)
 
-    def move(self, request: Request, state: State) -> None:
+    def move(self, request: AnyRequest, state: State) -> None:
         found = self._by_state[request.state].pop(request.number, None)
         assert found is request, f"request {request.number} is on another roster"
-        request.move(state)
+        assert (request.state, state) in MOVES, f"{request.number}: {request.state} -> {state}"
+        request.state = state
         if state != "finished":
             self.add(request)
 
     def count(self, state: State) -> int:
         return len(self._by_state[state])
 
-    def first(self, state: State) -> Request | None:
+    def first(self, state: State) -> AnyRequest | None:
         """The first in rank of those that wait or are being prefilled."""
         ranks, here = self._ranks[state], self._by_state[state]
         if len(ranks) > 2 * len(here) + SPARE:
@@ -49,9 +70,9 @@ class Roster:
         assert bool(ranks) == bool(here), f"{len(here)} are {state}, {len(ranks)} have a rank"
         return here[ranks[0][1]] if ranks else None
 
-    def of(self, state: State) -> Iterable[Request]:
+    def of(self, state: State) -> Iterable[AnyRequest]:
         return self._by_state[state].values()
 
-    def by_rank(self, *states: State) -> list[Request]:
+    def by_rank(self, *states: State) -> list[AnyRequest]:
         found = [request for state in states for request in self.of(state)]
         return sorted(found, key=lambda request: request.rank)

@@ -192,7 +192,9 @@ def test_nothing_is_lost_and_nothing_overlaps():
     assert all(one.made == one.arrival.output_tokens for one in served)
     assert all(one.length == one.arrival.prompt_tokens + one.made for one in served)
     assert all(one.arrival.at_s < one.first_s <= one.end_s <= found.seconds for one in served)
-    assert [one.prefilled for one in served] == [one.arrival.prompt_tokens - 1 for one in served]
+    assert [one.prefilled_count for one in served] == [
+        one.arrival.prompt_tokens - 1 for one in served
+    ]
     found.rank.ledger.check()
     assert found.rank.ledger.promised(SLOTS) == 0
 

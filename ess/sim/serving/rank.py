@@ -1,11 +1,11 @@
 """One decode rank: who waits, who runs, how long each step takes. Times are given, never read.
 
 It is the engine's loop with simulated steps in it. A request waits until the ledger admits it, all
-accounts or none and nobody before the one that has waited longest; with prefill beside decode it is
-then prefilled chunk by chunk, at most one chunk a step; then it decodes with all others up to the
-batch limit, oldest first. Promises are for the whole length, so nobody is preempted. With a time
-per token asked for, `ess.engine.tpot_control` decides depth, batch and chunk from the steps that
-were seen.
+accounts or none and none before the request that has waited longest. From there on
+`ess.engine.scheduler` says who is prefilled and who decodes. Promises are for the whole length, so
+no request is preempted. With a time per token asked for, `ess.engine.tpot_control` decides depth,
+batch and chunk from the steps that were seen. A step takes as long as if every request had the
+whole depth verified, though a request at its end verifies less.
 
 What misses: a request whose rows fit into its share of the slots misses nothing, and leaves what it
 does not need to the others; those that do not fit share what is left alike, and each misses what
@@ -20,7 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ess.engine import tpot_control
+from ess.engine import scheduler, tpot_control
+from ess.engine.request import State
+from ess.engine.roster import Roster
 from ess.engine.tpot_control import TPOT, Pace, Seen
 from ess.errors import PoolFull
 from ess.pool.capacity import Needs, needs
@@ -70,14 +72,18 @@ class Rank:
 @dataclass(slots=True, kw_only=True, eq=False)
 class Life:
     """One request on its way. `right` holds, for each of its steps, how many drafts are right;
-    `cached` prompt tokens need no prefill."""
+    `cached` prompt tokens need no prefill. `draft_count` drafts wait for each of its steps, and
+    `ahead_count` tokens are never under way when one is planned."""
 
     number: int
     arrival: Arrival
     right: bytes
+    draft_count: int = 0
+    ahead_count: int = 0
     cached: int = 0
+    state: State = "waiting"
     length: int = 0
-    prefilled: int = 0
+    prefilled_count: int = 0
     made: int = 0
     step_count: int = 0
     first_s: float | None = None
@@ -85,12 +91,24 @@ class Life:
     refused: str | None = None
     reservation: Reservation | None = field(default=None, repr=False)
 
+    @property
+    def rank(self) -> tuple[int, int]:
+        return 0, self.number
+
+    @property
+    def left_count(self) -> int:
+        return self.arrival.output_tokens - self.made
+
+    @property
+    def prefill_count(self) -> int:
+        return self.arrival.prompt_tokens - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step under way, with what is already certain about it."""
+    """A step under way: each request of its batch with the tokens it has verified, and the time."""
 
-    turns: tuple[Life, ...]
+    turns: list[tuple[Life, int]]
     depth: int
     decode_s: float
     exposed_s: float
@@ -111,8 +129,7 @@ class Running:
     ledger: Ledger = field(init=False)
     pace: Pace = field(init=False)
     waiting: deque[Life] = field(default_factory=deque)
-    prefilling: deque[Life] = field(default_factory=deque)
-    decoding: list[Life] = field(default_factory=list)
+    roster: Roster[Life] = field(default_factory=Roster)
     limiter: str | None = None
     batch_peak: int = 0
     busy_s: float = 0.0
@@ -131,7 +148,7 @@ class Running:
 
     @property
     def running_count(self) -> int:
-        return len(self.decoding) + len(self.prefilling)
+        return self.roster.count("decoding") + self.roster.count("prefilling")
 
     def require(self, life: Life) -> None:
         """PoolFull if not even an empty rank could take it."""
@@ -141,8 +158,13 @@ class Running:
         """Admits who fits, then one step with who runs; None when nobody does."""
         self._admit()
         depth = self.pace.verified_count
-        turns = tuple(self.decoding[: self.rank.batch_max])
-        decode_s, exposed_s = self._decode_s(turns, depth)
+        turns = scheduler.plan_batch(
+            self.roster,
+            batch_max=self.rank.batch_max,
+            query_max=self.rank.batch_max * self.rank.depth,
+            verified_max=depth,
+        )
+        decode_s, exposed_s = self._decode_s([life.length for life, _ in turns], depth)
         chunk_of, tokens, chunk_s = self._chunk()
         if not turns and chunk_of is None:
             return None
@@ -152,10 +174,10 @@ class Running:
 
     def land(self, flight: Flight, now_s: float) -> list[Life]:
         """What the step has made; returns who is done."""
-        for life in flight.turns:
-            _advance(life, flight.depth, now_s)
+        for life, verified_count in flight.turns:
+            _advance(life, verified_count, now_s)
         self._observe(flight)
-        done = [life for life in flight.turns if life.end_s is not None]
+        done = [life for life, _ in flight.turns if life.end_s is not None]
         for life in done:
             self._leave(life)
         if flight.chunk_of is not None:
@@ -188,44 +210,40 @@ class Running:
 
     def _enter(self, life: Life) -> None:
         life.length = life.arrival.prompt_tokens
-        life.prefilled = life.cached
-        if self.rank.chunk_time is not None and life.length > 1 + life.cached:
-            self.prefilling.append(life)
-        else:
+        life.prefilled_count = life.cached
+        self.roster.add(life)
+        self.roster.move(life, "prefilling")
+        if self.rank.chunk_time is None or life.prefilled_count == life.prefill_count:
             self._decode(life)
 
     def _decode(self, life: Life) -> None:
-        """Those that run are kept in the order in which they came."""
-        self.decoding.append(life)
-        self.decoding.sort(key=lambda one: one.number)
+        self.roster.move(life, "decoding")
         self._change_count += 1
 
     def _leave(self, life: Life) -> None:
         assert life.reservation is not None, f"request {life.number} runs without a reservation"
         self.ledger.release(life.reservation)
-        self.decoding.remove(life)
+        self.roster.move(life, "finished")
         self._change_count += 1
 
     def _chunk(self) -> tuple[Life | None, int, float]:
-        if not self.prefilling:
+        chunk = scheduler.plan_chunk(self.roster, self.pace.chunk_limit)
+        if chunk is None:
             return None, 0, 0.0
         assert self.rank.chunk_time is not None
-        life = self.prefilling[0]
-        tokens = min(self.pace.chunk_limit, life.arrival.prompt_tokens - 1 - life.prefilled)
-        return life, tokens, self.rank.chunk_time.of(tokens, after=life.prefilled)
+        life, start, stop = chunk
+        return life, stop - start, self.rank.chunk_time.of(stop - start, after=start)
 
     def _prefilled(self, life: Life, tokens: int) -> None:
-        life.prefilled += tokens
-        if life.prefilled == life.arrival.prompt_tokens - 1:
-            self.prefilling.popleft()
+        life.prefilled_count += tokens
+        if life.prefilled_count == life.prefill_count:
             self._decode(life)
 
-    def _decode_s(self, turns: Sequence[Life], depth: int) -> tuple[float, float]:
-        if not turns:
+    def _decode_s(self, lengths: Sequence[int], depth: int) -> tuple[float, float]:
+        if not lengths:
             return 0.0, 0.0
-        lengths = [life.length for life in turns]
         time = self.rank.times.at(
-            requests=len(turns),
+            requests=len(lengths),
             queries=depth,
             context=sum(lengths) / len(lengths),
             misses=self._misses(lengths),
@@ -245,7 +263,7 @@ class Running:
         self._step_count += 1
         if self.rank.target_ms is None:
             return
-        verified = [(flight.depth - 1, life.right[life.step_count - 1]) for life in flight.turns]
+        verified = [(flight.depth - 1, life.right[life.step_count - 1]) for life, _ in flight.turns]
         seen = Seen(
             seconds=flight.decode_s,
             request_count=len(flight.turns),
@@ -267,16 +285,14 @@ class Running:
             self.waited_s[self.limiter] = self.waited_s.get(self.limiter, 0.0) + flight.seconds
 
 
-def _advance(life: Life, depth: int, now_s: float) -> None:
-    right = life.right[life.step_count]
+def _advance(life: Life, verified_count: int, now_s: float) -> None:
+    made = min(1 + life.right[life.step_count], verified_count)
     life.step_count += 1
-    made = min(1 + min(right, depth - 1), life.arrival.output_tokens - life.made)
-    assert made >= 1, f"request {life.number} ran beyond its last token"
     life.made += made
     life.length += made
     if life.first_s is None:
         life.first_s = now_s
-    if life.made == life.arrival.output_tokens:
+    if life.left_count == 0:
         life.end_s = now_s
 
 

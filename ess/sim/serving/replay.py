@@ -67,6 +67,7 @@ def replay(
             number=number,
             arrival=one,
             right=_right(one, number, rank.depth, drafting),
+            draft_count=rank.depth - 1,
             cached=found,
         )
         for number, (one, found) in enumerate(
