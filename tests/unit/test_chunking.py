@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ess.errors import BadInput
-from ess.sim.prefill.chunking import Chunking, PrefillTime, chunks, fit, next_chunk, profile_lengths
+from ess.sim.prefill.chunking import Chunking, PrefillTime, chunks, next_chunk
 
-TIME = PrefillTime(quadratic=2e-9, linear=5e-5, constant=0.1)
+TIME = PrefillTime(quadratic=2e-9, linear=5e-5)
 
 times = st.builds(PrefillTime, quadratic=st.floats(1e-14, 1e-6), linear=st.floats(0, 1e-2))
 set_up = st.builds(
@@ -25,7 +24,7 @@ set_up = st.builds(
 
 
 def seconds(time: PrefillTime, tokens: int) -> float:
-    return time.quadratic * tokens**2 + time.linear * tokens + time.constant
+    return time.quadratic * tokens**2 + time.linear * tokens
 
 
 def test_a_strict_chunk_takes_as_long_as_the_first() -> None:
@@ -35,7 +34,7 @@ def test_a_strict_chunk_takes_as_long_as_the_first() -> None:
         shorter, longer = (
             seconds(TIME, done + chunk + more) - seconds(TIME, done) for more in (0, 64)
         )
-        target = seconds(TIME, 64_000) - TIME.constant
+        target = seconds(TIME, 64_000)
         assert chunk > wide.floor or done == 1_000_000
         if chunk > wide.floor:
             assert shorter <= target * (1 + 1e-9)
@@ -83,47 +82,6 @@ def test_chunks_shrink_and_sum_to_the_prompt(
     assert list(sizes) == sorted(sizes, reverse=True), "time per token only grows"
 
 
-def test_a_fit_finds_the_curve_that_made_the_samples() -> None:
-    rng = np.random.default_rng(3)
-    lengths = profile_lengths(first=8192, context=131_072)
-    samples = [(n, seconds(TIME, n) * (1 + 0.001 * rng.standard_normal())) for n in lengths]
-    found = fit(samples)
-    assert found.quadratic == pytest.approx(TIME.quadratic, rel=0.1)
-    assert found.linear == pytest.approx(TIME.linear, rel=0.1)
-    assert found.constant == pytest.approx(TIME.constant, rel=0.05)
-
-
-def test_a_falling_slope_at_zero_counts_as_none() -> None:
-    found = fit([(n, 1e-6 * n**2 - 1e-4 * n + 1) for n in range(100, 3000, 100)])
-    assert found.linear == 0
-    assert found.quadratic > 0
-
-
-def test_profile_lengths_reach_a_quarter_beyond_and_stay_inside() -> None:
-    lengths = profile_lengths(first=8192, context=131_072)
-    assert lengths[0] == 10_240
-    assert len(lengths) == 128
-    assert min(lengths) > 0
-    assert profile_lengths(first=8192, context=5000)[0] == 5000
-    assert profile_lengths(first=64, context=131_072) == tuple(range(80, 0, -1))
-
-
-@pytest.mark.parametrize(
-    ("samples", "says"),
-    [
-        ([(n, 1.0) for n in range(1, 8)], "7 samples"),
-        ([(n % 2 + 1, 1.0) for n in range(20)], "2 lengths"),
-        ([(n, 5.0 * n) for n in range(1, 20)], "must be above 0"),
-        ([(n, n**0.5) for n in range(1, 20)], "must be above 0"),
-        ([(n, float("nan")) for n in range(1, 20)], "finite"),
-        ([(n, -1.0 * n) for n in range(1, 20)], "above 0"),
-    ],
-)
-def test_a_fit_that_says_nothing_is_refused(samples: list[tuple[int, float]], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
-        fit(samples)
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -136,7 +94,7 @@ def test_a_fit_that_says_nothing_is_refused(samples: list[tuple[int, float]], sa
         ({"page": 0}, "page 0"),
     ],
 )
-def test_set_upthat_cannot_be_are_refused(wrong: dict[str, float], says: str) -> None:
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, float], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         Chunking(**({"first": 4096, "context": 131_072} | wrong))  # type: ignore[arg-type]
 

@@ -1,44 +1,36 @@
 """How long the next prefill chunk may be, so that every chunk takes about the same time.
 
-Prefilling n tokens takes T(n) = quadratic n^2 + linear n + constant: each token attends to all
-before it. A chunk of c tokens after h others takes T(h + c) - T(h), so equal chunks take longer and
-longer, and in a pipeline every stage waits for the longest one. The strict next chunk solves
+Prefilling n tokens takes T(n) = quadratic n^2 + linear n: each token attends to all before it. A
+chunk of c tokens after h others takes T(h + c) - T(h), so equal chunks take longer and longer, and
+in a pipeline every stage waits for the longest chunk. The strict next chunk solves
 
-    T(h + c) - T(h) = T(first) - T(0)
+    T(h + c) - T(h) = T(first)
 
-for c. A quadratic is only a fit, and small chunks use the hardware badly, so the answer is moved
-toward the first chunk: c' = first + smoothing (c - first); 0 keeps the size, 1 follows the fit. It
-is never below a quarter of the first chunk nor above what is left of the context, and is a multiple
-of max(page, 64), but for a tail that is shorter than that.
+for c. A quadratic is only an estimate, and small chunks use the hardware badly, so the answer is
+moved toward the first chunk: c' = first + smoothing (c - first); 0 keeps the size, 1 follows the
+estimate. It is never below a quarter of the first chunk nor above what is left of the context, and
+is a multiple of max(page, 64), except for a tail that is shorter than that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
 
 from ess.errors import BadInput
 from ess.units import PAGE_ROWS
 
-SAMPLES_MIN: Final = 8
-SAMPLES_MAX: Final = 128
-PROFILE_REACH: Final = 1.25
 FLOOR_SHARE: Final = 4
 SMOOTHING_DEFAULT: Final = 0.75
-ROUNDING_SHARE: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTime:
-    """Seconds to prefill n tokens from nothing: quadratic n^2 + linear n + constant."""
+    """Seconds to prefill n tokens from nothing: quadratic n^2 + linear n."""
 
     quadratic: float
     linear: float
-    constant: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.quadratic > 0 and math.isfinite(self.quadratic)):
@@ -46,11 +38,11 @@ class PrefillTime:
                 f"prefill time with a quadratic term of {self.quadratic:g}: it must be above 0, "
                 "or later chunks cost no more than early ones; use chunks of one size"
             )
-        if not (self.linear >= 0 and math.isfinite(self.linear + self.constant)):
-            raise BadInput(f"{self}: the linear term must not be negative, both must be finite")
+        if not (self.linear >= 0 and math.isfinite(self.linear)):
+            raise BadInput(f"{self}: the linear term must be finite and not negative")
 
     def of(self, tokens: float, *, after: float = 0.0) -> float:
-        """Seconds for a chunk of `tokens` behind `after` others, without the constant."""
+        """Seconds for a chunk of `tokens` behind `after` others."""
         return tokens * (self.quadratic * (tokens + 2 * after) + self.linear)
 
 
@@ -80,35 +72,6 @@ class Chunking:
         return self.first // FLOOR_SHARE
 
 
-def profile_lengths(*, first: int, context: int) -> tuple[int, ...]:
-    """Prompt lengths to time, longest first; what the first one takes is warm-up: leave it out."""
-    if first < 1 or context < 1:
-        raise BadInput(f"first chunk {first} and context {context} must be positive")
-    longest = min(int(PROFILE_REACH * first), context)
-    step = max(1, longest // SAMPLES_MAX)
-    return tuple(range(longest, 0, -step))[:SAMPLES_MAX]
-
-
-def fit(samples: Sequence[tuple[int, float]]) -> PrefillTime:
-    """Least squares through (tokens, seconds). A negative linear term counts as none.
-
-    Refused when there are too few samples, or when time does not grow faster than length.
-    """
-    lengths = {tokens for tokens, _ in samples}
-    if len(samples) < SAMPLES_MIN or len(lengths) < 3:
-        raise BadInput(
-            f"{len(samples)} samples of {len(lengths)} lengths: a fit needs at least "
-            f"{SAMPLES_MIN} samples and 3 lengths"
-        )
-    tokens, seconds = np.array(samples, float).T
-    if not (np.isfinite(seconds).all() and (seconds > 0).all() and (tokens > 0).all()):
-        raise BadInput("every sample needs tokens and seconds above 0 and finite")
-    quadratic, linear, constant = _least_squares(tokens, seconds)
-    if abs(quadratic) * tokens.max() ** 2 < ROUNDING_SHARE * seconds.max():
-        quadratic = 0.0
-    return PrefillTime(quadratic=quadratic, linear=max(0.0, linear), constant=constant)
-
-
 def next_chunk(time: PrefillTime, chunking: Chunking, *, done: int) -> int:
     """Tokens of the chunk that follows `done` tokens."""
     if not 0 <= done < chunking.context:
@@ -124,12 +87,11 @@ def next_chunk(time: PrefillTime, chunking: Chunking, *, done: int) -> int:
     return chunk
 
 
-def chunks(time: PrefillTime, chunking: Chunking, *, prompt: int) -> tuple[int, ...]:
-    """All chunks of one prompt, in order; the last one is what is left."""
+def chunks(time: PrefillTime, chunking: Chunking, *, prompt: int, done: int = 0) -> tuple[int, ...]:
+    """All chunks of a prompt behind its `done` tokens, in order; the last chunk is what is left."""
     if not 0 < prompt <= chunking.context:
         raise BadInput(f"a prompt of {prompt} tokens, the context holds {chunking.context}")
     sizes: list[int] = []
-    done = 0
     while done < prompt:
         sizes.append(min(next_chunk(time, chunking, done=done), prompt - done))
         done += sizes[-1]
@@ -138,22 +100,10 @@ def chunks(time: PrefillTime, chunking: Chunking, *, prompt: int) -> tuple[int, 
 
 
 def _strict(time: PrefillTime, first: int, done: int) -> float:
-    """The positive root of quadratic c^2 + (2 quadratic done + linear) c = T(first) - T(0).
+    """The positive root of quadratic c^2 + (2 quadratic done + linear) c = T(first).
 
     In the form that subtracts nothing, so it stays exact where the quadratic term is tiny.
     """
     slope = 2 * time.quadratic * done + time.linear
     target = time.of(first)
     return 2 * target / (slope + math.sqrt(slope * slope + 4 * time.quadratic * target))
-
-
-def _least_squares(
-    tokens: np.ndarray[tuple[int], np.dtype[np.float64]],
-    seconds: np.ndarray[tuple[int], np.dtype[np.float64]],
-) -> tuple[float, float, float]:
-    """Lengths are scaled to 1 first: their squares would drown the constant in rounding."""
-    scale = float(tokens.max())
-    share = tokens / scale
-    columns = np.stack([share**2, share, np.ones_like(share)], axis=1)
-    solved, *_ = np.linalg.lstsq(columns, seconds, rcond=None)
-    return float(solved[0]) / scale**2, float(solved[1]) / scale, float(solved[2])

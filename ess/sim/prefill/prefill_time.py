@@ -18,7 +18,7 @@ from typing import Final
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.sim.operators.stages import FLOP_PER_QUERY, Machine
-from ess.sim.prefill.chunking import Chunking, PrefillTime, next_chunk
+from ess.sim.prefill.chunking import Chunking, PrefillTime, chunks
 from ess.sim.prefill.pipeline import Pipeline, prefill
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
@@ -79,19 +79,12 @@ class Tier:
         The last token is left to decode, which runs it first.
         """
         assert 0 <= cached < prompt, f"{cached} of {prompt} tokens are cached"
-        sizes = self._sizes(prompt - 1, cached)
-        if not sizes:
+        tokens = prompt - 1
+        if cached == tokens:
             return 0.0, self.handoff.seconds(prompt=prompt, last_chunk=0)
+        chunking = Chunking(first=FIRST_CHUNK, context=align_up(tokens, PAGE_ROWS))
+        sizes = chunks(self.time, chunking, prompt=tokens, done=cached)
         pipeline = Pipeline.of_layers(layers=self.layer_count, stages=self.stages)
         found = prefill(self.time, pipeline, sizes, after=cached)
         landed_s = self.handoff.seconds(prompt=prompt, last_chunk=sizes[-1])
         return found.busy_s, found.ttft_s + landed_s
-
-    def _sizes(self, tokens: int, cached: int) -> list[int]:
-        """As the engine would choose them, from the end of what is cached."""
-        chunking = Chunking(first=FIRST_CHUNK, context=align_up(max(tokens, 1), PAGE_ROWS))
-        sizes, done = [], cached
-        while done < tokens:
-            sizes.append(min(next_chunk(self.time, chunking, done=done), tokens - done))
-            done += sizes[-1]
-        return sizes
