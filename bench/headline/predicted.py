@@ -10,11 +10,11 @@ from ess.bench.harness.report import Row, compare
 from ess.bench.headline.plan import Curves, Outcome, Plan
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.sim.decode_step import Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.operators.gpus import operators_of
 from ess.sim.plan import Ask, Planner, Point
 from ess.sim.plan import Plan as Answer
-from ess.sim.simulate import Scenario, simulate
 from ess.sim.timeline import Span
 
 USER_RATES: Final = (15.0, 20.0, 30.0)

@@ -18,7 +18,7 @@ from ess.bench.harness.report import Row
 from ess.bench.locality.fidelity import Sample
 from ess.pool.budget import Curve, divide
 from ess.sim.locality import profiles
-from ess.sim.locality.curves import MissCurve
+from ess.sim.locality.stack_distances import MissCurve
 from ess.sim.published import layer_misses, mean_misses
 
 CONTEXT: Final = 32 * 1024

@@ -16,9 +16,9 @@ from ess.bench.harness.agreement import agreement
 from ess.bench.harness.report import Row
 from ess.sim import published
 from ess.sim.locality import profiles
-from ess.sim.locality.curves import MissCurve, miss_curve
 from ess.sim.locality.selections import LayerStream, Load
 from ess.sim.locality.similarity import step_similarity
+from ess.sim.locality.stack_distances import MissCurve, miss_curve
 from ess.sim.locality.workloads import generated
 
 QUERY_COUNT: Final = 2

@@ -23,12 +23,20 @@ from ess.bench.locality.fidelity import (
 )
 from ess.bench.locality.replay import recorded_rows, replay_row
 from ess.sim.locality import laboratory, profiles
-from ess.sim.locality.curves import miss_curve
 from ess.sim.locality.laboratory import Outcome, Start
-from ess.sim.locality.oracles import Min, Sieve, next_uses
-from ess.sim.locality.policies import Fifo, PlannerLru, Policy, Random, ScoreEma, SelectionEma
+from ess.sim.locality.oracles import Min, next_uses
+from ess.sim.locality.policies import (
+    Fifo,
+    PlannerLru,
+    Policy,
+    Random,
+    ScoreEma,
+    SelectionEma,
+    Sieve,
+)
 from ess.sim.locality.selections import LayerProfile, Load
 from ess.sim.locality.similarity import NeighbourFetch, neighbour_fetch
+from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import Workload, generated
 
 TOP_K: Final = 2048

@@ -11,12 +11,12 @@ from ess.bench.harness.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.pool.lru.arena import BLOCK_SLOTS
 from ess.sim.locality import laboratory
-from ess.sim.locality.curves import MissCurve, miss_curve
 from ess.sim.locality.laboratory import Start
-from ess.sim.locality.oracles import Min, Sieve, next_uses
-from ess.sim.locality.policies import Fifo, PlannerLru, Policy, Random, SelectionEma
+from ess.sim.locality.oracles import Min, next_uses
+from ess.sim.locality.policies import Fifo, PlannerLru, Policy, Random, SelectionEma, Sieve
 from ess.sim.locality.selections import LayerProfile, Load
 from ess.sim.locality.similarity import containment, step_similarity
+from ess.sim.locality.stack_distances import MissCurve, miss_curve
 from ess.sim.locality.workloads import Workload, generated, recorded, write_trace
 from ess.trace import TraceReader
 

@@ -19,13 +19,13 @@ from ess.bench.harness.report import Row
 from ess.layout import ModelLayout
 from ess.overlap.policy import Mode
 from ess.sim import published
+from ess.sim.decode_step import LAYERS, Prediction, Scenario, simulate
+from ess.sim.fit_constants import BATCH_MIN
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
 from ess.sim.operators import tables
-from ess.sim.operators.fit import BATCH_MIN
 from ess.sim.operators.stages import Fitted, Operators
 from ess.sim.published import Throughput
-from ess.sim.simulate import LAYERS, Prediction, Scenario, simulate
 
 ROW_AGREEMENT: Final = 0.95
 MEAN_AGREEMENT: Final = 0.975

@@ -18,10 +18,10 @@ from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.overlap.policy import Mode
 from ess.pool.capacity import HOST_PAGES, page_count
+from ess.sim.decode_step import Prediction, Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
 from ess.sim.operators.stages import Operators
-from ess.sim.simulate import Prediction, Scenario, simulate
 from ess.units import format_bytes
 
 MEMORY_SHARE: Final = 0.9

@@ -18,9 +18,9 @@ from ess.server.commands.plan import parse_duration, planner_of
 from ess.sim.operators.gpus import check_planned
 from ess.sim.plan import Ask, Planner
 from ess.sim.serving.arrivals import Arrival, read_arrivals
+from ess.sim.serving.comparison import RATE_MAX, MissesBy, Served, Serving, serve
 from ess.sim.serving.goodput import Objective, Spread, Summary
 from ess.sim.serving.traffic import Mix, at_rate, draw
-from ess.sim.serving.worker import RATE_MAX, MissesBy, Served, Serving, serve
 from ess.units import parse_size
 
 TIER: Final = re.compile(r"^(\d{1,4})x(\d{1,4})$")

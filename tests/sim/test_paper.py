@@ -8,7 +8,8 @@ import pytest
 
 from ess.bench.harness.report import Row
 from ess.bench.paper.published import paper_benchmark
-from ess.sim.operators import fit, tables
+from ess.sim import fit_constants
+from ess.sim.operators import tables
 from ess.sim.operators.stages import FITTED_FILE, Fitted, Operators
 
 MISSED = {
@@ -58,9 +59,11 @@ def test_the_missed_gains_are_within_eleven_points(rows: list[Row]):
 
 def test_the_constants_are_the_fitted_ones_and_no_offload_row_took_part():
     document = json.loads(FITTED_FILE.read_text())
-    asked = fit.targets()
+    asked = fit_constants.targets()
     assert all(target.scenario.misses is None for target in asked)
     assert list(document["rows"]) == [target.name for target in asked]
     assert document["candidates"][0]["fitted"] == document["constants"]
-    errors = fit.relative_errors(Operators(tables=tables.load(), fitted=Fitted.shipped()), asked)
+    errors = fit_constants.relative_errors(
+        Operators(tables=tables.load(), fitted=Fitted.shipped()), asked
+    )
     assert [round(float(error), 4) for error in errors] == list(document["rows"].values())

@@ -15,12 +15,12 @@ from ess.sim.memory_budget import Budget
 from ess.sim.prefill.chunking import PrefillTime
 from ess.sim.prefill.prefill_time import Handoff, Tier
 from ess.sim.serving.arrivals import Arrival
+from ess.sim.serving.decode_rank import BATCH, Rank, mean_misses
 from ess.sim.serving.goodput import Objective, summarise, tpot_s, ttft_s
 from ess.sim.serving.prefixes import reused, shared
-from ess.sim.serving.rank import BATCH, Rank, mean_misses
 from ess.sim.serving.replay import PREFILL, Drafting, Replay, replay
 from ess.sim.serving.traffic import Mix, at_rate, chance_of, draw, right_drafts
-from ess.sim.steptime import StepTime
+from ess.sim.step_grid import StepTime
 
 GIB = 1 << 30
 SECOND_PER_TOKEN = PrefillTime(quadratic=1e-12, linear=1.0)

@@ -15,10 +15,10 @@ from ess.sim.operators import tables
 from ess.sim.operators.stages import Fitted, Operators
 from ess.sim.plan import Ask, Planner
 from ess.sim.prefill.prefill_time import estimate
+from ess.sim.serving.comparison import RATE_MAX, Serving, serve
 from ess.sim.serving.goodput import Objective
 from ess.sim.serving.traffic import Mix, at_rate, draw
-from ess.sim.serving.worker import RATE_MAX, Serving, serve
-from ess.sim.steptime import StepTimes
+from ess.sim.step_grid import StepTimes
 
 OBJECTIVE = Objective(ttft_s=10.0, tpot_s=0.06)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from ess.errors import BadInput
+from ess.sim.decode_step import Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.operators import tables
 from ess.sim.operators.gpus import check_planned, operators_of
 from ess.sim.operators.tables import FOLDER, Curve, Surface
-from ess.sim.simulate import Scenario, simulate
 
 
 def test_curves_interpolate_extrapolate_and_never_go_below_a_launch():

@@ -10,11 +10,11 @@ import pytest
 from ess.bench.locality import lru_bruteforce
 from ess.errors import BadInput
 from ess.sim.locality import laboratory
-from ess.sim.locality.curves import miss_curve
 from ess.sim.locality.laboratory import Start
-from ess.sim.locality.oracles import Min, Sieve, next_uses
-from ess.sim.locality.policies import Fifo, PlannerLru, Random, ScoreEma, SelectionEma
+from ess.sim.locality.oracles import Min, next_uses
+from ess.sim.locality.policies import Fifo, PlannerLru, Random, ScoreEma, SelectionEma, Sieve
 from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import Step, Workload, generated
 
 SMALL = Load(context=400, step_count=60, query_count=2, top_k=32, recent=2, seed=5)

@@ -10,10 +10,10 @@ import pytest
 
 from ess.errors import BadInput
 from ess.sim.locality import laboratory, profiles
-from ess.sim.locality.curves import miss_curve
 from ess.sim.locality.policies import PlannerLru
 from ess.sim.locality.selections import COLD_SCORE, LayerProfile, LayerStream, Load
 from ess.sim.locality.similarity import containment, neighbour_fetch, step_similarity
+from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import generated, recorded, write_trace
 from ess.sim.published import layer_misses, mean_misses
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter

@@ -1,4 +1,4 @@
-"""SIEVE, and the policies that read the future: MIN, forced and with bypass."""
+"""Policies that read the future: MIN, forced and with bypass."""
 
 from __future__ import annotations
 
@@ -6,64 +6,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ess.sim.locality.policies import Ranked
 from ess.sim.locality.selections import Ints
 from ess.sim.locality.workloads import Step, Workload, distinct
 
 NEVER: Final = 2**31 - 1
-
-
-class Sieve(Ranked):
-    """A hand walks from the oldest admission to the newest and spares, once, what was selected.
-
-    `order` holds the residents, oldest first. The hand takes unvisited rows and clears the visits
-    it passes; rows of the step are visited, so a first round never takes them and a second round
-    must not. At the end of the list the hand starts again before newcomers are appended.
-    """
-
-    def __init__(self, workload: Workload, *, slots: int) -> None:
-        super().__init__(workload, slots=slots)
-        self._order = np.empty(0, np.int64)
-        self._visited = np.zeros(workload.row_count, bool)
-        self._hand = 0
-
-    def drop(self, start: int, stop: int) -> None:
-        gone = (self._order >= start) & (self._order < stop)
-        self._remove(gone, self._hand)
-        super().drop(start, stop)
-
-    def _observe(self, selected: Ints, step: Step | None) -> None:
-        self._visited[selected[self._held[selected]]] = True
-
-    def _came_in(self, rows: Ints) -> None:
-        self._visited[rows] = False
-        if self._hand == self._order.size:
-            self._hand = 0
-        self._order = np.concatenate([self._order, rows])
-
-    def _victims(self, wanted: int) -> npt.NDArray[np.int64]:
-        turn = np.roll(np.arange(self._order.size), -self._hand)
-        walk = self._order[turn]
-        first = np.flatnonzero(~self._visited[walk] & ~self._pinned[walk])[:wanted]
-        if first.size == wanted:
-            taken = passed = first
-            self._visited[walk[: passed[-1] + 1]] = False
-        else:
-            self._visited[walk] = False
-            spared = ~self._pinned[walk]
-            spared[first] = False
-            passed = np.flatnonzero(spared)[: wanted - first.size]
-            taken = np.concatenate([first, passed])
-        gone = np.zeros(self._order.size, bool)
-        gone[turn[taken]] = True
-        self._remove(gone, int(turn[passed[-1]]) + 1 if passed.size else self._hand)
-        return walk[taken]
-
-    def _remove(self, gone: npt.NDArray[np.bool_], hand: int) -> None:
-        self._hand = hand - int(np.count_nonzero(gone[:hand]))
-        self._order = self._order[~gone]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

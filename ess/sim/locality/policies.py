@@ -4,7 +4,8 @@ A step writes its fresh rows, then stamps what it finds, and only then looks for
 the step can be one. Rows that find no victim are served in place: they miss and are not admitted.
 
 `PlannerLru` is not a model of the product but the product: `ess.pool.lru.planner` on a real arena.
-The others rank rows and evict the lowest. Policies that need more than a rank are in `oracles`.
+The others rank rows and evict the lowest; SIEVE walks. Policies that read the future are in
+`oracles`.
 """
 
 from __future__ import annotations
@@ -210,3 +211,54 @@ class SelectionEma(Ranked):
     def _observe(self, selected: Ints, step: Step | None) -> None:
         self._rank *= 1 - EMA_WEIGHT
         self._rank[selected] += EMA_WEIGHT
+
+
+class Sieve(Ranked):
+    """A hand walks from the oldest admission to the newest and spares, once, what was selected.
+
+    `order` holds the residents, oldest first. The hand takes unvisited rows and clears the visits
+    it passes; rows of the step are visited, so a first round never takes them and a second round
+    must not. At the end of the list the hand starts again before newcomers are appended.
+    """
+
+    def __init__(self, workload: Workload, *, slots: int) -> None:
+        super().__init__(workload, slots=slots)
+        self._order = np.empty(0, np.int64)
+        self._visited = np.zeros(workload.row_count, bool)
+        self._hand = 0
+
+    def drop(self, start: int, stop: int) -> None:
+        gone = (self._order >= start) & (self._order < stop)
+        self._remove(gone, self._hand)
+        super().drop(start, stop)
+
+    def _observe(self, selected: Ints, step: Step | None) -> None:
+        self._visited[selected[self._held[selected]]] = True
+
+    def _came_in(self, rows: Ints) -> None:
+        self._visited[rows] = False
+        if self._hand == self._order.size:
+            self._hand = 0
+        self._order = np.concatenate([self._order, rows])
+
+    def _victims(self, wanted: int) -> npt.NDArray[np.int64]:
+        turn = np.roll(np.arange(self._order.size), -self._hand)
+        walk = self._order[turn]
+        first = np.flatnonzero(~self._visited[walk] & ~self._pinned[walk])[:wanted]
+        if first.size == wanted:
+            taken = passed = first
+            self._visited[walk[: passed[-1] + 1]] = False
+        else:
+            self._visited[walk] = False
+            spared = ~self._pinned[walk]
+            spared[first] = False
+            passed = np.flatnonzero(spared)[: wanted - first.size]
+            taken = np.concatenate([first, passed])
+        gone = np.zeros(self._order.size, bool)
+        gone[turn[taken]] = True
+        self._remove(gone, int(turn[passed[-1]]) + 1 if passed.size else self._hand)
+        return walk[taken]
+
+    def _remove(self, gone: npt.NDArray[np.bool_], hand: int) -> None:
+        self._hand = hand - int(np.count_nonzero(gone[:hand]))
+        self._order = self._order[~gone]

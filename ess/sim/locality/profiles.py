@@ -1,6 +1,6 @@
 """Parameters of the generator for each layer, and published numbers that only it is held against.
 
-`HOT` and `COLD` were fitted by `ess.sim.locality.calibration` to the published misses of each layer
+`HOT` and `COLD` were fitted by `ess.sim.locality.fit_layers` to the published misses of each layer
 at 32K (ratios 0.2 and 0.3 of slots to context, `ess.sim.published`), to nothing else. Layer 17 is
 of its own kind: what is hot in it grows with the context; set by hand at 32K.
 """

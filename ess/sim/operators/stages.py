@@ -78,7 +78,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """Fitted on published rows without offload only; see ess/sim/fit.py.
+    """Fitted on published rows without offload only; see ess.sim.fit_constants.
 
     `compute_scale` is on what the published operators are not known to share with ours: the module
     apart from its rated parts, and the experts. `balance` names the expert table.

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from ess.errors import BadInput
-from ess.sim.serving.rank import Life
+from ess.sim.serving.decode_rank import Life
 from ess.sim.serving.replay import Replay
 
 PERCENTS: Final = (50, 90, 99)

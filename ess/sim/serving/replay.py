@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from ess.errors import BadInput, PoolFull
 from ess.sim.prefill.prefill_time import Tier
 from ess.sim.serving.arrivals import Arrival
-from ess.sim.serving.rank import Flight, Life, Rank, Running
+from ess.sim.serving.decode_rank import Flight, Life, Rank, Running
 from ess.sim.serving.traffic import right_drafts
 
 WAITING_MAX: Final = 256

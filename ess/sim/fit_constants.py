@@ -1,6 +1,6 @@
 """The constants of the simulator, fitted on published rows without offload and on nothing else.
 
-    python -m ess.sim.operators.fit
+    python -m ess.sim.fit_constants
 
 Rows: the three distinct ones of Table 2 at ratio 1, and Fig. 1 (unlimited memory) from batch 8 up,
 each with the weight of one. What is minimised is the root mean square of the relative error of the
@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.sim import published
+from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators import tables
 from ess.sim.operators.stages import FITTED_FILE, Fitted, Operators
-from ess.sim.simulate import Scenario, simulate
 
 BATCH_MIN: Final = 8
 UNLIMITED_ACCEPTED: Final = 1.7
@@ -130,7 +130,7 @@ def main() -> None:
     best = candidates[0]
     errors = relative_errors(Operators(tables=tables.load(), fitted=best.fitted), rows)
     document = {
-        "command": "python -m ess.sim.operators.fit",
+        "command": "python -m ess.sim.fit_constants",
         "constants": best.fitted,
         "rms": best.rms,
         "rows": {row.name: round(float(error), 4) for row, error in zip(rows, errors, strict=True)},

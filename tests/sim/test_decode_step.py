@@ -7,9 +7,9 @@ import pytest
 from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
 from ess.overlap.policy import Mode
+from ess.sim.decode_step import LAYERS, Scenario, simulate
 from ess.sim.operators import tables
 from ess.sim.operators.stages import Fitted, Operators, Shape
-from ess.sim.simulate import LAYERS, Scenario, simulate
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 
 

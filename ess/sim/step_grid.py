@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
+from ess.sim.decode_step import Scenario, simulate
 from ess.sim.locality.misses import MissCurves
 from ess.sim.operators.stages import Operators
-from ess.sim.simulate import Scenario, simulate
 
 REQUESTS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 CONTEXTS: Final = tuple(1 << power for power in range(11, 22))

@@ -1,6 +1,6 @@
 """Fits the generator's layers to the two published profiles at 32K; run it to print them again.
 
-    python -m ess.sim.locality.calibration
+    python -m ess.sim.locality.fit_layers
 
 Misses at ratios 0.2 and 0.3 are measured on a grid of (hot, cold), interpolated in logarithms, and
 each layer takes the point nearest to its two published numbers. Quiet layers have next to no misses
@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from ess import console
 from ess.sim.locality import profiles
-from ess.sim.locality.curves import miss_curve
 from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import generated
 from ess.sim.published import layer_misses
 

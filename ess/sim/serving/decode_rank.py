@@ -29,7 +29,7 @@ from ess.pool.capacity import Needs, needs
 from ess.pool.ledger import Ledger, Reservation
 from ess.sim.prefill.chunking import PrefillTime
 from ess.sim.serving.arrivals import Arrival
-from ess.sim.steptime import Clocked
+from ess.sim.step_grid import Clocked
 
 BATCH: Final = "batch"
 LOOK_EVERY: Final = 16

@@ -21,12 +21,12 @@ from ess.sim.prefill import prefill_time
 from ess.sim.prefill.chunking import PrefillTime
 from ess.sim.prefill.prefill_time import Handoff, Tier
 from ess.sim.serving.arrivals import Arrival
+from ess.sim.serving.decode_rank import Rank
 from ess.sim.serving.goodput import Objective, Summary, summarise
 from ess.sim.serving.prefixes import reused, shared
-from ess.sim.serving.rank import Rank
 from ess.sim.serving.replay import WAITING_MAX, Drafting, replay
 from ess.sim.serving.traffic import at_rate, chance_of
-from ess.sim.steptime import StepTimes
+from ess.sim.step_grid import StepTimes
 from ess.units import PAGE_ROWS
 
 MissesBy = Literal["curve", "lru"]
