@@ -80,8 +80,14 @@ def test_more_slots_never_miss_more_and_all_slots_miss_nothing(context: int):
     assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(counts))
 
 
-def test_misses_grow_with_queries_up_to_the_selection():
+@pytest.mark.parametrize("context", [1000, 32_768, 131_072])
+@pytest.mark.parametrize("queries", [1, 2, 4])
+def test_a_layer_misses_at_most_what_its_queries_select(context: int, queries: int):
+    """Down to slots that hold next to nothing, where the published curves are only carried on."""
     curves = misses.published()
-    two, four = (curves.layers(context=32_768, slots=8192, queries_each=n) for n in (2, 4))
-    assert four == pytest.approx([2 * miss for miss in two])
-    assert max(curves.layers(context=32_768, slots=64, queries_each=1)) == 2048
+    for slots in (context // 500, context // 50, context // 10, context // 2):
+        layers = curves.layers(context=context, slots=slots, queries_each=queries)
+        assert len(layers) == 61
+        assert 0 < min(layers) <= max(layers) <= min(queries * 2048, context)
+    starved = curves.layers(context=32_768, slots=64, queries_each=queries)
+    assert max(starved) == queries * 2048
