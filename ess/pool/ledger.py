@@ -20,7 +20,7 @@ Promise = Literal["all", "some"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """`unit` is what people call one of it; `times` says how many of it one unit stands for."""
+    """`unit` is the word for what it counts; `times` says how many of them a unit stands for."""
 
     name: str
     unit: str
@@ -112,4 +112,6 @@ class Ledger:
         for name in self._accounts:
             assert self.promised(name) >= 0, f"{name}: negative promises"
             assert self.free(name) >= 0, f"{name}: over-committed by {-self.free(name)}"
-        assert all(reservation.is_open for reservation in self._open), "a closed one is listed"
+        assert all(reservation.is_open for reservation in self._open), (
+            "a closed reservation is listed"
+        )

@@ -92,12 +92,12 @@ def relative_errors(operators: Operators, rows: Sequence[Target]) -> Reals:
 def fit(rows: Sequence[Target]) -> list[Candidate]:
     """Every candidate, best first."""
     measured = tables.load()
-    found = [
+    candidates = [
         _fit_two(measured, rows, balance=balance, repeat=repeat)
         for balance in BALANCES
         for repeat in REPEATS
     ]
-    return sorted(found, key=lambda one: one.rms)
+    return sorted(candidates, key=lambda candidate: candidate.rms)
 
 
 def _fit_two(

@@ -1,8 +1,8 @@
-"""How many requests fit: the ledger's own arithmetic over slots, index pages and host pages.
+"""How many requests a GPU's memory holds, by the ledger that would admit them.
 
-Device memory for the latent working set and the index is one amount; how it is divided between the
-two is ours to choose, so for a batch the index gets exactly what its pages need and slots get the
-rest. The ledger then says whether the batch is admitted, and if not, which account is short.
+Slots and index share the device memory. For a batch the index gets exactly what its pages need and
+slots get the rest. The ledger then says whether the batch is admitted, and if not, which account is
+short.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Budget:
         return min(context, max(0, left) // self.slot_bytes // max(batch, 1))
 
     def books(self, *, context: int, batch: int) -> Ledger:
-        """A ledger divided for this batch; unlimited host pages when no host memory is given."""
+        """A ledger divided for this batch."""
         pages = batch * page_count(context)
         return self._ledger(index_pages=pages, page_total=pages)
 
     def _ledger(self, *, index_pages: int, page_total: int) -> Ledger:
-        """At most `index_pages`, slots from what they leave; `page_total` pages on a host whose
-        memory is not given."""
+        """At most `index_pages`, and slots from the memory that they leave. A host whose memory is
+        not given has `page_total` pages."""
         index_pages = min(index_pages, self.device_bytes // self.index_page_bytes)
         left = self.device_bytes - index_pages * self.index_page_bytes
         if self.host_bytes is not None:
@@ -68,8 +68,8 @@ class Budget:
     def split_for(self, lengths: Sequence[int], *, slot_floor: int | None) -> Ledger:
         """One division for requests of these lengths: slots and index pages run out together.
 
-        Each reserves its floor of slots, or its whole length where none is given. The longest one
-        gets its pages, if they are to be had at all. Host pages hold everybody, if not said.
+        Each reserves its floor of slots, or its whole length where no floor is given. The longest
+        gets its pages if the device can hold them.
         """
         pages = [page_count(length) for length in lengths]
         slots = [length if slot_floor is None else min(length, slot_floor) for length in lengths]
@@ -95,7 +95,7 @@ class Budget:
         """The largest admitted batch, in whole multiples; 0 when not one request fits."""
         if context < 1 or slots_each < 0 or multiple < 1:
             asked = f"context {context}, slots {slots_each}, multiple {multiple}"
-            raise BadInput(f"{asked}: no batch has this shape")
+            raise BadInput(f"{asked}: context and multiple must be 1 or more, slots not negative")
         fits, fails = 0, BATCH_MAX
         while fails - fits > 1:
             middle = (fits + fails) // 2

@@ -3,7 +3,7 @@
 For every batch the index takes what its pages need and slots get the rest of the device memory, so
 the ratio falls as the batch grows; below the slot floor misses explode (the working set of a layer
 no longer fits), so a batch that cannot give every request its floor is not planned. Among those
-that remain, and that keep the time per token, the one with the most tokens per second is taken.
+that remain, and that keep the time per token, the batch with the most tokens per second is taken.
 
 The device memory is what weights and reserves leave; `Ask.device_bytes` overrides it.
 """
@@ -94,8 +94,8 @@ class Point:
 class Plan:
     """`resident` is the best without offload; None when not one whole request fits.
 
-    `break_even_batch` is the least batch tried that beats it, `index_wall` the batch at
-    which index keys alone fill the device, `floor_batch` the one at which slots reach their floor.
+    `break_even_batch` is the least batch tried that beats it, `index_wall` the batch at which index
+    keys alone fill the device, `floor_batch` the batch at which slots reach their floor.
     """
 
     device_bytes: int
@@ -112,7 +112,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """Answers one ask; without map and MTP layer, memory is counted as the paper counts it."""
+    """Answers an ask. The paper counts memory without the slot map and the MTP layer."""
 
     operators: Operators
     curves: misses.MissCurves
@@ -158,7 +158,9 @@ class Planner:
         chosen = max(kept, key=lambda point: point.tokens_per_s)
         resident = self._resident()
         better = [
-            one.batch for one in points if resident and one.tokens_per_s > resident.tokens_per_s
+            point.batch
+            for point in points
+            if resident and point.tokens_per_s > resident.tokens_per_s
         ]
         return Plan(
             device_bytes=self.device_bytes,
@@ -177,17 +179,17 @@ class Planner:
         """The faster of one batch and two overlapped halves."""
         both = [self._predict(batch, slots_each, tbo=tbo) for tbo in (False, True)]
         tbo = both[1].step_us < both[0].step_us
-        found = both[tbo]
+        faster = both[tbo]
         return Point(
             batch=batch,
             slots_each=slots_each,
             ratio=slots_each / self.ask.context,
             tbo=tbo,
-            step_us=found.step_us,
-            exposed_us=found.exposed_us,
-            token_us=found.step_us / self.ask.tokens_each,
-            tokens_per_s=found.tokens_per_s(batch=batch, accepted=self.ask.tokens_each),
-            modes={mode.name: found.modes.count(mode) for mode in Mode if mode in found.modes},
+            step_us=faster.step_us,
+            exposed_us=faster.exposed_us,
+            token_us=faster.step_us / self.ask.tokens_each,
+            tokens_per_s=faster.tokens_per_s(batch=batch, accepted=self.ask.tokens_each),
+            modes={mode.name: faster.modes.count(mode) for mode in Mode if mode in faster.modes},
             host_bytes=batch * page_count(self.ask.context) * self.layout.host_page_bytes,
         )
 
@@ -211,7 +213,7 @@ class Planner:
         return self.budget.batch_max(context=self.ask.context, slots_each=slots_each)
 
     def _refuse_unless(self, batch: int, slots_each: int) -> None:
-        """Says what is missing and by how much."""
+        """The refusal says how many bytes are missing, and where."""
         context, budget = self.ask.context, self.budget
         short = budget.refusal(context=context, batch=batch, slots_each=slots_each)
         if short is None:

@@ -49,9 +49,9 @@ class StepTimes:
         step_us = exposed_us = 0.0
         for corner in itertools.product(*sides):
             weight = corner[0][1] * corner[1][1] * corner[2][1]
-            found = self._corner(queries, *(size for size, _ in corner))
-            step_us += weight * found.step_us
-            exposed_us += weight * found.exposed_us
+            time = self._corner(queries, *(size for size, _ in corner))
+            step_us += weight * time.step_us
+            exposed_us += weight * time.exposed_us
         return StepTime(step_us, exposed_us)
 
     def _corner(self, queries: int, requests: int, context: int, misses: int) -> StepTime:
@@ -72,13 +72,13 @@ class StepTimes:
             ranks=self.ranks,
             misses=layers if misses else None,
         )
-        found = simulate(self.operators, scenario)
-        return StepTime(found.step_us, found.exposed_us)
+        prediction = simulate(self.operators, scenario)
+        return StepTime(prediction.step_us, prediction.exposed_us)
 
 
 def _beside(sizes: Sequence[int], size: float) -> list[tuple[int, float]]:
-    """The grid sizes around `size` with their weights. Beyond the last the last two go on, below
-    the first it stays: as in the operator tables."""
+    """The grid sizes around `size` with their weights. Beyond the grid the last two sizes are
+    extrapolated, below it the first size counts: as in the operator tables."""
     if size <= sizes[0]:
         return [(sizes[0], 1.0)]
     right = min(bisect_right(sizes, size), len(sizes) - 1)

@@ -63,21 +63,21 @@ class RequestStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_requests(requests: Sequence[RequestStep], header: TraceHeader) -> None:
-    for one in requests:
+    for entry in requests:
         if not (
-            0 <= one.request < 1 << 63
-            and 0 <= one.accepted <= one.query_count <= header.mtp
-            and 0 <= one.length <= header.context - one.query_count
+            0 <= entry.request < 1 << 63
+            and 0 <= entry.accepted <= entry.query_count <= header.mtp
+            and 0 <= entry.length <= header.context - entry.query_count
         ):
             raise BadInput(
-                f"{one} breaks accepted <= query_count <= mtp {header.mtp} "
+                f"{entry} breaks accepted <= query_count <= mtp {header.mtp} "
                 f"or length + query_count <= context {header.context}"
             )
 
 
 def encode_step(number: int, requests: Sequence[RequestStep], group_sizes: Sequence[int]) -> bytes:
     """Number and request count, the requests column by column, the frame size of every group."""
-    columns = [getattr(one, name) for name in RequestStep.__struct_fields__ for one in requests]
+    columns = [getattr(entry, name) for name in RequestStep.__struct_fields__ for entry in requests]
     return varints.encode([number, len(requests), *columns, *group_sizes])
 
 
@@ -119,7 +119,7 @@ def decode_header(payload: bytes, *, check: int) -> TraceHeader:
     try:
         return msgspec.msgpack.decode(payload, type=TraceHeader)
     except msgspec.MsgspecError as error:
-        raise BadInput(f"the header is not one of version {VERSION}: {error}") from None
+        raise BadInput(f"the header is not of version {VERSION}: {error}") from None
 
 
 def frame_check(kind: bytes, payload: bytes, *, offset: int, seed: int) -> int:

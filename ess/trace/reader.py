@@ -1,4 +1,4 @@
-"""Read a trace step by step, or any step by its place; recover one that was never closed."""
+"""Read a trace step by step, or any step by its place; recover a trace that was never closed."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Source:
 
     def frame(self, kind: bytes, offset: int, *, end: int) -> tuple[bytes, int]:
         """The payload of the frame at `offset`, which must end by `end`, and where it ends."""
-        found, size, check = form.FRAME.unpack(self.read(offset, form.FRAME.size))
+        kind_read, size, check = form.FRAME.unpack(self.read(offset, form.FRAME.size))
         after = offset + form.FRAME.size + size
-        if found != kind or after > end or size > form.PAYLOAD_BYTES_MAX:
+        if kind_read != kind or after > end or size > form.PAYLOAD_BYTES_MAX:
             raise BadInput(f"no whole {kind.decode()} frame at byte {offset}")
         payload = self.read(offset + form.FRAME.size, size)
         if form.frame_check(kind, payload, offset=offset, seed=self.seed) != check:
@@ -66,7 +66,7 @@ class TraceStep:
 
     @property
     def query_count(self) -> int:
-        return sum(one.query_count for one in self.requests)
+        return sum(entry.query_count for entry in self.requests)
 
     def selection(self, group: int) -> npt.NDArray[np.int32]:
         """[queries, top_k], in the order of the requests, ascending, -1 pads."""

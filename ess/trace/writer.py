@@ -31,7 +31,9 @@ class TraceWriter:
         try:
             self._file = open(path, "xb", buffering=0)  # noqa: SIM115
         except FileExistsError:
-            raise BadInput(f"{path} exists; a trace is never overwritten, name a new one") from None
+            raise BadInput(
+                f"{path} exists; a trace is never overwritten, name a new file"
+            ) from None
         self._append(preamble)
 
     @property
@@ -62,7 +64,7 @@ class TraceWriter:
         if not self._last_number < number < 1 << 63:
             raise BadInput(f"step {number} does not follow step {self._last_number}; count upward")
         form.check_requests(requests, self.header)
-        query_count = sum(one.query_count for one in requests)
+        query_count = sum(entry.query_count for entry in requests)
         if query_count != self._query_count:
             raise BadInput(f"requests with {query_count} queries, groups with {self._query_count}")
         step = self._encode_step(number, requests)
@@ -99,7 +101,7 @@ class TraceWriter:
 
     def _check_open(self) -> None:
         if self._file.closed:
-            raise BadState(f"this trace is closed after {self.step_count} steps; begin a new one")
+            raise BadState(f"this trace is closed after {self.step_count} steps; begin a new trace")
 
     def _encode_step(self, number: int, requests: Sequence[RequestStep]) -> bytes:
         group_sizes = [form.FRAME.size + len(payload) for payload in self._pending]

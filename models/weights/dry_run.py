@@ -63,7 +63,7 @@ class Plan:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """A config.json by its path, or a published one by its name ("deepseek-v3.2", "glm-5.2")."""
+    """A config.json by its path, or a published config by its name ("deepseek-v3.2", "glm-5.2")."""
     if path in PUBLISHED:
         text = (files("ess.models") / "configs" / f"{path}.json").read_text()
         return dict(json.loads(text))

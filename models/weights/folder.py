@@ -7,8 +7,8 @@ following a link, so there is no path to resolve and no moment between a check a
 One exception, on request (`links="hub"`): a Hugging Face cache keeps snapshots as links to
 `../../blobs/<name>`. Such a link, and no other, is followed, again by descriptors.
 
-Limit: a file that somebody shortens while it is mapped kills the process (SIGBUS), as with every
-memory-mapped reader. A checkpoint must not be rewritten in place while it is served.
+Limit: a file that another process shortens while it is mapped kills this one (SIGBUS), as with
+every memory-mapped reader. A checkpoint must not be rewritten in place while it is served.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class Folder:
 
 def read_at(fd: int, offset: int, count: int) -> bytes:
     """Exactly `count` bytes, or BadInput."""
-    found = bytearray()
-    while len(found) < count:
-        piece = os.pread(fd, count - len(found), offset + len(found))
+    read = bytearray()
+    while len(read) < count:
+        piece = os.pread(fd, count - len(read), offset + len(read))
         if not piece:
-            raise BadInput(f"the file ends after {offset + len(found):,} bytes while it is read")
-        found += piece
-    return bytes(found)
+            raise BadInput(f"the file ends after {offset + len(read):,} bytes while it is read")
+        read += piece
+    return bytes(read)

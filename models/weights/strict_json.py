@@ -19,25 +19,25 @@ def parse_object(raw: bytes, *, what: str) -> dict[str, Any]:
     if raw.count(b",") > VALUES_MAX:
         raise BadInput(f"{what} has more than {VALUES_MAX:,} JSON values")
     try:
-        found = json.loads(
+        document = json.loads(
             raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
         )
     except RecursionError:
         raise BadInput(f"{what} is nested too deeply to be a checkpoint's JSON") from None
     except ValueError as error:
         raise BadInput(f"{what} is not readable JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
-        raise BadInput(f"{what} is a JSON {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(document, dict):
+        raise BadInput(f"{what} is a JSON {type(document).__name__}, expected an object")
+    return document
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         names = [key for key, _ in pairs]
-        twice = next(key for key in found if names.count(key) > 1)
+        twice = next(key for key in members if names.count(key) > 1)
         raise BadInput(f"the key {twice[:200]!r} appears twice")
-    return found
+    return members
 
 
 def _refuse_constant(text: str) -> Any:

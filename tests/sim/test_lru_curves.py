@@ -19,8 +19,8 @@ def test_counted_misses_are_the_published_ones_at_32k():
     published = misses.published()
     counted = lru_curves(published, Drawing(contexts=(32_768,), steps=64, skip=24))
     found = agreement(counted, published)
-    assert [one.ratio for one in found] == [0.1, 0.2, 0.3, 0.5, 0.9]
-    errors = [abs(one.lru / one.published - 1.0) for one in found]
+    assert [point.ratio for point in found] == [0.1, 0.2, 0.3, 0.5, 0.9]
+    errors = [abs(point.lru / point.published - 1.0) for point in found]
     assert statistics.mean(errors) < 0.2
     at = [counted.mean(context=32_768, slots=slots) for slots in range(2048, 32_768, 2048)]
     assert at == sorted(at, reverse=True)
@@ -29,13 +29,13 @@ def test_counted_misses_are_the_published_ones_at_32k():
 def test_more_queries_miss_more_in_a_step_but_less_each():
     published = misses.published()
     small = {"contexts": (8192,), "ratios": (0.4, 0.8), "layers": 2, "steps": 32, "skip": 12}
-    one, four = (
+    single, four = (
         lru_curves(published, Drawing(queries_each=queries, **small)).mean(
             context=8192, slots=0.4 * 8192
         )
         for queries in (1, 4)
     )
-    assert one / 2 < 4 * four / 2 < 4 * one
+    assert single / 2 < 4 * four / 2 < 4 * single
 
 
 def test_layers_are_spread_over_all():
@@ -55,6 +55,6 @@ def test_the_command_counts_and_says_how_well_it_agrees(capsys: pytest.CaptureFi
     assert main([*asked, "--misses", "lru", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert len(document["agreed"]) == 10
-    assert all(0.8 < one["lru"] / one["published"] < 1.25 for one in document["agreed"])
+    assert all(0.8 < point["lru"] / point["published"] < 1.25 for point in document["agreed"])
     assert document["offload"]["misses_mean"] > 50
     assert document["resident"]["misses_mean"] == 0

@@ -63,8 +63,8 @@ def asks(*sizes: tuple[float, int, int]) -> list[Arrival]:
 
 def times(found: Replay) -> list[tuple[float | None, float | None]]:
     return [
-        tuple(None if at is None else round(at, 6) for at in (one.first_s, one.end_s))
-        for one in found.lives
+        tuple(None if at is None else round(at, 6) for at in (life.first_s, life.end_s))
+        for life in found.lives
     ]
 
 
@@ -75,8 +75,8 @@ def test_decode_by_hand():
     """
     found = replay(asks((0, 1, 3), (5, 1, 3)), rank(), drafting=Drafting(chance=0.0))
     assert times(found) == [(9, 29), (19, 38)]
-    assert [ttft_s(one) for one in found.lives] == [9, 14]
-    assert [tpot_s(one) for one in found.lives] == [10, 9.5]
+    assert [ttft_s(life) for life in found.lives] == [9, 14]
+    assert [tpot_s(life) for life in found.lives] == [10, 9.5]
     seen = summarise(found, Objective(ttft_s=10, tpot_s=10))
     assert (seen.served_count, seen.good_share, seen.batch_peak) == (2, 0.5, 2)
     assert seen.tokens_per_s == pytest.approx(6 / 38)
@@ -129,8 +129,8 @@ def test_blocks_are_found_again_until_they_are_pushed_out():
     """512 tokens a block; the page before the end of what is found is run again with MTP."""
     blocks = [(1, 2, 3), (1, 2, 4), (1, 2, 3), (9,), (1, 2, 3)]
     arrivals = [
-        Arrival(at_s=0.0, prompt_tokens=512 * len(one), output_tokens=1, prefix_blocks=one)
-        for one in blocks
+        Arrival(at_s=0.0, prompt_tokens=512 * len(names), output_tokens=1, prefix_blocks=names)
+        for names in blocks
     ]
     assert reused(arrivals, has_mtp=False) == [0, 1024, 1472, 0, 1472]
     assert reused(arrivals, has_mtp=True) == [0, 960, 1408, 0, 1408]
@@ -164,14 +164,14 @@ def test_misses_take_time_and_end_when_rows_fit():
 def test_who_does_not_fit_waits_or_is_refused_by_name():
     small = rank(slots=150, host_pages=4)
     found = replay(asks((0, 90, 2), (0, 90, 2), (0, 300, 2)), small)
-    assert [one.refused for one in found.lives] == [None, None, HOST_PAGES]
+    assert [life.refused for life in found.lives] == [None, None, HOST_PAGES]
     first, second = found.lives[:2]
     assert second.first_s > first.end_s
     assert summarise(found, Objective(ttft_s=1, tpot_s=1)).waited_s.keys() == {SLOTS}
     alone = replay(asks(*[(0, 1, 2)] * 3), rank(batch_max=1), waiting_max=2)
-    assert [one.refused for one in alone.lives] == [None, None, PREFILL]
+    assert [life.refused for life in alone.lives] == [None, None, PREFILL]
     late = replay(asks((0, 1, 9), (1, 1, 9), (10, 1, 9)), rank(batch_max=1), waiting_max=1)
-    assert [one.refused for one in late.lives] == [None, None, BATCH]
+    assert [life.refused for life in late.lives] == [None, None, BATCH]
 
 
 def test_a_time_per_token_bounds_the_batch():
@@ -187,13 +187,13 @@ def test_nothing_is_lost_and_nothing_overlaps():
     """A random load under pressure: every token is made, the ledger ends empty, order is kept."""
     mix = Mix(rate=0.05, count=80, prompt_tokens=120, output_tokens=12, spread=0.8)
     found = replay(draw(mix, seed=3), rank(slots=400, depth=3), waiting_max=20)
-    served = [one for one in found.lives if one.refused is None]
-    assert {one.refused for one in found.lives} > {None}
-    assert all(one.made == one.arrival.output_tokens for one in served)
-    assert all(one.length == one.arrival.prompt_tokens + one.made for one in served)
-    assert all(one.arrival.at_s < one.first_s <= one.end_s <= found.seconds for one in served)
-    assert [one.prefilled_count for one in served] == [
-        one.arrival.prompt_tokens - 1 for one in served
+    served = [life for life in found.lives if life.refused is None]
+    assert {life.refused for life in found.lives} > {None}
+    assert all(life.made == life.arrival.output_tokens for life in served)
+    assert all(life.length == life.arrival.prompt_tokens + life.made for life in served)
+    assert all(life.arrival.at_s < life.first_s <= life.end_s <= found.seconds for life in served)
+    assert [life.prefilled_count for life in served] == [
+        life.arrival.prompt_tokens - 1 for life in served
     ]
     found.rank.ledger.check()
     assert found.rank.ledger.promised(SLOTS) == 0
@@ -210,7 +210,7 @@ def test_offload_changes_no_draws():
     mix = Mix(rate=0.1, count=30, prompt_tokens=50, output_tokens=8)
     arrivals = draw(mix, seed=1)
     both = [replay(arrivals, rank(200, depth=2, slot_floor=floor)) for floor in (20, None)]
-    steps = [[life.step_count for life in one.lives] for one in both]
+    steps = [[life.step_count for life in replayed.lives] for replayed in both]
     assert steps[0] == steps[1]
     assert times(both[0]) != times(both[1])
 
@@ -220,10 +220,10 @@ def test_drawn_lengths_and_rates():
     arrivals = draw(mix, seed=0)
     assert arrivals[0].at_s == 0.0
     assert len(arrivals) / arrivals[-1].at_s == pytest.approx(4.0, rel=0.03)
-    mean = sum(one.prompt_tokens for one in arrivals) / len(arrivals)
+    mean = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
     assert mean == pytest.approx(1000, rel=0.05)
     assert at_rate(arrivals, 8.0)[-1].at_s == pytest.approx(len(arrivals) / 8.0, rel=1e-3)
-    assert {one.prompt_tokens for one in draw(replace(mix, spread=0.0), seed=0)} == {1000}
+    assert {arrival.prompt_tokens for arrival in draw(replace(mix, spread=0.0), seed=0)} == {1000}
 
 
 @pytest.mark.parametrize(("accepted", "depth"), [(1.0, 4), (1.7, 2), (2.8, 4), (4.0, 4)])
@@ -249,7 +249,7 @@ def test_slots_and_index_pages_run_out_together():
     ("ask", "match"),
     [
         (lambda: replay([], rank()), "no requests"),
-        (lambda: replay(asks((0, 1, 1)), rank(chunk_time=None)), "exactly one"),
+        (lambda: replay(asks((0, 1, 1)), rank(chunk_time=None)), "exactly one of them"),
         (lambda: Mix(rate=0.0, count=1, prompt_tokens=1, output_tokens=1), "rate of 0.0"),
         (lambda: Mix(rate=1.0, count=0, prompt_tokens=1, output_tokens=1), "0 requests"),
         (lambda: Mix(rate=1.0, count=1, prompt_tokens=0, output_tokens=1), "prompts of 0"),

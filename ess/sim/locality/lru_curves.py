@@ -61,18 +61,19 @@ class Drawing:
 
 
 def lru_curves(shape_of: MissCurves, drawing: Drawing) -> MissCurves:
-    """Means by LRU, shapes as they are."""
+    """Means counted in the planner, shapes over the layers as they are in `shape_of`."""
     means = {}
     for context in drawing.contexts:
-        found = _means(context, drawing)
+        means_by_ratio = _means(context, drawing)
         means[context] = Curve(
-            tuple(found), tuple(math.log(max(miss, 1e-3)) for miss in found.values())
+            tuple(means_by_ratio),
+            tuple(math.log(max(miss, 1e-3)) for miss in means_by_ratio.values()),
         )
     return MissCurves(means=means, shapes=shape_of.shapes)
 
 
 def agreement(lru: MissCurves, published: MissCurves) -> list[Agreed]:
-    """Where something was published; below its least ratio a curve is only carried on."""
+    """At every ratio that was published; below the least of them curves are extrapolated."""
     least = min(curve.sizes[0] for curve in published.means.values())
     return [
         Agreed(
@@ -111,9 +112,9 @@ def _means(context: int, drawing: Drawing) -> Mapping[float, float]:
             str(ratio): PlannerLru(workload, slots=_slots(ratio * context), top_k=TOP_K)
             for ratio in drawing.ratios
         }
-        found = laboratory.run(workload, arenas, start=Start(warm=True, fill=True))
+        outcomes = laboratory.run(workload, arenas, start=Start(warm=True, fill=True))
         for ratio in drawing.ratios:
-            totals[ratio] += found[str(ratio)].mean(skip=drawing.skip)
+            totals[ratio] += outcomes[str(ratio)].mean(skip=drawing.skip)
     scale = PUBLISHED_QUERIES / drawing.queries_each / drawing.layers
     return {ratio: scale * total for ratio, total in totals.items()}
 

@@ -1,7 +1,8 @@
 """Which row gives way: policies on one workload, in lockstep, all under the planner's batch rules.
 
-A step writes its fresh rows, then stamps what it finds, and only then looks for victims; no row of
-the step can be one. Rows that find no victim are served in place: they miss and are not admitted.
+A step writes its fresh rows, then stamps the rows that are resident, and only then looks for
+victims; no row of the step can be a victim. Rows that find no victim are served in place: they miss
+and are not admitted.
 
 `PlannerLru` is not a model of the product but the product: `ess.pool.lru.planner` on a real arena.
 The others rank rows and evict the lowest; SIEVE walks. Policies that read the future are in
@@ -178,7 +179,7 @@ class Fifo(Ranked):
 
 
 class Random(Ranked):
-    """Anybody, from a seed."""
+    """Any row, from a seed."""
 
     def __init__(self, workload: Workload, *, slots: int, seed: int = 0) -> None:
         super().__init__(workload, slots=slots)

@@ -106,7 +106,7 @@ class Drawn:
 class _Walk:
     """A permutation whose first `hot` places are members, and the slow scores of the members.
 
-    A drifting member changes places with somebody who is none, so members stay distinct.
+    A drifting member changes places with a position that is no member, so members stay distinct.
     """
 
     def __init__(

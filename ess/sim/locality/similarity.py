@@ -4,9 +4,9 @@ Similarity is containment: of what a query selects, the share that another selec
 Between consecutive queries of one layer it is the intra-layer similarity, between one layer and the
 next, for the same query, the inter-layer one.
 
-The inter-layer prefetch fetches, for each layer, whatever its predecessor selected and the layer's
-arena lacks. Rows go to a staging area: the arena is the plain LRU's, so every useful row is a miss
-avoided, and every other one was moved for nothing.
+The inter-layer prefetch fetches, for each layer, every row that its predecessor selected and the
+layer's arena lacks. Rows go to a staging area: the arena is the plain LRU's, so every useful row is
+a miss avoided, and every other row was moved for nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def containment(other: npt.NDArray[Any], selection: npt.NDArray[Any]) -> float:
 
 
 def step_similarity(selections: Iterable[npt.NDArray[Any]]) -> float:
-    """Mean containment of each query's selection in the one before it."""
+    """Mean containment of each query's selection in that of the query before."""
     queries = [query for selection in selections for query in selection]
     pairs = itertools.pairwise(queries)
     return float(np.mean([containment(before, now) for before, now in pairs]))
@@ -56,15 +56,15 @@ def neighbour_fetch(
     below = generated(load, profiles[1], layer=layer)
     arena = PlannerLru(below, slots=slots, top_k=load.top_k)
     arena.warm(below.windows)
-    found = []
+    steps = []
     for hint, step in zip(above.steps(), below.steps(), strict=True):
         hinted = distinct(hint.rows)
         absent = hinted[~arena.resident()[hinted]]
         missing = arena.access(step)
         useful = int(np.isin(absent, missing).sum())
         alike = np.mean([containment(a, b) for a, b in zip(hint.rows, step.rows, strict=True)])
-        found.append((float(alike), missing.size, absent.size, useful))
-    counted = np.array(found[skip:])
+        steps.append((float(alike), missing.size, absent.size, useful))
+    counted = np.array(steps[skip:])
     similarity, missed, fetched, useful_rows = counted.mean(axis=0)
     return NeighbourFetch(
         similarity=float(similarity),

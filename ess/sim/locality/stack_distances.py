@@ -87,9 +87,9 @@ class _Recency:
     def stamp(self, rows: Ints, number: int) -> Places:
         """Rows, each once, move to the front; returns the places they had, in no order."""
         self._marked[rows] = True
-        found = self._marked[self._stack]
-        places = np.flatnonzero(found)
-        self._stack = np.concatenate([rows, self._stack[~found]])
+        is_moved = self._marked[self._stack]
+        places = np.flatnonzero(is_moved)
+        self._stack = np.concatenate([rows, self._stack[~is_moved]])
         self._marked[rows] = False
         known = self._last[rows]
         self._count -= np.bincount(known[known >= 0], minlength=self._count.size)

@@ -29,8 +29,8 @@ ROWS_MAX: Final = 1 << 27
 class Step:
     """Selected rows [queries, top_k] with -1 pads, and the rows that the step writes itself.
 
-    `scores` is over all rows, or None where nobody recorded them. `ended` are ranges of rows whose
-    request ends with this step.
+    `scores` is over all rows, or None where they were not recorded. `ended` are ranges of rows
+    whose request ends with this step.
     """
 
     rows: Ints
@@ -91,7 +91,7 @@ def recorded(reader: TraceReader, *, group: int = 0, lead_steps: int = 0) -> Wor
         raise BadInput(f"lead_steps {lead_steps} of a trace with {len(reader)} steps: none is left")
     requests = [step.requests for step in reader]
     context = reader.header.context
-    last_step = {one.request: number for number, step in enumerate(requests) for one in step}
+    last_step = {entry.request: number for number, step in enumerate(requests) for entry in step}
     places = _places(requests, last_step)
     row_count = (1 + max(places.values(), default=0)) * context
     if row_count > ROWS_MAX:
@@ -102,19 +102,19 @@ def recorded(reader: TraceReader, *, group: int = 0, lead_steps: int = 0) -> Wor
 
     def replay(place: int) -> Step:
         step = reader.step(place)
-        base = {one.request: places[one.request] * context for one in step.requests}
+        base = {entry.request: places[entry.request] * context for entry in step.requests}
         selection = step.selection(group)
         offset = np.repeat(
-            np.array([base[one.request] for one in step.requests], np.int32),
-            [one.query_count for one in step.requests],
+            np.array([base[entry.request] for entry in step.requests], np.int32),
+            [entry.query_count for entry in step.requests],
         )
         return Step(
             rows=np.where(selection < 0, np.int32(-1), selection + offset[:, None]),
             fresh=_fresh_rows(step.requests, base),
             ended=tuple(
-                (base[one.request], base[one.request] + context)
-                for one in step.requests
-                if last_step[one.request] == place
+                (base[entry.request], base[entry.request] + context)
+                for entry in step.requests
+                if last_step[entry.request] == place
             ),
         )
 
@@ -122,7 +122,7 @@ def recorded(reader: TraceReader, *, group: int = 0, lead_steps: int = 0) -> Wor
     return Workload(
         name=f"recorded group {group}",
         row_count=row_count,
-        query_count_max=max(1, max(sum(one.query_count for one in step) for step in requests)),
+        query_count_max=max(1, max(sum(entry.query_count for entry in step) for step in requests)),
         step_count=len(reader) - lead_steps,
         windows=np.concatenate(lead)[-WINDOW_MAX:] if lead else np.empty((0, 1), np.int32),
         steps=lambda: (replay(place) for place in range(lead_steps, len(reader))),
@@ -152,28 +152,29 @@ def write_trace(
             for group, stream in enumerate(streams):
                 writer.write_group(group, stream.step().selection)
             accepted = load.query_count
-            one = RequestStep(request=0, length=length, query_count=accepted, accepted=accepted)
-            writer.commit_step(number, [one])
+            entry = RequestStep(request=0, length=length, query_count=accepted, accepted=accepted)
+            writer.commit_step(number, [entry])
     return header
 
 
 def _places(requests: Sequence[Sequence[RequestStep]], last_step: dict[int, int]) -> dict[int, int]:
-    """The lowest free place when a request begins; one that has ended leaves its own to others."""
+    """The lowest free place when a request begins; a request that has ended frees its place."""
     places: dict[int, int] = {}
     free: list[int] = []
     for number, step in enumerate(requests):
-        for one in step:
-            if one.request not in places:
+        for entry in step:
+            if entry.request not in places:
                 new = heapq.heappop(free) if free else 1 + max(places.values(), default=-1)
-                places[one.request] = new
-        for one in step:
-            if last_step[one.request] == number:
-                heapq.heappush(free, places[one.request])
+                places[entry.request] = new
+        for entry in step:
+            if last_step[entry.request] == number:
+                heapq.heappush(free, places[entry.request])
     return places
 
 
 def _fresh_rows(requests: Sequence[RequestStep], base: dict[int, int]) -> Ints:
     written = [
-        base[one.request] + np.arange(one.length, one.length + one.query_count) for one in requests
+        base[entry.request] + np.arange(entry.length, entry.length + entry.query_count)
+        for entry in requests
     ]
     return np.concatenate(written).astype(np.int32) if written else np.empty(0, np.int32)

@@ -20,7 +20,7 @@ from typing import Any, Final
 from ess.errors import BadInput, Unavailable
 
 Source = Mapping[str, Any]
-Lines = list[tuple[float | str, ...]]
+Entries = list[tuple[float | str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Derivation:
     path: str
     columns: tuple[str, ...]
     keep: Callable[[Source], bool]
-    line: Callable[[Source], tuple[float | str, ...]]
+    entry: Callable[[Source], tuple[float | str, ...]]
 
 
 def _us(milliseconds: float) -> float:
@@ -56,14 +56,14 @@ DERIVATIONS: Final = (
         path="sparse_attention/vllm/0.24.0/dsa_generation_module_perf.parquet",
         columns=("queries", "context", "us"),
         keep=_is_v32_block,
-        line=lambda row: (row["batch_size"], row["step"], _us(row["latency"])),
+        entry=lambda row: (row["batch_size"], row["step"], _us(row["latency"])),
     ),
     Derivation(
         name="experts",
         path="moe/sglang/0.5.10/wideep_generation_moe_perf.parquet",
         columns=("ranks", "balance", "group_tokens", "us"),
         keep=lambda row: True,
-        line=lambda row: (
+        entry=lambda row: (
             row["moe_ep_size"],
             row["distribution"],
             row["num_tokens"],
@@ -75,7 +75,7 @@ DERIVATIONS: Final = (
         path="comm/sglang/0.5.6.post2/wideep_deepep_ll_perf.parquet",
         columns=("nodes", "tokens", "dispatch_us", "combine_us"),
         keep=lambda row: row["num_experts"] == 256,
-        line=lambda row: (
+        entry=lambda row: (
             row["node_num"],
             row["num_token"],
             round(row["dispatch_avg_t_us"], 1),
@@ -87,7 +87,7 @@ DERIVATIONS: Final = (
         path="mlp/sglang/0.5.6.post2/wideep_generation_mlp_perf.parquet",
         columns=("tokens", "us"),
         keep=lambda row: row["num_token"] <= 4096,
-        line=lambda row: (row["num_token"], _us(row["avg_ms"])),
+        entry=lambda row: (row["num_token"], _us(row["avg_ms"])),
     ),
     Derivation(
         name="gemm",
@@ -98,14 +98,14 @@ DERIVATIONS: Final = (
             and (row["n"], row["k"]) in GEMM_SHAPES
             and row["m"] <= GEMM_TOKENS_MAX
         ),
-        line=lambda row: (row["n"], row["k"], row["m"], _us(row["latency"])),
+        entry=lambda row: (row["n"], row["k"], row["m"], _us(row["latency"])),
     ),
     Derivation(
         name="absorb",
         path="mla_bmm/sglang/0.5.14/mla_bmm_perf.parquet",
         columns=("side", "tokens", "us"),
         keep=lambda row: row["num_heads"] == 128 and row["bmm_dtype"] == "bfloat16",
-        line=lambda row: (
+        entry=lambda row: (
             row["op_name"].removeprefix("mla_gen_"),
             row["num_tokens"],
             _us(row["latency"]),
@@ -114,18 +114,20 @@ DERIVATIONS: Final = (
 )
 
 
-def derive(package: Path, *, system: str = "h200_sxm") -> dict[str, Lines]:
+def derive(package: Path, *, system: str = "h200_sxm") -> dict[str, Entries]:
     """Every table from an unpacked package; a file that is not there is named."""
     root = package / "aiconfigurator_core/systems/data" / system
     if not root.is_dir():
         raise BadInput(
             f"{package}: no folder {root.relative_to(package)}; unpack the package there"
         )
-    return {one.name: _lines(one, root / one.path) for one in DERIVATIONS}
+    return {
+        derivation.name: _entries(derivation, root / derivation.path) for derivation in DERIVATIONS
+    }
 
 
-def _lines(derivation: Derivation, path: Path) -> Lines:
-    kept = sorted({derivation.line(row) for row in _read(path) if derivation.keep(row)})
+def _entries(derivation: Derivation, path: Path) -> Entries:
+    kept = sorted({derivation.entry(row) for row in _read(path) if derivation.keep(row)})
     if not kept:
         raise BadInput(f"{path.name}: no row is left for the table {derivation.name!r}")
     return kept
@@ -142,12 +144,12 @@ def _read(path: Path) -> Iterable[Source]:
     return rows
 
 
-def write(tables: Mapping[str, Lines], folder: Path) -> None:
-    for one in DERIVATIONS:
-        with (folder / f"{one.name}.csv").open("w", newline="") as out:
+def write(tables: Mapping[str, Entries], folder: Path) -> None:
+    for derivation in DERIVATIONS:
+        with (folder / f"{derivation.name}.csv").open("w", newline="") as out:
             writer = csv.writer(out, lineterminator="\n")
-            writer.writerow(one.columns)
-            writer.writerows(tables[one.name])
+            writer.writerow(derivation.columns)
+            writer.writerows(tables[derivation.name])
 
 
 def main(arguments: list[str]) -> None:

@@ -50,9 +50,9 @@ def check_planned(model: str, gpu: str) -> None:
 def operators_of(gpu: str, *, package: Path | None = None) -> Operators:
     """From the tables that ship, or from an unpacked package."""
     check_planned(MODELS[0], gpu)
-    found = GPUS[gpu]
+    known = GPUS[gpu]
     return Operators(
-        tables=tables.load(package, gpu=gpu, system=found.system),
+        tables=tables.load(package, gpu=gpu, system=known.system),
         fitted=Fitted.shipped(),
-        machine=found.machine,
+        machine=known.machine,
     )

@@ -91,8 +91,8 @@ class Fitted:
 
     @classmethod
     def shipped(cls) -> Fitted:
-        found: Mapping[str, Any] = json.loads(FITTED_FILE.read_text())["constants"]
-        return cls(**found)
+        constants: Mapping[str, Any] = json.loads(FITTED_FILE.read_text())["constants"]
+        return cls(**constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from ess.sim.operators.derive import DERIVATIONS, derive
 
 FOLDER: Final = Path(__file__).resolve().parent
 
-Line = tuple[float | str, ...]
+Entry = tuple[float | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,19 @@ def load(package: Path | None = None, *, gpu: str = "h200", system: str = "h200_
     return _build(derive(package, system=system), source=str(package))
 
 
-def _shipped(gpu: str) -> dict[str, list[Line]]:
-    return {one.name: _read(FOLDER / gpu / f"{one.name}.csv", one.columns) for one in DERIVATIONS}
+def _shipped(gpu: str) -> dict[str, list[Entry]]:
+    return {
+        derivation.name: _read(FOLDER / gpu / f"{derivation.name}.csv", derivation.columns)
+        for derivation in DERIVATIONS
+    }
 
 
-def _read(path: Path, columns: Sequence[str]) -> list[Line]:
+def _read(path: Path, columns: Sequence[str]) -> list[Entry]:
     with path.open(newline="") as lines:
         header, *rest = csv.reader(lines)
     if tuple(header) != tuple(columns):
         raise BadInput(f"{path.name}: columns {header}, expected {list(columns)}")
-    return [tuple(map(_value, line)) for line in rest]
+    return [tuple(map(_value, entry)) for entry in rest]
 
 
 def _value(text: str) -> float | str:
@@ -94,47 +97,47 @@ def _value(text: str) -> float | str:
         return text
 
 
-def _build(lines: Mapping[str, Sequence[Line]], *, source: str) -> Tables:
-    exchange = lines["exchange"]
+def _build(entries: Mapping[str, Sequence[Entry]], *, source: str) -> Tables:
+    exchange = entries["exchange"]
     return Tables(
         source=source,
-        attention=_by_context(lines["attention"]),
+        attention=_by_context(entries["attention"]),
         experts={
             (int(_number(ranks)), str(balance)): curve
-            for (ranks, balance), curve in _by_key(lines["experts"], keys=(0, 1)).items()
+            for (ranks, balance), curve in _by_key(entries["experts"], keys=(0, 1)).items()
         },
-        dispatch=_by_nodes(line[:3] for line in exchange),
-        combine=_by_nodes((line[0], line[1], line[3]) for line in exchange),
-        shared=_by_key(lines["shared"], keys=())[()],
+        dispatch=_by_nodes(entry[:3] for entry in exchange),
+        combine=_by_nodes((entry[0], entry[1], entry[3]) for entry in exchange),
+        shared=_by_key(entries["shared"], keys=())[()],
         gemm={
             (int(_number(n)), int(_number(k))): curve
-            for (n, k), curve in _by_key(lines["gemm"], keys=(0, 1)).items()
+            for (n, k), curve in _by_key(entries["gemm"], keys=(0, 1)).items()
         },
-        absorb={str(key[0]): curve for key, curve in _by_key(lines["absorb"], keys=(0,)).items()},
+        absorb={str(key[0]): curve for key, curve in _by_key(entries["absorb"], keys=(0,)).items()},
     )
 
 
-def _by_context(lines: Sequence[Line]) -> Surface:
-    curves = _by_key(lines, keys=(1,))
+def _by_context(entries: Sequence[Entry]) -> Surface:
+    curves = _by_key(entries, keys=(1,))
     contexts = sorted((_number(key[0]), curve) for key, curve in curves.items())
     return Surface(tuple(size for size, _ in contexts), tuple(curve for _, curve in contexts))
 
 
-def _by_nodes(lines: Iterable[Line]) -> dict[int, Curve]:
-    found = _by_key(list(lines), keys=(0,))
-    return {int(_number(key[0])): curve for key, curve in found.items()}
+def _by_nodes(entries: Iterable[Entry]) -> dict[int, Curve]:
+    curves = _by_key(list(entries), keys=(0,))
+    return {int(_number(key[0])): curve for key, curve in curves.items()}
 
 
-def _by_key(lines: Sequence[Line], *, keys: Sequence[int]) -> dict[Line, Curve]:
-    """Curves over the one column that is neither a key nor the last, which is the time."""
+def _by_key(entries: Sequence[Entry], *, keys: Sequence[int]) -> dict[Entry, Curve]:
+    """Curves over the only column that is neither a key nor the last, which is the time."""
 
-    def key_of(line: Line) -> Line:
-        return tuple(line[i] for i in keys)
+    def key_of(entry: Entry) -> Entry:
+        return tuple(entry[i] for i in keys)
 
-    (size_at,) = set(range(len(lines[0]) - 1)) - set(keys)
+    (size_at,) = set(range(len(entries[0]) - 1)) - set(keys)
     return {
-        key: _curve([(_number(line[size_at]), _number(line[-1])) for line in group])
-        for key, group in itertools.groupby(sorted(lines, key=key_of), key=key_of)
+        key: _curve([(_number(entry[size_at]), _number(entry[-1])) for entry in group])
+        for key, group in itertools.groupby(sorted(entries, key=key_of), key=key_of)
     }
 
 
@@ -153,5 +156,5 @@ def _mean(values: Sequence[float]) -> float:
 
 def _number(value: float | str) -> float:
     if isinstance(value, str):
-        raise BadInput(f"{value!r} stands where a number belongs")
+        raise BadInput(f"{value!r} is not a number, and its column holds numbers")
     return value

@@ -61,7 +61,7 @@ class Prefill:
         return 1 - self.busy_s / self.ttft_s
 
     def seconds_per_request(self, *, hidden: float) -> float:
-        """When requests follow each other and `hidden` of the waiting is filled by the next one."""
+        """When requests follow each other and the next fills `hidden` of the waiting."""
         if not 0 <= hidden <= 1:
             raise BadInput(f"hidden {hidden} must lie in [0, 1]")
         return self.ttft_s - hidden * (self.ttft_s - self.busy_s)
@@ -94,7 +94,7 @@ def chunked(time: PrefillTime, pipeline: Pipeline, chunking: Chunking, *, prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The best settings found, what they give, and how many were tried."""
+    """The best settings, what they give, and how many were tried."""
 
     chunking: Chunking
     result: Prefill
@@ -107,8 +107,8 @@ def autotune(
     """First chunk and smoothing for the shortest time to the first token.
 
     First the best static size, by doubling and then closing in. Then a few multiples of it with a
-    few smoothings, since dynamic chunks begin larger than the best static one. Then single steps of
-    either, as long as they help.
+    few smoothings, since dynamic chunks begin larger than the best static size. Then single steps
+    of either, as long as they help.
     """
     search = _Search(time, pipeline, prompt=prompt, unit=unit, page=page)
     static = search.best_static()

@@ -31,7 +31,7 @@ NIC_RATE: Final = 50e3
 
 
 def estimate(layout: ModelLayout, machine: Machine) -> PrefillTime:
-    """Seconds over tokens, computed from nothing."""
+    """From published rates; nothing is measured here."""
     attend_us = layout.layer_count * FLOP_PER_QUERY / SPARSE_PREFILL_RATE
     pair_us = 0.0
     if layout.index is not None:
@@ -43,7 +43,8 @@ def estimate(layout: ModelLayout, machine: Machine) -> PrefillTime:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handoff:
     """What a prefilled request waits for before it may decode: the last chunk's rows on the wire,
-    for earlier chunks land behind later ones, and its index keys on their way to the device."""
+    for earlier chunks land while later chunks are computed, and its index keys on their way to the
+    device."""
 
     token_bytes: int
     index_page_bytes: int
@@ -59,7 +60,7 @@ class Handoff:
 class Tier:
     """Pipelines of `stages` GPUs that prefill for one decode GPU, each request on one of them.
 
-    The next prompt enters a pipeline as soon as its busiest stage is done with the one before.
+    The next prompt enters a pipeline as soon as its busiest stage is done with the prompt before.
     """
 
     pipelines: int
@@ -71,7 +72,9 @@ class Tier:
     def __post_init__(self) -> None:
         if not (1 <= self.pipelines <= 1024 and 1 <= self.stages <= self.layer_count):
             asked = f"{self.pipelines} prefill pipelines of {self.stages} GPUs"
-            raise BadInput(f"{asked}: 1 to 1024 pipelines of 1 to {self.layer_count} GPUs can be")
+            raise BadInput(
+                f"{asked}: there can be 1 to 1024 pipelines of 1 to {self.layer_count} GPUs"
+            )
 
     def seconds(self, prompt: int, *, cached: int = 0) -> tuple[float, float]:
         """How long a prompt keeps its pipeline, and how long until it may decode.
@@ -85,6 +88,6 @@ class Tier:
         chunking = Chunking(first=FIRST_CHUNK, context=align_up(tokens, PAGE_ROWS))
         sizes = chunks(self.time, chunking, prompt=tokens, done=cached)
         pipeline = Pipeline.of_layers(layers=self.layer_count, stages=self.stages)
-        found = prefill(self.time, pipeline, sizes, after=cached)
+        prefilled = prefill(self.time, pipeline, sizes, after=cached)
         landed_s = self.handoff.seconds(prompt=prompt, last_chunk=sizes[-1])
-        return found.busy_s, found.ttft_s + landed_s
+        return prefilled.busy_s, prefilled.ttft_s + landed_s

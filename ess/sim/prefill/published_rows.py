@@ -80,9 +80,10 @@ class Fitted:
     hidden: float
 
     def pipeline(self) -> Pipeline:
-        one = self.published
         return Pipeline.of_layers(
-            layers=one.layers, stages=one.stages, chunk_overhead_s=self.overhead_s
+            layers=self.published.layers,
+            stages=self.published.stages,
+            chunk_overhead_s=self.overhead_s,
         )
 
     def run(self, first: int, smoothing: float, *, prompt: int = PROMPT) -> Prefill:
@@ -96,7 +97,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A row that nothing was fitted to, or one that was (`fitted`)."""
+    """A published row beside ours; `fitted` if a constant was fitted to it."""
 
     name: str
     published: float
@@ -189,7 +190,7 @@ def _fit_both(published: Published) -> Fitted:
 
 
 def _falling_root(function: Callable[[float], float], *, high: float) -> float:
-    """Where a falling function crosses 0 in [0, high], or the end that is nearer."""
+    """Where a falling function crosses 0 in [0, high], or the nearer end of it."""
     low = 0.0
     for _ in range(40):
         middle = (low + high) / 2

@@ -52,9 +52,9 @@ def read_arrivals(path: str | os.PathLike[str], *, length_scale: float = 1.0) ->
         raise BadInput(f"{os.fspath(path)}, {error}") from None
     if not arrivals:
         raise BadInput(f"{os.fspath(path)} holds no request")
-    start = min(one.at_s for one in arrivals)
-    moved = [_moved(one, start, length_scale) for one in arrivals]
-    return sorted(moved, key=lambda one: one.at_s)
+    start = min(arrival.at_s for arrival in arrivals)
+    moved = [_moved(arrival, start, length_scale) for arrival in arrivals]
+    return sorted(moved, key=lambda arrival: arrival.at_s)
 
 
 def read_mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
@@ -64,15 +64,15 @@ def read_mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
         if not line.strip():
             continue
         try:
-            one = decoder.decode(line)
+            record = decoder.decode(line)
         except msgspec.MsgspecError as error:
             raise BadInput(f"line {number}: {error}") from None
-        _check(number, one.timestamp, one.input_length, one.output_length)
+        _check(number, record.timestamp, record.input_length, record.output_length)
         yield Arrival(
-            at_s=one.timestamp / 1e3,
-            prompt_tokens=one.input_length,
-            output_tokens=one.output_length,
-            prefix_blocks=one.hash_ids,
+            at_s=record.timestamp / 1e3,
+            prompt_tokens=record.input_length,
+            output_tokens=record.output_length,
+            prefix_blocks=record.hash_ids,
         )
 
 
@@ -123,11 +123,11 @@ def _check(number: int, at_s: float, prompt: int, output: int) -> None:
         )
 
 
-def _moved(one: Arrival, start: float, scale: float) -> Arrival:
-    blocks = math.ceil(len(one.prefix_blocks) * min(scale, 1.0))
+def _moved(arrival: Arrival, start: float, scale: float) -> Arrival:
+    blocks = math.ceil(len(arrival.prefix_blocks) * min(scale, 1.0))
     return Arrival(
-        at_s=one.at_s - start,
-        prompt_tokens=max(1, round(one.prompt_tokens * scale)),
-        output_tokens=max(1, round(one.output_tokens * scale)),
-        prefix_blocks=one.prefix_blocks[:blocks],
+        at_s=arrival.at_s - start,
+        prompt_tokens=max(1, round(arrival.prompt_tokens * scale)),
+        output_tokens=max(1, round(arrival.output_tokens * scale)),
+        prefix_blocks=arrival.prefix_blocks[:blocks],
     )

@@ -60,7 +60,7 @@ class Serving:
     def __post_init__(self) -> None:
         if min(self.batch_max, self.chunk_tokens) < 1 or self.waiting_max < 0:
             asked = f"batch {self.batch_max}, chunk {self.chunk_tokens}, waiting {self.waiting_max}"
-            raise BadInput(f"{asked}: a batch and a chunk hold at least 1, none waits below 0")
+            raise BadInput(f"{asked}: batch and chunk must be 1 or more, waiting 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +83,15 @@ class Served:
 def serve(
     planner: Planner, arrivals: Sequence[Arrival], serving: Serving, *, sustained: bool = False
 ) -> Served:
-    """Both ways, over the same requests."""
-    longest = max(one.prompt_tokens for one in arrivals)
+    """With offload and without, over the same requests."""
+    longest = max(arrival.prompt_tokens for arrival in arrivals)
     if longest > PROMPT_MAX:
         raise BadInput(f"a prompt of {longest:,} tokens, at most {PROMPT_MAX:,}")
     planner, agreed = _with_misses(planner, serving)
     worker = _worker(planner, arrivals, serving)
     floors = (planner.layout.slot_floor, None)
     offload, resident = (worker.summary(arrivals, slot_floor=floor) for floor in floors)
-    tokens = sum(one.prompt_tokens for one in arrivals)
+    tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     mean = tokens / len(arrivals)
     rates = [worker.sustained(arrivals, slot_floor=floor) for floor in floors if sustained]
     return Served(
@@ -126,7 +126,7 @@ def _worker(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> 
 
 
 def _cached(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> list[int]:
-    """Host memory that was given bounds what can be found again."""
+    """Prompt tokens reused, per request: no more than the host memory holds, where it is given."""
     if serving.cached_share is not None:
         return shared(arrivals, serving.cached_share)
     layout, host_bytes = planner.layout, planner.ask.host_bytes
@@ -136,7 +136,7 @@ def _cached(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Worker:
-    """What the two have in common. Without a `slot_floor` every row has a slot."""
+    """What both replays share. Without a `slot_floor` every row has a slot."""
 
     planner: Planner
     serving: Serving
@@ -146,7 +146,7 @@ class _Worker:
     cached: list[int]
 
     def summary(self, arrivals: Sequence[Arrival], *, slot_floor: int | None) -> Summary:
-        found = replay(
+        replayed = replay(
             arrivals,
             self.rank(arrivals, slot_floor=slot_floor),
             tier=self.tier(),
@@ -154,15 +154,14 @@ class _Worker:
             waiting_max=self.serving.waiting_max,
             cached=self.cached,
         )
-        return summarise(found, self.serving.objective)
+        return summarise(replayed, self.serving.objective)
 
     def sustained(self, arrivals: Sequence[Arrival], *, slot_floor: int | None) -> float:
-        """The highest rate, to 5 %, at which enough are within the objective; 0 if none is.
+        """The highest rate, to 5 %, at which enough requests meet the objective; 0 if none does.
 
-        `RATE_MAX` means that these requests bound nothing: few enough to run all at once.
-
-        The same requests, closer together or further apart. What a rank sustains it sustains at
-        every lower rate too, or so the search takes it.
+        The same requests arrive closer together or further apart. `RATE_MAX` means that they are
+        few enough to run all at once. The search assumes that a rank which sustains a rate
+        sustains every lower rate too.
         """
 
         def is_met(rate: float) -> bool:
@@ -180,7 +179,7 @@ class _Worker:
         return low
 
     def rank(self, arrivals: Sequence[Arrival], *, slot_floor: int | None) -> Rank:
-        lengths = [one.prompt_tokens + one.output_tokens for one in arrivals]
+        lengths = [arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals]
         budget, serving = self.planner.budget, self.serving
         return Rank(
             make_ledger=lambda: budget.split_for(lengths, slot_floor=slot_floor),

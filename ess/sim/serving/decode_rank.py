@@ -1,11 +1,11 @@
-"""One decode rank: who waits, who runs, how long each step takes. Times are given, never read.
+"""One decode rank: which requests wait, which run, how long each step takes; no clock is read.
 
-It is the engine's loop with simulated steps in it. A request waits until the ledger admits it, all
-accounts or none and none before the request that has waited longest. From there on
-`ess.engine.scheduler` says who is prefilled and who decodes. Promises are for the whole length, so
-no request is preempted. With a time per token asked for, `ess.engine.tpot_control` decides depth,
-batch and chunk from the steps that were seen. A step takes as long as if every request had the
-whole depth verified, though a request at its end verifies less.
+It is the engine's loop with simulated steps in it. Requests wait in order of arrival until the
+ledger admits them in all accounts; from then on `ess.engine.scheduler` says which are prefilled and
+which decode. Promises are for the whole length, so no request is preempted. With a time per token
+asked for, `ess.engine.tpot_control` decides depth, batch and chunk from the steps that were seen. A
+step takes as long as if every request had the whole depth verified, though a request at its end
+verifies less.
 
 What misses: a request whose rows fit into its share of the slots misses nothing, and leaves what it
 does not need to the others; those that do not fit share what is left alike, and each misses what
@@ -40,7 +40,7 @@ Missed = Callable[[int, float], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """What does not change. Without `slot_floor` every row of a request has a slot: no offload.
+    """What a replay does not change. Without `slot_floor` every row has a slot: no offload.
 
     `chunk_time` is the prefill that runs beside decode; None where a tier does it.
     """
@@ -72,8 +72,8 @@ class Rank:
 @dataclass(slots=True, kw_only=True, eq=False)
 class Life:
     """One request on its way. `right` holds, for each of its steps, how many drafts are right;
-    `cached` prompt tokens need no prefill. `draft_count` drafts wait for each of its steps, and
-    `ahead_count` tokens are never under way when one is planned."""
+    `cached` prompt tokens need no prefill. `draft_count` drafts wait for each of its steps. A step
+    is learned before the next is planned, so `ahead_count` stays 0."""
 
     number: int
     arrival: Arrival
@@ -155,7 +155,7 @@ class Running:
         self.ledger.require(self.rank.needs(life.arrival))
 
     def launch(self) -> Flight | None:
-        """Admits who fits, then one step with who runs; None when nobody does."""
+        """Admits the requests that fit, then launches a step; None when no request runs."""
         self._admit()
         depth = self.pace.verified_count
         turns = scheduler.plan_batch(
@@ -173,7 +173,7 @@ class Running:
         return flight
 
     def land(self, flight: Flight, now_s: float) -> list[Life]:
-        """What the step has made; returns who is done."""
+        """Adds the tokens that the step has made; returns the requests that ended."""
         for life, verified_count in flight.turns:
             _advance(life, verified_count, now_s)
         self._observe(flight)
@@ -251,7 +251,8 @@ class Running:
         return time.step_us / 1e6, time.exposed_us / 1e6
 
     def _misses(self, lengths: Sequence[int]) -> float:
-        """Lengths grow by a token or two: it is enough to look now and then, and at a change."""
+        """Lengths grow by a token or two a step, so this is computed again only now and then, and
+        when a request joins or leaves."""
         looked = (self._change_count, self._step_count // LOOK_EVERY)
         if self._looked != looked:
             self._looked = looked

@@ -1,7 +1,8 @@
-"""What users saw of a replay: time to the first token, time per token, and how many had both.
+"""What users saw of a replay: time to the first token, time per token, requests within both.
 
-Time per token is that of one request: from its first step to its last, over the tokens but one. The
-goodput counts requests whose two times were within the objective; refused ones never are.
+Time per token is that of one request: from its first step to its last, over all its tokens but the
+first. Goodput counts requests whose two times were within the objective; refused requests never
+are.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Spread:
 class Summary:
     """Rates are per second of the replay, batch and misses means over the seconds of its steps.
 
-    `waited_s` says for how long the first one waiting was short of what.
+    `waited_s`: by limiter, for how long the first request in the queue lacked it.
     """
 
     request_count: int
@@ -69,21 +70,21 @@ class Summary:
     waited_s: dict[str, float]
 
 
-def summarise(found: Replay, objective: Objective) -> Summary:
-    served = [life for life in found.lives if life.end_s is not None]
+def summarise(replayed: Replay, objective: Objective) -> Summary:
+    served = [life for life in replayed.lives if life.end_s is not None]
     good = sum(objective.is_met(life) for life in served)
-    refused = Counter(life.refused for life in found.lives if life.refused is not None)
-    rank, seconds = found.rank, max(found.seconds, 1e-9)
+    refused = Counter(life.refused for life in replayed.lives if life.refused is not None)
+    rank, seconds = replayed.rank, max(replayed.seconds, 1e-9)
     busy_s = max(rank.busy_s, 1e-9)
     return Summary(
-        request_count=len(found.lives),
+        request_count=len(replayed.lives),
         served_count=len(served),
         refused=dict(sorted(refused.items())),
-        seconds=found.seconds,
+        seconds=replayed.seconds,
         tokens_per_s=sum(life.made for life in served) / seconds,
         ttft_s=_spread([ttft_s(life) for life in served]),
         tpot_s=_spread([each for life in served if (each := tpot_s(life)) is not None]),
-        good_share=good / len(found.lives),
+        good_share=good / len(replayed.lives),
         good_per_s=good / seconds,
         batch_mean=rank.batch_s / busy_s,
         batch_peak=rank.batch_peak,

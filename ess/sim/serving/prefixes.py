@@ -1,9 +1,8 @@
-"""How much of each prompt somebody has prefilled before: by the blocks that a trace names.
+"""How much of each prompt was prefilled for an earlier request, by the blocks that a trace names.
 
 One cache for all, of whole blocks, least recently used block first to go; a block counts as soon as
 the first request that has it arrives, which is early by the time of one prefill. Of a prompt at
-least one token is run, and with MTP the last page of what is found, whose row has seen another
-continuation.
+least one token is run, and with MTP also the last reused page: its rows saw another continuation.
 """
 
 from __future__ import annotations
@@ -19,29 +18,32 @@ from ess.units import PAGE_ROWS
 def reused(
     arrivals: Sequence[Arrival], *, token_max: int | None = None, has_mtp: bool = True
 ) -> list[int]:
-    """Prompt tokens found, per request; `token_max` bounds what the cache holds."""
+    """Prompt tokens reused, per request; `token_max` bounds what the cache holds."""
     held: OrderedDict[int, None] = OrderedDict()
-    found = []
-    for one in arrivals:
+    counts = []
+    for arrival in arrivals:
         count = 0
-        for block in one.prefix_blocks:
+        for block in arrival.prefix_blocks:
             if block not in held:
                 break
             count += 1
-        for block in reversed(one.prefix_blocks):
+        for block in reversed(arrival.prefix_blocks):
             held[block] = None
             held.move_to_end(block)
         while token_max is not None and len(held) * MOONCAKE_BLOCK_TOKENS > token_max:
             held.popitem(last=False)
-        found.append(_usable(count * MOONCAKE_BLOCK_TOKENS, one.prompt_tokens, has_mtp))
-    return found
+        counts.append(_usable(count * MOONCAKE_BLOCK_TOKENS, arrival.prompt_tokens, has_mtp))
+    return counts
 
 
 def shared(arrivals: Sequence[Arrival], share: float) -> list[int]:
     """The same share of every prompt, in whole pages."""
     if not 0.0 <= share <= 1.0:
         raise BadInput(f"a cached share of {share} is outside 0..1")
-    return [_usable(int(share * one.prompt_tokens), one.prompt_tokens, False) for one in arrivals]
+    return [
+        _usable(int(share * arrival.prompt_tokens), arrival.prompt_tokens, False)
+        for arrival in arrivals
+    ]
 
 
 def _usable(tokens: int, prompt: int, has_mtp: bool) -> int:

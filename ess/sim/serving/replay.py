@@ -1,10 +1,10 @@
 """Requests through a prefill tier and a decode rank, by events; no clock is read anywhere.
 
 Three things happen: a request arrives, a prefilled one lands at the rank, a step ends. They are
-taken in order of time, and at one moment in the order in which they were foreseen; a step begins
-when all that happens at its moment has happened. So a replay is a function of what goes in. A
-request that could never be admitted is refused as it arrives, and so is one that finds
-`waiting_max` others waiting; both by the name of what is short.
+taken in order of time, and at the same moment in the order in which they were foreseen; a step
+begins when all that happens at its moment has happened. So equal input gives an equal replay. A
+request that could never be admitted is refused as it arrives, and so is a request that finds
+`waiting_max` others waiting; `refused` then names what is short.
 """
 
 from __future__ import annotations
@@ -61,16 +61,18 @@ def replay(
     if not arrivals:
         raise BadInput("a replay of no requests has nothing to report")
     if (tier is None) == (rank.chunk_time is None):
-        raise BadInput("prefill runs on a tier or beside decode, on exactly one of them")
+        raise BadInput(
+            "give a prefill tier or the time of prefill beside decode, exactly one of them"
+        )
     lives = tuple(
         Life(
             number=number,
-            arrival=one,
-            right=_right(one, number, rank.depth, drafting),
+            arrival=arrival,
+            right=_right(arrival, number, rank.depth, drafting),
             draft_count=rank.depth - 1,
-            cached=found,
+            cached=cached_count,
         )
-        for number, (one, found) in enumerate(
+        for number, (arrival, cached_count) in enumerate(
             zip(arrivals, cached or [0] * len(arrivals), strict=True)
         )
     )
@@ -81,12 +83,12 @@ def replay(
     return Replay(lives=lives, rank=events.rank, seconds=seconds)
 
 
-def _right(one: Arrival, number: int, depth: int, drafting: Drafting) -> bytes:
+def _right(arrival: Arrival, number: int, depth: int, drafting: Drafting) -> bytes:
     return right_drafts(
         seed=drafting.seed,
         number=number,
         chance=drafting.chance,
-        steps=one.output_tokens,
+        steps=arrival.output_tokens,
         depth=depth,
     )
 
@@ -109,7 +111,7 @@ class _Events:
         self._foreseen_count += 1
 
     def run(self) -> float:
-        """Until nobody waits, runs or arrives any more; returns when that was."""
+        """Until no request waits, runs or arrives; returns when that was."""
         if self.tier is not None:
             self._free_s = [0.0] * self.tier.pipelines
         while self._queue:
@@ -119,7 +121,7 @@ class _Events:
             is_last_now = not self._queue or self._queue[0].at_s > self.now_s
             if is_last_now and not self._is_busy:
                 self._launch()
-        assert self.rank.running_count == len(self.rank.waiting) == 0, "somebody was left behind"
+        assert self.rank.running_count == len(self.rank.waiting) == 0, "a request was left behind"
         return self.now_s
 
     def _happen(self, what: Life | Flight) -> None:
@@ -154,7 +156,7 @@ class _Events:
         self.foresee(begun_s + ready_s, life)
 
     def _queued_count(self) -> int:
-        """Those on the tier beyond the one that each pipeline works on."""
+        """Requests on the tier that no pipeline works on yet."""
         return max(0, len(self._landing) - len(self._free_s))
 
     def _launch(self) -> None:

@@ -69,7 +69,7 @@ def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
             f"{len(arrivals)} requests arrive at one moment: they have no rate to change"
         )
     factor = (len(arrivals) - 1) / rate / span
-    return [replace(one, at_s=one.at_s * factor) for one in arrivals]
+    return [replace(arrival, at_s=arrival.at_s * factor) for arrival in arrivals]
 
 
 def chance_of(accepted: float, *, depth: int) -> float:
