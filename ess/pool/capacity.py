@@ -48,32 +48,22 @@ class Capacity:
         index_page_bytes: int | None = None,
         used: Mapping[str, Callable[[], int]] | None = None,
     ) -> list[Account]:
-        """For a ledger. Without `used` nothing is ever drawn; an index page costs the layout's
-        bytes if no others are given."""
-        used = used or dict.fromkeys((SLOTS, INDEX_PAGES, HOST_PAGES), lambda: 0)
+        """For a ledger. Nothing counts as drawn where `used` does not say; an index page costs the
+        layout's bytes where no others are given."""
+        units = {
+            SLOTS: (self.slots, layout.slot_bytes),
+            INDEX_PAGES: (self.index_pages, index_page_bytes or layout.index_page_bytes),
+            HOST_PAGES: (self.host_pages, layout.host_page_bytes),
+        }
         return [
             Account(
-                name=SLOTS,
-                unit="slots",
-                times=f" x {layout.group_count} groups",
-                unit_bytes=layout.slot_bytes,
-                capacity=self.slots,
-                used=used[SLOTS],
-            ),
-            Account(
-                name=INDEX_PAGES,
-                unit="index pages",
-                unit_bytes=index_page_bytes or layout.index_page_bytes,
-                capacity=self.index_pages,
-                used=used[INDEX_PAGES],
-            ),
-            Account(
-                name=HOST_PAGES,
-                unit="host pages",
-                unit_bytes=layout.host_page_bytes,
-                capacity=self.host_pages,
-                used=used[HOST_PAGES],
-            ),
+                name=name,
+                times=f" x {layout.group_count} groups" if name == SLOTS else "",
+                unit_bytes=unit_bytes,
+                capacity=count,
+                used=(used or {}).get(name, lambda: 0),
+            )
+            for name, (count, unit_bytes) in units.items()
         ]
 
 

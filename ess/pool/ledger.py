@@ -20,10 +20,9 @@ Promise = Literal["all", "some"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """`unit` is the word for what it counts; `times` says how many of them a unit stands for."""
+    """`name` is the word for what it counts; `times` says in refusals how often each is held."""
 
     name: str
-    unit: str
     unit_bytes: int
     capacity: int
     times: str = ""
@@ -97,7 +96,7 @@ class Ledger:
             else f"{format_bytes(max(free, 0) * account.unit_bytes)} free"
         )
         sentence = (
-            f"needs {needed:,} {account.unit}{account.times} = "
+            f"needs {needed:,} {account.name}{account.times} = "
             f"{format_bytes(needed * account.unit_bytes)}, {verdict}"
         )
         return PoolFull(

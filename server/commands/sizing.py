@@ -8,14 +8,7 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.pool.capacity import (
-    HOST_PAGES,
-    INDEX_PAGES,
-    SLOTS,
-    capacity_of,
-    needs,
-    page_count,
-)
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, capacity_of, needs, page_count
 from ess.server.commands.settings import Settings, memory_free, size_of
 from ess.units import PAGE_ROWS, div_ceil, format_bytes
 

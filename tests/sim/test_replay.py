@@ -41,9 +41,7 @@ class Plain:
 def rank(slots: int = 1000, *, host_pages: int = 1000, **changes: object) -> Rank:
     def ledger() -> Ledger:
         sizes = {SLOTS: slots, INDEX_PAGES: 1000, HOST_PAGES: host_pages}
-        return Ledger(
-            [Account(name=name, unit=name, unit_bytes=1, capacity=n) for name, n in sizes.items()]
-        )
+        return Ledger([Account(name=name, unit_bytes=1, capacity=n) for name, n in sizes.items()])
 
     settings = {
         "make_ledger": ledger,

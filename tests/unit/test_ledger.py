@@ -11,10 +11,8 @@ ROW = 61 * 656
 def ledger(slots: int = 100, pages: int = 10, used: int = 0) -> Ledger:
     return Ledger(
         [
-            Account(
-                name="slots", unit="slots", unit_bytes=ROW, capacity=slots, times=" x 61 groups"
-            ),
-            Account(name="pages", unit="pages", unit_bytes=64, capacity=pages, used=lambda: used),
+            Account(name="slots", unit_bytes=ROW, capacity=slots, times=" x 61 groups"),
+            Account(name="pages", unit_bytes=64, capacity=pages, used=lambda: used),
         ]
     )
 
@@ -69,7 +67,7 @@ def test_the_worst_shortage_is_the_limiter():
 
 def test_drawn_promises_count_where_the_pool_counts_them():
     used = 0
-    account = Account(name="pages", unit="pages", unit_bytes=1, capacity=8, used=lambda: used)
+    account = Account(name="pages", unit_bytes=1, capacity=8, used=lambda: used)
     books = Ledger([account])
     reservation = books.reserve({"pages": 6})
     assert books.free("pages") == 2
