@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ess.kernels.reference import ops as reference
+from ess.kernels.backend import ops
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 
 Through = Callable[[Tensor], Tensor]
@@ -36,13 +36,13 @@ def as_stored(layout: ModelLayout) -> Precision:
 
 def _row_trip(rows: Tensor, codec: RowCodec) -> Tensor:
     encoded = torch.empty(rows.shape[0], codec.row_bytes, dtype=torch.uint8)
-    reference.encode_rows(rows, codec, encoded)
-    return reference.decode_rows(encoded, codec, torch.empty_like(rows))
+    ops("reference").encode_rows(rows, codec, encoded)
+    return ops("reference").decode_rows(encoded, codec, torch.empty_like(rows))
 
 
 def _index_trip(x: Tensor, codec: IndexCodec) -> Tensor:
     if codec.form == "f32":
         return x
-    turned = reference.hadamard(x) if codec.hadamard else x
-    values, scales = reference.encode_keys(turned.flatten(0, -2), codec)
+    turned = ops("reference").hadamard(x) if codec.hadamard else x
+    values, scales = ops("reference").encode_keys(turned.flatten(0, -2), codec)
     return (values.view(torch.float8_e4m3fn).float() * scales[:, None]).view(x.shape)

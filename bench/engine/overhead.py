@@ -24,7 +24,7 @@ from ess.bench.harness.prefix import Prefix, embedded_prefix
 from ess.bench.harness.report import Row
 from ess.bench.harness.threads import compute_threads
 from ess.errors import BadInput, Unavailable
-from ess.kernels.cpu import attend, index, native, stage
+from ess.kernels.cpu import attend, index, native, records, stage
 
 STEPS: Final = 24
 WARM_UP_STEPS: Final = 4
@@ -82,8 +82,8 @@ class Meter:
         if id(ready) not in self._products:
             kinds = [stage.KINDS.index(name) for name in ("linear", "experts")]
             chosen = [op for op in ready.ops[: ready.op_count] if op.kind in kinds]
-            kept = (stage._Op * len(chosen))(*chosen)
-            made = stage._Stage(kept, len(chosen), ready.widths, ready.register_count)
+            kept = (records.Op * len(chosen))(*chosen)
+            made = records.Stage(kept, len(chosen), ready.widths, ready.register_count)
             self._products[id(ready)] = (ready, made)
         return self._products[id(ready)][1]
 

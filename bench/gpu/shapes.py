@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ess.bench.gpu.layer import captured_us
 from ess.bench.gpu.rig import Row, row
+from ess.kernels.backend import ops
 from ess.kernels.cuda.triton.attend import attend_lists, close_up
 from ess.kernels.cuda.triton.index import logits_into, top_k_into
 from ess.kernels.cuda.triton.launch import place
 from ess.kernels.cuda.triton.shapes import Shape, candidates, split_keys_for
 from ess.kernels.merge import Partial
-from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, RowCodec, RowForm
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -123,7 +123,12 @@ def _rows(codec: RowCodec, count: int, device: str) -> Tensor:
     block = min(count, 4096)
     values = torch.randn(block, codec.latent_dim + codec.rope_dim)
     rows = torch.empty(block, codec.row_bytes, dtype=torch.uint8)
-    return reference.encode_rows(values, codec, rows).to(device).repeat(div_ceil(count, block), 1)
+    return (
+        ops("reference")
+        .encode_rows(values, codec, rows)
+        .to(device)
+        .repeat(div_ceil(count, block), 1)
+    )
 
 
 def top_k_rows(

@@ -38,7 +38,8 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.kernels.backend import Ops, ops
+from ess.kernels.backend import ops
+from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.layers import Rotation, rotate, rotate_part
 from ess.models.load import EMBEDDED, load_model

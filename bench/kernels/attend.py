@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.timing import Arm, Samples, measure
+from ess.kernels.backend import ops
 from ess.kernels.cpu import native
-from ess.kernels.cpu import ops as cpu
 from ess.kernels.memory import host_memory
-from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, IndexForm, RowCodec, RowForm
 from ess.units import PAGE_ROWS
 
+CPU: Final = ops("cpu")
 REPEATS: Final = 9
 SCALE: Final = 0.1
 TOP_K: Final = 2048
@@ -100,7 +100,7 @@ class Attention:
         kind = torch.float32 if self.codec.form == "f32" else torch.bfloat16
         self.queries = torch.from_numpy(plain).to(kind)
         self.prepare()
-        self.into = cpu.attend(self.queries, self.rows, self.slots, self.codec, scale=SCALE)
+        self.into = CPU.attend(self.queries, self.rows, self.slots, self.codec, scale=SCALE)
 
     def prepare(self) -> None:
         """Ascending, as a selection is; a draw in strata needs no permutation of all rows."""
@@ -109,7 +109,7 @@ class Attention:
         self.slots = torch.from_numpy(offset + np.arange(TOP_K, dtype=np.int32) * step)
 
     def native(self) -> Tensor:
-        cpu.attend(
+        CPU.attend(
             self.queries, self.rows, self.slots, self.codec, scale=SCALE, into=self.into, threads=1
         )
         return self.into.lse
@@ -176,7 +176,7 @@ def _attention_row(roof: Roof, codec: RowCodec, heads: int, queries: int, *, smo
 def _rows(codec: RowCodec, count: int) -> Tensor:
     rows = torch.from_numpy(host_memory(count * codec.row_bytes)).view(count, codec.row_bytes)
     some = torch.randn(4096, codec.latent_dim + codec.rope_dim)
-    encoded = cpu.encode_rows(some, codec, torch.empty(4096, codec.row_bytes, dtype=torch.uint8))
+    encoded = CPU.encode_rows(some, codec, torch.empty(4096, codec.row_bytes, dtype=torch.uint8))
     rows.view(-1, 4096, codec.row_bytes).copy_(encoded)
     return rows
 
@@ -212,8 +212,8 @@ def _index_rows(roof: Roof, *, smoke: bool) -> list[Row]:
 
 def _pages(codec: IndexCodec, context: int) -> Tensor:
     pages = torch.zeros(context // PAGE_ROWS, codec.page_bytes, dtype=torch.uint8)
-    keys = cpu.encode_keys(torch.randn(context, codec.key_dim), codec)
-    cpu.write_keys(pages, torch.arange(context), keys, codec)
+    keys = CPU.encode_keys(torch.randn(context, codec.key_dim), codec)
+    CPU.write_keys(pages, torch.arange(context), keys, codec)
     return pages
 
 
@@ -231,7 +231,7 @@ def _index_row(roof: Roof, codec: IndexCodec, context: int) -> Row:
     lengths = torch.tensor([context], dtype=torch.int32)
 
     def ours() -> Tensor:
-        return cpu.index_logits(queries, weights, pages, table, lengths, codec, out=out)
+        return CPU.index_logits(queries, weights, pages, table, lengths, codec, out=out)
 
     def rival() -> Tensor:
         return _torch_logits(queries, weights, pages.index_select(0, table[0]), codec)
@@ -268,7 +268,7 @@ def _together_row(roof: Roof, codec: IndexCodec, count: int, context: int, *, sm
 
     def arm(name: str, table: Tensor) -> Arm:
         def run() -> Tensor:
-            cpu.index_logits(queries, weights, pages, table, lengths, codec, out=out)
+            CPU.index_logits(queries, weights, pages, table, lengths, codec, out=out)
             return out[0]
 
         return Arm(name=name, run=run)
@@ -303,7 +303,7 @@ def _top_k_row(count: int, *, smoke: bool) -> Row:
     logits, lengths = torch.empty(1, count), torch.tensor([count], dtype=torch.int32)
     out = torch.empty(1, TOP_K, dtype=torch.int32)
     arms: dict[str, Callable[[], Tensor]] = {
-        "native": lambda: cpu.top_k(logits, lengths, k=TOP_K, out=out),
+        "native": lambda: CPU.top_k(logits, lengths, k=TOP_K, out=out),
         "torch": lambda: torch.topk(logits, TOP_K, sorted=False).indices,
     }
     samples = _measure(
@@ -317,10 +317,10 @@ def _top_k_row(count: int, *, smoke: bool) -> Row:
 def _merge_row(*, smoke: bool) -> Row:
     shape = (2, 16) if smoke else (16, 128)
     sides = [(torch.randn(*shape, 512), torch.randn(shape)) for _ in range(2)]
-    into = cpu.merge(*sides)
+    into = CPU.merge(*sides)
     arms: dict[str, Callable[[], Any]] = {
-        "native": lambda: cpu.merge(*sides, into=into),
-        "torch": lambda: reference.merge(*sides, into=into),
+        "native": lambda: CPU.merge(*sides, into=into),
+        "torch": lambda: ops("reference").merge(*sides, into=into),
     }
     samples = _measure({name: Arm(name=name, run=run) for name, run in arms.items()}, smoke=smoke)
     return _row("merge", "torch ops", samples, {"queries": shape[0], "heads": shape[1]})

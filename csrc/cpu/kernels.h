@@ -2,7 +2,7 @@
 //
 // The same sources (tile.h, attend.h, index.h, topk.h, merge.h) are compiled once for each set, in
 // kernels_<set>.cpp; they hold nothing but internal names, so that no function made for a wide set
-// can be linked in place of a narrow one. The ctypes twins are ess/kernels/attend.py and index.py.
+// can be linked in place of a narrow one. The ctypes twins are in ess/kernels/cpu/records.py.
 //
 // Nothing here depends on the number of threads: a piece of work is computed alike whoever does it
 // and whatever is computed beside it.
@@ -79,7 +79,7 @@ struct Merge {
     float* into_lse;
 };
 
-// One thing that a stage does to every token; stage.h says what, ess/kernels/stage.py how it is
+// One thing that a stage does to every token; stage.h says what, ess/kernels/cpu/stage.py how it is
 // asked for. Dims and distances are in values.
 enum class OpKind : int64_t {
     load, store, copy, add, norm, center, linear, rotate, hadamard, gate, experts, encode

@@ -16,10 +16,8 @@ logarithms of base 2, and `adapt` converts those where they enter.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +39,30 @@ Pair = tuple[Tensor, Tensor]
 def merge(first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
     """Any two (out, lse) pairs; `into` may be one of them."""
     first, second = check_merge(first, second, into)
+    into = into or Partial(torch.empty_like(first.out), torch.empty_like(first.lse))
+    combine(first, second, into)
+    return into
+
+
+def check_merge(first: Pair, second: Pair, into: Partial | None) -> tuple[Partial, Partial]:
+    """The two sides, which are pairs of tensors of one size, and so is `into`."""
+    sides = _side("first", first), _side("second", second, first[0].shape)
+    if into is not None:
+        _side("into", into, first[0].shape)
+    return sides
+
+
+def _side(name: str, side: Any, shape: torch.Size | None = None) -> Partial:
+    if not isinstance(side, tuple) or len(side) != 2:
+        raise BadInput(f"{name} is {type(side).__name__}, must be a pair (out, lse)")
+    out, lse = side
+    require(f"{name}.lse", lse, None if shape is None else shape[:-1], SINGLE)
+    require(f"{name}.out", out, shape or (*lse.shape, None), SINGLE)
+    return Partial(out, lse)
+
+
+def combine(first: Partial, second: Partial, into: Partial) -> None:
+    """`merge` in torch, of sides that have been checked."""
     first_empty, second_empty = first.lse == -math.inf, second.lse == -math.inf
     top = torch.maximum(first.lse, second.lse)
     first_weight, second_weight = (first.lse - top).exp_(), (second.lse - top).exp_()
@@ -48,34 +70,10 @@ def merge(first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
     lse = torch.log(total).add_(top)
     out = first.out * (first_weight / total)[..., None]
     out += second.out * (second_weight / total)[..., None]
-    merged = Partial(
-        _pass_over(first_empty[..., None], second_empty[..., None], first.out, second.out, out),
-        _pass_over(first_empty, second_empty, first.lse, second.lse, lse),
-    )
-    if into is None:
-        return merged
-    return Partial(into.out.copy_(merged.out), into.lse.copy_(merged.lse))
-
-
-def check_merge(first: Pair, second: Pair, into: Partial | None) -> tuple[Partial, Partial]:
-    first, second = Partial(*first), Partial(*second)
-    for name, partial in (("first", first), ("second", second), ("into", into or first)):
-        require(f"{name}.out", partial.out, (*first.lse.shape, first.out.shape[-1]), SINGLE)
-        require(f"{name}.lse", partial.lse, first.lse.shape, SINGLE)
-    return first, second
-
-
-def _pass_over(
-    first_empty: Tensor, second_empty: Tensor, first: Tensor, second: Tensor, both: Tensor
-) -> Tensor:
-    return torch.where(second_empty, first, torch.where(first_empty, second, both))
-
-
-def merge_all(partials: Sequence[Pair]) -> Partial:
-    """From the first to the last, in this order."""
-    if not partials:
-        raise BadInput("merge_all needs at least one partial, got 0")
-    return functools.reduce(merge, partials[1:], Partial(*partials[0]))
+    out = torch.where(first_empty[..., None], second.out, out)
+    torch.where(second_empty[..., None], first.out, out, out=into.out)
+    lse = torch.where(first_empty, second.lse, lse)
+    torch.where(second_empty, first.lse, lse, out=into.lse)
 
 
 def adapt(

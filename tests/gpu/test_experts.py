@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ess.kernels.reference import ops as reference
 from tests.kernels import test_grouped
+from tests.kernels.sets import reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ess.kernels.merge import Partial
-from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, RowCodec
+from tests.kernels.sets import reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,13 +14,16 @@ import torch
 
 from ess.errors import Unavailable
 from ess.kernels import backend
+from ess.kernels.calls import Keys
 from ess.kernels.merge import Partial
-from ess.kernels.reference.ops import Keys
+from ess.kernels.ops import Ops
+from ess.layout import RowCodec
 
 SETS = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+reference, cpu = backend.ops("reference"), backend.ops("cpu")
 
 
-def op_set(name: str) -> backend.Ops:
+def op_set(name: str) -> Ops:
     try:
         ops = backend.ops(name)
     except Unavailable as reason:
@@ -28,10 +31,24 @@ def op_set(name: str) -> backend.Ops:
     return OnDevice(ops) if name == "cuda" and torch.cuda.is_available() else ops
 
 
+def plain_attention(
+    ops: Any,
+    queries: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    latent_dim: int,
+    scale: float,
+) -> Partial:
+    """Attention over float32 rows [slot, dim], which are encoded as they lie."""
+    codec = RowCodec(form="f32", latent_dim=latent_dim, rope_dim=rows.shape[1] - latent_dim)
+    return ops.attend(queries, rows.view(torch.uint8), slots, codec, scale=scale)
+
+
 class OnDevice:
     """An op set for tensors of the host. `placed` is pinned and stays there."""
 
-    def __init__(self, ops: backend.Ops) -> None:
+    def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

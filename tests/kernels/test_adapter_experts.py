@@ -12,8 +12,8 @@ import torch
 
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cuda.adapters import choice, deep_gemm_experts
-from ess.kernels.reference import ops as reference
 from tests.kernels import test_grouped
+from tests.kernels.sets import reference
 
 CPU = torch.device("cpu")
 

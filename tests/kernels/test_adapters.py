@@ -14,9 +14,9 @@ import torch
 
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cuda.adapters import choice, deep_gemm, flash_mla
-from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, RowCodec
 from tests.kernels import test_attend
+from tests.kernels.sets import reference
 
 CPU = torch.device("cpu")
 Install = Callable[..., types.ModuleType]

@@ -19,9 +19,9 @@ from ess.errors import BadInput
 from ess.kernels import backend
 from ess.kernels.cpu import native
 from ess.kernels.merge import Partial
-from ess.kernels.reference import ops as reference
+from ess.kernels.ops import Ops
 from ess.layout import RowCodec
-from tests.kernels.sets import SETS, op_set
+from tests.kernels.sets import SETS, op_set, reference
 from tests.kernels.test_rows import another_thread_runs_during
 
 CODECS = {
@@ -40,7 +40,7 @@ needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is
 
 
 @pytest.fixture(params=SETS)
-def ops(request: pytest.FixtureRequest) -> backend.Ops:
+def ops(request: pytest.FixtureRequest) -> Ops:
     return op_set(request.param)
 
 
@@ -54,7 +54,7 @@ class Case:
     placed: torch.Tensor
     scale: float = 0.0
 
-    def run(self, ops: backend.Ops, **changes: Any) -> Partial:
+    def run(self, ops: Ops, **changes: Any) -> Partial:
         given = {"queries": self.queries, "rows": self.rows, "slots": self.slots}
         options = {"placed": self.placed, "scale": self.scale}
         for name, value in changes.items():
@@ -135,14 +135,14 @@ def tolerance(codec: RowCodec, dtype: torch.dtype) -> tuple[float, float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_agrees_for_every_form(ops: backend.Ops, codec: RowCodec, dtype: torch.dtype) -> None:
+def test_agrees_for_every_form(ops: Ops, codec: RowCodec, dtype: torch.dtype) -> None:
     for heads, keys in ((4, 70), (17, 129)):
         case = make(codec, heads=heads, keys=keys, dtype=dtype)
         close(case.run(ops), exact(case), *tolerance(codec, dtype))
 
 
 @pytest.mark.parametrize(("codec", "dtype"), [("656", torch.bfloat16), ("f32-28", torch.float32)])
-def test_agrees_for_every_count(ops: backend.Ops, codec: str, dtype: torch.dtype) -> None:
+def test_agrees_for_every_count(ops: Ops, codec: str, dtype: torch.dtype) -> None:
     sizes = [(heads, 65) for heads in HEADS] + [(3, keys) for keys in KEYS]
     for heads, keys in sizes:
         case = make(CODECS[codec], heads=heads, keys=keys, queries=2, dtype=dtype, seed=keys)
@@ -152,7 +152,7 @@ def test_agrees_for_every_count(ops: backend.Ops, codec: str, dtype: torch.dtype
 @pytest.mark.parametrize(
     ("codec", "bound"), [("656", 0.12), ("264", 0.15), ("1152", 8e-3), ("2304", 4e-6)]
 )
-def test_near_the_rows_that_were_meant(ops: backend.Ops, codec: str, bound: float) -> None:
+def test_near_the_rows_that_were_meant(ops: Ops, codec: str, bound: float) -> None:
     """Against the values before they were encoded: what a form costs is bounded."""
     case = make(CODECS[codec], keys=140)
     ours = case.run(ops)
@@ -166,7 +166,7 @@ def test_near_the_rows_that_were_meant(ops: backend.Ops, codec: str, bound: floa
 @pytest.mark.parametrize("codec", ["656", "1152", "2304", "f32-28"])
 @pytest.mark.parametrize("heads", [3, 8, 33])
 def test_bits_depend_on_the_rows_and_their_order_alone(
-    ops: backend.Ops, codec: str, heads: int, dtype: torch.dtype
+    ops: Ops, codec: str, heads: int, dtype: torch.dtype
 ) -> None:
     case = make(CODECS[codec], heads=heads, dtype=dtype, queries=4)
     want = case.run(ops)
@@ -205,7 +205,7 @@ def without_pads(slots: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("codec", ["656", "1152", "2304"])
-def test_nothing_named_is_empty(ops: backend.Ops, codec: str) -> None:
+def test_nothing_named_is_empty(ops: Ops, codec: str) -> None:
     case = make(CODECS[codec], heads=5)
     case.slots[1] = -1
     mixed = case.run(ops)
@@ -222,7 +222,7 @@ def test_nothing_named_is_empty(ops: backend.Ops, codec: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", ["656", "1152", "2304"])
-def test_one_key_returns_its_value(ops: backend.Ops, codec: str, dtype: torch.dtype) -> None:
+def test_one_key_returns_its_value(ops: Ops, codec: str, dtype: torch.dtype) -> None:
     case = make(CODECS[codec], keys=1, heads=3, dtype=dtype)
     value = exact(case)[0]
     torch.testing.assert_close(case.run(ops).out.double(), value, atol=1e-6, rtol=0)
@@ -232,7 +232,7 @@ def test_one_key_returns_its_value(ops: backend.Ops, codec: str, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", ["656", "2304"])
-def test_great_logits_do_not_overflow(ops: backend.Ops, codec: str, dtype: torch.dtype) -> None:
+def test_great_logits_do_not_overflow(ops: Ops, codec: str, dtype: torch.dtype) -> None:
     """Up to logits that leave one weight only, or two equal ones where a key is named twice."""
     for scale, bound in ((20.0, 0.03), (1e30, 1e-6)):
         case = make(CODECS[codec], keys=140, dtype=dtype)
@@ -242,7 +242,7 @@ def test_great_logits_do_not_overflow(ops: backend.Ops, codec: str, dtype: torch
         torch.testing.assert_close(ours.lse.double(), want[1], atol=0, rtol=2e-6)
 
 
-def test_a_broken_row_that_is_named_is_seen(ops: backend.Ops) -> None:
+def test_a_broken_row_that_is_named_is_seen(ops: Ops) -> None:
     for codec, heads in itertools.product(("656", "1152", "2304"), (3, 17)):
         for dtype in (torch.float32, torch.bfloat16):
             case = make(CODECS[codec], heads=heads, keys=67, dtype=dtype)
@@ -255,7 +255,7 @@ def test_a_broken_row_that_is_named_is_seen(ops: backend.Ops) -> None:
             assert ours.out[[0, 2]].isfinite().all()
 
 
-def test_layouts_in_memory(ops: backend.Ops) -> None:
+def test_layouts_in_memory(ops: Ops) -> None:
     case = make(CODECS["656"], heads=6, queries=4)
     want = case.run(ops)
     turned = case.queries.permute(2, 1, 0).contiguous().permute(2, 1, 0)
@@ -285,7 +285,7 @@ def test_rows_past_four_gibibytes() -> None:
     assert (ours.out[1] == 5).all()
 
 
-def test_bad_input_changes_nothing(ops: backend.Ops) -> None:
+def test_bad_input_changes_nothing(ops: Ops) -> None:
     case = make(CODECS["656"])
     into = Partial(torch.full((3, 4, 512), 7.0), torch.full((3, 4), 7.0))
     high, low = case.slots.clone(), case.slots.clone()
@@ -311,18 +311,30 @@ def test_bad_input_changes_nothing(ops: backend.Ops) -> None:
     assert (into.lse == 7).all()
 
 
-@needs_native
-def test_native_bad_input() -> None:
-    ops, case = backend.ops("cpu"), make(CODECS["656"])
+def test_memory_that_kernels_could_not_read(ops: Ops) -> None:
+    case = make(CODECS["656"])
     gaps = torch.empty(3, 4, 1024)[:, :, ::2]
+    turned = case.rows.expand(300, 656).T.contiguous().T
+    odd = torch.zeros(300, 658, dtype=torch.uint8)
     for changes, says in (
         ({"threads": 0}, "threads is 0"),
-        ({"rows": case.rows.expand(300, 656).T.contiguous().T}, "rows steps 300 elements"),
-        ({"into": Partial(gaps, torch.empty(3, 4))}, "out steps 2 elements"),
-        ({"queries": case.queries.to("meta")}, "queries is on meta"),
+        ({"rows": turned}, "rows steps 300 elements within a row"),
+        ({"placed": turned}, "placed steps 300 elements within a row"),
+        ({"rows": odd[:, :656]}, "rows has rows 658 bytes apart"),
+        (
+            {"placed": odd.view(-1)[2 : 2 + 656].view(1, 656)},
+            "placed has rows 656 bytes apart from",
+        ),
+        ({"into": Partial(gaps, torch.empty(3, 4))}, "into.out with strides .* has gaps"),
     ):
         with pytest.raises(BadInput, match=says):
             case.run(ops, **changes)
+
+
+def test_the_cpu_does_not_reach_a_device() -> None:
+    case = make(CODECS["656"])
+    with pytest.raises(BadInput, match="queries is on meta: the cpu ops do not reach it"):
+        case.run(backend.ops("cpu"), queries=case.queries.to("meta"))
 
 
 class Recorded(TorchDispatchMode):

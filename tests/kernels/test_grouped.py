@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend
+from ess.kernels.ops import Ops
 from tests.kernels.sets import SETS, op_set
 
 POISON = 7.0
@@ -32,7 +32,7 @@ class Case(NamedTuple):
     scales: torch.Tensor | None
     out: torch.Tensor
 
-    def run(self, ops: backend.Ops) -> torch.Tensor:
+    def run(self, ops: Ops) -> torch.Tensor:
         given = self.tokens, self.ends, self.weights
         return ops.expert_products(*given, scales=self.scales, out=self.out)
 
@@ -84,14 +84,12 @@ def close(ours: torch.Tensor, want: np.ndarray, case: Case) -> None:
 
 
 @pytest.fixture(params=SETS)
-def ops(request: pytest.FixtureRequest) -> backend.Ops:
+def ops(request: pytest.FixtureRequest) -> Ops:
     return op_set(request.param)
 
 
 @pytest.mark.parametrize(("token", "weight"), FORMS)
-def test_every_token_meets_its_expert(
-    ops: backend.Ops, token: torch.dtype, weight: torch.dtype
-) -> None:
+def test_every_token_meets_its_expert(ops: Ops, token: torch.dtype, weight: torch.dtype) -> None:
     """Experts without tokens at both ends and between, one whose tokens fill more than a tile."""
     case = make([0, 3, 0, 0, 19, 1, 0], token, weight)
     ours = case.run(ops)
@@ -100,12 +98,12 @@ def test_every_token_meets_its_expert(
 
 
 @pytest.mark.parametrize("counts", [[5], [0, 0, 18, 0], [0, 0], [1] * 40], ids=str)
-def test_all_to_one_none_at_all_and_one_each(ops: backend.Ops, counts: list[int]) -> None:
+def test_all_to_one_none_at_all_and_one_each(ops: Ops, counts: list[int]) -> None:
     case = make(counts, torch.bfloat16, FP8, width=40, depth=136)
     close(case.run(ops), by_loop(case), case)
 
 
-def test_a_token_does_not_depend_on_its_neighbours(ops: backend.Ops) -> None:
+def test_a_token_does_not_depend_on_its_neighbours(ops: Ops) -> None:
     """Its bits among others are those it gets alone, and no NaN of theirs reaches it."""
     case = make([4, 20, 3], torch.bfloat16, FP8, behind=0)
     whole = case.run(ops).clone()
@@ -125,7 +123,7 @@ def test_a_token_does_not_depend_on_its_neighbours(ops: backend.Ops) -> None:
         assert torch.equal(lone.run(ops)[0], whole[token])
 
 
-def test_without_a_place_it_is_made(ops: backend.Ops) -> None:
+def test_without_a_place_it_is_made(ops: Ops) -> None:
     case = make([2, 3], torch.bfloat16, torch.bfloat16)
     ours = ops.expert_products(case.tokens, case.ends, case.weights)
     assert ours.dtype == torch.bfloat16
@@ -135,13 +133,13 @@ def test_without_a_place_it_is_made(ops: backend.Ops) -> None:
     assert nothing.shape == (0, 150)
 
 
-def test_codes_that_are_no_numbers_are_seen(ops: backend.Ops) -> None:
+def test_codes_that_are_no_numbers_are_seen(ops: Ops) -> None:
     case = make([1, 1], torch.float32, FP8)
     case.weights.view(torch.uint8)[0, 7, 9] = 0x7F
     assert case.run(ops)[:2].isnan().nonzero().tolist() == [[0, 7]]
 
 
-def test_bad_input_changes_nothing(ops: backend.Ops) -> None:
+def test_bad_input_changes_nothing(ops: Ops) -> None:
     case = make([2, 3], torch.bfloat16, FP8)
     good = case._asdict()
     for wrong, says in (

@@ -13,9 +13,9 @@ import torch
 from ess.errors import BadInput
 from ess.kernels import backend
 from ess.kernels.cpu import native
-from ess.kernels.reference import ops as reference
+from ess.kernels.ops import Ops
 from ess.layout import IndexCodec
-from tests.kernels.sets import SETS, op_set
+from tests.kernels.sets import SETS, op_set, reference
 from tests.kernels.test_attend import Recorded
 from tests.kernels.test_rows import another_thread_runs_during
 
@@ -33,7 +33,7 @@ needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is
 
 
 @pytest.fixture(params=SETS)
-def ops(request: pytest.FixtureRequest) -> backend.Ops:
+def ops(request: pytest.FixtureRequest) -> Ops:
     return op_set(request.param)
 
 
@@ -94,7 +94,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_logits_agree(ops: backend.Ops, form: str) -> None:
+def test_logits_agree(ops: Ops, form: str) -> None:
     for heads, key_dim in [(heads, 128) for heads in HEADS] + [(3, 4), (8, 36), (5, 64)]:
         case = make(form, heads=heads, key_dim=key_dim)
         want = exact(case)
@@ -105,9 +105,7 @@ def test_logits_agree(ops: backend.Ops, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("heads", [3, 8, 33])
-def test_bits_depend_on_the_query_and_its_keys_alone(
-    ops: backend.Ops, form: str, heads: int
-) -> None:
+def test_bits_depend_on_the_query_and_its_keys_alone(ops: Ops, form: str, heads: int) -> None:
     case = make(form, heads=heads)
     want = case.run(ops.index_logits)
     for _ in range(20 if ops is not reference and heads == 3 else 2):
@@ -160,7 +158,7 @@ def crowd(form: str, heads: int, *, key_dim: int = 128) -> Case:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("heads", "key_dim"), [(3, 128), (8, 36), (8, 128), (33, 64)])
 def test_a_query_among_others_gets_the_bits_that_it_gets_alone(
-    ops: backend.Ops, form: str, heads: int, key_dim: int
+    ops: Ops, form: str, heads: int, key_dim: int
 ) -> None:
     case = crowd(form, heads, key_dim=key_dim)
     names = ("queries", "weights", "table", "lengths")
@@ -179,7 +177,7 @@ def test_a_query_among_others_gets_the_bits_that_it_gets_alone(
 
 
 @pytest.mark.parametrize("form", ["fp8 under fp8", "fp8 under f32"])
-def test_every_code_of_a_key_counts_for_what_it_is(ops: backend.Ops, form: str) -> None:
+def test_every_code_of_a_key_counts_for_what_it_is(ops: Ops, form: str) -> None:
     """A query that looks at one value of the keys reads it; NaN spoils only its key."""
     codec = IndexCodec(form="fp8", key_dim=128, head_count=1)
     codes = (torch.arange(64 * 128) % 256).to(torch.uint8)
@@ -208,7 +206,7 @@ def test_equal_rows_of_a_table_are_one_row() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_both_in_one_are_one_after_the_other(ops: backend.Ops, form: str) -> None:
+def test_both_in_one_are_one_after_the_other(ops: Ops, form: str) -> None:
     case = make(form)
     logits = case.run(ops.index_logits)
     for k in (1, 64, 300, 2048, 5000):
@@ -220,7 +218,7 @@ def test_both_in_one_are_one_after_the_other(ops: backend.Ops, form: str) -> Non
     assert torch.equal(out, want)
 
 
-def test_index_bad_input(ops: backend.Ops) -> None:
+def test_index_bad_input(ops: Ops) -> None:
     case = make("fp8 under fp8")
     out, chosen = torch.full((5, 67 * 64), 7.0), torch.full((5, 9), 7, dtype=torch.int32)
     outside = case.table.clone()
@@ -282,7 +280,7 @@ def greatest(values: np.ndarray, k: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "count", [17, 1000, 4096, 20_011, pytest.param(131_072, marks=pytest.mark.slow)]
 )
-def test_top_k_is_exact_for_hard_lists(ops: backend.Ops, count: int) -> None:
+def test_top_k_is_exact_for_hard_lists(ops: Ops, count: int) -> None:
     lists = hard_lists(count)
     logits = torch.from_numpy(np.stack([*lists.values()]))
     lengths = torch.full((len(lists),), count, dtype=torch.int32)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend
+from ess.kernels.calls import Keys
 from ess.kernels.cpu import native
+from ess.kernels.ops import Ops
 from ess.kernels.reference import formats
-from ess.kernels.reference.ops import Keys
 from ess.layout import IndexCodec
 from tests.kernels.bits import array
 from tests.kernels.sets import SETS, op_set
@@ -28,7 +28,7 @@ CODECS = {
 
 
 @pytest.fixture(params=[*SETS, "cpu without library"])
-def ops(request: pytest.FixtureRequest) -> Iterator[backend.Ops]:
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     name, *without = request.param.split(" ", 1)
     with pytest.MonkeyPatch.context() as patch:
         if without:
@@ -53,7 +53,7 @@ def hard_keys(codec: IndexCodec, dtype: torch.dtype = torch.float32) -> torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_are_those_of_the_specification(
-    ops: backend.Ops, codec: IndexCodec, dtype: torch.dtype
+    ops: Ops, codec: IndexCodec, dtype: torch.dtype
 ) -> None:
     values = hard_keys(codec, dtype)
     ours, want = ops.encode_keys(values, codec), formats.encode_keys(array(values), codec)
@@ -61,7 +61,7 @@ def test_keys_are_those_of_the_specification(
     assert ours.scales.numpy().tobytes() == want.scales.tobytes()
 
 
-def test_keys_of_strided_input(ops: backend.Ops, codec: IndexCodec) -> None:
+def test_keys_of_strided_input(ops: Ops, codec: IndexCodec) -> None:
     values = hard_keys(codec)
     wide = torch.zeros(2 * len(values), codec.key_dim + 3)
     wide[::2, 3:] = values
@@ -70,7 +70,7 @@ def test_keys_of_strided_input(ops: backend.Ops, codec: IndexCodec) -> None:
     assert torch.equal(ours.scales.view(torch.int32), want.scales.view(torch.int32))
 
 
-def test_scales_by_hand(ops: backend.Ops) -> None:
+def test_scales_by_hand(ops: Ops) -> None:
     values = torch.zeros(4, 128)
     values[0, 0], values[1, 5], values[2, 7] = 448, -1, 7
     rounded = ops.encode_keys(values, CODECS["ue8m0"])
@@ -82,7 +82,7 @@ def test_scales_by_hand(ops: backend.Ops) -> None:
     assert plain.values[[0, 1, 2], [0, 5, 7]].tolist() == [0x7E, 0xFE, 0x7E]
 
 
-def test_a_broken_number_poisons_its_key_and_no_other(ops: backend.Ops) -> None:
+def test_a_broken_number_poisons_its_key_and_no_other(ops: Ops) -> None:
     for broken in (np.nan, np.inf, -np.inf):
         values = torch.ones(3, 128)
         values[1, 77] = broken
@@ -101,7 +101,7 @@ def random_keys(codec: IndexCodec, count: int) -> Keys:
 
 @pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
 def test_written_keys_are_read_back_from_where_they_belong(
-    ops: backend.Ops, codec: IndexCodec, id_type: torch.dtype
+    ops: Ops, codec: IndexCodec, id_type: torch.dtype
 ) -> None:
     page_count, count = 7, 150
     pages = torch.full((page_count, codec.page_bytes), 0xFF, dtype=torch.uint8)
@@ -131,7 +131,7 @@ def test_written_keys_are_read_back_from_where_they_belong(
     )
 
 
-def test_pages_of_a_larger_slab(ops: backend.Ops, codec: IndexCodec) -> None:
+def test_pages_of_a_larger_slab(ops: Ops, codec: IndexCodec) -> None:
     """Pages may lie apart: one layer of a slab of several."""
     slab = torch.full((3, 2, codec.page_bytes), 0xA5, dtype=torch.uint8)
     keys, row_ids = random_keys(codec, 3), torch.tensor([2 * 64 + 63, 0, 64])
@@ -142,7 +142,7 @@ def test_pages_of_a_larger_slab(ops: backend.Ops, codec: IndexCodec) -> None:
     assert (slab[:, 0] == 0xA5).all()
 
 
-def test_no_keys(ops: backend.Ops, codec: IndexCodec) -> None:
+def test_no_keys(ops: Ops, codec: IndexCodec) -> None:
     pages, nobody = torch.zeros(1, codec.page_bytes, dtype=torch.uint8), torch.zeros(0).int()
     keys = ops.encode_keys(torch.zeros(0, codec.key_dim), codec)
     ops.write_keys(pages, nobody, keys, codec)
@@ -158,14 +158,14 @@ def test_no_keys(ops: backend.Ops, codec: IndexCodec) -> None:
         (torch.tensor([1.0]), 1, "row_ids has type torch.float32"),
     ],
 )
-def test_bad_input(ops: backend.Ops, row_ids: torch.Tensor, key_count: int, says: str) -> None:
+def test_bad_input(ops: Ops, row_ids: torch.Tensor, key_count: int, says: str) -> None:
     pages = torch.full((2, IndexCodec().page_bytes), 0xA5, dtype=torch.uint8)
     with pytest.raises(BadInput, match=says):
         ops.write_keys(pages, row_ids, random_keys(IndexCodec(), key_count), IndexCodec())
     assert (pages == 0xA5).all()
 
 
-def test_bad_pages_and_keys(ops: backend.Ops) -> None:
+def test_bad_pages_and_keys(ops: Ops) -> None:
     pages, row_ids = torch.zeros(2, 8447, dtype=torch.uint8), torch.tensor([0])
     with pytest.raises(BadInput, match=r"pages has shape \(2, 8447\), must be \(any, 8448\)"):
         ops.read_keys(pages, row_ids, IndexCodec())
@@ -185,7 +185,7 @@ def sylvester(size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 64, 128])
-def test_hadamard_is_the_matrix(ops: backend.Ops, size: int) -> None:
+def test_hadamard_is_the_matrix(ops: Ops, size: int) -> None:
     values = torch.randn(3, 5, size, generator=torch.Generator().manual_seed(size))
     ours = ops.hadamard(values)
     torch.testing.assert_close(ours.double(), values.double() @ sylvester(size), atol=1e-6, rtol=0)
@@ -195,12 +195,12 @@ def test_hadamard_is_the_matrix(ops: backend.Ops, size: int) -> None:
     assert torch.equal(ops.hadamard(apart), ours.transpose(0, 1))
 
 
-def test_hadamard_keeps_dot_products(ops: backend.Ops) -> None:
+def test_hadamard_keeps_dot_products(ops: Ops) -> None:
     query, key = torch.randn(2, 4, 128, generator=torch.Generator().manual_seed(0))
     rotated = (ops.hadamard(query) * ops.hadamard(key)).sum(-1)
     torch.testing.assert_close(rotated, (query * key).sum(-1), atol=1e-4, rtol=0)
 
 
-def test_hadamard_needs_a_power_of_two(ops: backend.Ops) -> None:
+def test_hadamard_needs_a_power_of_two(ops: Ops) -> None:
     with pytest.raises(BadInput, match="power of two, got 96"):
         ops.hadamard(torch.zeros(2, 96))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -10,14 +11,15 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels.cpu import ops as cpu
-from ess.kernels.merge import Partial, adapt, merge, merge_all
-from ess.kernels.reference import ops as reference
+from ess.kernels.merge import Partial, adapt, merge
+from tests.kernels.sets import cpu, plain_attention, reference
 
 Merge = Callable[..., Partial]
 
 WIDTH = 5
-both = pytest.mark.parametrize("merge", [reference.merge, cpu.merge], ids=["reference", "cpu"])
+both = pytest.mark.parametrize(
+    "merge", [merge, reference.merge, cpu.merge], ids=["ess.merge", "reference", "cpu"]
+)
 
 
 def same_bits(one: Partial, other: Partial) -> None:
@@ -80,7 +82,7 @@ def attention_in_parts(part_count: int, seed: int) -> tuple[Partial, list[Partia
     owner[0] = 0  # query 0 finds everything in part 0, so the others are empty
 
     def attend(named: torch.Tensor) -> Partial:
-        return reference.sparse_attention(queries, rows, named, latent_dim=16, scale=0.2)
+        return plain_attention(reference, queries, rows, named, latent_dim=16, scale=0.2)
 
     return attend(slots), [attend(slots.where(owner == part, -1)) for part in range(part_count)]
 
@@ -89,7 +91,7 @@ def attention_in_parts(part_count: int, seed: int) -> tuple[Partial, list[Partia
 def test_attention_in_parts_is_attention(part_count: int) -> None:
     for seed in range(3):
         whole, parts = attention_in_parts(part_count, seed)
-        merged = merge_all(parts)
+        merged = functools.reduce(merge, parts)
         torch.testing.assert_close(merged.out, whole.out, atol=1e-6, rtol=0)
         torch.testing.assert_close(merged.lse, whole.lse, atol=2e-6, rtol=0)
         same_bits(Partial(merged.out[0], merged.lse[0]), Partial(whole.out[0], whole.lse[0]))
@@ -172,6 +174,15 @@ def test_bad_input(merge: Merge) -> None:
             merge(other, one, into=into)
     with pytest.raises(BadInput, match="into"):
         merge(one, one, into=Partial(into.out[:2], into.lse[:2]))
+    for sides, says in (
+        (((one.out, 0.5), one), "first.lse is float, must be a tensor"),
+        ((one, (one.out, 0.5)), "second.lse is float, must be a tensor"),
+        ((one, (0.5, one.lse)), "second.out is float, must be a tensor"),
+        ((one, one.out), r"second is Tensor, must be a pair \(out, lse\)"),
+        (((torch.tensor(1.0), one.lse), one), r"first.out has shape \(\), must be \(4, any\)"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            merge(*sides, into=into)
+    with pytest.raises(BadInput, match=r"into\.lse is float"):
+        merge(one, one, into=Partial(into.out, 0.5))
     assert (into.out == 7).all()
-    with pytest.raises(BadInput, match="got 0"):
-        merge_all([])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ess.kernels.merge import Partial, merge, merge_all
+from ess.kernels.merge import Partial, merge
 from tests.kernels.test_merge import WIDTH, empty_like, same_bits
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
@@ -56,7 +56,6 @@ def test_merge_associates_within_rounding(a: Partial, b: Partial, c: Partial) ->
     left, right = merge(merge(a, b), c), merge(a, merge(b, c))
     torch.testing.assert_close(left.out, right.out, atol=4e-6, rtol=0)
     torch.testing.assert_close(left.lse, right.lse, atol=1e-5, rtol=2e-7)
-    same_bits(merge_all([a, b, c]), left)
 
 
 @hypothesis.settings(max_examples=25, deadline=None)

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend
 from ess.kernels.merge import Partial
-from ess.kernels.reference import ops as reference
+from ess.kernels.ops import Ops
 from ess.layout import IndexCodec
-from tests.kernels.sets import SETS, op_set
+from tests.kernels.sets import SETS, op_set, plain_attention, reference
 
 NAN, INF = math.nan, math.inf
 
 
 @pytest.fixture(params=SETS)
-def ops(request: pytest.FixtureRequest) -> backend.Ops:
+def ops(request: pytest.FixtureRequest) -> Ops:
     return op_set(request.param)
 
 
@@ -63,87 +62,87 @@ def attention_case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_attention_is_the_loop(ops: backend.Ops, seed: int) -> None:
+def test_attention_is_the_loop(ops: Ops, seed: int) -> None:
     queries, rows, slots = attention_case(seed)
-    ours = ops.sparse_attention(queries, rows, slots, latent_dim=8, scale=0.3)
+    ours = plain_attention(ops, queries, rows, slots, latent_dim=8, scale=0.3)
     out, lse = attention_by_loops(queries, rows, slots, 8, 0.3)
     torch.testing.assert_close(ours.out, torch.tensor(out), atol=1e-6, rtol=0)
     torch.testing.assert_close(ours.lse, torch.tensor(lse), atol=2e-6, rtol=0)
     assert ours.out.dtype == ours.lse.dtype == torch.float32
 
 
-def test_rows_that_are_not_named_may_hold_anything(ops: backend.Ops) -> None:
+def test_rows_that_are_not_named_may_hold_anything(ops: Ops) -> None:
     queries, rows, slots = attention_case(7)
-    want = ops.sparse_attention(queries, rows, slots, latent_dim=8, scale=0.3)
+    want = plain_attention(ops, queries, rows, slots, latent_dim=8, scale=0.3)
     named = slots[slots >= 0].unique().long()
     for poison in (NAN, INF):
         poisoned = torch.full_like(rows, poison)
         poisoned[named] = rows[named]
-        same = ops.sparse_attention(queries, poisoned, slots, latent_dim=8, scale=0.3)
+        same = plain_attention(ops, queries, poisoned, slots, latent_dim=8, scale=0.3)
         assert torch.equal(same.out, want.out)
         assert torch.equal(same.lse, want.lse)
 
 
-def test_a_broken_row_that_is_named_is_seen(ops: backend.Ops) -> None:
+def test_a_broken_row_that_is_named_is_seen(ops: Ops) -> None:
     queries, rows, slots = attention_case(7)
     rows[slots[1, 2]] = NAN
-    ours = ops.sparse_attention(queries, rows, slots, latent_dim=8, scale=0.3)
+    ours = plain_attention(ops, queries, rows, slots, latent_dim=8, scale=0.3)
     hit = (slots == slots[1, 2]).any(dim=1)
     assert ours.out[hit].isnan().all()
     assert ours.lse[hit].isnan().all()
     assert ours.out[~hit].isfinite().all()
 
 
-def test_nothing_selected_is_an_empty_partial(ops: backend.Ops) -> None:
+def test_nothing_selected_is_an_empty_partial(ops: Ops) -> None:
     for rows, slots in (
         (torch.full((4, 12), NAN), torch.full((2, 3), -1)),
         (torch.zeros(4, 12), torch.zeros(2, 0, dtype=torch.int32)),
         (torch.zeros(0, 12), torch.full((2, 3), -1)),
     ):
-        empty = ops.sparse_attention(torch.ones(2, 2, 12), rows, slots, latent_dim=8, scale=1.0)
+        empty = plain_attention(ops, torch.ones(2, 2, 12), rows, slots, latent_dim=8, scale=1.0)
         assert torch.equal(empty.out, torch.zeros(2, 2, 8))
         assert torch.equal(empty.lse, torch.full((2, 2), -INF))
 
 
-def test_one_key_returns_its_value(ops: backend.Ops) -> None:
+def test_one_key_returns_its_value(ops: Ops) -> None:
     queries, rows, _ = attention_case(3)
     slots = torch.arange(5, dtype=torch.int32)[:, None]
-    ours = ops.sparse_attention(queries, rows, slots, latent_dim=8, scale=0.3)
+    ours = plain_attention(ops, queries, rows, slots, latent_dim=8, scale=0.3)
     assert torch.equal(ours.out, rows[:5, None, :8].expand(5, 2, 8))
     want = 0.3 * torch.einsum("qhd,qd->qh", queries.double(), rows[:5].double())
     torch.testing.assert_close(ours.lse, want.float(), atol=0 if ops is reference else 1e-6, rtol=0)
 
 
-def test_great_logits_do_not_overflow(ops: backend.Ops) -> None:
+def test_great_logits_do_not_overflow(ops: Ops) -> None:
     queries, rows, slots = attention_case(3)
-    ours = ops.sparse_attention(queries * 1e4, rows * 1e3, slots, latent_dim=8, scale=1.0)
+    ours = plain_attention(ops, queries * 1e4, rows * 1e3, slots, latent_dim=8, scale=1.0)
     assert ours.out.isfinite().all()
     assert ours.lse[[0, 1, 2, 4]].isfinite().all()
 
 
-def test_order_of_slots_and_layout_in_memory_do_not_matter(ops: backend.Ops) -> None:
+def test_order_of_slots_and_layout_in_memory_do_not_matter(ops: Ops) -> None:
     queries, rows, slots = attention_case(11)
-    want = ops.sparse_attention(queries, rows, slots, latent_dim=8, scale=0.3)
+    want = plain_attention(ops, queries, rows, slots, latent_dim=8, scale=0.3)
     shuffled = slots[:, torch.randperm(9, generator=generator(0))]
     wide_rows = torch.full((60, 14), NAN)
     wide_rows[::2, 1:13] = rows
     turned = queries.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     columns = shuffled.T.contiguous().T.long()
-    ours = ops.sparse_attention(turned, wide_rows[::2, 1:13], columns, latent_dim=8, scale=0.3)
+    ours = plain_attention(ops, turned, wide_rows[::2, 1:13], columns, latent_dim=8, scale=0.3)
     torch.testing.assert_close(ours.out, want.out, atol=1e-6, rtol=0)
     torch.testing.assert_close(ours.lse, want.lse, atol=1e-6, rtol=0)
 
 
-def test_queries_do_not_see_each_other(ops: backend.Ops) -> None:
+def test_queries_do_not_see_each_other(ops: Ops) -> None:
     queries, rows, slots = attention_case(5)
-    together = ops.sparse_attention(queries, rows, slots, latent_dim=8, scale=0.3)
+    together = plain_attention(ops, queries, rows, slots, latent_dim=8, scale=0.3)
     for q in range(5):
         one = slice(q, q + 1)
-        alone = ops.sparse_attention(queries[one], rows, slots[one], latent_dim=8, scale=0.3)
+        alone = plain_attention(ops, queries[one], rows, slots[one], latent_dim=8, scale=0.3)
         torch.testing.assert_close(alone.out, together.out[one], atol=1e-6, rtol=0)
 
 
-def test_attention_bad_input(ops: backend.Ops) -> None:
+def test_attention_bad_input(ops: Ops) -> None:
     queries, rows, slots = attention_case(0)
     for bad, says in (
         ((queries, rows, slots.masked_fill(slots == -1, 30)), r"slots holds 4..30, outside -1..29"),
@@ -153,9 +152,7 @@ def test_attention_bad_input(ops: backend.Ops) -> None:
         ((queries, rows[:, :11], slots), r"queries has shape \(5, 2, 12\), must be \(any, any, 11"),
     ):
         with pytest.raises(BadInput, match=says):
-            ops.sparse_attention(*bad, latent_dim=8, scale=1.0)
-    with pytest.raises(BadInput, match=r"latent_dim 13 is outside 1..12"):
-        ops.sparse_attention(queries, rows, slots, latent_dim=13, scale=1.0)
+            plain_attention(ops, *bad, latent_dim=8, scale=1.0)
 
 
 # ---- index logits ----
@@ -189,7 +186,7 @@ class IndexCase:
         self.queries = queries if codec.form == "f32" else queries.to(torch.float8_e4m3fn)
         self.weights = torch.randn(5, 3, generator=generator(9))
 
-    def run(self, ops: backend.Ops) -> torch.Tensor:
+    def run(self, ops: Ops) -> torch.Tensor:
         return ops.index_logits(
             self.queries, self.weights, self.pages, self.table, self.lengths, self.codec
         )
@@ -217,11 +214,11 @@ def case(request: pytest.FixtureRequest) -> IndexCase:
     return IndexCase(request.param)
 
 
-def test_index_logits_are_the_loop(ops: backend.Ops, case: IndexCase) -> None:
+def test_index_logits_are_the_loop(ops: Ops, case: IndexCase) -> None:
     torch.testing.assert_close(case.run(ops), case.by_loops(), atol=1e-6, rtol=1e-6)
 
 
-def test_index_logits_are_near_the_keys_that_were_meant(ops: backend.Ops, case: IndexCase) -> None:
+def test_index_logits_are_near_the_keys_that_were_meant(ops: Ops, case: IndexCase) -> None:
     """Against the exact keys: what quantising costs is bounded, so scales are not swapped."""
     case_logits = case.run(ops)[4, :150]
     dots = (case.queries[4].float() @ case.plain[4].T).relu()
@@ -230,14 +227,14 @@ def test_index_logits_are_near_the_keys_that_were_meant(ops: backend.Ops, case: 
     torch.testing.assert_close(case_logits, exact, atol=bound, rtol=0)
 
 
-def test_a_broken_key_in_sight_is_seen(ops: backend.Ops, case: IndexCase) -> None:
+def test_a_broken_key_in_sight_is_seen(ops: Ops, case: IndexCase) -> None:
     case.pages[case.table[2, 0], : case.codec.value_bytes] = 0xFF
     logits = case.run(ops)
     assert logits[2, 0].isnan()
     assert logits.isnan().sum() == 1
 
 
-def test_index_bad_input(ops: backend.Ops, case: IndexCase) -> None:
+def test_index_bad_input(ops: Ops, case: IndexCase) -> None:
     case.lengths = torch.tensor([0, 1, 64, 65, 193])
     with pytest.raises(BadInput, match=r"lengths holds 0..193, outside 0..192"):
         case.run(ops)
@@ -263,7 +260,7 @@ def top_k_by_sorting(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> lis
 
 @pytest.mark.parametrize("k", [1, 2, 7, 20, 21, 50])
 @pytest.mark.parametrize("levels", [1, 2, 3, 1000])
-def test_top_k_is_the_sort(ops: backend.Ops, k: int, levels: int) -> None:
+def test_top_k_is_the_sort(ops: Ops, k: int, levels: int) -> None:
     """Few levels make ties, a level of -inf among them; beyond the length lies the greatest."""
     rng = np.random.default_rng(k * levels)
     lengths = torch.tensor([0, 1, 2, 6, 7, 8, 19, 20, 20])
@@ -276,7 +273,7 @@ def test_top_k_is_the_sort(ops: backend.Ops, k: int, levels: int) -> None:
     assert ours.tolist() == top_k_by_sorting(logits, lengths, k)
 
 
-def test_top_k_by_hand(ops: backend.Ops) -> None:
+def test_top_k_by_hand(ops: Ops) -> None:
     logits = torch.tensor([[3.0, 5.0, 3.0, 1.0, 5.0, 3.0, -0.0, 0.0]])
     for k, want in ((1, [1]), (2, [1, 4]), (3, [0, 1, 4]), (4, [0, 1, 2, 4])):
         assert ops.top_k(logits, torch.tensor([8]), k=k).tolist() == [want]
@@ -285,7 +282,7 @@ def test_top_k_by_hand(ops: backend.Ops) -> None:
     assert zeros.tolist() == [[0]]
 
 
-def test_top_k_large_with_ties(ops: backend.Ops) -> None:
+def test_top_k_large_with_ties(ops: Ops) -> None:
     logits = torch.randn(3, 5000, generator=generator(1)).mul(4).round()
     lengths = torch.tensor([5000, 3000, 2048])
     ours = ops.top_k(logits, lengths, k=2048)
@@ -294,12 +291,12 @@ def test_top_k_large_with_ties(ops: backend.Ops) -> None:
     assert torch.equal(ops.top_k(strided, lengths.int(), k=2048), ours)
 
 
-def test_nan_in_sight_is_selected(ops: backend.Ops) -> None:
+def test_nan_in_sight_is_selected(ops: Ops) -> None:
     logits = torch.tensor([[1.0, 2.0, NAN, 3.0]])
     assert ops.top_k(logits, torch.tensor([4]), k=2).tolist() == [[2, 3]]
 
 
-def test_top_k_bad_input(ops: backend.Ops) -> None:
+def test_top_k_bad_input(ops: Ops) -> None:
     logits = torch.zeros(2, 8)
     for lengths, k, says in (
         (torch.tensor([8, 9]), 2, r"lengths holds 8..9, outside 0..8"),
@@ -311,7 +308,7 @@ def test_top_k_bad_input(ops: backend.Ops) -> None:
             ops.top_k(logits, lengths, k=k)
 
 
-def test_selection_attention_and_merge_join(ops: backend.Ops) -> None:
+def test_selection_attention_and_merge_join(ops: Ops) -> None:
     """A selection split into hits and misses, attended apart and merged, is the selection."""
     queries, rows, _ = attention_case(21)
     logits = torch.randn(5, 30, generator=generator(4))
@@ -319,7 +316,7 @@ def test_selection_attention_and_merge_join(ops: backend.Ops) -> None:
     resident = selection % 3 == 0
 
     def attend(slots: torch.Tensor) -> Partial:
-        return ops.sparse_attention(queries, rows, slots, latent_dim=8, scale=0.3)
+        return plain_attention(ops, queries, rows, slots, latent_dim=8, scale=0.3)
 
     parts = [attend(selection.where(keep, -1)) for keep in (resident, ~resident)]
     merged, whole = ops.merge(*parts), attend(selection)

@@ -16,6 +16,7 @@ from ess.errors import BadInput
 from ess.kernels import backend
 from ess.kernels.cpu import codec as native_codec
 from ess.kernels.cpu import native
+from ess.kernels.ops import Ops
 from ess.kernels.reference import formats
 from ess.layout import RowCodec
 from tests.kernels.bits import all_bf16, array, random_bits, same_values, torch_code
@@ -284,28 +285,44 @@ def test_bad_input(
     assert (rows.view(torch.uint8) == 0xA5).all()
 
 
-def test_the_compiled_codec_refuses_what_it_cannot_address() -> None:
-    values, rows = np.zeros((2, 576), np.float32), np.zeros((2, 656), np.uint8)
-    with pytest.raises(BadInput, match="values has 8 bytes between elements of 4"):
-        native_codec.encode_rows(np.zeros((2, 1152), np.float32)[:, ::2], FP8, rows)
-    with pytest.raises(BadInput, match="rows has 2 bytes between"):
-        native_codec.decode_rows(np.zeros((2, 1312), np.uint8)[:, ::2], FP8, values)
-    rows.flags.writeable = False
-    native_codec.decode_rows(rows, FP8, values)
-    with pytest.raises(BadInput, match="read-only"):
-        native_codec.encode_rows(values, FP8, rows)
-    memory = np.zeros(4096, np.uint8)
-    with pytest.raises(BadInput, match="overlap"):
-        native_codec.encode_rows(
-            memory[:2304].view(np.float32)[None], FP8, memory[2300:2956].reshape(1, 656)
-        )
+@pytest.fixture(params=SETS)
+def set_ops(request: pytest.FixtureRequest) -> Ops:
+    return op_set(request.param)
 
 
-def test_the_reference_takes_elements_apart() -> None:
+def test_memory_that_kernels_could_not_address(set_ops: Ops) -> None:
+    values, rows = torch.zeros(2, 576), empty_rows(2, FP8)
+    apart = torch.zeros(2, 1312, dtype=torch.uint8)[:, ::2]
+    for bad_values, bad_rows, says in (
+        (values, apart, "rows steps 2 elements within a row"),
+        (values, torch.zeros(2, 658, dtype=torch.uint8)[:, :656], "rows has rows 658 bytes apart"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            set_ops.encode_rows(bad_values, FP8, bad_rows)
+        with pytest.raises(BadInput, match=says):
+            set_ops.decode_rows(bad_rows, FP8, bad_values)
+    with pytest.raises(BadInput, match="values steps 2 elements within a row"):
+        set_ops.decode_rows(rows, FP8, torch.zeros(2, 1152)[:, ::2])
+
+
+@pytest.mark.parametrize("start", [0, 2300, 2304])
+def test_values_and_rows_that_share_memory(set_ops: Ops, start: int) -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    values = memory[:2304].view(torch.float32)[None]
+    rows = memory[start : start + 656].view(1, 656)
+    if start == 2304:
+        set_ops.encode_rows(values, FP8, rows)
+        return
+    with pytest.raises(BadInput, match="values and rows overlap in memory"):
+        set_ops.encode_rows(values, FP8, rows)
+    with pytest.raises(BadInput, match="values and rows overlap in memory"):
+        set_ops.decode_rows(rows, FP8, values)
+
+
+def test_values_whose_elements_lie_apart_are_copied(set_ops: Ops) -> None:
     values = hard_values(FP8, torch.float32)
     apart = torch.zeros(len(values), 1152)[:, ::2].copy_(values)
-    ops = backend.ops("reference")
-    assert np.array_equal(encode(ops, apart, FP8), encode(ops, values, FP8))
+    assert np.array_equal(encode(set_ops, apart, FP8), encode(set_ops, values, FP8))
 
 
 # ---- the compiled library ----

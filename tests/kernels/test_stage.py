@@ -14,14 +14,13 @@ from torch import Tensor
 
 from ess.errors import BadInput
 from ess.kernels.cpu import native
-from ess.kernels.cpu import ops as cpu
 from ess.kernels.cpu.stage import Heads, Routing, Stage, pack
-from ess.kernels.reference import ops as reference
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import Rotation
 from ess.models.model import Model
 from ess.models.moe import _best
+from tests.kernels.sets import cpu, reference
 from tests.support import checkpoints
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="ess._native is not built")

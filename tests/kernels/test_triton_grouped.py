@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend
-from ess.kernels.reference import ops as reference
+from ess.kernels.ops import Ops
 from tests.kernels import test_grouped
-from tests.kernels.sets import SETS, op_set
+from tests.kernels.sets import SETS, op_set, reference
 from tests.kernels.test_triton_ops import device
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 
 @pytest.fixture(params=SETS[2:])
-def ops(request: pytest.FixtureRequest) -> backend.Ops:
+def ops(request: pytest.FixtureRequest) -> Ops:
     return op_set(request.param)
 
 
@@ -37,7 +36,7 @@ def whole(counts: list[int], weight: torch.dtype) -> test_grouped.Case:
 
 
 @pytest.mark.parametrize("weight", [torch.bfloat16, test_grouped.FP8])
-def test_every_shape_gives_the_same(ops: backend.Ops, weight: torch.dtype) -> None:
+def test_every_shape_gives_the_same(ops: Ops, weight: torch.dtype) -> None:
     from ess.kernels.cuda.triton.grouped import CANDIDATES, products_into
 
     case = whole([0, 3, 70, 0, 16, 1], weight)
@@ -49,7 +48,7 @@ def test_every_shape_gives_the_same(ops: backend.Ops, weight: torch.dtype) -> No
         assert torch.equal(products_into(**there, shape=shape).cpu(), want), shape.name
 
 
-def test_bits_do_not_depend_on_the_grid(ops: backend.Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_grid(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     from ess.kernels.cuda.triton.launch import Place
 
     case = test_grouped.make([2, 0, 30], torch.bfloat16, test_grouped.FP8, width=300)
@@ -71,7 +70,7 @@ def test_the_shape_follows_the_tokens_of_an_expert() -> None:
     assert candidates(5, 8, torch.float32, is_half=False) == (EXACT,)
 
 
-def test_weights_with_gaps_are_refused(ops: backend.Ops) -> None:
+def test_weights_with_gaps_are_refused(ops: Ops) -> None:
     case = test_grouped.make([2, 1], torch.float32, torch.float32)
     with pytest.raises(BadInput, match=r"weights with strides \(60000, 400, 2\), or scales, have"):
         case._replace(weights=case.weights.repeat_interleave(2, 2)[..., ::2]).run(ops)
@@ -82,7 +81,7 @@ def timed(work: Callable[[], object]) -> list[float]:
     return [1000.0]
 
 
-def test_the_benchmark_counts_the_weights_of_experts_with_tokens(ops: backend.Ops) -> None:
+def test_the_benchmark_counts_the_weights_of_experts_with_tokens(ops: Ops) -> None:
     from ess.bench.gpu.experts import Point, point_rows, routed
 
     point = Point(tokens=3, experts=64, width=128, depth=64)
@@ -98,7 +97,7 @@ def test_the_benchmark_counts_the_weights_of_experts_with_tokens(ops: backend.Op
     assert [row["met"] for row in rows if row["name"].startswith("experts in use")] == [True]
 
 
-def test_the_benchmark_measures_others_where_they_take_so_many(ops: backend.Ops) -> None:
+def test_the_benchmark_measures_others_where_they_take_so_many(ops: Ops) -> None:
     from ess.bench.gpu.experts import SMALL, point_rows
 
     class Theirs:

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend
-from ess.kernels.reference import ops as reference
+from ess.kernels.ops import Ops
 from ess.layout import IndexCodec
 from tests.kernels import test_index
-from tests.kernels.sets import SETS, op_set
+from tests.kernels.sets import SETS, op_set, reference
 from tests.kernels.test_triton_ops import device
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -23,7 +22,7 @@ CODEC = IndexCodec(key_dim=16, head_count=3)
 
 
 @pytest.fixture(params=SETS[2:])
-def ops(request: pytest.FixtureRequest) -> backend.Ops:
+def ops(request: pytest.FixtureRequest) -> Ops:
     return op_set(request.param)
 
 
@@ -32,7 +31,7 @@ def whole(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("each", [2, 3, 4, 6])
-def test_queries_that_share_keys_get_what_one_gets_alone(ops: backend.Ops, each: int) -> None:
+def test_queries_that_share_keys_get_what_one_gets_alone(ops: Ops, each: int) -> None:
     """Lengths differ within a request, one is empty, and the table of others is never read."""
     from ess.kernels.cuda.triton.index import logits_into
 
@@ -70,7 +69,7 @@ def lists_of(count: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("k", [1, 7, 2048])
-def test_lists_shared_among_programs_are_searched_exactly(ops: backend.Ops, k: int) -> None:
+def test_lists_shared_among_programs_are_searched_exactly(ops: Ops, k: int) -> None:
     """Three chunks, of which the last is partly filled; ties go over the edges of chunks."""
     from ess.kernels.cuda.triton.index import top_k_into
 
@@ -83,7 +82,7 @@ def test_lists_shared_among_programs_are_searched_exactly(ops: backend.Ops, k: i
         assert (ours[len(want) :] == -1).all()
 
 
-def test_shared_lists_know_their_slots(ops: backend.Ops) -> None:
+def test_shared_lists_know_their_slots(ops: Ops) -> None:
     from ess.kernels.cuda.triton.index import Placement, top_k_into
 
     generator = torch.Generator().manual_seed(3)

@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.kernels import backend
 from ess.kernels.merge import Partial
-from ess.kernels.reference import ops as reference
+from ess.kernels.ops import Ops
 from ess.layout import IndexCodec, RowCodec
 from tests.kernels import test_attend, test_index, test_merge
-from tests.kernels.sets import SETS, op_set
+from tests.kernels.sets import SETS, op_set, reference
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 
 @pytest.fixture(params=SETS[2:])
-def ops(request: pytest.FixtureRequest) -> backend.Ops:
+def ops(request: pytest.FixtureRequest) -> Ops:
     return op_set(request.param)
 
 
@@ -49,7 +48,7 @@ def attend_lists(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_cut_of_the_lists_agrees(ops: backend.Ops, dtype: torch.dtype) -> None:
+def test_any_cut_of_the_lists_agrees(ops: Ops, dtype: torch.dtype) -> None:
     """Cuts that leave splits empty, full, and partly full; one query has nothing at all."""
     case = test_attend.make(RowCodec(), heads=5, keys=90, dtype=dtype)
     case.slots[1, case.slots[1].argsort()[40:]] = -1
@@ -64,7 +63,7 @@ def test_any_cut_of_the_lists_agrees(ops: backend.Ops, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_added_to_a_partial(ops: backend.Ops, dtype: torch.dtype) -> None:
+def test_rows_are_added_to_a_partial(ops: Ops, dtype: torch.dtype) -> None:
     """Query 0 has rows on both sides, 1 on the first only, 2 on the second only, 3 nowhere."""
     case = test_attend.make(test_attend.CODECS["264"], heads=3, keys=60, queries=4, dtype=dtype)
     case.slots[3] = -1
@@ -87,7 +86,7 @@ def test_rows_are_added_to_a_partial(ops: backend.Ops, dtype: torch.dtype) -> No
         attend_lists(case, onto=first, split_keys=9)
 
 
-def test_bits_do_not_depend_on_the_grid(ops: backend.Ops) -> None:
+def test_bits_do_not_depend_on_the_grid(ops: Ops) -> None:
     case = test_attend.make(test_attend.CODECS["264"], heads=17, keys=40)
     for split_keys in (None, 20):
         want = attend_lists(case, split_keys=split_keys)
@@ -100,7 +99,7 @@ def test_bits_do_not_depend_on_the_grid(ops: backend.Ops) -> None:
         attend_lists(case, spare_sms=100_000)
 
 
-def test_lists_close_up_in_their_order(ops: backend.Ops) -> None:
+def test_lists_close_up_in_their_order(ops: Ops) -> None:
     from ess.kernels.cuda.triton.attend import close_up
 
     slots = torch.randint(-4, 9, (5, 1500), generator=torch.Generator().manual_seed(0)).int()
@@ -112,7 +111,7 @@ def test_lists_close_up_in_their_order(ops: backend.Ops) -> None:
         assert torch.equal(named[:count], kept)
 
 
-def test_long_lists_are_searched_by_a_sample_and_short_of_it(ops: backend.Ops) -> None:
+def test_long_lists_are_searched_by_a_sample_and_short_of_it(ops: Ops) -> None:
     """Longer than the room for candidates, so all three ways of a search are taken."""
     lists = test_index.hard_lists(9000)
     names = ("normal", "equal", "hidden", "seen", "unseen", "specials")
@@ -124,7 +123,7 @@ def test_long_lists_are_searched_by_a_sample_and_short_of_it(ops: backend.Ops) -
             assert np.array_equal(row, test_index.greatest(lists[name], k)), (name, k)
 
 
-def test_positions_become_slots(ops: backend.Ops) -> None:
+def test_positions_become_slots(ops: Ops) -> None:
     from ess.kernels.cuda.triton.index import Placement, top_k_into
 
     generator = torch.Generator().manual_seed(3)
@@ -145,7 +144,7 @@ def test_positions_become_slots(ops: backend.Ops) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_go_to_their_pages_in_one_step(ops: backend.Ops, dtype: torch.dtype) -> None:
+def test_keys_go_to_their_pages_in_one_step(ops: Ops, dtype: torch.dtype) -> None:
     from ess.kernels.cuda.triton.rows import store_keys
 
     codec = IndexCodec(key_dim=36, scale_format="f32")
@@ -159,7 +158,7 @@ def test_keys_go_to_their_pages_in_one_step(ops: backend.Ops, dtype: torch.dtype
     assert torch.equal(there.cpu(), want)
 
 
-def test_rows_are_copied_as_far_as_the_count(ops: backend.Ops) -> None:
+def test_rows_are_copied_as_far_as_the_count(ops: Ops) -> None:
     from ess.kernels.cuda.triton.copy import copy_rows
 
     generator = torch.Generator().manual_seed(5)
@@ -179,7 +178,7 @@ def test_rows_are_copied_as_far_as_the_count(ops: backend.Ops) -> None:
         copy_rows(torch.zeros(2, 660, dtype=torch.uint8), *there)
 
 
-def test_the_merge_keeps_its_algebra(ops: backend.Ops) -> None:
+def test_the_merge_keeps_its_algebra(ops: Ops) -> None:
     first, second = test_merge.wild_partial(1, 200), test_merge.wild_partial(2, 200)
     merged = ops.merge(first, second)
     test_merge.same_bits(merged, ops.merge(second, first))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ess.kernels import backend
+from ess.kernels.ops import Ops
 from tests.kernels.sets import SETS, op_set
 from tests.kernels.test_triton_ops import device
 
@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 
 @pytest.fixture(params=SETS[2:])
-def ops(request: pytest.FixtureRequest) -> backend.Ops:
+def ops(request: pytest.FixtureRequest) -> Ops:
     return op_set(request.param)
 
 
@@ -45,7 +45,7 @@ def timed(work: Callable[[], Any]) -> list[float]:
     return [1.0]
 
 
-def test_the_sweep_runs_and_judges(ops: backend.Ops) -> None:
+def test_the_sweep_runs_and_judges(ops: Ops) -> None:
     from ess.bench.gpu.shapes import Point, attention_rows, logits_rows, top_k_rows
 
     point = Point(batch=1, mtp=1, heads=4, form="fp8", k=200, slab_rows=64)

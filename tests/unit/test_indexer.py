@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ess.kernels.reference import ops as reference
 from ess.models import indexer
 from ess.models.indexer import Probe, index_scores, select, top_k
+from tests.kernels.sets import reference
 
 
 def best_by_sorting(scores: list[float], length: int, k: int) -> list[int]:

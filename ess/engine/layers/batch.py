@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ess.door import Offload, Step
 from ess.engine.step.warmth import StepWarmth
-from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
+from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer, Front
 from ess.models.indexer import Probe

@@ -35,7 +35,7 @@ from ess.engine.layers.batch import (
 from ess.engine.step.runner import Runner
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.logprobs import chances
-from ess.kernels.backend import Ops
+from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer, Entry
 from ess.models.layers import Rotation

@@ -23,8 +23,8 @@ from ess.engine.layers.verifier import Verifier
 from ess.engine.step.half import Half, halves, whole
 from ess.engine.step.tuning import Tuning
 from ess.engine.step.warmth import StepWarmth
-from ess.kernels.backend import Ops
 from ess.kernels.merge import Partial
+from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer
 from ess.models.model import Model

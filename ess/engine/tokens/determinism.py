@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ess.errors import BadInput, Unavailable
 
 if TYPE_CHECKING:
-    from ess.kernels.backend import Ops
+    from ess.kernels.ops import Ops
 
 
 def check_deterministic(modes: str | Sequence[str], **others: str | int) -> None:

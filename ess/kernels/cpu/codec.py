@@ -1,7 +1,7 @@
 """Rows and keys to bytes and back, compiled where the library is there, NumPy where it is not.
 
-The bytes are those of `ess.kernels.reference.formats`. Elements of one row must lie side by side;
-rows may lie any distance apart. One thread; ctypes gives up the GIL for the length of a call.
+The bytes are those of `ess.kernels.reference.formats`. Arrays are trusted: elements of a row lie
+side by side, rows any distance apart. One thread; the GIL is released for the length of a call.
 """
 
 from __future__ import annotations
@@ -12,25 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ess.errors import BadInput
-from ess.kernels.checks import PLAIN, check_rows, require
 from ess.kernels.cpu import native
+from ess.kernels.cpu.records import Strides
 from ess.kernels.reference import formats
 from ess.kernels.reference.formats import Array, Bytes, Keys
 from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
-
-
-class Strides(ctypes.Structure):
-    """`ess::Strides` of csrc/cpu/encoding.h, field for field."""
-
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("row_count", "group_count", "group_size", "tail_count"),
-            *("power_of_two", "value_is_bf16"),
-            *("value_stride", "row_stride", "scale_stride"),
-        )
-    ]
 
 
 @functools.cache
@@ -40,7 +26,6 @@ def _function(name: str) -> Callable[..., None]:
 
 def encode_rows(values: Array, codec: RowCodec, out: Bytes) -> Bytes:
     """Values [n, latent + rope], float32 or bfloat16 bits, into rows [n, row_bytes]."""
-    _check(values, codec, out, written=out)
     if codec.form == "f32" or not native.available():
         return formats.encode_rows(values, codec, out)
     _call("ess_codec_encode", values, codec, out)
@@ -49,7 +34,6 @@ def encode_rows(values: Array, codec: RowCodec, out: Bytes) -> Bytes:
 
 def decode_rows(rows: Bytes, codec: RowCodec, out: Array) -> Array:
     """Rows [n, row_bytes] into values [n, latent + rope], float32 or bfloat16 bits."""
-    _check(out, codec, rows, written=out)
     if codec.form == "f32" or not native.available():
         return formats.decode_rows(rows, codec, out)
     _call("ess_codec_decode", out, codec, rows)
@@ -58,10 +42,8 @@ def decode_rows(rows: Bytes, codec: RowCodec, out: Array) -> Array:
 
 def encode_keys(values: Array, codec: IndexCodec) -> Keys:
     """Keys [n, key_dim], float32 or bfloat16 bits."""
-    require("values", values, (None, codec.key_dim), PLAIN)
     if codec.form == "f32" or not native.available():
         return formats.encode_keys(values, codec)
-    _require_adjacent("values", values)
     count = len(values)
     keys = Keys(np.empty((count, codec.key_dim), np.uint8), np.empty(count, np.float32))
     form = _form(values, count, 1, codec.key_dim, 0, codec.scale_format == "ue8m0")
@@ -87,22 +69,6 @@ def _form(
 ) -> Strides:
     is_bf16 = values.dtype == np.uint16
     return Strides(rows, groups, size, tail, power_of_two, is_bf16, values.strides[0])
-
-
-def _check(values: Array, codec: RowCodec, rows: Bytes, *, written: Array) -> None:
-    check_rows(values, codec, rows)
-    _require_adjacent("values", values)
-    _require_adjacent("rows", rows)
-    if not written.flags.writeable:
-        raise BadInput("out is read-only")
-    if np.may_share_memory(values, rows):
-        raise BadInput("values and rows overlap in memory")
-
-
-def _require_adjacent(name: str, array: Array) -> None:
-    if array.strides[-1] != array.itemsize and array.size:
-        stride = array.strides[-1]
-        raise BadInput(f"{name} has {stride} bytes between elements of {array.itemsize}: copy it")
 
 
 def implementation() -> str:

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.kernels.cpu import native
-from ess.kernels.cpu.codec import Strides
+from ess.kernels.cpu import native, records
 from ess.layout import EXPERTS_MAX, SCALE_BYTES, SCALE_GROUP, IndexCodec, RopeStyle, RowCodec
 
 FORMS: Final = {torch.bfloat16: 1, torch.float32: 2}
@@ -35,54 +34,6 @@ KINDS: Final = (
 
 _COUNT: Final = ctypes.c_int64
 _POINTER: Final = ctypes.c_void_p
-
-
-class _Op(ctypes.Structure):
-    """`ess::Op` of csrc/cpu/kernels.h, field for field."""
-
-    _fields_ = [
-        *(
-            (name, _COUNT)
-            for name in (
-                *("kind", "from_", "to", "from_at", "to_at", "in_dim", "out_dim"),
-                *("count", "from_step", "to_step", "half"),
-            )
-        ),
-        ("weight", _POINTER),
-        ("more", _POINTER),
-        ("value", ctypes.c_float),
-    ]
-
-
-class _Experts(ctypes.Structure):
-    """`ess::Experts` of csrc/cpu/kernels.h, field for field."""
-
-    _fields_ = [
-        *(
-            (name, _COUNT)
-            for name in (
-                *("expert_count", "group_count", "groups_kept", "per_token", "is_normed"),
-                *("inner", "logits"),
-            )
-        ),
-        *((name, _POINTER) for name in ("correction", "gate_up", "down")),
-        ("scale", ctypes.c_float),
-    ]
-
-
-class _Encoding(ctypes.Structure):
-    """`ess::Encoding` of csrc/cpu/encoding.h, field for field."""
-
-    _fields_ = [("strides", Strides), ("scale_at", _COUNT), ("tail_at", _COUNT)]
-
-
-class _Stage(ctypes.Structure):
-    _fields_ = [
-        ("ops", ctypes.POINTER(_Op)),
-        ("op_count", _COUNT),
-        ("widths", ctypes.POINTER(_COUNT)),
-        ("register_count", _COUNT),
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +137,11 @@ class Stage:
     """Describe it with the methods below in the order of execution, then call it."""
 
     def __init__(self) -> None:
-        self._ops: list[_Op] = []
+        self._ops: list[records.Op] = []
         self._widths: list[int] = []
         self._kept: list[Any] = []
         self._sides: list[int | _Given] = []
-        self._ready: _Stage | None = None
+        self._ready: records.Stage | None = None
 
     # ---- memory
 
@@ -236,8 +187,8 @@ class Stage:
     def _encode(
         self, values: Values, bytes_: int, groups: int, size: int, tail: int, is_power: bool
     ) -> None:
-        strides = Strides(1, groups, size, tail, is_power, False, 0, 0, 0)
-        encoding = _Encoding(strides, groups * size, groups * (size + SCALE_BYTES))
+        strides = records.Strides(1, groups, size, tail, is_power, False, 0, 0, 0)
+        encoding = records.Encoding(strides, groups * size, groups * (size + SCALE_BYTES))
         self._sides.append(_Given((bytes_,), torch.uint8, 0))
         self._op("encode", values, to=len(self._sides) + 1, more=encoding)
 
@@ -313,7 +264,7 @@ class Stage:
                 f"{up.count} experts in {r.group_count} groups: a stage takes at most "
                 f"{EXPERTS_MAX}, and two or more to a group"
             )
-        experts = _Experts(
+        experts = records.Experts(
             *(up.count, r.group_count, r.groups_kept, r.per_token, r.is_normed),
             *(down.in_dim, logits.register),
             *(tensor.data_ptr() for tensor in (r.correction, up.words, down.words)),
@@ -344,7 +295,7 @@ class Stage:
         target = into or Values(to, 0, 0)
         self._kept += [weight, more]
         self._ops.append(
-            _Op(
+            records.Op(
                 *(KINDS.index(kind), source.register, target.register, source.at, target.at),
                 *(source.dim, out_dim, count, *steps, half),
                 *(_address(one) for one in (weight, more)),
@@ -378,11 +329,11 @@ class Stage:
         del kept
         return results
 
-    def _close(self) -> _Stage:
-        ops = (_Op * len(self._ops))(*self._ops)
+    def _close(self) -> records.Stage:
+        ops = (records.Op * len(self._ops))(*self._ops)
         widths = (_COUNT * len(self._widths))(*self._widths)
         self._kept += [ops, widths]
-        self._ready = _Stage(ops, len(self._ops), widths, len(self._widths))
+        self._ready = records.Stage(ops, len(self._ops), widths, len(self._widths))
         return self._ready
 
 
@@ -413,4 +364,6 @@ def _function(name: str, *types: Any, returns: Any = None) -> Callable[..., Any]
 @functools.cache
 def _run() -> Callable[..., None]:
     """Sides are three numbers each, packed: `ess::Bound` of csrc/cpu/kernels.h."""
-    return _function("ess_stage", ctypes.POINTER(_Stage), ctypes.c_char_p, _COUNT, ctypes.c_int32)
+    return _function(
+        "ess_stage", ctypes.POINTER(records.Stage), ctypes.c_char_p, _COUNT, ctypes.c_int32
+    )

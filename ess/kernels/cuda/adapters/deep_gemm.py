@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels.checks import COUNTS, SINGLE, require
+from ess.kernels.checks import BYTES, CODED, COUNTS, SINGLE, require
 from ess.kernels.cuda.adapters.modules import Found, first_that
 from ess.layout import IndexCodec
 from ess.units import PAGE_ROWS
@@ -50,14 +50,14 @@ class DeepGemm:
         *,
         queries_per_request: int = 1,
     ) -> Tensor:
-        """By the contract of `reference.index_logits`, for queries in e4m3 and pages in fp8.
+        """By the contract of `Ops.index_logits`, for queries in e4m3 and pages in fp8.
 
         The queries of one request lie side by side and share its pages.
         """
         count, heads = queries.shape[:2]
-        require("queries", queries, (None, None, CODEC.key_dim), ("torch.float8_e4m3fn",))
+        require("queries", queries, (None, None, CODEC.key_dim), (CODED,))
         require("weights", weights, (count, heads), SINGLE)
-        require("pages", pages, (None, CODEC.page_bytes), ("torch.uint8",))
+        require("pages", pages, (None, CODEC.page_bytes), BYTES)
         require("page_table", page_table, (count, None), COUNTS)
         require("lengths", lengths, (count,), COUNTS)
         if queries_per_request < 1 or count % queries_per_request:

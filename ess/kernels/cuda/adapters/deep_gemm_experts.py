@@ -20,7 +20,6 @@ from ess.kernels import backend
 from ess.kernels.checks import check_products
 from ess.kernels.cuda.adapters.deep_gemm import CODEC, MODULES
 from ess.kernels.cuda.adapters.modules import Found, first_that
-from ess.kernels.reference import ops as reference
 from ess.layout import SCALE_GROUP
 from ess.units import align_up, div_ceil
 
@@ -59,7 +58,7 @@ class DeepGemmExperts:
         scales: Tensor,
         out: Tensor | None = None,
     ) -> Tensor:
-        """By the contract of `reference.expert_products`, for weights in e4m3, but that tokens are
+        """By the contract of `Ops.expert_products`, for weights in e4m3, but that tokens are
         rounded to e4m3 and results to bfloat16; a graph can hold it. `ends` are not looked at.
         """
         check_products(tokens, ends, weights, scales, out)
@@ -119,6 +118,7 @@ class DeepGemmExperts:
         out = torch.full((7, 256), 7.0, device=device)
         self._run(coded, ends, weights, scales, out)
         plain = coded.codes.float() * coded.scales.repeat_interleave(SCALE_GROUP, 1)
+        reference = backend.ops("reference")
         want = reference.expert_products(plain, ends, weights, scales=scales)
         sizes = reference.expert_products(plain.abs(), ends, _sizes(weights), scales=scales)
         error = float(((out - want)[:6].abs() / sizes[:6]).max())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels.checks import COUNTS, require
+from ess.kernels.checks import BYTES, COUNTS, require
 from ess.kernels.cuda.adapters.modules import Found, first_that
 from ess.kernels.merge import Partial, adapt
 from ess.layout import RowCodec
@@ -50,8 +50,8 @@ class FlashMla:
 
         -1 is nobody; other negative codes are the caller's mistake and read memory that is not his.
         """
-        require("queries", queries, (None, None, DIM), ("torch.bfloat16",))
-        require("rows", rows, (None, CODEC.row_bytes), ("torch.uint8",))
+        require("queries", queries, (None, None, DIM), (torch.bfloat16,))
+        require("rows", rows, (None, CODEC.row_bytes), BYTES)
         require("slots", slots, (len(queries), None), COUNTS)
         if len(rows) % PAGE_ROWS or not rows.is_contiguous():
             raise BadInput(f"rows of shape {tuple(rows.shape)} must be dense pages of {PAGE_ROWS}")

@@ -17,7 +17,7 @@ from ess.kernels.cuda.triton.device import attend as device
 from ess.kernels.cuda.triton.device import partials
 from ess.kernels.cuda.triton.launch import bits, on, place
 from ess.kernels.cuda.triton.shapes import Shape, candidates
-from ess.kernels.merge import Pair, Partial
+from ess.kernels.merge import Partial
 from ess.layout import RowCodec
 from ess.units import div_ceil
 
@@ -164,7 +164,7 @@ def _padded(size: int) -> int:
     return max(DOT_MIN, int(triton.next_power_of_2(size)))
 
 
-def merge_into(first: Pair, second: Pair, into: Partial) -> Partial:
+def merge_into(first: Partial, second: Partial, into: Partial) -> None:
     """All dense; `into` may be one of the sides."""
     width = into.out.shape[-1]
     if into.lse.numel():
@@ -177,4 +177,3 @@ def merge_into(first: Pair, second: Pair, into: Partial) -> Partial:
                 triton.next_power_of_2(width),
                 enable_fp_fusion=False,
             )
-    return into

@@ -61,7 +61,7 @@ def products_into(
     scales: Tensor | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """By the contract of `reference.expert_products`.
+    """By the contract of `Ops.expert_products`.
 
     The shape follows from the sizes of the tensors. With one shape, a token's bits do not depend on
     the other tokens; between two they agree within rounding.

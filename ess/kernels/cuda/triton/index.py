@@ -52,7 +52,7 @@ def logits_into(
     spare_sms: int = 0,
     queries_per_request: int = 1,
 ) -> Tensor:
-    """By the contract of `reference.index_logits`, on a grid that leaves `spare_sms` alone.
+    """By the contract of `Ops.index_logits`, on a grid that leaves `spare_sms` alone.
 
     With several queries per request those of one request lie beside each other and name the same
     pages: they share one read of the keys, and each gets the bits that it would get alone.
@@ -141,7 +141,7 @@ def top_k_into(
     placement: Placement | None = None,
     spreads: bool | None = None,
 ) -> Tensor:
-    """By the contract of `reference.top_k`; with a placement also the slot of every position.
+    """By the contract of `Ops.top_k`; with a placement also the slot of every position.
 
     `spreads` shares a list among programs; by itself it does so for few long lists. Either way
     gives the same.

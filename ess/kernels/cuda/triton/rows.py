@@ -16,20 +16,21 @@ from ess.units import PAGE_ROWS, div_ceil
 BLOCK_ROWS: Final = 8
 
 
-def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
+def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> None:
     """The bytes of `ess.kernels.reference.formats`, with the values float32 or bfloat16."""
     if codec.form == "f32":
-        return out.copy_(values.float().contiguous().view(torch.uint8))
+        out.copy_(values.float().contiguous().view(torch.uint8))
+        return
     strides = values.stride(0), out.stride(0), out.stride(0), 0
     _encode(values, _row_parts(out, codec), None, strides, True, **row_shape(codec))
-    return out
 
 
-def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
+def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
     if not len(rows):
-        return out
+        return
     if codec.form == "f32":
-        return out.copy_(rows.contiguous().view(torch.float32))
+        out.copy_(rows.contiguous().view(torch.float32))
+        return
     shape = row_shape(codec)
     with on(rows):
         device.decode[(div_ceil(len(rows), BLOCK_ROWS), shape["GROUPS"] + 1)](
@@ -40,7 +41,6 @@ def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
             INTERPRETED=place(rows).interpreted,
             ROWS=BLOCK_ROWS,
         )
-    return out
 
 
 def encode_keys(values: Tensor, codec: IndexCodec) -> tuple[Tensor, Tensor]:

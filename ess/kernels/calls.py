@@ -1,0 +1,93 @@
+"""What a backend is asked to do: one record for each op with many arguments, and the protocol.
+
+`ess.kernels.ops` makes the records. By then shapes, types and devices have been checked, room for
+the result has been made, and every tensor is in the form that is written here, so that a backend
+reads and computes and asks nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from ess.kernels.merge import Partial
+from ess.layout import IndexCodec, RowCodec
+from ess.units import PAGE_ROWS
+
+
+class Keys(NamedTuple):
+    """Encoded index keys: bytes of values [n, value_bytes], float32 scales [n], 1 where plain."""
+
+    values: Tensor
+    scales: Tensor
+
+
+class Attend(NamedTuple):
+    """Queries [q, heads, dim] in float32, bfloat16 or e4m3 and slots [q, width] in int32, dense in
+    the last axis; bytes of a row side by side; `into` dense."""
+
+    queries: Tensor
+    rows: Tensor
+    slots: Tensor
+    codec: RowCodec
+    scale: float
+    placed: Tensor | None
+    into: Partial
+    threads: int
+
+
+def slot_range(rows: Tensor, placed: Tensor | None) -> tuple[int, int]:
+    """The lowest slot, and the first beyond the highest."""
+    return -1 if placed is None else -1 - placed.shape[0], rows.shape[0]
+
+
+class IndexQueries(NamedTuple):
+    """Queries as those of `Attend`; float32 weights [q, heads] dense; the page table and the
+    lengths in int32, dense in the last axis; bytes of a page side by side."""
+
+    queries: Tensor
+    weights: Tensor
+    pages: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    codec: IndexCodec
+    threads: int
+
+    @property
+    def width(self) -> int:
+        """The positions that a row of the page table has room for."""
+        return self.page_table.shape[1] * PAGE_ROWS
+
+
+class Products(NamedTuple):
+    """Tokens and `out` dense in the last axis; ends, weights and scales dense."""
+
+    tokens: Tensor
+    ends: Tensor
+    weights: Tensor
+    scales: Tensor | None
+    out: Tensor
+
+
+class Backend(Protocol):
+    """A module of functions that trust their arguments. The contracts are those of `Ops`."""
+
+    def implementation(self) -> str: ...
+    def has_stages(self) -> bool: ...
+    def reaches(self, tensor: Tensor, *, in_place: bool) -> bool:
+        """Whether kernels can read memory that lies there; `in_place`: over a link will do."""
+
+    def unseen(self, name: str, ids: Tensor) -> bool:
+        """Whether `Ops` looks at the ids of this name first. Not those which the kernel checks as
+        it reads them, and raises BadInput before it writes; nor any while a graph is captured."""
+
+    def encode_rows(self, values: Tensor, codec: RowCodec, out: Tensor) -> None: ...
+    def decode_rows(self, rows: Tensor, codec: RowCodec, out: Tensor) -> None: ...
+    def encode_keys(self, values: Tensor, codec: IndexCodec) -> Keys: ...
+    def attend(self, call: Attend) -> None: ...
+    def merge(self, first: Partial, second: Partial, into: Partial) -> None: ...
+    def index_logits(self, call: IndexQueries, out: Tensor) -> None: ...
+    def index_top_k(self, call: IndexQueries, out: Tensor) -> None: ...
+    def top_k(self, logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None: ...
+    def expert_products(self, call: Products) -> None: ...

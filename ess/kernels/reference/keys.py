@@ -1,0 +1,70 @@
+"""Groups of values to e4m3, and index keys in their pages, in plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ess.kernels.calls import Keys
+from ess.layout import IndexCodec
+from ess.units import PAGE_ROWS
+
+
+def encode_groups(groups: Tensor, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Codes [..., size] and scales [...] of groups [..., size]."""
+    amax = groups.abs().amax(dim=-1)
+    scales = amax.clamp(min=1e-4) / 448.0
+    if power_of_two:
+        scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    scales = scales.masked_fill(~amax.isfinite(), math.nan)
+    codes = (groups / scales[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill(scales.isnan()[..., None], 0x7F), scales
+
+
+def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
+    plain = values.float()
+    if codec.form == "f32":
+        return Keys(plain.contiguous().view(torch.uint8), torch.ones_like(plain[:, 0]))
+    return Keys(*encode_groups(plain, power_of_two=codec.scale_format == "ue8m0"))
+
+
+def write_keys(pages: Tensor, row_ids: Tensor, keys: Keys, codec: IndexCodec) -> None:
+    page, offset = _places(row_ids)
+    values, scales = _page_parts(pages, codec)
+    values[page, offset] = keys.values
+    if codec.scale_bytes:
+        scales[page, offset] = keys.scales[:, None].contiguous().view(torch.uint8)
+
+
+def read_keys(pages: Tensor, row_ids: Tensor, codec: IndexCodec) -> Keys:
+    page, offset = _places(row_ids)
+    values, scales = _page_parts(pages, codec)
+    if not codec.scale_bytes:
+        return Keys(values[page, offset], torch.ones(len(row_ids), device=pages.device))
+    return Keys(values[page, offset], scales[page, offset].view(torch.float32)[:, 0])
+
+
+def _places(row_ids: Tensor) -> tuple[Tensor, Tensor]:
+    return row_ids.long() // PAGE_ROWS, row_ids.long() % PAGE_ROWS
+
+
+def _page_parts(pages: Tensor, codec: IndexCodec) -> tuple[Tensor, Tensor]:
+    """Views [page, 64, value_bytes] and [page, 64, scale_bytes] of the two blocks of every page."""
+    split = PAGE_ROWS * codec.value_bytes
+    return (
+        pages[:, :split].view(len(pages), PAGE_ROWS, codec.value_bytes),
+        pages[:, split:].view(len(pages), PAGE_ROWS, codec.scale_bytes),
+    )
+
+
+def hadamard(values: Tensor) -> Tensor:
+    """By its steps: sums and differences at distances 1, 2, 4, ..."""
+    size, stride, shape = values.shape[-1], 1, values.shape
+    values = values.float()
+    while stride < size:
+        low, high = values.reshape(*shape[:-1], size // (2 * stride), 2, stride).unbind(-2)
+        values = torch.stack([low + high, low - high], dim=-2).reshape(shape)
+        stride *= 2
+    return values * torch.tensor(size**-0.5, device=values.device)
