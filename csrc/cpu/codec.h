@@ -1,5 +1,6 @@
 // Narrow floats, one lane at a time, written so that a compiler vectorises the loops around them,
-// and the decoder of one scale group. ess/kernels/reference/formats.py says in NumPy what each must return.
+// and the decoder of one scale group. ess/kernels/reference/formats.py says in NumPy what each must
+// return.
 //
 // Both directions avoid subnormal operands in float arithmetic: a thread that flushes subnormals
 // (torch.set_flush_denormal) gets the same bytes, and no CPU takes a microcode assist. Shifting an

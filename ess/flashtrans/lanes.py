@@ -21,18 +21,21 @@ from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans import rows
 from ess.flashtrans.views import CheckedCopy, check
 from ess.kernels.cpu import native
-from ess.kernels.streams import Event, Lane, RowCopy
+from ess.kernels.streams import Event, Lane, RowCopy, closed_lane
 
 # Waits are cut into slices so that a signal, Ctrl-C above all, reaches Python.
 SLICE_S: Final = 0.2
 
-# What takes less time to copy than a worker takes to wake and to be waited for (docs/log.md).
+# So many bytes are copied in the time that waking a worker and waiting for it takes (docs/log.md).
 AT_ONCE_BYTES: Final = 512 << 10
 
 
 def open_lane(*, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_ONCE_BYTES) -> Lane:
-    """The best lane of a device, "cpu" or "cuda:0". `threads` is what one copy may use here, and
-    jobs of `at_once_bytes` or less are not worth a worker's while."""
+    """The best lane of a device, "cpu" or "cuda:0".
+
+    A copy may use up to `threads` threads of the host. On a CPU a job of at most `at_once_bytes`
+    is copied by the caller: that takes less time than waking a worker.
+    """
     kind, _, ordinal = device.partition(":")
     if kind == "cuda" and (ordinal or "0").isdigit():
         return _stream_lane(int(ordinal or 0), threads)
@@ -44,7 +47,8 @@ def open_lane(*, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_
 
 
 def _stream_lane(ordinal: int, threads: int) -> Lane:
-    """Jobs follow what is then the current stream of torch, or the default one without torch."""
+    """A job follows the stream that is torch's current stream at its submission, or the default
+    stream where torch is not loaded."""
     from ess.flashtrans.stream_lane import StreamLane
     from ess.kernels.cuda.driver import Device
 
@@ -55,14 +59,11 @@ def _stream_lane(ordinal: int, threads: int) -> Lane:
     return StreamLane(Device(ordinal), compute_stream=current, threads=threads)
 
 
-def closed_lane() -> BadState:
-    return BadState("the lane is closed: it takes no more copies")
-
-
 class DoneEvent:
     """A job that was over when it had been submitted."""
 
     def __init__(self, started_ns: int, finished_ns: int) -> None:
+        assert started_ns <= finished_ns, f"started at {started_ns}, finished at {finished_ns}"
         self.started_ns = started_ns
         self.finished_ns = finished_ns
 
@@ -74,7 +75,7 @@ class DoneEvent:
 
 
 class InlineLane:
-    """Copies at submission: for machines without the native library, and to debug."""
+    """The caller copies, at submission: for machines without the native library, and to debug."""
 
     def __init__(self, *, threads: int = 1) -> None:
         rows.check_threads(threads)
@@ -141,6 +142,7 @@ class WorkerLane:
             )
             if sequence <= 0:
                 raise _refusal(sequence) if sequence else fault.error(checked)
+            assert sequence > self._last.sequence, f"job {sequence} after {self._last.sequence}"
             self._last = _Job(sequence, times, [])
             self._forget(completed)
             if at_once:
@@ -210,6 +212,7 @@ class WorkerEvent:
     def _time_ns(self, end: int) -> int:
         if not self.done():
             raise BadState(f"copy job {self._sequence} is not done: it has no times yet")
+        assert self._times[0] <= self._times[1], f"job {self._sequence} ended before it began"
         return self._times[end]
 
 
@@ -221,6 +224,7 @@ class _Job:
 
 
 def _release(handle: int, pending: deque[_Job]) -> None:
+    """`close` waits for the jobs; until then `pending` keeps what they read and write."""
     _native("close")(handle)
     _native("free")(handle)
     pending.clear()
@@ -237,7 +241,9 @@ def _refusal(answer: int) -> Exception:
         case -1:
             return closed_lane()
         case -2:
-            return BadState("the copy lane belongs to the process that forked this one")
+            return BadState(
+                "the copy lane belongs to the parent process: open another after a fork"
+            )
         case _:
             return MemoryError("no memory for the index lists of a copy job")
 

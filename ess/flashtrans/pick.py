@@ -1,9 +1,9 @@
-"""Which way a fetch goes: read in place by a kernel, or gathered on the host and sent by DMA.
+"""Which way a fetch goes: a kernel reads rows in place, or the host gathers and DMA sends.
 
-A kernel starts at once and needs a few multiprocessors, but the reads that a device may have under
-way on PCIe cap it below the link. The copy engine reaches the link and takes no multiprocessor; it
-pays for handing the list to the host, and needs host cores that gather as fast as it sends. The
-figures are predictions from published measurements (docs/log.md), to be replaced by measured ones.
+A kernel starts at once and needs a few multiprocessors, but a device can have only so many reads on
+PCIe at a time, which keeps it below the link's rate. The copy engine reaches that rate and takes no
+multiprocessor; it waits for the list to be handed to the host, and needs host cores that gather as
+fast as it sends. The figures are predictions from published measurements (docs/log.md).
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def kernel_time_us(byte_count: int, link: Link = PCIE5) -> float:
 
 def staged_time_us(byte_count: int, *, threads: int, link: Link = PCIE5) -> float:
     """The first chunk is gathered alone, and from then on gathering and sending overlap."""
+    assert byte_count >= 0, f"{byte_count} bytes"
+    assert threads > 0, f"{threads} threads"
     gather_rate = min(threads * link.gather_rate, link.gather_rate_max)
     first = min(byte_count, link.chunk_bytes) / gather_rate
     return link.handover_us + first + byte_count / min(gather_rate, link.dma_rate)

@@ -1,4 +1,4 @@
-"""Row numbers on their way to a device: a ring of pinned memory and its twin over there."""
+"""Row numbers on their way to a device: a ring of pinned memory and its twin on the device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ess.kernels.cuda.streams import CudaEvent
 
 
 class RowLists:
-    """A list takes the next free stretch; `seal` says which event frees what was put since.
+    """Every list takes the next stretch of the ring. `seal` names the event after which the
+    stretches that were put since the last `seal` are free.
 
-    When the ring is full, `put` waits for the oldest stretch. So a caller seals before it puts
-    more than half of `capacity`, and then no stretch waits for itself.
+    When the ring is full, `put` waits for the oldest stretch. A caller seals before it has put more
+    than half of `capacity`; so a stretch never waits for an event that is still to be recorded.
     """
 
     def __init__(self, device: Device, *, capacity: int = 1 << 20) -> None:
@@ -32,14 +33,15 @@ class RowLists:
 
     @property
     def piece_max(self) -> int:
-        """Two lists of so many numbers, and what a wrap skips, always find room."""
+        """Two lists of this length always have room, even when the end of the ring is skipped."""
         return self.capacity // 4
 
     def put(self, numbers: npt.NDArray[Any], stream: int) -> int:
-        """Queues the copy of a list on the stream; the address that it will have over there."""
+        """Queues the copy of a list on the stream and returns its address on the device."""
         count = len(numbers)
         assert count <= self.piece_max, f"{count} numbers in a ring of {self.capacity}"
         start = self._cursor if self._cursor + count <= self.capacity else 0
+        assert start + count <= self.capacity, f"{start}+{count} in a ring of {self.capacity}"
         self._free(start, start + count)
         self._host[start : start + count] = numbers
         address = self._twin.address + 4 * start
@@ -55,7 +57,7 @@ class RowLists:
 
     def _free(self, start: int, end: int) -> None:
         for taken, until in self._unsealed:
-            assert end <= taken or until <= start, "a list waits for one of its own call"
+            assert end <= taken or until <= start, "two lists of a call overlap in the ring"
         while any(start < until and taken < end for taken, until, _ in self._sealed):
             *_, event = self._sealed.popleft()
             event.wait()

@@ -67,8 +67,9 @@ def run(copy: CheckedCopy, *, threads: int = 1, stream_above: int = STREAM_ABOVE
 
 
 def run_numpy(copy: CheckedCopy) -> None:
-    """The obvious way; indices have been checked."""
+    """The obvious way, of row numbers that have been checked."""
     source_rows, target_rows = copy.source.row_numbers(), copy.target.row_numbers()
+    assert len(source_rows) == len(target_rows), "the two lists differ in length"
     kept = (source_rows >= 0) & (target_rows >= 0)
     copy.target.as_bytes()[target_rows[kept]] = copy.source.as_bytes()[source_rows[kept]]
 
@@ -119,14 +120,17 @@ class NativeFault(ctypes.Structure):
 
 
 def pack(copy: CheckedCopy) -> NativeCopy:
-    source, target = _pack_side(copy.source), _pack_side(copy.target)
-    return NativeCopy(source, target, copy.count, copy.source.row_bytes)
+    return NativeCopy.from_buffer_copy(packed(copy))
 
 
 def packed(copy: CheckedCopy) -> bytes:
-    """`pack` where a structure of its own is not worth its while."""
-    sides = (*_numbers(copy.source), *_numbers(copy.target))
-    return struct.pack("12q", *sides, copy.count, copy.source.row_bytes)
+    """The bytes of a NativeCopy. The native call trusts all of it but the row numbers."""
+    source, target = copy.source, copy.target
+    count = source.count
+    assert count == target.count, "the two lists differ in length"
+    assert not source.on_device, "source rows on a device"
+    assert not target.on_device, "target rows on a device"
+    return struct.pack("12q", *_numbers(source), *_numbers(target), count, source.row_bytes)
 
 
 def _numbers(side: Side) -> tuple[int, ...]:
@@ -134,13 +138,6 @@ def _numbers(side: Side) -> tuple[int, ...]:
     if side.rows is None:
         return (*matrix, 0, 0)
     return (*matrix, native.address(side.rows), side.rows.itemsize)
-
-
-def _pack_side(side: Side) -> _NativeSide:
-    if side.rows is None:
-        return _NativeSide(side.address, side.stride_bytes, side.row_count, None, 0)
-    start = native.address(side.rows)
-    return _NativeSide(side.address, side.stride_bytes, side.row_count, start, side.rows.itemsize)
 
 
 @functools.cache

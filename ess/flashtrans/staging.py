@@ -1,9 +1,9 @@
 """Fetches through the copy engine: the host gathers, one DMA per chunk sends, no SM is taken.
 
-A chunk of rows is gathered into pinned memory by a host function on a stream of its own, so that
-no thread of Python is involved; then it is sent to a twin on the device, and a kernel that runs for
-a few microseconds at the speed of device memory spreads it over its targets. Two places take turns:
-one is gathered into while the other is sent. What orders them are two events for each place.
+A host function on a stream of its own gathers a chunk of rows into pinned memory, so no thread of
+Python is involved. Then the chunk is sent to a twin on the device, and a kernel that runs for a few
+microseconds, at the speed of device memory, spreads it over its targets. Two places take turns: the
+host gathers into one while the other is sent. Two events for each place keep this order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HostJob(ctypes.Structure):
 
 
 class Staging:
-    """Two places of `place_bytes`, here and over there."""
+    """Two places of `place_bytes` in pinned memory of the host, and their twins on the device."""
 
     def __init__(self, device: Device, *, place_bytes: int = 1 << 20, threads: int = 2) -> None:
         if not native.available():
@@ -47,18 +47,21 @@ class Staging:
         self._gathered = [CudaEvent(device) for _ in range(PLACES)]
         self._spread = [CudaEvent(device) for _ in range(PLACES)]
         self._turn = 0
+        self._sent = False
 
     def rows_max(self, row_bytes: int) -> int:
         return self.place_bytes // row_bytes
 
     def send(self, copy: CheckedCopy, after: CudaEvent, stream: int) -> tuple[int, HostJob]:
-        """Gathers the sources of a chunk, when `after` has passed, and sends them on the stream.
+        """Gathers the sources of a chunk when `after` has passed, and sends them on the stream.
 
-        Returns where they will lie on the device, one after another, and the job, which must live
-        until they do. `spread` must follow once the kernel that takes them from there is queued.
+        Returns the device address from which they will lie side by side, and the host's job, which
+        must live until then. Queue the kernel that takes them from there, then call `spread`.
         """
         row_bytes, count = copy.source.row_bytes, copy.count
         assert count <= self.rows_max(row_bytes), (count, self.place_bytes)
+        assert not self._sent, "the chunk before this one has not been spread"
+        assert not copy.source.on_device, "the host gathers rows of the host only"
         here = int(self._host.__array_interface__["data"][0]) + self._turn * self.place_bytes
         dense = Side("target", None, here, count, row_bytes, row_bytes, None)
         job = HostJob(pack(CheckedCopy(copy.source, dense)), self._threads, STREAM_ABOVE_BYTES)
@@ -70,9 +73,12 @@ class Staging:
         self._gathered[self._turn].record(self._gathering.handle).hold(stream)
         there = self._twin.address + self._turn * self.place_bytes
         call("cuMemcpyHtoDAsync", there, here, count * row_bytes, stream)
+        self._sent = True
         return there, job
 
     def spread(self, stream: int) -> None:
-        """The rows of the last chunk have been taken: its place may be gathered into again."""
+        """The kernel that takes the last chunk's rows is queued: after it the place is free."""
+        assert self._sent, "no chunk has been sent"
         self._spread[self._turn].record(stream)
         self._turn = (self._turn + 1) % PLACES
+        self._sent = False

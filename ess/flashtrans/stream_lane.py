@@ -1,11 +1,11 @@
 """The copy lane of a CUDA device: a stream beside the compute stream, ordered by events.
 
 A job follows everything that the caller has queued on the compute stream so far, for rows are read
-that compute has written and slots are written that compute has read. Compute does not follow the
-job until it is told to: `event.hold(stream)` makes a stream wait, `event.wait()` the host.
+that compute has written and slots are written that compute has read. Compute does not wait
+for the job by itself: `event.hold(stream)` makes a stream wait, `event.wait()` the host.
 
-Lists of the host are checked and copied at submission. Lists on the device stay where they are:
-they may change once the event is done, not at once, and their numbers are trusted.
+Lists of the host are checked and copied at submission. Lists on the device are read in place: the
+caller may change them only when the event is done, and their numbers are trusted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput, BadState
-from ess.flashtrans.lanes import closed_lane
 from ess.flashtrans.pick import pick_way
 from ess.flashtrans.row_lists import RowLists
 from ess.flashtrans.staging import Staging
@@ -30,7 +29,7 @@ from ess.kernels.cpu import native
 from ess.kernels.cuda.driver import Device, attempt
 from ess.kernels.cuda.rows import MoveForm, flat_form, move_record, ring_form, widest_unit
 from ess.kernels.cuda.streams import CudaEvent, CudaStream
-from ess.kernels.streams import RowCopy
+from ess.kernels.streams import RowCopy, closed_lane
 
 LaneWay = Literal["auto", "flat", "ring", "staged"]
 
@@ -39,7 +38,7 @@ ANCHOR_US_MAX: Final = 1e6
 
 
 class StreamEvent:
-    """A job of the lane. Times lie on the clock of the host, by way of an event taken then."""
+    """A job of the lane. Its times are on the host's clock; `anchor` relates the two clocks."""
 
     def __init__(self, started: CudaEvent, finished: CudaEvent, anchor: Anchor) -> None:
         self._started = started
@@ -53,7 +52,7 @@ class StreamEvent:
         self._finished.wait(timeout_s)
 
     def hold(self, stream: int) -> None:
-        """What `stream` is given from now on waits for the rows; the host does not."""
+        """Work queued on `stream` from now on waits for the rows; the host does not."""
         self._finished.hold(stream)
 
     @property
@@ -67,7 +66,8 @@ class StreamEvent:
         return self.started_ns + int(1e3 * self._finished.us_since(self._started))
 
     def later_anchor(self) -> Anchor:
-        """This job's end in place of an anchor that lies further back than its times are exact."""
+        """The anchor for the next job: this job's end where the old anchor lies so far back that
+        float32 times from it are no longer exact."""
         if not self.done() or self._finished.us_since(self._anchor.event) < ANCHOR_US_MAX:
             return self._anchor
         return Anchor(self._finished, self.finished_ns)
@@ -86,7 +86,8 @@ class Anchor:
 
     @classmethod
     def now(cls, stream: CudaStream) -> Anchor:
-        """Nothing else is queued yet, so this takes microseconds; a sleep would be its error."""
+        """Spins until the event has passed: nothing else is queued yet, so that takes microseconds,
+        and the length of a sleep would be the error of every time."""
         event = stream.record()
         while not event.done():
             pass
@@ -215,15 +216,17 @@ class StreamLane:
         )
 
     def _queue(self, copy: CheckedCopy, way: str) -> list[Any]:
-        """In pieces that fit the ring of lists and, where rows are staged, a place.
+        """Cuts the copy into pieces that fit the ring of lists and, when staged, a staging place.
 
-        The host gathers no row that an earlier copy, of this job too, has still to store.
+        `before` is why the host gathers no row that an earlier copy, of this job too, has still to
+        store: a gather waits for that event.
         """
         before = self._stream.record()
         most = self._lists.piece_max
         if way == "staged":
             assert self._staging is not None, "picked without a staging area"
             most = min(most, self._staging.rows_max(copy.source.row_bytes))
+        assert most > 0, f"rows of {copy.source.row_bytes} bytes do not fit a piece"
         kept: list[Any] = []
         for first in range(0, copy.count, most):
             piece = _piece(copy, first, min(most, copy.count - first))
@@ -236,6 +239,7 @@ class StreamLane:
     def _queue_staged(self, piece: CheckedCopy, before: CudaEvent) -> Any:
         assert self._staging is not None, "picked without a staging area"
         there, job = self._staging.send(piece, before, self._stream.handle)
+        assert there % 4 == 0, f"rows are staged at {there:#x}, not at a word"
         dense = replace(piece.source, address=there, stride_bytes=piece.source.row_bytes, rows=None)
         dense.row_count = piece.count
         self._move(CheckedCopy(dense, _skipping(piece)), way="flat")
@@ -243,6 +247,7 @@ class StreamLane:
         return piece, job
 
     def _move(self, piece: CheckedCopy, *, way: str) -> None:
+        assert piece.count > 0, "a piece without rows"
         record = move_record(
             source=piece.source.address,
             source_stride=piece.source.stride_bytes,
@@ -291,6 +296,7 @@ def _require_in_range(side: Side) -> None:
 
 
 def _piece(copy: CheckedCopy, first: int, count: int) -> CheckedCopy:
+    assert 0 <= first < first + count <= copy.count, f"rows {first}+{count} of {copy.count}"
     return CheckedCopy(
         _side_piece(copy.source, first, count), _side_piece(copy.target, first, count)
     )

@@ -1,14 +1,14 @@
 """The door: row matrices and index lists of any library become addresses, checked once.
 
-NumPy arrays and torch tensors are told apart by `data_ptr`, so that torch need not be installed.
-Indices are looked at later, by whoever copies, in the same call; those of a list that lies on a
-device nobody can look at.
+NumPy arrays and torch tensors are told apart by `data_ptr`, so torch need not be installed. Row
+numbers are checked later, by the code that copies, in the same call; numbers in a list that lies on
+a device are trusted.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -32,7 +32,7 @@ class DeviceList:
 
 @dataclass(slots=True)
 class Side:
-    """One matrix and its list. `owner` keeps the memory alive as long as the side is."""
+    """A matrix and its list. `owner` keeps the memory alive as long as this object lives."""
 
     name: str
     owner: object
@@ -51,10 +51,12 @@ class Side:
         return self.row_count if self.rows is None else len(self.rows)
 
     def row_numbers(self) -> npt.NDArray[Any]:
+        assert self.device_rows is None, "the host cannot read a list on a device"
         return np.arange(self.row_count) if self.rows is None else self.rows
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
         """The matrix itself, row by row, as bytes that may be written."""
+        assert not self.on_device, "the host cannot read rows on a device"
         shape, strides = (self.row_count, self.row_bytes), (self.stride_bytes, 1)
         if self.row_count == 0:
             return np.empty(shape, np.uint8)
@@ -77,12 +79,9 @@ class CheckedCopy:
     def count(self) -> int:
         return self.source.count
 
-    def with_own_lists(self) -> CheckedCopy:
-        return CheckedCopy(*(_with_own_list(side) for side in (self.source, self.target)))
-
 
 def check(copy: RowCopy, *, devices: bool = False) -> CheckedCopy:
-    """With `devices` matrices and lists may be tensors of one."""
+    """With `devices`, matrices and lists may be tensors on a device."""
     source = _side("source", copy.source, copy.source_rows, devices=devices)
     target = _side("target", copy.target, copy.target_rows, devices=devices)
     if source.row_bytes != target.row_bytes:
@@ -94,12 +93,8 @@ def check(copy: RowCopy, *, devices: bool = False) -> CheckedCopy:
     return CheckedCopy(source, target)
 
 
-def _with_own_list(side: Side) -> Side:
-    return side if side.rows is None else replace(side, rows=side.rows.copy())
-
-
 def known(matrix: npt.NDArray[Any]) -> Known:
-    """Looked at once, for copies that come again and again; it must be writable."""
+    """Checks a matrix once, for copies that name it again and again; it must be writable."""
     if not matrix.flags.writeable:
         raise BadInput("a known matrix is read-only")
     side = _side("matrix", matrix, None, devices=False)
@@ -108,10 +103,10 @@ def known(matrix: npt.NDArray[Any]) -> Known:
 
 def _side(name: str, matrix: RowMatrix, rows: IndexList, *, devices: bool) -> Side:
     if isinstance(matrix, Known):
-        of = matrix
-        side = Side(name, of, of.address, of.row_count, of.row_bytes, of.stride_bytes, None)
+        shape = matrix.address, matrix.row_count, matrix.row_bytes, matrix.stride_bytes
+        side = Side(name, matrix, *shape, None)
     else:
-        side = _looked_at(name, matrix, devices=devices)
+        side = _matrix(name, matrix, devices=devices)
     tensor = None if rows is None or isinstance(rows, np.ndarray) else rows
     if devices and tensor is not None and _is_on_device(f"{name}_rows", tensor, devices=True):
         side.device_rows = _device_list(name, tensor)
@@ -120,7 +115,7 @@ def _side(name: str, matrix: RowMatrix, rows: IndexList, *, devices: bool) -> Si
     return side
 
 
-def _looked_at(name: str, matrix: npt.NDArray[Any] | Tensor, *, devices: bool) -> Side:
+def _matrix(name: str, matrix: npt.NDArray[Any] | Tensor, *, devices: bool) -> Side:
     on_device = False
     if isinstance(matrix, np.ndarray):
         shape, strides, item = matrix.shape, matrix.strides, matrix.itemsize

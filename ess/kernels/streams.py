@@ -21,9 +21,11 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy.typing as npt
 
+from ess.errors import BadState
+
 
 class Tensor(Protocol):
-    """What is asked of a torch tensor; torch itself is never imported for it."""
+    """The part of a torch tensor that lanes use; torch itself is never imported for it."""
 
     @property
     def shape(self) -> Any: ...
@@ -39,8 +41,8 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A matrix on the host that has been looked at: `ess.flashtrans.views.known`. Good as long as
-    its memory stays where it is."""
+    """A matrix on the host whose shape and strides `ess.flashtrans.views.known` has checked. It
+    holds as long as the memory stays where it is."""
 
     owner: object
     address: int
@@ -59,7 +61,7 @@ class RowCopy:
 
     A matrix is two-dimensional and dense within a row; what its elements are does not matter. A
     list is int32 or int64; -1 skips the pair; without a list the rows are 0, 1, 2, ... Targets that
-    are named twice or overlap a source are the caller's mistake, with an unspecified result.
+    are named twice or overlap a source are the caller's mistake: what they then hold is undefined.
     """
 
     source: RowMatrix
@@ -80,6 +82,11 @@ class Event(Protocol):
 
     @property
     def finished_ns(self) -> int: ...
+
+
+def closed_lane() -> BadState:
+    """What a closed lane answers to a job."""
+    return BadState("the lane is closed: it takes no more copies")
 
 
 class Lane(Protocol):

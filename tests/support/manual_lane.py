@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput, BadState
-from ess.flashtrans.lanes import closed_lane
 from ess.flashtrans.rows import check_row_numbers, run_numpy
 from ess.flashtrans.views import CheckedCopy, Side, check
-from ess.kernels.streams import Event, RowCopy
+from ess.kernels.streams import Event, RowCopy, closed_lane
 
 
 class ManualLane:
@@ -39,7 +38,7 @@ class ManualLane:
     def submit(self, copies: Sequence[RowCopy]) -> Event:
         if self._closed:
             raise closed_lane()
-        checked = [check(copy).with_own_lists() for copy in copies]
+        checked = [with_own_lists(check(copy)) for copy in copies]
         for copy in checked:
             check_row_numbers(copy)
         delay = int(self._random.integers(0, self._delay_max + 1))
@@ -137,6 +136,15 @@ class _ManualJob:
         if self.finished is None:
             raise BadState("the copy job is not done: it has no times yet")
         return self.finished
+
+
+def with_own_lists(copy: CheckedCopy) -> CheckedCopy:
+    """The caller may change his lists once a job has been submitted."""
+    return CheckedCopy(*(_with_own_list(side) for side in (copy.source, copy.target)))
+
+
+def _with_own_list(side: Side) -> Side:
+    return side if side.rows is None else replace(side, rows=side.rows.copy())
 
 
 def _written_rows(copy: CheckedCopy) -> npt.NDArray[np.int64]:

@@ -13,6 +13,7 @@ from ess.clock import ManualClock
 from ess.flashtrans.rows import run_numpy
 from ess.flashtrans.views import CheckedCopy, check
 from ess.kernels.streams import RowCopy
+from tests.support.manual_lane import with_own_lists
 
 
 @dataclass(eq=False)
@@ -45,7 +46,7 @@ class TimedLane:
         return round(self.clock.now_s() * 1e9)
 
     def submit(self, copies: Sequence[RowCopy]) -> TimedJob:
-        checked = [check(copy).with_own_lists() for copy in copies]
+        checked = [with_own_lists(check(copy)) for copy in copies]
         row_count = sum(len(copy.source.row_numbers()) for copy in checked)
         free_ns = self.jobs[-1].finished_ns if self.jobs else 0
         start_ns = max(self.now_ns(), free_ns)
