@@ -76,11 +76,12 @@ class Backend(Protocol):
     def implementation(self) -> str: ...
     def has_stages(self) -> bool: ...
     def reaches(self, tensor: Tensor, *, in_place: bool) -> bool:
-        """Whether kernels can read memory that lies there; `in_place`: over a link will do."""
+        """Whether kernels can read the tensor; `in_place`: from memory behind a link will do."""
 
-    def unseen(self, name: str, ids: Tensor) -> bool:
-        """Whether `Ops` looks at the ids of this name first. Not those which the kernel checks as
-        it reads them, and raises BadInput before it writes; nor any while a graph is captured."""
+    def checked_before(self, name: str, ids: Tensor) -> bool:
+        """Whether `Ops` checks ids of this name before the call. False where the kernel checks
+        them as it reads them and raises BadInput before it writes anything; false too while a graph
+        is captured, when they are trusted."""
 
     def encode_rows(self, values: Tensor, codec: RowCodec, out: Tensor) -> None: ...
     def decode_rows(self, rows: Tensor, codec: RowCodec, out: Tensor) -> None: ...

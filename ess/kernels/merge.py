@@ -1,4 +1,4 @@
-"""Two partials over disjoint parts of a selection make one.
+"""Two partials over disjoint parts of a selection make one partial.
 
 A partial is (out, lse): float32, lse in natural logarithm, and where nothing was attended
 lse = -inf and out = 0. With m = max(lse), w_i = exp(lse_i - m):

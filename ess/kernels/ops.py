@@ -249,7 +249,7 @@ class Ops:
         for name, tensor in given.items():
             if tensor is not None:
                 self._check_place(name, tensor)
-        if self.backend.unseen("ends", ends):
+        if self.backend.checked_before("ends", ends):
             require_ends(ends.tolist(), count=len(tokens))
         if out is None:
             out = tokens.new_zeros(len(tokens), weights.shape[1])
@@ -297,7 +297,7 @@ class Ops:
     def _check_row_ids(self, pages: Tensor, row_ids: Tensor, codec: IndexCodec) -> None:
         self._check_bytes("pages", pages, None, codec.page_bytes)
         self._check("row_ids", row_ids, (None,), COUNTS)
-        if self.backend.unseen("row_ids", row_ids):
+        if self.backend.checked_before("row_ids", row_ids):
             require_within("row_ids", row_ids, low=0, limit=len(pages) * PAGE_ROWS)
 
     def _check_into(self, into: Partial) -> None:
@@ -324,7 +324,7 @@ class Ops:
         _check_threads(threads)
         width = page_table.shape[1] * PAGE_ROWS
         lengths = self._ids("lengths", lengths, 0, width + 1)
-        if self.backend.unseen("page_table", page_table):
+        if self.backend.checked_before("page_table", page_table):
             starts = torch.arange(0, width, PAGE_ROWS, device=page_table.device)
             seen = page_table[starts < lengths[:, None]]
             require_within("page_table", seen, low=0, limit=len(pages))
@@ -345,7 +345,7 @@ class Ops:
         return out
 
     def _ids(self, name: str, ids: Tensor, low: int, limit: int) -> Tensor:
-        if self.backend.unseen(name, ids):
+        if self.backend.checked_before(name, ids):
             require_within(name, ids, low=low, limit=limit)
         return _int32(ids)
 

@@ -123,12 +123,6 @@ def test_written_keys_are_read_back_from_where_they_belong(
     back = ops.read_keys(pages, row_ids, codec)
     assert torch.equal(back.values, keys.values)
     assert torch.equal(back.scales, keys.scales)
-    again = np.full_like(want, 0xFF)
-    formats.write_keys(again, row_ids.numpy(), formats.Keys(*map(array, keys)), codec)
-    assert np.array_equal(again, want)
-    assert all(
-        map(np.array_equal, formats.read_keys(want, row_ids.numpy(), codec), map(array, back))
-    )
 
 
 def test_pages_of_a_larger_slab(ops: Ops, codec: IndexCodec) -> None:
@@ -189,7 +183,6 @@ def test_hadamard_is_the_matrix(ops: Ops, size: int) -> None:
     values = torch.randn(3, 5, size, generator=torch.Generator().manual_seed(size))
     ours = ops.hadamard(values)
     torch.testing.assert_close(ours.double(), values.double() @ sylvester(size), atol=1e-6, rtol=0)
-    assert np.array_equal(ours.numpy(), formats.hadamard(values.numpy()))
     torch.testing.assert_close(ops.hadamard(ours), values, atol=1e-6, rtol=0)
     apart = values.transpose(0, 1)
     assert torch.equal(ops.hadamard(apart), ours.transpose(0, 1))

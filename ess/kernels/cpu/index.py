@@ -1,7 +1,7 @@
 """Index logits and the exact top-k, compiled: `ess_index_*` and `ess_top_k`.
 
 fp8 keys under queries in fp8 or bfloat16 are multiplied in bfloat16, which holds both exactly; all
-else is float32. What one query gets does not depend on the others, nor on the threads.
+else is float32. What a query gets depends neither on other queries nor on the threads.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `ess._native` is an ordinary extension module only so that any installer can build and find it;
 Python calls its C functions by name. Where no compiler was at hand the module is missing: callers
-ask `available()` and fall back to NumPy, and `why_missing()` is the one clear line to print.
+ask `available()` and fall back to NumPy, and `why_missing()` is the line to print.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def why_missing() -> str:
 
 
 def function(name: str, argtypes: list[Any], restype: Any = None) -> Callable[..., Any]:
-    """One C function with its types set; raises Unavailable when the library is missing."""
+    """A C function with its types set; raises Unavailable when the library is missing."""
     library = _library()
     if library is None:
         raise Unavailable(why_missing())

@@ -25,6 +25,7 @@ CHECKED: Final = ("slots", "lengths", "page_table") if native.available() else (
 
 __all__ = [
     "attend",
+    "checked_before",
     "decode_rows",
     "encode_keys",
     "encode_rows",
@@ -36,7 +37,6 @@ __all__ = [
     "merge",
     "reaches",
     "top_k",
-    "unseen",
 ]
 
 
@@ -53,7 +53,7 @@ def reaches(tensor: Tensor, *, in_place: bool) -> bool:
     return tensor.is_cpu
 
 
-def unseen(name: str, ids: Tensor) -> bool:
+def checked_before(name: str, ids: Tensor) -> bool:
     """Compiled functions check int32; int64 is looked at before it is narrowed."""
     return name not in CHECKED or ids.dtype != torch.int32
 

@@ -48,7 +48,7 @@ class Panels:
 
 
 def pack(weight: Tensor) -> Panels:
-    """From one matrix [out, in], or several of one shape [count, out, in]."""
+    """From a matrix [out, in], or several of one shape [count, out, in]."""
     if weight.dtype not in (torch.bfloat16, torch.float32) or weight.dim() not in (2, 3):
         raise BadInput(f"weights of {weight.dtype} and {weight.dim()} axes cannot be packed")
     matrices = (weight if weight.dim() == 3 else weight[None]).contiguous()
@@ -98,7 +98,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """A rotation that has been looked at: cosines and sines are the first two sides of a call."""
+    """A rotation that has been checked: cosines and sines are the first two sides of a call."""
 
     kept: tuple[Tensor, Tensor]
     tokens: int
@@ -109,7 +109,7 @@ NO_TURNS: Final = (0,) * 6
 
 
 def look_at_turns(cos: Tensor, sin: Tensor) -> Turns:
-    """float32 [tokens, pairs], dense."""
+    """Checks cosines and sines: float32 [tokens, pairs], dense."""
     tokens, width = cos.shape
     for turn in (cos, sin):
         if turn.dtype != torch.float32 or turn.shape != cos.shape or not turn.is_contiguous():
@@ -153,7 +153,7 @@ class Stage:
         return Values(len(self._widths) - 1, 0, dim)
 
     def take(self, dim: int) -> Values:
-        """The next argument: [tokens, dim] once all but its first axis are one."""
+        """The next argument: [tokens, dim], or more axes of as many values."""
         self._sides.append(dim)
         to = self.room(dim)
         self._op("load", from_=len(self._sides) + 1, to=to.register, in_dim=dim)
@@ -256,7 +256,7 @@ class Stage:
     def experts(
         self, values: Values, logits: Values, routing: Routing, up: Panels, down: Panels, to: Values
     ) -> None:
-        """`to` += what the chosen experts say."""
+        """`to` += the weighted sum of what the chosen experts make."""
         assert up.half == down.half
         r = routing
         if up.count > EXPERTS_MAX or (r.group_count > 1 and up.count < 2 * r.group_count):
@@ -298,7 +298,7 @@ class Stage:
             records.Op(
                 *(KINDS.index(kind), source.register, target.register, source.at, target.at),
                 *(source.dim, out_dim, count, *steps, half),
-                *(_address(one) for one in (weight, more)),
+                *(_address(weight), _address(more)),
                 value,
             )
         )

@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 class DeviceArray:
-    """A copy of `array` over there. `write` and `read` wait; no other stream may be at it then."""
+    """A copy of `array` on a device. `write` and `read` wait; no other stream may use it then."""
 
     def __init__(self, device: Device, array: Array) -> None:
         array = np.ascontiguousarray(array)

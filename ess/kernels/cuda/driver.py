@@ -1,7 +1,7 @@
 """The CUDA driver, checked: one device, its context (the one torch uses too), its kernels.
 
-Handles of the driver are numbers here. A device is asked for by whoever needs it and passed on; it
-keeps the programs it has loaded.
+Handles of the driver are plain numbers here. The caller makes a Device and passes it on; it keeps
+the programs that it has loaded.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Device:
         self, source: Program, entry: str, *, shared_bytes: int = 0, cluster_blocks: int = 0
     ) -> Kernel:
         """Compiled for this device and loaded, once each."""
-        found = self._kernels.get((source, entry))
-        if found is None:
-            found = self._load(source, entry, shared_bytes, cluster_blocks)
-            self._kernels[source, entry] = found
-        return found
+        kernel = self._kernels.get((source, entry))
+        if kernel is None:
+            kernel = self._load(source, entry, shared_bytes, cluster_blocks)
+            self._kernels[source, entry] = kernel
+        return kernel
 
     def _load(self, source: Program, entry: str, shared_bytes: int, cluster_blocks: int) -> Kernel:
         self.make_current()
@@ -99,7 +99,7 @@ class Device:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """One driver function; its result, if it has one."""
+    """Calls a driver function; its result, or None where it has none."""
     status, *results = attempt(name, *arguments)
     if status:
         raise fault(name, status)
@@ -136,7 +136,7 @@ def enumerated(kind: str, name: str) -> Any:
 
 
 def why_missing() -> str | None:
-    """One line for people, or None where there is a device."""
+    """A line for people, or None where there is a device."""
     try:
         if call("cuInit", 0) is None and call("cuDeviceGetCount") > 0:
             return program.why_missing()

@@ -1,4 +1,4 @@
-"""Work of one stream, recorded once and replayed whole: one submission instead of many."""
+"""Work of a stream, recorded once and replayed whole: one submission instead of many."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RELAXED: Final = ("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_RELAXED")
 
 
 class CudaGraph:
-    """Records are taken over when work is captured; the memory they name must outlive the graph."""
+    """Records are copied at the capture; the memory that they name must outlive the graph."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -8,7 +8,7 @@ from ess.kernels.cuda.driver import Device, attempt, call
 
 
 class DeviceMemory:
-    """Bytes on a device, freed with this object; whoever queued work on them waits for it first."""
+    """Bytes on a device, freed with this object; work that was queued on them must be over then."""
 
     def __init__(self, device: Device, byte_count: int) -> None:
         assert byte_count > 0, f"{byte_count} bytes of device memory"

@@ -40,7 +40,7 @@ def pinned_memory(
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress | None = None,
 ) -> Bytes:
-    """Zeroed, on huge pages where the system has them; it returns to it with the last view."""
+    """Zeroed, on huge pages where the system has them. The last view that goes frees it."""
     memory = host_memory(align_up(byte_count, mmap.PAGESIZE), touch_threads=touch_threads)
     register(device, memory, row_bytes=row_bytes, chunk_bytes=chunk_bytes, progress=progress)
     return memory[:byte_count]
@@ -54,7 +54,7 @@ def register(
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress | None = None,
 ) -> None:
-    """Until the memory is dropped. `progress` hears the bytes done and the bytes in all."""
+    """Until the memory is freed. `progress` is called with the bytes done and the bytes in all."""
     start = memory.__array_interface__["data"][0]
     if start % mmap.PAGESIZE or memory.nbytes % mmap.PAGESIZE:
         raise BadInput(f"memory at {start:#x} of {memory.nbytes} bytes is not whole pages")

@@ -1,8 +1,8 @@
 """CUDA sources to machine code: compiled by NVRTC at first use and kept under their content.
 
 Neither a device, nor a driver, nor a CUDA toolkit is needed to compile. The key of a program is
-everything that its machine code follows from, so a file that is there is right, and ranks that
-build at the same time write the same bytes: each writes its own draft and renames it.
+everything that its machine code follows from, so a kept file is always right, and ranks that build
+at the same time write the same bytes: each writes a draft of its own and renames it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def compile_program(program: Program, arch: str) -> Compiled:
     handle = _checked(nvrtc.nvrtcCreateProgram(text, name, len(headers), texts, headers))
     options = [f"--gpu-architecture={arch}", "--ptxas-options=-v", *program.options]
     try:
-        status = nvrtc.nvrtcCompileProgram(handle, len(options), [one.encode() for one in options])
+        status = nvrtc.nvrtcCompileProgram(
+            handle, len(options), [option.encode() for option in options]
+        )
         log = _output(handle, "ProgramLog").decode(errors="replace").rstrip("\0")
         if int(status[0]):
             raise Unavailable(f"{program} does not compile for {arch}:\n{log}")
@@ -99,7 +101,7 @@ def cubin(program: Program, arch: str, *, folder: Path | None = None) -> bytes:
 
 
 def build(program: Program, arch: str, *, folder: Path) -> Compiled:
-    """Compiles, whatever is there, and keeps the machine code."""
+    """Compiles, even if an earlier build is kept, and keeps the machine code."""
     compiled = compile_program(program, arch)
     _keep(_path(program, arch, folder), compiled.code)
     return compiled
@@ -110,7 +112,7 @@ def _path(program: Program, arch: str, folder: Path) -> Path:
 
 
 def default_folder() -> Path:
-    """$ESS_CACHE_DIR, else the place for such things of the system."""
+    """$ESS_CACHE_DIR, else the folder `ess` in the user's cache folder."""
     named = os.environ.get("ESS_CACHE_DIR")
     if named:
         return Path(named)
@@ -123,7 +125,7 @@ def compiler_version() -> str:
 
 
 def why_missing() -> str | None:
-    """One line for people, or None where programs can be compiled."""
+    """A line for people, or None where programs can be compiled."""
     try:
         compiler_version()
     except Unavailable as error:
@@ -147,9 +149,9 @@ def _keep(path: Path, code: bytes) -> None:
 
 
 def _resources(log: str) -> Iterator[Resources]:
-    """The assembler's lines: one paragraph a kernel."""
+    """From the assembler's lines, a paragraph for each kernel."""
     for paragraph in re.split(r"(?=Compiling entry function)", log)[1:]:
-        entry, stack, used = (one.search(paragraph) for one in (_ENTRY, _SPILL, _USED))
+        entry, stack, used = (pattern.search(paragraph) for pattern in (_ENTRY, _SPILL, _USED))
         shared = _SHARED.search(paragraph)
         if not (entry and stack and used):
             raise Unavailable(f"the assembler's report cannot be read:\n{paragraph}")

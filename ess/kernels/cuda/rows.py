@@ -1,6 +1,6 @@
-"""Which kernel moves rows, compiled for which constants, and what it is told.
+"""Which kernel moves rows, for which constants it is compiled, and the record it takes.
 
-Nothing in here touches a device: a form is chosen from numbers, and a record is plain memory.
+This module touches no device: a form is chosen from numbers, and a record is plain memory.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class MoveForm:
         return places * (self.row_bytes + 8) if self.way == "ring" else 0
 
     def blocks(self, pair_count: int, *, block_count_max: int) -> int:
-        """No more blocks than have something to do."""
+        """No more blocks than there is work for."""
         units = pair_count * (self.row_bytes // self.unit_bytes if self.way == "flat" else 1)
         lanes = {"flat": self.threads * self.in_flight, "ring": self.threads}
         each = lanes.get(self.way, self.threads // 32)
@@ -105,7 +105,7 @@ def flat_form(row_bytes: int, *numbers: int, stores: Hint = "near") -> MoveForm:
 
 
 def ring_form(row_bytes: int, *numbers: int) -> MoveForm:
-    """As many rows a thread as fit, and fewer threads when two do not."""
+    """As many rows for a thread as shared memory holds; fewer threads where two do not fit."""
     if widest_unit(row_bytes, *numbers) != 16:
         raise BadInput(
             f"rows of {row_bytes} bytes, their strides and addresses must be multiples of 16"

@@ -1,6 +1,6 @@
 """Streams and events of a device, for copies that run beside compute.
 
-A stream of torch and one of ours are the same kind of number, and order each other by events.
+A stream of torch and a stream of ours are the same kind of handle: events order work on either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CudaEvent:
         return self
 
     def hold(self, stream: int) -> None:
-        """What `stream` is given from now on waits for this; the host does not."""
+        """Work queued on `stream` from now on waits for this; the host does not."""
         self._device.make_current()
         call("cuStreamWaitEvent", stream, self.handle, 0)
 
@@ -60,7 +60,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """One of our own; `priority` below zero goes first."""
+    """A stream of ours; a `priority` below zero goes first."""
 
     def __init__(self, device: Device, *, priority: int = 0) -> None:
         device.make_current()

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
-from ess.units import PAGE_ROWS
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -44,7 +43,7 @@ class Keys(NamedTuple):
 
 
 def _e4m3_magnitudes() -> Floats:
-    """Codes 0..127 by the definition; the last one as the number that its bits would have been."""
+    """Codes 0..127 by the definition; 127 as the number that its bits would have been."""
     code = np.arange(128)
     exponent, mantissa = code >> 3, code & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
@@ -148,39 +147,3 @@ def encode_keys(values: Array, codec: IndexCodec) -> Keys:
     if codec.form == "f32":
         return Keys(plain.view(np.uint8), np.ones(len(plain), np.float32))
     return Keys(*encode_groups(plain, power_of_two=codec.scale_format == "ue8m0"))
-
-
-def write_keys(pages: Bytes, row_ids: Array, keys: Keys, codec: IndexCodec) -> None:
-    """Into pages [page, page_bytes]: 64 times the bytes of a value, then 64 scales."""
-    page, offset = np.divmod(row_ids, PAGE_ROWS)
-    values, scales = page_parts(pages, codec)
-    values[page, offset] = keys.values
-    if codec.scale_bytes:
-        scales[page, offset] = keys.scales[:, None].view(np.uint8)
-
-
-def read_keys(pages: Bytes, row_ids: Array, codec: IndexCodec) -> Keys:
-    page, offset = np.divmod(row_ids, PAGE_ROWS)
-    values, scales = page_parts(pages, codec)
-    if not codec.scale_bytes:
-        return Keys(values[page, offset], np.ones(len(row_ids), np.float32))
-    return Keys(values[page, offset], scales[page, offset].view(np.float32)[:, 0])
-
-
-def page_parts(pages: Bytes, codec: IndexCodec) -> tuple[Bytes, Bytes]:
-    """Views [page, 64, value_bytes] and [page, 64, scale_bytes] of the two blocks of every page."""
-    split = PAGE_ROWS * codec.value_bytes
-    shape = len(pages), PAGE_ROWS
-    values, scales = pages[:, :split], pages[:, split:]
-    return values.reshape(*shape, codec.value_bytes), scales.reshape(*shape, codec.scale_bytes)
-
-
-def hadamard(values: Floats) -> Floats:
-    """Orthonormal Walsh-Hadamard transform of the last axis; its own inverse. Strides 1, 2, 4..."""
-    size, stride = values.shape[-1], 1
-    while stride < size:
-        pairs = values.reshape(*values.shape[:-1], -1, 2, stride)
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
-        values = np.stack([low + high, low - high], axis=-2).reshape(values.shape)
-        stride *= 2
-    return values * np.float32(size**-0.5)

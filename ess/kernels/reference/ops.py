@@ -20,6 +20,7 @@ from ess.units import PAGE_ROWS
 
 __all__ = [
     "attend",
+    "checked_before",
     "decode_rows",
     "encode_keys",
     "encode_rows",
@@ -31,7 +32,6 @@ __all__ = [
     "merge",
     "reaches",
     "top_k",
-    "unseen",
 ]
 
 
@@ -47,7 +47,7 @@ def reaches(tensor: Tensor, *, in_place: bool) -> bool:
     return True
 
 
-def unseen(name: str, ids: Tensor) -> bool:
+def checked_before(name: str, ids: Tensor) -> bool:
     return True
 
 

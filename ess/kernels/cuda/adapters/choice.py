@@ -1,4 +1,4 @@
-"""Which kernels of others stand beside ours, and a line for people on each."""
+"""Which kernels of other libraries are used beside ours, and a line for people on each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ess.kernels.cuda.adapters.deep_gemm import DeepGemm
 from ess.kernels.cuda.adapters.deep_gemm_experts import DeepGemmExperts
 from ess.kernels.cuda.adapters.flash_mla import FlashMla
 
-Found = TypeVar("Found", FlashMla, DeepGemm, DeepGemmExperts)
+Adapter = TypeVar("Adapter", FlashMla, DeepGemm, DeepGemmExperts)
 
 
 class Choice(NamedTuple):
@@ -35,7 +35,9 @@ def choose(device: torch.device) -> Choice:
     return Choice(attention, indexer, experts, lines)
 
 
-def _tried(load: Callable[[torch.device], Found], device: torch.device) -> tuple[Found | None, str]:
+def _tried(
+    load: Callable[[torch.device], Adapter], device: torch.device
+) -> tuple[Adapter | None, str]:
     try:
         loaded = load(device)
     except Unavailable as reason:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ess.errors import BadInput, Unavailable
 from ess.kernels.checks import BYTES, CODED, COUNTS, SINGLE, require
-from ess.kernels.cuda.adapters.modules import Found, first_that
+from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.layout import IndexCodec
 from ess.units import PAGE_ROWS
 
@@ -29,16 +29,16 @@ ONE: Final = 0x38
 
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemm:
     """The first of these modules that is there and answers the probe."""
-    return first_that(names, FUNCTIONS, lambda found: DeepGemm(found, device))
+    return first_that(names, FUNCTIONS, lambda library: DeepGemm(library, device))
 
 
 class DeepGemm:
-    def __init__(self, found: Found, device: torch.device) -> None:
-        self._module: Any = found.module
+    def __init__(self, library: Library, device: torch.device) -> None:
+        self._module: Any = library.module
         self._flat_lengths = False
         self.together = self._probe(device)
         counts = ", ".join(map(str, self.together))
-        self.line = f"{found.line}, {counts} queries of a request at once"
+        self.line = f"{library.line}, {counts} queries of a request at once"
 
     def index_logits(
         self,

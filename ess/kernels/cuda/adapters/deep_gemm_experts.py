@@ -1,10 +1,10 @@
 """DeepGEMM's products of experts in fp8, in the form whose counts lie on the device.
 
 It multiplies codes by codes, so tokens are quantised here, 128 numbers to a scale that is a power
-of two, and put where it wants them: room for all of them behind every expert, since who gets how
-many is not known to the host. That is memory, so it serves decode and not prompts. Scales are given
-as they are and laid out by the library. A probe compares with the reference over the same codes; a
-GPU for which it would round the weights' scales to powers of two fails it.
+of two, and put where it wants them: every expert has room for all of them, since the host does not
+know how many each will get. That takes memory, so it serves decode and not prompts. Scales are
+given as they are and laid out by the library. A probe compares with the reference over the same
+codes; a GPU for which it would round the weights' scales to powers of two fails it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ess.errors import BadInput, Unavailable
 from ess.kernels import backend
 from ess.kernels.checks import check_products
 from ess.kernels.cuda.adapters.deep_gemm import CODEC, MODULES
-from ess.kernels.cuda.adapters.modules import Found, first_that
+from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.layout import SCALE_GROUP
 from ess.units import align_up, div_ceil
 
@@ -32,7 +32,7 @@ BOUND: Final = 2**-7
 
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemmExperts:
     """The first of these modules that is there and answers the probe."""
-    return first_that(names, FUNCTIONS, lambda found: DeepGemmExperts(found, device))
+    return first_that(names, FUNCTIONS, lambda library: DeepGemmExperts(library, device))
 
 
 class Coded(NamedTuple):
@@ -43,11 +43,11 @@ class Coded(NamedTuple):
 
 
 class DeepGemmExperts:
-    def __init__(self, found: Found, device: torch.device) -> None:
-        self._module: Any = found.module
+    def __init__(self, library: Library, device: torch.device) -> None:
+        self._module: Any = library.module
         self._ops = backend.ops("cuda" if device.type == "cuda" else "reference")
         self._probe(device)
-        self.line = f"{found.line}, tokens rounded to e4m3"
+        self.line = f"{library.line}, tokens rounded to e4m3"
 
     def expert_products(
         self,
@@ -85,7 +85,7 @@ class DeepGemmExperts:
     def _run(
         self, coded: Coded, ends: Tensor, weights: Tensor, scales: Tensor, out: Tensor
     ) -> Tensor:
-        """Tokens behind the last end are put where nobody looks, one row behind all room."""
+        """Tokens behind the last end go to the row behind all room, which is never read."""
         experts, width, _ = weights.shape
         count, room = len(out), align_up(len(out), ROOM_UNIT)
         starts = torch.nn.functional.pad(ends, (1, 0))
@@ -93,7 +93,7 @@ class DeepGemmExperts:
         expert = torch.searchsorted(ends, token, right=True)
         is_token = expert < experts
         place = (expert * room + token - starts[expert]).where(is_token, experts * room)
-        asked = tuple(_scattered(one, place, experts, room) for one in coded)
+        asked = tuple(_scattered(part, place, experts, room) for part in coded)
         made = torch.empty(experts, room, width, dtype=torch.bfloat16, device=out.device)
         self._module.m_grouped_fp8_gemm_nt_masked(
             asked, (weights, scales), made, starts.diff(), div_ceil(count, experts)
@@ -129,7 +129,7 @@ class DeepGemmExperts:
 
 
 def _scattered(lines: Tensor, place: Tensor, experts: int, room: int) -> Tensor:
-    """Each line at its place of [experts, room, ...]; the rest is whatever was there."""
+    """Each line at its place of [experts, room, ...]; the other places are left unset."""
     there = lines.new_empty(experts * room + 1, lines.shape[1])
     whole = there.view(torch.uint8)
     whole[place] = lines.view(torch.uint8)

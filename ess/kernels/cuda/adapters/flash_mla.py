@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ess.errors import BadInput, Unavailable
 from ess.kernels.checks import BYTES, COUNTS, require
-from ess.kernels.cuda.adapters.modules import Found, first_that
+from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.kernels.merge import Partial, adapt
 from ess.layout import RowCodec
 from ess.units import PAGE_ROWS, align_up
@@ -33,22 +33,22 @@ ONE: Final = 0x38
 
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> FlashMla:
     """The first of these modules that is there and answers the probe."""
-    return first_that(names, FUNCTIONS, lambda found: FlashMla(found, device))
+    return first_that(names, FUNCTIONS, lambda library: FlashMla(library, device))
 
 
 class FlashMla:
     """Owns its schedules: one for each shape, shared by all layers."""
 
-    def __init__(self, found: Found, device: torch.device) -> None:
-        self._module: Any = found.module
+    def __init__(self, library: Library, device: torch.device) -> None:
+        self._module: Any = library.module
         self._schedules: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         self.base, self.empty = self._probe(device)
-        self.line = f"{found.line}, lse of base {self.base}, {self.empty} where empty"
+        self.line = f"{library.line}, lse of base {self.base}, {self.empty} where empty"
 
     def attend(self, queries: Tensor, rows: Tensor, slots: Tensor, *, scale: float) -> Partial:
         """Queries [q, heads, 576] in bfloat16 over rows [slot, 656] that `slots` [q, k] name.
 
-        -1 is nobody; other negative codes are the caller's mistake and read memory that is not his.
+        -1 pads; other negative slots are the caller's mistake and read memory outside of `rows`.
         """
         require("queries", queries, (None, None, DIM), (torch.bfloat16,))
         require("rows", rows, (None, CODEC.row_bytes), BYTES)
@@ -98,7 +98,7 @@ class FlashMla:
         return self._schedules[shape]
 
     def _probe(self, device: torch.device) -> tuple[Literal["e", "2"], Literal["-inf", "+inf"]]:
-        """One key with logit 1 and value 1, and one list of nobody."""
+        """A list of one key, with logit 1 and value 1, and a list without keys."""
         rows = torch.zeros(PAGE_ROWS, CODEC.row_bytes, dtype=torch.uint8, device=device)
         rows[0, 0] = ONE
         rows[:, CODEC.latent_dim : CODEC.latent_dim + 16].view(torch.float32).fill_(1.0)
@@ -107,13 +107,13 @@ class FlashMla:
         slots = torch.full((2, LIST_UNIT), -1, dtype=torch.int32, device=device)
         slots[0, 0] = 0
         out, lse = self._run(queries, rows, slots, 1.0)
-        value, one, nothing = float(out[0, 0, 0]), float(lse[0, 0]), float(lse[1, 0])
+        value, lse_full, lse_empty = float(out[0, 0, 0]), float(lse[0, 0]), float(lse[1, 0])
         bases: tuple[Literal["e", "2"], ...] = ("e", "2")
         for base in bases:
             expected = 1.0 if base == "e" else math.log2(math.e)
-            if abs(one - expected) < 1e-3 and value == 1.0 and math.isinf(nothing):
-                return base, "+inf" if nothing > 0 else "-inf"
+            if abs(lse_full - expected) < 1e-3 and value == 1.0 and math.isinf(lse_empty):
+                return base, "+inf" if lse_empty > 0 else "-inf"
         raise Unavailable(
-            f"the probe got value {value} and lse {one} where 1.0 and 1.0 (or 1.4427, base 2) were "
-            f"due, and lse {nothing} for an empty list, due +inf or -inf"
+            f"the probe got value {value} and lse {lse_full} where 1.0 and 1.0 (or 1.4427, base 2) "
+            f"were due, and lse {lse_empty} for an empty list, due +inf or -inf"
         )

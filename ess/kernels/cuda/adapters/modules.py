@@ -1,4 +1,4 @@
-"""Optional modules: found by name, used only after a probe, refused with all reasons at once."""
+"""Optional libraries: imported by name, used only after a probe, refused with all the reasons."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from ess.errors import Unavailable
 Adapter = TypeVar("Adapter")
 
 
-class Found(NamedTuple):
+class Library(NamedTuple):
+    """A module and a line for people: its name and version."""
+
     module: Any
     line: str
 
 
 def first_that(
-    names: Sequence[str], functions: Sequence[str], make: Callable[[Found], Adapter]
+    names: Sequence[str], functions: Sequence[str], make: Callable[[Library], Adapter]
 ) -> Adapter:
     """The adapter of the first module that is there, has the functions, and passes its probe.
 
-    Foreign code fails in its own ways, at import and in its first call, so any failure is a reason
-    to go on to the next.
+    Other libraries fail in ways of their own, at import and in the first call, so any failure is
+    a reason to try the next.
     """
     reasons = []
     for name in names:
@@ -35,10 +37,10 @@ def first_that(
     raise Unavailable("; ".join(reasons))
 
 
-def _find(name: str, functions: Sequence[str]) -> Found:
+def _find(name: str, functions: Sequence[str]) -> Library:
     module = importlib.import_module(name)
     missing = [function for function in functions if not hasattr(module, function)]
     if missing:
         raise Unavailable(f"it has no {', '.join(missing)}")
     version = getattr(module, "__version__", "of unknown version")
-    return Found(module, f"{name} {version}")
+    return Library(module, f"{name} {version}")

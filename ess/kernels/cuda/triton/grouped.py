@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
 # fmt: off
 EXACT: Final = Shape("exact", 16, 32, 32, 4, 1, 1, "float32 without tensor cores")
-FEW: Final = Shape("few", 16, 128, 128, 4, 4, 2, "one loads while the other multiplies")
+FEW: Final = Shape("few", 16, 128, 128, 4, 4, 2, "a program loads while the other multiplies")
 FEW_ALONE: Final = Shape("few, alone", 16, 128, 128, 8, 5, 1, "as many bytes, one program")
 FEW_PLAIN: Final = Shape("few, plain", 16, 128, 128, 4, 3, 2, "two fit with weights of two bytes")
 SOME: Final = Shape("some", 64, 128, 128, 8, 4, 1, "weights once for what 16 would read four times")
@@ -71,16 +71,16 @@ def products_into(
         return out
     where = place(tokens)
     is_half = in_half(tokens.dtype, weights.dtype)
-    one = shape or candidates(len(tokens), experts, weights.dtype, is_half=is_half)[0]
-    tasks = (div_ceil(len(tokens), one.tokens) + experts) * div_ceil(width, one.columns)
+    chosen = shape or candidates(len(tokens), experts, weights.dtype, is_half=is_half)[0]
+    tasks = (div_ceil(len(tokens), chosen.tokens) + experts) * div_ceil(width, chosen.columns)
     with on(tokens):
-        device.products[(min(tasks, one.programs * where.programs(tasks)),)](
+        device.products[(min(tasks, chosen.programs * where.programs(tasks)),)](
             *(bits(tokens), ends, bits(weights), ends if scales is None else scales, bits(out)),
             *(tokens.stride(0), out.stride(0), experts),
             **constants(weights, tokens.dtype, out.dtype, interpreted=where.interpreted),
-            **tile(one),
-            num_warps=one.warps,
-            num_stages=one.stages,
+            **tile(chosen),
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
         )
     return out
 
@@ -93,11 +93,11 @@ def in_half(token_dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
 def candidates(
     count: int, experts: int, weight_dtype: torch.dtype, *, is_half: bool
 ) -> tuple[Shape, ...]:
-    """The one in use first, for `count` tokens spread over the experts."""
+    """The shape in use first, for `count` tokens spread over the experts."""
     if not is_half:
         return (EXACT,)
     mean = div_ceil(count, experts)
-    limit = next((one for one in (16, 64) if mean <= one), 128)
+    limit = next((tokens for tokens in (16, 64) if mean <= tokens), 128)
     return CANDIDATES[weight_dtype == torch.float8_e4m3fn, limit]
 
 

@@ -54,7 +54,7 @@ def logits_into(
 ) -> Tensor:
     """By the contract of `Ops.index_logits`, on a grid that leaves `spare_sms` alone.
 
-    With several queries per request those of one request lie beside each other and name the same
+    With several queries per request, those of a request lie beside each other and name the same
     pages: they share one read of the keys, and each gets the bits that it would get alone.
     """
     if queries_per_request < 1 or len(queries) % queries_per_request:
@@ -109,12 +109,13 @@ class LogitsShape(NamedTuple):
 
 
 def logits_shape(*, is_half: bool, queries_per_request: int) -> LogitsShape:
-    """In bfloat16 two programs do not fit on one multiprocessor: else the grid would not leave any
-    of them alone. Float32 runs without tensor cores, for exactness; larger blocks of it spill.
+    """In bfloat16 two programs do not fit on one multiprocessor: if they did, a smaller grid would
+    not leave multiprocessors free. Float32 runs without tensor cores, for exactness; there larger
+    blocks spill.
     """
     if not is_half:
         return LogitsShape(each=1, keys=32, warps=8, stages=1)
-    each = max(one for one in SHARED_BY if queries_per_request % one == 0)
+    each = max(count for count in SHARED_BY if queries_per_request % count == 0)
     return LogitsShape(each=each, keys=256 if each == 1 else 128, warps=8, stages=3)
 
 

@@ -1,4 +1,4 @@
-"""Where kernels run, and what a launch needs to know of it."""
+"""The device on which kernels run, and what a launch needs to know of it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from ess.errors import BadInput, Unavailable
 
 CAPABILITY_MIN: Final = (8, 9)
-FOUND_PROGRAMS: Final = 3
+INTERPRETED_SMS: Final = 3
 
 
 class Place(NamedTuple):
-    """A device as launches see it; the interpreter is one that has few multiprocessors."""
+    """A device as launches see it; the interpreter counts as a device of few multiprocessors."""
 
     sm_count: int
     interpreted: bool
 
     def programs(self, task_count: int, *, spare_sms: int = 0) -> int:
-        """A grid for tasks that programs share out, leaving multiprocessors to somebody else.
+        """A grid for tasks that programs share out, leaving `spare_sms` multiprocessors free.
 
         It holds for programs of which no two fit on one multiprocessor.
         """
@@ -52,7 +52,7 @@ def require_device() -> None:
 
 def place(tensor: Tensor) -> Place:
     if interpreted():
-        return Place(FOUND_PROGRAMS, True)
+        return Place(INTERPRETED_SMS, True)
     return Place(_sm_count(tensor.device.index or 0), False)
 
 

@@ -26,6 +26,7 @@ from ess.layout import IndexCodec
 
 __all__ = [
     "attend",
+    "checked_before",
     "decode_rows",
     "encode_keys",
     "encode_rows",
@@ -38,7 +39,6 @@ __all__ = [
     "reaches",
     "require_device",
     "top_k",
-    "unseen",
 ]
 
 
@@ -52,7 +52,7 @@ def reaches(tensor: Tensor, *, in_place: bool) -> bool:
     return tensor.is_cuda or interpreted() or (in_place and tensor.is_pinned())
 
 
-def unseen(name: str, ids: Tensor) -> bool:
+def checked_before(name: str, ids: Tensor) -> bool:
     return interpreted() or not torch.cuda.is_current_stream_capturing()
 
 

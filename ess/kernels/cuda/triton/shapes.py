@@ -1,6 +1,6 @@
 """How attention is cut for the tensor cores: a few named shapes, chosen from by form and heads.
 
-Nothing is tried out while serving. The first shape that fits is the one in use; the others compile
+Nothing is tried out while serving. The first shape that fits is used; the others compile
 for sm_90 as well without spilling within the loop over keys, and `ess.bench.gpu.suite --only
 shapes` says which of them is the best on the device that is there.
 """
@@ -48,18 +48,18 @@ CANDIDATES: Final[dict[tuple[RowForm, int], tuple[Shape, ...]]] = {
 
 
 def candidates(*, form: RowForm, heads: int, is_half: bool) -> tuple[Shape, ...]:
-    """The one in use first. Heads beyond the most that a shape takes go to further programs."""
+    """The shape in use first. Heads beyond the most that a shape takes go to further programs."""
     if not is_half:
         return (EXACT,)
-    limits = sorted(limit for one, limit in CANDIDATES if one == form)
+    limits = sorted(limit for of_form, limit in CANDIDATES if of_form == form)
     fitting = next((limit for limit in limits if heads <= limit), limits[-1])
     return CANDIDATES[form, fitting]
 
 
 def split_keys_for(*, tasks: int, width: int, programs: int) -> int | None:
-    """Names of a part, so that few tasks fill many programs; None where they do so whole.
+    """How many names a part of a list has, so that few tasks fill many programs; None: uncut.
 
-    A cut is part of the arithmetic, so a caller who promises bits whatever the batch keeps one.
+    A cut is part of the arithmetic: a caller that promises equal bits in every batch keeps one cut.
     """
     if 2 * tasks > programs or width <= SPLIT_KEYS_MIN:
         return None

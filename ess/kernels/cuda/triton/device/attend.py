@@ -4,8 +4,8 @@
 walks true lengths: a block of keys is full but for the last one, and what a query gets depends on
 its rows and their order alone, not on pads, on other queries or on the grid.
 
-A task is (query, split of its list, block of heads). The grid is any number of programs, each takes
-every so manieth task, so a caller can leave multiprocessors to a copy kernel.
+A task is (query, split of its list, block of heads). Of a grid of n programs each takes every n-th
+task, for any n, so a caller can leave multiprocessors to a copy kernel.
 
 Rows lie in two matrices. The second is named by its distance from the first, in bytes: a device
 that shares the host's addresses reads pinned host rows in place through the same loads.
@@ -52,14 +52,14 @@ def _plain(
     mask = is_key[:, None] & (column < DIM)[None, :]
     if FORM == "f32":
         at = starts.to(tl.pointer_type(tl.float32))[:, None] + column[None, :]
-        found = tl.load(at, mask=mask, other=0.0)
+        loaded = tl.load(at, mask=mask, other=0.0)
     elif IN_BF16:
         at = starts.to(tl.pointer_type(tl.bfloat16))[:, None] + column[None, :]
-        found = tl.load(at, mask=mask, other=0.0)
+        loaded = tl.load(at, mask=mask, other=0.0)
     else:
         at = starts.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
-        found = widen(tl.load(at, mask=mask, other=0))
-    return found
+        loaded = widen(tl.load(at, mask=mask, other=0))
+    return loaded
 
 
 @triton.jit
@@ -75,9 +75,9 @@ def _coded(
     codes = tl.load(starts[:, None, None] + at, mask=mask, other=0)
     at = (starts + DIM).to(tl.pointer_type(tl.float32))[:, None, None] + group[None, :, None]
     scales = tl.load(at, mask=mask, other=0.0)
-    found = from_e4m3(codes, INTERPRETED) * scales
-    found = found.to(tl.bfloat16) if IN_BF16 else found
-    return tl.reshape(found, (starts.shape[0], PADDED))
+    loaded = from_e4m3(codes, INTERPRETED) * scales
+    loaded = loaded.to(tl.bfloat16) if IN_BF16 else loaded
+    return tl.reshape(loaded, (starts.shape[0], PADDED))
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def _query(
         at = asking.to(tl.pointer_type(tl.bfloat16))[:, None] + column[None, :]
         values = tl.load(at, mask=mask, other=0.0)
     else:
-        found = tl.load(asking[:, None] + column[None, :], mask=mask, other=0)
-        values = widen(found) if QUERY_IS_BF16 else found
+        loaded = tl.load(asking[:, None] + column[None, :], mask=mask, other=0)
+        values = widen(loaded) if QUERY_IS_BF16 else loaded
     return values
 
 

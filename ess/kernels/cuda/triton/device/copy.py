@@ -18,5 +18,5 @@ def copy_rows(
         column = word % WORDS
         here = tl.load(source_rows + pair, mask=mask, other=0).to(tl.int64)
         there = tl.load(target_rows + pair, mask=mask, other=0).to(tl.int64)
-        found = tl.load(source + (here * source_stride + column), mask=mask, other=0)
-        tl.store(target + (there * target_stride + column), found, mask=mask)
+        loaded = tl.load(source + (here * source_stride + column), mask=mask, other=0)
+        tl.store(target + (there * target_stride + column), loaded, mask=mask)

@@ -44,7 +44,7 @@ def products(
     How many there are is known here only, so the grid is any number of programs, and each finds its
     tasks among the runs of all experts. Runs of an expert lie side by side: they share weights.
 
-    A token's sums run over the depth in steps, whoever is beside it and whichever program it is.
+    A token's sums run over the depth in steps, whichever tokens and programs are beside it.
     """
     COLUMN_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     expert = tl.arange(0, EXPERTS)

@@ -16,8 +16,8 @@ def _keys(
     mask = is_key[:, None] & (column < DIM)[None, :]
     if IS_FP8:
         codes = starts[:, None] + (place[:, None] * DIM + column[None, :])
-        found = from_e4m3(tl.load(codes, mask=mask, other=0), INTERPRETED)
-        keys = found.to(tl.bfloat16) if IN_BF16 else found
+        loaded = from_e4m3(tl.load(codes, mask=mask, other=0), INTERPRETED)
+        keys = loaded.to(tl.bfloat16) if IN_BF16 else loaded
         at = (starts + 64 * DIM).to(tl.pointer_type(tl.float32)) + place
         scales = tl.load(at, mask=is_key, other=0.0)
     else:
@@ -65,7 +65,7 @@ def logits(
     their pages, so the last one's row of the table is read for all.
 
     Keys are the rows of the product and go to it from registers; a sum over heads then stays within
-    four threads. Pages are loaded one block ahead, as names are in attention.
+    four threads. Pages are total one block ahead, as names are in attention.
 
     Sums of a product stay in float32: keys and queries of e4m3 are multiplied as bfloat16, which
     holds both, because the tensor cores add products of e4m3 in less than float32.
@@ -99,10 +99,10 @@ def logits(
             dots = tl.dot(keys, tl.trans(asked), input_precision=PRECISION)
             dots = tl.where(dots < 0, 0.0, dots) * weight[None, :]
             dots = tl.where(is_row[None, :], dots, 0.0)
-            found = tl.sum(tl.reshape(dots, (KEYS, GROUP, HEADS_PADDED)), axis=2)
-            found = tl.where(key[:, None] < length[None, :], found * scales[:, None], -float("inf"))
+            total = tl.sum(tl.reshape(dots, (KEYS, GROUP, HEADS_PADDED)), axis=2)
+            total = tl.where(key[:, None] < length[None, :], total * scales[:, None], -float("inf"))
             mask = (key < end)[:, None] & (member < each)[None, :]
-            tl.store(places[None, :] + key[:, None], found, mask=mask)
+            tl.store(places[None, :] + key[:, None], total, mask=mask)
         for first in range(run + tl.cdiv(tl.maximum(live - run, 0), KEYS) * KEYS, end, KEYS):
             key = first + tl.arange(0, KEYS)
             mask = (key < end)[:, None] & (member < each)[None, :]

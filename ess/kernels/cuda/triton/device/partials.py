@@ -1,4 +1,4 @@
-"""Partials that become one: of two calls, or of the splits of one call."""
+"""Partials that become one partial: of two calls, or of the splits of a call."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def merge(
 ):  # fmt: skip
     """One program per (query, head), by the words of `ess.kernels.merge`.
 
-    Compiled without fused multiply-add: of two products it would round one only, and the sum would
+    Compiled without fused multiply-add: of two products it would round only one, and the sum would
     no longer be the same from both sides.
     """
     at = tl.program_id(0).to(tl.int64)
@@ -52,8 +52,8 @@ def join(
     live = tl.cdiv(tl.load(counts + query), split_keys)
     top = -float("inf")
     for split in range(live):
-        one = tl.load(part_lse + (query * splits + split) * heads + head)
-        top = tl.maximum(top, one, propagate_nan=tl.PropagateNan.ALL)
+        lse_here = tl.load(part_lse + (query * splits + split) * heads + head)
+        top = tl.maximum(top, lse_here, propagate_nan=tl.PropagateNan.ALL)
     total = tl.zeros((), tl.float32)
     whole = tl.zeros((PADDED,), tl.float32)
     for split in range(live):

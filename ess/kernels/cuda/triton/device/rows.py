@@ -27,11 +27,11 @@ def _encode_group(
     """From where the rows' groups start to where their codes and scales start."""
     column = tl.arange(0, PADDED)
     mask = is_row[:, None] & (column < GROUP)[None, :]
-    found = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
+    loaded = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
     if IS_BF16:
-        found = widen(found)
-    scale, is_broken = _scales(found, POWER_OF_TWO)
-    code = to_e4m3(tl.div_rn(found, tl.broadcast_to(scale[:, None], found.shape)))
+        loaded = widen(loaded)
+    scale, is_broken = _scales(loaded, POWER_OF_TWO)
+    code = to_e4m3(tl.div_rn(loaded, tl.broadcast_to(scale[:, None], loaded.shape)))
     code = tl.where(is_broken[:, None], 0x7F, code).to(tl.uint8)
     tl.store(codes[:, None] + column[None, :], code, mask=mask)
     bits = tl.where(is_broken, 0x7FC00000, scale.to(tl.int32, bitcast=True))
@@ -44,11 +44,11 @@ def _encode_tail(
 ):
     column = tl.arange(0, PADDED)
     mask = is_row[:, None] & (column < TAIL)[None, :]
-    found = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
+    loaded = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
     if not IS_BF16:
-        found = narrow(found)
+        loaded = narrow(loaded)
     out = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
-    tl.store(out, found, mask=mask)
+    tl.store(out, loaded, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -89,8 +89,8 @@ def _decode_group(
     column, mask = tl.arange(0, GROUP), is_row[:, None]
     code = tl.load(codes[:, None] + column[None, :], mask=mask, other=0)
     scale = tl.load(scales.to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
-    found = from_e4m3(code, INTERPRETED) * scale[:, None]
-    tl.store(values[:, None] + column[None, :], narrow(found) if IS_BF16 else found, mask=mask)
+    loaded = from_e4m3(code, INTERPRETED) * scale[:, None]
+    tl.store(values[:, None] + column[None, :], narrow(loaded) if IS_BF16 else loaded, mask=mask)
 
 
 @triton.jit
@@ -100,8 +100,8 @@ def _decode_tail(
     column = tl.arange(0, PADDED)
     mask = is_row[:, None] & (column < TAIL)[None, :]
     at = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
-    found = tl.load(at, mask=mask, other=0)
-    tl.store(values[:, None] + column[None, :], found if IS_BF16 else widen(found), mask=mask)
+    loaded = tl.load(at, mask=mask, other=0)
+    tl.store(values[:, None] + column[None, :], loaded if IS_BF16 else widen(loaded), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -32,9 +32,9 @@ def _known(known, tallies, k, LEVEL: tl.constexpr):
         value = tl.arange(0, BINS)
         counts = tl.load(tallies + (LEVEL - 1) * BINS + value)
         reached = tl.cumsum(counts, 0, reverse=True)
-        found = tl.sum((reached >= wanted).to(tl.int32), 0) - 1
-        wanted -= tl.sum(tl.where(value > found, counts, 0), 0)
-        upper = (upper << 8) | found.to(tl.uint32)
+        byte = tl.sum((reached >= wanted).to(tl.int32), 0) - 1
+        wanted -= tl.sum(tl.where(value > byte, counts, 0), 0)
+        upper = (upper << 8) | byte.to(tl.uint32)
         if tl.program_id(1) == 0:
             tl.store(known + 2 * (LEVEL - 1), upper.to(tl.int32, bitcast=True))
             tl.store(known + 2 * (LEVEL - 1) + 1, wanted)

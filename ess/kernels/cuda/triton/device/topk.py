@@ -19,9 +19,9 @@ from ess.kernels.cuda.triton.device.floats import rising
 @triton.jit
 def _nth(values, count, n, BLOCK: tl.constexpr):
     """The n-th greatest of `count` values, as `rising` sees them, and how many are greater."""
-    found = tl.zeros((), tl.uint32)
+    bound = tl.zeros((), tl.uint32)
     for bit in range(32):
-        higher = found | (tl.full((), 0x80000000, tl.uint32) >> bit)
+        higher = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
         reached = tl.zeros((), tl.int32)
         for start in range(0, count, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -29,14 +29,14 @@ def _nth(values, count, n, BLOCK: tl.constexpr):
             seen = rising(tl.load(values + at, mask=mask, other=0.0))
             reached += tl.sum(((seen >= higher) & mask).to(tl.int32), 0)
         if reached >= n:
-            found = higher
+            bound = higher
     greater = tl.zeros((), tl.int32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         mask = at < count
         seen = rising(tl.load(values + at, mask=mask, other=0.0))
-        greater += tl.sum(((seen > found) & mask).to(tl.int32), 0)
-    return found, greater
+        greater += tl.sum(((seen > bound) & mask).to(tl.int32), 0)
+    return bound, greater
 
 
 @triton.jit
@@ -46,12 +46,12 @@ def _guess(values, length, k, SAMPLE: tl.constexpr):
     seen = rising(tl.load(values + at))
     share = SAMPLE * (k / length)
     wanted = (share + 3.0 * tl.sqrt(share) + 8.0).to(tl.int32)
-    found = tl.zeros((), tl.uint32)
+    bound = tl.zeros((), tl.uint32)
     for bit in range(32):
-        higher = found | (tl.full((), 0x80000000, tl.uint32) >> bit)
+        higher = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
         if tl.sum((seen >= higher).to(tl.int32), 0) >= wanted:
-            found = higher
-    return found
+            bound = higher
+    return bound
 
 
 @triton.jit
