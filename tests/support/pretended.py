@@ -58,6 +58,8 @@ class Pretence(TorchFunctionMode):
             return DEVICE if is_there(args[0]) else func(*args)
         if name == "__get__" and func.__self__ == torch.Tensor.is_cuda:
             return is_there(args[0])
+        if name == "__get__" and func.__self__ == torch.Tensor.is_cpu:
+            return not is_there(args[0])
         if name == "is_pinned":
             return self.is_pinned(args[0])
         if name in ("cuda", "cpu", "pin_memory", "to"):
