@@ -22,7 +22,7 @@ from ess.bench.harness.report import Row, compare
 from ess.bench.harness.timing import Arm, Samples, measure
 from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
-from ess.pool.lru.arena import BLOCK_SLOTS, Arena, Claims, Ints, Split
+from ess.pool.lru.arena import BLOCK_SLOTS, Arena, FetchPlan, Ints, Split
 
 REPEATS: Final = 31
 WARM_STEPS: Final = 40
@@ -62,7 +62,7 @@ class Stream:
         self._split = Split.create(query_count=load.batch * load.query_count, top_k=load.top_k)
         self._kept = self._positions(load.kept_positions)
         self._step = 1
-        self._claims: Claims | None = None
+        self._claims: FetchPlan | None = None
         self.miss_counts: list[int] = []
         everything = self._rng.permutation(load.batch * load.context)[: load.slot_count]
         filled = planner.fill(self._arena, everything.astype(np.int32), step=1, ticket=1)
@@ -97,8 +97,8 @@ class Stream:
         self.miss_counts.append(self._claims.slots.size)
         return [self._claims.slots, self._claims.rows, self._split.slots]
 
-    def _plan(self, operations: Any) -> Claims:
-        claims: Claims = operations.plan(
+    def _plan(self, operations: Any) -> FetchPlan:
+        claims: FetchPlan = operations.plan(
             self._arena, self._rows, step=self._step, ticket=1, split=self._split
         )
         return claims

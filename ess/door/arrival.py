@@ -11,7 +11,7 @@ from ess.door.sequence import Sequence, host_rows, refresh
 from ess.errors import BadInput, BadState
 from ess.flashtrans.rows import scatter_rows
 from ess.layout import ModelLayout
-from ess.pool.sparse import FetchPlan
+from ess.pool.lru.arena import FetchPlan
 from ess.pool.warmup import last_windows, warm_set
 from ess.units import PAGE_ROWS
 

@@ -28,7 +28,7 @@ from ess.flashtrans.lanes import open_lane
 from ess.kernels.served import refuse_cuda
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
-from ess.pool.sparse import FetchPlan
+from ess.pool.lru.arena import FetchPlan
 from ess.units import PAGE_ROWS, parse_size
 
 

@@ -29,7 +29,7 @@ from ess.door import transit
 from ess.door.pools import Pools
 from ess.door.residency import Residency
 from ess.door.sequence import Sequence
-from ess.pool.sparse import FetchPlan
+from ess.pool.lru.arena import FetchPlan
 from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ess.door.pools import Pools
 from ess.door.timings import Timings
 from ess.layout import ModelLayout
-from ess.pool.sparse import FetchPlan
+from ess.pool.lru.arena import FetchPlan
 
 Counts = npt.NDArray[np.int64]
 

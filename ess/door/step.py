@@ -13,7 +13,7 @@ from ess.door.sequence import Sequence
 from ess.door.workspace import Part
 from ess.kernels.streams import Event
 from ess.pool.index import PageTables
-from ess.pool.sparse import FetchPlan
+from ess.pool.lru.arena import FetchPlan
 
 Rows = npt.NDArray[np.int32]
 

@@ -37,8 +37,7 @@ from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.pool.lru import planner
-from ess.pool.lru.arena import Lookup
-from ess.pool.sparse import FetchPlan
+from ess.pool.lru.arena import FetchPlan, Lookup
 
 Bytes = npt.NDArray[np.uint8]
 Tokens = Many[Many[int]] | None

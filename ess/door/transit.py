@@ -15,7 +15,7 @@ from ess.door.step import Step
 from ess.errors import BadState
 from ess.kernels.cpu import native
 from ess.kernels.streams import Event, Known, RowCopy
-from ess.pool.sparse import FetchPlan
+from ess.pool.lru.arena import FetchPlan
 from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]

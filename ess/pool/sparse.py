@@ -7,8 +7,8 @@ one layer a chunk is one block. Budgets move by evicting a chunk and changing it
 is copied, nothing is allocated, no address changes.
 
 Planning claims. `plan` publishes row -> slot at once, marked with the ticket of the copy that will
-bring the row; until `commit` the row is in flight, which makes it a miss for everybody who looks,
-but never a second fetch. What makes this safe:
+bring the row; until `commit` the row is in flight, which makes it a miss for every later plan, but
+never a second fetch. What makes this safe:
 
 * a victim is never selected in this step (age 0), dirty or in flight, so no copy writes where an
   attention of this step reads, and no unsaved row is lost;
@@ -19,7 +19,6 @@ but never a second fetch. What makes this safe:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -29,7 +28,7 @@ from ess.layout import ModelLayout
 from ess.pool.capacity import even_chunks
 from ess.pool.index import page_rows
 from ess.pool.lru import planner
-from ess.pool.lru.arena import AGE_MAX, Arena, Claims, Lookup, Split, make_scratch
+from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Lookup, Split, make_scratch
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 
@@ -40,27 +39,6 @@ SlotIds = npt.NDArray[np.int32]
 POISON: Final = 0xFF
 FIRST_STEP: Final = 256
 TICKET_MAX: Final = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchPlan:
-    """Rows claimed and still to be copied, unless they have landed: rows[i] of the host into
-    slots[i] of the slab. Lists of a plan that has landed live until the next one."""
-
-    group: int
-    ticket: int
-    rows: RowIds
-    slots: SlotIds
-    late_ticket: int
-    hit_count: int
-    place_count: int
-    evicted_count: int
-    is_landed: bool = False
-
-    @property
-    def is_pending(self) -> bool:
-        """Somebody must wait: for these rows, or for rows that an earlier plan is bringing."""
-        return (len(self.rows) > 0 and not self.is_landed) or self.late_ticket > 0
 
 
 class SparsePool:
@@ -103,6 +81,7 @@ class SparsePool:
             blocks=self._blocks(group),
             hit_age=np.zeros(256, np.int64),
             scratch=self._scratch,
+            group=group,
         )
 
     def _blocks(self, group: int) -> SlotIds:
@@ -157,10 +136,8 @@ class SparsePool:
 
     def plan(self, group: int, rows: RowIds, split: Split) -> FetchPlan:
         """Claim what the selected `rows` [queries, k] need; where each one is goes to `split`."""
-        ticket = self._next_ticket()
-        arena = self._arenas[group]
-        claims = planner.plan(arena, rows, step=self.step, ticket=ticket, split=split)
-        return self._fetch_plan(group, ticket, claims)
+        arena, ticket = self._arenas[group], self._next_ticket()
+        return self._counted(planner.plan(arena, rows, step=self.step, ticket=ticket, split=split))
 
     def resolve(
         self,
@@ -173,8 +150,7 @@ class SparsePool:
     ) -> FetchPlan:
         """`plan` for positions of page table lines; `lookup` has the sources of the claims."""
         layers = self.layout.groups[group]
-        ticket = self._next_ticket()
-        claims = planner.resolve(
+        plan = planner.resolve(
             self._arenas[group],
             lookup,
             selection,
@@ -182,10 +158,10 @@ class SparsePool:
             length,
             layers=range(layers[0], layers[-1] + 1),
             step=self.step,
-            ticket=ticket,
+            ticket=self._next_ticket(),
             split=split,
         )
-        return self._fetch_plan(group, ticket, claims, is_landed=lookup.is_landed)
+        return self._counted(plan)
 
     def locate_into(
         self,
@@ -207,36 +183,23 @@ class SparsePool:
 
     def warm(self, group: int, rows: RowIds, ages: RowIds) -> FetchPlan:
         """Rows of late prefill windows, newest first, as if they had been used `ages` steps ago."""
-        ticket = self._next_ticket()
-        claims = planner.warm(self._arenas[group], rows, ages, step=self.step, ticket=ticket)
-        return self._fetch_plan(group, ticket, claims)
+        arena, ticket = self._arenas[group], self._next_ticket()
+        return self._counted(planner.warm(arena, rows, ages, step=self.step, ticket=ticket))
 
     def fill(self, group: int, rows: RowIds) -> FetchPlan:
-        """Rows for free slots while these last; nobody gives way."""
-        ticket = self._next_ticket()
-        claims = planner.fill(self._arenas[group], rows, step=self.step, ticket=ticket)
-        return self._fetch_plan(group, ticket, claims)
+        """Rows for free slots while these last; no row gives way."""
+        arena, ticket = self._arenas[group], self._next_ticket()
+        return self._counted(planner.fill(arena, rows, step=self.step, ticket=ticket))
 
     def _next_ticket(self) -> int:
         self._ticket += 1
         return self._ticket
 
-    def _fetch_plan(
-        self, group: int, ticket: int, claims: Claims, *, is_landed: bool = False
-    ) -> FetchPlan:
-        self._used_count[group] += len(claims.slots) - claims.evicted_count
-        self.departed_count += claims.evicted_count
-        return FetchPlan(
-            group=group,
-            ticket=ticket,
-            rows=claims.rows if is_landed else claims.rows.copy(),
-            slots=claims.slots if is_landed else claims.slots.copy(),
-            late_ticket=claims.late_ticket,
-            hit_count=claims.hit_count,
-            place_count=claims.place_count,
-            evicted_count=claims.evicted_count,
-            is_landed=is_landed,
-        )
+    def _counted(self, plan: FetchPlan) -> FetchPlan:
+        self._used_count[plan.group] += len(plan.slots) - plan.evicted_count
+        self.departed_count += plan.evicted_count
+        assert plan.evicted_count <= len(plan.slots), "more rows gave way than slots were claimed"
+        return plan
 
     def commit(self, plan: FetchPlan) -> None:
         """The copy's event has passed: these rows are hits from now on."""

@@ -15,12 +15,12 @@ import pytest
 
 from ess.errors import BadInput
 from ess.pool.lru import specification
-from ess.pool.lru.arena import AGE_MAX, Arena, Claims, Split
+from ess.pool.lru.arena import AGE_MAX, Arena, Split
 from ess.pool.lru.cuda_audit import SENTENCES
 from ess.pool.lru.cuda_records import CLUSTER_BLOCKS, NOW, ResolveShape, resolve_record, warm_record
 from tests.support.emulate import needs_compiler
 from tests.support.emulated_residency import LINE, Emulated
-from tests.support.twins import Campaign, Side, assert_every_case_was_met, ids
+from tests.support.twins import CLAIMED, Campaign, Side, assert_every_case_was_met, ids
 
 pytestmark = needs_compiler
 
@@ -71,7 +71,7 @@ def agree(make, by_specification, by_kernels):
     claims = by_specification(arenas[0]), by_kernels(arenas[1])
     for name in ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "hit_age"):
         np.testing.assert_array_equal(getattr(arenas[1], name), getattr(arenas[0], name), name)
-    for name in Claims.__slots__:
+    for name in CLAIMED:
         np.testing.assert_array_equal(getattr(claims[1], name), getattr(claims[0], name), name)
     return claims[0]
 

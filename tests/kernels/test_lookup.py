@@ -83,19 +83,19 @@ def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes)
             found.append(
                 [claims.slots.copy(), claims.rows.copy(), source, lookup.rows, in_flight, out]
                 + [lookup.unwritten_count, hidden, absent, claims.place_count]
-                + [lookup.is_landed, lookup.slab.copy(), arena.ticket_of.copy()]
+                + [claims.is_landed, lookup.slab.copy(), arena.ticket_of.copy()]
                 + [getattr(split, name) for name in SPLIT]
             )
             assert hidden >= absent == ((out < 0) & (selection >= 0)).sum()
-            assert lookup.is_landed or hidden > absent
-            if lookup.is_landed:
+            assert claims.is_landed or hidden > absent
+            if claims.is_landed:
                 assert not lookup.unwritten_count
                 assert lookup.times[0] > 0
                 assert (np.diff(lookup.times[: LAYERS + 1 - step % 2]) >= 0).all()
                 for member, layer in enumerate(range(step % 2, LAYERS)):
                     copied = lookup.slab[claims.slots + member * 64]
                     assert (copied == lookup.host[layer, source]).all()
-            seen["landed", lookup.is_landed] += 1
+            seen["landed", claims.is_landed] += 1
             seen["unwritten"] += lookup.unwritten_count
             seen["placed"] += claims.place_count
             assert (source % 64 == claims.rows % 64).all()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ess.pool.lru import specification
-from ess.pool.lru.arena import Claims, Split
+from ess.pool.lru.arena import FetchPlan, Split
 from ess.pool.lru.cuda_audit import KINDS, NONE_FOUND, assert_sound
 from ess.pool.lru.cuda_records import (
     REPORT,
@@ -155,7 +155,9 @@ class Emulated:
         report = self.report
         assert report["faults"] == 0
         count = report["claimed"]
-        return Claims(
+        return FetchPlan(
+            group=0,
+            ticket=0,
             slots=self.work["claimed_slots"][:count],
             rows=self.work["claimed_rows"][:count],
             hit_count=report["hits"],

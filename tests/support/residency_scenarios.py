@@ -16,11 +16,12 @@ from ess.kernels.cuda.pinned import pinned_memory
 from ess.kernels.cuda.rows import flat_form
 from ess.kernels.cuda.streams import CudaStream
 from ess.pool.lru import specification
-from ess.pool.lru.arena import Arena, Claims, Split
+from ess.pool.lru.arena import Arena, FetchPlan, Split
 from ess.pool.lru.cuda import Residency, now_of
 from ess.pool.lru.cuda_records import CLUSTER_BLOCKS, REPORT, ResolveShape
 from ess.units import div_ceil
 from tests.support.device_scenarios import ROW_BYTES, move, random_rows
+from tests.support.twins import CLAIMED
 
 ARENA = ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks", "hit_age")
 SPLIT = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
@@ -117,7 +118,9 @@ def claims_of(residency):
     report = residency.report()
     assert report["faults"] == 0, report
     count = report["claimed"]
-    return Claims(
+    return FetchPlan(
+        group=0,
+        ticket=0,
         slots=residency.workspace["claimed_slots"].read()[:count],
         rows=residency.workspace["claimed_rows"].read()[:count],
         hit_count=report["hits"],
@@ -327,7 +330,7 @@ class Landing:
         self.graphs[name].launch(step.compute.handle)
         step.compute.synchronize()
         found = claims_of(self.residency)
-        for field in Claims.__slots__:
+        for field in CLAIMED:
             np.testing.assert_array_equal(getattr(found, field), getattr(claims, field), field)
         return claims
 

@@ -13,6 +13,7 @@ from ess.pool.lru.arena import Arena, Split, make_scratch
 ROW_COUNT = 40 * 64
 SLAB = ("row_of", "last_use", "ticket_of", "dirty")
 SPLIT = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
+CLAIMED = ("slots", "rows", "hit_count", "place_count", "late_ticket", "evicted_count")
 
 
 def ids(values):
@@ -55,8 +56,8 @@ class Side:
             found = getattr(self.operations, name)(self.arenas, *arguments, **options)
         else:
             found = getattr(self, name)(*arguments, **options)
-        if isinstance(found, specification.Claims):
-            return {field: np.array(getattr(found, field)) for field in found.__slots__}
+        if isinstance(found, specification.FetchPlan):
+            return {field: np.array(getattr(found, field)) for field in CLAIMED}
         return {"result": np.array(found)}
 
     def drop_each(self, rows):

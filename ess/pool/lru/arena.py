@@ -36,6 +36,7 @@ def make_scratch(slot_count: int) -> Ints:
 class Arena:
     """What one layer group knows: which row lives where, since when, and what must not leave.
 
+    `group` is its number in the layout, which its plans carry.
     `scratch` is working room of the native twin (`make_scratch`). The groups of one slab may share
     one, if one thread at a time works on them; an arena without one gets its own.
     """
@@ -48,6 +49,7 @@ class Arena:
     blocks: Ints
     hit_age: npt.NDArray[np.int64]
     scratch: Ints | None = field(default=None, repr=False)
+    group: int = 0
     native: Any = field(default=None, init=False, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -147,7 +149,7 @@ class Lookup:
 
     Of the latest `resolve` it holds the row ids in the top-left of `rows`, and in front of
     `host_rows` the sources of the claims, `unwritten_count` of which no copy may read. Claims of at
-    most `at_once_bytes` are copied from `host` [layer, host row] to `slab` and `is_landed`, one
+    most `at_once_bytes` are copied from `host` [layer, host row] to `slab` and have landed, one
     layer after another at these `times` (ns).
     """
 
@@ -161,24 +163,32 @@ class Lookup:
     times: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     at_once_bytes: int = 0
     unwritten_count: int = 0
-    is_landed: bool = False
     native: Any = field(default=None, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Claims:
-    """Rows to fetch, and where to. Counts are of entries, duplicates included, but for evictions.
+class FetchPlan:
+    """Rows that were claimed and must be copied: rows[i] of the host into slots[i] of the slab.
 
-    The arrays of a `plan` may be views into its split: they live until the next plan into it.
-    Those of `fill` and `warm` are the caller's own.
+    Where they have landed already nothing is left to copy, and the two lists live until the next
+    plan. `late_ticket` names the latest earlier copy that a selected row is still waiting for.
+    Counts are of entries, duplicates included, but for evictions.
     """
 
+    group: int
+    ticket: int
     slots: Ints
     rows: Ints
-    hit_count: int
-    place_count: int
-    late_ticket: int
-    evicted_count: int
+    hit_count: int = 0
+    place_count: int = 0
+    late_ticket: int = 0
+    evicted_count: int = 0
+    is_landed: bool = False
+
+    @property
+    def is_pending(self) -> bool:
+        """The caller must wait: for these rows, or for rows that an earlier plan is bringing."""
+        return (len(self.rows) > 0 and not self.is_landed) or self.late_ticket > 0
 
 
 def check(arena: Arena, *, step: int) -> None:

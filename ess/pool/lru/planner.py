@@ -16,7 +16,7 @@ import numpy as np
 
 from ess.kernels.cpu import native
 from ess.pool.lru import specification
-from ess.pool.lru.arena import AGE_MAX, Arena, Claims, Ints, Lookup, Split, make_scratch
+from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Ints, Lookup, Split, make_scratch
 from ess.pool.lru.specification import check, clear_block
 
 __all__ = [
@@ -205,7 +205,7 @@ def translate(
 
 
 @_twin_of(specification.plan)
-def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> Claims:
+def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> FetchPlan:
     """Stamp what is here, claim slots for what is not, and say of every entry where it is."""
     _assert_ids(2, rows)
     assert split.holds(rows.shape), f"rows {rows.shape}, split {split.slots.shape}"
@@ -214,13 +214,12 @@ def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> C
     home, into = _bound_arena(arena), _bound_split(split)
     call = _symbol("ess_plan", 3, 4)
     claimed = _accepted(call(home.at, into.at, native.address(rows), *rows.shape, step, ticket))
-    return _planned(home, into, split, claimed)
-
-
-def _planned(home: _Bound, into: _Bound, split: Split, claimed: int) -> Claims:
-    return Claims(
-        slots=split.claimed[0, :claimed],
-        rows=split.claimed[1, :claimed],
+    slots, missing = split.claimed[:, :claimed].copy()
+    return FetchPlan(
+        group=arena.group,
+        ticket=ticket,
+        slots=slots,
+        rows=missing,
         hit_count=into.record.hit_total,
         place_count=into.record.place_total,
         late_ticket=into.record.late_ticket,
@@ -240,7 +239,7 @@ def resolve(
     step: int,
     ticket: int,
     split: Split,
-) -> Claims:
+) -> FetchPlan:
     """`translate`, then `plan`; then where the claims are on the host, in all of `layers`."""
     _assert_positions(selection, line_of, length)
     assert split.holds(selection.shape), f"{selection.shape}, split {split.slots.shape}"
@@ -258,8 +257,19 @@ def resolve(
     if claimed == _BAD_POSITION:
         _refuse_positions(lookup, selection, line_of, length)
     lookup.unwritten_count = room.record.unwritten_count
-    lookup.is_landed = bool(room.record.is_landed)
-    return _planned(home, into, split, _accepted(claimed))
+    claims = split.claimed[:, : _accepted(claimed)]
+    slots, missing = claims if room.record.is_landed else claims.copy()
+    return FetchPlan(
+        group=arena.group,
+        ticket=ticket,
+        slots=slots,
+        rows=missing,
+        hit_count=into.record.hit_total,
+        place_count=into.record.place_total,
+        late_ticket=into.record.late_ticket,
+        evicted_count=home.record.evicted_count,
+        is_landed=bool(room.record.is_landed),
+    )
 
 
 @_twin_of(specification.locate)
@@ -324,13 +334,13 @@ def _packed(arenas: Sequence[Arena]) -> bytes:
 
 
 @_twin_of(specification.fill)
-def fill(arena: Arena, rows: Ints, *, step: int, ticket: int) -> Claims:
+def fill(arena: Arena, rows: Ints, *, step: int, ticket: int) -> FetchPlan:
     """Absent rows take free slots while there are any, and rank as the oldest of the used."""
     return warm(arena, rows, np.full(rows.shape, AGE_MAX, np.int32), step=step, ticket=ticket)
 
 
 @_twin_of(specification.warm)
-def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> Claims:
+def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> FetchPlan:
     """Rows as if they had been selected `ages` steps ago, newest first."""
     _assert_ids(1, rows, ages)
     assert ages.shape == rows.shape, f"{ages.shape} ages for {rows.shape} rows"
@@ -341,12 +351,11 @@ def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> Cla
     pointers = map(native.address, (rows, ages, slots, claimed, place))
     call = _symbol("ess_warm", 6, 3)
     count = _accepted(call(home.at, *pointers, rows.size, step, ticket))
-    return Claims(
+    return FetchPlan(
+        group=arena.group,
+        ticket=ticket,
         slots=slots[:count],
         rows=claimed[:count],
-        hit_count=0,
-        place_count=0,
-        late_ticket=0,
         evicted_count=home.record.evicted_count,
     )
 

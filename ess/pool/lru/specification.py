@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from ess.pool.lru.arena import (
     AGE_MAX,
     BLOCK_SLOTS,
     Arena,
-    Claims,
+    FetchPlan,
     Ints,
     Lookup,
     Split,
@@ -82,7 +83,7 @@ def _refuse(selection: Ints, length: Ints, wrong: npt.NDArray[np.bool_], why: st
         )
 
 
-def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> Claims:
+def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> FetchPlan:
     """Stamp what is here, claim slots for what is not, and say of every entry where it is.
 
     `hit_age` counts each row that was found landed once per step, at the age it had: the stamp
@@ -113,7 +114,9 @@ def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> C
     _compact(slot, hit, split.hit, split.hit_count)
     _compact(slot, late | (absent & ~place), split.miss, split.miss_count)
     _compact(rows, place, split.place, split.place_count)
-    return Claims(
+    return FetchPlan(
+        group=arena.group,
+        ticket=ticket,
         slots=victims,
         rows=missing,
         hit_count=int(hit.sum()),
@@ -134,35 +137,35 @@ def resolve(
     step: int,
     ticket: int,
     split: Split,
-) -> Claims:
+) -> FetchPlan:
     """`translate`, then `plan`; then where the claims are on the host, in all of `layers`.
 
     A few rows that are all there, and wait for no others, are copied and landed at once.
     """
     rows = lookup.rows[: len(selection)]
     translate(selection, lookup.lines, line_of, length, out=rows)
-    claims = plan(arena, rows, step=step, ticket=ticket, split=split)
-    page, offset = lookup.host_page_of[claims.rows // PAGE_ROWS], claims.rows % PAGE_ROWS
+    made = plan(arena, rows, step=step, ticket=ticket, split=split)
+    page, offset = lookup.host_page_of[made.rows // PAGE_ROWS], made.rows % PAGE_ROWS
     assert (page >= 0).all(), "a row of a page that is not active"
     lookup.host_rows[: page.size] = page * PAGE_ROWS + offset
     common = np.bitwise_and.reduce(lookup.stored[layers.start : layers.stop, page], axis=0)
     is_written = (common >> offset.astype(np.uint64)) & np.uint64(1)
     lookup.unwritten_count = page.size - int(is_written.sum())
     size = page.size * len(layers) * lookup.slab.shape[1]
-    is_open = not (lookup.unwritten_count or claims.late_ticket)
-    lookup.is_landed = is_open and 0 < size <= lookup.at_once_bytes
-    if lookup.is_landed:
-        _copy_claims(arena, lookup, claims, layers)
-    return claims
+    is_open = not (lookup.unwritten_count or made.late_ticket)
+    if not is_open or not 0 < size <= lookup.at_once_bytes:
+        return made
+    _copy_claims(arena, lookup, made, layers)
+    return replace(made, is_landed=True)
 
 
-def _copy_claims(arena: Arena, lookup: Lookup, claims: Claims, layers: range) -> None:
+def _copy_claims(arena: Arena, lookup: Lookup, plan: FetchPlan, layers: range) -> None:
     lookup.times[0] = time.monotonic_ns()
     for member, layer in enumerate(layers):
-        rows = lookup.host[layer, lookup.host_rows[: claims.rows.size]]
-        lookup.slab[claims.slots + member * BLOCK_SLOTS] = rows
+        rows = lookup.host[layer, lookup.host_rows[: plan.rows.size]]
+        lookup.slab[plan.slots + member * BLOCK_SLOTS] = rows
         lookup.times[member + 1] = time.monotonic_ns()
-    arena.ticket_of[claims.slots] = 0
+    arena.ticket_of[plan.slots] = 0
 
 
 def locate(
@@ -205,12 +208,12 @@ def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, abs
     return len(arenas)
 
 
-def fill(arena: Arena, rows: Ints, *, step: int, ticket: int) -> Claims:
+def fill(arena: Arena, rows: Ints, *, step: int, ticket: int) -> FetchPlan:
     """Absent rows take free slots while there are any, and rank as the oldest of the used."""
     return warm(arena, rows, np.full(rows.shape, AGE_MAX, np.int32), step=step, ticket=ticket)
 
 
-def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> Claims:
+def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> FetchPlan:
     """Rows as if they had been selected `ages` steps ago, newest first.
 
     All resident rows are stamped first. An absent row takes the next victim while that is older
@@ -229,8 +232,8 @@ def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> Cla
     older = _age(arena, victims, step) > np.minimum(ages, AGE_MAX)
     victims, rows = victims[older], rows[older]
     evicted = _hand_over(arena, victims, rows, last_use=step - ages[older], ticket=ticket)
-    return Claims(
-        slots=victims, rows=rows, hit_count=0, place_count=0, late_ticket=0, evicted_count=evicted
+    return FetchPlan(
+        group=arena.group, ticket=ticket, slots=victims, rows=rows, evicted_count=evicted
     )
 
 
