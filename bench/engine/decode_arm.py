@@ -10,9 +10,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ess.bench.engine.resident_baseline import Whole
+from ess.bench.engine.resident_baseline import EveryRow
 from ess.bench.harness.prefix import Prefix
 from ess.door import Offload
+from ess.door.offload import Replace
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
@@ -83,11 +84,12 @@ class Arm:
         way: Way,
         *,
         lane: Lane | None = None,
-        kind: type[Offload] | None = None,
+        placement: Replace | None = None,
     ) -> None:
         self.shape, self.way = shape, way
-        chosen = kind or (Whole if way.ratio is None else Offload)
-        self.offload = _offload(prefix.layout, shape, way, chosen, lane)
+        if way.ratio is None:
+            placement = EveryRow
+        self.offload = _offload(prefix.layout, shape, way, placement, lane)
         self.engine = Engine(
             prefix.model,
             self.offload,
@@ -158,13 +160,12 @@ def lay_in(offload: Offload, prefix: Prefix, prompts: Sequence[Sequence[int]]) -
     for layer in range(prefix.layout.layer_total):
         rows = prefix.rows(layer, count)
         for sequence, prompt in zip(sequences, prompts, strict=True):
-            offload.import_rows(sequence, layer=layer, start=0, rows=rows[: len(prompt)])
+            sequence.import_rows(layer=layer, start=0, rows=rows[: len(prompt)])
     for group, layers in enumerate(prefix.layout.groups):
         keys = prefix.keys(group, count)
         for sequence, prompt in zip(sequences, prompts, strict=True):
-            offload.import_keys(sequence, layer=layers[0], start=0, keys=keys[: len(prompt)])
+            sequence.import_keys(layer=layers[0], start=0, keys=keys[: len(prompt)])
     for sequence in sequences:
-        offload.fill(sequence, row_max=0)  # takes notice of what has arrived, which publishes it
         sequence.close()
 
 
@@ -174,14 +175,14 @@ def slots_each(layout: ModelLayout, shape: Shape, ratio: float) -> int:
 
 
 def _offload(
-    layout: ModelLayout, shape: Shape, way: Way, kind: type[Offload], lane: Lane | None
+    layout: ModelLayout, shape: Shape, way: Way, placement: Replace | None, lane: Lane | None
 ) -> Offload:
     each = 1 if way.ratio is None else slots_each(layout, shape, way.ratio)
     if way.ratio is not None and way.ratio >= 1.0:
         each = div_ceil(shape.length_max + 1, PAGE_ROWS) * PAGE_ROWS
     chunks = div_ceil(each * shape.batch, PAGE_ROWS) * layout.group_count
     pages = shape.batch * (div_ceil(shape.length_max, PAGE_ROWS) + 2)
-    return kind.create(
+    return Offload.create(
         layout,
         slot_bytes=chunks * layout.group_layers_max * layout.page_bytes,
         host_bytes=pages * layout.host_page_bytes,
@@ -190,4 +191,5 @@ def _offload(
         query_max=max(shape.batch * shape.mtp, 1),
         slot_floor=max(1, min(each, shape.length_max)),
         lane=lane,
+        placement=placement,
     )

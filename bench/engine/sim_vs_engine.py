@@ -13,17 +13,17 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from ess.bench.engine.around import Around
 from ess.bench.engine.decode_arm import Arm, Shape, Way, slots_each
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.prefix import Prefix
 from ess.bench.harness.report import Row
-from ess.door import Offload, Resolution, Sequence, Step
+from ess.door import Resolution, Sequence, Step
+from ess.door.placement import Array
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.sim.locality.policies import PlannerLru
@@ -31,44 +31,41 @@ from ess.sim.locality.workloads import recorded
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 
 
-class Recording(Offload):
+class Recording(Around):
     """One request in NONE, whose selections go to `writer` once it is set."""
 
     writer: TraceWriter | None = None
     windows: npt.NDArray[np.int32]
     start: int
 
-    def warm(self, sequence: Sequence, windows: Any) -> None:
-        self.windows = torch.as_tensor(windows).numpy().copy()
-        self.start = sequence.length
+    def warm(self, sequence: Sequence, windows: Array) -> None:
+        self.windows, self.start = windows.copy(), sequence.length
         super().warm(sequence, windows)
 
     def resolve(
         self,
-        layer: int,
-        selection: Any,
         step: Step,
+        group: int,
+        queries: range,
+        selection: Array,
         *,
-        first_query: int = 0,
-        part: int | None = None,
-        waits: bool = False,
-    ) -> Resolution:
+        workspace: int,
+        waits: bool,
+    ) -> tuple[Resolution, ...]:
         if self.writer is not None:
-            self.writer.write_group(self.layout.group_of(layer), torch.as_tensor(selection).numpy())
-        return super().resolve(
-            layer, selection, step, first_query=first_query, part=part, waits=waits
-        )
+            self.writer.write_group(group, selection)
+        return super().resolve(step, group, queries, selection, workspace=workspace, waits=waits)
 
-    def seal(self, step: Step, *, accepted: Many[int]) -> None:
+    def seal(self, step: Step, accepted: Many[int]) -> None:
         if self.writer is not None:
-            one = RequestStep(
+            seen = RequestStep(
                 request=0,
                 length=int(step.query_start[0]),
                 query_count=step.query_count,
                 accepted=int(accepted[0]),
             )
-            self.writer.commit_step(step.number, [one])
-        super().seal(step, accepted=accepted)
+            self.writer.commit_step(step.number, [seen])
+        super().seal(step, accepted)
 
 
 def least_slots(layout: ModelLayout, mtp: int) -> int:
@@ -80,9 +77,8 @@ def twin_row(prefix: Prefix, *, ratio: float, mtp: int, steps: int) -> Row:
     shape = Shape(context=prefix.length, batch=1, mtp=mtp, steps=steps)
     if slots_each(prefix.layout, shape, ratio) < least_slots(prefix.layout, mtp):
         raise BadInput(f"ratio {ratio:g} of {prefix.length} tokens is less than a step selects")
-    arm = Arm(prefix, shape, Way(name="recorded", mode="none", ratio=ratio), kind=Recording)
-    offload = arm.offload
-    assert isinstance(offload, Recording), "create makes what it is called on"
+    recording, way = Recording(), Way(name="recorded", mode="none", ratio=ratio)
+    arm = Arm(prefix, shape, way, placement=recording.over)
     header = TraceHeader(
         layout=prefix.layout.name,
         group_count=prefix.layout.group_count,
@@ -92,25 +88,25 @@ def twin_row(prefix: Prefix, *, ratio: float, mtp: int, steps: int) -> Row:
     )
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "engine.trace"
-        with TraceWriter(path, header=header) as offload.writer:
+        with TraceWriter(path, header=header) as recording.writer:
             for _ in range(steps):
                 arm.step()
-        slots = int(offload.stats().slot_count[0])
+        slots = int(arm.offload.stats().slot_count[0])
         with TraceReader(path) as reader:
             groups = range(header.group_count)
-            replayed = [_replay(reader, group, offload, slots) for group in groups]
+            replayed = [_replay(reader, group, recording, slots) for group in groups]
     arm.close()
     missed = np.array(arm.taken.misses).sum(axis=0)
     return _row(missed, replayed, shape, slots)
 
 
-def _replay(reader: TraceReader, group: int, offload: Recording, slots: int) -> int:
+def _replay(reader: TraceReader, group: int, recording: Recording, slots: int) -> int:
     """Warmed by the windows, then filled with the first rows that are absent, as the door does."""
-    load = dataclasses.replace(recorded(reader, group=group), windows=offload.windows[group])
+    load = dataclasses.replace(recorded(reader, group=group), windows=recording.windows[group])
     arena = PlannerLru(load, slots=slots, top_k=reader.header.top_k)
     arena.warm(load.windows)
-    rows = np.arange(offload.start, dtype=np.int32)
-    arena.fill(rows[~arena.resident()[: offload.start]])
+    rows = np.arange(recording.start, dtype=np.int32)
+    arena.fill(rows[~arena.resident()[: recording.start]])
     return sum(arena.access(step).size for step in load.steps())
 
 

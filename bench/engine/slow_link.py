@@ -154,8 +154,9 @@ class _Run:
         self.layers = prefix.layout.layer_total
         self.lane = TimedLane()
         way = Way(name=mode, mode=mode, ratio=1.0)
-        self.arm = Arm(prefix, shape, way, lane=self.lane, kind=Forced)
-        self.offload: Any = self.arm.offload
+        self.forced = Forced()
+        self.arm = Arm(prefix, shape, way, lane=self.lane, placement=self.forced.over)
+        self.offload = self.arm.offload
 
     def step(self) -> Step:
         self.offload.drain()
@@ -172,7 +173,7 @@ def measured(
     meets all of them alike; the first round is thrown away."""
     for run in runs:
         run.offload.drain()
-        run.offload.miss_count = miss
+        run.forced.miss_count = miss
     turns = [(run, pace) for run in runs for pace in (None, rate)]
     steps_of: dict[tuple[str, float | None], list[Step]] = {}
     for number in range(plan.steps + 1):

@@ -295,14 +295,14 @@ def _taken(offload: Offload, request: Request, layout: ModelLayout, count: int) 
     codec, kernels = layout.index, ops("cpu")
     assert codec is not None, "keys without an index codec"
     offload.drain()
-    on_host = offload.host_rows(request.sequence, 0, count).long()
-    active = offload.active_rows(request.sequence, 0, count)
+    on_host = request.sequence.host_rows(0, count).long()
+    active = request.sequence.active_rows(0, count)
     keys = []
     for group in layout.groups:
-        records = kernels.read_keys(offload.key_pages(group[0]), active, codec)
+        records = kernels.read_keys(offload.memory(group[0]).key_pages, active, codec)
         parts = [records.values.contiguous()]
         if codec.scale_bytes:
             parts.append(records.scales.contiguous().view(torch.uint8).reshape(count, -1))
         keys.append(torch.cat(parts, dim=1))
-    rows = tuple(offload.host(layer)[on_host].clone() for layer in range(layout.layer_total))
+    rows = tuple(offload.memory(layer).host[on_host].clone() for layer in range(layout.layer_total))
     return Segment(tokens=tuple(request.prompt[:count]), rows=rows, keys=tuple(keys))

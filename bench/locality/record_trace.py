@@ -8,12 +8,11 @@ when a prompt's last chunk is done. They are the same that decode would make beh
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from ess.bench.engine.around import Around
 from ess.bench.engine.decode_arm import lay_in
 from ess.bench.harness.prefix import Prefix
 from ess.door import Offload, Sequence
@@ -27,13 +26,13 @@ from ess.units import PAGE_ROWS
 Windows = npt.NDArray[np.int32]
 
 
-class Windowed(Offload):
+class Windowed(Around):
     """Keeps the windows that the last prompt brought."""
 
     windows: Windows
 
-    def warm(self, sequence: Sequence, windows: Any) -> None:
-        self.windows = torch.as_tensor(windows).numpy().copy()
+    def warm(self, sequence: Sequence, windows: Windows) -> None:
+        self.windows = windows.copy()
 
 
 def record(path: Path, prefix: Prefix, ids: list[int], *, query_count: int, mtp: int) -> None:
@@ -64,12 +63,14 @@ def _windows(prefix: Prefix, ids: list[int], query_count: int) -> list[Windows]:
     layout, start = prefix.layout, prefix.length
     pages = -(-(start + query_count + WINDOW_MAX) // PAGE_ROWS) + 4
     recorded = []
-    with Windowed.create(
+    kept = Windowed()
+    with Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes,
         host_bytes=pages * layout.host_page_bytes,
         length_max=pages * PAGE_ROWS,
         slot_floor=1,
+        placement=kept.over,
     ) as offload:
         engine = Engine(prefix.model, offload, EngineConfig(mtp=1))
         lay_in(offload, prefix, [ids[: start + 1]])
@@ -79,8 +80,7 @@ def _windows(prefix: Prefix, ids: list[int], query_count: int) -> list[Windows]:
                 engine.step()
             engine.cancel(request)
             offload.drain()
-            assert isinstance(offload, Windowed), "create makes what it is called on"
-            recorded.append(offload.windows)
+            recorded.append(kept.windows)
     return recorded
 
 

@@ -1,4 +1,4 @@
-"""An engine of one's own over `ess.Offload`: sparse attention whose rows live in host memory.
+"""An engine of your own over `ess.Offload`: sparse attention whose rows live in host memory.
 
 A toy decoder with random weights runs twice over the same prompts: once with every row in a plain
 tensor, once through an offload whose slots hold a fraction of the rows. The tokens are the same.
@@ -55,11 +55,16 @@ def attend(query: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def as_rows(latents: torch.Tensor) -> torch.Tensor:
-    return latents.contiguous().view(torch.uint8).reshape(len(latents), -1)
+    return latents.contiguous().view(torch.uint8).reshape(len(latents), LAYOUT.row_bytes)
 
 
 def as_latents(rows: torch.Tensor) -> torch.Tensor:
     return rows.contiguous().view(torch.float32)
+
+
+def chosen(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Latents of these rows; -1 is padding."""
+    return as_latents(rows[numbers[numbers >= 0].long()])
 
 
 class PlainStore:
@@ -91,24 +96,23 @@ class OffloadStore:
         start = self.sequence.cached_count
         for layer in range(LAYERS):
             rows = as_rows(self.keys[layer][start:])
-            offload.import_rows(self.sequence, layer=layer, start=start, rows=rows)
+            self.sequence.import_rows(layer, start, rows)
 
     def begin(self) -> None:
         self.step = self.offload.begin([self.sequence], query_counts=[1])
 
     def attention(self, layer: int, query: torch.Tensor, row: torch.Tensor, model: ToyModel):
-        self.offload.append(layer, as_rows(row[None]), self.step)
+        self.step.append(layer, as_rows(row[None]))
         self.keys[layer] = torch.cat([self.keys[layer], row[None]])
-        where = self.offload.resolve(layer, model.select(query, self.keys[layer]), self.step)
-        slots, host = self.offload.slots(layer), self.offload.host(layer)
-        resident = attend(query, as_latents(slots[where.hit[0][where.hit[0] >= 0].long()]))
-        placed = attend(query, as_latents(host[where.place[0][where.place[0] >= 0].long()]))
-        where.wait()
-        fetched = attend(query, as_latents(slots[where.miss[0][where.miss[0] >= 0].long()]))
+        where = self.step.resolve(layer, model.select(query, self.keys[layer]))
+        memory = self.offload.memory(layer)
+        resident = attend(query, chosen(memory.slots, where.hit[0]))
+        placed = attend(query, chosen(memory.host, where.place[0]))
+        fetched = attend(query, chosen(memory.slots, where.wait().miss[0]))
         return ess.merge(ess.merge(resident, placed), fetched)[0]
 
     def commit(self, token: int) -> None:
-        self.offload.commit(self.step, accepted=[1], tokens=[[token]])
+        self.step.commit(accepted=[1], tokens=[[token]])
 
 
 def decode(model: ToyModel, store: PlainStore | OffloadStore, token: int, count: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""The library door: pools, FlashTrans and lanes joined for somebody else's engine."""
+"""The library door: pools, FlashTrans and lanes joined for an engine of your own."""
 
 from ess.door.offload import Offload
-from ess.door.sequence import Promise, Sequence
-from ess.door.step import Resolution, Step
+from ess.door.placement import LayerMemory, Placement, Resolution
+from ess.door.sequence import Sequence
+from ess.door.step import Step
 
-__all__ = ["Offload", "Promise", "Resolution", "Sequence", "Step"]
+__all__ = ["LayerMemory", "Offload", "Placement", "Resolution", "Sequence", "Step"]

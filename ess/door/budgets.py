@@ -19,7 +19,6 @@ class Budgets:
     """What was seen when budgets were last looked at: curves are of what has happened since."""
 
     pools: Pools
-    query_max: int
     _step: int = field(init=False)
     _hits: list[Counts] = field(init=False)
     _misses: Counts = field(init=False)
@@ -33,7 +32,8 @@ class Budgets:
     def rebalance(self, misses: Counts) -> int:
         """Moves a 64th of all chunks at most; returns how many. `misses` count since the start.
 
-        Between steps nobody reads, so what the last one selected holds nothing back: an age passes.
+        Between steps no row is read, so what the last step selected holds nothing back: an age
+        passes.
         """
         sparse = self.pools.sparse
         if sparse.step == self._step:
@@ -73,5 +73,5 @@ class Budgets:
 
     def floor(self, group: int) -> int:
         """Chunks for the slots that running requests were promised, and for a step's new rows."""
-        slots = max(self.pools.ledger.promised(SLOTS), self.query_max)
+        slots = max(self.pools.ledger.promised(SLOTS), self.pools.sizes.query_max)
         return -(-slots // self.pools.sparse.chunk_slots(group))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ess.errors import BadInput
 from ess.kernels.checks import fits
 
-DTYPES: Final = {name: np.dtype(name) for name in ("uint8", "int32")}
+TYPES: Final = {"uint8": torch.uint8, "int32": torch.int32}
+DTYPES: Final = {name: np.dtype(name) for name in TYPES}
+TOKEN_MAX: Final = (1 << 63) - 1
 
 
 def as_array(value: Any, name: str, dtype: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
     """A C-contiguous CPU tensor or array as a NumPy view, never a copy. None matches any size."""
-    array = _view(value, name)
-    wanted = DTYPES[dtype]
-    if array.dtype is not wanted and array.dtype != wanted:
+    array = _view(value, name, dtype)
+    if array.dtype is not DTYPES[dtype] and array.dtype != DTYPES[dtype]:
         raise BadInput(f"{name} is {array.dtype}, must be {dtype}")
     if not fits(array.shape, shape):
         want_text = ", ".join("any" if size is None else str(size) for size in shape)
@@ -27,27 +30,64 @@ def as_array(value: Any, name: str, dtype: str, shape: tuple[int | None, ...]) -
     return array
 
 
-def _view(value: Any, name: str) -> npt.NDArray[Any]:
+def _view(value: Any, name: str, dtype: str) -> npt.NDArray[Any]:
     if isinstance(value, np.ndarray):
         return value
-    if hasattr(value, "data_ptr") and hasattr(value, "numpy"):
-        if value.device.type != "cpu":
-            raise BadInput(f"{name} is on {value.device}, this pool is on the CPU")
-        if value.requires_grad:
-            raise BadInput(f"{name} requires a gradient; pass {name}.detach()")
-        return np.asarray(value.numpy())
-    raise BadInput(f"{name} is a {type(value).__name__}, must be a tensor or a NumPy array")
+    if not isinstance(value, torch.Tensor):
+        raise BadInput(f"{name} is a {type(value).__name__}, must be a tensor or a NumPy array")
+    if value.dtype is not TYPES[dtype]:
+        raise BadInput(f"{name} is {str(value.dtype).removeprefix('torch.')}, must be {dtype}")
+    if not value.is_cpu:
+        raise BadInput(f"{name} is on {value.device}, this pool is on the CPU")
+    array: npt.NDArray[Any] = value.numpy()
+    return array
 
 
-def in_range(name: str, value: int, low: int, high: int) -> None:
+def whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise BadInput(f"{name} is {value!r}, must be a whole number") from None
+
+
+def in_range(name: str, value: Any, low: int, high: int) -> int:
     """low <= value <= high."""
-    if not low <= value <= high:
-        raise BadInput(f"{name} is {value}, must be {low}..{high}")
+    number = whole(name, value)
+    if not low <= number <= high:
+        raise BadInput(f"{name} is {number}, must be {low}..{high}")
+    return number
+
+
+def in_list(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise BadInput(f"{name} is {value!r}, must be {' or '.join(map(repr, allowed))}")
 
 
 def counts(name: str, values: Any, size: int) -> list[int]:
-    """One whole number per sequence."""
-    listed = [int(value) for value in values]
+    """A whole number for each sequence."""
+    if not hasattr(values, "__iter__"):
+        raise BadInput(f"{name} is {values!r}, must be a list with a number for each sequence")
+    listed = [whole(name, value) for value in values]
     if len(listed) != size:
         raise BadInput(f"{name} has {len(listed)} entries for {size} sequences")
     return listed
+
+
+def token_ids(name: str, tokens: Any) -> list[int]:
+    """Of a list, or of an array or a tensor with one dimension."""
+    if hasattr(tokens, "tolist"):
+        if tokens.ndim != 1:
+            raise BadInput(f"{name} has shape {list(tokens.shape)}, must have one dimension")
+        tokens = tokens.tolist()
+    try:
+        ids = list(map(operator.index, tokens))
+    except TypeError:
+        raise BadInput(f"{name} must be a list of whole numbers: {_shown(tokens)}") from None
+    if ids and not 0 <= min(ids) <= max(ids) <= TOKEN_MAX:
+        raise BadInput(f"{name} has ids {min(ids)}..{max(ids)}, must be 0..2**63 - 1")
+    return ids
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

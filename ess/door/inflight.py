@@ -62,6 +62,11 @@ class InFlight:
             if pending.event is event:
                 return
 
+    def check(self) -> None:
+        """The lane is first in, first out: nothing is done behind a copy that is not."""
+        done = [pending.event.done() for pending in reversed(self._pending)]
+        assert sorted(done) == done, "a later copy is done before an earlier one"
+
     def drain(self) -> None:
         while self._pending:
             pending = self._pending.popleft()

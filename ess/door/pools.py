@@ -27,6 +27,8 @@ class PoolSizes:
     index_bytes: int | None
     sequence_max: int
     length_max: int
+    query_max: int
+    part_max: int
     slot_floor: int
     poison: bool
 
@@ -60,7 +62,7 @@ class Pools:
         return min(length_max or self.sizes.length_max, self.sizes.slot_floor)
 
     def check(self) -> None:
-        for owner in (self.latent, self.index, self.sparse, self.ledger):
+        for owner in (self.latent, self.index, self.sparse, self.ledger, self.inflight):
             owner.check()
 
 

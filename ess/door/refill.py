@@ -25,9 +25,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ess.door import transit
+from ess.door import row_copies
 from ess.door.pools import Pools
-from ess.door.residency import Residency
+from ess.door.resident import Resident
 from ess.door.sequence import Sequence
 from ess.pool.lru.arena import FetchPlan
 from ess.units import PAGE_ROWS
@@ -41,8 +41,10 @@ FILL_ROWS: Final = 64 * PAGE_ROWS
 
 @dataclass(slots=True)
 class _Walk:
-    """Goes on at `page` and `group`. It began, and rests, at a count of departed rows."""
+    """Goes on at `page` and `group`. It began, and rests, at a count of departed rows; new arrivals
+    end it."""
 
+    arrival_count: int
     page: int = 0
     group: int = 0
     began_at: int = -1
@@ -52,28 +54,29 @@ class _Walk:
 @dataclass(slots=True)
 class Refill:
     pools: Pools
-    residency: Residency
+    resident: Resident
     _walks: dict[int, _Walk] = field(default_factory=dict)
 
     def go_on(self, sequences: Many[Sequence]) -> list[FetchPlan]:
         """The copies that were started, for one of the sequences."""
-        rooms = {g: self.residency.room(g) for g in range(self.pools.layout.group_count)}
+        rooms = {g: self.resident.room(g) for g in range(self.pools.layout.group_count)}
         rooms = {group: room for group, room in rooms.items() if room > 0}
-        active = [one for one in sequences if one.state == "active"]
+        active = [sequence for sequence in sequences if sequence.state == "active"]
         if not rooms or not active:
             return []
-        lacking = self.residency.lacking(active)
-        self._walks = {one.number: self._walks.get(one.number, _Walk()) for one in lacking}
+        lacking = self.resident.lacking(active)
+        self._walks = {sequence.number: self._walk(sequence) for sequence in lacking}
         for sequence in lacking:
             walk = self._walks[sequence.number]
             if walk.rests_at != self.pools.sparse.departed_count:
                 return self._walk_on(sequence, walk, rooms)
         return []
 
-    def wake(self, sequence: Sequence) -> None:
-        """Rows have arrived that may have no slot."""
-        self._walks.pop(sequence.number, None)
-        self.residency.forget(sequence)
+    def _walk(self, sequence: Sequence) -> _Walk:
+        walk = self._walks.get(sequence.number)
+        if walk is None or walk.arrival_count != sequence.arrival_count:
+            return _Walk(sequence.arrival_count)
+        return walk
 
     def _walk_on(
         self, sequence: Sequence, walk: _Walk, rooms: Mapping[int, int]
@@ -84,7 +87,7 @@ class Refill:
         start = walk.page * PAGE_ROWS
         count = min(LOOK_PAGES * PAGE_ROWS, sequence.length - start)
         assert count > 0, f"a walk at {start} of {sequence.length} positions"
-        rows = self.pools.tables.rows(sequence.line, start, count)
+        rows = sequence.holding.row_ids(start, count)
         plans, is_bounded = [], False
         groups = [group for group in rooms if group >= walk.group]
         for group in groups[:GROUPS]:
@@ -106,7 +109,7 @@ class Refill:
         walk.group, walk.page = 0, walk.page + LOOK_PAGES
         if walk.page * PAGE_ROWS >= sequence.length:
             walk.page, walk.rests_at = 0, walk.began_at
-            self.residency.forget(sequence)
+            self.resident.forget(sequence)
 
     def _are_stored(self, group: int, rows: Rows) -> npt.NDArray[np.bool_]:
         host_rows = self.pools.index.host_rows(rows)
@@ -119,5 +122,11 @@ class Refill:
         plan = self.pools.sparse.fill(group, rows)
         assert len(plan.rows) == len(rows), f"{len(rows)} rows, {len(plan.rows)} free slots"
         assert plan.evicted_count == 0, "a row has given way to a refill"
-        transit.start_fetch(self.pools, plan, self.pools.index.host_rows(plan.rows))
+        row_copies.start_fetch(self.pools, plan, self.pools.index.host_rows(plan.rows))
         return plan
+
+    def check(self) -> None:
+        for number, walk in self._walks.items():
+            assert walk.page % LOOK_PAGES == 0, f"sequence {number}: a walk at page {walk.page}"
+            assert 0 <= walk.group < self.pools.layout.group_count, f"sequence {number}: {walk}"
+            assert walk.rests_at <= self.pools.sparse.departed_count, f"sequence {number}: {walk}"

@@ -1,15 +1,27 @@
-"""What the offload did, per layer group and per layer, since it was made."""
+"""What the offload did, per layer group and per layer, since it was made.
+
+A layer's fetch is on the lane from `started_ns` to `finished_ns` of its event: its transfer time.
+What the owner's thread spent waiting for that event is exposed, the rest of the transfer is hidden.
+A wait may also sit out what the lane had before (a store, another layer's fetch): the time is lost
+to the layer all the same, so exposed may exceed transfer, and hidden never goes below zero. A copy
+made at submission hides nothing, though no call ever waits for it.
+
+Followers of a group are fetched with their leader. `ahead_count` says how many of a layer's fetches
+had started before the layer itself asked for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from ess.clock import Clock
 from ess.door.pools import Pools
-from ess.door.timings import Timings
+from ess.flashtrans.lanes import DoneEvent
+from ess.kernels.streams import Event
 from ess.layout import ModelLayout
 from ess.pool.lru.arena import FetchPlan
 
@@ -105,3 +117,93 @@ class Counters:
             index_page_count=pools.index.pages.page_count,
             free_index_page_count=pools.index.pages.free_count,
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class TimedFetch:
+    """One layer's fetch of a part: when the layer asked for it, how long it has waited."""
+
+    layer: int
+    event: Event
+    settle: Callable[[Event], None]
+    clock: Clock
+    asked_ns: int | None = None
+    waited_ns: int = 0
+
+    def ask(self) -> None:
+        if self.asked_ns is None:
+            self.asked_ns = self.clock.now_ns()
+
+    def wait(self) -> None:
+        started_ns = self.clock.now_ns()
+        self.settle(self.event)
+        self.waited_ns += self.clock.now_ns() - started_ns
+
+    @property
+    def is_done(self) -> bool:
+        return self.event.done()
+
+
+@dataclass(slots=True, kw_only=True)
+class Timings:
+    """Sums per layer since the start, and the fetches of the open step.
+
+    If `keeps_spans`, also each fetch as (layer, started_ns, finished_ns), until the reader clears
+    them.
+    """
+
+    layout: ModelLayout
+    clock: Clock
+    counts: dict[str, Counts] = field(init=False)
+    keeps_spans: bool = False
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    _fetches: list[TimedFetch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        names = ("transfer_ns", "exposed_ns", "hidden_ns", "fetch_count", "ahead_count")
+        self.counts = {name: np.zeros(self.layout.layer_total, np.int64) for name in names}
+
+    def fetch(self, layer: int, event: Event, settle: Callable[[Event], None]) -> TimedFetch:
+        """A layer's fetch is under way; `settle` waits for it."""
+        made = TimedFetch(layer=layer, event=event, settle=settle, clock=self.clock)
+        self._fetches.append(made)
+        return made
+
+    def copied(self, layers: Sequence[int], times: Sequence[tuple[int, int]]) -> None:
+        """All layers of a group were copied while the caller waited."""
+        for layer, (started_ns, finished_ns) in zip(layers, times, strict=True):
+            self._count(layer, started_ns, finished_ns, None, is_ahead=layer != layers[0])
+
+    def landed(self) -> None:
+        """The step is over, and so are its fetches."""
+        for fetch in self._fetches:
+            event = fetch.event
+            if fetch.asked_ns is not None and event.done():
+                is_ahead = event.started_ns < fetch.asked_ns
+                waited_ns = None if isinstance(event, DoneEvent) else fetch.waited_ns
+                self._count(
+                    fetch.layer, event.started_ns, event.finished_ns, waited_ns, is_ahead=is_ahead
+                )
+        self._fetches.clear()
+
+    def _count(
+        self,
+        layer: int,
+        started_ns: int,
+        finished_ns: int,
+        waited_ns: int | None,
+        *,
+        is_ahead: bool,
+    ) -> None:
+        """`waited_ns` None: the copy was made while the caller waited."""
+        transfer_ns = finished_ns - started_ns
+        assert transfer_ns >= 0, f"a fetch of layer {layer} ended before it started"
+        if self.keeps_spans:
+            self.spans.append((layer, started_ns, finished_ns))
+        exposed_ns = transfer_ns if waited_ns is None else waited_ns
+        counts = self.counts
+        counts["transfer_ns"][layer] += transfer_ns
+        counts["exposed_ns"][layer] += exposed_ns
+        counts["hidden_ns"][layer] += max(0, transfer_ns - exposed_ns)
+        counts["fetch_count"][layer] += 1
+        counts["ahead_count"][layer] += is_ahead

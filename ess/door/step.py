@@ -1,132 +1,402 @@
-"""What an engine holds during a step: the step itself and, per layer, a resolution."""
+"""One step: a batch of sequences that bring new rows, and what may be done with it, in this order.
+
+    begin     pages for the new rows; a new age
+    append    new rows of a layer into memory: their truth until they are stored
+    resolve   a selection becomes hits, misses under way and rows read in place from the host
+    seal      accepted rows leave for the host behind the step, rejected ones are gone
+    learn     the host takes notice of what was accepted
+
+Seal and learn together are a commit. Between them the device is ahead of the host, so that the next
+step may begin before the host has read what this one accepted: `begin` provides pages for the most
+that unlearned steps can have added, and takes its positions from the device's own lengths. The
+accepted rows are stored at the end of their own step, not at the head of the next: a sequence that
+is in no next step would otherwise need a store of its own, and slots of rejected rows are free for
+the next step's claims. Nothing that an unlearned step touches may leave: a sequence refuses that.
+
+A group's later layers take the resolution of its first layer, whose fetch started all their copies.
+Until a layer has been appended its new positions do not exist for `resolve` (they are past the
+length), so memory without its row cannot be attended by mistake.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Many
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from ess.door.sequence import Sequence
-from ess.door.workspace import Part
-from ess.kernels.streams import Event
-from ess.pool.index import PageTables
-from ess.pool.lru.arena import FetchPlan
+from ess.door.checks import as_array, counts, in_range, token_ids
+from ess.door.holding import grow
+from ess.door.owner import Owner
+from ess.door.placement import Resolution
+from ess.door.sequence import Sequence, key_group
+from ess.errors import BadInput, BadState
 
-Rows = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """A leader's resolution, with one event per layer of its group."""
-
-    plan: FetchPlan
-    part: Part
-    query_count: int
-    may_name_new: bool
-    events: tuple[Event | None, ...]
+Ints = npt.NDArray[np.int32]
+StepState = Literal["open", "sealed", "learned"]
+Tokens = Many[Many[int]] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
-    """A batch of sequences and how many new rows each brings. Made by `Offload.begin`.
+class _Answer(NamedTuple):
+    """What a group's first layer was told about a part; for each layer of the group its own.
 
-    The counts are the host's. The arrays are the device's: they follow from lengths that the host
-    may not have learned yet.
-    `appended` layers and `keyed` groups are complete; the counts say how many queries have theirs.
+    Layers that have appended fewer queries than `appended_min` may not read it: the selection may
+    name rows that they do not have yet.
     """
 
-    number: int
-    sequences: tuple[Sequence, ...]
-    query_counts: tuple[int, ...]
-    rows: Rows
-    query_line: Rows
-    query_start: Rows
-    query_offset: Rows
-    query_stop: Rows
-    query_count: int = field(init=False)
-    claimed: dict[int, Rows] = field(default_factory=dict)
-    appended: set[int] = field(default_factory=set)
-    keyed: set[int] = field(default_factory=set)
-    row_counts: dict[int, int] = field(default_factory=dict)
-    key_counts: dict[int, int] = field(default_factory=dict)
-    resolved: dict[tuple[int, int], Resolved] = field(default_factory=dict)
+    queries: range
+    workspace: int
+    appended_min: int
+    resolutions: tuple[Resolution, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "query_count", len(self.rows))
+
+class Step:
+    """Made by `Offload.begin`. Query numbers count through the sequences in batch order.
+
+    A verb that takes `queries` is about these, None: all of them. `append` and `resolve` take a
+    `range`, and ranges of a layer follow each other in batch order.
+
+    The counts are the host's. The arrays are the device's, an entry for each query: the row id of
+    its new row, its line in the page tables, where its sequence's step starts, its place behind
+    that, and the length that it may select from.
+    """
+
+    def __init__(
+        self, owner: Owner, sequences: tuple[Sequence, ...], query_counts: list[int]
+    ) -> None:
+        tables = owner.pools.tables
+        firsts = np.cumsum([0, *query_counts[:-1]]).astype(np.int32)
+        sequence_of = np.repeat(np.arange(len(query_counts)), query_counts)
+        lines = np.array([sequence.line for sequence in sequences], np.int32)
+        self.owner = owner
+        self.number = owner.pools.sparse.begin_step()
+        self.state: StepState = "open"
+        self.sequences = sequences
+        self.query_counts = tuple(query_counts)
+        self.query_count = len(sequence_of)
+        self.firsts: list[int] = firsts.tolist()
+        self.query_line: Ints = lines[sequence_of]
+        self.query_offset: Ints = np.arange(self.query_count, dtype=np.int32) - firsts[sequence_of]
+        self.query_start: Ints = tables.lengths[self.query_line]
+        assert (self.query_start >= 0).all(), "a line without a length"
+        positions = self.query_start + self.query_offset
+        self.query_stop: Ints = positions + np.int32(1)
+        self.row_ids: Ints = tables.rows_at(self.query_line, positions)
+        self.appended: set[int] = set()
+        self.keyed: set[int] = set()
+        self._row_counts: dict[int, int] = {}
+        self._key_counts: dict[int, int] = {}
+        self._answers: dict[tuple[int, int], _Answer] = {}
+        self._accepted: list[int] | None = None
+
+    def __repr__(self) -> str:
+        sequences = f"{len(self.sequences)} sequences, {self.query_count} queries"
+        return f"<Step {self.number}: {self.state}, {sequences}>"
+
+    # ---- what may be read
 
     @property
-    def firsts(self) -> list[int]:
-        """The first query of each sequence."""
-        return [sum(self.query_counts[:i]) for i in range(len(self.query_counts))]
+    def page_table(self) -> Tensor:
+        """[queries, pages] active pages, -1 padded: for the indexer."""
+        return torch.from_numpy(self.owner.pools.tables.lines[self.query_line])
 
-    def lengths(self, layer: int) -> Rows:
+    def lengths(self, layer: int) -> Ints:
         """What each query may select: up to itself once its new row of this layer is there."""
-        count = self.row_counts.get(layer, 0)
+        count = self._row_counts.get(layer, 0)
         if count == self.query_count:
             return self.query_stop
         lengths = self.query_start.copy()
         lengths[:count] += self.query_offset[:count] + np.int32(1)
         return lengths
 
+    # ---- per layer
 
-def new_step(
-    number: int, sequences: tuple[Sequence, ...], counts: list[int], tables: PageTables
+    def append(
+        self, layer: int, rows: Any, *, keys: Any = None, queries: range | None = None
+    ) -> None:
+        """New rows of this layer, [queries, row_bytes], and their index keys."""
+        self._require_open()
+        pools = self.owner.pools
+        group, _ = pools.layout.place_of(layer)
+        part = self._part(queries)
+        array = as_array(rows, "rows", "uint8", (len(part), pools.layout.row_bytes))
+        self._require_next(f"layer {layer}", self._row_counts.get(layer, 0), part)
+        if keys is not None:
+            key_group(pools.layout, layer)
+            keys = as_array(keys, "keys", "uint8", (len(part), pools.index.keys.key_bytes))
+            self._require_next(f"group {group}", self._key_counts.get(group, 0), part)
+            self._key_counts[group] = part.stop
+        self.owner.placement.append(self, layer, part, array, keys)
+        self._row_counts[layer] = part.stop
+        if part.stop == self.query_count:
+            self.appended.add(layer)
+            if self._key_counts.get(group) == self.query_count:
+                self.keyed.add(group)
+
+    def _require_next(self, name: str, so_far: int, part: range) -> None:
+        if so_far == self.query_count:
+            raise BadState(f"{name} was appended in step {self.number} already")
+        if part.start != so_far:
+            raise BadState(
+                f"{name} has rows of {so_far} queries: the next part starts at query {so_far}, "
+                f"not at {part.start}"
+            )
+
+    def resolve(
+        self,
+        layer: int,
+        selection: Any,
+        *,
+        queries: range | None = None,
+        workspace: int | None = None,
+        waits: bool = False,
+    ) -> Resolution:
+        """Where the selected positions are; the missing ones are under way when this returns.
+
+        `selection` is int32 [queries, k], ascending, -1 padded at its end. Layers that share a
+        selection pass None after their group's first layer has been resolved. The answer lies in
+        this `workspace`, by default how many parts of the group came before: name it when two
+        halves of a step are in different layers at once, so that neither takes the other's.
+        A caller that `waits` before it does anything else says so: then no other thread is woken
+        for the copy.
+        """
+        self._require_open()
+        group, member = self.owner.pools.layout.place_of(layer)
+        part = self._part(queries)
+        if member == 0:
+            answer = self._lead(layer, group, part, selection, workspace, waits=waits)
+        else:
+            answer = self._follow(layer, group, part, selection)
+        if self._row_counts.get(layer, 0) < answer.appended_min:
+            raise BadState(f"layer {layer}: append its new rows first, the selection may name them")
+        resolution = answer.resolutions[member]
+        if resolution.fetch is not None:
+            resolution.fetch.ask()
+        return resolution
+
+    def _lead(
+        self,
+        layer: int,
+        group: int,
+        part: range,
+        selection: Any,
+        workspace: int | None,
+        *,
+        waits: bool,
+    ) -> _Answer:
+        array = self._selection(selection, len(part))
+        before = [answer for (other, _), answer in self._answers.items() if other == group]
+        if before and part.start < before[-1].queries.stop:
+            raise BadState(f"layer {layer}: queries from {part.start} on are resolved already")
+        chosen = len(before) if workspace is None else workspace
+        part_max = self.owner.pools.sizes.part_max
+        if not 0 <= chosen < part_max:
+            raise BadInput(f"workspace {chosen} of group {group}: part_max is {part_max}")
+        if any(answer.workspace == chosen for answer in before):
+            raise BadState(f"workspace {chosen} of group {group} has the answer of another part")
+        resolutions = self.owner.placement.resolve(
+            self, group, part, array, workspace=chosen, waits=waits
+        )
+        appended_count = min(self._row_counts.get(layer, 0), part.stop)
+        appended_min = appended_count if appended_count > part.start else 0
+        answer = self._answers[group, part.start] = _Answer(part, chosen, appended_min, resolutions)
+        return answer
+
+    def _follow(self, layer: int, group: int, part: range, selection: Any) -> _Answer:
+        leader = self.owner.pools.layout.groups[group][0]
+        if selection is not None:
+            raise BadInput(f"layer {layer} shares the selection of layer {leader}: pass None")
+        answer = self._answers.get((group, part.start))
+        if answer is None:
+            raise BadState(f"resolve layer {leader} before layer {layer}: they share a selection")
+        if answer.queries != part:
+            raise BadInput(
+                f"layer {layer}: layer {leader} has resolved {_named(answer.queries)}, "
+                f"not {_named(part)}"
+            )
+        return answer
+
+    def locate(self, layer: int, selection: Any, *, queries: Many[int] | None = None) -> Tensor:
+        """Slots of the selected rows that are resident, -1 where one is not. Nothing is fetched."""
+        self._require_open()
+        self.owner.pools.layout.check_layer(layer)
+        chosen = range(self.query_count) if queries is None else queries
+        for query in chosen:
+            in_range("a query", query, 0, self.query_count - 1)
+        array = self._selection(selection, len(chosen))
+        return self.owner.placement.locate(self, layer, chosen, array)
+
+    def locate_all(
+        self, layer: int, selection: Any, *, queries: range | None = None
+    ) -> Tensor | None:
+        """`locate`, for an attention over all of it; None when a selected row is absent."""
+        self._require_open()
+        self.owner.pools.layout.check_layer(layer)
+        part = self._part(queries)
+        array = self._selection(selection, len(part))
+        return self.owner.placement.locate_all(self, layer, part, array)
+
+    def host_codes(self, layer: int, selection: Any, *, queries: range | None = None) -> Tensor:
+        """The selection as codes that read the host's rows, whatever is resident: for checks."""
+        self._require_open()
+        self.owner.pools.layout.check_layer(layer)
+        part = self._part(queries)
+        array = self._selection(selection, len(part))
+        return self.owner.placement.host_codes(self, layer, part, array)
+
+    def _selection(self, selection: Any, query_count: int) -> Ints:
+        shape = query_count, self.owner.pools.layout.top_k
+        return as_array(selection, "selection", "int32", shape)
+
+    def _part(self, queries: range | None) -> range:
+        if queries is None:
+            return range(self.query_count)
+        if not isinstance(queries, range) or queries.step != 1:
+            raise BadInput(f"queries is {queries!r}, must be a range of neighbours")
+        if not 0 <= queries.start < queries.stop <= self.query_count:
+            raise BadInput(f"queries is {queries!r}, must lie within 0..{self.query_count - 1}")
+        return queries
+
+    # ---- its end
+
+    def commit(self, *, accepted: Many[int], tokens: Tokens = None) -> None:
+        """Keep the first `accepted` new rows of each sequence; the others are gone.
+
+        `tokens` are the ids that the kept rows were computed from; pages whose ids are known
+        become prefix cache.
+        """
+        self._require_open()
+        if self.owner.sealed:
+            raise BadState(f"learn step {self.owner.sealed[0].number} before this commit")
+        self._known(self._counts(accepted), tokens)
+        self.seal(accepted=accepted)
+        self.learn(accepted=accepted, tokens=tokens)
+
+    def abandon(self) -> None:
+        """Give the step up: none of its rows are kept."""
+        self.commit(accepted=[0] * len(self.sequences))
+
+    def seal(self, *, accepted: Many[int]) -> None:
+        """The device's half of `commit`: rows leave or go, the next step may begin."""
+        self._require_open()
+        owner, kept = self.owner, self._counts(accepted)
+        self._require_complete(kept)
+        owner.placement.seal(self, kept)
+        lines = [sequence.line for sequence in self.sequences]
+        owner.pools.tables.lengths[lines] += np.array(kept, np.int32)
+        self.state, self._accepted = "sealed", kept
+        self._answers.clear()
+        owner.open_step = None
+        owner.sealed.append(self)
+
+    def learn(self, *, accepted: Many[int], tokens: Tokens = None) -> None:
+        """The host's half of `commit`, for sealed steps in their order."""
+        self.owner.require()
+        if self.state != "sealed":
+            raise BadState(f"step {self.number} is {self.state}, not sealed")
+        oldest = self.owner.sealed[0]
+        if oldest is not self:
+            raise BadState(f"learn step {oldest.number} before step {self.number}")
+        kept = self._counts(accepted)
+        if kept != self._accepted:
+            raise BadInput(
+                f"accepted is {kept}, step {self.number} was sealed with {self._accepted}"
+            )
+        texts = self._known(kept, tokens)
+        for place, sequence in enumerate(self.sequences):
+            ids = None if texts is None else texts[place]
+            sequence.learned(self.number, self.query_counts[place], kept[place], ids)
+        self.owner.sealed.popleft()
+        self.state = "learned"
+
+    def _counts(self, accepted: Many[int]) -> list[int]:
+        listed = counts("accepted", accepted, len(self.sequences))
+        for kept, brought in zip(listed, self.query_counts, strict=True):
+            in_range("accepted", kept, 0, brought)
+        return listed
+
+    def _require_complete(self, accepted: list[int]) -> None:
+        """Accepted rows exist in every main layer; the MTP layer may lag."""
+        layers = range(self.owner.pools.layout.layer_count)
+        missing = [layer for layer in layers if layer not in self.appended]
+        if missing and any(accepted):
+            raise BadState(
+                f"step {self.number} accepts rows, but {len(missing)} layers have not been "
+                f"appended: layer {missing[0]} has rows of "
+                f"{self._row_counts.get(missing[0], 0)} of {self.query_count} queries"
+            )
+
+    def _known(self, accepted: list[int], tokens: Tokens) -> list[list[int]] | None:
+        """What the kept rows were computed from, which must match what is known."""
+        if tokens is None:
+            return None
+        if not hasattr(tokens, "__iter__"):
+            raise BadInput(f"tokens is {tokens!r}, must have a list of ids for each sequence")
+        texts = [token_ids(f"tokens[{place}]", ids) for place, ids in enumerate(tokens)]
+        sizes = [len(ids) for ids in texts]
+        if sizes != accepted:
+            raise BadInput(f"tokens have lengths {sizes}, accepted {accepted}")
+        for sequence, ids in zip(self.sequences, texts, strict=True):
+            known = sequence.tokens[sequence.length : sequence.length + len(ids)]
+            if known != ids[: len(known)]:
+                raise BadInput(
+                    f"sequence {sequence.number}: tokens differ from those it was opened with"
+                )
+        return texts
+
+    def _require_open(self) -> None:
+        self.owner.require()
+        if self.state != "open":
+            raise BadState(f"step {self.number} is {self.state}")
+
+    def check(self) -> None:
+        assert sum(self.query_counts) == self.query_count, f"{self!r}: {self.query_counts}"
+        for counts_of in (self._row_counts, self._key_counts):
+            assert all(0 < n <= self.query_count for n in counts_of.values()), counts_of
+        full = {layer for layer, n in self._row_counts.items() if n == self.query_count}
+        assert full == self.appended, f"{self!r}: {self.appended} of {full} are complete"
+        for sequence in self.sequences:
+            assert self.number in sequence.step_numbers, f"{sequence!r} does not know {self!r}"
+
+
+def begin(
+    owner: Owner, sequences: tuple[Sequence, ...], query_counts: list[int], starts: list[int] | None
 ) -> Step:
-    """Rows behind the device's own lengths, in pages that the host has provided for its bound."""
-    per_query = np.repeat(np.arange(len(counts)), counts)
-    firsts = np.cumsum([0, *counts[:-1]]).astype(np.int32)
-    lines = np.array([sequence.line for sequence in sequences], np.int32)[per_query]
-    offsets = np.arange(len(per_query), dtype=np.int32) - firsts[per_query]
-    starts = tables.lengths[lines]
-    assert (starts >= 0).all(), "a line without a length"
-    return Step(
-        number=number,
-        sequences=sequences,
-        query_counts=tuple(counts),
-        rows=tables.rows_at(lines, starts + offsets),
-        query_line=lines,
-        query_start=starts,
-        query_offset=offsets,
-        query_stop=starts + offsets + np.int32(1),
-    )
+    """PoolFull if the pages for the new rows do not fit: then nothing has changed."""
+    pools, total = owner.pools, sum(query_counts)
+    if len(set(sequences)) != len(sequences):
+        raise BadInput("a sequence is in the step twice")
+    if not 1 <= total <= pools.sizes.query_max:
+        raise BadInput(f"query_counts sum to {total}, must be 1..{pools.sizes.query_max}")
+    if total > owner.placement.new_rows_max:
+        raise BadInput(
+            f"{total} new rows do not fit a group of {owner.placement.new_rows_max} slots"
+        )
+    pools.inflight.settle()
+    for place, sequence in enumerate(sequences):
+        _check_turn(sequence, query_counts[place], None if starts is None else starts[place])
+    ends = [s.length_bound + count for s, count in zip(sequences, query_counts, strict=True)]
+    grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
+    step = owner.open_step = Step(owner, sequences, query_counts)
+    for sequence, count in zip(sequences, query_counts, strict=True):
+        sequence.joined(step.number, count)
+    owner.placement.begin(step)
+    return step
 
 
-@dataclass(slots=True, eq=False)
-class Resolution:
-    """Where the selected rows of one layer are. All tensors are [queries, k], -1 padded.
-
-    `hit` rows can be attended now, `miss` rows after `wait()`; both are rows of
-    `Offload.slots(layer)`. `place` rows found no slot: they are rows of `Offload.host(layer)`,
-    always readable. `slots` has all of them in the order of the selection, for one pass after
-    `wait()`: a slot, -1 for padding, or -2 - host row. The tensors are views into the offload's
-    workspace, valid until the same part of another group is resolved.
-    """
-
-    hit: torch.Tensor
-    miss: torch.Tensor
-    place: torch.Tensor
-    slots: torch.Tensor
-    hit_count: torch.Tensor
-    miss_count: torch.Tensor
-    place_count: torch.Tensor
-    _event: Event | None
-    _settle: Callable[[Event], None]
-
-    def wait(self) -> Resolution:
-        """Returns when every missed row has landed in its slot."""
-        if self._event is not None:
-            self._settle(self._event)
-        return self
-
-    @property
-    def is_ready(self) -> bool:
-        return self._event is None or self._event.done()
+def _check_turn(sequence: Sequence, count: int, start: int | None) -> None:
+    sequence.require_state("active")
+    sequence.check_start(start)
+    limit = sequence.length_max or sequence.owner.pools.sizes.length_max
+    if count < 1 or sequence.length_bound + count > limit:
+        raise BadInput(
+            f"sequence {sequence.number}: {count} new rows after {sequence.length_bound}, "
+            f"must be at least 1 and end within {limit}"
+        )
 
 
-def as_resolution(
-    resolved: Resolved, event: Event | None, settle: Callable[[Event], None]
-) -> Resolution:
-    return Resolution(*resolved.part.views.top(resolved.query_count), event, settle)
+def _named(queries: range) -> str:
+    return f"queries {queries.start}..{queries.stop - 1}"

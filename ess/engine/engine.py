@@ -104,7 +104,7 @@ class Engine:
         self._entry = Entry(model.config, tokenizer)
         self._roster: Roster[Request] = Roster()
         self._followers = Followers()
-        self._future = FutureMap(line_max=offload.sequence_max, token_max=config.mtp)
+        self._future = FutureMap(line_max=offload.sizes.sequence_max, token_max=config.mtp)
         self._flights: deque[Flight] = deque()
         self._made: list[Made] = []
         self._added_count = 0
@@ -135,7 +135,7 @@ class Engine:
         vocabulary = self._runner.model.config.vocab_size
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
             raise BadInput(f"prompt ids must be 0..{vocabulary - 1}")
-        longest = self.offload.length_max
+        longest = self.offload.sizes.length_max
         if request.length_max > longest:
             raise BadInput(
                 f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
@@ -306,8 +306,8 @@ class Engine:
         for one in (request, *self._fork(request)):
             assert one.sequence is not None, f"request {one.number} has no rows"
             if windows is not None and self._config.warm:
-                self.offload.warm(one.sequence, windows)
-                self.offload.fill(one.sequence)
+                one.sequence.warm(windows)
+                one.sequence.fill()
             self._roster.move(one, "decoding")
             self._future.stash(one.sequence.line, [one.tokens[-1]])
 
@@ -322,7 +322,7 @@ class Engine:
                 continue
             try:
                 self._refuse_if_slow()
-                follower.sequence = self.offload.fork(leader.sequence)
+                follower.sequence = leader.sequence.fork()
             except PoolFull:
                 continue
             follower.prefilled_count = leader.prefilled_count
@@ -410,8 +410,8 @@ class Engine:
         while len(self._flights) > flight_max:
             flight = self._flights.popleft()
             outcomes = self._future.learn(flight.step.number)
-            kept = [list(one.line.tokens[: len(one.choice.tokens)]) for one in outcomes]
-            self.offload.learn(flight.step, accepted=[len(ids) for ids in kept], tokens=kept)
+            kept = [list(one.feed.tokens[: len(one.choice.tokens)]) for one in outcomes]
+            flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
             self._observe(flight.seen([outcome.verified for outcome in outcomes]))
             for outcome in outcomes:
                 self._take(outcome)
@@ -421,9 +421,9 @@ class Engine:
             self.pace = tpot_control.advance(self.pace, seen)
 
     def _take(self, outcome: Outcome) -> None:
-        request = outcome.line.request
+        request = outcome.feed.request
         request.flight_count -= 1
-        request.ahead_count -= len(outcome.line.tokens)
+        request.ahead_count -= len(outcome.feed.tokens)
         assert 0 <= request.flight_count <= request.ahead_count, f"request {request.number}"
         if request.state == "finished":
             self._close(request)
@@ -438,7 +438,7 @@ class Engine:
         assert request.sequence is not None
         assert request.flight_count == 0, f"request {request.number} is in a step under way"
         self._future.forget(request.sequence.line)
-        self.offload.preempt(request.sequence)
+        request.sequence.preempt()
         request.draft_count = 0
         self._roster.move(request, "preempted")
         self.preempted_count += 1
@@ -446,7 +446,7 @@ class Engine:
 
     def _resume(self, request: Request) -> None:
         assert request.sequence is not None
-        self.offload.resume(request.sequence)
+        request.sequence.resume()
         request.is_held = False
         self._roster.move(request, "decoding" if request.is_prefilled else "prefilling")
         if request.is_prefilled:

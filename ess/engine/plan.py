@@ -39,8 +39,9 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A turn in device order: its newest token, then the drafts to verify, from `position` on."""
+class Feed:
+    """What a turn feeds into the model: its newest token, then the drafts to verify, from
+    `position` on."""
 
     request: Request
     tokens: tuple[int, ...]

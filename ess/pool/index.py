@@ -116,8 +116,11 @@ class PageTables:
 
     def rows(self, line: int, start: int, count: int) -> RowIds:
         """Row ids of `count` positions from `start` on."""
-        positions = np.arange(start, start + count, dtype=np.int32)
-        return self.rows_at(np.full(count, line, np.int32), positions)
+        return self.rows_of(line, np.arange(start, start + count, dtype=np.int32))
+
+    def rows_of(self, line: int, positions: RowIds) -> RowIds:
+        """Row ids of some positions of a line."""
+        return self.rows_at(np.full(len(positions), line, np.int32), positions)
 
     def rows_at(self, lines: RowIds, positions: RowIds) -> RowIds:
         """Row ids of positions that each lie in a line of its own."""

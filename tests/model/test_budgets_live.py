@@ -11,6 +11,7 @@ from ess.flashtrans import InlineLane
 from ess.pool.budget import live_curve, next_move
 from ess.units import PAGE_ROWS
 from tests.model.world import GROUPED, ROW_BYTES, SINGLE, TOP_K
+from tests.support.move_budget import move_budget
 
 LENGTH = 1900
 WIDE, NARROW = LENGTH, 150
@@ -38,7 +39,7 @@ class Trace:
         layout = offload.layout
         rows = np.zeros((LENGTH, ROW_BYTES), np.uint8)
         for layer in range(layout.layer_total):
-            offload.import_rows(self.sequence, layer=layer, start=0, rows=rows)
+            self.sequence.import_rows(layer=layer, start=0, rows=rows)
         self.order = [self.random.permutation(LENGTH) for _ in reaches]
 
     def run(self, steps: int, every: int) -> int:
@@ -58,10 +59,10 @@ class Trace:
         for layer in range(layout.layer_total):
             group = layout.group_of(layer)
             leads = layout.groups[group][0] == layer
-            offload.append(layer, row, step)
+            step.append(layer, row)
             chosen = self._select(group) if leads else None
-            offload.resolve(layer, chosen, step).wait()
-        offload.abandon(step)
+            step.resolve(layer, chosen).wait()
+        step.abandon()
 
     def _select(self, group: int) -> np.ndarray:
         drawn = (self.reaches[group] * self.random.random(4 * TOP_K) ** 2).astype(int)
@@ -107,13 +108,13 @@ def test_budgets_never_cut_into_promises():
     assert promised > 0
     trace.run(900, every=30)
     assert offload.stats().slot_count.min() >= max(promised, 8)
-    while offload.move_budget(source=0, target=1):
+    while move_budget(offload, source=0, target=1):
         pass
     offload.check()
     step = offload.begin([trace.sequence], query_counts=[1])
-    with pytest.raises(BadState, match="between steps"):
+    with pytest.raises(BadState, match="is open: commit or abandon it first"):
         offload.rebalance()
-    offload.abandon(step)
+    step.abandon()
 
 
 @pytest.mark.parametrize("reach", [1000, WIDE])

@@ -65,7 +65,7 @@ def test_full_pages_are_shared():
     made = choices(eng)
     while made[2].state != "decoding":
         eng.step()
-    pages = [request.sequence.host_pages.tolist() for request in made]
+    pages = [request.sequence.holding.host_pages.tolist() for request in made]
     assert pages[0][:2] == pages[1][:2] == pages[2][:2]
     assert len({pages[i][2] for i in range(3)}) == 3, "149 rows: the third page is partial"
     run(eng)

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from ess.door import sequence as life
-from ess.door import stepping
+from ess.door import holding
+from ess.door import step as steps
 from ess.engine import scheduler
-from ess.engine.plan import Line
+from ess.engine.plan import Feed
 from ess.engine.request import Request
 from ess.engine.step.future import FutureMap, Outcome
 from ess.engine.tokens.sampling import Sampling
@@ -69,7 +69,7 @@ def test_plan_and_pages_are_made_without_the_device_s_knowledge(mtp, monkeypatch
         return call
 
     monkeypatch.setattr(scheduler, "plan", blind(scheduler.plan))
-    monkeypatch.setattr(stepping, "grow", blind(life.grow))
+    monkeypatch.setattr(steps, "grow", blind(holding.grow))
     for length in (60, 90, 130):
         eng.add(prompt(length), Sampling(tokens_max=40))
     late_count = 0
@@ -238,7 +238,7 @@ def test_an_outcome_counts_drafts_and_not_the_newest_token():
         ((1, 2, 3), (2, 3, 4), (2, 2)),
         ((1, 2, 3), (5,), (2, 0)),
     ):
-        assert Outcome(Line(request, tokens, 0), Choice(targets), ()).verified == verified
+        assert Outcome(Feed(request, tokens, 0), Choice(targets), ()).verified == verified
 
 
 def test_the_map_gives_each_thing_once_and_in_order():
@@ -256,7 +256,7 @@ def test_the_map_gives_each_thing_once_and_in_order():
     with pytest.raises(AssertionError, match="are no tokens"):
         future.stash(0, [-1])
     outcome = Outcome(
-        Line(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), Choice((2,)), ()
+        Feed(Request(number=0, prompt=[1], sampling=Sampling()), (1,), 0), Choice((2,)), ()
     )
     assert future.is_empty
     future.tell(7, [outcome])

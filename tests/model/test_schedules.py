@@ -156,7 +156,7 @@ def test_residency_ends_under_pressure_and_returns_after_it():
         eng.step()
     assert counts[0, Mode.NONE] > 3
     eng.offload.drain()
-    eng.offload.fill(first.sequence)
+    first.sequence.fill()
     eng.offload.drain()
     run(eng)
     assert counts[0, Mode.RESIDENT] > before + 10

@@ -20,6 +20,7 @@ from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.streams import Lane
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from tests.support.manual_lane import ManualLane
+from tests.support.move_budget import move_budget
 
 ROW_BYTES = 24
 TOP_K = 24
@@ -136,12 +137,12 @@ class World:
             for start, stop in spans:
                 if stop > start:
                     rows = self.rows(layer, twin.tokens, start, stop - start)
-                    self.offload.import_rows(twin.real, layer=layer, start=start, rows=rows)
+                    twin.real.import_rows(layer=layer, start=start, rows=rows)
         for group in self.layout.groups if self.layout.index else ():
             start, stop = twin.real.cached_count, twin.prompt_count
             if stop > start:
                 keys = self.keys(group[0], twin.tokens, start, stop - start)
-                self.offload.import_keys(twin.real, layer=group[0], start=start, keys=keys)
+                twin.real.import_keys(layer=group[0], start=start, keys=keys)
 
     def warm(self) -> None:
         twin = self._any_active()
@@ -154,12 +155,12 @@ class World:
             for window in range(shape[1]):
                 chosen = self._positions(length, 12)
                 windows[group, window, : len(chosen)] = chosen
-        self.offload.warm(twin.real, windows)
+        twin.real.warm(windows)
 
     def fill(self) -> None:
         twin = self._any_active()
         if twin is not None:
-            self.offload.fill(twin.real, row_max=self.random.choice([None, 1, 10]))
+            twin.real.fill(row_max=self.random.choice([None, 1, 10]))
 
     def refill(self) -> None:
         """Also while a step is sealed and not learned."""
@@ -168,7 +169,7 @@ class World:
     def preempt(self) -> None:
         twin = self._any_active()
         if twin is not None:
-            self.offload.preempt(twin.real)
+            twin.real.preempt()
             self.active.remove(twin)
             self.preempted.append(twin)
 
@@ -177,7 +178,7 @@ class World:
             return
         twin = self.random.choice(self.preempted)
         try:
-            self.offload.resume(twin.real)
+            twin.real.resume()
         except PoolFull:
             self.refused_count += 1
             assert twin.real.state == "preempted"
@@ -190,7 +191,7 @@ class World:
         if twin is None or self.length(twin) == 0:
             return
         try:
-            child = self.offload.fork(twin.real)
+            child = twin.real.fork()
         except PoolFull:
             self.refused_count += 1
             return
@@ -208,7 +209,7 @@ class World:
 
     def move_budget(self) -> None:
         source, target = self.random.sample(range(self.layout.group_count), 2)
-        self.offload.move_budget(source=source, target=target)
+        move_budget(self.offload, source=source, target=target)
 
     def drain(self) -> None:
         self.offload.drain()
@@ -260,14 +261,14 @@ class World:
             self._early = self.random.random() < 0.7
         early = self._early
         if early:
-            self.offload.append(layer, new_rows, step, keys=keys)
+            step.append(layer, new_rows, keys=keys)
         if leads:
             self._selection = self._select(spans, early)
             self._cuts = self._parts(len(new_rows))
         texts_of = [text for text, _, count in spans for _ in range(count)]
         self._resolve(step, layer, leads, texts_of)
         if not early:
-            self.offload.append(layer, new_rows, step, keys=keys)
+            step.append(layer, new_rows, keys=keys)
 
     def _select(self, spans: list[tuple[list[int], int, int]], early: bool) -> np.ndarray:
         lengths = [s + (i + 1 if early else 0) for _, s, n in spans for i in range(n)]
@@ -295,7 +296,7 @@ class World:
         held = []
         for first, stop in zip(self._cuts, self._cuts[1:], strict=False):
             selection = self._selection[first:stop] if leads else None
-            answer = self.offload.resolve(layer, selection, step, first_query=first)
+            answer = step.resolve(layer, selection, queries=range(first, stop))
             held.append((first, answer))
             self._read_hits(layer, first, answer, texts)
         for first, answer in held:
@@ -305,7 +306,8 @@ class World:
         self, layer: int, first: int, answer: Resolution, texts: list[list[int]]
     ) -> None:
         """Hits and rows in place are right before anything has been waited for."""
-        slots, host = self.offload.slots(layer).numpy(), self.offload.host(layer).numpy()
+        memory = self.offload.memory(layer)
+        slots, host = memory.slots.numpy(), memory.host.numpy()
         for query in range(len(answer.hit)):
             wanted = {self.row(layer, texts[first + query], p) for p in self._chosen(first + query)}
             hit, place = answer.hit[query].numpy(), answer.place[query].numpy()
@@ -320,7 +322,8 @@ class World:
         """After the wait, `slots` names every selected row in order, each on one side only."""
         answer.wait()
         assert answer.is_ready
-        slots, host = self.offload.slots(layer).numpy(), self.offload.host(layer).numpy()
+        memory = self.offload.memory(layer)
+        slots, host = memory.slots.numpy(), memory.host.numpy()
         for query in range(len(answer.slots)):
             chosen = self._chosen(first + query)
             codes = answer.slots[query].numpy()
@@ -349,12 +352,12 @@ class World:
     ) -> None:
         if self.random.random() < 0.1:
             self.learn()
-            self.offload.abandon(step)
+            step.abandon()
             return
         accepted = [self.random.randint(0, count) for count in counts]
         kept = [t[s : s + n] for t, s, n in zip(texts, starts, accepted, strict=True)]
         told = kept if self.random.random() < 0.8 else None
-        self.offload.seal(step, accepted=accepted)
+        step.seal(accepted=accepted)
         self.learn()
         self._unlearned.append((step, accepted, told))
         if self.random.random() < 0.5:
@@ -362,8 +365,8 @@ class World:
         for twin, text, start, count in zip(twins, texts, starts, accepted, strict=True):
             twin.tokens = [*text[: start + count], *twin.tokens[start + count :]]
             twin.prompt_count = start + count
-        with pytest.raises(BadState, match="not the open step"):
-            self.offload.seal(step, accepted=accepted)
+        with pytest.raises(BadState, match=r"is sealed|is learned"):
+            step.seal(accepted=accepted)
 
     def learn(self) -> None:
         """The host takes notice of a step that may lie one back."""
@@ -371,8 +374,8 @@ class World:
             step, accepted, told = self._unlearned.pop()
             for sequence in step.sequences:
                 with pytest.raises(BadState, match="commit it first"):
-                    self.offload.preempt(sequence)
-            self.offload.learn(step, accepted=accepted, tokens=told)
+                    sequence.preempt()
+            step.learn(accepted=accepted, tokens=told)
 
     # ---- helpers
 

@@ -23,14 +23,14 @@ def forced_logits(eng: Engine, lines: Sequence[Sequence[int]], *, start: int) ->
         sequence = offload.open(line[: start + 1], length_max=len(line))
         low = sequence.cached_count
         prefilled = run_chunk(runner, sequence, line[low:start], low, line[low + 1 : start + 1])
-        offload.warm(sequence, prefilled.windows)
+        sequence.warm(prefilled.windows)
         sequences.append(sequence)
     made: list[Tensor] = []
     for at in range(start, len(lines[0])):
         step = offload.begin(sequences, query_counts=[1] * len(lines))
         now = [line[at] for line in lines]
         made.append(runner.decode(runner.batch(step), now).logits)
-        offload.commit(step, accepted=[1] * len(lines), tokens=[[token] for token in now])
+        step.commit(accepted=[1] * len(lines), tokens=[[token] for token in now])
     for sequence in sequences:
         sequence.close()
     return list(torch.stack(made, dim=1))

@@ -24,17 +24,17 @@ def decode_step(offload: Offload, sequences, rng) -> list[torch.Tensor]:
         rows = torch.from_numpy(rng.integers(0, 256, (sum(COUNTS), 16), np.uint8))
         keys = torch.from_numpy(rng.integers(0, 256, (sum(COUNTS), 12), np.uint8))
         leads = layer in (0, 2)
-        offload.append(layer, rows, step, keys=keys if leads else None)
+        step.append(layer, rows, keys=keys if leads else None)
         chosen = np.full((sum(COUNTS), LAYOUT.top_k), -1, np.int32)
         for query, length in enumerate(step.query_stop):
             count = min(int(length), LAYOUT.top_k - 1)
             chosen[query, :count] = np.sort(rng.choice(int(length), count, replace=False))
         selection = torch.from_numpy(chosen) if leads else None
-        found = offload.resolve(layer, selection, step, waits=is_drafted).wait()
+        found = step.resolve(layer, selection, waits=is_drafted).wait()
         seen += [found.slots.clone(), found.hit_count.clone(), found.place_count.clone()]
-        seen.append(offload.slots(layer)[found.slots.clamp(min=0).long()].clone())
+        seen.append(offload.memory(layer).slots[found.slots.clamp(min=0).long()].clone())
     kept = [int(rng.integers(0, count + 1)) * is_drafted for count in COUNTS]
-    offload.commit(step, accepted=kept)
+    step.commit(accepted=kept)
     offload.drain()
     offload.check()
     return seen

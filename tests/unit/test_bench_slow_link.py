@@ -75,13 +75,12 @@ def test_an_unpaced_lane_is_only_timed_and_its_mark_waits_for_all():
 def test_every_request_misses_what_was_forced_and_says_the_same(mode):
     prefix = build(192)
     shape = Shape(context=192, batch=2, mtp=2, steps=6)
+    forced, way = Forced(), Way(name=mode, mode=mode, ratio=1.0)
     arms = [
-        Arm(prefix, shape, Way(name=mode, mode=mode, ratio=1.0), lane=TimedLane(), kind=Forced)
-        for _ in range(2)
+        Arm(prefix, shape, way, lane=TimedLane(), placement=placement)
+        for placement in (None, forced.over)
     ]
-    forced = arms[1].offload
-    assert isinstance(forced, Forced)
-    forced.drain()
+    arms[1].offload.drain()
     forced.miss_count = 20
     for _ in range(3):
         for arm in arms:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ess.engine.plan import Line
+from ess.engine.plan import Feed
 from ess.engine.request import Request
 from ess.engine.tokens.counts import Tally
 from ess.engine.tokens.draw import draw
@@ -38,17 +38,17 @@ def asked(prompt=(0,), output=(), ends=(), number=0, **wishes) -> Request:
     return request
 
 
-def line_of(request: Request, *tokens: int) -> Line:
-    return Line(request, tokens, len(request.tokens) - 1)
+def feed_of(request: Request, *tokens: int) -> Feed:
+    return Feed(request, tokens, len(request.tokens) - 1)
 
 
-def choose(line: Line, logits: Tensor) -> Choice:
-    return choose_all([line], logits)[0]
+def choose(feed: Feed, logits: Tensor) -> Choice:
+    return choose_all([feed], logits)[0]
 
 
 def pick(logits: list[float], **given) -> int:
     request = asked(**given)
-    return choose(line_of(request, request.tokens[-1]), torch.tensor([logits])).tokens[0]
+    return choose(feed_of(request, request.tokens[-1]), torch.tensor([logits])).tokens[0]
 
 
 def changed_by_definition(logits: Tensor, request: Request, output: list[int]) -> Tensor:
@@ -66,14 +66,14 @@ def changed_by_definition(logits: Tensor, request: Request, output: list[int]) -
     return changed
 
 
-def choose_by_definition(line: Line, logits: Tensor) -> list[int]:
+def choose_by_definition(feed: Feed, logits: Tensor) -> list[int]:
     made: list[int] = []
     for query, row in enumerate(logits):
-        output = line.request.output + made
-        changed = changed_by_definition(row, line.request, output)
-        position = len(line.request.prompt) + len(output)
-        made.append(int(draw(changed[None], [line.request.sampling], [position])[0]))
-        if line.tokens[query + 1 : query + 2] != (made[-1],):
+        output = feed.request.output + made
+        changed = changed_by_definition(row, feed.request, output)
+        position = len(feed.request.prompt) + len(output)
+        made.append(int(draw(changed[None], [feed.request.sampling], [position])[0]))
+        if feed.tokens[query + 1 : query + 2] != (made[-1],):
             return made
     return made
 
@@ -91,21 +91,21 @@ def test_a_batch_with_drafts_gives_what_one_token_at_a_time_gives(seed, right):
     ]
     for step in range(3):
         rows = torch.randn(len(requests), 4, 9, generator=generator) * 2
-        lines = []
+        feeds = []
         for request, logits in zip(requests, rows, strict=True):
-            line = line_of(request, request.tokens[-1])
+            feed = feed_of(request, request.tokens[-1])
             for query in range(3):
-                wanted = choose_by_definition(line, logits[: query + 1])[-1]
+                wanted = choose_by_definition(feed, logits[: query + 1])[-1]
                 draft = wanted if right[(query + step) % 6] else (wanted + 1) % 9
-                line = line_of(request, *line.tokens, draft)
-            lines.append(line)
+                feed = feed_of(request, *feed.tokens, draft)
+            feeds.append(feed)
         before = rows.clone()
-        choices = choose_all(lines, rows.flatten(0, 1))
+        choices = choose_all(feeds, rows.flatten(0, 1))
         assert rows.equal(before), "the caller's logits stay as they are"
-        for line, logits, choice in zip(lines, rows, choices, strict=True):
-            assert list(choice.tokens) == choose_by_definition(line, logits)
-            assert choice == choose(line, logits), "alone it is the same"
-            line.request.output.extend(choice.tokens)
+        for feed, logits, choice in zip(feeds, rows, choices, strict=True):
+            assert list(choice.tokens) == choose_by_definition(feed, logits)
+            assert choice == choose(feed, logits), "alone it is the same"
+            feed.request.output.extend(choice.tokens)
 
 
 def test_penalties_bias_and_the_least_length():
@@ -124,7 +124,7 @@ def test_no_query_behind_the_last_mask_counts():
     request = asked([4], ends={1}, grammar=Grammar("regex", "x"))
     request.matcher = OnlyTheEnd()
     logits = torch.zeros(3, 9)
-    assert choose(line_of(request, 4, 1, 0), logits).tokens == (1,)
+    assert choose(feed_of(request, 4, 1, 0), logits).tokens == (1,)
 
 
 class OnlyTheEnd:
@@ -169,9 +169,9 @@ class Counted(list):
 def test_chances_are_of_the_model_s_own_distribution(count):
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1)) * 2
     request = asked([4], (), temperature=0.3, top_k=2, logit_bias={9: 100.0}, logprobs=count)
-    [token, *rest] = choose(line_of(request, 4), logits[:1]).tokens
+    [token, *rest] = choose(feed_of(request, 4), logits[:1]).tokens
     assert (token, rest) == (9, []), "the bias decides what is drawn"
-    [chance] = choose(line_of(request, 4), logits[:1]).chances
+    [chance] = choose(feed_of(request, 4), logits[:1]).chances
     scores = logits[0].double().log_softmax(0)
     assert math.isclose(chance.logprob, scores[9], rel_tol=1e-5), "and not how likely it was"
     assert chance.rank == 1 + int((logits[0] > logits[0, 9]).sum())
@@ -190,5 +190,5 @@ def test_chances_break_ties_by_id_and_come_with_every_accepted_token():
     assert [token for token, _ in found[0].top] == [7, 0, 1, 2, 3, 4, 5, 6, *range(8, 20)]
     assert len(chances(logits[:1, :5], [3], 20)[0].top) == 5
     request = asked([4], logprobs=0)
-    assert len(choose(line_of(request, 4, 7, 8), logits).chances) == 2
-    assert choose(line_of(asked([4]), 4, 7, 8), logits).chances == ()
+    assert len(choose(feed_of(request, 4, 7, 8), logits).chances) == 2
+    assert choose(feed_of(asked([4]), 4, 7, 8), logits).chances == ()

@@ -49,7 +49,7 @@ def rows(count: int, fill: int = 1) -> torch.Tensor:
 def opened(offload: Offload, count: int = 10):
     sequence = offload.open(list(range(count + 1)))
     for layer in range(3):
-        offload.import_rows(sequence, layer=layer, start=0, rows=rows(count))
+        sequence.import_rows(layer=layer, start=0, rows=rows(count))
     return sequence
 
 
@@ -97,7 +97,7 @@ def refused(offload: Offload, kind: type[Exception], match: str, call) -> None:
 )
 def test_bad_rows_are_refused(offload, bad, match):
     sequence = offload.open(list(range(11)))
-    call = lambda: offload.import_rows(sequence, layer=0, start=0, rows=bad)  # noqa: E731
+    call = lambda: sequence.import_rows(layer=0, start=0, rows=bad)  # noqa: E731
     refused(offload, BadInput, match, call)
 
 
@@ -107,27 +107,27 @@ def test_imports_outside_the_sequence_or_twice_are_refused(offload):
         offload,
         BadInput,
         "row 3 was imported already",
-        lambda: offload.import_rows(sequence, layer=1, start=3, rows=rows(2)),
+        lambda: sequence.import_rows(layer=1, start=3, rows=rows(2)),
     )
     for layer in (-1, 3):
         refused(
             offload,
             BadInput,
             r"outside 0\.\.2",
-            lambda layer=layer: offload.import_rows(sequence, layer=layer, start=0, rows=rows(1)),
+            lambda layer=layer: sequence.import_rows(layer=layer, start=0, rows=rows(1)),
         )
     refused(
         offload,
         BadInput,
         "must lie within",
-        lambda: offload.import_rows(sequence, layer=0, start=-1, rows=rows(1)),
+        lambda: sequence.import_rows(layer=0, start=-1, rows=rows(1)),
     )
     keys = torch.zeros(1, 12, dtype=torch.uint8)
     refused(
         offload,
         BadInput,
         "no index keys of its own",
-        lambda: offload.import_keys(sequence, layer=1, start=0, keys=keys),
+        lambda: sequence.import_keys(layer=1, start=0, keys=keys),
     )
 
 
@@ -139,7 +139,7 @@ def test_imports_outside_the_sequence_or_twice_are_refused(offload):
         (selection(2**31 - 1), "position 2147483647"),
         (selection(1).long(), "int64, must be int32"),
         (selection(1)[:, :4], r"shape \[1, 4\]"),
-        (selection(1, queries=2), "selection rows is 2, must be 1..1"),
+        (selection(1, queries=2), r"shape \[2, 8\], must be \[1, 8\]"),
         (torch.zeros(8, 2, dtype=torch.int32).T[:1], "not contiguous"),
         (None, "NoneType"),
     ],
@@ -147,65 +147,70 @@ def test_imports_outside_the_sequence_or_twice_are_refused(offload):
 def test_bad_selections_are_refused(offload, bad, match):
     sequence = opened(offload)
     step = offload.begin([sequence], query_counts=[1])
-    refused(offload, BadInput, match, lambda: offload.resolve(0, bad, step))
+    refused(offload, BadInput, match, lambda: step.resolve(0, bad))
 
 
 def test_new_positions_exist_once_their_layer_is_appended(offload):
     sequence = opened(offload)
     step = offload.begin([sequence], query_counts=[2])
-    two = selection(10, queries=2)
-    refused(offload, BadInput, "position 10", lambda: offload.resolve(0, two, step))
-    offload.append(0, rows(2), step)
-    refused(offload, BadInput, "position 11", lambda: offload.resolve(0, selection(11), step))
-    offload.resolve(0, two, step)
-    refused(offload, BadState, "layer 1: append", lambda: offload.resolve(1, None, step))
-    offload.append(1, rows(2), step)
-    offload.resolve(1, None, step)
+    two, later = selection(10, queries=2), selection(11, queries=2)
+    refused(offload, BadInput, "position 10", lambda: step.resolve(0, two))
+    step.append(0, rows(2))
+    refused(offload, BadInput, "position 11", lambda: step.resolve(0, later))
+    step.resolve(0, two)
+    refused(offload, BadState, "layer 1: append", lambda: step.resolve(1, None))
+    step.append(1, rows(2))
+    step.resolve(1, None)
 
 
 def test_rows_nobody_wrote_are_not_served(offload):
     sequence = offload.open(list(range(11)))
     for layer in range(2):
-        offload.import_rows(sequence, layer=layer, start=0, rows=rows(10))
-    offload.import_rows(sequence, layer=2, start=0, rows=rows(4))
+        sequence.import_rows(layer=layer, start=0, rows=rows(10))
+    sequence.import_rows(layer=2, start=0, rows=rows(4))
     step = offload.begin([sequence], query_counts=[1])
     with pytest.raises(BadState, match="layer 2: 1 of 2 selected rows were never written"):
-        offload.resolve(2, selection(0, 5), step)
+        step.resolve(2, selection(0, 5))
     offload.check()
-    offload.resolve(2, selection(0, 3), step).wait()
+    step.resolve(2, selection(0, 3)).wait()
 
 
 def test_moments(offload):
     sequence = opened(offload)
     step = offload.begin([sequence], query_counts=[1])
-    refused(offload, BadState, "not committed", lambda: offload.begin([sequence], query_counts=[1]))
-    refused(offload, BadState, "in step", lambda: offload.preempt(sequence))
-    refused(offload, BadState, "in step", lambda: offload.fork(sequence))
-    refused(offload, BadState, "first", lambda: offload.resolve(1, None, step))
-    offload.append(0, rows(1), step)
-    refused(offload, BadState, "appended in step", lambda: offload.append(0, rows(1), step))
-    refused(offload, BadState, "2 layers|1 layers", lambda: offload.commit(step, accepted=[1]))
-    offload.append(1, rows(1), step)
-    refused(offload, BadInput, "accepted is 2", lambda: offload.commit(step, accepted=[2]))
-    refused(offload, BadInput, "2 entries", lambda: offload.commit(step, accepted=[1, 1]))
+    refused(offload, BadState, "is open", lambda: offload.begin([sequence], query_counts=[1]))
+    refused(offload, BadState, "in step", lambda: sequence.preempt())
+    refused(offload, BadState, "in step", lambda: sequence.fork())
+    refused(offload, BadState, "layer 0 before layer 1", lambda: step.resolve(1, None))
+    step.append(0, rows(1))
+    refused(offload, BadState, "appended in step", lambda: step.append(0, rows(1)))
+    refused(
+        offload,
+        BadState,
+        "1 layers have not been appended: layer 1 has rows of 0 of 1",
+        lambda: step.commit(accepted=[1]),
+    )
+    step.append(1, rows(1))
+    refused(offload, BadInput, "accepted is 2", lambda: step.commit(accepted=[2]))
+    refused(offload, BadInput, "2 entries", lambda: step.commit(accepted=[1, 1]))
     other = [[99]]
-    refused(offload, BadInput, "differ", lambda: offload.commit(step, accepted=[1], tokens=other))
-    offload.commit(step, accepted=[1])
+    refused(offload, BadInput, "differ", lambda: step.commit(accepted=[1], tokens=other))
+    step.commit(accepted=[1])
     for call in (
-        lambda: offload.commit(step, accepted=[1]),
-        lambda: offload.append(0, rows(1), step),
-        lambda: offload.resolve(0, selection(0), step),
+        lambda: step.commit(accepted=[1]),
+        lambda: step.append(0, rows(1)),
+        lambda: step.resolve(0, selection(0)),
     ):
-        refused(offload, BadState, "not the open step", call)
-    refused(offload, BadState, "active, not preempted", lambda: offload.resume(sequence))
+        refused(offload, BadState, "is learned", call)
+    refused(offload, BadState, "active, not preempted", lambda: sequence.resume())
     sequence.close()
     offload.drain()
     for call in (
         sequence.close,
-        lambda: offload.preempt(sequence),
+        lambda: sequence.preempt(),
         lambda: offload.begin([sequence], query_counts=[1]),
-        lambda: offload.import_rows(sequence, layer=0, start=0, rows=rows(1)),
-        lambda: offload.page_table([sequence]),
+        lambda: sequence.import_rows(layer=0, start=0, rows=rows(1)),
+        lambda: sequence.page_table,
     ):
         refused(offload, BadState, "closed", call)
 
@@ -216,9 +221,9 @@ def test_batches(offload):
     for match, call in {
         "twice": lambda: begin([one, one], query_counts=[1, 1]),
         "1 entries": lambda: begin([one, two], query_counts=[1]),
-        "must be 1..8": lambda: begin([one, two], query_counts=[5, 4]),
+        "sum to 9, must be 1..8": lambda: begin([one, two], query_counts=[5, 4]),
         "0 new rows": lambda: begin([one, two], query_counts=[1, 0]),
-        "must be 1..8 ": lambda: begin([], query_counts=[]),
+        "sum to 0": lambda: begin([], query_counts=[]),
     }.items():
         refused(offload, BadInput, match.strip(), call)
 
@@ -243,8 +248,8 @@ def test_growth_is_all_or_nothing():
         one, two = opened(offload, 63), opened(offload, 63)
         step = offload.begin([one, two], query_counts=[1, 1])
         for layer in range(2):
-            offload.append(layer, rows(2), step)
-        offload.commit(step, accepted=[1, 1])
+            step.append(layer, rows(2))
+        step.commit(accepted=[1, 1])
         offload.drain()
         both = lambda: offload.begin([one, two], query_counts=[1, 1])  # noqa: E731
         refused(offload, PoolFull, r"needs 2 (host|index) pages", both)
@@ -257,7 +262,7 @@ def fail_inside(offload: Offload, made: list) -> None:
     with opened(offload) as sequence:
         made.append(sequence)
         step = offload.begin([sequence], query_counts=[1])
-        offload.append(0, rows(1), step)
+        step.append(0, rows(1))
         raise ZeroDivisionError
 
 
@@ -299,75 +304,75 @@ def test_a_closed_offload_refuses_work():
         offload.open([1])
 
 
-def test_budget_moves(offload):
-    refused(offload, BadInput, "source is 2", lambda: offload.move_budget(source=2, target=0))
-    refused(offload, BadInput, "both group 1", lambda: offload.move_budget(source=1, target=1))
-    assert not offload.move_budget(source=0, target=1), "a group keeps at least one chunk"
-
-
 def test_numpy_arrays_are_as_good_as_tensors(offload):
     sequence = offload.open(list(range(5)))
     for layer in range(3):
-        offload.import_rows(sequence, layer=layer, start=0, rows=np.full((4, 16), 9, np.uint8))
+        sequence.import_rows(layer=layer, start=0, rows=np.full((4, 16), 9, np.uint8))
     step = offload.begin([sequence], query_counts=[1])
-    answer = offload.resolve(2, np.array([[0, 1, 2, 3, -1, -1, -1, -1]], np.int32), step).wait()
-    assert (offload.slots(2)[answer.miss[0, :4].long()] == 9).all()
+    answer = step.resolve(2, np.array([[0, 1, 2, 3, -1, -1, -1, -1]], np.int32)).wait()
+    assert (offload.memory(2).slots[answer.miss[0, :4].long()] == 9).all()
 
 
 def test_parts_are_appended_in_batch_order(offload):
     one, two = opened(offload), opened(offload)
     step = offload.begin([one, two], query_counts=[2, 1])
-    late = lambda: offload.append(0, rows(1), step, first_query=2)  # noqa: E731
-    refused(offload, BadState, "layer 0 has 0 queries appended", late)
-    offload.append(0, rows(2), step, first_query=0)
-    offload.resolve(0, selection(10, queries=2), step)
+    late = lambda: step.append(0, rows(1), queries=range(2, 3))  # noqa: E731
+    refused(offload, BadState, "layer 0 has rows of 0 queries", late)
+    step.append(0, rows(2), queries=range(2))
+    step.resolve(0, selection(10, queries=2), queries=range(2))
     alone = selection(10)
-    unwritten = lambda: offload.resolve(0, alone, step, first_query=2)  # noqa: E731
+    unwritten = lambda: step.resolve(0, alone, queries=range(2, 3))  # noqa: E731
     refused(offload, BadInput, "position 10", unwritten)
-    offload.append(0, rows(1), step, first_query=2)
+    step.append(0, rows(1), queries=range(2, 3))
     refused(offload, BadState, "layer 0 was appended in step", late)
-    again = lambda: offload.resolve(0, alone, step, first_query=2, part=0)  # noqa: E731
-    refused(offload, BadState, "part 0 of group 0 is resolved already", again)
+    again = lambda: step.resolve(0, alone, queries=range(2, 3), workspace=0)  # noqa: E731
+    refused(offload, BadState, "workspace 0 of group 0 has the answer of another part", again)
     refused(
         offload,
         BadInput,
-        "part 9 of group 0: part_max is",
-        lambda: offload.resolve(0, alone, step, first_query=2, part=9),
+        "workspace 9 of group 0: part_max is",
+        lambda: step.resolve(0, alone, queries=range(2, 3), workspace=9),
     )
-    offload.resolve(0, alone, step, first_query=2, part=1)
-    offload.append(1, rows(2), step)
-    follower = lambda: offload.resolve(1, None, step, first_query=2)  # noqa: E731
+    step.resolve(0, alone, queries=range(2, 3), workspace=1)
+    step.append(1, rows(2), queries=range(2))
+    follower = lambda: step.resolve(1, None, queries=range(2, 3))  # noqa: E731
     refused(offload, BadState, "layer 1: append its new rows first", follower)
-    offload.resolve(1, None, step)
-    offload.append(1, rows(1), step, first_query=2)
-    offload.resolve(1, None, step, first_query=2)
-    offload.commit(step, accepted=[2, 1])
+    refused(offload, BadInput, "has resolved queries 0..1", lambda: step.resolve(1, None))
+    step.resolve(1, None, queries=range(2))
+    step.append(1, rows(1), queries=range(2, 3))
+    step.resolve(1, None, queries=range(2, 3))
+    step.commit(accepted=[2, 1])
 
 
 def test_keys_of_a_later_part_alone_change_nothing(offload):
     one, two = opened(offload), opened(offload)
     step = offload.begin([one, two], query_counts=[1, 1])
-    offload.append(0, rows(1), step)
+    step.append(0, rows(1), queries=range(1))
     keys = torch.zeros(1, offload._pools.index.keys.key_bytes, dtype=torch.uint8)
-    late = lambda: offload.append(0, rows(1), step, keys=keys, first_query=1)  # noqa: E731
-    refused(offload, BadState, "group 0 has 0 queries appended", late)
-    offload.append(0, rows(1), step, first_query=1)
+    late = lambda: step.append(0, rows(1), keys=keys, queries=range(1, 2))  # noqa: E731
+    refused(offload, BadState, "group 0 has rows of 0 queries", late)
+    step.append(0, rows(1), queries=range(1, 2))
 
 
 def test_half_a_layer_cannot_be_committed(offload):
     one, two = opened(offload), opened(offload)
     step = offload.begin([one, two], query_counts=[1, 1])
-    offload.append(0, rows(2), step)
-    offload.append(1, rows(1), step)
-    refused(offload, BadState, "layer 1", lambda: offload.commit(step, accepted=[1, 1]))
-    offload.abandon(step)
+    step.append(0, rows(2))
+    step.append(1, rows(1), queries=range(1))
+    refused(
+        offload,
+        BadState,
+        "layer 1 has rows of 1 of 2 queries",
+        lambda: step.commit(accepted=[1, 1]),
+    )
+    step.abandon()
 
 
 def test_prefixes_are_forgotten_when_nobody_holds_them():
     with make() as offload:
         tokens = list(range(140))
         first = opened_full(offload, tokens)
-        offload.abandon(offload.begin([first], query_counts=[1]))
+        offload.begin([first], query_counts=[1], starts=[128]).abandon()
         first.close()
         second = offload.open(tokens)
         assert second.cached_count == 64
@@ -385,8 +390,8 @@ def test_prefixes_are_forgotten_when_nobody_holds_them():
 def opened_full(offload: Offload, tokens: list[int]):
     sequence = offload.open(tokens)
     for layer in range(3):
-        offload.import_rows(sequence, layer=layer, start=0, rows=rows(128))
+        sequence.import_rows(layer=layer, start=0, rows=rows(128))
     for layer in (0, 2):
         keys = torch.ones((128, LAYOUT.index.key_bytes), dtype=torch.uint8)
-        offload.import_keys(sequence, layer=layer, start=0, keys=keys)
+        sequence.import_keys(layer=layer, start=0, keys=keys)
     return sequence

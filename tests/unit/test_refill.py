@@ -7,6 +7,7 @@ import pytest
 from ess.door import refill
 from ess.errors import BadState
 from ess.units import div_ceil
+from tests.support.move_budget import move_budget
 from tests.unit.test_door import make, opened, rows, selection
 from tests.unit.test_residency import decode, filled, roomy, truly_resident
 
@@ -60,9 +61,9 @@ def test_what_was_pushed_out_comes_back_when_there_is_room(looked):
 def test_a_resumed_sequence_comes_back_too():
     with roomy(128) as offload:
         sequence = filled(offload, 60)
-        offload.preempt(sequence)
+        sequence.preempt()
         assert offload.refill([sequence]) == 0
-        offload.resume(sequence)
+        sequence.resume()
         assert settled(offload, sequence) == 60 * 2
         assert offload.all_resident([sequence])
 
@@ -89,7 +90,7 @@ def test_a_look_is_at_some_groups_only(monkeypatch):
 def test_a_tenth_stays_free_and_a_vain_walk_rests(looked):
     """One group is too small for the rows: nobody looks for more before a row departs."""
     with roomy(256) as offload:
-        assert offload.move_budget(source=0, target=1)
+        assert move_budget(offload, source=0, target=1)
         small, large = offload.stats().slot_count.tolist()
         sequence = opened(offload, 200)
         assert settled(offload, sequence) == small - div_ceil(small, 10) + 200
@@ -110,15 +111,15 @@ def test_steps_under_way_are_not_waited_for():
     with roomy(256) as offload:
         sequence = opened(offload, 60)
         step = offload.begin([sequence], query_counts=[2])
-        with pytest.raises(BadState, match="not committed"):
+        with pytest.raises(BadState, match="is open"):
             offload.refill([sequence])
         for layer in range(3):
-            offload.append(layer, rows(2), step)
+            step.append(layer, rows(2))
             if layer in (0, 2):
-                offload.resolve(layer, selection(0, queries=2), step).wait()
-        offload.seal(step, accepted=[1])
+                step.resolve(layer, selection(0, queries=2)).wait()
+        step.seal(accepted=[1])
         assert offload.refill([sequence]) == 2 * 59, "row 0 is there; rows above 60 are not known"
-        offload.learn(step, accepted=[1])
+        step.learn(accepted=[1])
         offload.drain()
         offload.check()
         assert offload.all_resident([sequence])
@@ -128,7 +129,7 @@ def test_a_row_that_the_mtp_module_never_made_stays_absent():
     with roomy(256) as offload:
         sequence = offload.open(list(range(61)))
         for layer in range(3):
-            offload.import_rows(sequence, layer=layer, start=0, rows=rows(60 - (layer == 2)))
+            sequence.import_rows(layer=layer, start=0, rows=rows(60 - (layer == 2)))
         assert settled(offload, sequence) == 60 + 59
         assert offload.all_resident([sequence]), "it is asked of the main model's layers"
 
@@ -136,12 +137,12 @@ def test_a_row_that_the_mtp_module_never_made_stays_absent():
 def test_free_slots_that_come_with_a_budget_end_the_rest(looked, monkeypatch):
     monkeypatch.setattr(refill, "LOOK_PAGES", 1)
     with roomy(256) as offload:
-        assert offload.move_budget(source=0, target=1)
+        assert move_budget(offload, source=0, target=1)
         sequence = opened(offload, 3 * 64)
         count = sum(offload.refill([sequence]) for _ in range(9))
         assert count < 2 * 3 * 64
         assert len(looked) == 3, "once around"
-        assert offload.move_budget(source=1, target=0), "a chunk of which no slot was used"
+        assert move_budget(offload, source=1, target=0), "a chunk of which no slot was used"
         assert count + sum(offload.refill([sequence]) for _ in range(9)) == 2 * 3 * 64
         assert len(looked) == 6
         offload.drain()
@@ -151,12 +152,12 @@ def test_free_slots_that_come_with_a_budget_end_the_rest(looked, monkeypatch):
 def test_rows_that_arrive_late_end_the_rest():
     """Though one group has no room left for them."""
     with roomy(256) as offload:
-        assert offload.move_budget(source=0, target=1)
+        assert move_budget(offload, source=0, target=1)
         sequence = offload.open(list(range(221)))
         started = []
         for start, count in ((0, 200), (200, 20)):
             for layer in range(3):
-                offload.import_rows(sequence, layer=layer, start=start, rows=rows(count))
+                sequence.import_rows(layer=layer, start=start, rows=rows(count))
             started.append(settled(offload, sequence))
         small = offload.stats().slot_count[0]
         assert started == [small - div_ceil(small, 10) + 200, 20]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ess.door import Offload
-from ess.door.residency import PATIENCE
+from ess.door.resident import PATIENCE
 from tests.support.manual_lane import ManualLane
+from tests.support.move_budget import move_budget
 from tests.unit.test_door import LAYOUT, make, opened, rows, selection
 
 CHUNK_BYTES = LAYOUT.group_layers_max * LAYOUT.page_bytes
@@ -19,7 +20,7 @@ def roomy(slots: int) -> Offload:
 
 def filled(offload: Offload, count: int = 10):
     sequence = opened(offload, count)
-    offload.fill(sequence)
+    sequence.fill()
     return sequence
 
 
@@ -35,10 +36,10 @@ def truly_resident(offload: Offload, *sequences) -> bool:
 def decode(offload: Offload, *sequences, chosen=(0,)) -> None:
     step = offload.begin(sequences, query_counts=[1] * len(sequences))
     for layer in (0, 1):
-        offload.append(layer, rows(len(sequences)), step)
+        step.append(layer, rows(len(sequences)))
         if layer == 0:
-            offload.resolve(0, selection(*chosen, queries=len(sequences)), step).wait()
-    offload.commit(step, accepted=[1] * len(sequences))
+            step.resolve(0, selection(*chosen, queries=len(sequences))).wait()
+    step.commit(accepted=[1] * len(sequences))
 
 
 def test_rows_in_flight_are_not_resident_and_are_asked_for_again():
@@ -70,12 +71,12 @@ def test_what_is_only_located_counts_as_hits():
         step = offload.begin([sequence, opened(offload)], query_counts=[1, 1])
         for chosen in (selection(0, 3, 7), selection(*range(LAYOUT.top_k))):
             before = offload.stats().hit_count[0]
-            assert offload.locate_all(0, chosen, step) is not None
+            assert step.locate_all(0, chosen, queries=range(1)) is not None
             assert offload.stats().hit_count[0] - before == int((chosen >= 0).sum())
         before = offload.stats().hit_count[0]
-        assert offload.locate_all(0, selection(0, 1), step, first_query=1) is None
+        assert step.locate_all(0, selection(0, 1), queries=range(1, 2)) is None
         assert offload.stats().hit_count[0] == before
-        offload.abandon(step)
+        step.abandon()
 
 
 def test_an_eviction_ends_it_at_once():
@@ -97,7 +98,7 @@ def test_absent_rows_are_looked_up_again_after_a_while_only():
     with make() as offload:
         sequence = opened(offload)
         assert not offload.all_resident([sequence])
-        offload.fill(sequence)
+        sequence.fill()
         offload.drain()
         assert not offload.all_resident([sequence]), "asked a moment ago"
         other = opened(offload)
@@ -111,15 +112,15 @@ def test_preemption_and_moved_budgets_end_it():
         sequence = filled(offload)
         offload.drain()
         assert offload.all_resident([sequence])
-        offload.preempt(sequence)
+        sequence.preempt()
         assert not offload.all_resident([sequence])
-        offload.resume(sequence)
+        sequence.resume()
         assert not offload.all_resident([sequence])
     with roomy(256) as offload:
         sequence = filled(offload, 120)
         offload.drain()
         assert offload.all_resident([sequence])
-        while offload.move_budget(source=0, target=1):
+        while move_budget(offload, source=0, target=1):
             offload.drain()
             assert offload.all_resident([sequence]) == truly_resident(offload, sequence)
 
@@ -138,10 +139,10 @@ def test_rows_that_arrive_later_are_looked_at():
     with roomy(128) as offload:
         sequence = offload.open(list(range(31)))
         for layer in range(3):
-            offload.import_rows(sequence, layer=layer, start=0, rows=rows(10))
-        offload.fill(sequence)
+            sequence.import_rows(layer=layer, start=0, rows=rows(10))
+        sequence.fill()
         offload.drain()
         assert offload.all_resident([sequence])
         for layer in range(3):
-            offload.import_rows(sequence, layer=layer, start=10, rows=rows(20))
+            sequence.import_rows(layer=layer, start=10, rows=rows(20))
         assert not offload.all_resident([sequence])

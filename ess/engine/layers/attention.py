@@ -68,9 +68,7 @@ class LayerStep:
         """The new rows and keys go to their slots first: a token may select itself."""
         batch = self._batch
         self._front = made = front(batch, self._layer, self._hidden)
-        batch.offload.append(
-            self.number, made.rows, batch.step, keys=made.keys, first_query=self.first_query
-        )
+        batch.step.append(self.number, made.rows, keys=made.keys, queries=self._half.queries)
 
     @timed
     def select(self, part: range) -> Tensor | None:
@@ -96,14 +94,9 @@ class LayerStep:
     @timed
     def plan(self, part: range, selection: Tensor | None) -> Resolution:
         batch = self._batch
-        at = self._half.first_part + (part.start > self.first_query)
-        found = batch.offload.resolve(
-            self.number,
-            selection,
-            batch.step,
-            first_query=part.start,
-            part=at,
-            waits=self._waits,
+        workspace = self._half.first_workspace + (part.start > self.first_query)
+        found = batch.step.resolve(
+            self.number, selection, queries=part, workspace=workspace, waits=self._waits
         )
         if selection is not None:
             batch.warmth.resolved(part, found)
@@ -114,9 +107,7 @@ class LayerStep:
         batch, group = self._batch, self._group
         selection = self.select(part)
         if selection is not None:
-            slots = batch.offload.locate_all(
-                self.number, selection, batch.step, first_query=part.start
-            )
+            slots = batch.step.locate_all(self.number, selection, queries=part)
             batch.located[group] = slots
             if slots is not None:
                 batch.warmth.located(part)
@@ -163,9 +154,7 @@ class LayerStep:
         """What this layer's attention is over the host's own rows: for verify mode."""
         batch, parts = self._batch, self._batch.selected[self._group]
         selection = torch.cat([parts[part] for part in sorted(parts, key=lambda p: p.start)])
-        codes = batch.offload.host_codes(
-            self.number, selection, batch.step, first_query=self.first_query
-        )
+        codes = batch.step.host_codes(self.number, selection, queries=self._half.queries)
         return self.attend_codes(self._half.queries, codes).out
 
     def attend_codes(self, part: range, codes: Tensor) -> Partial:

@@ -108,7 +108,7 @@ def select(
     return batch.ops.index_top_k(
         queries,
         weights,
-        batch.offload.key_pages(layer),
+        batch.offload.memory(layer).key_pages,
         table,
         lengths,
         codec,
@@ -119,13 +119,14 @@ def select(
 
 def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
     """One pass over `codes`: a slot, -1 for padding, or -2 - host row for a row in place."""
+    memory = batch.offload.memory(layer)
     return batch.ops.attend(
         queries.contiguous(),
-        batch.offload.slots(layer),
+        memory.slots,
         codes.contiguous(),
         batch.layout.row,
         scale=batch.scale,
-        placed=batch.offload.host(layer),
+        placed=memory.host,
         threads=compute_threads(),
     )
 

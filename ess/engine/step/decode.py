@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ess.clock import Clock
 from ess.door import Step
 from ess.engine.layers.batch import Batch
-from ess.engine.plan import Line, Turn
+from ess.engine.plan import Feed, Turn
 from ess.engine.step.drafts import draft
 from ess.engine.step.future import FutureMap, Outcome
 from ess.engine.step.runner import Forward, Runner
@@ -54,19 +54,19 @@ def launch(
     sequences = [turn.sequence for turn in turns]
     step = runner.offload.begin(sequences, query_counts=[turn.count for turn in turns])
     firsts = step.firsts
-    lines = [
-        Line(turn.request, future.take(turn.sequence.line, turn.count), int(step.query_start[at]))
+    feeds = [
+        Feed(turn.request, future.take(turn.sequence.line, turn.count), int(step.query_start[at]))
         for turn, at in zip(turns, firsts, strict=True)
     ]
     batch = runner.batch(step)
-    forward = runner.decode(batch, [token for line in lines for token in line.tokens])
-    choices = choose_all(lines, forward.logits)
+    forward = runner.decode(batch, [token for feed in feeds for token in feed.tokens])
+    choices = choose_all(feeds, forward.logits)
     targets = [choice.tokens for choice in choices]
     drafts = _draft(runner, batch, forward, targets, draft_count)
-    runner.offload.seal(step, accepted=[len(target) for target in targets])
+    step.seal(accepted=[len(target) for target in targets])
     for turn, target, guesses in zip(turns, targets, drafts, strict=True):
         future.stash(turn.sequence.line, [target[-1], *guesses])
-    outcomes = zip(lines, choices, map(tuple, drafts), strict=True)
+    outcomes = zip(feeds, choices, map(tuple, drafts), strict=True)
     future.tell(step.number, (Outcome(*each) for each in outcomes))
     return Flight(turns, step, draft_count, clock.now_s() - started_s, batch.warmth)
 
@@ -74,7 +74,7 @@ def launch(
 def _draft(
     runner: Runner, batch: Batch, forward: Forward, targets: Sequence[tuple[int, ...]], count: int
 ) -> list[list[int]]:
-    """Behind each line's last target; before the seal, for drafting makes the MTP layer's rows."""
+    """Behind each feed's last target; before the seal, for drafting makes the MTP layer's rows."""
     if not runner.offload.layout.mtp_layer_count or count == 0:
         return [[] for _ in targets]
     firsts = batch.step.firsts

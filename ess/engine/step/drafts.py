@@ -88,7 +88,7 @@ class Chain:
     def _over_pool(self, queries: Tensor, probe: Probe) -> Partial:
         batch, number = self._batch, self._mtp.layer.number
         selection = select(batch, number, probe.queries, probe.weights, self._last)
-        slots = batch.offload.locate(number, selection, batch.step, queries=self._last)
+        slots = batch.step.locate(number, selection, queries=self._last)
         return attend(batch, number, queries, slots)
 
     def _over_own(self, queries: Tensor) -> Partial:

@@ -27,7 +27,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.engine.plan import Line
+from ess.engine.plan import Feed
 from ess.engine.request import Request
 from ess.engine.tokens.verification import Choice
 
@@ -45,16 +45,16 @@ def depth_reasons(requests: Iterable[Request]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step has said for one line: the targets up to the first wrong draft, new drafts."""
+    """What a step has said for one feed: the targets up to the first wrong draft, new drafts."""
 
-    line: Line
+    feed: Feed
     choice: Choice
     drafts: tuple[int, ...]
 
     @property
     def verified(self) -> tuple[int, int]:
         """Drafts that were checked and how many were right."""
-        return len(self.line.tokens) - 1, len(self.choice.tokens) - 1
+        return len(self.feed.tokens) - 1, len(self.choice.tokens) - 1
 
 
 class FutureMap:

@@ -16,14 +16,15 @@ PARTS: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """`batch` has the tensors of these queries only; `first_part` numbers its workspaces at the
-    door, `PARTS` for each half, so that halves in different layers keep out of each other's way.
+    """`batch` has the tensors of these queries only. Its workspaces at the door are numbered from
+    `first_workspace` on, `PARTS` for each half, so that halves in different layers keep out of each
+    other's way.
     """
 
     batch: Batch
     queries: range
     counts: tuple[int, ...]
-    first_part: int = 0
+    first_workspace: int = 0
 
     def parts(self, count: int) -> list[range]:
         """In at most `count` parts, at most two, no sequence cut."""
@@ -51,7 +52,7 @@ def halves(batch: Batch, cut: Cut) -> tuple[Half, Half]:
     return first, _side(batch, counts, cut.sequence, len(counts), PARTS)
 
 
-def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_part: int) -> Half:
+def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_workspace: int) -> Half:
     ends = [0, *accumulate(counts)]
     queries = range(ends[start], ends[stop])
     mine = slice(queries.start, queries.stop)
@@ -64,4 +65,9 @@ def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_part
         located={},
         selected={},
     )
-    return Half(batch=own, queries=queries, counts=tuple(counts[start:stop]), first_part=first_part)
+    return Half(
+        batch=own,
+        queries=queries,
+        counts=tuple(counts[start:stop]),
+        first_workspace=first_workspace,
+    )

@@ -130,15 +130,14 @@ def _layer(
 def _layer_alike(
     span: Span, layer: DecoderLayer, hidden: Tensor, given: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    offload, made, chosen = span.runner.offload, front(span, layer, hidden), given
-    at = {"layer": layer.number, "start": span.start}
+    made, chosen = front(span, layer, hidden), given
     if made.queries is not None and made.weights is not None:
-        offload.import_keys(span.sequence, keys=made.keys, **at)
+        span.sequence.import_keys(layer.number, span.start, made.keys)
         chosen = _top_k(span, layer.number, made.queries, made.weights)
         span.windows[span.layout.group_of(layer.number)] = _window(span, chosen)
     assert chosen is not None, f"layer {layer.number} shares a selection that nobody made"
-    offload.import_rows(span.sequence, rows=made.rows, **at)
-    host_rows = offload.host_rows(span.sequence, 0, span.stop)
+    span.sequence.import_rows(layer.number, span.start, made.rows)
+    host_rows = span.sequence.host_rows(0, span.stop)
     asked = queries(span, layer, made.query)
     attended = _attend_chosen(span, layer.number, asked, host_rows, chosen)
     return back(span, layer, hidden, attended), chosen
@@ -146,15 +145,9 @@ def _layer_alike(
 
 def _select(span: Span, layer: DecoderLayer, entry: Entry) -> Tensor | None:
     """None while the selection covers every position."""
-    offload, ops = span.runner.offload, span.runner.ops
-    layout = offload.layout
+    layout, ops = span.layout, span.ops
     probe = turned(layer.index(entry, span.rotation), layout, ops)
-    offload.import_keys(
-        span.sequence,
-        layer=layer.number,
-        start=span.start,
-        keys=key_records(probe.keys, layout, ops),
-    )
+    span.sequence.import_keys(layer.number, span.start, key_records(probe.keys, layout, ops))
     if span.stop <= layout.top_k:
         return None
     return _top_k(span, layer.number, probe.queries, probe.weights)
@@ -163,11 +156,11 @@ def _select(span: Span, layer: DecoderLayer, entry: Entry) -> Tensor | None:
 def _top_k(span: Span, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
     offload, codec = span.runner.offload, span.layout.index
     assert codec is not None, "an indexer without an index codec"
-    table = offload.page_table([span.sequence]).expand(span.stop - span.start, -1)
+    table = span.sequence.page_table.expand(span.stop - span.start, -1)
     return span.ops.index_top_k(
         queries,
         weights,
-        offload.key_pages(layer),
+        offload.memory(layer).key_pages,
         table,
         torch.arange(span.start, span.stop, dtype=torch.int32) + 1,
         codec,
@@ -180,12 +173,12 @@ def _attend(span: Span, layer: DecoderLayer, entry: Entry, chosen: Tensor | None
     offload, ops = span.runner.offload, span.runner.ops
     codec, config = offload.layout.row, span.runner.model.config
     new = row_bytes(layer.mla.rows(entry.row, span.rotation), offload.layout, ops)
-    offload.import_rows(span.sequence, layer=layer.number, start=span.start, rows=new)
+    span.sequence.import_rows(layer.number, span.start, new)
     queries = layer.mla.queries(entry.query, span.rotation)
-    host_rows = offload.host_rows(span.sequence, 0, span.stop)
+    host_rows = span.sequence.host_rows(0, span.stop)
     if chosen is not None:
         return _attend_chosen(span, layer.number, queries, host_rows, chosen)
-    stored = offload.host(layer.number)[host_rows.long()]
+    stored = offload.memory(layer.number).host[host_rows.long()]
     rows = ops.decode_rows(stored, codec, torch.empty(span.stop, config.row_dim))
     positions = torch.arange(span.start, span.stop)
     return attend_dense(
@@ -202,7 +195,7 @@ def _attend_chosen(
     parts = [
         ops.attend(
             q,
-            offload.host(layer),
+            offload.memory(layer).host,
             rows,
             offload.layout.row,
             scale=span.runner.model.config.attention_scale,

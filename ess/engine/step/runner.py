@@ -75,16 +75,13 @@ class Runner:
         layer_total = self.offload.layout.layer_total
         self.verified_layer = self.verifier.layer_for(step.number, layer_total)
         self._vector = self.tuning.vector(step)
-        line_of = torch.repeat_interleave(
-            torch.arange(len(step.sequences)), torch.tensor(step.query_counts)
-        )
         positions = torch.from_numpy(step.query_start + step.query_offset)
         return Batch(
             offload=self.offload,
             step=step,
             ops=self.ops,
             rotation=self.model.rotation(positions),
-            page_table=self.offload.page_table(step.sequences)[line_of],
+            page_table=step.page_table,
             lengths=positions + 1,
             scale=self.model.config.attention_scale,
             warmth=StepWarmth(np.minimum(step.query_stop, self.offload.layout.top_k)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ess.engine.plan import Line
+from ess.engine.plan import Feed
 from ess.engine.request import Request
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.counts import Tally
@@ -29,27 +29,27 @@ class Choice:
     chances: tuple[Chance, ...] = ()
 
 
-def choose_all(lines: Sequence[Line], logits: Tensor) -> list[Choice]:
-    """From logits float32 [queries of all lines, vocabulary], which stay as they are."""
-    counts = [len(line.tokens) for line in lines]
+def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
+    """From logits float32 [queries of all feeds, vocabulary], which stay as they are."""
+    counts = [len(feed.tokens) for feed in feeds]
     assert sum(counts) == len(logits), f"{len(logits)} rows of logits for {sum(counts)} queries"
-    changed, open_counts = _changed(lines, logits, counts)
-    samplings = [line.request.sampling for line in lines for _ in line.tokens]
-    targets = draw(changed, samplings, _positions(lines)).tolist()
+    changed, open_counts = _changed(feeds, logits, counts)
+    samplings = [feed.request.sampling for feed in feeds for _ in feed.tokens]
+    targets = draw(changed, samplings, _positions(feeds)).tolist()
     choices, at = [], 0
-    for line, count, open_count in zip(lines, counts, open_counts, strict=True):
-        tokens = _accepted(line.tokens[1:], targets[at : at + open_count])
-        assert tokens, f"request {line.request.number} makes a token in every step"
-        choices.append(Choice(tokens, _chances(line.request, logits[at:], tokens)))
+    for feed, count, open_count in zip(feeds, counts, open_counts, strict=True):
+        tokens = _accepted(feed.tokens[1:], targets[at : at + open_count])
+        assert tokens, f"request {feed.request.number} makes a token in every step"
+        choices.append(Choice(tokens, _chances(feed.request, logits[at:], tokens)))
         at += count
     return choices
 
 
-def _positions(lines: Sequence[Line]) -> list[int]:
+def _positions(feeds: Sequence[Feed]) -> list[int]:
     positions: list[int] = []
-    for line in lines:
-        first = line.position + 1
-        positions.extend(range(first, first + len(line.tokens)))
+    for feed in feeds:
+        first = feed.position + 1
+        positions.extend(range(first, first + len(feed.tokens)))
     return positions
 
 
@@ -66,19 +66,19 @@ def _chances(request: Request, logits: Tensor, tokens: tuple[int, ...]) -> tuple
 
 
 def _changed(
-    lines: Sequence[Line], logits: Tensor, counts: Sequence[int]
+    feeds: Sequence[Feed], logits: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, list[int]]:
-    """Logits to draw from, and how many queries of each line may count."""
-    if not any(line.request.sampling.changes_logits for line in lines):
+    """Logits to draw from, and how many queries of each feed may count."""
+    if not any(feed.request.sampling.changes_logits for feed in feeds):
         return logits, list(counts)
     logits = logits.clone()
     parts = torch.split(logits, list(counts))
-    return logits, [_change(line, part) for line, part in zip(lines, parts, strict=True)]
+    return logits, [_change(feed, part) for feed, part in zip(feeds, parts, strict=True)]
 
 
-def _change(line: Line, logits: Tensor) -> int:
-    """Penalties, bias, the least length and the grammar, in place on one line's rows."""
-    request, drafts = line.request, line.tokens[1:]
+def _change(feed: Feed, logits: Tensor) -> int:
+    """Penalties, bias, the least length and the grammar, in place on one feed's rows."""
+    request, drafts = feed.request, feed.tokens[1:]
     sampling = request.sampling
     if sampling.penalises:
         _penalise(request, drafts, logits)

@@ -108,18 +108,21 @@ def store_copy(pools: Pools, slots_of: Mapping[int, Rows], host_rows: Rows) -> R
     )
 
 
-def seal_at_once(pools: Pools, step: Step, groups: list[int], kept: Kept) -> None:
-    """Kept rows of these groups go home and are stored and clean, the others leave: what a store,
-    `settle`, the marks and `drop` do, without a lane."""
+def seal_at_once(
+    pools: Pools, step: Step, groups: list[int], claimed: list[Rows], kept: Kept
+) -> None:
+    """Kept rows in the `claimed` slots of these groups go home and are stored and clean, the others
+    leave: what a store, `settle`, the marks and `drop` do, without a lane."""
     index, latent, at = pools.index, pools.latent, native.address
     numbers, left = np.array(groups, np.int32), np.empty(len(groups), np.int64)
     listed: list[int] = []
-    for group, arena in zip(groups, pools.sparse.addresses(groups), strict=True):
+    arenas = pools.sparse.addresses(groups)
+    for group, arena, slots in zip(groups, arenas, claimed, strict=True):
         layers = pools.layout.groups[group]
-        listed += (arena, at(step.claimed[group]), layers[0], len(layers), group in step.keyed)
+        listed += (arena, at(slots), layers[0], len(layers), group in step.keyed)
     sealed = np.array(listed, np.int64)
-    lists = (at(step.rows), 0, at(numbers))
-    keys = latent.keys.copying(index.keys, lists, (len(step.rows), len(groups)))
+    lists = (at(step.row_ids), 0, at(numbers))
+    keys = latent.keys.copying(index.keys, lists, (len(step.row_ids), len(groups)))
     memory = (pools.slabs[0].address, pools.host.address, at(latent.stored), at(latent.keyed))
     of_step = (at(index.host_page_of), at(sealed), at(kept), at(left))
     done = _seal()(struct.pack("22q", *keys, *memory, *of_step, pools.host.row_bytes, len(groups)))
@@ -133,18 +136,18 @@ def _seal() -> Callable[[bytes], int]:
     return native.function("ess_seal", [ctypes.c_char_p], ctypes.c_int32)
 
 
-def start_fetch(pools: Pools, plan: FetchPlan, host_rows: Rows) -> tuple[Event | None, ...]:
-    """Put a plan's copies under way: one event per layer of its group, the leader's first.
+def start_fetch(pools: Pools, plan: FetchPlan, host_rows: Rows) -> tuple[Event, ...]:
+    """Puts a plan's copies under way, if there is anything to wait for: an event for each layer of
+    its group, the leader's first.
 
     Without rows of its own a plan may still depend on an earlier one (a late hit): the lane is
     first in first out, so an event for everything submitted so far is enough.
     """
-    layers = pools.layout.groups[plan.group]
     if not plan.is_pending:
-        return (None,) * len(layers)
+        return ()
     copies = fetch_copies(pools, plan, host_rows)
     nothing: Callable[[], None] = lambda: None  # noqa: E731
-    commits = [nothing] * (len(layers) - 1) + [lambda: pools.sparse.commit(plan)]
+    commits = [nothing] * (len(copies) - 1) + [lambda: pools.sparse.commit(plan)]
     return tuple(
         pools.inflight.submit([copy], commit) for copy, commit in zip(copies, commits, strict=True)
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ess.door.pools import Pools
-from ess.door.sequence import Sequence, refresh
+from ess.door.sequence import Sequence
 from ess.units import div_ceil
 
 PATIENCE: Final = 16
@@ -25,26 +25,27 @@ SCARCE: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Resident while no row departs, or absent until a step."""
+    """Resident while no row departs, or absent until a step; either while no row arrives."""
 
+    arrival_count: int
     is_resident: bool
     departed_count: int
     until_step: int
 
 
 @dataclass(slots=True)
-class Residency:
+class Resident:
     pools: Pools
     _answers: dict[int, _Answer] = field(default_factory=dict)
 
     def lacking(self, sequences: Many[Sequence]) -> list[Sequence]:
         """Those with a row of the main model's layers that has not landed. Remembers the latest
         batch only."""
-        self._answers = {one.number: self._answer(one) for one in sequences}
-        return [one for one in sequences if not self._answers[one.number].is_resident]
+        answers = self._answers = {each.number: self._answer(each) for each in sequences}
+        return [sequence for sequence in sequences if not answers[sequence.number].is_resident]
 
     def forget(self, sequence: Sequence) -> None:
-        """Rows have arrived on the host that may have no slot."""
+        """Its rows are to be looked up again."""
         self._answers.pop(sequence.number, None)
 
     def is_scarce(self) -> bool:
@@ -57,27 +58,38 @@ class Residency:
         return slot_count - self.pools.sparse.used_count(group) - div_ceil(slot_count, SCARCE)
 
     def _answer(self, sequence: Sequence) -> _Answer:
-        sparse = self.pools.sparse
+        sparse, arrived = self.pools.sparse, sequence.arrival_count
         if sequence.state != "active":
-            return _Answer(False, sparse.departed_count, sparse.step)
-        refresh(self.pools, sequence)
+            return _Answer(arrived, False, sparse.departed_count, sparse.step)
         known = self._answers.get(sequence.number)
-        if known is not None and known.is_resident:
-            if known.departed_count == sparse.departed_count:
+        if known is not None and known.arrival_count == arrived:
+            if known.is_resident:
+                if known.departed_count == sparse.departed_count:
+                    return known
+            elif sparse.step < known.until_step:
                 return known
-        elif known is not None and sparse.step < known.until_step:
-            return known
-        rows = self.pools.tables.rows(sequence.line, 0, sequence.length)
-        groups = self._groups()
+        return self._look(sequence)
+
+    def _look(self, sequence: Sequence) -> _Answer:
+        """Row by row."""
+        sparse, groups = self.pools.sparse, self._groups()
+        sequence.refresh()
+        rows = sequence.holding.row_ids(0, sequence.length)
         is_absent = any((sparse.slot_of[group, rows] < 0).any() for group in groups)
         is_resident = not is_absent and all(
             (sparse.locate(group, rows) >= 0).all() for group in groups
         )
         until_step = sparse.step + PATIENCE if is_absent else sparse.step
-        return _Answer(is_resident, sparse.departed_count, until_step)
+        departed_count = sparse.departed_count
+        return _Answer(sequence.arrival_count, is_resident, departed_count, until_step)
 
     def _groups(self) -> list[int]:
         """Of the main model, fewest rows first: the likeliest to lack one."""
         layout, used_count = self.pools.layout, self.pools.sparse.used_count
-        main = [g for g, (first, *_) in enumerate(layout.groups) if first < layout.layer_count]
-        return sorted(main, key=used_count)
+        return sorted(range(layout.main_group_count), key=used_count)
+
+    def check(self) -> None:
+        """No answer is of a time to come, or good for longer than `PATIENCE` steps."""
+        for number, answer in self._answers.items():
+            assert answer.departed_count <= self.pools.sparse.departed_count, f"sequence {number}"
+            assert answer.until_step <= self.pools.sparse.step + PATIENCE, f"sequence {number}"

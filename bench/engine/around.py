@@ -1,0 +1,64 @@
+"""A placement around another one: what is not changed is handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+from torch import Tensor
+
+from ess.door import LayerMemory, Placement, Resolution, Sequence, Step
+from ess.door.placement import Array
+from ess.door.slots import Slots
+
+
+class Around:
+    """`over` makes it the placement of an offload: `Offload.create(placement=made.over)`."""
+
+    slots: Slots
+
+    def over(self, slots: Slots) -> Placement:
+        self.slots = slots
+        return self
+
+    @property
+    def new_rows_max(self) -> int:
+        return self.slots.new_rows_max
+
+    def memory(self, layer: int) -> LayerMemory:
+        return self.slots.memory(layer)
+
+    def begin(self, step: Step) -> None:
+        self.slots.begin(step)
+
+    def append(self, step: Step, layer: int, queries: range, rows: Array, keys: Array) -> None:
+        self.slots.append(step, layer, queries, rows, keys)
+
+    def resolve(
+        self,
+        step: Step,
+        group: int,
+        queries: range,
+        selection: Array,
+        *,
+        workspace: int,
+        waits: bool,
+    ) -> tuple[Resolution, ...]:
+        return self.slots.resolve(step, group, queries, selection, workspace=workspace, waits=waits)
+
+    def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
+        return self.slots.locate(step, layer, queries, selection)
+
+    def locate_all(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor | None:
+        return self.slots.locate_all(step, layer, queries, selection)
+
+    def host_codes(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor:
+        return self.slots.host_codes(step, layer, queries, selection)
+
+    def seal(self, step: Step, accepted: Many[int]) -> None:
+        self.slots.seal(step, accepted)
+
+    def warm(self, sequence: Sequence, windows: Array) -> None:
+        self.slots.warm(sequence, windows)
+
+    def fill(self, sequence: Sequence, row_max: int | None) -> int:
+        return self.slots.fill(sequence, row_max)

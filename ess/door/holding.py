@@ -1,0 +1,167 @@
+"""What a sequence holds of the pools: host pages and, while it is active, a line of active pages.
+
+Pages leave the device behind the copies that may still touch them (`InFlight.after`), so nothing in
+here waits, except to make room when a reservation falls short. A call that raises PoolFull has
+changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from ess.door.pools import HOST_PAGES, INDEX_PAGES, SLOTS, Pools
+from ess.errors import PoolFull
+from ess.pool.index import NONE
+from ess.pool.ledger import Promise, Reservation
+from ess.pool.pages import PageIds
+from ess.units import PAGE_ROWS, div_ceil
+
+NO_PAGES: Final = np.empty(0, np.int32)
+
+
+class Holding:
+    """`host_pages` are the truth of every position; `line` is -1 unless it is on the device."""
+
+    def __init__(self, pools: Pools, *, length_max: int | None, promise: Promise) -> None:
+        self.host_pages: PageIds = NO_PAGES
+        self.line = NONE
+        self._pools = pools
+        self._length_max = length_max
+        self._promise = promise
+        self._reservation: Reservation | None = None
+
+    @property
+    def page_count(self) -> int:
+        return len(self.host_pages)
+
+    def host_rows(self, start: int, count: int) -> PageIds:
+        """Host rows of `count` positions from `start` on."""
+        positions = np.arange(start, start + count, dtype=np.int32)
+        pages = self.host_pages[positions // PAGE_ROWS]
+        rows: PageIds = pages * np.int32(PAGE_ROWS) + positions % np.int32(PAGE_ROWS)
+        return rows
+
+    def row_ids(self, start: int, count: int) -> PageIds:
+        return self._pools.tables.rows(self.line, start, count)
+
+    # ---- on the device
+
+    def open(self, shared: PageIds, page_count: int, *, length: int) -> None:
+        """Pages that other holders have too, and fresh ones behind them, `page_count` in all."""
+        assert not self.page_count, "a holding is opened once"
+        assert len(shared) <= page_count, f"{len(shared)} shared pages of {page_count}"
+        latent = self._pools.latent
+        latent.hold(shared)
+        try:
+            self._enter(shared, page_count - len(shared), length)
+        except PoolFull:
+            latent.drop(shared)
+            raise
+
+    def resume(self, *, length: int) -> None:
+        assert self.line == NONE, f"line {self.line} is on the device already"
+        self._enter(self.host_pages, 0, length)
+
+    def _enter(self, held: PageIds, fresh_count: int, length: int) -> None:
+        """Reserve, take `fresh_count` host pages behind the `held` ones, become active."""
+        pools = self._pools
+        if pools.tables.free_count == 0:
+            raise PoolFull(
+                limiter="sequences",
+                needed=1,
+                free=0,
+                sentence=f"all {pools.sizes.sequence_max} sequences are active",
+            )
+        self._reservation = _reserve(pools, self._needs(held, fresh_count))
+        fresh = pools.latent.take(fresh_count)
+        pools.ledger.draw(self._reservation, HOST_PAGES, fresh_count)
+        self.host_pages = np.concatenate([held, fresh])
+        new_count = pools.index.new_count(self.host_pages)
+        active = pools.index.activate(self.host_pages, pools.latent)
+        pools.ledger.draw(self._reservation, INDEX_PAGES, new_count)
+        self.line = pools.tables.take()
+        pools.tables.lines[self.line, : len(active)] = active
+        pools.tables.lengths[self.line] = length
+
+    def _needs(self, held: PageIds, fresh_count: int) -> dict[str, int]:
+        """Refuses what not even empty pools could hold."""
+        pools = self._pools
+        page_max = page_count = len(held) + fresh_count
+        if self._length_max is not None:
+            page_max = max(page_max, div_ceil(self._length_max, PAGE_ROWS))
+        pools.ledger.require({INDEX_PAGES: page_max})
+        index_max = page_max if self._promise == "all" else page_count
+        return {
+            SLOTS: pools.slot_need(self._length_max),
+            HOST_PAGES: page_max - len(held),
+            INDEX_PAGES: index_max - len(held) + pools.index.new_count(held),
+        }
+
+    def leave_device(self) -> None:
+        """Slots, active pages, line and reservation go; the host pages stay."""
+        pools = self._pools
+        active = pools.tables.lines[self.line, : self.page_count].copy()
+        pools.tables.give_back(self.line)
+        self.line = NONE
+        assert self._reservation is not None, "what is active has a reservation"
+        pools.ledger.release(self._reservation)
+        self._reservation = None
+        leaving = pools.index.leave(active)
+
+        def free() -> None:
+            pools.sparse.drop_pages(leaving)
+            pools.index.free(leaving)
+
+        pools.inflight.after(free)
+
+    def let_go(self) -> None:
+        """The host pages too: published ones stay as prefix cache while there is room."""
+        assert self.line == NONE, f"line {self.line} is still on the device"
+        self._pools.latent.drop(self.host_pages)
+        self.host_pages = NO_PAGES
+
+    # ---- growth
+
+    def short(self, count: int) -> dict[str, int]:
+        """What `count` more pages need beyond what was promised."""
+        assert self._reservation is not None, "what grows is active"
+        promised = self._reservation.promised
+        return {name: max(0, count - promised[name]) for name in (HOST_PAGES, INDEX_PAGES)}
+
+    def add(self, count: int, short: dict[str, int]) -> None:
+        """Whatever is `short` of the promise fits: `grow` has asked."""
+        pools, first = self._pools, self.page_count
+        assert self._reservation is not None, "what grows is active"
+        pools.ledger.extend(self._reservation, short)
+        fresh = pools.latent.take(count)
+        active = pools.index.activate(fresh, pools.latent)
+        pools.ledger.draw(self._reservation, HOST_PAGES, count)
+        pools.ledger.draw(self._reservation, INDEX_PAGES, count)
+        pools.tables.lines[self.line, first : first + count] = active
+        self.host_pages = np.concatenate([self.host_pages, fresh])
+
+
+def grow(pools: Pools, growths: Iterable[tuple[Holding, int]]) -> None:
+    """Pages for each holding up to its new length: all of them, or PoolFull and none."""
+    missing = [(held, div_ceil(length, PAGE_ROWS) - held.page_count) for held, length in growths]
+    missing = [(held, count) for held, count in missing if count > 0]
+    shorts = [held.short(count) for held, count in missing]
+    total = {name: sum(short[name] for short in shorts) for name in (HOST_PAGES, INDEX_PAGES)}
+    if any(total.values()):
+        pools.ledger.release(_reserve(pools, total))
+    for (held, count), short in zip(missing, shorts, strict=True):
+        held.add(count, short)
+
+
+def _reserve(pools: Pools, needs: dict[str, int]) -> Reservation:
+    """Pages still leaving may be the room that is missing: let them land before refusing."""
+    try:
+        return pools.ledger.reserve(needs)
+    except PoolFull:
+        if pools.inflight.pending_count == 0:
+            raise
+    pools.inflight.drain()
+    return pools.ledger.reserve(needs)

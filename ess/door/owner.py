@@ -1,0 +1,85 @@
+"""What the sequences and steps of one `Offload` share: its pools, its open step, its thread.
+
+An Offload belongs to one thread. That is the thread of its first call after `create`, so that an
+engine may be built in one thread and run in another; when that thread has ended, the next thread
+that calls takes over. Copies run on a lane of their own, which asks nothing of this.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ess.door.placement import Placement
+from ess.door.pools import Pools
+from ess.errors import BadInput, BadState
+
+if TYPE_CHECKING:
+    from ess.door.sequence import Sequence
+    from ess.door.step import Step
+
+
+class Owner:
+    """`open_step` is the step that may be appended to; `sealed` steps are not learned yet."""
+
+    def __init__(self, pools: Pools, placement: Placement) -> None:
+        self.pools = pools
+        self.placement = placement
+        self.open_step: Step | None = None
+        self.sealed: deque[Step] = deque()
+        self.is_open = True
+        self._opened_count = 0
+        self._thread: threading.Thread | None = None
+        self._thread_id = -1
+
+    def require(self) -> None:
+        """The offload is open and the call comes from its thread."""
+        if not self.is_open:
+            raise BadState("this offload is closed")
+        if threading.get_ident() != self._thread_id:
+            self._take_over()
+
+    def require_thread(self) -> None:
+        if threading.get_ident() != self._thread_id:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        here, before = threading.current_thread(), self._thread
+        if before is not None and before.is_alive():
+            raise BadState(
+                f"this offload belongs to thread {before.name!r}, the call comes from thread "
+                f"{here.name!r}: make all calls in one thread"
+            )
+        self._thread, self._thread_id = here, threading.get_ident()
+
+    def require_between_steps(self) -> None:
+        self.require()
+        if self.open_step is not None:
+            raise BadState(f"step {self.open_step.number} is open: commit or abandon it first")
+
+    def own(self, sequences: Iterable[Sequence]) -> tuple[Sequence, ...]:
+        """These sequences, each of which this offload has opened."""
+        if not hasattr(sequences, "__iter__"):
+            raise BadInput(f"sequences is {sequences!r}, must be a list of sequences")
+        listed = tuple(sequences)
+        for sequence in listed:
+            if getattr(sequence, "owner", None) is not self:
+                raise BadInput(f"{sequence!r} was not opened by this offload")
+        return listed
+
+    def next_number(self) -> int:
+        self._opened_count += 1
+        return self._opened_count - 1
+
+    def check(self) -> None:
+        if self.open_step is not None:
+            assert self.open_step.state == "open", f"{self.open_step!r} is the open step"
+            self.open_step.check()
+        for step in self.sealed:
+            assert step.state == "sealed", f"{step!r} waits to be learned"
+        numbers = [step.number for step in self.sealed]
+        assert numbers == sorted(numbers), (
+            f"steps are learned in the order of their seals: {numbers}"
+        )

@@ -1,0 +1,335 @@
+"""The placement of this library: rows in slots of the sparse pool, absent ones fetched.
+
+The first call of a step that needs them, append or resolve, claims the slots of its new rows in all
+groups of the main model, before any selection can age-protect the whole arena: so any arena that
+holds the new rows is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ess.door import row_copies
+from ess.door.placement import LayerMemory, Resolution
+from ess.door.pools import Pools
+from ess.door.sequence import Sequence
+from ess.door.stats import Counters, TimedFetch, Timings
+from ess.door.step import Step
+from ess.errors import BadState
+from ess.kernels.streams import Event
+from ess.pool.index import IndexPool
+from ess.pool.lru import planner
+from ess.pool.lru.arena import FetchPlan, Lookup, Split
+from ess.pool.warmup import last_windows, warm_set
+
+Ints = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
+Kept = npt.NDArray[np.bool_]
+SplitViews: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Slots:
+    """Between `begin` and `seal` it knows the slots of the step's new rows, by group, and the event
+    of the latest fetch."""
+
+    def __init__(self, pools: Pools, counters: Counters, timings: Timings) -> None:
+        self.pools = pools
+        self._counters = counters
+        self._timings = timings
+        self._memory = [layer_memory(pools, layer) for layer in range(pools.layout.layer_total)]
+        self._workspaces = [Workspace(pools) for _ in range(pools.sizes.part_max)]
+        self._claimed: dict[int, Ints] = {}
+        self._last_event: Event | None = None
+
+    @property
+    def new_rows_max(self) -> int:
+        sparse = self.pools.sparse
+        return min(sparse.slot_count(group) for group in range(self.pools.layout.group_count))
+
+    def memory(self, layer: int) -> LayerMemory:
+        return self._memory[layer]
+
+    def begin(self, step: Step) -> None:
+        assert not self._claimed, f"{step!r}: the step before it was not sealed"
+        assert self._last_event is None, f"{step!r}: a fetch of the step before it is under way"
+
+    def append(
+        self, step: Step, layer: int, queries: range, rows: Bytes, keys: Bytes | None
+    ) -> None:
+        group, member = self.pools.layout.place_of(layer)
+        mine = slice(queries.start, queries.stop)
+        row_copies.write_new(
+            self.pools,
+            group,
+            step.row_ids[mine],
+            keys,
+            slab=self.pools.slabs[member],
+            slots=self._claim(step, group)[mine],
+            rows=rows,
+        )
+
+    def _claim(self, step: Step, group: int) -> Ints:
+        """The slots of the step's new rows in this group; all main groups are claimed together."""
+        if group not in self._claimed:
+            sparse, main = self.pools.sparse, range(self.pools.layout.main_group_count)
+            groups = main if group in main else range(group, group + 1)
+            slots = sparse.claim_new(groups, step.row_ids)
+            if len(slots) < len(groups):
+                self.pools.inflight.drain()
+                rest = sparse.claim_new(groups[len(slots) :], step.row_ids)
+                slots = np.concatenate([slots, rest])
+            assert len(slots) == len(groups), "landed slots are enough for the new rows"
+            self._claimed.update(zip(groups, slots, strict=True))
+        return self._claimed[group]
+
+    # ---- selections
+
+    def resolve(
+        self,
+        step: Step,
+        group: int,
+        queries: range,
+        selection: Ints,
+        *,
+        workspace: int,
+        waits: bool,
+    ) -> tuple[Resolution, ...]:
+        pools, space = self.pools, self._workspaces[workspace]
+        lookup, split, layers = space.lookup, space.split, pools.layout.groups[group]
+        lines, lengths = _context(step, layers[0], queries)
+        lookup.at_once_bytes = pools.at_once_max(waits=waits)
+        if group not in self._claimed:
+            rows = lookup.rows[: len(selection)]
+            planner.translate(selection, lookup.lines, lines, lengths, out=rows)
+            self._claim(step, group)  # the selection is right: nothing has changed if it was not
+        plan = pools.sparse.resolve(group, lookup, selection, lines, lengths, split)
+        if plan.place_count or lookup.unwritten_count:
+            self._refuse_unwritten(plan, split, len(selection))
+        if plan.place_count:
+            name_host_rows(split, len(selection), pools.index)
+        self._counters.planned(plan)
+        views = space.views(len(selection))
+        fetches = self._fetches(plan, lookup, layers)
+        return tuple(Resolution(*views, fetch) for fetch in fetches)
+
+    def _fetches(
+        self, plan: FetchPlan, lookup: Lookup, layers: tuple[int, ...]
+    ) -> tuple[TimedFetch | None, ...]:
+        """What each layer of the group has to wait for."""
+        if plan.is_landed:
+            times = lookup.times[: len(layers) + 1].tolist()
+            self._timings.copied(layers, list(pairwise(times)))
+        if not plan.is_pending:
+            return (None,) * len(layers)
+        host_rows = lookup.host_rows[: len(plan.rows)]
+        events = row_copies.start_fetch(self.pools, plan, host_rows)
+        self._last_event = events[-1]
+        settle = self.pools.inflight.settle_until
+        return tuple(
+            self._timings.fetch(layer, event, settle)
+            for layer, event in zip(layers, events, strict=True)
+        )
+
+    def _refuse_unwritten(self, plan: FetchPlan, split: Split, query_count: int) -> None:
+        """Rows that were never written cannot be fetched: their slots are free again."""
+        place = split.place[:query_count]
+        wanted = np.concatenate([plan.rows, place[place >= 0]]) if plan.place_count else plan.rows
+        try:
+            row_copies.check_stored(self.pools, plan.group, self.pools.index.host_rows(wanted))
+        except BadState:
+            self.pools.sparse.drop([plan.group], plan.rows)
+            raise
+
+    def locate(self, step: Step, layer: int, queries: Many[int], selection: Ints) -> Tensor:
+        slots, _ = self._located(step, layer, queries, selection)
+        return torch.from_numpy(slots)
+
+    def locate_all(self, step: Step, layer: int, queries: range, selection: Ints) -> Tensor | None:
+        slots, absent_count = self._located(step, layer, queries, selection)
+        if absent_count:
+            return None
+        self._counters.located(self.pools.layout.group_of(layer), selection)
+        return torch.from_numpy(slots)
+
+    def _located(
+        self, step: Step, layer: int, queries: Many[int], selection: Ints
+    ) -> tuple[Ints, int]:
+        """Slots, -1 where a row has none that has landed, and how many have none."""
+        group, lookup = self.pools.layout.group_of(layer), self._workspaces[0].lookup
+        lines, lengths = _context(step, layer, queries)
+        slots = np.empty_like(selection)
+        if group not in self._claimed:
+            planner.translate(selection, lookup.lines, lines, lengths, out=slots)
+            self._claim(step, group)
+        absent_count = self.pools.sparse.locate_into(
+            slots, group, lookup, selection, lines, lengths
+        )
+        return slots, absent_count
+
+    def host_codes(self, step: Step, layer: int, queries: range, selection: Ints) -> Tensor:
+        """-2 - host row, or the slot of a row that is newer than its host.
+
+        What attends these codes depends on no decision about residency.
+        """
+        pools, rows = self.pools, np.empty_like(selection)
+        lines, lengths = _context(step, layer, queries)
+        planner.translate(selection, pools.tables.lines, lines, lengths, out=rows)
+        codes = np.full_like(rows, -1)
+        chosen = rows >= 0
+        codes[chosen] = -2 - pools.index.host_rows(rows[chosen])
+        slots = pools.sparse.locate(pools.layout.group_of(layer), rows)
+        newer = (slots >= 0) & pools.sparse.is_dirty(slots)
+        codes[newer] = slots[newer]
+        return torch.from_numpy(codes)
+
+    # ---- the end of a step
+
+    def seal(self, step: Step, accepted: Many[int]) -> None:
+        pools = self.pools
+        if self._last_event is not None:
+            pools.inflight.settle_until(self._last_event)
+        kept = step.query_offset < np.repeat(np.array(accepted, np.int32), step.query_counts)
+        layers_of, row_bytes = pools.layout.groups, pools.layout.row_bytes * sum(accepted)
+        groups = [g for g in self._claimed if step.appended.issuperset(layers_of[g])]
+        stored = {group: row_bytes * len(layers_of[group]) for group in groups}
+        if 0 < sum(stored.values()) <= pools.at_once_bytes:
+            claimed = [self._claimed[group] for group in groups]
+            row_copies.seal_at_once(pools, step, groups, claimed, kept)
+            for sequence in step.sequences:
+                sequence.publish()
+        else:
+            self._store(step, groups, kept)
+            self._drop(groups, step.row_ids[~kept])
+        self._drop([group for group in self._claimed if group not in stored], step.row_ids)
+        self._counters.stored(stored)
+        self._timings.landed()
+        self._claimed.clear()
+        self._last_event = None
+
+    def _drop(self, groups: list[int], rows: Ints) -> None:
+        if groups and len(rows):
+            self.pools.sparse.drop(groups, rows)
+
+    def _store(self, step: Step, groups: list[int], kept: Kept) -> None:
+        """Sends the kept rows home; they are stored, and clean, when the copy has landed."""
+        if not groups or not kept.any():
+            return
+        pools, rows, keyed = self.pools, step.row_ids[kept], sorted(step.keyed)
+        slots_of = {group: self._claimed[group][kept] for group in groups}
+        layers = [layer for group in groups for layer in pools.layout.groups[group]]
+        to_host = pools.index.host_rows(rows)
+        if keyed:
+            pools.latent.keys.copy_keys(pools.index.keys, rows, to_host, layers=keyed)
+            pools.latent.mark_keys(keyed, to_host)
+
+        def stored() -> None:
+            pools.sparse.settle(np.concatenate(list(slots_of.values())))
+            pools.latent.mark_rows(layers, to_host)
+            for sequence in step.sequences:
+                sequence.publish()
+
+        pools.inflight.submit([row_copies.store_copy(pools, slots_of, to_host)], stored)
+
+    # ---- ahead of selections
+
+    def warm(self, sequence: Sequence, windows: Ints) -> None:
+        for group in range(self.pools.layout.group_count):
+            chosen = warm_set(*last_windows(windows[group]), windows.shape[1])
+            rows = self.pools.tables.rows_of(sequence.line, chosen.positions)
+            self._start(self.pools.sparse.warm(group, rows, chosen.ages))
+
+    def fill(self, sequence: Sequence, row_max: int | None) -> int:
+        rows, started_count = sequence.holding.row_ids(0, sequence.length), 0
+        for group in range(self.pools.layout.group_count):
+            absent = rows[self.pools.sparse.slot_of[group, rows] < 0][:row_max]
+            started_count += self._start(self.pools.sparse.fill(group, absent))
+        return started_count
+
+    def _start(self, plan: FetchPlan) -> int:
+        """Puts the copies under way; rows that were never stored are refused."""
+        host_rows = self.pools.index.host_rows(plan.rows)
+        try:
+            row_copies.check_stored(self.pools, plan.group, host_rows)
+        except BadState:
+            self.pools.sparse.drop([plan.group], plan.rows)
+            raise
+        row_copies.start_fetch(self.pools, plan, host_rows)
+        self._counters.moved(plan)
+        return len(plan.rows)
+
+
+@dataclass(slots=True, eq=False, init=False)
+class Workspace:
+    """Where an answer lies: made once, used again for each part. The views are made anew when the
+    number of queries changes."""
+
+    lookup: Lookup
+    split: Split
+    _view_count: int
+    _views: SplitViews | None
+
+    def __init__(self, pools: Pools) -> None:
+        query_max, top_k = pools.sizes.query_max, pools.layout.top_k
+        self._view_count, self._views = 0, None
+        self.split = Split.create(query_count=query_max, top_k=top_k)
+        self.lookup = Lookup(
+            lines=pools.tables.lines,
+            host_page_of=pools.index.host_page_of,
+            stored=pools.latent.stored,
+            rows=np.empty((query_max, top_k), np.int32),
+            host_rows=np.empty(query_max * top_k, np.int32),
+            host=pools.latent.rows,
+            slab=pools.sparse.slab,
+            times=np.zeros(pools.layout.group_layers_max + 1, np.int64),
+        )
+
+    def views(self, query_count: int) -> SplitViews:
+        """hit, miss, place, slots and the counts of the first three, of the first queries."""
+        if self._views is None or self._view_count != query_count:
+            split = self.split
+            hit, miss, place, slots, hit_count, miss_count, place_count = (
+                torch.from_numpy(array[:query_count])
+                for array in (
+                    *(split.hit, split.miss, split.place, split.slots),
+                    *(split.hit_count, split.miss_count, split.place_count),
+                )
+            )
+            self._views = hit, miss, place, slots, hit_count, miss_count, place_count
+            self._view_count = query_count
+        return self._views
+
+
+def layer_memory(pools: Pools, layer: int) -> LayerMemory:
+    (group, member), keys = pools.layout.place_of(layer), pools.index.keys.pages
+    return LayerMemory(
+        slots=torch.from_numpy(pools.sparse.member_slab(member)),
+        host=torch.from_numpy(pools.latent.rows[layer]),
+        key_pages=torch.from_numpy(keys[group] if len(keys) else keys.reshape(0, 0)),
+    )
+
+
+def name_host_rows(split: Split, query_count: int, index: IndexPool) -> None:
+    """Rows served in place leave the planner as row ids; the caller reads them by host row."""
+    place = split.place[:query_count]
+    placed = place >= 0
+    place[placed] = index.host_rows(place[placed])
+    slots = split.slots[:query_count]
+    coded = slots < -1
+    slots[coded] = -2 - index.host_rows(-2 - slots[coded])
+
+
+def _context(step: Step, layer: int, queries: Many[int]) -> tuple[Ints, Ints]:
+    """The line and the length of each of these queries; neighbours are not copied."""
+    if isinstance(queries, range):
+        part = slice(queries.start, queries.stop)
+        return step.query_line[part], step.lengths(layer)[part]
+    numbers = np.array(queries, np.int32)
+    return step.query_line[numbers], step.lengths(layer)[numbers]
