@@ -1,4 +1,4 @@
-// The native twin of ess/pool/lru.py: same arrays in, same bits out.
+// The native twin of ess/pool/lru/specification.py: same arrays in, same bits out.
 //
 // A plan costs one random probe of slot_of per selected entry; only when something is missing does
 // it also pass once over the arena (oldest.cpp). Nothing is hashed and nothing grows with the
@@ -16,6 +16,7 @@
 
 #include "arena.h"
 #include "../cpu/rows.h"
+#include "values.h"
 
 namespace ess {
 
@@ -77,27 +78,6 @@ struct Lookup {
     int64_t unwritten_count;
     int64_t is_landed;
 };
-
-inline __attribute__((always_inline)) bool in_range(const int32_t* ids, int64_t n, int32_t lowest,
-                                                    int64_t bound) {
-    uint32_t above = 0;
-    for (int64_t i = 0; i < n; i++) above = std::max(above, uint32_t(ids[i]) - uint32_t(lowest));
-    return n == 0 || int64_t(above) < bound - lowest;
-}
-
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) bool in_range_avx2(const int32_t* ids, int64_t n, int32_t lowest,
-                                                   int64_t bound) {
-    return in_range(ids, n, lowest, bound);
-}
-#endif
-
-bool within(const int32_t* ids, int64_t n, int32_t lowest, int64_t bound) {
-#if defined(__x86_64__)
-    if (isa() != Isa::portable) return in_range_avx2(ids, n, lowest, bound);
-#endif
-    return in_range(ids, n, lowest, bound);
-}
 
 // One call of plan: `probe` each query, `claim` for what is missing, `serve` each query the rest.
 struct Plan {
@@ -213,7 +193,7 @@ bool translate(const int32_t* selection, const int32_t* page_table, const int32_
     for (int64_t q = 0; q < queries; q++) {
         const int32_t* table = page_table + table_row[q] * pages;
         const int32_t* position = selection + q * width;
-        if (!within(position, width, -1, length[q])) return false;
+        if (!within(position, width, -1, length[q]) || !ascends(position, width)) return false;
         int32_t page = 0;
         for (int64_t c = 0; c < width; c++)
             if (position[c] >= 0) page |= table[position[c] >> 6];

@@ -104,7 +104,13 @@ def test_warm_ages_around_saturation(age):
     assert claims["slots"].size == (10 if age < 255 else 0)
 
 
-BAD_TRANSLATIONS = {"below": (0, 0, -2), "past the end": (1, 3, 130), "no page": (1, 0, 70)}
+BAD_TRANSLATIONS = {
+    "below": (0, 0, -2),
+    "past the end": (1, 3, 130),
+    "no page": (1, 0, 70),
+    "descends": (1, 2, 5),
+    "twice": (0, 1, 0),
+}
 
 
 @pytest.mark.parametrize(

@@ -190,11 +190,16 @@ class Campaign(Twins):
         self.recent[request] = chosen
         line = np.full(top_k, -1, np.int32)
         line[: chosen.size] = chosen
-        if self.chance.random() < 0.2:
-            self.random.shuffle(line)  # pads anywhere
-        if self.chance.random() < 0.2:
-            line[-(top_k // 4) :] = line[: top_k // 4]  # duplicates in one query
         return line
+
+    def stirred(self, rows):
+        """A plan takes rows in any order: pads anywhere, duplicates in one query."""
+        for line in rows:
+            if self.chance.random() < 0.2:
+                self.random.shuffle(line)
+            if self.chance.random() < 0.2:
+                line[-(line.size // 4) :] = line[: line.size // 4]
+        return rows
 
     def rows_of(self, requests, top_k):
         selection = np.stack([self.selection(request, top_k) for request in requests])
@@ -204,7 +209,7 @@ class Campaign(Twins):
                 selection, self.tables, ids(requests), self.lengths[requests], out=out
             )
         np.testing.assert_array_equal(outs[1], outs[0])
-        return outs[0]
+        return self.stirred(outs[0])
 
     def one_step(self):
         self.step += self.chance.choice([1, 1, 1, 2, 90])

@@ -61,26 +61,36 @@ __all__ = [
 def translate(
     selection: Ints, page_table: Ints, table_row: Ints, length: Ints, *, out: Ints
 ) -> None:
-    """Positions [Q, k] to row ids through each query's page table; -1 stays -1."""
+    """Positions [Q, k] to row ids through each query's page table; -1 stays -1.
+
+    Positions ascend, and behind the last there is only -1: a position that came twice would be
+    attended twice.
+    """
     assert selection.shape == out.shape, f"selection {selection.shape} into {out.shape}"
     assert table_row.shape == length.shape == selection.shape[:1], "one table and length a query"
     assert _within(length, 0, page_table.shape[1] * PAGE_ROWS + 1), "a length beyond its table"
     assert _within(table_row, 0, page_table.shape[0]), "a table row outside the page table"
     position = np.maximum(selection, 0)
+    context = [f"of {int(count)} tokens" for count in length]
     wrong = (selection < -1) | (selection >= length[:, None])
-    _refuse(selection, length, wrong, "is outside its context")
+    _refuse(selection, wrong, "is outside its context", context)
     page = page_table[table_row[:, None], position // PAGE_ROWS]
-    _refuse(selection, length, (selection >= 0) & (page < 0), "lies in a page without an id")
+    _refuse(selection, (selection >= 0) & (page < 0), "lies in a page without an id", context)
+    unsigned = selection.view(np.uint32)
+    wrong = np.zeros(selection.shape, np.bool_)
+    wrong[:, 1:] = (unsigned[:, 1:] <= unsigned[:, :-1]) & (selection[:, 1:] >= 0)
+    _refuse(selection, wrong, "is not above the position before it", [""] * len(length))
     out[:] = np.where(selection < 0, -1, page * PAGE_ROWS + position % PAGE_ROWS)
 
 
-def _refuse(selection: Ints, length: Ints, wrong: npt.NDArray[np.bool_], why: str) -> None:
+def _refuse(
+    selection: Ints, wrong: npt.NDArray[np.bool_], why: str, context: Sequence[str]
+) -> None:
     if wrong.any():
         query, column = (int(i) for i in np.argwhere(wrong)[0])
-        raise BadInput(
-            f"selection[{query}, {column}] is position {int(selection[query, column])}, which "
-            f"{why} of {int(length[query])} tokens"
-        )
+        position = int(selection[query, column])
+        text = f"selection[{query}, {column}] is position {position}, which {why} {context[query]}"
+        raise BadInput(text.rstrip())
 
 
 def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> FetchPlan:
