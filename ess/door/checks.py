@@ -52,7 +52,7 @@ def whole(name: str, value: Any) -> int:
 
 def in_range(name: str, value: Any, low: int, high: int) -> int:
     """low <= value <= high."""
-    number = whole(name, value)
+    number = value if type(value) is int else whole(name, value)
     if not low <= number <= high:
         raise BadInput(f"{name} is {number}, must be {low}..{high}")
     return number
@@ -65,9 +65,12 @@ def in_list(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 def counts(name: str, values: Any, size: int) -> list[int]:
     """A whole number for each sequence."""
-    if not hasattr(values, "__iter__"):
-        raise BadInput(f"{name} is {values!r}, must be a list with a number for each sequence")
-    listed = [whole(name, value) for value in values]
+    try:
+        listed = list(map(operator.index, values))
+    except TypeError:
+        raise BadInput(
+            f"{name} is {values!r}, must have whole numbers, for each sequence"
+        ) from None
     if len(listed) != size:
         raise BadInput(f"{name} has {len(listed)} entries for {size} sequences")
     return listed

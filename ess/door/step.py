@@ -70,7 +70,7 @@ class Step:
         tables = owner.pools.tables
         firsts = np.cumsum([0, *query_counts[:-1]]).astype(np.int32)
         sequence_of = np.repeat(np.arange(len(query_counts)), query_counts)
-        lines = np.array([sequence.line for sequence in sequences], np.int32)
+        lines = np.array([sequence.holding.line for sequence in sequences], np.int32)
         self.owner = owner
         self.number = owner.pools.sparse.begin_step()
         self.state: StepState = "open"
@@ -195,8 +195,9 @@ class Step:
         part_max = self.owner.pools.sizes.part_max
         if not 0 <= chosen < part_max:
             raise BadInput(f"workspace {chosen} of group {group}: part_max is {part_max}")
-        if any(answer.workspace == chosen for answer in before):
-            raise BadState(f"workspace {chosen} of group {group} has the answer of another part")
+        for answer in before:
+            if answer.workspace == chosen:
+                raise BadState(f"workspace {chosen} of group {group} has another part's answer")
         resolutions = self.owner.placement.resolve(
             self, group, part, array, workspace=chosen, waits=waits
         )
@@ -285,7 +286,7 @@ class Step:
         owner, kept = self.owner, self._counts(accepted)
         self._require_complete(kept)
         owner.placement.seal(self, kept)
-        lines = [sequence.line for sequence in self.sequences]
+        lines = [sequence.holding.line for sequence in self.sequences]
         owner.pools.tables.lengths[lines] += np.array(kept, np.int32)
         self.state, self._accepted = "sealed", kept
         self._answers.clear()

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ess.clock import Clock, RealClock
 from ess.door import Offload
+from ess.door.checks import token_ids
 from ess.engine import scheduler, tpot_control
 from ess.engine.config import EngineConfig
 from ess.engine.entry import Entry
@@ -125,12 +126,15 @@ class Engine:
 
         With a `leader`, a request of the same prompt and length, the prompt is prefilled once.
         """
+        if leader is not None:
+            self._require_own(leader)
         request = Request(
             number=self._added_count,
-            prompt=list(prompt),
+            prompt=token_ids("prompt", prompt),
             sampling=sampling or Sampling(),
             priority=priority,
             leader=leader,
+            owner=self,
         )
         vocabulary = self._runner.model.config.vocab_size
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
@@ -157,6 +161,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """At any moment; what steps under way still say of it is dropped."""
+        self._require_own(request)
         if self._entry.give_up(request) or self._followers.give_up(request):
             self._roster.add(request)
         if request.reason is None:
@@ -167,6 +172,7 @@ class Engine:
 
         Steps under way are learned first; the request may have ended in one of them.
         """
+        self._require_own(request)
         if request.state not in ("prefilling", "decoding"):
             raise BadState(f"request {request.number} is {request.state}, not running")
         self._learn(0)
@@ -175,9 +181,14 @@ class Engine:
             request.is_held = True
 
     def resume(self, request: Request) -> None:
+        self._require_own(request)
         if request.state != "preempted":
             raise BadState(f"request {request.number} is {request.state}, not preempted")
         self._resume(request)
+
+    def _require_own(self, request: Request) -> None:
+        if request.owner is not self:
+            raise BadInput(f"request {request.number} was added to another engine")
 
     @property
     def is_idle(self) -> bool:

@@ -46,7 +46,7 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """`prompt`, `sampling`, `priority` and `leader` come from outside; everything else is the
-    engine's.
+    engine's, which is its `owner`.
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
     when its grammar could not be followed to the end: `matcher.failure` says why. `refusal` says
@@ -62,6 +62,7 @@ class Request:
     sampling: Sampling
     priority: int = 0
     leader: Request | None = None
+    owner: object = None
     output: list[int] = field(default_factory=list)
     state: State = "waiting"
     reason: Reason | None = None

@@ -181,3 +181,43 @@ def test_requests_that_make_no_sense_are_refused_by_name():
         eng.preempt(waiting)
     with pytest.raises(BadState, match="waiting, not preempted"):
         eng.resume(waiting)
+
+
+def test_a_request_of_another_engine_is_refused():
+    mine, other = (engine("v32", modes="none") for _ in range(2))
+    requests = [eng.add(prompt(20), Sampling(tokens_max=4)) for eng in (mine, other)]
+    for _ in range(2):
+        mine.step()
+        other.step()
+    for call in (mine.cancel, mine.preempt, mine.resume):
+        with pytest.raises(BadInput, match="added to another engine"):
+            call(requests[1])
+    with pytest.raises(BadInput, match="added to another engine"):
+        mine.add(prompt(20), Sampling(tokens_max=4), leader=requests[1])
+    run(mine)
+    run(other)
+    for request in requests:
+        assert request.output == expected("v32", 20, 4)
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_what_was_prefilled_of_a_cancelled_prompt_is_found_again(is_preempted):
+    eng = engine("v32", modes="none")
+    request = eng.add(prompt(300), Sampling(tokens_max=4))
+    while request.prefilled_count < 192:
+        eng.step()
+    if is_preempted:
+        eng.preempt(request)
+    eng.cancel(request)
+    again = eng.add(prompt(300), Sampling(tokens_max=4))
+    eng.step()
+    assert again.sequence.cached_count == 192
+    run(eng)
+    assert again.output == expected("v32", 300, 4)
+
+
+def test_wrong_arguments_of_an_engine():
+    with pytest.raises(BadInput, match="chunk_tokens is 0, must be 1"):
+        EngineConfig(chunk_tokens=0)
+    with pytest.raises(BadInput, match="prompt must be a list of whole numbers"):
+        engine("v32").add([1.0, 2.0], Sampling(tokens_max=4))

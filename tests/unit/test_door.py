@@ -326,7 +326,7 @@ def test_parts_are_appended_in_batch_order(offload):
     step.append(0, rows(1), queries=range(2, 3))
     refused(offload, BadState, "layer 0 was appended in step", late)
     again = lambda: step.resolve(0, alone, queries=range(2, 3), workspace=0)  # noqa: E731
-    refused(offload, BadState, "workspace 0 of group 0 has the answer of another part", again)
+    refused(offload, BadState, "workspace 0 of group 0 has another part's answer", again)
     refused(
         offload,
         BadInput,

@@ -1,0 +1,330 @@
+"""What is easy to get wrong at the door: a typed error says what, and nothing has changed."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from ess.errors import BadInput, BadState
+from ess.flashtrans import InlineLane
+from tests.unit.test_door import LAYOUT, make, opened, refused, rows, selection
+
+
+@pytest.fixture
+def offload():
+    with make() as made:
+        yield made
+
+
+def begun(offload, count: int = 10):
+    return offload.begin([opened(offload, count)], query_counts=[1])
+
+
+# ---- whose it is
+
+
+def test_a_sequence_of_another_offload_is_refused(offload):
+    mine = opened(offload)
+    with make() as other:
+        stranger = opened(other)
+        for call in (
+            lambda: offload.begin([stranger], query_counts=[1]),
+            lambda: offload.begin([mine, stranger], query_counts=[1, 1]),
+            lambda: offload.all_resident([stranger]),
+            lambda: offload.refill([stranger]),
+        ):
+            refused(offload, BadInput, "not opened by this offload", call)
+        other.check()
+    refused(offload, BadInput, "not opened", lambda: offload.begin([7], query_counts=[1]))
+    refused(offload, BadInput, "list of sequences", lambda: offload.begin(mine, query_counts=[1]))
+
+
+def in_a_thread(call) -> BaseException | None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="arrivals")
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_two_threads_are_told_of_each_other(offload):
+    sequence = opened(offload)
+    step = offload.begin([sequence], query_counts=[1])
+    for call in (
+        lambda: offload.open([1, 2]),
+        lambda: sequence.import_rows(0, 10, rows(1)),
+        lambda: step.append(0, rows(1)),
+        offload.drain,
+        sequence.close,
+    ):
+        error = in_a_thread(call)
+        assert isinstance(error, BadState), error
+        assert "thread 'MainThread'" in str(error)
+        assert "thread 'arrivals'" in str(error)
+    assert in_a_thread(offload.stats) is None, "numbers may be read from anywhere"
+    offload.check()
+    step.abandon()
+
+
+def test_an_offload_belongs_to_the_thread_that_uses_it_first_while_that_lives():
+    offload, made = make(), []
+    assert in_a_thread(lambda: made.append(opened(offload))) is None
+    offload.begin(made, query_counts=[1]).abandon()
+    assert isinstance(in_a_thread(lambda: offload.open([1])), BadState)
+    offload.close()
+
+
+# ---- what is brought
+
+
+def test_token_ids_are_whole_numbers_in_one_dimension(offload):
+    for tokens in (torch.ones(1, 5, dtype=torch.int64), np.ones((2, 3), np.int32)):
+        refused(offload, BadInput, "one dimension", lambda tokens=tokens: offload.open(tokens))
+    for tokens in ([1.5, 2.0], torch.ones(4), "text", 7, [[1, 2]], None):
+        refused(offload, BadInput, "whole numbers", lambda tokens=tokens: offload.open(tokens))
+    refused(offload, BadInput, "ids -1..2", lambda: offload.open([2, -1]))
+    assert offload.open(torch.arange(4)).tokens == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"length_max": 0}, "length_max is 0, must be 1..256"),
+        ({"length_max": 2.5}, "length_max is 2.5, must be a whole number"),
+        ({"promise": "most"}, "promise is 'most', must be 'all' or 'some'"),
+        ({"salt": "tenant"}, "salt is a str, must be bytes"),
+        ({"reuse_max": -1}, "reuse_max is -1"),
+    ],
+)
+def test_wrong_terms_of_a_sequence(offload, changes, match):
+    refused(offload, BadInput, match, lambda: offload.open([1, 2, 3], **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"slot_floor": -1}, "slot_floor is -1"),
+        ({"slot_floor": 0}, "slot_floor is 0"),
+        ({"length_max": 0}, "length_max is 0|not a size"),
+        ({"lane": "fast"}, "lane is 'fast', must be a lane"),
+        ({"part_max": 1.5}, "part_max is 1.5, must be a whole number"),
+    ],
+)
+def test_wrong_sizes_of_an_offload(changes, match):
+    with pytest.raises(BadInput, match=match):
+        make(**changes)
+
+
+def test_rows_of_another_type_are_named(offload):
+    sequence = offload.open(list(range(5)))
+    brain = torch.zeros(4, 16, dtype=torch.bfloat16)
+    refused(offload, BadInput, "rows is bfloat16", lambda: sequence.import_rows(0, 0, brain))
+    for start in (1.0, "a"):
+        refused(
+            offload,
+            BadInput,
+            "start is",
+            lambda start=start: sequence.import_rows(0, start, rows(1)),
+        )
+
+
+def test_no_rows_do_nothing(offload):
+    sequence = opened(offload)
+    refused_count = sequence.arrival_count
+    sequence.import_rows(0, 10, rows(0))
+    assert sequence.arrival_count == refused_count
+    assert offload.begin([sequence], query_counts=[1]).query_start.tolist() == [10]
+
+
+def test_rows_that_came_in_part_are_no_start(offload):
+    sequence = offload.open(list(range(11)))
+    for layer, count in ((0, 10), (1, 4)):
+        sequence.import_rows(layer, 0, rows(count))
+    match = "of 10 rows before its last token layer 1 has 4, layer 0 has 10"
+    refused(offload, BadState, match, lambda: offload.begin([sequence], query_counts=[1]))
+    refused(
+        offload,
+        BadInput,
+        "goes on at 4, not at 10",
+        lambda: offload.begin([sequence], query_counts=[1], starts=[10]),
+    )
+    step = offload.begin([sequence], query_counts=[1], starts=[4])
+    assert step.query_start.tolist() == [4]
+    step.abandon()
+    sequence.import_rows(1, 4, rows(6))
+    assert offload.begin([sequence], query_counts=[1]).query_start.tolist() == [10]
+
+
+# ---- what is asked
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (selection(5, 3), r"selection\[0, 1\] is position 3, which is not above"),
+        (selection(3, 3), r"selection\[0, 1\] is position 3, which is not above"),
+        (torch.tensor([[1, -1, 2, -1, -1, -1, -1, -1]], dtype=torch.int32), r"\[0, 2\] is pos"),
+    ],
+)
+def test_a_selection_ascends(offload, bad, match):
+    step = begun(offload)
+    for verb in (step.resolve, step.locate, step.locate_all, step.host_codes):
+        refused(offload, BadInput, match, lambda verb=verb: verb(0, bad))
+    step.append(0, rows(1))
+    refused(offload, BadInput, match, lambda: step.resolve(0, bad))
+
+
+def test_queries_are_a_range_of_the_step(offload):
+    step = begun(offload)
+    for queries, match in (([0], "range of neighbours"), (range(2), r"within 0\.\.0")):
+        refused(
+            offload,
+            BadInput,
+            match,
+            lambda queries=queries: step.append(0, rows(1), queries=queries),
+        )
+    refused(
+        offload,
+        BadInput,
+        "a query is 1",
+        lambda: step.locate(0, selection(0), queries=[1]),
+    )
+    step.append(0, rows(1))
+    step.resolve(0, selection(0))
+    refused(offload, BadInput, "pass None", lambda: step.resolve(1, selection(0)))
+
+
+def test_what_was_accepted_are_whole_numbers(offload):
+    step = begun(offload)
+    step.append(0, rows(1))
+    step.append(1, rows(1))
+    for accepted, match in (
+        ([1.7], "accepted is .1.7., must have whole"),
+        (1, "accepted is 1, must have"),
+    ):
+        for verb in (step.commit, step.seal):
+            refused(
+                offload,
+                BadInput,
+                match,
+                lambda verb=verb, accepted=accepted: verb(accepted=accepted),
+            )
+    for tokens in ([99], 99, [["a"]]):
+        refused(
+            offload,
+            BadInput,
+            "tokens",
+            lambda tokens=tokens: step.commit(accepted=[1], tokens=tokens),
+        )
+    step.seal(accepted=[1])
+    other = "accepted is .0., step .* was sealed with .1."
+    refused(offload, BadInput, other, lambda: step.learn(accepted=[0]))
+    step.learn(accepted=[1])
+    refused(offload, BadState, "learned, not sealed", lambda: step.learn(accepted=[1]))
+
+
+def test_counts_of_a_fill_and_of_a_batch(offload):
+    sequence = opened(offload)
+    refused(offload, BadInput, "row_max is -1", lambda: sequence.fill(row_max=-1))
+    for counts, match in ((1, "counts is 1, must have whole"), ([1.5], "must have whole numbers")):
+        refused(
+            offload,
+            BadInput,
+            match,
+            lambda counts=counts: offload.begin([sequence], query_counts=counts),
+        )
+
+
+# ---- when
+
+
+def test_a_closed_offload_refuses_every_verb():
+    offload = make(lane=InlineLane())
+    active, preempted = opened(offload), opened(offload)
+    preempted.preempt()
+    offload.close()
+    for call in (
+        lambda: active.import_rows(0, 10, rows(1)),
+        lambda: active.warm(np.full((2, 1, 3), -1, np.int32)),
+        active.fill,
+        active.preempt,
+        active.fork,
+        preempted.resume,
+        lambda: offload.begin([active], query_counts=[1]),
+        lambda: offload.all_resident([active]),
+        offload.forget_prefixes,
+    ):
+        with pytest.raises(BadState, match="this offload is closed"):
+            call()
+    active.close()
+
+
+def test_a_sequence_in_a_step_is_not_closed_under_it(offload):
+    first, second = opened(offload), opened(offload)
+    step = offload.begin([first, second], query_counts=[1, 1])
+    refused(offload, BadState, "is in step .*; commit it first", first.close)
+    for layer in (0, 1):
+        step.append(layer, rows(2))
+    step.commit(accepted=[1, 1])
+    assert (first.length, second.length) == (11, 11)
+    first.close()
+
+
+def test_repr_is_short(offload):
+    sequence = opened(offload, 200)
+    step = offload.begin([sequence], query_counts=[1])
+    assert repr(sequence) == "<Sequence 0: active, 200 rows, 201 tokens>"
+    assert repr(step) == f"<Step {step.number}: open, 1 sequences, 1 queries>"
+    step.abandon()
+    assert "learned" in repr(step)
+
+
+# ---- what stays
+
+
+def whole_pages(offload, tokens, *, count: int):
+    sequence = offload.open(tokens)
+    start = sequence.cached_count
+    for layer in range(3):
+        sequence.import_rows(layer, start, rows(count - start))
+    for layer in (0, 2):
+        keys = torch.ones((count - start, LAYOUT.index.key_bytes), dtype=torch.uint8)
+        sequence.import_keys(layer, start, keys)
+    return sequence
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_what_has_arrived_is_cached_when_its_sequence_closes(is_preempted):
+    """The MTP module's last page is left out of a prefix: its row saw another continuation."""
+    with make() as offload:
+        tokens = list(range(250))
+        sequence = whole_pages(offload, tokens, count=200)
+        if is_preempted:
+            sequence.preempt()
+        sequence.close()
+        offload.check()
+        assert offload.open(tokens).cached_count == 128
+
+
+def test_what_arrives_while_preempted_is_cached_too():
+    with make() as offload:
+        tokens = list(range(250))
+        sequence = offload.open(tokens)
+        sequence.preempt()
+        for layer in range(3):
+            sequence.import_rows(layer, 0, rows(200))
+        for layer in (0, 2):
+            keys = torch.ones((200, LAYOUT.index.key_bytes), dtype=torch.uint8)
+            sequence.import_keys(layer, 0, keys)
+        sequence.close()
+        assert offload.open(tokens).cached_count == 128
