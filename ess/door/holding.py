@@ -12,7 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from ess.door.pools import HOST_PAGES, INDEX_PAGES, SLOTS, Pools
+from ess.door.pools import Pools
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS
 from ess.errors import PoolFull
 from ess.pool.index import NONE
 from ess.pool.ledger import Promise, Reservation
@@ -70,7 +71,7 @@ class Holding:
         pools = self._pools
         if pools.tables.free_count == 0:
             raise PoolFull(
-                limiter="sequences",
+                limiter=SEQUENCES,
                 needed=1,
                 free=0,
                 sentence=f"all {pools.sizes.sequence_max} sequences are active",

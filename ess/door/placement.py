@@ -1,7 +1,7 @@
 """Where the rows of a step are: what stands between a step and the memory that attention reads.
 
 A `Step` checks its arguments and knows what has been asked of it; a `Placement` puts new rows into
-memory, finds selected rows and ends the step. The one of this library is `Slots`: rows in slots of
+memory, finds selected rows and ends the step. This library's placement is `Slots`: rows in slots of
 the sparse pool, fetched from the host when they are absent. Others wrap it or take its place.
 
 Arrays of a call (`Array`) are what the step was given, checked for type and shape. `queries` are

@@ -2,9 +2,9 @@
 
 Called behind every step, a refill walks through one sequence with absent rows and starts copies
 into free slots. It stays behind the steps: it looks at `LOOK_PAGES` pages in `GROUPS` groups and
-starts at most `FILL_ROWS` rows of each, since copies go in one line with the fetches of the next
+starts at most `FILL_ROWS` rows of each, since these copies queue before the fetches of the next
 step. It leaves a tenth of every group's slots free, so it never makes slots scarce; its rows rank
-as the oldest, and no row gives way to one: a wrong guess costs a copy.
+as the oldest, and no row gives way to them: a wrong guess costs a copy.
 
 A walk that came around rests until a row has departed since it began, slots have changed their
 group or rows have arrived from elsewhere. (Slots of rejected drafts are for the next drafts.)

@@ -84,7 +84,7 @@ class Resident:
         return _Answer(sequence.arrival_count, is_resident, departed_count, until_step)
 
     def _groups(self) -> list[int]:
-        """Of the main model, fewest rows first: the likeliest to lack one."""
+        """Of the main model, fewest rows first: the likeliest to lack a row."""
         layout, used_count = self.pools.layout, self.pools.sparse.used_count
         return sorted(range(layout.main_group_count), key=used_count)
 
