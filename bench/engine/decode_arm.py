@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ess.bench.engine.resident_baseline import EveryRow
 from ess.bench.harness.prefix import Prefix
 from ess.door import Offload
-from ess.door.offload import Replace
+from ess.door.offload import MakePlacement
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
@@ -84,7 +84,7 @@ class Arm:
         way: Way,
         *,
         lane: Lane | None = None,
-        placement: Replace | None = None,
+        placement: MakePlacement | None = None,
     ) -> None:
         self.shape, self.way = shape, way
         if way.ratio is None:
@@ -175,7 +175,7 @@ def slots_each(layout: ModelLayout, shape: Shape, ratio: float) -> int:
 
 
 def _offload(
-    layout: ModelLayout, shape: Shape, way: Way, placement: Replace | None, lane: Lane | None
+    layout: ModelLayout, shape: Shape, way: Way, placement: MakePlacement | None, lane: Lane | None
 ) -> Offload:
     each = 1 if way.ratio is None else slots_each(layout, shape, way.ratio)
     if way.ratio is not None and way.ratio >= 1.0:

@@ -27,7 +27,7 @@ from ess.layout import ModelLayout
 from ess.pool.ledger import Promise
 from ess.units import parse_size
 
-Replace: TypeAlias = Callable[[Slots], Placement]
+MakePlacement: TypeAlias = Callable[[Slots], Placement]
 
 
 class Offload:
@@ -40,7 +40,9 @@ class Offload:
     One thread makes all calls: that of the first one after `create` (see `ess.door.owner`).
     """
 
-    def __init__(self, pools: Pools, lane: Lane, clock: Clock, replace: Replace | None) -> None:
+    def __init__(
+        self, pools: Pools, lane: Lane, clock: Clock, make_placement: MakePlacement | None
+    ) -> None:
         self.layout = pools.layout
         self.sizes = pools.sizes
         self.clock = clock
@@ -52,7 +54,7 @@ class Offload:
         self._refill = Refill(pools, self._resident)
         self._budgets = Budgets(pools)
         slots = Slots(pools, self._counters, self.timings)
-        self._owner = Owner(pools, slots if replace is None else replace(slots))
+        self._owner = Owner(pools, slots if make_placement is None else make_placement(slots))
 
     @classmethod
     def create(
@@ -71,7 +73,7 @@ class Offload:
         lane: Lane | None = None,
         clock: Clock | None = None,
         poison: bool = False,
-        placement: Replace | None = None,
+        placement: MakePlacement | None = None,
     ) -> Offload:
         """Allocates everything it will ever use.
 
