@@ -18,24 +18,15 @@ Dense layers have nothing to dispatch and little to hide behind: they run whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Final, Generic, Literal, NamedTuple
+from typing import Final, Generic, Literal
 
 from ess.overlap.policy import Mode, Vector
 from ess.overlap.stages import R, Run
 
 DELTA: Final = 2
-IMBALANCE: Final = 0.48
 FLOOR_TOKENS: Final = 64
 
 Tbo = Literal["off", "on", "auto"] | int
-
-
-class Cut(NamedTuple):
-    """The first half is the sequences before `sequence` and `offset` tokens of that one."""
-
-    sequence: int
-    offset: int = 0
 
 
 def interleave(first: Run[R], second: Run[R], *, delta: int = DELTA) -> tuple[R, R]:
@@ -71,22 +62,10 @@ class _Half(Generic[R]):
             self.result.append(end.value)
 
 
-def decode_cut(counts: Sequence[int]) -> Cut:
-    """Half of the sequences: they bring about as many queries each."""
+def first_half(counts: Sequence[int]) -> int:
+    """How many sequences half a has: half of them, for each brings about as many queries."""
     assert len(counts) > 1, f"{len(counts)} sequences have no two halves"
-    return Cut(len(counts) // 2)
-
-
-def prompt_cut(lengths: Sequence[int]) -> Cut:
-    """Between two prompts where their sums are closest; through one, if that leaves a side less
-    than `IMBALANCE` of the tokens."""
-    assert all(length > 0 for length in lengths), f"prompts of {list(lengths)} tokens"
-    sums, total = list(accumulate(lengths)), sum(lengths)
-    between = min(range(len(lengths)), key=lambda at: abs(total - 2 * sums[at])) + 1
-    if IMBALANCE * total <= sums[between - 1] <= (1 - IMBALANCE) * total:
-        return Cut(between)
-    split = next(at for at, so_far in enumerate(sums) if 2 * so_far > total)
-    return Cut(split, total // 2 - (sums[split] - lengths[split]))
+    return len(counts) // 2
 
 
 def reasons_off(

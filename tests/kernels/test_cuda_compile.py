@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from ess.errors import Unavailable
 from ess.kernels.cuda import program
 from ess.kernels.cuda.program import ARCHITECTURES, Program
+from ess.kernels.cuda.rows import Hint, MoveForm
 from ess.pool import cuda_programs
+from ess.pool.lru.cuda_records import CLUSTER_BLOCKS_MAX, TOGETHER_THREADS, resolve_program
 
 needs_nvrtc = pytest.mark.skipif(
     program.why_missing() is not None, reason=str(program.why_missing())
 )
 ROOT = Path(__file__).resolve().parents[2]
-EVERY = [*cuda_programs.programs(), *cuda_programs.trial_programs()]
+TRIED = [
+    MoveForm(
+        way="flat",
+        row_bytes=656,
+        unit_bytes=16,
+        in_flight=in_flight,
+        threads=1024,
+        stores=stores,
+        waits_for_host=waits,
+    ).program
+    for stores, in_flight, waits in itertools.product(get_args(Hint), (1, 2, 4), (False, True))
+]
+"""What benchmarks load beside what serving loads: other hints and depths, a rival, a cluster."""
+EVERY = [
+    *cuda_programs.programs(),
+    *TRIED,
+    cuda_programs.rival_form(656).program,
+    resolve_program(together=CLUSTER_BLOCKS_MAX, threads=TOGETHER_THREADS),
+]
 SMALL = Program(file="rival.cu", defines=(("ESS_ROW_BYTES", 32), ("ESS_LOAD", 0), ("ESS_STORE", 0)))
 SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(volatile float* at) {
     float held[96], total = 0;

@@ -11,7 +11,7 @@ from ess.errors import BadInput
 from ess.overlap import sbo
 from ess.overlap.policy import Mode
 from ess.overlap.stages import Run, finish
-from ess.overlap.tbo import IMBALANCE, Cut, interleave, prompt_cut, reasons_off
+from ess.overlap.tbo import interleave, reasons_off
 
 
 def counted(name: str, stage_count: int, log: list[str]) -> Run[str]:
@@ -51,30 +51,14 @@ def test_finish_is_the_same_without_anybody_else():
     assert log == ["a0", "a1", "a2"]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "cut"),
-    [
-        ([512, 512], Cut(1)),
-        ([500, 500, 500, 500], Cut(2)),
-        ([480, 520], Cut(1)),
-        ([479, 521], Cut(1, 21)),
-        ([4096], Cut(0, 2048)),
-        ([100, 4000, 100], Cut(1, 2000)),
-        ([4000, 100], Cut(0, 2050)),
-    ],
-)
-def test_prompts_are_cut_between_or_through(lengths: list[int], cut: Cut):
-    assert prompt_cut(lengths) == cut
+@pytest.mark.parametrize(("counts", "first"), [([1, 1], 1), ([3, 1, 2], 1), ([2] * 8, 4)])
+def test_a_batch_is_cut_between_sequences(counts: list[int], first: int):
+    assert tbo.first_half(counts) == first
 
 
-@given(st.lists(st.integers(2, 5000), min_size=1, max_size=20))
-def test_no_side_of_a_prompt_batch_is_much_smaller(lengths: list[int]):
-    cut = prompt_cut(lengths)
-    first = sum(lengths[: cut.sequence]) + cut.offset
-    total = sum(lengths)
-    assert 0 < first < total
-    assert min(first, total - first) >= min(IMBALANCE * total, total // 2)
-    assert cut.offset < (lengths[cut.sequence] if cut.sequence < len(lengths) else 1)
+def test_one_sequence_is_not_cut():
+    with pytest.raises(AssertionError, match="1 sequences have no two halves"):
+        tbo.first_half([4])
 
 
 DA = (Mode.DA,) * 3

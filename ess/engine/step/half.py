@@ -9,7 +9,6 @@ from typing import Final
 
 from ess.engine.layers.batch import Batch
 from ess.models.layers import Rotation
-from ess.overlap.tbo import Cut
 
 PARTS: Final = 2
 
@@ -45,11 +44,12 @@ def whole(batch: Batch) -> Half:
     return Half(batch=batch, queries=range(sum(counts)), counts=counts)
 
 
-def halves(batch: Batch, cut: Cut) -> tuple[Half, Half]:
-    assert cut.offset == 0, "a decode batch is cut between sequences"
+def halves(batch: Batch, first_count: int) -> tuple[Half, Half]:
+    """The first so many sequences, and the others."""
     counts = batch.step.query_counts
-    first = _side(batch, counts, 0, cut.sequence, 0)
-    return first, _side(batch, counts, cut.sequence, len(counts), PARTS)
+    assert 0 < first_count < len(counts), f"{first_count} of {len(counts)} sequences are no half"
+    first = _side(batch, counts, 0, first_count, 0)
+    return first, _side(batch, counts, first_count, len(counts), PARTS)
 
 
 def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_workspace: int) -> Half:

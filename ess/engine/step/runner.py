@@ -108,7 +108,7 @@ class Runner:
         if self.tuning.reasons_whole(batch.step, self._vector, has_experts=has_experts):
             return None
         self._vector = tuple(max(mode, Mode.NONE) for mode in self._vector)
-        return halves(batch, tbo.decode_cut(batch.step.query_counts))
+        return halves(batch, tbo.first_half(batch.step.query_counts))
 
     def _in_turn(
         self, pair: tuple[Half, Half], layers: Sequence[DecoderLayer], hidden: Tensor

@@ -333,7 +333,7 @@ def selection_record(
     length: Any = None,
 ) -> SelectionRecord:
     """Row ids, or positions of contexts of `length` tokens and room for their row ids."""
-    if len({one is None for one in (positions, page_table, table_row)}) > 1:
+    if len({array is None for array in (positions, page_table, table_row)}) > 1:
         raise BadInput("positions need a page_table and a table_row; row ids need none of these")
     return SelectionRecord(
         *map(address, (positions, page_table, table_row, length, rows)),
