@@ -53,7 +53,7 @@ TREE_BYTES_MAX = 48 << 20
 FUNCTION_LINES_MEDIAN = 10
 FILE_LINES_MEDIAN = 150
 FOLDER_MODULES_MAX = 16
-FOLDER_TESTS_MAX = 50
+FOLDER_TESTS_MAX = 60
 
 LINKS = {f"ess/{name}": f"../{name}" for name in ("models", "server", "bench", "csrc")}
 TOP_LEVEL = {

@@ -64,6 +64,7 @@ class Pools:
     def check(self) -> None:
         for owner in (self.latent, self.index, self.sparse, self.ledger, self.inflight):
             owner.check()
+        self.tables.check(self.index.pages)
 
 
 def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:

@@ -212,6 +212,12 @@ class Engine:
         """Steps that may be under way when the next one is planned."""
         return 0 if self.depth_reasons() else self._config.depth
 
+    def check(self) -> None:
+        """Audits pools, requests and what is not learned yet; an AssertionError names the fault."""
+        self.offload.check()
+        self._roster.check()
+        self._future.check()
+
     # ---- the step
 
     @torch.inference_mode()

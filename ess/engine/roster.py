@@ -1,10 +1,10 @@
-"""Who is in which state. The finished are in no list: nothing here grows with the past.
+"""The requests by state. Finished requests are in no list: nothing here grows with the past.
 
-Of those that wait for admission or for their prompt the first in rank is looked at every step, so
-these two states keep a heap of ranks beside the dictionary. A request leaves a state from anywhere;
-its rank stays in the heap until it comes to the top, where whoever is not in the dictionary any
-more is dropped, or until most of the heap has left. One that comes back is in the heap twice, which
-changes no answer.
+Of the requests that wait for admission or for their prompt the first in rank is looked at every
+step, so these two states keep a heap of ranks beside the dictionary. A request leaves a state from
+anywhere; its rank stays in the heap until it comes to the top, where ranks of requests that have
+left are dropped, or until most of the heap has left. A request that comes back is in the heap
+twice, which changes no answer.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ class Roster(Generic[AnyRequest]):
         self._ranks: dict[State, list[tuple[int, int]]] = {"waiting": [], "prefilling": []}
 
     def add(self, request: AnyRequest) -> None:
+        assert request.state != "finished", f"request {request.number} is finished"
+        assert request.number not in self._by_state[request.state], f"{request.number} is here"
         self._by_state[request.state][request.number] = request
         if request.state in self._ranks:
             heapq.heappush(self._ranks[request.state], request.rank)
 
     def move(self, request: AnyRequest, state: State) -> None:
-        found = self._by_state[request.state].pop(request.number, None)
-        assert found is request, f"request {request.number} is on another roster"
+        listed = self._by_state[request.state].pop(request.number, None)
+        assert listed is request, f"request {request.number} is on another roster"
         assert (request.state, state) in MOVES, f"{request.number}: {request.state} -> {state}"
         request.state = state
         if state != "finished":
@@ -61,7 +63,7 @@ class Roster(Generic[AnyRequest]):
         return len(self._by_state[state])
 
     def first(self, state: State) -> AnyRequest | None:
-        """The first in rank of those that wait or are being prefilled."""
+        """The first in rank of the requests that wait or are being prefilled."""
         ranks, here = self._ranks[state], self._by_state[state]
         if len(ranks) > 2 * len(here) + SPARE:
             ranks[:] = sorted(request.rank for request in here.values())
@@ -74,5 +76,16 @@ class Roster(Generic[AnyRequest]):
         return self._by_state[state].values()
 
     def by_rank(self, *states: State) -> list[AnyRequest]:
-        found = [request for state in states for request in self.of(state)]
-        return sorted(found, key=lambda request: request.rank)
+        requests = [request for state in states for request in self.of(state)]
+        return sorted(requests, key=lambda request: request.rank)
+
+    def check(self) -> None:
+        for state, here in self._by_state.items():
+            for number, request in here.items():
+                assert request.number == number, f"request {request.number} is listed as {number}"
+                assert request.state == state, f"request {number} is {request.state}, not {state}"
+        for state, ranks in self._ranks.items():
+            ranked = {number for _, number in ranks}
+            lost = self._by_state[state].keys() - ranked
+            assert not lost, f"requests {lost} are {state} and have no rank"
+            assert all(ranks[(at - 1) // 2] <= ranks[at] for at in range(1, len(ranks))), "no heap"

@@ -1,10 +1,10 @@
-"""Where the live policy starts: constants of one model on one machine, and misses per layer.
+"""Where the live policy starts: constants of a model on a machine, and misses per layer.
 
-`ess-bench calibrate --out FILE` measures them; FILE is a benchmark document like any other, and its
-rows named `calibrate: ...` are what is read here. It says on which machine and of which layout it
-was measured: another layout is refused. Without a file the policy starts from `DEFAULT`, the
-embedded model's constants on two cores of an EPYC, and no misses: so no layer is split until the
-counters have seen some.
+`ess-bench calibrate --out FILE` measures them. FILE is a benchmark document like any other; its
+rows named `calibrate: ...` are read here. It says on which machine and of which layout it was
+measured: another layout is refused. Without a file the policy starts from `DEFAULT`, the embedded
+model's constants on two cores of an EPYC, and no misses: no layer is split until the counters have
+seen misses.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ class Calibrated:
 
         A file with the MTP layer, the last one, serves an engine without it.
         """
+        assert layer_count > 0, f"a model of {layer_count} layers"
         if not self.misses:
             return (0.0,) * layer_count
         nearest = min(self.misses, key=lambda at: max(at, context) / max(1, min(at, context)))
-        return self.misses[nearest][:layer_count]
+        misses = self.misses[nearest]
+        assert len(misses) >= layer_count, f"misses of {len(misses)} layers for {layer_count}"
+        return misses[:layer_count]
 
 
 DEFAULT: Final = Calibrated(
@@ -136,18 +139,19 @@ def _check_shape(path: str | Path, measured: Any, layout: ModelLayout) -> None:
 def _misses(
     path: str | Path, rows: list[_Row], layout: ModelLayout
 ) -> dict[int, tuple[float, ...]]:
-    """One row per context and layer, layers ascending from 0."""
-    found: dict[int, tuple[float, ...]] = {}
+    """A row for each context and layer, layers ascending from 0."""
+    met: dict[int, tuple[float, ...]] = {}
     for row in rows:
         context, layer = row.config.get("context"), row.config.get("layer")
-        so_far = found.get(context, ()) if isinstance(context, int) else ()
+        so_far = met.get(context, ()) if isinstance(context, int) else ()
         if not isinstance(context, int) or layer != len(so_far):
             raise BadInput(f"calibration {path}: misses of context {context}, layer {layer}")
-        found[context] = (*so_far, row.value)
-    for context, misses in found.items():
+        met[context] = (*so_far, row.value)
+    assert sum(map(len, met.values())) == len(rows), "a row of misses was lost"
+    for context, misses in met.items():
         if len(misses) < layout.layer_total:
             raise BadInput(
                 f"calibration {path} has {len(misses)} layers at context {context}, this model has"
                 f" {layout.layer_total}"
             )
-    return found
+    return met

@@ -14,6 +14,7 @@ from ess.overlap.stages import P, Run, Stages, Where
 def da(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     stages.index()
     [whole] = stages.parts(1)
+    assert whole, "a layer runs for a batch, not for none"
     where = stages.resolve(whole)
     yield
     stages.pre_attn()

@@ -3,20 +3,24 @@
     compute  | index | resolve a | resolve b | pre_attn | resident a, b | fetched a, b | merge |
     copy                         |=== fetch a ===|=== fetch b ===|
 
-Only the indexer is split: its intensity does not fall with the batch. A batch of one has no second
-half and runs as DA.
+Only the indexer is split: its intensity does not fall with the batch. A batch of a single sequence
+has no second half and runs as DA.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ess.overlap.stages import P, Run, Stages, Where
 
 
 def dba(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     stages.index()
-    halves = [stages.resolve(half) for half in stages.parts(2)]
+    parts = stages.parts(2)
+    assert 1 <= len(parts) <= 2, f"{len(parts)} halves"
+    assert all(a.stop == b.start for a, b in pairwise(parts)), f"halves out of order: {parts}"
+    halves = [stages.resolve(half) for half in parts]
     yield
     stages.pre_attn()
     residents = [stages.attend_resident(where) for where in halves]
@@ -24,4 +28,5 @@ def dba(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     for where, resident in zip(halves, residents, strict=True):
         stages.wait(where)
         merged.append(stages.merge(resident, stages.attend_fetched(where)))
+    assert len(merged) == len(parts), "a half has no answer"
     return merged

@@ -1,9 +1,9 @@
 """Which schedule each layer runs: chosen from live counters, changed only when it clearly pays.
 
 A change of vector costs a captured graph, so it must be worth it and must last. `advance` is pure:
-state and one step's observation in, state out; the same observations give the same vectors on
-every rank. A vector gives way when the best one has been predicted at least `WIN` cheaper for
-`PATIENCE` steps in a row; which one is best may shift meanwhile (a layer on the edge between two
+state and an observation in, state out; the same observations give the same vectors on every rank.
+A vector gives way when the best vector has been predicted at least `WIN` cheaper for `PATIENCE`
+steps in a row; which vector is best may shift meanwhile (a layer on the edge between two
 schedules), the latest is taken. Misses, link rate and windows are exponential averages, so a
 single odd step neither starts a change nor stops one.
 
@@ -42,10 +42,10 @@ Vector = tuple[Mode, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Counters of a step, or the mean of some. Misses are per request and layer; None where nothing
-    was measured.
+    """Counters of a step, or the mean over `step_count` steps. Misses are per request and layer;
+    None where nothing was measured.
 
-    `hiding` is measured over the layers of a step: one pair of windows for all of them.
+    `hiding` is measured over the layers of a step: all of them share a pair of windows.
     """
 
     misses: tuple[float, ...]
@@ -69,7 +69,9 @@ class PolicyState:
     def __post_init__(self) -> None:
         if len(self.misses) != len(self.vector) or not self.misses:
             counts = f"{len(self.misses)} miss rates, {len(self.vector)} modes"
-            raise BadInput(f"a policy needs one miss rate and one mode a layer, got {counts}")
+            raise BadInput(f"a policy needs a miss rate and a mode for each layer, got {counts}")
+        assert self.row_bytes > 0, f"rows of {self.row_bytes} bytes"
+        assert 0 <= self.lead_count < PATIENCE, f"a lead of {self.lead_count} steps was not taken"
 
 
 def start(
@@ -103,7 +105,9 @@ def layer_costs(state: PolicyState, request_count: int) -> tuple[Exposed, ...]:
         )
         for miss_count in state.misses
     )
-    return tuple(exposed(moved_us, state.hiding) for moved_us in moved)
+    costs = tuple(exposed(moved_us, state.hiding) for moved_us in moved)
+    assert len(costs) == len(state.vector), f"{len(costs)} costs, {len(state.vector)} layers"
+    return costs
 
 
 def best_mode(cost: Exposed) -> Mode:
@@ -117,7 +121,9 @@ def best_mode(cost: Exposed) -> Mode:
 
 
 def best_vector(costs: Sequence[Exposed]) -> Vector:
-    return tuple(best_mode(cost) for cost in costs)
+    best = tuple(best_mode(cost) for cost in costs)
+    assert Mode.RESIDENT not in best, "RESIDENT follows the ledger, it is never chosen"
+    return best
 
 
 def exposed_us(cost: Exposed, mode: Mode) -> float:
@@ -139,6 +145,7 @@ def vector_us(costs: Sequence[Exposed], vector: Vector) -> float:
 
 def advance(state: PolicyState, seen: Observation) -> PolicyState:
     """Some steps further: averages follow, and the vector changes when another has won for long."""
+    assert seen.step_count > 0, f"an observation of {seen.step_count} steps"
     if len(seen.misses) != len(state.misses):
         raise BadInput(f"misses of {len(seen.misses)} layers, the policy has {len(state.misses)}")
     _check_counts(seen.misses, seen.request_count)
@@ -155,10 +162,8 @@ def advance(state: PolicyState, seen: Observation) -> PolicyState:
     costs = layer_costs(followed, seen.request_count)
     best = best_vector(costs)
     assert vector_us(costs, best) <= vector_us(costs, state.vector), "the best is not the cheapest"
-    assert Mode.RESIDENT not in best, "RESIDENT follows the ledger, it is never chosen"
     wins = vector_us(costs, best) < (1 - WIN) * vector_us(costs, state.vector)
     lead_count = state.lead_count + seen.step_count if wins else 0
-    assert state.lead_count < PATIENCE, f"a vector led for {state.lead_count} steps: not taken"
     if lead_count >= PATIENCE:
         return replace(followed, vector=best, lead_count=0)
     return replace(followed, lead_count=lead_count)
@@ -166,6 +171,7 @@ def advance(state: PolicyState, seen: Observation) -> PolicyState:
 
 def modes(state: PolicyState, *, all_resident: bool) -> Vector:
     """What this step runs."""
+    assert Mode.RESIDENT not in state.vector, "RESIDENT was kept after the ledger's word"
     return (Mode.RESIDENT,) * len(state.vector) if all_resident else state.vector
 
 

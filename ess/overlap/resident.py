@@ -16,6 +16,7 @@ from ess.overlap.stages import P, Run, Stages, Where
 def resident(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     stages.index()
     [whole] = stages.parts(1)
+    assert whole, "a layer runs for a batch, not for none"
     where = stages.locate(whole)
     if where is None:
         where = stages.resolve(whole)

@@ -13,6 +13,7 @@ its experts in their order at the end. The yields are TBO's (`tbo`): they are th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
@@ -24,10 +25,10 @@ Sbo = Literal["off", "combine-down", "combine-shared", "dispatch-shared"]
 
 
 class Experts(Protocol):
-    """One layer's experts for some of the step's queries."""
+    """The experts of a layer for some of the step's queries."""
 
     def blocks(self, count: int) -> Sequence[range]:
-        """The experts in at most `count` ranges."""
+        """The experts in at most `count` ranges, ascending, none left out."""
 
     def route(self) -> None: ...
     def dispatch(self) -> None:
@@ -99,7 +100,10 @@ def combine_down(experts: Experts) -> Run[None]:
     yield
     experts.arrive()
     experts.up()
-    for block in experts.blocks(BLOCKS):
+    blocks = experts.blocks(BLOCKS)
+    assert 1 <= len(blocks) <= BLOCKS, f"{len(blocks)} blocks of experts, at most {BLOCKS}"
+    assert all(a.stop == b.start for a, b in pairwise(blocks)), f"blocks out of order: {blocks}"
+    for block in blocks:
         experts.down(block)
         experts.combine(block)
     yield

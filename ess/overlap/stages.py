@@ -1,19 +1,19 @@
-"""What a schedule may ask of one layer of one step; who answers is the engine's business.
+"""What a schedule may ask of one layer in one step; the engine answers.
 
     index       new rows and keys are in their slots, the indexer's queries are ready
-    locate      logits and top-k, then the slots of the selected rows; None when one has no slot
+    locate      logits and top-k, then the slots of the selected rows; None when a row has no slot
     resolve     logits and top-k of a part of the batch, then where its rows are: from here on the
                 fetch of the part's missing rows is under way
     wait        the fetched rows have landed; what passes here is exposed transfer time
     pre_attn    the attention queries: projection, absorption, rope
     attend_*    attention over all rows, over the resident ones, over the fetched ones
-    merge       two partials over disjoint rows make one
+    merge       two partials over disjoint rows become one partial
 
 A part is a range of the step's queries. Parts are resolved in batch order.
 
 A schedule is a generator. It yields where something it has started is under way and what comes next
 would wait for it: there another half of the batch may run. Nothing depends on what happens at a
-yield, so `finish` (nobody else runs) and `interleave` (another half does) give the same answer.
+yield, so `finish` (no other half runs) and `interleave` (another half does) give the same answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TBO: a batch in two halves, stage by stage in turn, so that one waits while the other computes.
+"""TBO: a batch in two halves, stage by stage in turn: a half waits while the other computes.
 
 A layer with experts is five stages, cut at the yields of its schedules:
 
@@ -32,12 +32,17 @@ Tbo = Literal["off", "on", "auto"] | int
 def interleave(first: Run[R], second: Run[R], *, delta: int = DELTA) -> tuple[R, R]:
     """Both to their ends: `first` is `delta` stages ahead, then they take turns."""
     assert delta >= 0, f"the first half is {delta} stages ahead"
+    assert first is not second, "a half cannot run beside itself"
     a, b = _Half(first), _Half(second)
     for _ in range(delta):
         a.advance()
     while not (a.is_over and b.is_over):
         a.advance()
         b.advance()
+        lead = a.stage_count - b.stage_count
+        assert a.is_over or lead == delta, f"the first half is {lead} stages ahead, not {delta}"
+    a.check()
+    b.check()
     assert a.stage_count == b.stage_count, f"{a.stage_count} stages beside {b.stage_count}"
     return a.result[0], b.result[0]
 
@@ -61,10 +66,15 @@ class _Half(Generic[R]):
         except StopIteration as end:
             self.result.append(end.value)
 
+    def check(self) -> None:
+        assert len(self.result) <= 1, f"a half ended {len(self.result)} times"
+        assert self.stage_count > 0 or not self.is_over, "a half ended before its first stage"
+
 
 def first_half(counts: Sequence[int]) -> int:
     """How many sequences half a has: half of them, for each brings about as many queries."""
     assert len(counts) > 1, f"{len(counts)} sequences have no two halves"
+    assert min(counts) > 0, f"a sequence brings no query: {list(counts)}"
     return len(counts) // 2
 
 

@@ -1,4 +1,4 @@
-"""Who was busy when: how long each stage of a step took, and if asked, every single span."""
+"""How long each stage of a step took, and on request when every run of a stage began and ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stage of one layer for the queries from `first_query` on."""
+    """A run of a stage in a layer, for the queries from `first_query` on."""
 
     layer: int
     first_query: int
@@ -35,7 +35,7 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
 
     def note(self, of: Watched, stage: str, started_ns: int) -> None:
-        """A stage that started then ends now."""
+        """A stage that started at `started_ns` ends now."""
         now_ns = self.clock.now_ns()
         assert started_ns <= now_ns, f"{stage} of layer {of.number} ends before it starts"
         self.total_ns[stage] += now_ns - started_ns
@@ -44,11 +44,19 @@ class Timeline:
             self.spans.append(Span(of.number, of.first_query, stage, started_ns, now_ns))
 
     def total_us(self, *stages: str) -> float:
+        assert len(set(stages)) == len(stages), f"a stage is counted twice: {stages}"
         return sum(self.total_ns[stage] for stage in stages) / 1e3
 
     def restart(self) -> None:
+        self.check()
         self.total_ns.clear()
         self.run_count.clear()
+
+    def check(self) -> None:
+        assert self.total_ns.keys() == self.run_count.keys(), "a stage has a time, but never ran"
+        assert all(ns >= 0 for ns in self.total_ns.values()), f"times below zero: {self.total_ns}"
+        assert all(count > 0 for count in self.run_count.values()), "a stage ran less than once"
+        assert all(span.started_ns <= span.finished_ns for span in self.spans), "a span ends early"
 
 
 class Watched(Protocol):

@@ -1,13 +1,14 @@
 """How many slots each layer group should own: equal marginal benefit over miss curves.
 
-A curve gives misses per step by slots. `live_curve` reads one from the running pool. Batch LRU
-holds the rows of the least ages, so an arena cut down to the rows of age a and less would keep the
-hits of these ages and lose the others: below its present size a group's curve is known, from one
-histogram of the ages that hits had and one of the ages that rows have. Hits of one age are spread
-evenly over its rows. Above, nobody knows: the curve goes on with the slope of its last chunk and
-flattens as misses run out; the next measurement corrects it. Two limits follow. A group whose rows
-come round later than its arena reaches shows no slope, so it is given nothing. And a group with a
-chunk of free slots lacks no room: its misses are first touches, its curve ends flat.
+A curve gives misses per step by slots. `live_curve` reads it from the running pool. Batch LRU holds
+the rows of the least ages, so an arena cut down to the rows of age a and less would keep the hits
+of these ages and lose the others: below its present size a group's curve is known, from two
+histograms: the ages that hits had, and the ages that rows have. Hits of an age are spread evenly
+over the rows of that age. Above its present size the curve is a guess: it goes on with the slope of
+its last chunk and flattens as misses run out; the next measurement corrects it. Two limits follow.
+A group whose rows come round later than its arena reaches shows no slope, so it is given nothing.
+And a group with a chunk of free slots lacks no room: its misses are first touches, its curve ends
+flat.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def divide(
 
     Curves are replaced by their lower convex hulls, on which taking the steepest piece anywhere is
     optimal; a curve that is not convex is met wherever a whole piece was taken. Slots that would
-    save nothing are given to nobody.
+    save nothing are left over.
     """
     first = -(-slots_min // block)
     left = total_slots // block - first * len(curves)
@@ -57,6 +58,7 @@ def divide(
         taken = min(size, left) if gain < 0 else 0
         blocks[layer] += taken
         left -= taken
+    assert left >= 0, f"{-left} blocks were given that are not there"
     return tuple(count * block for count in blocks)
 
 
@@ -67,11 +69,14 @@ def _hull(misses: Curve) -> list[int]:
         while len(corners) > 1 and _above(misses, corners[-2], corners[-1], place):
             corners.pop()
         corners.append(place)
+    assert corners[0] == 0, "a hull starts where its curve starts"
+    assert corners[-1] == misses.size - 1, "a hull ends where its curve ends"
     return corners
 
 
 def _above(misses: Curve, left: int, middle: int, right: int) -> bool:
     """Whether the middle point lies on or above the line between the other two."""
+    assert left < middle < right, f"{middle} is not between {left} and {right}"
     rise = (misses[right] - misses[left]) * (middle - left)
     return bool((misses[middle] - misses[left]) * (right - left) >= rise)
 
@@ -93,6 +98,7 @@ def live_curve(
     grown = sizes > slots
     if misses > 0:
         slope = float(np.interp(slots - chunk, reach, lost)) / chunk
+        assert slope >= 0, f"more slots cost {-slope} misses each"
         curve[grown] = misses * np.exp(-slope * (sizes[grown] - slots) / misses)
     return curve
 
@@ -119,6 +125,9 @@ def next_move(
         have - max(want, floor) for want, have, floor in zip(wanted, chunks, floors, strict=True)
     ]
     source, target = int(np.argmax(surplus)), int(np.argmax(lacking))
+    assert source != target or surplus[source] <= 0 or lacking[target] <= 0, (
+        f"group {source} has chunks to spare and lacks them"
+    )
     return (source, target) if surplus[source] > 0 and lacking[target] > 0 else None
 
 

@@ -116,11 +116,13 @@ def even_chunks(layout: ModelLayout, chunk_count: int) -> list[int]:
 def share_out(weights: npt.NDArray[np.float64], chunk_count: int) -> list[int]:
     """Whole chunks in proportion to `weights`, at least one each, largest remainder first."""
     spare = chunk_count - len(weights)
-    assert spare >= 0, (chunk_count, len(weights))
+    assert spare >= 0, f"{chunk_count} chunks for {len(weights)} groups"
+    assert weights.any(), "no group has a weight"
     exact = weights / weights.sum() * spare
     counts = 1 + np.floor(exact).astype(int)
     order = np.argsort(np.floor(exact) - exact, kind="stable")
     counts[order[: chunk_count - int(counts.sum())]] += 1
+    assert counts.sum() == chunk_count, f"{counts.sum()} chunks given of {chunk_count}"
     return [int(count) for count in counts]
 
 

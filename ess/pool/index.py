@@ -4,7 +4,7 @@ An active page names 64 rows in every layer while some request is active: row id
 + offset. Requests with an equal prefix hold the same active page, hence the same row ids, hence the
 same slots. `host_page_of` is the one map from active to host.
 
-A page that nobody holds any more is *leaving*: copies that touch it may still be under way. Its
+A page that lost its last holder is *leaving*: copies that touch it may still be under way. Its
 host page can already become active again under another id; its own id is free only after `free`.
 """
 
@@ -52,16 +52,21 @@ class IndexPool:
         self.host_page_of[active[fresh]] = host_pages[fresh]
         self._active_of[host_pages[fresh]] = active[fresh]
         self.keys.copy_pages(latent.keys, host_pages[fresh], active[fresh])
+        assert (self._active_of[host_pages] == active).all(), "a host page is named twice"
         return active
 
     def leave(self, active: PageIds) -> PageIds:
         """One holder less; returns the pages that leave, whose host pages may be active anew."""
         leaving = self.pages.drop(active)
+        assert (self.host_page_of[active] != NONE).all(), "a page that is not active was left"
         self._active_of[self.host_page_of[leaving]] = NONE
         return leaving
 
     def free(self, leaving: PageIds) -> None:
         """No slot and no copy refers to these ids any more."""
+        assert (self.host_page_of[leaving] != NONE).all(), "a page was freed that had not left"
+        active = self._active_of[self.host_page_of[leaving]]
+        assert (active != leaving).all(), "a page that sequences still use was freed"
         self.host_page_of[leaving] = NONE
         self.pages.give_back(leaving)
 
@@ -76,17 +81,25 @@ class IndexPool:
             active = int(self._active_of[host_page])
             assert self.host_page_of[active] == host_page, f"active page {active} maps elsewhere"
             assert self.pages.hold_count(active) > 0, f"active page {active} has no holder"
+        for active, host_page in enumerate(self.host_page_of.tolist()):
+            if self.pages.hold_count(active):
+                assert self._active_of[host_page] == active, f"host page {host_page} maps elsewhere"
+        named_count = int((self.host_page_of != NONE).sum())
+        assert named_count + self.pages.free_count == self.pages.page_count, (
+            "active + leaving + free pages != all pages"
+        )
 
 
 def page_rows(active: PageIds) -> RowIds:
     """All row ids of these pages."""
+    assert (active >= 0).all(), f"no page has the number {active[active < 0][:1]}"
     offsets = np.arange(PAGE_ROWS, dtype=np.int32)
     rows: RowIds = (active[:, None] * np.int32(PAGE_ROWS) + offsets).reshape(-1)
     return rows
 
 
 class PageTables:
-    """One line of active pages per active sequence: how kernels turn positions into rows.
+    """A line of active pages for each active sequence: how kernels turn positions into rows.
 
     `lengths` is the device's own count of each line's positions. It may be ahead of what the host
     knows: a step adds what it accepts here at once, the host learns it later.
@@ -106,9 +119,13 @@ class PageTables:
         return len(self._free)
 
     def take(self) -> int:
-        return self._free.pop()
+        assert self._free, f"all {len(self.lines)} lines are taken"
+        line = self._free.pop()
+        assert self.lengths[line] == NONE, f"line {line} was free with a length"
+        return line
 
     def give_back(self, line: int) -> None:
+        assert 0 <= line < len(self.lines), f"line {line} of {len(self.lines)}"
         assert line not in self._free, f"line {line} was given back twice"
         self.lines[line] = NONE
         self.lengths[line] = NONE
@@ -116,6 +133,7 @@ class PageTables:
 
     def rows(self, line: int, start: int, count: int) -> RowIds:
         """Row ids of `count` positions from `start` on."""
+        assert start >= 0, f"a position of {start}"
         return self.rows_of(line, np.arange(start, start + count, dtype=np.int32))
 
     def rows_of(self, line: int, positions: RowIds) -> RowIds:
@@ -128,3 +146,21 @@ class PageTables:
         assert (pages >= 0).all(), f"no page for position {positions[pages < 0][:1]}"
         rows: RowIds = pages * np.int32(PAGE_ROWS) + positions % np.int32(PAGE_ROWS)
         return rows
+
+    def check(self, pages: PagePool) -> None:
+        """`pages` counts a holder for each line that names a page."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "the free list names a line twice"
+        assert (self.lines[self._free] == NONE).all(), "a free line has pages"
+        assert (self.lengths[self._free] == NONE).all(), "a free line has a length"
+        for line in set(range(len(self.lines))) - free:
+            here = self.lines[line] != NONE
+            count = int(here.sum())
+            assert here[:count].all(), f"line {line} has a page behind a gap"
+            assert 0 <= self.lengths[line] <= count * PAGE_ROWS, (
+                f"line {line}: {int(self.lengths[line])} positions on {count} pages"
+            )
+        named, line_count = np.unique(self.lines[self.lines != NONE], return_counts=True)
+        for page, count in zip(named.tolist(), line_count.tolist(), strict=True):
+            held = pages.hold_count(page)
+            assert held == count, f"page {page}: {held} holders, but {count} lines name it"

@@ -1,8 +1,8 @@
 """Index keys in pages: the block-split form that the kernels read.
 
-One page of one layer is 64 keys' values, then 64 scales: not 64 records. Moving a whole page is one
-copy; moving one key is two. The same class stands on both tiers: the latent pool holds the truth
-by host page, the index pool holds active pages on the device.
+A page of a layer is the values of 64 keys, then their 64 scales: not 64 records. To move a page
+takes one copy; to move a key takes two. The same class serves both tiers: the latent pool holds the
+truth by host page, the index pool holds active pages on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KeyPages:
         page_bytes = codec.page_bytes if codec is not None else 0
         value_bytes = codec.value_bytes if codec is not None else 0
         shape = (layout.key_layer_count, page_count, page_bytes)
-        assert len(memory) >= np.prod(shape), (len(memory), shape)
+        assert len(memory) >= np.prod(shape), f"{len(memory)} bytes for pages of shape {shape}"
         self.pages: Bytes = memory[: int(np.prod(shape))].reshape(shape)
         self.value_bytes = value_bytes
         split = PAGE_ROWS * value_bytes
@@ -47,17 +47,20 @@ class KeyPages:
         return int(self._values.shape[3] + self._scales.shape[3])
 
     def write(self, layer: int, rows: RowIds, keys: Bytes) -> None:
-        """`keys` [n, key_bytes]: values, then the scale, one record per key."""
+        """`keys` [n, key_bytes]: a record for each key, its values, then its scale."""
+        assert keys.shape == (len(rows), self.key_bytes), f"{len(rows)} rows, keys {keys.shape}"
         page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
         self._values[layer, page, offset] = keys[:, : self.value_bytes]
         self._scales[layer, page, offset] = keys[:, self.value_bytes :]
 
     def side(self, layer: int) -> tuple[int, int, int, int]:
         """For native code: where the layer begins, its pages, the bytes of a value and a scale."""
+        assert 0 <= layer < self.layer_count, f"layer {layer} of {self.layer_count}"
         at = self._base + layer * self.pages.strides[0]
         return at, self.pages.shape[1], self.value_bytes, self._scales.shape[3]
 
     def read(self, layer: int, rows: RowIds) -> Bytes:
+        assert 0 <= layer < self.layer_count, f"layer {layer} of {self.layer_count}"
         page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
         parts = (self._values[layer, page, offset], self._scales[layer, page, offset])
         return np.concatenate(parts, axis=1)
@@ -66,6 +69,8 @@ class KeyPages:
         self, source: KeyPages, source_rows: RowIds, rows: RowIds, *, layers: Sequence[int]
     ) -> None:
         """The same keys of these layers from another tier, key by key."""
+        assert len(source_rows) == len(rows), f"{len(source_rows)} keys to {len(rows)} rows"
+        assert self.key_bytes == source.key_bytes, f"keys of {source.key_bytes} bytes"
         if native.available():
             return self._copy_native(source, source_rows, rows, np.array(layers, np.int32))
         layer = np.asarray(layers)[:, None]
@@ -77,8 +82,6 @@ class KeyPages:
     def _copy_native(
         self, source: KeyPages, source_rows: RowIds, rows: RowIds, layers: RowIds
     ) -> None:
-        assert len(source_rows) == len(rows), f"{len(source_rows)} keys to {len(rows)} rows"
-        assert self.key_bytes == source.key_bytes, f"keys of {source.key_bytes} bytes"
         lists = (source_rows, rows, layers)
         assert all(native.contiguous(ids, np.int32) for ids in lists), "ids are dense int32"
         at = tuple(map(native.address, lists))
@@ -89,15 +92,19 @@ class KeyPages:
         self, source: KeyPages, lists: tuple[int, ...], counts: tuple[int, int]
     ) -> tuple[int, ...]:
         """A `KeyCopy` of csrc/cpu/keys.cpp: `lists` are where rows there, here and layers lie."""
+        assert self.value_bytes == source.value_bytes, f"values of {source.value_bytes} bytes"
         sides = (source._base, source.pages.shape[1], self._base, self.pages.shape[1])
         layer_max = min(self.layer_count, source.layer_count)
         return (*sides, *lists, *counts, layer_max, self.value_bytes, self._scales.shape[3])
 
     def copy_pages(self, source: KeyPages, source_pages: PageIds, pages: PageIds) -> None:
+        assert len(source_pages) == len(pages), f"{len(source_pages)} pages to {len(pages)}"
+        assert self.layer_count == source.layer_count, f"keys of {source.layer_count} layers"
         for layer in range(self.layer_count):
             self.pages[layer, pages] = source.pages[layer, source_pages]
 
     def copy_page(self, source: int, target: int) -> None:
+        assert source != target, f"page {source} onto itself"
         self.pages[:, target] = self.pages[:, source]
 
     def fill(self, pages: PageIds, value: int) -> None:
@@ -107,6 +114,7 @@ class KeyPages:
 def _by_key(part: Bytes) -> Bytes:
     """[layers, pages, 64 * n] seen as [layers, pages, 64, n] without copying."""
     layers, pages, width = part.shape
+    assert width % PAGE_ROWS == 0, f"{width} bytes are not {PAGE_ROWS} equal parts"
     each = width // PAGE_ROWS
     strides = (*part.strides[:2], each, 1)
     shape = (layers, pages, PAGE_ROWS, each)

@@ -36,7 +36,7 @@ FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
 class LatentPool:
     def __init__(self, layout: ModelLayout, memory: Bytes, *, poison: bool = False) -> None:
         page_count = len(memory) // layout.host_page_bytes
-        assert page_count > 0, (len(memory), layout.host_page_bytes)
+        assert page_count > 0, f"{len(memory)} bytes hold no page of {layout.host_page_bytes}"
         self.layout = layout
         self.pages = PagePool(page_count)
         self.prefix = PrefixIndex()
@@ -56,18 +56,21 @@ class LatentPool:
         return self.pages.free_count + self.prefix.idle_count
 
     def take(self, count: int) -> PageIds:
-        assert count <= self.free_count, (count, self.free_count)
+        assert count <= self.free_count, f"{count} pages of {self.free_count} that can be taken"
         while self.pages.free_count < count:
             self._clear(np.array([self.prefix.forget_oldest()], np.int32))
-        return self.pages.take(count)
+        pages = self.pages.take(count)
+        assert not self.stored[:, pages].any(), "a page was taken with rows of another text"
+        return pages
 
     def hold(self, pages: PageIds) -> None:
         self.pages.hold(pages)
         for page in pages.tolist():
             self.prefix.busy(page)
+            assert not self.prefix.is_idle(page), f"page {page} is held and idle"
 
     def drop(self, pages: PageIds) -> None:
-        """Holders leave; what nobody holds is kept when published, else forgotten at once."""
+        """Holders leave; a page without holders is kept when published, else forgotten at once."""
         idle = self.pages.drop(pages)
         published = np.array([page in self.prefix for page in idle.tolist()], np.bool_)
         for page in idle[published][::-1].tolist():
@@ -79,9 +82,11 @@ class LatentPool:
         """All idle pages are free again, no longer findable; returns how many."""
         idle = [self.prefix.forget_oldest() for _ in range(self.prefix.idle_count)]
         self._clear(np.array(idle, np.int32))
+        assert self.prefix.idle_count == 0, "an idle page was not forgotten"
         return len(idle)
 
     def _clear(self, pages: PageIds) -> None:
+        assert not any(page in self.prefix for page in pages.tolist()), "a prefix leads here still"
         self.stored[:, pages] = 0
         self.keyed[:, pages] = 0
         if self._poison:
@@ -98,9 +103,11 @@ class LatentPool:
         _mark(self.keyed, key_layers, host_rows)
 
     def is_stored(self, layer: int, host_rows: RowIds) -> npt.NDArray[np.bool_]:
+        assert 0 <= layer < len(self.stored), f"layer {layer} of {len(self.stored)}"
         return _is_marked(self.stored[layer], host_rows)
 
     def is_keyed(self, key_layer: int, host_rows: RowIds) -> npt.NDArray[np.bool_]:
+        assert 0 <= key_layer < len(self.keyed), f"key layer {key_layer} of {len(self.keyed)}"
         return _is_marked(self.keyed[key_layer], host_rows)
 
     def leading_count(self, pages: PageIds) -> int:
@@ -113,6 +120,7 @@ class LatentPool:
         if full_count == len(pages):
             return full_count * PAGE_ROWS
         missing = ~int(common[full_count]) & int(FULL)
+        assert missing, "a page with all of its rows was taken for a partial one"
         return full_count * PAGE_ROWS + (missing & -missing).bit_length() - 1
 
     def is_complete(self, page: int) -> bool:
@@ -126,6 +134,9 @@ class LatentPool:
 
     def copy_page(self, source: int, target: int) -> None:
         """A fork's own copy of a partial page."""
+        assert source != target, f"page {source} onto itself"
+        assert target not in self.prefix, f"page {target} is published: its text cannot change"
+        assert self.pages.hold_count(target) == 1, f"page {target} is not the fork's alone"
         here, there = source * PAGE_ROWS, target * PAGE_ROWS
         self.rows[:, there : there + PAGE_ROWS] = self.rows[:, here : here + PAGE_ROWS]
         self.keys.copy_page(source, target)
@@ -135,11 +146,19 @@ class LatentPool:
     def check(self) -> None:
         self.pages.check()
         self.prefix.check()
+        held_count = 0
         for page in range(self.pages.page_count):
-            idle = self.pages.hold_count(page) == 0
-            assert not self.prefix.is_idle(page) or idle, f"idle page {page} is held"
+            held = self.pages.hold_count(page) > 0
+            held_count += held
+            assert not (self.prefix.is_idle(page) and held), f"idle page {page} is held"
             if page in self.prefix:
                 assert self.is_complete(page), f"published page {page} is not complete"
+                assert self.prefix.is_idle(page) or held, f"page {page} is neither held nor idle"
+            elif not held:
+                assert not self.stored[:, page].any(), f"free page {page} has stored rows"
+                assert not self.keyed[:, page].any(), f"free page {page} has index keys"
+        kept = held_count + self.prefix.idle_count + self.pages.free_count
+        assert kept == self.pages.page_count, "free + held + idle pages != all pages"
 
 
 def _bits(host_rows: RowIds) -> npt.NDArray[np.uint64]:
@@ -152,9 +171,11 @@ def _mark(mask: npt.NDArray[np.uint64], layers: Layers, host_rows: RowIds) -> No
         rows = np.ascontiguousarray(host_rows, np.int32)
         at = native.address
         lists = (at(mask), at(chosen), at(rows))
+        assert mask.flags.c_contiguous, "the mask is not C-contiguous"
         done = _native_mark()(*lists, *mask.shape, chosen.size, rows.size)
         assert done, f"a row or a layer outside of {mask.shape} pages"
         return
+    assert ((chosen >= 0) & (chosen < mask.shape[0])).all(), f"layers {chosen} of {mask.shape}"
     firsts = chosen.astype(np.int64) * mask.shape[1]
     places = (firsts[:, None] + host_rows // PAGE_ROWS).reshape(-1)
     np.bitwise_or.at(mask.reshape(-1), places, np.tile(_bits(host_rows), len(firsts)))

@@ -1,6 +1,6 @@
 """Reference-counted pages of 64 rows.
 
-A page is free, held (count > 0), or idle: nobody holds it, yet its owner has not given it back.
+A page is free, held (count > 0), or idle: without a holder, but its owner has not given it back.
 Idle is where the two pools differ. The latent pool keeps idle pages as prefix cache until it needs
 room; the index pool keeps them until the last copy that touches them has landed, so that a reused
 id never serves another prompt's row. This class only counts; its owner decides what idle means.
@@ -16,7 +16,7 @@ PageIds = npt.NDArray[np.int32]
 
 class PagePool:
     def __init__(self, page_count: int) -> None:
-        assert page_count > 0, page_count
+        assert page_count > 0, f"a pool of {page_count} pages"
         self._hold_count = np.zeros(page_count, np.int32)
         self._is_free = np.ones(page_count, np.bool_)
         self._free = np.arange(page_count - 1, -1, -1, dtype=np.int32)
@@ -31,14 +31,16 @@ class PagePool:
         return self._free_count
 
     def hold_count(self, page: int) -> int:
+        assert 0 <= page < self.page_count, f"page {page} of {self.page_count}"
         return int(self._hold_count[page])
 
     def take(self, count: int) -> PageIds:
         """`count` free pages, each held once. The caller has made sure that there are enough."""
-        assert 0 <= count <= self._free_count, (count, self._free_count)
+        assert 0 <= count <= self._free_count, f"{count} pages of {self._free_count} free ones"
         self._free_count -= count
         pages = self._free[self._free_count : self._free_count + count][::-1].copy()
         assert self._is_free[pages].all(), "a page in use stood in the free list"
+        assert not self._hold_count[pages].any(), "a free page has holders"
         self._is_free[pages] = False
         self._hold_count[pages] = 1
         return pages

@@ -32,12 +32,13 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def page_hashes(tokens: Sequence[int], *, salt: bytes = b"") -> list[bytes]:
-    """One hash per full page, each over all tokens up to the end of its page."""
+    """A hash for each full page, over all tokens up to the end of the page."""
     hashes = []
     parent = root_hash(salt)
     for start in range(0, len(tokens) - PAGE_ROWS + 1, PAGE_ROWS):
         parent = page_hash(parent, tokens[start : start + PAGE_ROWS])
         hashes.append(parent)
+    assert len(hashes) == len(tokens) // PAGE_ROWS, f"{len(hashes)} pages of {len(tokens)} tokens"
     return hashes
 
 
@@ -53,7 +54,7 @@ class PrefixIndex:
 
     @property
     def held_count(self) -> int:
-        """Published pages that somebody reads."""
+        """Published pages that some sequence reads."""
         return len(self._hash_of) - len(self._idle)
 
     def __contains__(self, page: int) -> bool:
@@ -67,10 +68,12 @@ class PrefixIndex:
             if page is None:
                 break
             pages.append(page)
+        assert len(set(pages)) == len(pages), "a page stands twice in one prefix"
         return pages
 
     def publish(self, page: int, content: bytes) -> bool:
-        """False when this text is already published on another page: the first one stays."""
+        """False when this text is already published on another page: the earlier page stays."""
+        assert page not in self._idle, "an idle page is complete and was published before"
         if self._page_of.get(content, page) != page:
             return False
         assert self._hash_of.get(page, content) == content, "a page cannot change its text"
@@ -90,13 +93,16 @@ class PrefixIndex:
         return page in self._idle
 
     def forget_oldest(self) -> int:
-        """The idle page that was used longest ago, no longer findable."""
+        """The idle page that was used longest ago; from now on no prefix leads to it."""
+        assert self._idle, "no page is idle, so none can be forgotten"
         page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._hash_of.pop(page)]
+        content = self._hash_of.pop(page)
+        assert self._page_of[content] == page, f"the text of page {page} leads to another page"
+        del self._page_of[content]
         return page
 
     def check(self) -> None:
-        assert len(self._page_of) == len(self._hash_of), "two hashes share a page or a page two"
+        assert len(self._page_of) == len(self._hash_of), "two texts share a page, or two pages one"
         for content, page in self._page_of.items():
             assert self._hash_of[page] == content, f"page {page} and its hash disagree"
         assert all(page in self._hash_of for page in self._idle), "an idle page has no hash"

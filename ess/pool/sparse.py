@@ -2,13 +2,13 @@
 
 The slab is cut into chunks. A chunk belongs to one layer group and holds as many blocks of 64 slots
 as fit: a slot of a group of m layers is m rows of the slab, 64 apart, so that slot s of the group's
-first layer is row s, and layer j of the group finds its copy at s + 64 * j. Where every group has
-one layer a chunk is one block. Budgets move by evicting a chunk and changing its owner: nothing
-is copied, nothing is allocated, no address changes.
+first layer is row s, and layer j of the group finds its copy at s + 64 * j. Where every group is a
+single layer a chunk is a single block. Budgets move by evicting a chunk and changing its owner:
+nothing is copied, nothing is allocated, no address changes.
 
 Planning claims. `plan` publishes row -> slot at once, marked with the ticket of the copy that will
-bring the row; until `commit` the row is in flight, which makes it a miss for every later plan, but
-never a second fetch. What makes this safe:
+bring the row; until `commit` the row is in flight: a miss for every plan that selects it, but never
+a second fetch. What makes this safe:
 
 * a victim is never selected in this step (age 0), dirty or in flight, so no copy writes where an
   attention of this step reads, and no unsaved row is lost;
@@ -53,7 +53,9 @@ class SparsePool:
         self._poison = poison
         self._chunk_rows = layout.group_layers_max * PAGE_ROWS
         chunk_count = len(memory) // (self._chunk_rows * layout.row_bytes)
-        assert chunk_count >= layout.group_count, (chunk_count, layout.group_count)
+        assert chunk_count >= layout.group_count, (
+            f"{chunk_count} chunks, {layout.group_count} groups"
+        )
         slab_rows = chunk_count * self._chunk_rows
         self.slab: Bytes = memory[: slab_rows * layout.row_bytes].reshape(slab_rows, -1)
         if poison:
@@ -86,12 +88,16 @@ class SparsePool:
 
     def _blocks(self, group: int) -> SlotIds:
         chunks = np.flatnonzero(self._owner_of == group)
+        assert chunks.size, f"group {group} owns no chunk, so it has no slot"
         return np.concatenate([self._chunk_blocks(group, chunk) for chunk in chunks.tolist()])
 
     def _chunk_blocks(self, group: int, chunk: int) -> SlotIds:
         stride = len(self.layout.groups[group]) * PAGE_ROWS
         starts = np.arange(0, self._chunk_rows - stride + 1, stride, dtype=np.int32)
         blocks: SlotIds = starts + np.int32(chunk * self._chunk_rows)
+        assert blocks[-1] + stride <= (chunk + 1) * self._chunk_rows, (
+            f"past the end of chunk {chunk}"
+        )
         return blocks
 
     # ---- what others may read
@@ -110,11 +116,13 @@ class SparsePool:
         """Rows in slots by the age that they will have in the next step."""
         slots = self._arenas[group].slots
         last_use = self._last_use[slots[self._row_of[slots] >= 0]]
+        assert last_use.size == self._used_count[group], f"group {group}: used slots are miscounted"
         ages = np.minimum(self.step + 1 - last_use, AGE_MAX)
         return np.bincount(ages, minlength=AGE_MAX + 1)
 
     def member_slab(self, member: int) -> Bytes:
         """The slab as the member-th layer of a group sees it: slot s is row s."""
+        assert 0 <= member < self.layout.group_layers_max, f"no group has a member {member}"
         return self.slab[member * PAGE_ROWS :]
 
     def chunk_slots(self, group: int) -> int:
@@ -123,6 +131,7 @@ class SparsePool:
 
     def chunk_counts(self) -> list[int]:
         counts = np.bincount(self._owner_of, minlength=self.layout.group_count)
+        assert counts.all(), f"a group owns no chunk: {counts}"
         return [int(count) for count in counts]
 
     # ---- a step
@@ -132,10 +141,11 @@ class SparsePool:
         self.step += 1
         if self._ticket > TICKET_MAX and not self._ticket_of.any():
             self._ticket = 0
+        assert self.step > FIRST_STEP, "ages would reach back to before the first step"
         return self.step
 
     def plan(self, group: int, rows: RowIds, split: Split) -> FetchPlan:
-        """Claim what the selected `rows` [queries, k] need; where each one is goes to `split`."""
+        """Claim what the selected `rows` [queries, k] need; where each row is goes to `split`."""
         arena, ticket = self._arenas[group], self._next_ticket()
         return self._counted(planner.plan(arena, rows, step=self.step, ticket=ticket, split=split))
 
@@ -193,6 +203,7 @@ class SparsePool:
 
     def _next_ticket(self) -> int:
         self._ticket += 1
+        assert self._ticket < 1 << 31, "tickets ran out with copies in flight"
         return self._ticket
 
     def _counted(self, plan: FetchPlan) -> FetchPlan:
@@ -203,17 +214,20 @@ class SparsePool:
 
     def commit(self, plan: FetchPlan) -> None:
         """The copy's event has passed: these rows are hits from now on."""
+        assert not plan.is_landed, f"group {plan.group}: a plan that has landed was committed"
         planner.land(self._arenas[plan.group], plan.slots, ticket=plan.ticket)
 
     def claim_new(self, groups: range, rows: RowIds) -> SlotIds:
         """Dirty slots for rows that this step writes: a line per group, up to the first group that
         has too few of them, where nothing changes."""
+        assert 0 <= groups.start <= groups.stop <= self.layout.group_count, f"groups {groups}"
         arenas = self._arenas[groups.start : groups.stop]
         slots = np.empty((len(groups), len(rows)), np.int32)
         absent = np.empty(len(groups), np.int32)
         done_count = planner.claim_each(arenas, rows, step=self.step, out=slots, absent=absent)
         for group, absent_count in zip(groups[:done_count], absent.tolist(), strict=False):
             taken_count = min(absent_count, self.slot_count(group) - self._used_count[group])
+            assert taken_count >= 0, f"group {group}: {-taken_count} more slots used than owned"
             self._used_count[group] += taken_count
             self.departed_count += absent_count - taken_count
             if self._poison:
@@ -235,6 +249,7 @@ class SparsePool:
         """So many rows were dropped."""
         for group, count in zip(groups, counts, strict=True):
             self._used_count[group] -= count
+            assert self._used_count[group] >= 0, f"group {group} lost rows that it did not have"
 
     def addresses(self, groups: Sequence[int]) -> list[int]:
         """Of these groups' records, for a native call that is made at once."""
@@ -250,10 +265,11 @@ class SparsePool:
     # ---- budgets
 
     def move_chunk(self, source: int, target: int) -> bool:
-        """Give `target` one chunk of `source`: the last that no step and no copy holds on to."""
-        assert source != target, source
+        """Give `target` a chunk of `source`: the last that no step and no copy holds on to."""
+        assert source != target, f"group {source} cannot give itself a chunk"
         for chunk in np.flatnonzero(self._owner_of == source)[:0:-1].tolist():
             if self._clear_chunk(source, chunk):
+                assert self._owner_of[chunk] == source, f"chunk {chunk} is not of group {source}"
                 self._owner_of[chunk] = target
                 self.departed_count += 1
                 for group in (source, target):
@@ -272,6 +288,7 @@ class SparsePool:
         for block in blocks.tolist():
             cleared = planner.clear_block(self._arenas[group], block, step=self.step)
             assert cleared, f"block {block} is held after all"
+        assert (self._row_of[slots] == -1).all(), "a cleared chunk has a row"
         self._used_count[group] -= int(used.sum())
         self.departed_count += int(used.sum())
         return True
@@ -290,11 +307,17 @@ class SparsePool:
         return dirty
 
     def check(self) -> None:
+        assert set(self._owner_of.tolist()) == set(range(self.layout.group_count)), (
+            "an owner is lost"
+        )
+        assert self._ticket_of.max() <= self._ticket, "a copy is in flight that was never planned"
+        assert self._last_use.max() <= self.step, f"a slot was used after step {self.step}"
         blocks: list[int] = []
         for group, arena in enumerate(self._arenas):
             planner.check(arena, step=self.step)
             used = sum((self._row_of[b : b + PAGE_ROWS] >= 0).sum() for b in arena.blocks.tolist())
-            assert self._used_count[group] == used, (group, self._used_count[group], int(used))
+            counted = self._used_count[group]
+            assert counted == used, f"group {group} counts {counted} used slots, has {int(used)}"
             blocks.extend(arena.blocks.tolist())
         assert len(set(blocks)) == len(blocks), "two groups own a block"
         mapped = int((self.slot_of >= 0).sum())

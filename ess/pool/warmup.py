@@ -30,18 +30,20 @@ class WarmSet:
 
 def last_windows(windows: Positions) -> tuple[Positions, Positions]:
     """`windows` [w, k], oldest first, -1 padded -> distinct positions and their last window."""
-    assert windows.ndim == 2, windows.shape
+    assert windows.ndim == 2, f"windows of shape {windows.shape}, not [window, position]"
     number = np.repeat(np.arange(len(windows), dtype=np.int32), windows.shape[1])
     flat = windows.reshape(-1)
     flat, number = flat[flat >= 0], number[flat >= 0]
     # In the reversed list the first occurrence of a position is its last window.
     positions, first = np.unique(flat[::-1], return_index=True)
-    return positions.astype(np.int32), number[::-1][first]
+    last = number[::-1][first]
+    assert len(positions) <= windows.size, "more positions than were chosen"
+    return positions.astype(np.int32), last
 
 
 def warm_set(positions: Positions, windows: Positions, window_count: int) -> WarmSet:
-    """(position, last window) pairs as one ordered set; window numbers count from 0, oldest."""
-    assert positions.shape == windows.shape, (positions.shape, windows.shape)
+    """(position, last window) pairs as an ordered set; window numbers count from 0, the oldest."""
+    assert positions.shape == windows.shape, f"{positions.size} positions, {windows.size} windows"
     assert ((windows >= 0) & (windows < window_count)).all(), "a window outside the replay"
     order = np.lexsort((positions, -windows))
     ages = np.int32(window_count) - windows[order]

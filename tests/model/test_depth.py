@@ -113,7 +113,7 @@ def scenario(eng, seed: int) -> list[Request]:
                 with suppress(PoolFull):
                     eng.resume(choose.choice(held))
         eng.step()
-        eng.offload.check()
+        eng.check()
     for request in made:
         deque(eng.run())
         if request.state == "preempted":
@@ -250,6 +250,7 @@ def test_the_map_gives_each_thing_once_and_in_order():
         future.stash(1, [5])
     with pytest.raises(AssertionError, match="not produced"):
         future.take(1, 3)
+    future.check()
     assert future.take(1, 2) == (5, 6)
     with pytest.raises(AssertionError, match="taken before"):
         future.take(1, 1)

@@ -73,7 +73,7 @@ def engine(
 
 def run(eng: Engine) -> None:
     for _ in eng.run():
-        eng.offload.check()
+        eng.check()
     eng.offload.drain()
     stats = eng.offload.stats()
     assert stats.used_slot_count.sum() == 0

@@ -32,7 +32,7 @@ def test_the_youngest_give_way_and_everybody_ends(mtp, depth):
     eng, made = crowd(promise="some", mtp=mtp, depth=depth)
     oldest_states, chunk_count, together = set(), 0, 0
     for result in eng.run():
-        eng.offload.check()
+        eng.check()
         oldest_states.add(made[0].state)
         chunk_count += result.chunk is not None
         together = max(together, result.turn_count)
@@ -113,7 +113,7 @@ def test_after_pressure_a_worker_runs_resident_again(depth):
     brief = eng.add(prompt(200), Sampling(tokens_max=8, ignore_eos=True))
     resident = []
     for _ in eng.run():
-        eng.offload.check()
+        eng.check()
         if brief.reason is None:
             continue
         resident.append(int(eng.tuning.mode_counts[:, Mode.RESIDENT].sum()))

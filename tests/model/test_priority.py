@@ -89,4 +89,6 @@ def test_the_roster_finds_the_first_whoever_left_in_between():
         first = roster.first("prefilling")
         assert first is min(roster.of("prefilling"), key=lambda one: one.rank, default=None)
         found_count += first is not None
+        if number % 100 == 0:
+            roster.check()
     assert found_count > 500

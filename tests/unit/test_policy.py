@@ -129,5 +129,5 @@ def test_bad_counters_are_refused(observation: Observation, match: str):
 
 
 def test_a_policy_without_layers_is_refused():
-    with pytest.raises(BadInput, match="one miss rate"):
+    with pytest.raises(BadInput, match="a miss rate and a mode for each layer"):
         begin()

@@ -93,6 +93,13 @@ class FutureMap:
         assert number == step_number, f"step {number} comes before step {step_number}"
         return outcomes
 
+    def check(self) -> None:
+        numbers = [number for number, _ in self._outcomes]
+        assert numbers == sorted(set(numbers)), f"steps {numbers} do not ascend"
+        there = self._tokens != ABSENT
+        assert (self._tokens[there] >= 0).all(), "a token below zero"
+        assert (there[:, 1:] <= there[:, :-1]).all(), "a line has a draft behind a gap"
+
     @property
     def is_empty(self) -> bool:
         return not self._outcomes and bool((self._tokens == ABSENT).all())

@@ -86,6 +86,7 @@ class Residency:
     @property
     def claimed_count(self) -> Any:
         """int32 [1] on the device: how many of the claimed slots and rows are of the last plan."""
+        assert REPORT[0] == "claimed", "the first number of a report says how many were claimed"
         return self.workspace["report"][:1]
 
     def plan(
@@ -159,6 +160,7 @@ class Residency:
     def report(self) -> dict[str, int]:
         """Waits for the device; for tests, audits and counters that may come late."""
         numbers = self.workspace["report"].tolist()
+        assert min(numbers) >= 0, f"a count below zero: {numbers}"
         return dict(zip(REPORT, map(int, numbers), strict=True))
 
     def _resolve(self, record: ResolveRecord, stream: int) -> None:
@@ -167,6 +169,7 @@ class Residency:
             report = address(self.workspace["report"])
             call("cuMemsetD32Async", report, 0, len(REPORT), stream)
         for kernel, blocks in self._phases:
+            assert blocks > 0, "a phase without blocks would not run"
             kernel.launch(record, blocks=blocks, threads=self.shape.threads, stream=stream)
 
     def _upkeep(self, entry: str, numbers: Any, count: Any, stream: int) -> None:
@@ -181,6 +184,7 @@ class Residency:
         blocks: int,
         stream: int,
     ) -> None:
+        assert blocks > 0, f"{entry} without blocks would not run"
         self._others[entry].launch(record, blocks=blocks, threads=PHASE_THREADS, stream=stream)
 
 

@@ -152,6 +152,8 @@ class ResolveShape:
     def launches(self) -> list[Launch]:
         """In this order; the report is zeroed before the first, which one launch does itself."""
         queries, tiles = self.query_max, self.tile_max
+        assert queries > 0, "a launch for no query"
+        assert tiles > 0, "a launch for no slot"
         if self.together:
             return [Launch("ess_resolve_together", self.together)]
         return [
@@ -181,13 +183,16 @@ class ResolveShape:
 
 
 def blocks_together(entry_count: int, slot_count: int, *, clusters: bool) -> int:
-    """Of the one launch; 0 where a launch a phase is expected to be faster.
+    """Blocks that run all phases in a single launch; 0 where a launch for each phase is faster.
 
     Six launches leave about 8 us of gaps and use the whole device; the barriers of a cluster cost
-    about 2 us, those of one block nothing, but there is no more to work with. A block needs about
-    3 us for the queries and tiles of one request, so a cluster pays until every block of it has a
-    second one. One block takes up to four: by then its barriers no longer make up for its work.
+    about 2 us, those of a single block nothing, but there is no more to work with. A block needs
+    about 3 us for the queries and tiles of a request, so a cluster pays until every block of it has
+    a second request. A single block takes up to four: by then its missing barriers no longer make
+    up for its work.
     """
+    assert entry_count > 0, "no entry to resolve"
+    assert slot_count > 0, "no slot to resolve into"
     if entry_count <= ALONE_ENTRIES_MAX and slot_count <= ALONE_SLOTS_MAX:
         return 1
     fits = entry_count <= CLUSTER_ENTRIES_MAX and slot_count <= CLUSTER_SLOTS_MAX
@@ -201,6 +206,8 @@ def resolve_program(*, together: int, threads: int) -> Program:
 
 
 def slot_program(file: str, threads: int, *more: tuple[str, int]) -> Program:
+    assert 0 < threads <= 1024, f"a block of {threads} threads"
+    assert threads % 32 == 0, f"{threads} threads are not whole warps"
     ways = ("ESS_LOAD", 0), ("ESS_STORE", 0)
     return Program(file=file, defines=(("ESS_THREADS", threads), *ways, *more))
 
@@ -251,6 +258,7 @@ def warm_record(
 
     `count` lies on the device; without it the list is as long as its array.
     """
+    assert len(rows.shape) == 1, f"rows of shape {tuple(rows.shape)}, not a list"
     room = shape.query_max * shape.top_k
     if rows.shape[0] > room or (ages is not None and ages.shape != rows.shape):
         shapes = tuple(rows.shape), None if ages is None else tuple(ages.shape)
@@ -272,6 +280,7 @@ def _claims_record(
     stored: Any,
     purpose: Purpose,
 ) -> ResolveRecord:
+    assert workspace.keys() <= shape.workspace.keys(), f"a workspace of {sorted(workspace)}"
     record = ResolveRecord(query_max=shape.query_max, tile_max=shape.tile_max)
     record.arena = arena_record(arena)
     for name, array in workspace.items():
@@ -291,6 +300,8 @@ def locate_record(
     **selection: Any,
 ) -> LocateRecord:
     """Positions or row ids [query, column] to slots of the same shape or wider."""
+    assert slots.shape[0] >= rows.shape[0], f"rows {rows.shape}, slots {slots.shape}"
+    assert slots.shape[1] >= rows.shape[1], f"rows {rows.shape}, slots {slots.shape}"
     record = LocateRecord(
         arena=arena_record(arena),
         selection=selection_record(arena, rows, **selection),
@@ -306,12 +317,14 @@ def upkeep_record(
     arena: Any, numbers: Any, *, workspace: Mapping[str, Any], count: Any = None
 ) -> UpkeepRecord:
     """Slots, the rows that leave, or blocks to clear; without a count all of them."""
+    assert len(numbers.shape) == 1, f"numbers of shape {tuple(numbers.shape)}, not a list"
     lists = numbers, count, workspace["now"], workspace["report"]
     return UpkeepRecord(arena_record(arena), *map(address, lists), numbers.shape[0])
 
 
 def audit_record(arena: Any, findings: Any, *, workspace: Mapping[str, Any]) -> AuditRecord:
     """Findings are two counts, then a count and a place of each kind."""
+    assert findings.shape[0] % 2 == 0, "a count and a place of each kind, after two counts"
     home, number = address(findings) or 0, ctypes.sizeof(ctypes.c_int32)
     kinds = (findings.shape[0] - 2) // 2
     places = (home + at * number for at in (2, 2 + kinds, 0, 1))
@@ -320,6 +333,8 @@ def audit_record(arena: Any, findings: Any, *, workspace: Mapping[str, Any]) -> 
 
 
 def arena_record(arena: Any) -> ArenaRecord:
+    slab = {getattr(arena, name).shape[0] for name in ("row_of", "last_use", "ticket_of", "dirty")}
+    assert len(slab) == 1, f"slab arrays differ in size: {slab}"
     return ArenaRecord(*(address(getattr(arena, name)) for name, _ in ArenaRecord._fields_))
 
 
