@@ -25,17 +25,28 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder, SourceLoader
 from pathlib import Path
 
+import hypothesis
+import numpy
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
+INHERITED = (hypothesis, numpy, torch)
+"""Loaded once, so that no child has to: that takes longer than most suites, as plugins do."""
 OFFLOAD = "tests/model/test_offload.py"
 SUITES = {
+    "ess.kernels.merge": ["tests/kernels/test_merge.py", "tests/kernels/test_merge_drawn.py"],
     "ess.pool.lru.specification": [
         "tests/unit/test_lru.py",
         "tests/kernels/test_planner_drawn.py",
         "tests/kernels/test_planner.py",
         "tests/kernels/test_lookup.py",
+    ],
+    "ess.pool.lru.planner": [
+        "tests/kernels/test_planner.py",
+        "tests/kernels/test_lookup.py",
+        "tests/kernels/test_planner_drawn.py",
     ],
     "ess.pool.pages": ["tests/unit/test_pages.py"],
     "ess.pool.prefix": ["tests/unit/test_prefix.py", "tests/unit/test_latent.py"],
@@ -45,7 +56,17 @@ SUITES = {
     "ess.pool.warmup": ["tests/unit/test_warmup.py", "tests/unit/test_door.py"],
     "ess.pool.ledger": ["tests/unit/test_ledger.py"],
     "ess.pool.budget": ["tests/unit/test_budgets.py", "tests/model/test_budgets_live.py"],
+    "ess.overlap.none": ["tests/unit/test_schedules.py"],
+    "ess.overlap.da": ["tests/unit/test_schedules.py"],
+    "ess.overlap.dba": ["tests/unit/test_schedules.py"],
+    "ess.overlap.resident": ["tests/unit/test_schedules.py"],
+    "ess.overlap.tbo": ["tests/unit/test_tbo.py"],
+    "ess.overlap.sbo": ["tests/unit/test_tbo.py"],
+    "ess.overlap.policy": ["tests/unit/test_policy.py"],
+    "ess.door.transit": ["tests/unit/test_at_once.py", "tests/unit/test_door.py", OFFLOAD],
+    "ess.door.refill": ["tests/unit/test_refill.py", "tests/unit/test_door.py"],
     "ess.engine.tpot_control": ["tests/unit/test_pace.py"],
+    "ess.engine.step.decode": ["tests/model/test_engine.py", "tests/model/test_depth.py"],
     "ess.engine.step.future": ["tests/model/test_depth.py"],
 }
 FLIPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -201,6 +222,7 @@ def survives(mutant: Mutant) -> bool:
         status = 1
         try:
             signal.alarm(LIMIT_S)
+            os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
             silence = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silence, 1)
             os.dup2(silence, 2)

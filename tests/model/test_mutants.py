@@ -1,4 +1,4 @@
-"""A sample of the mutants of planner and pages in every full run; the whole campaign by hand."""
+"""A sample of some modules' mutants in every full run; the whole campaign by hand."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SAMPLED = (
+    "ess.kernels.merge",
+    "ess.overlap.dba",
+    "ess.overlap.tbo",
+    "ess.pool.budget",
+    "ess.pool.lru.specification",
+    "ess.pool.pages",
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["ess.pool.lru.specification", "ess.pool.pages"])
+@pytest.mark.parametrize("module", SAMPLED)
 def test_most_mutants_die(module):
     command = [sys.executable, "-m", "tests.model.mutants", "--module", module]
     done = subprocess.run(
-        [*command, "--sample", "10", "--seed", "3", "--floor", "0.8"],
+        [*command, "--sample", "10", "--seed", "3", "--floor", "0.9"],
         cwd=ROOT,
         capture_output=True,
         text=True,
