@@ -5,9 +5,10 @@
 
 Each mutant changes one thing in one module: a comparison, an arithmetic sign, a constant, a
 condition, or it drops a statement. A forked child loads the mutated source under the module's name
-and runs the module's tests until the first failure. Asserts, audits (`check`) and error texts are
-not mutated: they watch, they do not decide. A mutant that runs into the time limit counts as
-killed. Survivors are printed with the changed line: each is a missing test or an equivalent.
+and runs the module's tests until the first failure. Asserts, audits (`check`, also where they are
+called) and error texts are not mutated: they watch, they do not decide. A mutant that runs into the
+time limit counts as killed. Survivors are printed with the changed line: each is a missing test or
+an equivalent.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def sites(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int]]:
                 yield from (
                     (node, name, i)
                     for i, statement in enumerate(block)
-                    if isinstance(statement, DROPPED) and not is_docstring(statement)
+                    if isinstance(statement, DROPPED) and not is_silent(statement)
                 )
 
 
@@ -159,8 +160,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    silent = (ast.Assert, ast.Raise, ast.JoinedStr, ast.FunctionDef)
-    if isinstance(node, silent) or is_docstring(node):
+    if is_silent(node):
         return
     yield node
     for name, child in ast.iter_fields(node):
@@ -169,8 +169,16 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
                 yield from walk(each)
 
 
-def is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def is_silent(node: ast.AST) -> bool:
+    """What watches, and what is only read by people."""
+    match node:
+        case ast.Assert() | ast.Raise() | ast.JoinedStr() | ast.FunctionDef():
+            return True
+        case ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="check"), args=[])):
+            return True
+    return False
 
 
 def apply(node: ast.AST, field: str, index: int) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -131,3 +132,19 @@ def test_bad_counters_are_refused(observation: Observation, match: str):
 def test_a_policy_without_layers_is_refused():
     with pytest.raises(BadInput, match="a miss rate and a mode for each layer"):
         begin()
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"misses": [-1.0]}, "misses -1.0 rows"),
+        ({"misses": [float("inf")]}, "misses inf rows"),
+        ({"request_count": -1}, "-1 requests"),
+        ({"bytes_per_us": 0.0}, "0.0 bytes"),
+        ({"bytes_per_us": float("inf")}, "inf bytes"),
+    ],
+)
+def test_a_policy_does_not_start_from_impossible_numbers(given: dict[str, Any], match: str):
+    sound = {"misses": [1.0], "request_count": 1, "bytes_per_us": RATE}
+    with pytest.raises(BadInput, match=match):
+        policy.start(**{**sound, **given}, row_bytes=656, hiding=BEHIND)
