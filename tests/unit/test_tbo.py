@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ess.engine.config import EngineConfig
 from ess.errors import BadInput
-from ess.overlap import sbo
+from ess.overlap import sbo, tbo
 from ess.overlap.policy import Mode
 from ess.overlap.stages import Run, finish
 from ess.overlap.tbo import interleave, reasons_off
