@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 
 from ess.door.pools import Pools
-from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS
 from ess.errors import PoolFull
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS
 from ess.pool.index import NONE
 from ess.pool.ledger import Promise, Reservation
 from ess.pool.pages import PageIds

@@ -43,6 +43,7 @@ CONFIG = {
     "moe_intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 1,
+    "num_key_value_heads": 1,
     "kv_lora_rank": 128,
     "index_n_heads": 1,
     "n_routed_experts": 2,
