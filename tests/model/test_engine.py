@@ -172,7 +172,7 @@ def test_requests_that_make_no_sense_are_refused_by_name():
         eng.add(prompt(1000), Sampling(tokens_max=30))
     with pytest.raises(BadInput, match="mtp is 9"):
         engine("v32", mtp=9, modes="none")
-    with pytest.raises(BadInput, match="mode 'fast'"):
+    with pytest.raises(BadInput, match="modes is 'fast'"):
         engine("v32", modes="fast")
     with pytest.raises(BadInput, match="2 modes for 3 layers"):
         engine("v32", modes=["none", "da"])
