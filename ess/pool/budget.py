@@ -93,7 +93,7 @@ def live_curve(
     assert 0 <= used <= slots, f"{used} rows in {slots} slots"
     sizes = np.arange(chunk_count + 1) * chunk
     reach = np.concatenate([[0], np.cumsum(rows)])
-    lost = hits.sum() - np.concatenate([[0], np.cumsum(hits)])
+    lost = np.maximum(0.0, hits.sum() - np.concatenate([[0], np.cumsum(hits)]))
     curve: Curve = misses + np.interp(sizes, reach, lost)
     grown = sizes > slots
     if misses > 0:
