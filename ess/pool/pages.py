@@ -66,6 +66,7 @@ class PagePool:
         self._free_count += len(pages)
 
     def check(self) -> None:
+        assert len(self._free) == self.page_count, "the free list has room for other than all pages"
         free = self._free[: self._free_count]
         assert len(np.unique(free)) == self._free_count, "the free list names a page twice"
         assert self._is_free[free].all(), "the free list names a page in use"

@@ -50,8 +50,10 @@ def test_idle_pages_are_forgotten_oldest_first_unless_busy_again():
         index.publish(page, content)
         index.idle(page)
     assert index.idle_count == 3
+    assert index.held_count == 0
     index.busy(0)
     assert not index.is_idle(0)
+    assert index.held_count == 1
     assert index.forget_oldest() == 1
     assert index.find(hashes) == [0]
     assert index.forget_oldest() == 2
