@@ -9,7 +9,7 @@ import pytest
 
 from ess.bench.locality import budgets
 from ess.errors import BadInput
-from ess.pool.budget import divide
+from ess.pool.budget import _hull, divide, live_curve
 
 
 def convex_curve(rng: np.random.Generator, size: int) -> np.ndarray:
@@ -69,3 +69,38 @@ def test_the_two_point_law_saves_a_fifth_of_the_misses() -> None:
     assert sum(slots) <= 61 * budgets.SLOTS
     uniform = (budgets.SLOTS,) * 61
     assert total(curves, slots) <= 0.8 * total(curves, uniform)
+
+
+@pytest.mark.parametrize(
+    ("misses", "corners"),
+    [
+        ([9.0], [0]),
+        ([9.0, 5, 2, 0], [0, 1, 2, 3]),
+        ([9.0, 6, 3, 0], [0, 3]),
+        ([9.0, 9, 9, 0], [0, 3]),
+        ([9.0, 3, 8, 0, 1], [0, 1, 3, 4]),
+        ([30.0, 22, 19, 10, 8, 0], [0, 1, 3, 5]),
+        ([20.0, 16, 13, 5, 3.5, 2.9, 2.4], [0, 3, 4, 5, 6]),
+    ],
+)
+def test_the_corners_of_a_lower_hull(misses: list[float], corners: list[int]) -> None:
+    assert _hull(np.array(misses)) == corners
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_point_lies_below_its_hull(seed: int) -> None:
+    misses = np.random.default_rng(seed).integers(0, 50, 12).astype(float)
+    corners = _hull(misses)
+    below = np.interp(np.arange(12), corners, misses[corners])
+    assert (misses >= below - 1e-9).all()
+    slopes = np.diff(misses[corners]) / np.diff(corners)
+    assert (np.diff(slopes) > 0).all(), "a corner on the line between two others"
+
+
+def test_a_live_curve_between_ages() -> None:
+    """Hits 4 and 2 over 64 rows each: half of an age's rows keep half of its hits."""
+    hits, rows = np.array([4.0, 2.0]), np.array([64, 64])
+    curve = live_curve(hits=hits, rows=rows, misses=0.5, slots=128, chunk=32, chunk_count=6)
+    assert curve[:5].tolist() == [6.5, 4.5, 2.5, 1.5, 0.5]
+    slope = 1 / 32 / 0.5
+    assert curve[5:].tolist() == pytest.approx([0.5 * np.exp(-slope * n) for n in (32, 64)])
