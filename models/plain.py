@@ -1,4 +1,4 @@
-"""The model over plain growing float32 tensors: our own reference for every later engine.
+"""The model over plain growing float32 tensors: our own reference for every engine.
 
 One call serves prefill, cached decode and the verification of several tokens: it appends the rows
 and index keys of the given tokens and lets each attend to itself and everything before it. While
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from ess.models.indexer import Probe, select
 from ess.models.layers import Rotation
 from ess.models.mla import attend, attend_dense
 from ess.models.model import Model
-from ess.models.mtp import Mtp
-from ess.models.precision import Precision
 
 
 class Growing:
@@ -53,10 +50,9 @@ class Growing:
 class PlainLayer:
     """One decoder layer with the rows and index keys of one sequence."""
 
-    def __init__(self, layer: DecoderLayer, config: ModelConfig, precision: Precision) -> None:
+    def __init__(self, layer: DecoderLayer, config: ModelConfig) -> None:
         self._layer = layer
         self._config = config
-        self._precision = precision
         self.rows = Growing(config.row_dim)
         self.keys = Growing(config.index_dim if layer.indexer else 0)
 
@@ -73,19 +69,26 @@ class PlainLayer:
         if self._layer.indexer is not None and given is None:
             selection = self._select(entry, positions, rotation)
         queries, rows = self._layer.pre_attn(entry, rotation)
-        self.rows.append(self._precision.rows(rows.float()))
+        self.rows.append(self.kept_rows(rows.float()))
         attended = self._attend(queries, positions, selection)
         return self._layer.mlp(self._layer.output(hidden, attended)), selection
 
     def _select(self, entry: Entry, positions: Tensor, rotation: Rotation) -> Tensor | None:
         assert self.keys.length == self.rows.length, "keys of an earlier token were not kept"
-        probe = self._layer.index(entry, rotation)
-        through = self._precision.index
-        exact = Probe(through(probe.queries.float()), probe.weights, through(probe.keys.float()))
-        self.keys.append(exact.keys)
+        queries, weights, keys = self._layer.index(entry, rotation)
+        probe = self.kept_probe(Probe(queries.float(), weights, keys.float()))
+        self.keys.append(probe.keys)
         if self.keys.length <= self._config.top_k:
             return None
-        return select(exact, self.keys.filled, positions + 1, self._config.top_k)
+        return select(probe, self.keys.filled, positions + 1, self._config.top_k)
+
+    def kept_rows(self, rows: Tensor) -> Tensor:
+        """What attention reads of new rows: themselves. Codecs come in by overriding this."""
+        return rows
+
+    def kept_probe(self, probe: Probe) -> Probe:
+        """The same for what the indexer multiplies."""
+        return probe
 
     def _attend(self, queries: Tensor, positions: Tensor, selection: Tensor | None) -> Tensor:
         rows, latent_dim = self.rows.filled, self._config.latent_dim
@@ -111,11 +114,9 @@ class Outcome:
 class Plain:
     """The main model over one sequence."""
 
-    def __init__(self, model: Model, *, precision: Precision | None = None) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
-        self.layers = tuple(
-            PlainLayer(layer, model.config, precision or Precision()) for layer in model.layers
-        )
+        self.layers = tuple(PlainLayer(layer, model.config) for layer in model.layers)
 
     @property
     def length(self) -> int:
@@ -149,96 +150,3 @@ class Plain:
         """Forget the tokens from `length` on."""
         for layer in self.layers:
             layer.keep(length)
-
-
-class Drafter(Protocol):
-    def draft(self, tokens: Sequence[int], hidden: Tensor, count: int) -> list[int]: ...
-
-
-class PlainDrafter:
-    """The MTP module over one sequence. Its rows lag the main model's tokens by one."""
-
-    def __init__(self, model: Model, *, precision: Precision | None = None) -> None:
-        if model.mtp is None:
-            raise BadInput(f"this {model.config.family} checkpoint has no MTP module")
-        self._model = model
-        self._mtp: Mtp = model.mtp
-        self.layer = PlainLayer(self._mtp.layer, model.config, precision or Precision())
-
-    @torch.inference_mode()
-    def draft(self, tokens: Sequence[int], hidden: Tensor, count: int) -> list[int]:
-        """`count` guesses after `tokens`, which follow the positions that `hidden` belongs to.
-
-        The rows of the given tokens stay; those of the guesses are dropped, since the main model's
-        hidden states replace them once the guesses are verified.
-        """
-        finished, first = self._feed(tokens, hidden, None)
-        stays = self.layer.rows.length
-        given = self._last(first, stays) if self._model.config.mtp_shares_selection else None
-        guesses = [self._guess(finished)]
-        while len(guesses) < count:
-            finished, _ = self._feed(guesses[-1:], finished[-1:], given)
-            guesses.append(self._guess(finished))
-        self.layer.keep(stays)
-        return guesses
-
-    def _last(self, selection: Tensor | None, length: int) -> Tensor:
-        if selection is None:
-            return torch.arange(length, dtype=torch.int32)[None]
-        return selection[-1:]
-
-    def _feed(
-        self, tokens: Sequence[int], hidden: Tensor, given: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        start = self.layer.rows.length
-        positions = torch.arange(start, start + len(tokens))
-        joined = self._mtp.join(self._model.embed(torch.tensor(tokens)), hidden)
-        rotation = self._model.rotation(positions)
-        output, selection = self.layer.run(joined, positions, rotation, given)
-        return self._mtp.finish(output), selection
-
-    def _guess(self, finished: Tensor) -> int:
-        return int(self._model.logits(finished[-1:]).argmax())
-
-
-def greedy(model: Model, prompt: Sequence[int], count: int) -> list[int]:
-    """`count` tokens after the prompt, one at a time."""
-    plain = Plain(model)
-    tokens = [int(plain.run(prompt).logits[-1].argmax())]
-    while len(tokens) < count:
-        tokens.append(int(plain.run(tokens[-1:]).logits[-1].argmax()))
-    return tokens
-
-
-def greedy_mtp(
-    model: Model,
-    prompt: Sequence[int],
-    count: int,
-    *,
-    verified: int,
-    drafter: Drafter | None = None,
-) -> tuple[list[int], int]:
-    """The same tokens, `verified` per step: one known, the others drafted; and the steps taken."""
-    if verified < 1:
-        raise BadInput(f"verified is {verified}, must be positive")
-    plain, guesser = Plain(model), drafter or PlainDrafter(model)
-    outcome = plain.run(prompt)
-    hidden, known = outcome.hidden, [*prompt[1:], int(outcome.logits[-1].argmax())]
-    tokens, step_count = [known[-1]], 0
-    while len(tokens) < count:
-        drafts = guesser.draft(known, hidden, verified - 1) if verified > 1 else []
-        outcome = plain.run([tokens[-1], *drafts])
-        targets = outcome.logits.argmax(-1).tolist()
-        accepted = 1 + _equal_prefix(drafts, targets)
-        plain.keep(plain.length - verified + accepted)
-        hidden, known = outcome.hidden[:accepted], targets[:accepted]
-        tokens += known
-        step_count += 1
-    return tokens[:count], step_count
-
-
-def _equal_prefix(drafts: Sequence[int], targets: Sequence[int]) -> int:
-    for number, (draft, target) in enumerate(zip(drafts, targets, strict=False)):
-        if draft != target:
-            return number
-    return len(drafts)

@@ -13,9 +13,10 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.layout import ModelLayout
 from ess.models.load import EMBEDDED, load_model
-from ess.models.plain import Plain, greedy
-from ess.models.precision import as_stored
+from ess.models.plain import Plain
 from ess.models.tokenizer import Tokenizer
+from tests.support.greedy import greedy
+from tests.support.stored import Stored
 
 TEXT = (
     "The module provides a portable way of using operating system dependent functionality. "
@@ -45,8 +46,7 @@ def test_it_loads_small_and_fits_its_layout():
 def test_low_precision_stays_close_to_our_own_float32():
     tokens = ids(512)
     reference = Plain(exact()).run(tokens).logits
-    stored = as_stored(exact().config.layout())
-    rounded = Plain(exact(), precision=stored).run(tokens).logits
+    rounded = Stored(load_model(form="bf16"), exact().config.layout()).run(tokens).logits
     loss = F.kl_div(
         rounded.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="batchmean"
     )

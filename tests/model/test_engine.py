@@ -12,8 +12,8 @@ from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
-from ess.models.plain import greedy
 from tests.support.checkpoints import GLM, V32, model, tokens
+from tests.support.greedy import greedy
 from tests.support.manual_lane import ManualLane
 
 SMALL = {

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ess.errors import BadInput
-from ess.models.plain import Plain, greedy
+from ess.models.plain import Plain
 from ess.models.registry import build, read_config
 from tests.support import checkpoints
+from tests.support.greedy import greedy
 from tests.support.unabsorbed import Unabsorbed
 from tests.support.walk import walk
 

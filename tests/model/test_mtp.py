@@ -10,8 +10,9 @@ import torch
 
 from ess.errors import BadInput
 from ess.models.model import Model
-from ess.models.plain import Drafter, Plain, PlainDrafter, greedy, greedy_mtp
+from ess.models.plain import Plain
 from tests.support import checkpoints
+from tests.support.greedy import Drafter, PlainDrafter, greedy, greedy_mtp
 from tests.support.unabsorbed import Unabsorbed
 
 RAWS = [checkpoints.TINY_V32, checkpoints.TINY_GLM]

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from ess.models.load import EMBEDDED
-from ess.models.plain import Plain, greedy
+from ess.models.plain import Plain
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.rank import RankWeights
 from tests.model import grid
 from tests.support import checkpoints
+from tests.support.greedy import greedy
 from tests.support.walk import walk
 
 pytest.importorskip("transformers", reason="extra `oracle` (transformers==5.23.0) is not installed")

@@ -136,8 +136,7 @@ def test_it_says_what_it_serves(running: Process):
 def test_what_it_says_is_what_the_engine_makes(running: Process):
     """Through HTTP or not: the same tokens."""
     from ess.models.load import load_model
-    from ess.models.plain import Plain
-    from ess.models.precision import as_stored
+    from tests.support.stored import Stored
 
     client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
     asked = {"model": "ess-embedded", "prompt": "The server is", "max_tokens": 24, "temperature": 0}
@@ -147,10 +146,9 @@ def test_what_it_says_is_what_the_engine_makes(running: Process):
     assert len(streamed) > 20
     again = client.completions.create(**{**asked, "prompt": TOKENIZER.encode("The server is")})
     assert again.choices[0].text == streamed
-    model = load_model(embedded_path(), form="f32")
+    model = load_model(embedded_path())
     ids = [*TOKENIZER.encode("The server is"), *TOKENIZER.encode(streamed)]
-    plain = Plain(model, precision=as_stored(model.config.layout()))
-    chosen = plain.run(ids).logits.argmax(-1).tolist()
+    chosen = Stored(model, model.config.layout()).run(ids).logits.argmax(-1).tolist()
     count = len(TOKENIZER.encode("The server is"))
     agreed = sum(a == b for a, b in zip(chosen[count - 1 :], ids[count:], strict=False))
     assert agreed >= 0.8 * (len(ids) - count)

@@ -32,8 +32,8 @@ from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.models.plain import greedy
 from tests.support.checkpoints import V32, model, tokens
+from tests.support.greedy import greedy
 
 SMALL = {
     "hidden_size": 64,
