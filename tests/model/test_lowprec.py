@@ -6,6 +6,7 @@ Random weights bound only the damage (mean KL at most 0.05); trained weights are
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -46,8 +47,11 @@ def case(raw: dict[str, Any], seed: int) -> tuple[Model, ModelLayout, list[int]]
 
 @functools.cache
 def spoken(family: str, seed: int) -> list[int]:
+    return spoken_by(*case(FAMILIES[family], seed))
+
+
+def spoken_by(model: Model, layout: ModelLayout, prompt: list[int]) -> list[int]:
     """What the engine says."""
-    model, layout, prompt = case(FAMILIES[family], seed)
     offload = Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 2,
@@ -61,6 +65,14 @@ def spoken(family: str, seed: int) -> list[int]:
         pass
     offload.close()
     return request.output
+
+
+def test_index_queries_are_bf16_also_where_keys_are_not_mixed() -> None:
+    model, layout, prompt = case(checkpoints.TINY_V32, 0)
+    assert layout.index is not None
+    plain_keys = dataclasses.replace(layout.index, hadamard=False)
+    layout = dataclasses.replace(layout, index=plain_keys)
+    assert spoken_by(model, layout, prompt) == continued(Stored(model, layout), prompt, COUNT)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

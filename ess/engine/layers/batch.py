@@ -137,12 +137,14 @@ def row_bytes(values: Tensor, layout: ModelLayout, ops: Ops) -> Tensor:
 
 
 def turned(probe: Probe, layout: ModelLayout, ops: Ops) -> Probe:
-    """Keys that are quantised are rotated first, and so are the queries they will meet."""
+    """Keys that are quantised are mixed first, and so are the queries, which meet them in bf16."""
     codec = layout.index
-    if codec is None or codec.form == "f32" or not codec.hadamard:
+    if codec is None or codec.form == "f32":
         return probe
-    queries = ops.hadamard(probe.queries.float()).bfloat16()
-    return Probe(queries, probe.weights, ops.hadamard(probe.keys.float()))
+    queries, keys = probe.queries, probe.keys
+    if codec.hadamard:
+        queries, keys = ops.hadamard(queries), ops.hadamard(keys)
+    return Probe(queries.bfloat16(), probe.weights, keys)
 
 
 def key_records(keys: Tensor, layout: ModelLayout, ops: Ops) -> Tensor:
