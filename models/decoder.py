@@ -9,6 +9,10 @@
 
 No module keeps rows, keys or positions: the caller puts pools, fetches and merges between the
 calls. `index` needs nothing from `pre_attn`, so a fetch can start before the queries are made.
+
+Products take both sides in the type of the weights. Everything between two products is float32: the
+residual stream, norms, rotations, gates and their sums. Queries alone are handed to attention in
+the type of the weights.
 """
 
 from __future__ import annotations
@@ -117,7 +121,7 @@ class DecoderLayer:
         block = self.experts or self.dense
         assert block is not None
         block.add_to(stage, stage.norm(hidden, self._mlp_norm, self._eps), hidden)
-        stage.give(hidden, self.mla.dtype)
+        stage.give(hidden, torch.float32)
         return stage
 
     def compiled(self, layout: ModelLayout) -> CompiledLayer:
@@ -130,8 +134,8 @@ class DecoderLayer:
 class CompiledLayer:
     """A decoder layer for a few tokens: the stage facade's arithmetic in three native calls.
 
-    Between two products everything is float32, also where the torch ops round to bfloat16. What a
-    token gets does not depend on the others.
+    What comes out of a product of bfloat16 is float32 here, where torch rounds it. What a token
+    gets does not depend on the others.
     """
 
     def __init__(self, layer: DecoderLayer, layout: ModelLayout) -> None:

@@ -50,9 +50,9 @@ class Indexer:
     def _keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         keys = linear(hidden, self._key)
         normed = F.layer_norm(
-            keys.float(), (keys.shape[-1],), self._key_weight, self._key_bias, KEY_NORM_EPS
+            keys, (keys.shape[-1],), self._key_weight, self._key_bias, KEY_NORM_EPS
         )
-        return self._turn(normed.to(keys.dtype), rotation)
+        return self._turn(normed, rotation)
 
     def probe_in(self, stage: Stage, normed: Values, query: Values, codec: IndexCodec) -> None:
         """The same as ops of a compiled stage; gives queries, weights and encoded keys."""

@@ -50,7 +50,8 @@ class Source:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x.to(weight.dtype), weight)
+    """The product in the type of the weights; what comes out goes on in float32."""
+    return F.linear(x.to(weight.dtype), weight).float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -54,8 +54,8 @@ class Mla:
         c = self._config
         heads = linear(query, self._query_up).view(-1, c.head_count, c.nope_dim + c.rope_dim)
         nope, rope = torch.split(heads, [c.nope_dim, c.rope_dim], -1)
-        absorbed = torch.bmm(nope.transpose(0, 1), self._key_up).transpose(0, 1)
-        return torch.cat((absorbed, rotate(rope, rotation, "interleaved")), -1)
+        latents = torch.bmm(nope.to(self.dtype).transpose(0, 1), self._key_up).transpose(0, 1)
+        return torch.cat((latents, rotate(rope, rotation, "interleaved").to(self.dtype)), -1)
 
     def rows(self, row: Tensor, rotation: Rotation) -> Tensor:
         """The new rows [tokens, latent + rope], ready to be encoded and stored."""

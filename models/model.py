@@ -31,7 +31,7 @@ class Model:
         self._positions = RotaryPositions(c)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self._embedding[tokens]
+        return self._embedding[tokens].float()
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Shared by all layers of a step; positions int [tokens]."""
@@ -42,7 +42,7 @@ class Model:
         return rms_norm(hidden, self._norm, self.config.norm_eps)
 
     def logits(self, finished: Tensor) -> Tensor:
-        return linear(finished, self._head).float()
+        return linear(finished, self._head)
 
     @functools.cached_property
     def ending(self) -> Stage:
@@ -58,7 +58,7 @@ class Model:
     def _ending(self, norm: Tensor) -> Stage:
         stage = Stage()
         finished = stage.norm(stage.take(self.config.hidden_dim), norm, self.config.norm_eps)
-        stage.give(finished, self._embedding.dtype)
+        stage.give(finished, torch.float32)
         stage.give(stage.linear(finished, self._panels), torch.float32)
         return stage
 

@@ -118,7 +118,7 @@ class Moe:
         does not depend on which other tokens chose the same experts, beyond the products' rounding.
         """
         inner = self.up(x, routing)
-        return self.collect(self.down(inner, range(self.expert_count)), inner, routing).to(x.dtype)
+        return self.collect(self.down(inner, range(self.expert_count)), inner, routing)
 
     @property
     def expert_count(self) -> int:
@@ -133,8 +133,8 @@ class Moe:
         order = flat.argsort(stable=True)
         ends = torch.bincount(flat, minlength=self.expert_count).cumsum(0).int()
         tokens = x.to(self._gate_up.dtype)[order // self._config.experts_per_token]
-        values = swiglu(F.grouped_mm(tokens, self._gate_up.transpose(1, 2), offs=ends))
-        return Inner(values, order, ends)
+        both = F.grouped_mm(tokens, self._gate_up.transpose(1, 2), offs=ends)
+        return Inner(swiglu(both.float()).to(both.dtype), order, ends)
 
     def down(self, inner: Inner, experts: range) -> Tensor:
         """What these experts make, one line per token that chose them, in the order of `inner`."""

@@ -44,7 +44,7 @@ class Mtp:
         sides, both = (stage.take(dim), stage.take(dim)), stage.room(2 * dim)
         for place, norm in enumerate((self._embedding_norm, self._hidden_norm)):
             stage.norm(sides[place], norm, self._eps, both.part(place * dim, dim))
-        stage.give(stage.linear(both, pack(self._join)), self._join.dtype)
+        stage.give(stage.linear(both, pack(self._join)), torch.float32)
         return stage
 
     def finish(self, hidden: Tensor) -> Tensor:

@@ -128,6 +128,25 @@ def test_bf16_weights_stay_close(exact: torch.Tensor) -> None:
     check("bf16 weights", exact, Plain(build(config, weights.__getitem__)).run(_tokens()).logits)
 
 
+def test_between_products_everything_is_float32() -> None:
+    """What a bf16 model makes of a token, by torch and by compiled stages."""
+    config = read_config(checkpoints.TINY_V32)
+    weights = {name: w.bfloat16() for name, w in checkpoints.tensors(config).items()}
+    model = build(config, weights.__getitem__)
+    hidden, rotation = model.embed(torch.arange(4)), model.rotation(torch.arange(4))
+    for layer in model.layers:
+        entry = layer.enter(hidden)
+        asked = layer.pre_attn(entry, rotation)
+        attended = torch.zeros(4, config.head_count, config.latent_dim)
+        output = layer.output(hidden, attended)
+        made = [*entry, *layer.index(entry, rotation), asked.rows, output, layer.mlp(output)]
+        made.append(layer.compiled(config.layout()).back(hidden, attended))
+        assert {tensor.dtype for tensor in made} == {torch.float32}
+        assert asked.queries.dtype == torch.bfloat16
+        hidden = made[-1]
+    assert model.finish(hidden).dtype == model.ending([hidden])[0].dtype == torch.float32
+
+
 def check(name: str, exact: torch.Tensor, logits: torch.Tensor) -> None:
     kl = mean_kl(exact, logits)
     agreement = (exact.argmax(-1) == logits.argmax(-1)).float().mean().item()

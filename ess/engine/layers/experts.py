@@ -75,8 +75,7 @@ class ExpertStep:
         assert self._routing is not None, "route comes before collect"
         outer = torch.cat(self._sent)
         assert len(outer) == len(self._inner.order), "a block of experts was not sent"
-        routed = self._experts.collect(outer, self._inner, self._routing)
-        self._routed = routed.to(self._input.dtype)
+        self._routed = self._experts.collect(outer, self._inner, self._routing)
 
     @timed
     def shared(self) -> None:
