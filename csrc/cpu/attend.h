@@ -13,6 +13,14 @@
 // bf16. Weights are rounded to bf16 there as well. Everything else is float32 with fused
 // multiply-add. Sums are float32.
 //
+// Weights are powers of two: logits are counted in bits, and in bf16 what is taken off all of them
+// is the greatest of them rounded up to a whole number. So another choice of what to take off, which
+// comes with other tiles or with rows split between two partials, scales the weights by a power of
+// two, and they round to the same bf16. Without this, a split would change every weight by up to
+// half a unit of bf16; with it, it changes the order of float32 sums. The sum that outputs are
+// divided by, and lse with it, is of weights as rounded: so one key gives its value, and a merge
+// divides by what one pass would have divided by.
+//
 // NaN: a comparison that NaN loses keeps it out of the greatest logit but not out of the weights,
 // so a broken row that is named breaks out and lse of its query, and only those. Where tiles have
 // rows to spare they hold what was there before; their weights are never used.
@@ -24,18 +32,12 @@ constexpr int64_t kHeads = kHeadBlock;  // block of the second: heads by vectors
 constexpr int64_t kVectors = 4;
 constexpr int64_t kColumns = kVectors * kLanes;
 constexpr float kLowest = -3.402823466e38f;
+constexpr double kLog2 = 0.69314718055994530942;  // the natural logarithm of 2
 
-// exp(x) for x <= 0, within a unit in the last place; 0 below -87, NaN for NaN.
-ESS_LANE Floats exponential(Floats x) {
-    const Floats low = all(-87.0f);
-    const Ints tiny = x < low;
-    x = tiny ? low : x;
-    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
-    Floats power = multiply_add(x, all(1.44269504f), magic);
-    const Ints exponent = ((Ints)power - (Ints)magic) << 23;
-    power -= magic;
-    Floats r = multiply_add(power, all(-0.693359375f), x);
-    r = multiply_add(power, all(2.12194440e-4f), r);
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
+
+// exp(r) * 2^power for r within half of log(2); `power` is a whole number that kMagic was added to.
+ESS_LANE Floats exponential_near(Floats r, Floats power) {
     Floats sum = all(1.9875691500e-4f);
     sum = multiply_add(sum, r, all(1.3981999507e-3f));
     sum = multiply_add(sum, r, all(8.3334519073e-3f));
@@ -43,8 +45,36 @@ ESS_LANE Floats exponential(Floats x) {
     sum = multiply_add(sum, r, all(1.6666665459e-1f));
     sum = multiply_add(sum, r, all(5.0000001201e-1f));
     sum = multiply_add(sum, r * r, r) + 1.0f;
-    const Floats whole = (Floats)(exponent + (Ints)all(1.0f));
-    return tiny ? Floats{} : sum * whole;
+    const Ints exponent = ((Ints)power - (Ints)all(kMagic)) << 23;
+    return sum * (Floats)(exponent + (Ints)all(1.0f));
+}
+
+// exp(x) for x <= 0, within a unit in the last place; 0 below -87, NaN for NaN.
+ESS_LANE Floats exponential(Floats x) {
+    const Floats low = all(-87.0f);
+    const Ints tiny = x < low;
+    x = tiny ? low : x;
+    const Floats power = multiply_add(x, all(1.44269504f), all(kMagic)), whole = power - kMagic;
+    Floats r = multiply_add(whole, all(-0.693359375f), x);
+    r = multiply_add(whole, all(2.12194440e-4f), r);
+    return tiny ? Floats{} : exponential_near(r, power);
+}
+
+// 2^x for x <= 0, as near; 0 below -126, NaN for NaN.
+ESS_LANE Floats power_of_two(Floats x) {
+    const Floats low = all(-126.0f);
+    const Ints tiny = x < low;
+    x = tiny ? low : x;
+    const Floats power = x + kMagic;
+    const Floats r = (x - (power - kMagic)) * 0.693147181f;
+    return tiny ? Floats{} : exponential_near(r, power);
+}
+
+// The least whole number that is not below x; beyond 2^22, where kMagic does not round, x itself.
+ESS_LANE Floats whole_from(Floats x) {
+    const Floats magnitude = x < 0.0f ? -x : x;
+    const Floats whole = magnitude < 4194304.0f ? (x + kMagic) - kMagic : x;
+    return whole < x ? whole + 1.0f : whole;
 }
 
 // What one piece works in; all of it in this thread's scratch.
@@ -59,8 +89,8 @@ struct Work {
     uint32_t* packed;
     uint32_t* rows;
     uint32_t* values;
-    float* logits;  // [key, lane]; weights after the softmax, in float32
-    uint32_t* weights;  // the same in words, [key or pair of keys, lane]
+    float* logits;  // [key, lane]
+    uint32_t* weights;  // in words, [key or pair of keys, lane]; in float32 the same memory
     float* greatest;
     float* sum;
     float* fade;
@@ -249,6 +279,34 @@ ESS_LANE void logits_tile(const Work<half>& work, float scale, int64_t count,
             logits_block<half, spread, 1>(work, scale, key, lane, Nothing{});
 }
 
+// Logits of a vector of heads become weights; returns `sum` plus what they are once rounded.
+template <bool half>
+ESS_LANE Floats weights_tile(const Work<half>& work, int64_t lane, int64_t count, Floats top,
+                             Floats sum) {
+    const int64_t width = work.query.width;
+    float* logits = work.logits + lane;
+#if ESS_HALF
+    if constexpr (half) {
+        for (int64_t i = 0; i < count; i += 2, logits += 2 * width) {
+            const Floats even = power_of_two(load<Floats>(logits) - top);
+            const Floats odd =
+                i + 1 < count ? power_of_two(load<Floats>(logits + width) - top) : Floats{};
+            const Ints word = pair(even, odd);
+            store(work.weights + i / 2 * width + lane, word);
+            sum += (Floats)(word << 16);
+            sum += (Floats)(word & int32_t(0xFFFF0000));
+        }
+        return sum;
+    }
+#endif
+    for (int64_t i = 0; i < count; i++) {
+        const Floats weight = power_of_two(load<Floats>(logits + i * width) - top);
+        store(logits + i * width, weight);
+        sum += weight;
+    }
+    return sum;
+}
+
 template <bool half>
 ESS_LANE void softmax_tile(const Work<half>& work, int64_t count) {
     const int64_t width = work.query.width;
@@ -260,25 +318,12 @@ ESS_LANE void softmax_tile(const Work<half>& work, int64_t count) {
             const Floats logit = load<Floats>(logits + i * width);
             top = logit > top ? logit : top;
         }
-        const Floats fade = exponential(before - top);
-        Floats sum = load<Floats>(work.sum + lane) * fade;
-        for (int64_t i = 0; i < count; i++) {
-            const Floats weight = exponential(load<Floats>(logits + i * width) - top);
-            store(logits + i * width, weight);
-            sum += weight;
-        }
+        if constexpr (half) top = whole_from(top);
+        const Floats fade = power_of_two(before - top);
+        const Floats sum = load<Floats>(work.sum + lane) * fade;
         store(work.greatest + lane, top);
         store(work.fade + lane, fade);
-        store(work.sum + lane, sum);
-#if ESS_HALF
-        if constexpr (half) {
-            if (count & 1) store(logits + count * width, Floats{});
-            for (int64_t i = 0; i < count; i += 2)
-                store(work.weights + i / 2 * width + lane,
-                      pair(load<Floats>(logits + i * width),
-                           load<Floats>(logits + (i + 1) * width)));
-        }
-#endif
+        store(work.sum + lane, weights_tile<half>(work, lane, count, top, sum));
     }
 }
 
@@ -324,7 +369,7 @@ ESS_LANE void finish(const Attend& call, const Work<half>& work, int64_t query, 
         return;
     }
     const float sum = work.sum[lane * work.query.spread];
-    call.lse[at] = float(work.greatest[lane * work.query.spread] + ::log(double(sum)));
+    call.lse[at] = float((work.greatest[lane * work.query.spread] + ::log2(double(sum))) * kLog2);
     for (int64_t column = 0; column < call.latent_dim; column += kColumns) {
         const float* from = work.out + column * work.head_rows + lane * kColumns;
         const int64_t rest = call.latent_dim - column;
@@ -340,14 +385,15 @@ void attend_spread(const Attend& call, const Work<half>& work, int64_t named_cou
         work.sum[lane] = 0;
     }
     const int64_t lines = line_count(call);
+    const float scale = float(call.scale / kLog2);
     for (int64_t first = 0; first < named_count; first += kTile) {
         const int64_t rest = named_count - first, count = rest < kTile ? rest : kTile;
         const NextTile next{work.named + first + kTile, rest - kTile, lines};
         decode_tile<half>(call, work, first, count);
         if (work.query.width == kLanes)
-            logits_tile<half, spread, 1>(work, call.scale, count, next);
+            logits_tile<half, spread, 1>(work, scale, count, next);
         else
-            logits_tile<half, spread, 2>(work, call.scale, count, next);
+            logits_tile<half, spread, 2>(work, scale, count, next);
         softmax_tile<half>(work, count);
         values_tile<half>(work, count, first == 0);
     }

@@ -35,6 +35,7 @@ CODECS = {
 }
 HEADS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 128)
 KEYS = (1, 2, 7, 63, 64, 65, 129, 200)
+HALF = 2**-8 + 4e-6
 ISAS = ("portable", "avx2", "avx512")
 needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 
@@ -128,9 +129,10 @@ def same_bits(one: Partial, other: Partial) -> None:
 
 
 def tolerance(codec: RowCodec, dtype: torch.dtype) -> tuple[float, float]:
-    """Weights are rounded to bf16 only where queries and rows are bf16 by nature."""
+    """Weights are rounded to bf16 only where queries and rows are bf16 by nature; the CPU's lse is
+    that of weights as rounded, each by up to 2^-8 of itself."""
     is_half = dtype == torch.bfloat16 and codec.form != "f32"
-    return (6e-3, 4e-6) if is_half else (4e-6, 4e-6)
+    return (6e-3, HALF) if is_half else (4e-6, 4e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -230,6 +232,23 @@ def test_one_key_returns_its_value(ops: Ops, codec: str, dtype: torch.dtype) -> 
     torch.testing.assert_close(case.run(ops, slots=twice).out.double(), value, atol=1e-6, rtol=0)
 
 
+@needs_native
+@pytest.mark.parametrize("codec", ["656", "1152", "2304"])
+def test_a_split_changes_the_order_of_sums_alone(codec: str) -> None:
+    """What rows weigh does not depend on those that share their partial, also where it is rounded
+    to bf16: two partials merge to what one pass gives, far within a unit of bf16."""
+    ops = backend.ops("cpu")
+    for seed, steeper in itertools.product(range(4), (1, 4, 16)):
+        case = make(CODECS[codec], heads=8, keys=140, dtype=torch.bfloat16, seed=seed)
+        case.scale *= steeper
+        whole, count = case.run(ops), case.slots.shape[1]
+        for cut in (1, count // 3, count - 40):
+            parts = (case.slots[:, :cut], case.slots[:, cut:])
+            made = ops.merge(*(case.run(ops, slots=part.contiguous()) for part in parts))
+            torch.testing.assert_close(made.out, whole.out, atol=2e-5, rtol=0)
+            torch.testing.assert_close(made.lse, whole.lse, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", ["656", "2304"])
 def test_great_logits_do_not_overflow(ops: Ops, codec: str, dtype: torch.dtype) -> None:
@@ -239,7 +258,8 @@ def test_great_logits_do_not_overflow(ops: Ops, codec: str, dtype: torch.dtype) 
         case.scale = scale
         ours, want = case.run(ops), exact(case)
         torch.testing.assert_close(ours.out.double(), want[0], atol=bound, rtol=0)
-        torch.testing.assert_close(ours.lse.double(), want[1], atol=0, rtol=2e-6)
+        atol = HALF if dtype == torch.bfloat16 and codec != "2304" else 0
+        torch.testing.assert_close(ours.lse.double(), want[1], atol=atol, rtol=2e-6)
 
 
 def test_a_broken_row_that_is_named_is_seen(ops: Ops) -> None:

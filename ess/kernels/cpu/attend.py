@@ -5,6 +5,9 @@ matrices holds them, and whatever else is in the batch; the number of threads is
 
 Products are in bfloat16 where the machine has them and both sides are bfloat16 by nature (queries
 of that type, rows in fp8 or bf16); otherwise in float32 with fused multiply-add. Sums are float32.
+In bfloat16 the weights are rounded, to the same whichever rows share a partial, and lse is that of
+weights as rounded, up to 2^-8 from the exact: so a merge gives what one pass over all rows gives,
+but for the order of float32 sums.
 """
 
 from __future__ import annotations
