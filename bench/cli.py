@@ -72,6 +72,11 @@ BENCHMARKS: Final = (
         summary="Decode beside the transformers implementation of the same model.",
     ),
     Command(
+        name="precision",
+        home="ess.bench.engine.precision:precision_benchmark",
+        summary="How far bf16 and fp8 are from float32, and DA and DBA from no offload.",
+    ),
+    Command(
         name="calibrate",
         home="ess.bench.engine.calibrate:calibrate_benchmark",
         summary="What the layerwise policy starts from; --out FILE writes it for the engine.",
@@ -105,7 +110,15 @@ BENCHMARKS: Final = (
 
 SUITES: Final = {
     "kernels": ("rows", "planner", "attend"),
-    "engine": ("step", "slow-link", "locality", "orders", "overhead", "vs-transformers"),
+    "engine": (
+        "step",
+        "slow-link",
+        "locality",
+        "orders",
+        "overhead",
+        "vs-transformers",
+        "precision",
+    ),
     "all": tuple(benchmark.name for benchmark in BENCHMARKS),
 }
 

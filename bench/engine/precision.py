@@ -1,0 +1,284 @@
+"""How far low precision is from float32, and how far offload is from no offload: read, not written.
+
+The model in the box reads a real text: at every position it is told the true next token, whatever
+it would have said, so that all ways to compute are asked the same. Their logits are compared: the
+divergence KL(exact, other) in nats, and the tokens that flip (another greedy choice) with the lead
+that the exact choice had over its next (difference of logits).
+
+Excerpts are spread evenly over the text. All but the last tokens of each are prefilled, the others
+decoded token by token, all excerpts in one batch. NONE gives the bits that RESIDENT gives
+(`tests/model/test_exactness.py`), so it stands for an engine without offload; the arena holds two
+selections of every excerpt, so that DA and DBA have rows to fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ess import console
+from ess.bench.harness.lists import modes, sizes
+from ess.bench.harness.report import Row
+from ess.bench.harness.text import token_ids
+from ess.bench.harness.threads import compute_threads
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.step.prompt import run_chunk
+from ess.errors import BadInput
+from ess.models.load import load_model
+from ess.models.model import Model
+from ess.units import PAGE_ROWS, div_ceil
+
+CHUNK: Final = 512
+LEADS_SHOWN: Final = 5
+TARGET: Final = 100.0
+"""What offload adds should be a hundredth, at most, of what the form itself is from float32."""
+
+Float = Literal["f32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The type of weights, which products take both sides in, and the codecs of rows and keys."""
+
+    name: str
+    weights: Float
+    row: Literal["f32", "bf16", "fp8"]
+    index: Literal["f32", "fp8"]
+
+
+EXACT: Final = Form(name="float32", weights="f32", row="f32", index="f32")
+FP8_ROWS: Final = Form(name="fp8 rows", weights="f32", row="fp8", index="f32")
+FP8: Final = Form(name="fp8 rows and keys", weights="f32", row="fp8", index="fp8")
+SERVED: Final = Form(name="bf16, fp8 rows and keys", weights="bf16", row="fp8", index="fp8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    contexts: Sequence[int] = (2048, 8192)
+    excerpts: int = 4
+    tokens: int = 256
+    modes: Sequence[str] = ("da", "dba")
+
+
+SMOKE: Final = Plan(contexts=(512,), excerpts=1, tokens=8, modes=("da",))
+
+
+def precision_benchmark(
+    *,
+    ctx: str = "2k,8k",
+    excerpts: int = 4,
+    tokens: int = 256,
+    mode: str = "da,dba",
+    text: Path | None = None,
+    smoke: bool = False,
+) -> list[Row]:
+    """How far bf16 and fp8 are from float32, and DA and DBA from no offload, on real text.
+
+    Parameters
+    ----------
+    ctx
+        Contexts, a list; 32k takes minutes for each excerpt.
+    excerpts
+        Places of the text that are read at every context.
+    tokens
+        Tokens that are compared behind every context.
+    mode
+        Ways to fetch that are compared with NONE, a list.
+    text
+        Read this text; by default Python's own reference.
+    """
+    if smoke:
+        return rows_of(SMOKE, text=text)
+    plan = Plan(
+        contexts=sizes("--ctx", ctx),
+        excerpts=excerpts,
+        tokens=tokens,
+        modes=modes("--mode", mode),
+    )
+    return rows_of(plan, text=text)
+
+
+@compute_threads()
+def rows_of(plan: Plan, *, text: Path | None = None) -> list[Row]:
+    ids, name = token_ids(text)
+    models: Models = {"f32": load_model(form="f32"), "bf16": load_model(form="bf16")}
+    both = ("none", *plan.modes)
+    ways = {EXACT: both, FP8_ROWS: ("none",), FP8: ("none",), SERVED: both}
+    rows = []
+    for context in plan.contexts:
+        lines = excerpts_of(ids, context, count=plan.excerpts, tokens=plan.tokens)
+        logits = read(models, ways, lines, tokens=plan.tokens)
+        rows += context_rows(logits, plan, context, name)
+    return rows
+
+
+# ---- reading
+
+Models = Mapping[Float, Model]
+Logits = Mapping[tuple[Form, str], Tensor]
+"""Of a form and a mode: [excerpt, token, vocabulary]."""
+
+
+def read(
+    models: Models,
+    ways: Mapping[Form, Sequence[str]],
+    lines: Sequence[Sequence[int]],
+    *,
+    tokens: int,
+) -> Logits:
+    """The last `tokens` of every line, by every form under its modes."""
+    found: dict[tuple[Form, str], Tensor] = {}
+    start = len(lines[0]) - tokens
+    for form, modes_of_form in ways.items():
+        console.note(f"{len(lines)} x {start:,} tokens, {form.name} ...")
+        model = models[form.weights]
+        with offload_for(model, form, lines) as offload:
+            for mode in modes_of_form:
+                eng = Engine(model, offload, EngineConfig(modes=mode))
+                found[form, mode] = torch.stack(forced_logits(eng, lines, start=start))
+    return found
+
+
+def excerpts_of(
+    ids: Sequence[int], context: int, *, count: int, tokens: int
+) -> list[Sequence[int]]:
+    """Each `context` tokens and those to compare, spread evenly; they overlap in a short text."""
+    length = context + tokens
+    if count < 1 or tokens < 1:
+        raise BadInput(f"{count} excerpts of {tokens} tokens: at least one of each")
+    if len(ids) < length:
+        raise BadInput(f"the text has {len(ids):,} tokens, an excerpt needs {length:,}")
+    step = (len(ids) - length) // max(1, count - 1)
+    return [ids[at * step : at * step + length] for at in range(count)]
+
+
+def offload_for(model: Model, form: Form, lines: Sequence[Sequence[int]]) -> Offload:
+    """Room for these lines, whose arena holds two selections of each in every group."""
+    config = msgspec.structs.replace(model.config, mtp_layer_count=0)
+    layout = config.layout(row=form.row, index=form.index)
+    pages = div_ceil(len(lines[0]), PAGE_ROWS) + 1
+    slot_pages = len(lines) * 2 * layout.top_k // PAGE_ROWS
+    return Offload.create(
+        layout,
+        slot_bytes=layout.group_count * layout.group_layers_max * slot_pages * layout.page_bytes,
+        host_bytes=len(lines) * 2 * pages * layout.host_page_bytes,
+        length_max=pages * PAGE_ROWS,
+        slot_floor=PAGE_ROWS,
+    )
+
+
+@torch.inference_mode()
+def forced_logits(eng: Engine, lines: Sequence[Sequence[int]], *, start: int) -> list[Tensor]:
+    """Prefill `start` tokens of each line, then decode the rest of all lines as one batch.
+
+    Returns logits [tokens, vocabulary] per line. `eng` serves nothing else and is used up; another
+    engine over the same offload finds the prompts there, as cached prefixes.
+    """
+    runner, offload = eng._runner, eng.offload
+    sequences = []
+    for line in lines:
+        sequence = offload.open(line[: start + 1], length_max=len(line))
+        for low in range(sequence.cached_count, start, CHUNK):
+            stop = min(start, low + CHUNK)
+            chunk = run_chunk(runner, sequence, line[low:stop], low, line[low + 1 : stop + 1])
+            if stop == start:
+                offload.warm(sequence, chunk.windows)
+        sequences.append(sequence)
+    made: list[Tensor] = []
+    for at in range(start, len(lines[0])):
+        step = offload.begin(sequences, query_counts=[1] * len(lines))
+        now = [line[at] for line in lines]
+        made.append(runner.decode(runner.batch(step), now).logits)
+        offload.commit(step, accepted=[1] * len(lines), tokens=[[token] for token in now])
+    for sequence in sequences:
+        sequence.close()
+    return list(torch.stack(made, dim=1))
+
+
+# ---- comparing
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How far one way is from the exact one: KL by position [excerpt, token], in nats, and the
+    leads of the tokens that flipped, greatest first."""
+
+    kl: Tensor
+    leads: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return float(self.kl.mean())
+
+    @property
+    def flipped(self) -> float:
+        """Of all positions."""
+        return len(self.leads) / self.kl.numel()
+
+
+def apart(exact: Tensor, other: Tensor) -> Apart:
+    """Of logits [..., token, vocabulary]; the rounding of float64 may not make a KL negative."""
+    p, q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)
+    best = exact.topk(2, -1).values
+    flips = other.argmax(-1) != exact.argmax(-1)
+    leads = (best[..., 0] - best[..., 1])[flips].tolist()
+    return Apart(kl, tuple(sorted(leads, reverse=True)))
+
+
+def context_rows(logits: Logits, plan: Plan, context: int, text: str) -> list[Row]:
+    config = {"ctx": context, "text": text}
+    rows: list[Row] = []
+    before: tuple[str, float] | None = None
+    for form in (FP8_ROWS, FP8, SERVED):
+        found = apart(logits[EXACT, "none"], logits[form, "none"])
+        name = f"{form.name}, against float32"
+        rows += apart_rows(name, found, config, before)
+        before = (name, found.mean)
+    for form, form_before in ((SERVED, before), (EXACT, None)):
+        for mode in plan.modes:
+            found = apart(logits[form, "none"], logits[form, mode])
+            name = f"{mode.upper()} against NONE, {form.name}"
+            target = TARGET if form is SERVED else None
+            rows += apart_rows(name, found, config, form_before, target=target)
+    return rows
+
+
+def apart_rows(
+    name: str,
+    found: Apart,
+    config: Mapping[str, Any],
+    baseline: tuple[str, float] | None,
+    *,
+    target: float | None = None,
+) -> list[Row]:
+    """Two: the mean divergence, and the share of tokens that flipped with their greatest leads."""
+    ratio = baseline[1] / found.mean if baseline and found.mean else None
+    count = f"{len(found.leads):,} of {found.kl.numel():,}"
+    leads = " ".join(f"{lead:.2f}" for lead in found.leads[:LEADS_SHOWN])
+    divergence = Row(
+        name=f"mean KL, {name}",
+        value=found.mean,
+        unit="nats",
+        baseline=baseline[0] if baseline else None,
+        baseline_value=baseline[1] if baseline else None,
+        ratio=ratio,
+        target=target if ratio else None,
+        met=ratio >= target if ratio and target else None,
+        config={**config, "median": f"{float(found.kl.median()):.1e}"},
+        samples=[float(excerpt) for excerpt in found.kl.mean(-1)],
+    )
+    flips = Row(
+        name=f"flipped tokens, {name}",
+        value=100 * found.flipped,
+        unit="%",
+        config={**config, "flipped": count, "leads": leads or "-"},
+    )
+    return [divergence, flips]
