@@ -42,7 +42,6 @@ EQUAL: Final[Mapping[str, str]] = MappingProxyType(
 )
 FOREIGN: Final = ("per_layer_config", "kv_sharing_modes", "transformers_weights")
 INDEXED: Final = ("indexed_attention", "deepseek_sparse_attention")
-KNOWN: Final = frozenset({*FIXED, *EQUAL, *FOREIGN, "auto_map", "layer_types"})
 
 
 def parse(

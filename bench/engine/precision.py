@@ -181,7 +181,7 @@ def forced_logits(eng: Engine, lines: Sequence[Sequence[int]], *, start: int) ->
     Returns logits [tokens, vocabulary] per line. `eng` serves nothing else and is used up; another
     engine over the same offload finds the prompts there, as cached prefixes.
     """
-    runner, offload = eng._runner, eng.offload
+    runner, offload = eng.runner, eng.offload
     sequences = []
     for line in lines:
         sequence = offload.open(line[: start + 1], length_max=len(line))
@@ -189,14 +189,14 @@ def forced_logits(eng: Engine, lines: Sequence[Sequence[int]], *, start: int) ->
             stop = min(start, low + CHUNK)
             chunk = run_chunk(runner, sequence, line[low:stop], low, line[low + 1 : stop + 1])
             if stop == start:
-                offload.warm(sequence, chunk.windows)
+                sequence.warm(chunk.windows)
         sequences.append(sequence)
     made: list[Tensor] = []
     for at in range(start, len(lines[0])):
         step = offload.begin(sequences, query_counts=[1] * len(lines))
         now = [line[at] for line in lines]
         made.append(runner.decode(runner.batch(step), now).logits)
-        offload.commit(step, accepted=[1] * len(lines), tokens=[[token] for token in now])
+        step.commit(accepted=[1] * len(lines), tokens=[[token] for token in now])
     for sequence in sequences:
         sequence.close()
     return list(torch.stack(made, dim=1))

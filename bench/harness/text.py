@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ess.errors import BadInput, Unavailable
 from ess.models.load import EMBEDDED
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 
 
 def token_ids(path: Path | None = None) -> tuple[list[int], str]:

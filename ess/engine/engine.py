@@ -48,7 +48,7 @@ from ess.engine.tpot_control import TPOT, Seen, drafts_of
 from ess.errors import BadInput, BadState, PoolFull
 from ess.kernels.backend import ops
 from ess.models.model import Model
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -94,7 +94,7 @@ class Engine:
             tbo=config.tbo,
             sbo=config.sbo,
         )
-        self._runner = Runner(
+        self.runner = Runner(
             model,
             offload,
             computes,
@@ -136,7 +136,7 @@ class Engine:
             leader=leader,
             owner=self,
         )
-        vocabulary = self._runner.model.config.vocab_size
+        vocabulary = self.runner.model.config.vocab_size
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
             raise BadInput(f"prompt ids must be 0..{vocabulary - 1}")
         longest = self.offload.sizes.length_max
@@ -367,7 +367,7 @@ class Engine:
             draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
             try:
                 flight = launch(
-                    self._runner,
+                    self.runner,
                     self._future,
                     plan.turns,
                     draft_count=draft_count,
@@ -406,7 +406,7 @@ class Engine:
         assert sequence is not None
         started_s = self._clock.now_s()
         prefilled = prompt.run_chunk(
-            self._runner,
+            self.runner,
             sequence,
             request.prompt[chunk.start : chunk.stop],
             chunk.start,

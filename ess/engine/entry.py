@@ -16,7 +16,7 @@ from ess.engine.tokens.grammar import Grammar, Grammars, Matcher
 from ess.engine.tokens.stops import Reader
 from ess.errors import BadInput, EssError
 from ess.models.config import ModelConfig
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 
 
 class Entry:

@@ -370,8 +370,8 @@ def _new_partial(queries: Tensor, dim: int) -> Partial:
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    if like.is_cpu:  # naming the device takes half as long again
-        return torch.empty(shape, dtype=dtype)
+    if like.is_cpu:  # naming the device, or sizes in a tuple, takes half as long again
+        return torch.empty(*shape, dtype=dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ess.models.chat.reply import CallBegin, CallEnd
 from ess.models.chat.stream import State, StreamParser
-from ess.models.marks import first_mark
+from ess.models.text.marks import first_mark
 
 THINK_END: Final = "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"

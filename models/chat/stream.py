@@ -1,8 +1,8 @@
 """The part of reply parsing that formats share: a machine of states over a growing text.
 
-In each state the marks that can end it are known; text before the first mark is given out at once,
-except an end that may still become one (`ess.models.marks`). A format adds the states of its tool
-calls.
+In each state the marks that can end it are known. Text before the first mark is given out at once,
+except an end that may still become a mark (`ess.models.text.marks`). A format adds the states of its
+tool calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ess.errors import BadInput
 from ess.models.chat.messages import write_json
 from ess.models.chat.reply import CallArguments, Content, Event, Flaw, Reasoning
-from ess.models.marks import first_mark, held_chars
+from ess.models.text.marks import first_mark, held_chars
 
 State = Callable[[], bool]
 

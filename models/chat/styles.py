@@ -16,7 +16,7 @@ from ess.models.chat.template import SOURCE_BYTES_MAX, ChatTemplate
 from ess.models.weights.folder import Folder, Links
 
 if TYPE_CHECKING:
-    from ess.models.tokenizer import Tokenizer
+    from ess.models.text.tokenizer import Tokenizer
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"

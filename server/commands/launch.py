@@ -27,7 +27,7 @@ from ess.models.chat.reply import PlainParser
 from ess.models.chat.styles import style_of
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 from ess.models.weights.folder import Folder
 from ess.overlap import calibration
 from ess.server.commands import banner

@@ -22,7 +22,7 @@ from ess.models.chat.reply import (
     Event,
     Reasoning,
     ReplyParser,
-    collect,
+    parse,
 )
 from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.completions import encode_text, usage
@@ -157,7 +157,7 @@ class ChatShape:
 
     def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
         parser = self.parsers[index]
-        reply = collect([*parser.push(generation.text), *parser.finish()])
+        reply = parse(parser, generation.text)
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
         if not reply.tool_calls:
             message["content"] = reply.content

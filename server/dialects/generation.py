@@ -12,8 +12,8 @@ from ess.engine.process.messages import Piece
 from ess.engine.request import Reason
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.stops import StopText
-from ess.models.detokenizer import Detokenizer
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.detokenizer import Detokenizer
+from ess.models.text.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "abort"]
 FINISH_OF: Final[Mapping[Reason, Finish]] = {

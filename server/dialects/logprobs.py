@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ess.engine.tokens.chance import Chance
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -12,7 +12,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import TPOT
 from ess.errors import Unavailable
 from ess.models.chat.styles import ChatStyle
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.server.http.responses import Absent, Refused
 from ess.server.process.board import Board

@@ -28,7 +28,7 @@ from ess.errors import PoolFull
 from ess.layout import ModelLayout
 from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 from tests.support.checkpoints import TINY_GLM, TINY_V32, model, tokens
 from tests.support.greedy import greedy
 from tests.support.manual_lane import ManualLane

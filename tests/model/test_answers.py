@@ -15,7 +15,6 @@ import time
 import pytest
 import torch
 
-from ess.clock import ManualClock
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.process.messages import Add
@@ -28,8 +27,9 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.load import EMBEDDED, load_model
 from ess.models.plain import Plain
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 from tests.server.test_process import Script
+from tests.support.manual_clock import ManualClock
 
 SCHEMA = {
     "type": "object",

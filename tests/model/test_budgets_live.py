@@ -164,5 +164,9 @@ def test_the_next_move():
         assert next_move([scale * steep, scale * flat], [2, 4], [3, 1]) == (1, 0)
     assert next_move([steep, flat], [5, 1], [1, 1]) is None, "it is the best already"
     assert next_move([steep * 0 + 1, flat * 0 + 1], [3, 3], [1, 1]) is None
+    mild = np.array([50.0, 30, 10, 9, 8.9, 8.8, 8.7, 8.6, 8.5])
+    starved = np.array([100.0, 60, 30, 10, 9, 8.9, 8.8, 8.7, 8.6])
+    groups = [mild * 0 + 1, mild, starved]
+    assert next_move(groups, [4, 3, 1], [1, 1, 1]) == (0, 2), "to the group that lacks most"
     close = np.array([100.0, 99, 98, 97, 96, 95, 94])
     assert next_move([close, close * 0], [2, 4], [1, 1]) is None, "3 % are not worth it"

@@ -14,7 +14,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.layout import ModelLayout
 from ess.models.load import EMBEDDED, load_model
 from ess.models.plain import Plain
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 from tests.support.greedy import greedy
 from tests.support.stored import Stored
 

@@ -14,7 +14,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cpu import native
 from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="torch's products do not promise it")
 TEXT = "A transaction is a unit of work that is performed against a database, in one order. "

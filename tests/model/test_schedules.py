@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from ess.clock import ManualClock
 from ess.cost import Calibration
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
@@ -21,6 +20,7 @@ from ess.layout import ModelLayout
 from ess.overlap.calibration import shape_of
 from ess.overlap.policy import PATIENCE, Mode
 from tests.model.test_engine import expected, prompt, run, small
+from tests.support.manual_clock import ManualClock
 from tests.support.manual_lane import ManualLane
 from tests.support.timed import TimedLane, TimedOps
 

@@ -26,7 +26,7 @@ from ess.engine.process import fake_engine
 from ess.engine.process.messages import Abort, Add, Flush, Piece, Progress, Ready, Status, ToEngine
 from ess.engine.process.wire import SocketWire
 from ess.models.chat.styles import ChatStyle, PlainStyle
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.launch import embedded_path
 from ess.server.http.app import make_app
 from ess.server.http.protocol import limited

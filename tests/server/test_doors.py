@@ -13,11 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import ess
-from ess.clock import ManualClock
 from ess.engine.process.messages import PoolUse, RequestLine, Status
 from ess.errors import Unavailable
 from ess.server.process.board import RECENT_S, SUBSCRIBERS_MAX, Board
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
+from tests.support.manual_clock import ManualClock
 
 TEXT = "one two three four"
 STATUS = Status(

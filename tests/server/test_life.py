@@ -19,8 +19,8 @@ import openai
 import pytest
 
 from ess.bench.engine.calibrate import constant_rows, miss_rows
-from ess.bench.harness import report
-from ess.bench.harness.machine import machine
+from ess.bench.harness.machine import build, machine
+from ess.bench.harness.report import Document, present
 from ess.cost import Calibration
 from ess.overlap.calibration import shape_of
 from ess.server.commands import cli
@@ -162,7 +162,8 @@ def calibration(folder: Path, *, row: Literal["fp8", "bf16"] = "fp8") -> str:
         Calibration(**{**free, "attend_query_us": 1000.0}), 1.0, {"layout": shape_of(layout)}
     )
     rows += miss_rows([1.0] * layout.layer_total, {"context": 1024})
-    report.run(lambda: rows, json=True, out=folder / "calibration.json")
+    made = Document(build=build(), machine=machine(), rows=rows)
+    present(made, json=folder / "calibration.json", form="table", out=None)
     return str(folder / "calibration.json")
 
 

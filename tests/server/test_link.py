@@ -10,7 +10,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from ess.clock import ManualClock
 from ess.engine.process.messages import (
     Abort,
     Add,
@@ -26,6 +25,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from ess.server.process.board import Board
 from ess.server.process.link import Call, EngineLink
+from tests.support.manual_clock import ManualClock
 
 READY = Ready(vocabulary=10, length_max=10, load_s=0.0)
 Peer = zmq.asyncio.Socket

@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 
-from ess.clock import ManualClock
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.layers import spans
@@ -34,6 +33,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from tests.support.checkpoints import V32, model, tokens
 from tests.support.greedy import greedy
+from tests.support.manual_clock import ManualClock
 
 SMALL = {
     "hidden_size": 64,

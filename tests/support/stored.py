@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ess.kernels import reference
+from ess.kernels.backend import ops
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
@@ -32,7 +32,7 @@ class StoredLayer(PlainLayer):
             return probe
         queries, keys = probe.queries, probe.keys
         if codec.hadamard:
-            queries, keys = reference.hadamard(queries), reference.hadamard(keys)
+            queries, keys = ops("reference").hadamard(queries), ops("reference").hadamard(keys)
         return Probe(queries.bfloat16().float(), probe.weights, key_trip(keys, codec))
 
 
@@ -46,10 +46,10 @@ class Stored(Plain):
 
 def row_trip(rows: Tensor, codec: RowCodec) -> Tensor:
     encoded = torch.empty(rows.shape[0], codec.row_bytes, dtype=torch.uint8)
-    reference.encode_rows(rows, codec, encoded)
-    return reference.decode_rows(encoded, codec, torch.empty_like(rows))
+    ops("reference").encode_rows(rows, codec, encoded)
+    return ops("reference").decode_rows(encoded, codec, torch.empty_like(rows))
 
 
 def key_trip(keys: Tensor, codec: IndexCodec) -> Tensor:
-    values, scales = reference.encode_keys(keys, codec)
+    values, scales = ops("reference").encode_keys(keys, codec)
     return values.view(torch.float8_e4m3fn).float() * scales[:, None]

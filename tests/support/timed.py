@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ess.clock import ManualClock
 from ess.flashtrans.rows import run_numpy
 from ess.flashtrans.views import CheckedCopy, check
 from ess.kernels.streams import RowCopy
+from tests.support.manual_clock import ManualClock
 from tests.support.manual_lane import with_own_lists
 
 

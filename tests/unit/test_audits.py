@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ess.clock import ManualClock
 from ess.engine.request import Request
 from ess.engine.roster import Roster
 from ess.engine.step.future import FutureMap
@@ -20,6 +19,7 @@ from ess.pool.index import IndexPool, PageTables
 from ess.pool.latent import LatentPool
 from ess.pool.lru.arena import Split
 from ess.pool.sparse import SparsePool
+from tests.support.manual_clock import ManualClock
 
 LAYOUT = ModelLayout(
     name="t",

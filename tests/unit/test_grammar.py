@@ -14,7 +14,7 @@ import ess.models
 from ess.engine.tokens import grammar as grammar_module
 from ess.engine.tokens.grammar import Grammar, Grammars, Matcher
 from ess.errors import BadInput, Unavailable
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 CHECKPOINT = Path(ess.models.__file__).parent / "tiny" / "checkpoint"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import ess.models
 from ess.engine.tokens.stops import Reader, Released, StopText
 from ess.errors import BadInput
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 
 CHECKPOINT = Path(ess.models.__file__).parent / "tiny" / "checkpoint"
 TEXTS = st.text(alphabet="abé", max_size=12)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ess.errors import BadInput
-from ess.models.detokenizer import Detokenizer
-from ess.models.tokenizer import Tokenizer, byte_alphabet
+from ess.models.text.detokenizer import Detokenizer
+from ess.models.text.tokenizer import Tokenizer, byte_alphabet
 
 TEXT = "the quick brown fox naïve façade 日本語のテキスト 🙂👩‍👩‍👧 ελληνικά العربية " * 8
 

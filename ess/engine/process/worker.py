@@ -47,7 +47,7 @@ from ess.engine.tokens.chance import Chance
 from ess.errors import EssError
 from ess.layout import ModelLayout
 from ess.models.load import load_model
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES
 
 STATUS_EVERY_S: Final = 0.25

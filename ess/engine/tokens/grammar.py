@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ess.errors import BadInput, Unavailable
 
 if TYPE_CHECKING:
-    from ess.models.tokenizer import Tokenizer
+    from ess.models.text.tokenizer import Tokenizer
 
 Kind = Literal["json_schema", "json_object", "regex", "lark"]
 GRAMMAR_BYTES_MAX: Final = 64 << 10

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ess.errors import BadInput
-from ess.models.detokenizer import Detokenizer
-from ess.models.marks import first_mark, held_chars
+from ess.models.text.detokenizer import Detokenizer
+from ess.models.text.marks import first_mark, held_chars
 
 if TYPE_CHECKING:
-    from ess.models.tokenizer import Tokenizer
+    from ess.models.text.tokenizer import Tokenizer
 
 STOPS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 256

@@ -16,7 +16,7 @@ from ess.models.chat.messages import read_messages
 from ess.models.chat.reply import parse
 from ess.models.chat.styles import ChatStyle, DeepSeekStyle, PlainStyle, TemplateStyle, style_of
 from ess.models.chat.template import ChatTemplate
-from ess.models.tokenizer import Tokenizer
+from ess.models.text.tokenizer import Tokenizer
 
 # In the manner of GLM's, which is the model's own and not repeated here.
 TEMPLATE = """[gMASK]<sop>

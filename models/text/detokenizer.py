@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ess.models.tokenizer import Tokenizer
+    from ess.models.text.tokenizer import Tokenizer
 
 
 class Detokenizer:

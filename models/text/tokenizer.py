@@ -2,7 +2,7 @@
 
 Only byte-level vocabularies are read, which is what the served families have: there a token *is* a
 string of bytes, so a stream of ids can be turned into text exactly, without decoding a window of
-tokens again at every step (`ess.models.detokenizer`).
+tokens again at every step (`ess.models.text.detokenizer`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,19 @@
+"""A clock for tests."""
+
+from __future__ import annotations
+
+from ess.clock import Clock
+
+
+class ManualClock(Clock):
+    """A clock that moves only when it is told to."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, by_s: float) -> None:
+        assert by_s >= 0.0, "time does not run backwards"
+        self._now_s += by_s
