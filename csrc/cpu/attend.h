@@ -14,10 +14,10 @@
 // multiply-add. Sums are float32.
 //
 // Weights are powers of two: logits are counted in bits, and in bf16 what is taken off all of them
-// is the greatest of them rounded up to a whole number. So another choice of what to take off, which
-// comes with other tiles or with rows split between two partials, scales the weights by a power of
-// two, and they round to the same bf16. Without this, a split would change every weight by up to
-// half a unit of bf16; with it, it changes the order of float32 sums. The sum that outputs are
+// is the greatest of them rounded up to a whole number. So another choice of what to take off,
+// which comes with other tiles or with rows split between two partials, scales the weights by a
+// power of two, and they round to the same bf16. Without this, a split would change every weight by
+// up to half a unit of bf16; with it, it changes the order of float32 sums. The sum that outputs are
 // divided by, and lse with it, is of weights as rounded: so one key gives its value, and a merge
 // divides by what one pass would have divided by.
 //

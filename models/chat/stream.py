@@ -1,8 +1,8 @@
 """The part of reply parsing that formats share: a machine of states over a growing text.
 
 In each state the marks that can end it are known. Text before the first mark is given out at once,
-except an end that may still become a mark (`ess.models.text.marks`). A format adds the states of its
-tool calls.
+except an end that may still become a mark (`ess.models.text.marks`). A format adds the states of
+its tool calls.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def report(sources: dict[str, str]) -> Iterator[tuple[str, Sequence[str]]]:
     unused = {str(name) for name in unused_in_tree()}
     yield "names that only tests use", sorted(unused)
     yield "loops over `one`", loops(sources)
-    yield "struck off tests/house/allowed.py can be", stale(unused, walks)
+    yield "struck off tests/house/allowed.py can be", stale(unused)
 
 
 def spread(counts: list[int]) -> str:
@@ -128,11 +128,9 @@ def loops(sources: dict[str, str]) -> list[str]:
     return [f"{count:3} {layer}" for layer, count in sorted(found.items()) if count]
 
 
-def stale(unused: set[str], walks: list[list[str]]) -> list[str]:
-    mended = allowed.CIRCLES - {frozenset(walk) for walk in walks}
+def stale(unused: set[str]) -> list[str]:
     narrow = [folder for folder, count in allowed.WIDE.items() if folder_sizes()[folder] < count]
-    used = (allowed.UNUSED | set(allowed.KEPT)) - unused
-    return [*narrow, *sorted(used), *(" and ".join(sorted(circle)) for circle in mended)]
+    return [*narrow, *sorted(set(allowed.KEPT) - unused)]
 
 
 if __name__ == "__main__":

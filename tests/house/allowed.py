@@ -1,8 +1,4 @@
-"""What the rules let pass: for good, with a reason each, or until it is mended.
-
-An entry that is not needed any more is found by `python -m tests.house`; the lists of what is still
-to be mended only ever become shorter.
-"""
+"""What the rules let pass for good, with a reason each."""
 
 from __future__ import annotations
 
@@ -18,12 +14,6 @@ KEPT: Final = {
     "ess.pool.lru.cuda:Residency.clear_blocks": "the twin of SparsePool.move_chunk on a device",
 }
 """Unused names that stay."""
-
-CIRCLES: Final[frozenset[frozenset[str]]] = frozenset()
-"""To be cut, by the modules of a shortest walk around."""
-
-UNUSED: Final[frozenset[str]] = frozenset()
-"""To be deleted, or to be used."""
 
 WIDE: Final = {"models/tiny/trainer": 17}
 """Folders that still hold more modules than a folder should."""

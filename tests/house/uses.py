@@ -73,11 +73,13 @@ class Unused(NamedTuple):
         return f"{self.module}:{self.name}"
 
 
-def unused_in_tree() -> list[Unused]:
+def unused_in_tree(kept: Iterable[str] = ()) -> list[Unused]:
+    """What is `kept`, as `module:name`, counts as used, and so does what it uses."""
+    called = {tuple(name.split(":")) for name in kept}
     return unused_names(
         {module_of(name): text for name, text in package_texts().items()},
         roots=dict(documents()),
-        entries=entries(),
+        entries=entries() | called,
     )
 
 
