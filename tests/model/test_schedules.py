@@ -58,7 +58,7 @@ def timed(family: str, mode: str, *, row_ns: int = 1000, attend_ns: int = 100, *
     clock = ManualClock()
     lane = TimedLane(clock, row_ns=row_ns)
     eng = engine(family, lane=lane, clock=clock, modes=mode, **config)
-    runner = eng._runner
+    runner = eng.runner
     runner.ops = TimedOps(runner.ops, clock, attend_ns=attend_ns, select_ns=4000)
     return eng
 
@@ -130,7 +130,7 @@ def test_resident_is_none_to_the_bit():
         for length in LENGTHS:
             eng.add(prompt(length), Sampling(tokens_max=8))
         seen = []
-        runner, decode = eng._runner, eng._runner.decode
+        runner, decode = eng.runner, eng.runner.decode
         runner.decode = lambda batch, ids, decode=decode, seen=seen: (
             seen.append(decode(batch, ids)) or seen[-1]
         )
