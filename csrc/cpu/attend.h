@@ -18,8 +18,8 @@
 // which comes with other tiles or with rows split between two partials, scales the weights by a
 // power of two, and they round to the same bf16. Without this, a split would change every weight by
 // up to half a unit of bf16; with it, a split changes the order of float32 sums alone. The sum that
-// outputs are divided by, and lse with it, is of weights as rounded: so one key gives its value, and
-// a merge divides by what one pass would have divided by.
+// outputs are divided by, and lse with it, is of weights as rounded: so one key gives its value,
+// and a merge divides by what one pass would have divided by.
 //
 // NaN: a comparison that NaN loses keeps it out of the greatest logit but not out of the weights,
 // so a broken row that is named breaks out and lse of its query, and only those. Where tiles have
