@@ -109,7 +109,7 @@ class OffloadStore:
         resident = attend(query, chosen(memory.slots, where.hit[0]))
         placed = attend(query, chosen(memory.host, where.place[0]))
         fetched = attend(query, chosen(memory.slots, where.wait().miss[0]))
-        return ess.merge(ess.merge(resident, placed), fetched)[0]
+        return ess.merge(resident, placed, fetched).out
 
     def commit(self, token: int) -> None:
         self.step.commit(accepted=[1], tokens=[[token]])

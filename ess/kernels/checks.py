@@ -32,8 +32,8 @@ def require(
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise BadInput(f"{name} has shape {tuple(tensor.shape)}, must be ({sizes})")
     if tensor.dtype not in dtypes:
-        names = ", ".join(map(str, dtypes))
-        raise BadInput(f"{name} has type {tensor.dtype}, must be one of {names}")
+        names, one_of = ", ".join(map(str, dtypes)), "one of " if len(dtypes) > 1 else ""
+        raise BadInput(f"{name} has type {tensor.dtype}, must be {one_of}{names}")
 
 
 def fits(got: Sequence[int], wanted: Sequence[int | None]) -> bool:

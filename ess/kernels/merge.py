@@ -1,4 +1,4 @@
-"""Two partials over disjoint parts of a selection make one partial.
+"""Partials over disjoint parts of a selection make one partial.
 
 A partial is (out, lse): float32, lse in natural logarithm, and where nothing was attended
 lse = -inf and out = 0. With m = max(lse), w_i = exp(lse_i - m):
@@ -36,12 +36,32 @@ class Partial(NamedTuple):
 Pair = tuple[Tensor, Tensor]
 
 
-def merge(first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
-    """Any two (out, lse) pairs; `into` may be one of them."""
+def merge(first: Pair, second: Pair, *others: Pair, into: Partial | None = None) -> Partial:
+    """Attention over the parts of a selection, from attention over each part: hits, places, misses.
+
+    Each part is a pair (out, lse): out [..., value_dim] and lse [...] (one value for each row of
+    `out`, no dimension kept), float32, lse in natural logarithm. A part in which nothing was
+    attended has out = 0 and lse = -inf. `ess.kernels.merge.adapt` converts what other libraries
+    give: base 2, +inf for nothing, other float types. `into` may be one of the parts.
+    """
     first, second = check_merge(first, second, into)
-    into = into or Partial(torch.empty_like(first.out), torch.empty_like(first.lse))
-    combine(first, second, into)
+    last = second
+    for number, other in enumerate(others, start=3):
+        side = _side(f"part {number}", other, first.out.shape)
+        first, last = _combined(first, last), side
+    into = into or _like(first)
+    combine(first, last, into)
     return into
+
+
+def _combined(first: Partial, second: Partial) -> Partial:
+    fresh = _like(first)
+    combine(first, second, fresh)
+    return fresh
+
+
+def _like(partial: Partial) -> Partial:
+    return Partial(torch.empty_like(partial.out), torch.empty_like(partial.lse))
 
 
 def check_merge(first: Pair, second: Pair, into: Partial | None) -> tuple[Partial, Partial]:
@@ -56,6 +76,8 @@ def _side(name: str, side: Any, shape: torch.Size | None = None) -> Partial:
     if not isinstance(side, tuple) or len(side) != 2:
         raise BadInput(f"{name} is {type(side).__name__}, must be a pair (out, lse)")
     out, lse = side
+    if shape is None and isinstance(out, Tensor) and out.ndim:
+        shape = out.shape
     require(f"{name}.lse", lse, None if shape is None else shape[:-1], SINGLE)
     require(f"{name}.out", out, shape or (*lse.shape, None), SINGLE)
     return Partial(out, lse)

@@ -97,6 +97,34 @@ def test_attention_in_parts_is_attention(part_count: int) -> None:
         same_bits(Partial(merged.out[0], merged.lse[0]), Partial(whole.out[0], whole.lse[0]))
 
 
+@pytest.mark.parametrize("part_count", [3, 4])
+def test_many_parts_merge_in_one_call(part_count: int) -> None:
+    _, parts = attention_in_parts(part_count, 5)
+    want = functools.reduce(merge, parts)
+    same_bits(merge(*parts), want)
+    for place in range(part_count):
+        copies = [Partial(*map(torch.clone, part)) for part in parts]
+        given_back = merge(*copies, into=copies[place])
+        assert given_back is copies[place]
+        same_bits(given_back, want)
+        for part, copy in zip(parts, copies, strict=True):
+            assert copy is given_back or torch.equal(copy.out, part.out)
+    with pytest.raises(BadInput, match=r"part 3\.lse has shape \(2, 3\), must be \(6, 3\)"):
+        merge(parts[0], parts[1], Partial(parts[2].out, parts[2].lse[:2]))
+
+
+@both
+def test_a_kept_dimension_of_lse_is_blamed_on_lse(merge: Merge) -> None:
+    good = Partial(torch.zeros(3, 4, 24), torch.zeros(3, 4))
+    kept = Partial(good.out, good.lse[..., None])
+    for sides, name in (((kept, good), "first"), ((good, kept), "second")):
+        match = rf"{name}\.lse has shape \(3, 4, 1\), must be \(3, 4\)"
+        with pytest.raises(BadInput, match=match):
+            merge(*sides)
+    with pytest.raises(BadInput, match=r"first.lse has type torch.float64, must be torch.float32$"):
+        merge(Partial(good.out, good.lse.double()), good)
+
+
 @both
 def test_into_may_be_a_side(merge: Merge) -> None:
     _, (first, second) = attention_in_parts(2, 9)
