@@ -29,9 +29,12 @@ class Unavailable(EssError, RuntimeError):
 
 
 class PoolFull(EssError):
-    """A reservation does not fit; nothing was taken.
+    """A reservation does not fit; nothing was taken. The sentence says what would make room.
 
-    Try again after `retry_after_s`; None says that it can never fit into this pool.
+    limiter          what is short: "slots", "index pages", "host pages" or "sequences"
+    needed, free     counts of it; slots are counted in each layer group, pages hold 64 tokens
+    permanent        it can never fit, not even when everything else has been closed
+    retry_after_s    seconds after which to try again, None where it is permanent
     """
 
     def __init__(
@@ -41,4 +44,5 @@ class PoolFull(EssError):
         self.limiter = limiter
         self.needed = needed
         self.free = free
+        self.permanent = permanent
         self.retry_after_s = None if permanent else 1.0

@@ -126,7 +126,13 @@ def shared_groups(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """A model as the pools see it. `groups` cover layers 0..layer_count-1, then the MTP layers."""
+    """A model as the pools see it. `groups` cover layers 0..layer_count-1, then the MTP layers.
+
+    Layers of a group share one selection; its first layer has the indexer. For a model of your own:
+    an Offload reads only `groups`, `row`, `index` (None: index keys are not kept here), `top_k`,
+    `slot_floor` and the layer counts, and names it by `name`. The other dimensions are for the
+    engine and the planner.
+    """
 
     name: str
     layer_count: int
@@ -224,7 +230,7 @@ class ModelLayout:
 
     def check_layer(self, layer: int) -> None:
         if not 0 <= layer < len(self._places):
-            raise BadInput(f"layer {layer} is outside 0..{self.layer_total - 1} of {self.name}")
+            raise BadInput(f"layer {layer} is outside 0..{self.layer_total - 1} of {self.name!r}")
 
     @classmethod
     def deepseek_v32(cls, *, row: RowCodec | None = None, mtp: bool = True) -> ModelLayout:

@@ -74,7 +74,8 @@ class Holding:
                 limiter=SEQUENCES,
                 needed=1,
                 free=0,
-                sentence=f"all {pools.sizes.sequence_max} sequences are active",
+                sentence=f"all {pools.sizes.sequence_max} sequences are active; raise "
+                f"sequence_max, or preempt or close a sequence",
             )
         self._reservation = _reserve(pools, self._needs(held, fresh_count))
         fresh = pools.latent.take(fresh_count)

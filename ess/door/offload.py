@@ -35,7 +35,7 @@ class Offload:
 
     Rows live on the host, a working set of them in slots on the device. `open` a `Sequence` and
     bring its rows; `begin` a `Step`, append its new rows layer by layer, resolve selections, attend
-    hits at once and misses after `wait()`, merge, commit. A context manager.
+    hits and places at once and misses after `wait()`, `ess.merge` them, commit. A context manager.
 
     One thread makes all calls: that of the first one after `create` (see `ess.door.owner`).
     """
@@ -77,6 +77,12 @@ class Offload:
     ) -> Offload:
         """Allocates everything it will ever use.
 
+        `slot_floor` (by default the layout's) is how many slots are reserved in every group for
+        each active sequence, or its `length_max` where that is less; a step that needs more than
+        there are reads the rest in place (`Resolution.place`). Where `slot_bytes` holds fewer slots
+        than the floor, `open` admits only a `length_max` of at most as many.
+        `index_bytes` holds index keys and row maps of active pages; without it there are as many
+        active pages as host pages.
         `query_max` bounds the queries of one step, `part_max` the parts under way at once.
         Copies run beside compute unless another `lane` is given; waits for them are timed on
         `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
@@ -154,6 +160,9 @@ class Offload:
         (`cached_count`); import the rest. With `length_max` all of its growth is promised now;
         without, growth may meet PoolFull later. `promise="some"` promises the growth on the host
         only: device pages may meet PoolFull. Sequences with different `salt` never share rows.
+        A page of 64 rows becomes cached prefix when its tokens are known and the host has its rows
+        and index keys of all layers; the sequence takes notice of imports when it is next used, at
+        the latest when it is closed.
         """
         self._owner.require()
         ids, longest = token_ids("tokens", tokens), self.sizes.length_max
@@ -200,9 +209,13 @@ class Offload:
     ) -> Step:
         """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit.
 
+        A step starts at `sequence.length`: import n - 1 rows of n known tokens, and the step brings
+        the row of the last. With nothing imported it starts at 0, or behind the cached prefix:
+        that is prefill by steps, and `append` brings every row.
         An earlier step may be sealed and not learned: pages are provided for the most that it can
         have accepted, and positions follow the device's own lengths. `starts` says where the new
-        rows begin; it is needed where rows were imported for a part of the known tokens only.
+        rows begin; where rows were imported for a part of the known tokens only, a step without it
+        is refused.
         """
         self._owner.require_between_steps()
         if len(self._owner.sealed) > 1:

@@ -28,8 +28,12 @@ class LayerMemory:
     """What one layer's kernels read, where it lies.
 
     `slots` [slab rows, row_bytes] has the hits and misses, `host` [host rows, row_bytes] the rows
-    that are read in place, `key_pages` [active pages, page_bytes] the index keys of the layer's
-    group, block-split.
+    that are read in place. All are uint8.
+
+    `key_pages` [active pages, page_bytes] has the index keys of the layer's group, 64 in a page.
+    fp8: 64 x key_dim values, then 64 float32 scales, one for each key. f32: 64 x key_dim floats and
+    no scale. A sequence's pages are in the order of its `page_table`: the key of position p is
+    number p % 64 of page page_table[p // 64].
     """
 
     slots: Tensor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from ess.door.inflight import InFlight
 from ess.flashtrans.lanes import WorkerLane
@@ -16,6 +17,12 @@ from ess.pool.latent import LatentPool
 from ess.pool.ledger import Ledger
 from ess.pool.sparse import SparsePool
 from ess.units import PAGE_ROWS, div_ceil
+
+ADVICE: Final = {
+    SLOTS: "raise slot_bytes or lower slot_floor",
+    INDEX_PAGES: "raise index_bytes (where it is not given: host_bytes)",
+    HOST_PAGES: "raise host_bytes",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,4 +130,5 @@ def _ledger(latent: LatentPool, index: IndexPool, sparse: SparsePool) -> Ledger:
         INDEX_PAGES: lambda: index.pages.page_count - index.pages.free_count,
         HOST_PAGES: lambda: latent.pages.page_count - latent.free_count,
     }
-    return Ledger(capacity.accounts(sparse.layout, used=used))
+    accounts = capacity.accounts(sparse.layout, used=used)
+    return Ledger([replace(account, advice=ADVICE[account.name]) for account in accounts])

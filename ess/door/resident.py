@@ -73,7 +73,7 @@ class Resident:
     def _look(self, sequence: Sequence) -> _Answer:
         """Row by row."""
         sparse, groups = self.pools.sparse, self._groups()
-        sequence.refresh()
+        sequence.progress.refresh()
         rows = sequence.holding.row_ids(0, sequence.length)
         is_absent = any((sparse.slot_of[group, rows] < 0).any() for group in groups)
         is_resident = not is_absent and all(

@@ -11,7 +11,6 @@ full pages as prefix cache, as far as their rows have arrived and their text is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from typing import Any, Literal
 
 import numpy as np
@@ -21,24 +20,24 @@ from torch import Tensor
 from ess.door.checks import as_array, in_range, whole
 from ess.door.holding import Holding
 from ess.door.owner import Owner
+from ess.door.progress import Progress
 from ess.errors import BadInput, BadState
 from ess.flashtrans.rows import scatter_rows
 from ess.layout import ModelLayout
 from ess.pool.ledger import Promise
 from ess.pool.pages import PageIds
-from ess.pool.prefix import page_hash, page_hashes, root_hash
+from ess.pool.prefix import page_hashes, root_hash
 from ess.units import PAGE_ROWS, div_ceil
 
 State = Literal["active", "preempted", "closed"]
 
 
 class Sequence:
-    """Made by `Offload.open`. Its attributes are for reading; its verbs change them.
+    """One request's rows. Made by `Offload.open`; its attributes are for reading, its verbs change
+    them.
 
-    `length` counts the leading positions whose rows every main layer has, as far as the host has
-    learned; `cached_count` of them came from the prefix cache. `tokens` are what page hashes are
-    made of, as far as known. Steps in `step_numbers` are not learned yet; they may have added up to
-    `ahead_count` rows more. `arrival_count` grows with every import.
+    `number` counts the sequences that this offload has opened. `state` is "active", "preempted" or
+    "closed". `length_max` and `promise` are what it was opened with.
     """
 
     def __init__(
@@ -54,20 +53,19 @@ class Sequence:
     ) -> None:
         self.owner = owner
         self.number = owner.next_number()
-        self.tokens = tokens
-        self.length = length
-        self.cached_count = length // PAGE_ROWS * PAGE_ROWS
         self.length_max = length_max
         self.promise = promise
         self.state: State = "active"
-        self.step_numbers: tuple[int, ...] = ()
-        self.ahead_count = 0
-        self.arrival_count = 0
         self.holding = Holding(owner.pools, length_max=length_max, promise=promise)
-        self._noticed_count = 0
-        self._begun_count = 0
-        self._text_hash = text_hash
-        self._published_count = published_count
+        self.progress = Progress(
+            owner.pools,
+            self.holding,
+            number=self.number,
+            tokens=tokens,
+            length=length,
+            text_hash=text_hash,
+            published_count=published_count,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -79,8 +77,6 @@ class Sequence:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """An error inside the block gives the open step up, or `close` would hide the error."""
-        if self.state == "closed":
-            return
         step = self.owner.open_step
         if kind is not None and step is not None and self in step.sequences:
             step.abandon()
@@ -89,12 +85,45 @@ class Sequence:
     # ---- what may be read
 
     @property
+    def tokens(self) -> list[int]:
+        """The ids that are known, of positions 0, 1, ...: what page hashes are made of."""
+        return self.progress.tokens
+
+    @property
+    def length(self) -> int:
+        """How many leading positions have rows in every main layer, as far as the host has learned.
+        An import counts once the sequence is used again (begin, warm, fill, preempt, fork)."""
+        return self.progress.length
+
+    @property
+    def cached_count(self) -> int:
+        """How many leading rows came with full pages that were there already: from the prefix cache
+        or, of a fork, from the sequence that was forked. `import_rows` starts behind them."""
+        return self.progress.cached_count
+
+    @property
+    def step_numbers(self) -> tuple[int, ...]:
+        """Steps that it is in and that are not learned yet."""
+        return self.progress.step_numbers
+
+    @property
+    def ahead_count(self) -> int:
+        """How many rows the steps in `step_numbers` may have added at most."""
+        return self.progress.ahead_count
+
+    @property
+    def arrival_count(self) -> int:
+        """Grows with every import that brings something."""
+        return self.progress.arrival_count
+
+    @property
     def line(self) -> int:
         """Its line in the page tables, -1 unless it is active."""
         return self.holding.line
 
     @property
     def page_count(self) -> int:
+        """How many pages of 64 positions it has on the host."""
         return self.holding.page_count
 
     @property
@@ -105,7 +134,7 @@ class Sequence:
     @property
     def page_table(self) -> Tensor:
         """[pages] active pages, -1 padded: for the indexer."""
-        self.require_state("active")
+        require_state(self, "active")
         return torch.from_numpy(self.owner.pools.tables.lines[self.line].copy())
 
     def host_rows(self, start: int, count: int) -> Tensor:
@@ -115,7 +144,7 @@ class Sequence:
 
     def active_rows(self, start: int, count: int) -> Tensor:
         """Row ids of these positions: page * 64 + offset in `LayerMemory.key_pages`."""
-        self.require_state("active")
+        require_state(self, "active")
         self._require_span(start, count)
         return torch.from_numpy(self.holding.row_ids(start, count))
 
@@ -141,10 +170,11 @@ class Sequence:
             )
         scatter_rows(source=array, target=latent.rows[layer], target_rows=to_host)
         latent.mark_rows(layer, to_host)
-        self.arrival_count += 1
+        self.progress.arrival_count += 1
 
     def import_keys(self, layer: int, start: int, keys: Any) -> None:
-        """Index keys, a record for each position: values, then the scale."""
+        """Index keys of the first layer of a group, uint8 [n, layout.index.key_bytes] from `start`
+        on: a record for each position, its values, then its scale (fp8)."""
         self._require("active", "preempted")
         pools = self.owner.pools
         group = key_group(pools.layout, layer)
@@ -159,7 +189,7 @@ class Sequence:
         pools.latent.mark_keys(group, to_host)
         if self.state == "active":
             pools.index.keys.write(group, self.holding.row_ids(start, len(array)), array)
-        self.arrival_count += 1
+        self.progress.arrival_count += 1
 
     def _importable(self, start: int, count: int, what: str) -> PageIds:
         low, high = self.cached_count, len(self.tokens)
@@ -171,9 +201,11 @@ class Sequence:
         return self.holding.host_rows(start, count)
 
     def warm(self, windows: Any) -> None:
-        """Selections of the last prefill queries, [groups, windows, k] positions, oldest first."""
+        """Rows that the last prefill queries selected, into slots: `windows` is int32, [groups,
+        windows, k] positions, -1 padded, oldest window first, and contiguous (an expanded tensor is
+        not: call its `.contiguous()`)."""
         self._require("active")
-        self.refresh()
+        self.progress.refresh()
         shape = (self.owner.pools.layout.group_count, None, None)
         array = as_array(windows, "windows", "int32", shape)
         if array.size and not -1 <= array.min() <= array.max() < self.length:
@@ -184,12 +216,14 @@ class Sequence:
         self.owner.placement.warm(self, array)
 
     def fill(self, *, row_max: int | None = None) -> int:
-        """Copies rows into free slots while these last, of each layer group `row_max` at most;
-        returns how many copies of rows were started."""
+        """Copies rows into free slots while these last, of each layer group `row_max` at most.
+
+        Returns how many rows were started, added up over the groups; a row of a group counts once,
+        however many layers share the group."""
         self._require("active")
         if row_max is not None:
             in_range("row_max", row_max, 0, 1 << 31)
-        self.refresh()
+        self.progress.refresh()
         return self.owner.placement.fill(self, row_max)
 
     # ---- life
@@ -197,7 +231,7 @@ class Sequence:
     def preempt(self) -> None:
         """Gives up slots and index pages; the rows stay on the host."""
         self._require("active")
-        self.refresh()
+        self.progress.refresh()
         self.holding.leave_device()
         self.state = "preempted"
 
@@ -206,24 +240,28 @@ class Sequence:
         no room: then it stays preempted."""
         self._require("preempted")
         self.owner.pools.inflight.drain()
-        self.refresh()
+        self.progress.refresh()
         self.holding.resume(length=self.length)
         self.state = "active"
 
     def fork(self) -> Sequence:
         """A second sequence with the same rows so far: full pages shared, the partial one copied.
-        PoolFull if there is no room for it."""
+        PoolFull if there is no room for it.
+
+        It knows the tokens of these rows only: a pending token, whose row is still to come, is not
+        taken over; name it in the `tokens` of the fork's own commit. Its `cached_count` counts the
+        rows of its full pages, which it shares."""
         self._require("active")
         self.owner.pools.inflight.drain()
-        self.refresh()
+        self.progress.refresh()
         child = Sequence(
             self.owner,
             self.tokens[: self.length],
-            text_hash=self._text_hash,
+            text_hash=self.progress.text_hash,
             length=self.length,
             length_max=self.length_max,
             promise=self.promise,
-            published_count=self._published_count,
+            published_count=self.progress.published_count,
         )
         shared = self.holding.host_pages[: self.length // PAGE_ROWS]
         child.holding.open(shared, div_ceil(self.length, PAGE_ROWS), length=self.length)
@@ -238,98 +276,42 @@ class Sequence:
         pools.index.keys.copy_page(int(lines[here.line, page]), int(lines[there.line, page]))
 
     def close(self) -> None:
-        """Its full stored pages stay as prefix cache while there is room.
+        """Its full stored pages stay as prefix cache while there is room. A second call does
+        nothing.
 
         BadState in a step: other sequences' answers are in it too, so the caller must commit or
         abandon it."""
+        if self.state == "closed":
+            return
         self.owner.require_thread()
-        self.require_state("active", "preempted")
         self._require_no_step()
-        self.refresh()
+        self.progress.refresh()
         if self.state == "active":
             self.holding.leave_device()
         self.state = "closed"
 
         def let_go() -> None:
-            self.publish()
+            self.progress.publish()
             self.holding.let_go()
 
         self.owner.pools.inflight.after(let_go)
 
     def _require(self, *states: State) -> None:
         self.owner.require()
-        self.require_state(*states)
+        require_state(self, *states)
         self._require_no_step()
-
-    def require_state(self, *states: State) -> None:
-        if self.state not in states:
-            raise BadState(f"sequence {self.number} is {self.state}, not {' or '.join(states)}")
 
     def _require_no_step(self) -> None:
         if self.step_numbers:
-            raise BadState(
-                f"sequence {self.number} is in step {self.step_numbers[0]}; commit it first"
-            )
+            oldest, step = self.step_numbers[0], self.owner.open_step
+            is_open = step is not None and step.number == oldest
+            verbs = "commit or abandon" if is_open else "learn"
+            raise BadState(f"sequence {self.number} is in step {oldest}; {verbs} it first")
 
-    # ---- what the door tells a sequence
 
-    def refresh(self) -> None:
-        """Takes notice of what has been imported since."""
-        if self._noticed_count != self.arrival_count:
-            self._noticed_count = self.arrival_count
-            self.length = self.owner.pools.latent.leading_count(self.holding.host_pages)
-            if self.state == "active":
-                self.owner.pools.tables.lengths[self.line] = self.length
-            self.publish()
-
-    def check_start(self, start: int | None) -> None:
-        """The next step starts behind the rows that are there. Where imported rows end early that
-        is most likely a mistake of the caller, who would bring the row of another position; so
-        then `start` must say it."""
-        self.refresh()
-        if start is not None and not self.length <= start <= self.length_bound:
-            raise BadInput(f"sequence {self.number} goes on at {self.length_bound}, not at {start}")
-        known_count = len(self.tokens) - 1
-        if start is None and self._begun_count != self.arrival_count and self.length < known_count:
-            rows = self.holding.host_rows(0, known_count)
-            latent = self.owner.pools.latent
-            there = [int(latent.is_stored(n, rows).sum()) for n in range(latent.layout.layer_count)]
-            least, most = int(np.argmin(there)), int(np.argmax(there))
-            raise BadState(
-                f"sequence {self.number}: of {known_count} rows before its last token layer "
-                f"{least} has {there[least]}, layer {most} has {there[most]}; import the others, "
-                f"or say starts=[{self.length}]"
-            )
-
-    def joined(self, step_number: int, count: int) -> None:
-        """A step brings `count` rows; the host will learn how many of them are kept."""
-        self._begun_count = self.arrival_count
-        self.step_numbers = (*self.step_numbers, step_number)
-        self.ahead_count += count
-
-    def learned(self, step_number: int, count: int, kept: int, ids: Many[int] | None) -> None:
-        """Of the `count` rows that the step has brought, `kept` were kept."""
-        assert self.step_numbers[0] == step_number, "steps are learned in their order"
-        assert 0 <= kept <= count <= self.ahead_count, "rows were learned that no step brought"
-        if ids is not None and len(self.tokens) >= self.length:
-            self.tokens.extend(ids[len(self.tokens) - self.length :])
-        self.length += kept
-        self.ahead_count -= count
-        self.step_numbers = self.step_numbers[1:]
-        self.publish()
-
-    def publish(self) -> None:
-        """Publishes the pages that are complete and whose text is known, in order."""
-        latent = self.owner.pools.latent
-        full_count = min(self.length, len(self.tokens)) // PAGE_ROWS
-        for page in range(self._published_count, full_count):
-            host_page = int(self.holding.host_pages[page])
-            if not latent.is_complete(host_page):
-                return
-            text = self.tokens[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
-            self._text_hash = page_hash(self._text_hash, text)
-            self._published_count = page + 1
-            latent.publish(host_page, self._text_hash)
+def require_state(sequence: Sequence, *states: State) -> None:
+    if sequence.state not in states:
+        raise BadState(f"sequence {sequence.number} is {sequence.state}, not {' or '.join(states)}")
 
 
 def open_sequence(
@@ -376,5 +358,5 @@ def key_group(layout: ModelLayout, layer: int) -> int:
     layout.check_layer(layer)
     group = layout.group_of(layer)
     if layout.index is None or layout.groups[group][0] != layer:
-        raise BadInput(f"layer {layer} of {layout.name} has no index keys of its own")
+        raise BadInput(f"layer {layer} of {layout.name!r} has no index keys of its own")
     return group

@@ -204,7 +204,7 @@ class Slots:
             claimed = [self._claimed[group] for group in groups]
             row_copies.seal_at_once(pools, step, groups, claimed, kept)
             for sequence in step.sequences:
-                sequence.publish()
+                sequence.progress.publish()
         else:
             self._store(step, groups, kept)
             self._drop(groups, step.row_ids[~kept])
@@ -234,7 +234,7 @@ class Slots:
             pools.sparse.settle(np.concatenate(list(slots_of.values())))
             pools.latent.mark_rows(layers, to_host)
             for sequence in step.sequences:
-                sequence.publish()
+                sequence.progress.publish()
 
         pools.inflight.submit([row_copies.store_copy(pools, slots_of, to_host)], stored)
 

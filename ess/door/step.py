@@ -32,7 +32,7 @@ from ess.door.checks import as_array, counts, in_range, token_ids
 from ess.door.holding import grow
 from ess.door.owner import Owner
 from ess.door.placement import Resolution
-from ess.door.sequence import Sequence, key_group
+from ess.door.sequence import Sequence, key_group, require_state
 from ess.errors import BadInput, BadState
 
 Ints = npt.NDArray[np.int32]
@@ -59,9 +59,21 @@ class Step:
     A verb that takes `queries` is about these, None: all of them. `append` and `resolve` take a
     `range`, and ranges of a layer follow each other in batch order.
 
-    The counts are the host's. The arrays are the device's, an entry for each query: the row id of
-    its new row, its line in the page tables, where its sequence's step starts, its place behind
-    that, and the length that it may select from.
+    number          of the step; they count up
+    state           "open", "sealed" or "learned"
+    sequences       the batch
+    query_counts    how many new rows each sequence brings, and query_count: all together
+    firsts          of each sequence, the number of its first query
+    appended        layers whose new rows are all there
+    keyed           layer groups whose new index keys are all there
+
+    The counts are the host's. These arrays are the device's, int32 with an entry for each query:
+
+    row_ids         its new row: page * 64 + offset in `LayerMemory.key_pages`
+    query_line      its sequence's line in the page tables
+    query_start     the position at which its sequence starts in this step
+    query_offset    its place behind that: it is at position query_start + query_offset
+    query_stop      the length that it may select from, once its own row has been appended
     """
 
     def __init__(
@@ -117,7 +129,8 @@ class Step:
     def append(
         self, layer: int, rows: Any, *, keys: Any = None, queries: range | None = None
     ) -> None:
-        """New rows of this layer, [queries, row_bytes], and their index keys."""
+        """New rows of this layer, uint8 [queries, row_bytes], and their index keys, uint8 [queries,
+        layout.index.key_bytes], which the first layer of a group has."""
         self._require_open()
         pools = self.owner.pools
         group, _ = pools.layout.place_of(layer)
@@ -187,12 +200,21 @@ class Step:
         *,
         waits: bool,
     ) -> _Answer:
+        if selection is None:
+            raise BadInput(
+                f"layer {layer} is the first of its group and needs a selection; only layers that "
+                f"share one pass None"
+            )
         array = self._selection(selection, len(part))
         before = [answer for (other, _), answer in self._answers.items() if other == group]
-        if before and part.start < before[-1].queries.stop:
-            raise BadState(f"layer {layer}: queries from {part.start} on are resolved already")
-        chosen = len(before) if workspace is None else workspace
+        self._require_behind(layer, part, [answer.queries for answer in before])
         part_max = self.owner.pools.sizes.part_max
+        if workspace is None and len(before) >= part_max:
+            raise BadInput(
+                f"layer {layer}: {_named(part)} would be part {len(before) + 1} of group {group} "
+                f"in this step: part_max is {part_max}"
+            )
+        chosen = len(before) if workspace is None else workspace
         if not 0 <= chosen < part_max:
             raise BadInput(f"workspace {chosen} of group {group}: part_max is {part_max}")
         for answer in before:
@@ -205,6 +227,16 @@ class Step:
         appended_min = appended_count if appended_count > part.start else 0
         answer = self._answers[group, part.start] = _Answer(part, chosen, appended_min, resolutions)
         return answer
+
+    def _require_behind(self, layer: int, part: range, resolved: list[range]) -> None:
+        for other in resolved:
+            if part.start < other.stop and other.start < part.stop:
+                raise BadState(f"layer {layer}: {_named(other)} are resolved already")
+        if resolved and part.start < resolved[-1].stop:
+            raise BadState(
+                f"layer {layer}: {_named(resolved[-1])} are resolved, and {_named(part)} come "
+                f"before them: resolve ranges in batch order"
+            )
 
     def _follow(self, layer: int, group: int, part: range, selection: Any) -> _Answer:
         leader = self.owner.pools.layout.groups[group][0]
@@ -266,8 +298,10 @@ class Step:
     def commit(self, *, accepted: Many[int], tokens: Tokens = None) -> None:
         """Keep the first `accepted` new rows of each sequence; the others are gone.
 
-        `tokens` are the ids that the kept rows were computed from; pages whose ids are known
-        become prefix cache.
+        `tokens` are the ids that the kept rows were computed from: of each sequence exactly
+        `accepted` ids. The first is the pending token, known already; a bonus token, sampled by
+        the step and without a row yet, is not among them. Without `tokens` nothing is lost but
+        prefix cache: it takes pages whose ids are known.
         """
         self._require_open()
         if self.owner.sealed:
@@ -309,7 +343,7 @@ class Step:
         texts = self._known(kept, tokens)
         for place, sequence in enumerate(self.sequences):
             ids = None if texts is None else texts[place]
-            sequence.learned(self.number, self.query_counts[place], kept[place], ids)
+            sequence.progress.learned(self.number, self.query_counts[place], kept[place], ids)
         self.owner.sealed.popleft()
         self.state = "learned"
 
@@ -383,14 +417,14 @@ def begin(
     grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
     step = owner.open_step = Step(owner, sequences, query_counts)
     for sequence, count in zip(sequences, query_counts, strict=True):
-        sequence.joined(step.number, count)
+        sequence.progress.joined(step.number, count)
     owner.placement.begin(step)
     return step
 
 
 def _check_turn(sequence: Sequence, count: int, start: int | None) -> None:
-    sequence.require_state("active")
-    sequence.check_start(start)
+    require_state(sequence, "active")
+    sequence.progress.check_start(start)
     limit = sequence.length_max or sequence.owner.pools.sizes.length_max
     if count < 1 or sequence.length_bound + count > limit:
         raise BadInput(

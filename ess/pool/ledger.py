@@ -20,12 +20,14 @@ Promise = Literal["all", "some"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """`name` is the word for what it counts; `times` says in refusals how often each is held."""
+    """`name` is the word for what it counts; `times` says in refusals how often each is held, and
+    `advice` what makes more of it."""
 
     name: str
     unit_bytes: int
     capacity: int
     times: str = ""
+    advice: str = ""
     used: Callable[[], int] = field(default=lambda: 0, repr=False)
 
 
@@ -99,6 +101,8 @@ class Ledger:
             f"needs {needed:,} {account.name}{account.times} = "
             f"{format_bytes(needed * account.unit_bytes)}, {verdict}"
         )
+        if account.advice:
+            sentence += f"; {account.advice}" + ("" if permanent else ", or close a sequence")
         return PoolFull(
             limiter=account.name,
             needed=needed,

@@ -373,7 +373,7 @@ class World:
         while self._unlearned:
             step, accepted, told = self._unlearned.pop()
             for sequence in step.sequences:
-                with pytest.raises(BadState, match="commit it first"):
+                with pytest.raises(BadState, match="learn it first"):
                     sequence.preempt()
             step.learn(accepted=accepted, tokens=told)
 

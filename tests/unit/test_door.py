@@ -126,7 +126,7 @@ def test_imports_outside_the_sequence_or_twice_are_refused(offload):
     refused(
         offload,
         BadInput,
-        "no index keys of its own",
+        "layer 1 of 't' has no index keys of its own",
         lambda: sequence.import_keys(layer=1, start=0, keys=keys),
     )
 
@@ -141,7 +141,9 @@ def test_imports_outside_the_sequence_or_twice_are_refused(offload):
         (selection(1)[:, :4], r"shape \[1, 4\]"),
         (selection(1, queries=2), r"shape \[2, 8\], must be \[1, 8\]"),
         (torch.zeros(8, 2, dtype=torch.int32).T[:1], "not contiguous"),
-        (None, "NoneType"),
+        (None, "layer 0 is the first of its group and needs a selection"),
+        (selection(3, 1), r"\[0, 1\] is position 1, which is not above the position before it"),
+        (selection(-1, 4), r"\[0, 1\] is position 4, which comes behind a -1: -1 only at the end"),
     ],
 )
 def test_bad_selections_are_refused(offload, bad, match):
@@ -179,7 +181,8 @@ def test_moments(offload):
     sequence = opened(offload)
     step = offload.begin([sequence], query_counts=[1])
     refused(offload, BadState, "is open", lambda: offload.begin([sequence], query_counts=[1]))
-    refused(offload, BadState, "in step", lambda: sequence.preempt())
+    wanted = f"sequence 0 is in step {step.number}; commit or abandon it first"
+    refused(offload, BadState, wanted, lambda: sequence.preempt())
     refused(offload, BadState, "in step", lambda: sequence.fork())
     refused(offload, BadState, "layer 0 before layer 1", lambda: step.resolve(1, None))
     step.append(0, rows(1))
@@ -205,8 +208,8 @@ def test_moments(offload):
     refused(offload, BadState, "active, not preempted", lambda: sequence.resume())
     sequence.close()
     offload.drain()
+    sequence.close()  # a second call does nothing
     for call in (
-        sequence.close,
         lambda: sequence.preempt(),
         lambda: offload.begin([sequence], query_counts=[1]),
         lambda: sequence.import_rows(layer=0, start=0, rows=rows(1)),
@@ -234,13 +237,37 @@ def test_opening(offload):
     refused(offload, BadInput, "length_max 5", lambda: offload.open(range(9), length_max=5))
     for _ in range(3):
         offload.open([1, 2])
-    refused(offload, PoolFull, "all 3 sequences", lambda: offload.open([1]))
+    match = "all 3 sequences are active; raise sequence_max, or preempt or close a sequence"
+    refused(offload, PoolFull, match, lambda: offload.open([1]))
 
 
 def test_a_full_pool_names_its_limiter(offload):
     offload.open(range(200), length_max=256)
     offload.open(range(1000, 1200), length_max=256)
-    refused(offload, PoolFull, "index pages|host pages", lambda: offload.open([1]))
+    match = "index_bytes .*, or close a sequence|raise host_bytes, or close a sequence"
+    refused(offload, PoolFull, match, lambda: offload.open([1]))
+
+
+def test_a_refusal_for_want_of_slots_says_what_to_change():
+    """The floor of 40 slots fits once into 64; a floor of 100 never does."""
+    with make(slot_floor=40) as offload:
+        first = offload.open(range(9))
+        match = (
+            "needs 40 slots x 2 groups = .* free; raise slot_bytes or lower slot_floor, or close"
+        )
+        with pytest.raises(PoolFull, match=match) as refusal:
+            offload.open(range(9))
+        assert not refusal.value.permanent
+        assert refusal.value.retry_after_s == 1.0
+        first.close()
+        offload.open(range(9))
+    with make(slot_floor=100) as offload:
+        match = "more than the pool's .*; raise slot_bytes or lower slot_floor$"
+        with pytest.raises(PoolFull, match=match) as refusal:
+            offload.open(range(9))
+        assert refusal.value.permanent
+        assert refusal.value.retry_after_s is None
+        offload.open(range(9), length_max=64)
 
 
 def test_growth_is_all_or_nothing():
@@ -334,6 +361,8 @@ def test_parts_are_appended_in_batch_order(offload):
         lambda: step.resolve(0, alone, queries=range(2, 3), workspace=9),
     )
     step.resolve(0, alone, queries=range(2, 3), workspace=1)
+    match = "layer 0: queries 2..2 are resolved already"
+    refused(offload, BadState, match, lambda: step.resolve(0, alone, queries=range(2, 3)))
     step.append(1, rows(2), queries=range(2))
     follower = lambda: step.resolve(1, None, queries=range(2, 3))  # noqa: E731
     refused(offload, BadState, "layer 1: append its new rows first", follower)
@@ -342,6 +371,28 @@ def test_parts_are_appended_in_batch_order(offload):
     step.append(1, rows(1), queries=range(2, 3))
     step.resolve(1, None, queries=range(2, 3))
     step.commit(accepted=[2, 1])
+
+
+def test_ranges_are_resolved_in_batch_order(offload):
+    step = offload.begin([opened(offload), opened(offload)], query_counts=[3, 3])
+    step.append(0, rows(6))
+    ahead, behind = range(3), range(3, 6)
+    step.resolve(0, selection(1, queries=3), queries=behind)
+    match = "layer 0: queries 3..5 are resolved, and queries 0..2 come before them"
+    call = lambda: step.resolve(0, selection(1, queries=3), queries=ahead)  # noqa: E731
+    refused(offload, BadState, match, call)
+    step.abandon()
+
+
+def test_one_part_more_than_there_are_workspaces(offload):
+    step = offload.begin([opened(offload)], query_counts=[5])
+    step.append(0, rows(5))
+    for query in range(4):
+        step.resolve(0, selection(query), queries=range(query, query + 1))
+    match = "layer 0: queries 4..4 would be part 5 of group 0 in this step: part_max is 4"
+    call = lambda: step.resolve(0, selection(4), queries=range(4, 5))  # noqa: E731
+    refused(offload, BadInput, match, call)
+    step.abandon()
 
 
 def test_keys_of_a_later_part_alone_change_nothing(offload):

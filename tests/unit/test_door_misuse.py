@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ess.door import Sequence, Step
 from ess.errors import BadInput, BadState
 from ess.flashtrans import InlineLane
 from tests.unit.test_door import LAYOUT, make, opened, refused, rows, selection
@@ -165,6 +166,47 @@ def test_rows_that_came_in_part_are_no_start(offload):
     assert offload.begin([sequence], query_counts=[1]).query_start.tolist() == [10]
 
 
+def test_rows_of_all_layers_that_end_early_are_counted_once(offload):
+    sequence = offload.open(list(range(11)))
+    for layer in range(3):
+        sequence.import_rows(layer, 0, rows(4))
+    match = "of 10 rows before its last token every layer has 4; import the others, or say"
+    refused(offload, BadState, match, lambda: offload.begin([sequence], query_counts=[1]))
+
+
+def test_with_nothing_imported_steps_bring_every_row(offload):
+    sequence = offload.open(list(range(6)))
+    for start in (0, 3):
+        step = offload.begin([sequence], query_counts=[3])
+        assert step.query_start.tolist() == [start] * 3
+        for layer in range(3):
+            step.append(layer, rows(3))
+        step.commit(accepted=[3], tokens=[[start, start + 1, start + 2]])
+    assert (sequence.length, sequence.tokens) == (6, list(range(6)))
+
+
+def test_a_fork_leaves_the_pending_token_behind(offload):
+    sequence = opened(offload, 70)
+    fork = sequence.fork()
+    assert (len(sequence.tokens), len(fork.tokens)) == (71, 70)
+    assert (fork.length, fork.cached_count) == (70, 64)
+
+
+def test_a_filled_row_of_a_group_counts_once(offload):
+    """Four rows, two groups; the first group has two layers."""
+    assert opened(offload, 4).fill() == 2 * 4
+
+
+def test_help_shows_what_a_caller_calls():
+    """Verbs by which the door tells a sequence what happened are no verbs of a sequence."""
+    inner = {"joined", "learned", "refresh", "require_state", "check_start", "publish"}
+    assert not inner & set(dir(Sequence))
+    for name in ("tokens", "length", "cached_count", "step_numbers", "ahead_count", "page_count"):
+        assert getattr(Sequence, name).__doc__, name
+    for name in ("row_ids", "query_line", "query_start", "query_offset", "query_stop", "firsts"):
+        assert name in Step.__doc__
+
+
 # ---- what is asked
 
 
@@ -272,10 +314,12 @@ def test_a_closed_offload_refuses_every_verb():
 def test_a_sequence_in_a_step_is_not_closed_under_it(offload):
     first, second = opened(offload), opened(offload)
     step = offload.begin([first, second], query_counts=[1, 1])
-    refused(offload, BadState, "is in step .*; commit it first", first.close)
+    refused(offload, BadState, "is in step .*; commit or abandon it first", first.close)
     for layer in (0, 1):
         step.append(layer, rows(2))
-    step.commit(accepted=[1, 1])
+    step.seal(accepted=[1, 1])
+    refused(offload, BadState, "is in step .*; learn it first", first.close)
+    step.learn(accepted=[1, 1])
     assert (first.length, second.length) == (11, 11)
     first.close()
 

@@ -76,6 +76,9 @@ def translate(
     _refuse(selection, wrong, "is outside its context", context)
     page = page_table[table_row[:, None], position // PAGE_ROWS]
     _refuse(selection, (selection >= 0) & (page < 0), "lies in a page without an id", context)
+    wrong = np.zeros(selection.shape, np.bool_)
+    wrong[:, 1:] = (selection[:, :-1] == -1) & (selection[:, 1:] >= 0)
+    _refuse(selection, wrong, "comes behind a -1: -1 only at the end", [""] * len(length))
     unsigned = selection.view(np.uint32)
     wrong = np.zeros(selection.shape, np.bool_)
     wrong[:, 1:] = (unsigned[:, 1:] <= unsigned[:, :-1]) & (selection[:, 1:] >= 0)

@@ -1,0 +1,107 @@
+"""What is known of a sequence: its text, how far its rows have come, the steps that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from ess.door.holding import Holding
+from ess.door.pools import Pools
+from ess.errors import BadInput, BadState
+from ess.pool.index import NONE
+from ess.pool.prefix import page_hash
+from ess.units import PAGE_ROWS
+
+
+class Progress:
+    """The door tells it what happens; `Sequence` shows the caller what it knows."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        holding: Holding,
+        *,
+        number: int,
+        tokens: list[int],
+        length: int,
+        text_hash: bytes,
+        published_count: int,
+    ) -> None:
+        self.number = number
+        self.tokens = tokens
+        self.length = length
+        self.cached_count = length // PAGE_ROWS * PAGE_ROWS
+        self.step_numbers: tuple[int, ...] = ()
+        self.ahead_count = 0
+        self.arrival_count = 0
+        self.text_hash = text_hash
+        self.published_count = published_count
+        self._pools = pools
+        self._holding = holding
+        self._noticed_count = 0
+        self._begun_count = 0
+
+    def refresh(self) -> None:
+        """Takes notice of what has been imported since."""
+        if self._noticed_count != self.arrival_count:
+            self._noticed_count = self.arrival_count
+            self.length = self._pools.latent.leading_count(self._holding.host_pages)
+            if self._holding.line != NONE:
+                self._pools.tables.lengths[self._holding.line] = self.length
+            self.publish()
+
+    def check_start(self, start: int | None) -> None:
+        """The next step starts behind the rows that are there. Where imported rows end early that
+        is most likely a mistake of the caller, who would bring the row of another position; so
+        then `start` must say it. Where nothing was imported the steps themselves bring every row.
+        """
+        self.refresh()
+        end = self.length + self.ahead_count
+        if start is not None and not self.length <= start <= end:
+            raise BadInput(f"sequence {self.number} goes on at {end}, not at {start}")
+        known_count = len(self.tokens) - 1
+        if start is None and self._begun_count != self.arrival_count and self.length < known_count:
+            raise BadState(
+                f"sequence {self.number}: of {known_count} rows before its last token "
+                f"{self._arrived(known_count)}; import the others, or say starts=[{self.length}]"
+            )
+
+    def _arrived(self, known_count: int) -> str:
+        """How many of these rows the layers of the main model have, in words."""
+        rows, latent = self._holding.host_rows(0, known_count), self._pools.latent
+        there = [int(latent.is_stored(n, rows).sum()) for n in range(latent.layout.layer_count)]
+        least, most = int(np.argmin(there)), int(np.argmax(there))
+        if there[least] == there[most]:
+            return f"every layer has {there[least]}"
+        return f"layer {least} has {there[least]}, layer {most} has {there[most]}"
+
+    def joined(self, step_number: int, count: int) -> None:
+        """A step brings `count` rows; the host will learn how many of them are kept."""
+        self._begun_count = self.arrival_count
+        self.step_numbers = (*self.step_numbers, step_number)
+        self.ahead_count += count
+
+    def learned(self, step_number: int, count: int, kept: int, ids: Many[int] | None) -> None:
+        """Of the `count` rows that the step has brought, `kept` were kept."""
+        assert self.step_numbers[0] == step_number, "steps are learned in their order"
+        assert 0 <= kept <= count <= self.ahead_count, "rows were learned that no step brought"
+        if ids is not None and len(self.tokens) >= self.length:
+            self.tokens.extend(ids[len(self.tokens) - self.length :])
+        self.length += kept
+        self.ahead_count -= count
+        self.step_numbers = self.step_numbers[1:]
+        self.publish()
+
+    def publish(self) -> None:
+        """Publishes the pages that are complete and whose text is known, in order."""
+        latent = self._pools.latent
+        full_count = min(self.length, len(self.tokens)) // PAGE_ROWS
+        for page in range(self.published_count, full_count):
+            host_page = int(self._holding.host_pages[page])
+            if not latent.is_complete(host_page):
+                return
+            text = self.tokens[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
+            self.text_hash = page_hash(self.text_hash, text)
+            self.published_count = page + 1
+            latent.publish(host_page, self.text_hash)
