@@ -71,7 +71,7 @@ RULES = [
     (module_state, (".py",), in_package),
     (positional_flags, (".py",), in_package),
     (vague_errors, (".py",), in_package),
-    (vague_loops, (".py",), lambda name: name.startswith(allowed.SAYS_WHAT_IT_IS)),
+    (vague_loops, (".py",), in_package),
     (unfinished, EVERY_FILE, lambda name: True),
     (local_paths, EVERY_FILE, lambda name: True),
     (registries, EVERY_FILE, lambda name: True),

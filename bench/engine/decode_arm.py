@@ -123,7 +123,7 @@ class Arm:
             )
             for place, prompt in enumerate(prompts)
         ]
-        while any(one.state != "decoding" for one in requests):
+        while any(request.state != "decoding" for request in requests):
             self.engine.step()
             if self.engine.refusal is not None:
                 raise BadState(f"{self.way.name}: a request does not fit: {self.engine.refusal}")
@@ -146,7 +146,7 @@ class Arm:
 
     @property
     def outputs(self) -> list[list[int]]:
-        return [one.output for one in self.requests]
+        return [request.output for request in self.requests]
 
     def close(self) -> None:
         self.offload.close()

@@ -21,8 +21,8 @@ from ess.models.text.tokenizer import Tokenizer
 
 class Entry:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
-        found = config.eos_ids
-        self._ends = frozenset((found,) if isinstance(found, int) else found)
+        ends = config.eos_ids
+        self._ends = frozenset((ends,) if isinstance(ends, int) else ends)
         self._vocabulary = config.vocab_size
         self._tokenizer = tokenizer
         self._grammars: Grammars | None = None

@@ -47,7 +47,7 @@ def build_kernels(
         if not ARCH.fullmatch(name):
             raise BadInput(f"--arch {name!r} is no architecture; write sm_90a or sm_90a,sm_100a")
     home = program.default_folder() if folder is None else folder
-    built = [one for name in names for one in _build(name, home)]
+    built = [kernel for name in names for kernel in _build(name, home)]
     if json:
         console.print_json(built)
         return
@@ -57,12 +57,12 @@ def build_kernels(
 
 def _build(arch: str, folder: Path) -> list[Built]:
     built = []
-    for one in cuda_programs.programs():
-        compiled = program.build(one, arch, folder=folder)
+    for source in cuda_programs.programs():
+        compiled = program.build(source, arch, folder=folder)
         built += [
             Built(
                 arch=arch,
-                program=str(one),
+                program=str(source),
                 entry=used.entry,
                 register_count=used.register_count,
                 spill_bytes=used.spill_bytes,
@@ -79,7 +79,7 @@ def _print(built: list[Built]) -> None:
         table.add_column(heading)
     for heading in ("registers", "spills", "shared"):
         table.add_column(heading, justify="right")
-    for one in built:
-        numbers = (one.register_count, one.spill_bytes, one.shared_bytes)
-        table.add_row(one.arch, one.entry, one.program, *map(str, numbers))
+    for kernel in built:
+        numbers = (kernel.register_count, kernel.spill_bytes, kernel.shared_bytes)
+        table.add_row(kernel.arch, kernel.entry, kernel.program, *map(str, numbers))
     console.tables().print(table)

@@ -150,22 +150,22 @@ def _answer(client: Client, body: dict[str, Any], *, stats: bool, json: bool) ->
     if not json:
         print()
     if watch is not None and usage is not None:
-        found = watch.report(usage)
+        report = watch.report(usage)
         if json:
-            console.print_json({"text": text, **found})
+            console.print_json({"text": text, **report})
         else:
-            console.note(_sentence(found))
+            console.note(_sentence(report))
     return text
 
 
-def _sentence(found: Mapping[str, Any]) -> str:
+def _sentence(report: Mapping[str, Any]) -> str:
     """What was measured, as a person says it; what was not is left out."""
-    rate, turns, hits = (found[n] for n in ("tokens_per_s", "tokens_per_step", "row_hit_rate"))
-    cached = f" ({found['cached_tokens']} cached)" if found["cached_tokens"] else ""
+    rate, turns, hits = (report[n] for n in ("tokens_per_s", "tokens_per_step", "row_hit_rate"))
+    cached = f" ({report['cached_tokens']} cached)" if report["cached_tokens"] else ""
     parts = [
-        f"{found['prompt_tokens']} tokens of prompt{cached}",
-        f"first text after {found['ttft_ms']:,.0f} ms",
-        f"{found['tokens']} tokens" + (f" at {rate} a second" if rate else ""),
+        f"{report['prompt_tokens']} tokens of prompt{cached}",
+        f"first text after {report['ttft_ms']:,.0f} ms",
+        f"{report['tokens']} tokens" + (f" at {rate} a second" if rate else ""),
     ]
     if turns is not None:
         parts.append(f"{turns:.2f} per step")

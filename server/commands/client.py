@@ -28,8 +28,8 @@ class Client:
 
     def ask(self, path: str) -> dict[str, Any]:
         with self._send("GET", path, None) as answer:
-            found: dict[str, Any] = jsons.loads(answer.read())
-        return found
+            document: dict[str, Any] = jsons.loads(answer.read())
+        return document
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a stream, up to the last; an error event is raised."""

@@ -1,4 +1,4 @@
-"""`ess plan`: what fits, how fast, what limits, before anybody buys a GPU."""
+"""`ess plan`: what fits, how fast, what limits, before a GPU is bought."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def plan(
     _present(planner.plan(), ask, json=json)
 
 
-def _present(found: Plan, ask: Ask, *, json: bool) -> None:
+def _present(plan: Plan, ask: Ask, *, json: bool) -> None:
     if json:
-        console.print_json(msgspec.to_builtins(found))
+        console.print_json(msgspec.to_builtins(plan))
     else:
-        _print(found, ask)
+        _print(plan, ask)
 
 
 def planner_of(ask: Ask, gpu: str, perf_db: Path | None) -> Planner:
@@ -119,39 +119,39 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * DURATION_US[match[2]]
 
 
-def _print(found: Plan, ask: Ask) -> None:
+def _print(plan: Plan, ask: Ask) -> None:
     table = Table.grid(padding=(0, 3))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify)
     table.add_row("", "with offload", "resident", "")
-    for line in _lines(found, ask):
+    for line in _lines(plan, ask):
         table.add_row(*line)
     console.tables().print(table)
 
 
-def _lines(found: Plan, ask: Ask) -> list[tuple[str, str, str, str]]:
-    chosen, resident = found.chosen, found.resident
+def _lines(plan: Plan, ask: Ask) -> list[tuple[str, str, str, str]]:
+    chosen, resident = plan.chosen, plan.resident
 
     def both(name: str, of: str, remark: str = "") -> tuple[str, str, str, str]:
         return name, _show(chosen, of), "-" if resident is None else _show(resident, of), remark
 
-    gain = "" if found.gain is None else f"x{found.gain:.2f}"
-    even = "-" if found.break_even_batch is None else f"{found.break_even_batch}"
-    wall = f"index keys alone fill {format_bytes(found.device_bytes)}"
+    gain = "" if plan.gain is None else f"x{plan.gain:.2f}"
+    even = "-" if plan.break_even_batch is None else f"{plan.break_even_batch}"
+    wall = f"index keys alone fill {format_bytes(plan.device_bytes)}"
     return [
-        both("batch per GPU", "batch", f"limited by {found.limiter}"),
-        both("slots per layer", "slots_each", f"floor {found.slot_floor:,}"),
+        both("batch per GPU", "batch", f"limited by {plan.limiter}"),
+        both("slots per layer", "slots_each", f"floor {plan.slot_floor:,}"),
         both("of the context", "ratio"),
         both(
-            "step", "step_us", f"{ask.queries_each} tokens verified, {found.accepted:.2f} accepted"
+            "step", "step_us", f"{ask.queries_each} tokens verified, {plan.accepted:.2f} accepted"
         ),
         both("time per token", "token_us"),
         both("waits for the link", "exposed_us", _modes(chosen)),
         both("tokens/s per GPU", "tokens_per_s", gain),
         both("host memory per GPU", "host_bytes", f"{ask.gpu_count} GPUs"),
         ("break-even batch", even, "", "the least that beats resident"),
-        ("floor batch", f"{found.floor_batch}", "", "every request at the slot floor"),
-        ("index wall", f"{found.index_wall}", "", wall),
+        ("floor batch", f"{plan.floor_batch}", "", "every request at the slot floor"),
+        ("index wall", f"{plan.index_wall}", "", wall),
     ]
 
 

@@ -52,8 +52,8 @@ class RequestFlags:
         if self.requests is not None and self.requests < 1:
             raise BadInput(f"--requests {self.requests}: at least one must arrive")
         if self.trace is not None:
-            found = read_arrivals(self.trace)[: self.requests]
-            return found if self.rate is None else at_rate(found, self.rate)
+            recorded = read_arrivals(self.trace)[: self.requests]
+            return recorded if self.rate is None else at_rate(recorded, self.rate)
         if self.rate is None:
             raise BadInput("give --trace FILE, or --rate, the requests per second that arrive")
         mix = Mix(
@@ -155,14 +155,14 @@ def sim(
     """
     requests = requests or RequestFlags()
     arrivals = requests.arrivals()
-    longest = max(one.prompt_tokens + one.output_tokens for one in arrivals)
+    longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
     planner = (worker or WorkerFlags()).planner(longest)
     wanted = (serving or ServingFlags()).serving(seed=requests.seed)
-    found = serve(planner, arrivals, wanted, sustained=sustained)
+    served = serve(planner, arrivals, wanted, sustained=sustained)
     if json:
-        console.print_json(msgspec.to_builtins(found))
+        console.print_json(msgspec.to_builtins(served))
     else:
-        _print(found, arrivals, wanted)
+        _print(served, arrivals, wanted)
 
 
 def parse_tier(text: str) -> tuple[int, int] | None:
@@ -178,74 +178,79 @@ def parse_tier(text: str) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def _print(found: Served, arrivals: list[Arrival], serving: Serving) -> None:
+def _print(served: Served, arrivals: list[Arrival], serving: Serving) -> None:
     table = Table.grid(padding=(0, 3))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify)
     table.add_row("", "with offload", "resident", "")
-    for line in _lines(found, arrivals, serving):
+    for line in _lines(served, arrivals, serving):
         table.add_row(*line)
     console.tables().print(table)
 
 
 def _lines(
-    found: Served, arrivals: list[Arrival], serving: Serving
+    served: Served, arrivals: list[Arrival], serving: Serving
 ) -> list[tuple[str, str, str, str]]:
     def both(
         name: str, show: Callable[[Summary], str], remark: str = ""
     ) -> tuple[str, str, str, str]:
-        return name, show(found.offload), show(found.resident), remark
+        return name, show(served.offload), show(served.resident), remark
 
-    tokens = sum(one.prompt_tokens for one in arrivals) / len(arrivals)
-    wanted, prefill = serving.objective, f"{found.prefill_tokens_per_s:,.0f}"
-    gain = found.offload.tokens_per_s / max(found.resident.tokens_per_s, 1e-9)
+    tokens = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
+    wanted, prefill = serving.objective, f"{served.prefill_tokens_per_s:,.0f}"
+    gain = served.offload.tokens_per_s / max(served.resident.tokens_per_s, 1e-9)
     return [
         both(
             "served",
-            lambda one: f"{one.served_count:,}",
+            lambda summary: f"{summary.served_count:,}",
             f"of {len(arrivals):,} that arrive in {arrivals[-1].at_s:,.0f} s",
         ),
         ("prefill, tokens/s per GPU", prefill, prefill, "estimated, of a whole prompt"),
-        both("refused", lambda one: _named(one.refused, "{:,}")),
-        both("until all is done", lambda one: f"{one.seconds:,.0f} s"),
-        both("tokens/s per GPU", lambda one: f"{one.tokens_per_s:,.0f}", f"x{gain:.2f}"),
-        both("batch, mean and peak", lambda one: f"{one.batch_mean:.1f}, {one.batch_peak}"),
+        both("refused", lambda summary: _named(summary.refused, "{:,}")),
+        both("until all is done", lambda summary: f"{summary.seconds:,.0f} s"),
+        both("tokens/s per GPU", lambda summary: f"{summary.tokens_per_s:,.0f}", f"x{gain:.2f}"),
+        both(
+            "batch, mean and peak",
+            lambda summary: f"{summary.batch_mean:.1f}, {summary.batch_peak}",
+        ),
         both(
             "first token, p50 p90 p99",
-            lambda one: _percents(one.ttft_s, 1.0, "s"),
-            f"prompts of {tokens:,.0f} tokens, {found.cached_share:.0%} of them cached",
+            lambda summary: _percents(summary.ttft_s, 1.0, "s"),
+            f"prompts of {tokens:,.0f} tokens, {served.cached_share:.0%} of them cached",
         ),
-        both("further tokens, p50 p90 p99", lambda one: _percents(one.tpot_s, 1e3, "ms")),
+        both("further tokens, p50 p90 p99", lambda summary: _percents(summary.tpot_s, 1e3, "ms")),
         both(
             "within both objectives",
-            lambda one: f"{one.good_share:.1%}",
+            lambda summary: f"{summary.good_share:.1%}",
             f"{wanted.ttft_s:g} s and {1e3 * wanted.tpot_s:g} ms",
         ),
-        both("goodput, requests/s", lambda one: f"{one.good_per_s:.2f}"),
-        *_sustained(found),
-        both("misses per request and layer", lambda one: f"{one.misses_mean:.1f}"),
-        *(("", "", "", line) for line in _agreed(found)),
-        both("of its time waits for the link", lambda one: f"{one.exposed_share:.1%}"),
-        both("somebody waited for", lambda one: _named(one.waited_s, "{:,.0f} s")),
+        both("goodput, requests/s", lambda summary: f"{summary.good_per_s:.2f}"),
+        *_sustained(served),
+        both("misses per request and layer", lambda summary: f"{summary.misses_mean:.1f}"),
+        *(("", "", "", line) for line in _agreed(served)),
+        both("of its time waits for the link", lambda summary: f"{summary.exposed_share:.1%}"),
+        both("a request waited for", lambda summary: _named(summary.waited_s, "{:,.0f} s")),
     ]
 
 
-def _sustained(found: Served) -> list[tuple[str, str, str, str]]:
-    if found.sustained is None:
+def _sustained(served: Served) -> list[tuple[str, str, str, str]]:
+    if served.sustained is None:
         return []
-    offload, resident = found.sustained
+    offload, resident = served.sustained
     gain = f"x{offload / resident:.2f}" if resident else ""
     if offload >= RATE_MAX:
         gain = "these all fit at once: take more --requests"
     return [("sustained, requests/s", f"{offload:.2f}", f"{resident:.2f}", gain)]
 
 
-def _agreed(found: Served) -> list[str]:
+def _agreed(served: Served) -> list[str]:
     """One line for each context."""
     lines = []
-    for context in dict.fromkeys(one.context for one in found.agreed):
+    for context in dict.fromkeys(misses.context for misses in served.agreed):
         pairs = [
-            f"{one.lru:.0f} {one.published:.0f}" for one in found.agreed if one.context == context
+            f"{misses.lru:.0f} {misses.published:.0f}"
+            for misses in served.agreed
+            if misses.context == context
         ]
         lines.append(f"by LRU and published, {context:,} tokens: {', '.join(pairs)}")
     return lines
@@ -259,6 +264,6 @@ def _percents(seconds: Spread | None, factor: float, unit: str) -> str:
     if seconds is None:
         return "-"
     digits = "{:,.1f}".format
-    return " ".join(digits(factor * one) for one in (seconds.p50, seconds.p90, seconds.p99)) + (
+    return " ".join(digits(factor * value) for value in (seconds.p50, seconds.p90, seconds.p99)) + (
         f" {unit}"
     )

@@ -18,9 +18,6 @@ KEPT: Final = {
 WIDE: Final = {"models/tiny/trainer": 17}
 """Folders that still hold more modules than a folder should."""
 
-SAYS_WHAT_IT_IS: Final = ("ess/pool/", "ess/overlap/")
-"""Folders without a loop variable called `one`; in the end all of them."""
-
 TWINS: Final = {
     "ess/kernels": "a backend's file is named as the operation's file in every other backend",
     "bench": "what is measured on a CPU in kernels/ is measured on a GPU in gpu/",

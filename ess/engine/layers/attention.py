@@ -95,12 +95,12 @@ class LayerStep:
     def plan(self, part: range, selection: Tensor | None) -> Resolution:
         batch = self._batch
         workspace = self._half.first_workspace + (part.start > self.first_query)
-        found = batch.step.resolve(
+        where = batch.step.resolve(
             self.number, selection, queries=part, workspace=workspace, waits=self._waits
         )
         if selection is not None:
-            batch.warmth.resolved(part, found)
-        return found
+            batch.warmth.resolved(part, where)
+        return where
 
     def locate(self, part: range) -> Found | None:
         """Every selected row's slot without a plan; None when one of them has no slot."""

@@ -48,8 +48,8 @@ class Recorder:
         self._keep(
             STEPS, _name(engine.step_count, result), round(began_s * 1e9), self._clock.now_ns()
         )
-        for one in engine.tuning.timeline.spans:
-            self._keep(STAGES, f"{one.stage} L{one.layer}", one.started_ns, one.finished_ns)
+        for span in engine.tuning.timeline.spans:
+            self._keep(STAGES, f"{span.stage} L{span.layer}", span.started_ns, span.finished_ns)
         for layer, started_ns, finished_ns in engine.offload.timings.spans:
             self._keep(FETCHES, f"fetch L{layer}", started_ns, finished_ns)
 

@@ -68,8 +68,8 @@ class Verifier:
 
     def _note(self, batch: Batch, layer: int, sentence: str) -> None:
         self.mismatch_count += 1
-        found = Mismatch(batch.step.number, layer, sentence)
+        mismatch = Mismatch(batch.step.number, layer, sentence)
         if len(self.mismatches) < LISTED_MAX:
-            self.mismatches.append(found)
+            self.mismatches.append(mismatch)
         if self.is_fatal:
-            raise Mismatched(f"step {found.step}, layer {layer}: {sentence}")
+            raise Mismatched(f"step {mismatch.step}, layer {layer}: {sentence}")

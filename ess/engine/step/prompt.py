@@ -107,11 +107,11 @@ def score(chunk: Prefilled, first: int, following: Sequence[int], top_count: int
     hidden = chunk.hidden[first - span.start :]
     assert len(hidden) == len(following), f"{len(following)} tokens of {len(hidden)} states"
     at_once = max(1, LOGITS_MAX // model.config.vocab_size)
-    found: list[Chance] = []
+    scored: list[Chance] = []
     for states in torch.split(hidden, at_once):
-        targets = following[len(found) : len(found) + len(states)]
-        found += chances(ended(span, model, states)[1], targets, top_count)
-    return found
+        targets = following[len(scored) : len(scored) + len(states)]
+        scored += chances(ended(span, model, states)[1], targets, top_count)
+    return scored
 
 
 def _layer(

@@ -38,7 +38,7 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     """Ids int64 [queries] at `positions`, from logits float32 [queries, vocabulary], which stay."""
     assert len(logits) == len(samplings) == len(positions), "one sampling per query"
     drawn = logits.argmax(-1)
-    warm = [query for query, one in enumerate(samplings) if not one.is_greedy]
+    warm = [query for query, sampling in enumerate(samplings) if not sampling.is_greedy]
     cut = [query for query in warm if _is_cut(samplings[query])]
     whole = [query for query in warm if not _is_cut(samplings[query])]
     for queries, draw_rows in ((whole, _draw_whole), (cut, _draw_cut)):
@@ -74,14 +74,14 @@ def _rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int
     """The logits are changed."""
 
     def column(value: Callable[[Sampling], float]) -> Tensor:
-        return torch.tensor([value(one) for one in samplings], device=logits.device)
+        return torch.tensor([value(sampling) for sampling in samplings], device=logits.device)
 
     return Rows(
-        scores=logits.div_(column(lambda one: one.temperature)[:, None]),
-        keys=noise_keys([one.seed for one in samplings], positions).to(logits.device),
-        top_k=column(lambda one: min(one.top_k or logits.shape[1], logits.shape[1])),
-        top_p=column(lambda one: one.top_p if one.top_p < 1.0 else math.inf),
-        min_p=column(lambda one: one.min_p),
+        scores=logits.div_(column(lambda sampling: sampling.temperature)[:, None]),
+        keys=noise_keys([sampling.seed for sampling in samplings], positions).to(logits.device),
+        top_k=column(lambda sampling: min(sampling.top_k or logits.shape[1], logits.shape[1])),
+        top_p=column(lambda sampling: sampling.top_p if sampling.top_p < 1.0 else math.inf),
+        min_p=column(lambda sampling: sampling.min_p),
     )
 
 

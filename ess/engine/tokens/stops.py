@@ -45,9 +45,9 @@ class StopText:
         if self._stopped is not None:
             return Released("", self._stopped)
         text = self._held + text
-        found = first_mark(text, self._stops)
-        if found is not None:
-            begin, self._stopped = found
+        first = first_mark(text, self._stops)
+        if first is not None:
+            begin, self._stopped = first
             self._held = ""
             end = begin + len(self._stopped) if self._keep else begin
             return Released(text[:end], self._stopped)
