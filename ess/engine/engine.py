@@ -8,11 +8,12 @@ depth 1 it learns what the step before has launched (`future`). Nothing here is 
 run on the offload's lane, everything else in the caller's thread.
 
 Under `promise="some"` a request is admitted with index pages for its prompt only, so more requests
-run, and growth may find no page. Then the last in rank that runs gives up its slots and pages, and
-goes on later without recompute. No livelock: the first in rank never gives way, admission refuses
-what could not run alone, and host pages, which preemption does not free, are promised in full. So
-the first in rank always makes its tokens and ends. No thrashing: nobody comes back before
-`PAUSE_STEPS` steps without a shortage, unless nothing else runs.
+run, and a growing request may find no free page. Then the engine preempts the running request that
+is last in rank: it gives up its slots and pages, and goes on later without recompute. No livelock:
+the first request in rank is never preempted, admission refuses a request that could not run alone,
+and host pages, which preemption does not free, are promised in full. So the first request in rank
+always makes its tokens and ends. No thrashing: after a shortage a preempted request comes back only
+when `PAUSE_STEPS` steps have passed, or when nothing else runs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ess.engine.plan import Chunk, Made, StepPlan, StepResult
 from ess.engine.request import Reason, Request
 from ess.engine.roster import Roster
 from ess.engine.step import prompt
+from ess.engine.step.audit import check_flights, check_waiting
 from ess.engine.step.decode import Flight, launch
 from ess.engine.step.future import FutureMap, Outcome, depth_reasons
 from ess.engine.step.runner import Runner
@@ -122,7 +124,7 @@ class Engine:
         priority: int = 0,
         leader: Request | None = None,
     ) -> Request:
-        """A lower `priority` enters, and comes back, before a higher one, which gives way first.
+        """Requests of a lower `priority` value are admitted and resumed first, and preempted last.
 
         With a `leader`, a request of the same prompt and length, the prompt is prefilled once.
         """
@@ -151,6 +153,7 @@ class Engine:
         return request
 
     def _enter(self, request: Request) -> None:
+        assert request.state == "waiting", f"request {request.number} is {request.state}"
         if request.refusal is None and self._followers.hold(request, request.leader):
             return
         self._roster.add(request)
@@ -160,7 +163,7 @@ class Engine:
             self._is_full = False
 
     def cancel(self, request: Request) -> None:
-        """At any moment; what steps under way still say of it is dropped."""
+        """May be called at any moment; the tokens of steps under way are dropped."""
         self._require_own(request)
         if self._entry.give_up(request) or self._followers.give_up(request):
             self._roster.add(request)
@@ -168,7 +171,7 @@ class Engine:
             self._finish(request, "cancelled")
 
     def preempt(self, request: Request) -> None:
-        """Give its slots and index pages to others until `resume`, which needs no recompute.
+        """Free the request's slots and index pages until `resume`, which needs no recompute.
 
         Steps under way are learned first; the request may have ended in one of them.
         """
@@ -192,19 +195,14 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits, compiles or is under way; requests preempted by hand may be left."""
-        running = sum(self._roster.count(one) for one in ("waiting", "prefilling", "decoding"))
-        preempted = self._roster.of("preempted")
-        is_told = not self._flights and not self._made
-        return (
-            running == 0
-            and self._entry.is_empty
-            and is_told
-            and all(one.is_held for one in preempted)
-        )
+        """Nothing runs, waits, compiles or is under way. Requests that the caller preempted, and
+        has not resumed, may be left."""
+        is_told = not self._flights and not self._made and self._entry.is_empty
+        is_left = self._running_count or self._roster.count("waiting") or self._displaced()
+        return is_told and not is_left
 
     def depth_reasons(self) -> tuple[str, ...]:
-        """Why the next step runs at depth 0 whatever the configuration; none if it need not."""
+        """Why the next step runs at depth 0, whatever is configured; none if it need not."""
         return depth_reasons(self._roster.of("decoding"))
 
     @property
@@ -213,10 +211,13 @@ class Engine:
         return 0 if self.depth_reasons() else self._config.depth
 
     def check(self) -> None:
-        """Audits pools, requests and what is not learned yet; an AssertionError names the fault."""
-        self.offload.check()
-        self._roster.check()
-        self._future.check()
+        """Audits all that lasts from step to step; an AssertionError names the fault."""
+        for owner in (self.offload, self._roster, self._entry, self._followers, self._future):
+            owner.check()
+        self.runner.check()
+        check_waiting(self._roster, self._entry, self._followers)
+        check_flights(self._flights, self._future, self._roster)
+        assert len(self._flights) <= self._config.depth, f"{len(self._flights)} steps are under way"
 
     # ---- the step
 
@@ -246,7 +247,7 @@ class Engine:
                 return
 
     def close(self) -> None:
-        """Grammars that nobody waits for any more are not compiled."""
+        """Ends the thread that compiles grammars; grammars not begun are not compiled."""
         self._entry.close()
 
     def _rebalance(self) -> None:
@@ -256,17 +257,18 @@ class Engine:
             self.moved_count += self.offload.rebalance()
 
     def _admit(self) -> None:
-        """The preempted come back, then the waiting enter, in order, while the ledger admits them.
+        """Resumes preempted requests, then admits waiting ones, by rank, while the ledger has room.
 
-        `refusal` says what the first one that has to wait is short of; a request that can never
-        fit ends as refused, and keeps the reason. Nobody asks again before somebody has left:
-        asking costs a pass over the prompt.
+        `refusal` says what the first request that must wait is short of. A request that can never
+        fit ends as refused and keeps the reason. Asking the ledger costs a pass over
+        the prompt; so after a refusal it is asked again only when a request has ended, was
+        preempted, or has become the first that waits.
         """
         if self._is_full and self._running_count:
             return
         self._is_full, self.refusal = False, None
         try:
-            if self._come_back():
+            if self._resume_displaced():
                 while (request := self._roster.first("waiting")) is not None:
                     self._refuse_if_slow()
                     self._open(request)
@@ -274,29 +276,29 @@ class Engine:
             self.refusal = refusal
             self._is_full = refusal.limiter != TPOT
 
-    def _come_back(self) -> bool:
-        """Whether all that gave way to others run again; before that nobody enters."""
-        gone = [one for one in self._roster.by_rank("preempted") if not one.is_held]
-        for request in gone:
+    def _resume_displaced(self) -> bool:
+        """Whether all that the engine preempted run again; before that no request is admitted."""
+        for request in self._displaced():
             if self._running_count and self.step_count < self._resume_step:
                 return False
             self._resume(request)
+        assert not self._displaced(), "a request is admitted before a preempted one is resumed"
         return True
+
+    def _displaced(self) -> list[Request]:
+        """By rank, the requests that the engine preempted for lack of room; the caller's not."""
+        return [request for request in self._roster.by_rank("preempted") if not request.is_held]
 
     @property
     def _running_count(self) -> int:
         return self._roster.count("decoding") + self._roster.count("prefilling")
 
     def _refuse_if_slow(self) -> None:
-        """One more must not take everybody over the time per token that was asked for."""
+        """PoolFull if one more request would make every request slower than `tpot_ms`."""
         limit = self.pace.batch_limit
         if self._config.tpot_ms and self._running_count >= limit:
-            raise PoolFull(
-                limiter=TPOT,
-                needed=1,
-                free=0,
-                sentence=f"{limit} requests fit into {self._config.tpot_ms} ms per token",
-            )
+            sentence = f"{limit} requests fit into {self._config.tpot_ms} ms per token"
+            raise PoolFull(limiter=TPOT, needed=1, free=0, sentence=sentence)
 
     def _open(self, request: Request) -> None:
         try:
@@ -312,6 +314,7 @@ class Engine:
             request.refusal = refusal
             self._finish(request, "refused")
             return
+        assert request.sequence is None, f"request {request.number} was opened twice"
         request.sequence = opened
         request.prefilled_count = opened.cached_count
         self._roster.move(request, "prefilling")
@@ -319,23 +322,24 @@ class Engine:
             self._land(request, None)
 
     def _land(self, request: Request, windows: Tensor | None) -> None:
-        """The prompt is there, for the request and for those that follow it."""
-        for one in (request, *self._fork(request)):
-            assert one.sequence is not None, f"request {one.number} has no rows"
+        """The prompt is there: the request and its followers start to decode."""
+        for landed in (request, *self._fork(request)):
+            assert landed.sequence is not None, f"request {landed.number} has no rows"
+            assert not landed.output, f"request {landed.number} lands twice"
             if windows is not None and self._config.warm:
-                one.sequence.warm(windows)
-                one.sequence.fill()
-            self._roster.move(one, "decoding")
-            self._future.stash(one.sequence.line, [one.tokens[-1]])
+                landed.sequence.warm(windows)
+                landed.sequence.fill()
+            self._roster.move(landed, "decoding")
+            self._future.stash(landed.sequence.line, [landed.tokens[-1]])
 
     def _fork(self, leader: Request) -> list[Request]:
-        """Those that have room beside it; the others wait as if they had come alone."""
+        """The leader's followers as far as there is room; the others wait for admission."""
         assert leader.sequence is not None, f"request {leader.number} has no rows"
         assert leader.is_prefilled, f"request {leader.number} has not all of its prompt"
         forked = []
         for follower in self._followers.release(leader):
             self._roster.add(follower)
-            if self._roster.first("waiting") is not follower or self._has_gone:
+            if self._roster.first("waiting") is not follower or self._displaced():
                 continue
             try:
                 self._refuse_if_slow()
@@ -347,13 +351,9 @@ class Engine:
             forked.append(follower)
         return forked
 
-    @property
-    def _has_gone(self) -> bool:
-        """Somebody gave way to others, and comes back before anybody enters."""
-        return any(not one.is_held for one in self._roster.of("preempted"))
-
     def _launch(self) -> StepPlan:
-        """Plans for bounds and launches; where growth finds a full pool the last in rank leaves."""
+        """Plans and launches; where a request needs a page and none is free, makes room and plans
+        again."""
         while True:
             plan = scheduler.plan(
                 self._roster,
@@ -376,6 +376,7 @@ class Engine:
             except PoolFull as refusal:
                 self._make_room(refusal)
                 continue
+            assert len(self._flights) <= self._config.depth, "a step is launched too early"
             self._flights.append(flight)
             self.warmth.stepped(plan.turns, flight.step.firsts, flight.warmth)
             for turn in plan.turns:
@@ -390,20 +391,23 @@ class Engine:
             self.offload.refill([sequence for sequence in opened if sequence is not None])
 
     def _make_room(self, refusal: PoolFull) -> None:
-        """What is under way may end somebody; else the last in rank leaves the device.
-
-        One that runs alone finds no room only where others than this engine hold it; then it waits.
-        """
+        """Learns the steps under way, which may end a request; without any, preempts the last in
+        rank. A request that runs alone lacks room only if another user of the offload holds the
+        pages: preempted, it waits for them."""
         self.refusal = refusal
         if self._flights:
             self._learn(0)
             return
-        self._preempt(self._roster.by_rank("decoding", "prefilling")[-1])
+        running = self._roster.by_rank("decoding", "prefilling")
+        assert running, "no request runs, and pages are short"
+        self._preempt(running[-1])
         self._resume_step = self.step_count + PAUSE_STEPS
 
     def _run_chunk(self, chunk: Chunk) -> tuple[Chance, ...]:
         request, sequence = chunk.request, chunk.request.sequence
-        assert sequence is not None
+        assert sequence is not None, f"request {request.number} has no rows"
+        assert request.state == "prefilling", f"request {request.number} is {request.state}"
+        assert chunk.start == request.prefilled_count, f"a chunk from {chunk.start} on"
         started_s = self._clock.now_s()
         prefilled = prompt.run_chunk(
             self.runner,
@@ -412,7 +416,7 @@ class Engine:
             chunk.start,
             request.prompt[chunk.start + 1 : chunk.stop + 1],
         )
-        scored = _score(chunk, prefilled)
+        scored = prompt.score(prefilled, chunk)
         request.prefilled_count = chunk.stop
         seconds = self._clock.now_s() - started_s
         self._observe(Seen(chunk_tokens=chunk.stop - chunk.start, chunk_seconds=seconds))
@@ -423,11 +427,11 @@ class Engine:
     # ---- what the host learns, and what follows from it
 
     def _learn(self, flight_max: int) -> None:
-        """Until at most this many steps are under way."""
+        """Learns the oldest steps until at most `flight_max` are under way."""
         while len(self._flights) > flight_max:
             flight = self._flights.popleft()
             outcomes = self._future.learn(flight.step.number)
-            kept = [list(one.feed.tokens[: len(one.choice.tokens)]) for one in outcomes]
+            kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
             flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
             self._observe(flight.seen([outcome.verified for outcome in outcomes]))
             for outcome in outcomes:
@@ -445,6 +449,7 @@ class Engine:
         if request.state == "finished":
             self._close(request)
             return
+        assert request.state == "decoding", f"request {request.number} is {request.state}"
         choice = outcome.choice
         kept = tuple(request.take(list(choice.tokens)))
         self._made.append(Made(request, kept, outcome.drafts, choice.chances[: len(kept)]))
@@ -452,8 +457,9 @@ class Engine:
             self._finish(request, request.reason)
 
     def _preempt(self, request: Request) -> None:
-        assert request.sequence is not None
+        assert request.sequence is not None, f"request {request.number} has no rows"
         assert request.flight_count == 0, f"request {request.number} is in a step under way"
+        assert not request.is_held, f"request {request.number} was preempted before"
         self._future.forget(request.sequence.line)
         request.sequence.preempt()
         request.draft_count = 0
@@ -462,7 +468,8 @@ class Engine:
         self._is_full = False
 
     def _resume(self, request: Request) -> None:
-        assert request.sequence is not None
+        assert request.sequence is not None, f"request {request.number} has no rows"
+        assert request.draft_count == 0, f"request {request.number} has drafts without a line"
         request.sequence.resume()
         request.is_held = False
         self._roster.move(request, "decoding" if request.is_prefilled else "prefilling")
@@ -470,6 +477,7 @@ class Engine:
             self._future.stash(request.sequence.line, [request.tokens[-1]])
 
     def _finish(self, request: Request, reason: Reason) -> None:
+        assert request.reason in (None, reason), f"request {request.number} ended before"
         request.reason = reason
         self._roster.move(request, "finished")
         self._close(request)
@@ -478,7 +486,8 @@ class Engine:
             self._enter(heir)
 
     def _close(self, request: Request) -> None:
-        """Nothing leaves before the last step that it is in."""
+        """Frees the rows of an ended request once the host has learned its last step."""
+        assert request.state == "finished", f"request {request.number} is {request.state}"
         self._is_full = False
         if request.sequence is None or request.flight_count:
             return
@@ -486,13 +495,3 @@ class Engine:
             self._future.forget(request.sequence.line)
         request.sequence.close()
         request.sequence = None
-
-
-def _score(chunk: Chunk, prefilled: prompt.Prefilled) -> tuple[Chance, ...]:
-    """Of the tokens behind the chunk's positions, as far as they are asked for."""
-    request, sampling = chunk.request, chunk.request.sampling
-    if sampling.prompt_logprobs is None:
-        return ()
-    first = min(max(chunk.start, sampling.prompt_start), chunk.stop)
-    following = request.prompt[first + 1 : chunk.stop + 1]
-    return tuple(prompt.score(prefilled, first, following, sampling.prompt_logprobs))

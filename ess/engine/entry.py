@@ -1,10 +1,11 @@
 """What a request is given before its first token: its end ids, its reader, its grammar.
 
-A grammar from a stranger may take half a second to compile, and the first one reads the whole
-vocabulary too. So they are compiled in one thread of their own, one after the other, and their
-requests wait here, on no roster: nobody stands behind them, and the steps go on (the compiler lets
-go of the interpreter's lock). Everything of `Grammars` happens in that thread; a matcher is handed
-over whole. Who is given up while waiting is compiled no more, unless that has begun.
+A grammar may take half a second to compile, and the first grammar reads the whole vocabulary too.
+So grammars are compiled in a thread of their own, one after the other, and their requests wait
+here, on no roster: no other request waits behind them, and the steps go on, for the compiler
+releases the interpreter's lock. Only that thread touches `Grammars`; the engine's thread gets a
+matcher when it is complete. The grammar of a request that is cancelled while it waits is not
+compiled, unless the thread has begun with it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class Entry:
         return not self._compiling
 
     def equip(self, request: Request) -> bool:
-        """Whether it may enter; else it waits for its grammar. Refuses what this model cannot
-        follow."""
+        """Whether the request may enter; else it waits here for its grammar. BadInput if the
+        request asks for what this model or this engine cannot do."""
+        assert request not in self._compiling, f"request {request.number} was equipped before"
+        assert request.matcher is None, f"request {request.number} has a matcher already"
         sampling = request.sampling
         sampling.check_ids(self._vocabulary)
         request.ends = sampling.stop_ids | (frozenset() if sampling.ignore_eos else self._ends)
@@ -48,9 +51,10 @@ class Entry:
         return False
 
     def compiled(self) -> list[Request]:
-        """Those that wait no more: each with its matcher, or with the reason why it is refused."""
+        """The requests that wait no more: each has its matcher, or the reason of its refusal."""
         done = [request for request, future in self._compiling.items() if future.done()]
         for request in done:
+            assert request.state == "waiting", f"request {request.number} is {request.state}"
             try:
                 request.matcher = self._compiling.pop(request).result()
             except EssError as error:
@@ -58,7 +62,7 @@ class Entry:
         return done
 
     def wait(self) -> bool:
-        """Until a grammar is compiled; False if there is none to wait for."""
+        """Blocks until a grammar is compiled; False if no request waits for a grammar."""
         wait(self._compiling.values(), return_when=FIRST_COMPLETED)
         return not self.is_empty
 
@@ -69,6 +73,16 @@ class Entry:
             future.cancel()
         return future is not None
 
+    def waiting(self) -> list[Request]:
+        return list(self._compiling)
+
+    def check(self) -> None:
+        for request in self._compiling:
+            name = f"request {request.number}, whose grammar is compiled,"
+            assert request.sampling.grammar is not None, f"{name} asks for no grammar"
+            assert request.matcher is None, f"{name} has a matcher"
+            assert request.refusal is None, f"{name} is refused"
+
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -78,6 +92,7 @@ class Entry:
         return self._tokenizer
 
     def _matcher(self, grammar: Grammar, tokenizer: Tokenizer) -> Matcher:
+        """Runs in the grammars' thread, and nowhere else."""
         if self._grammars is None:
             self._grammars = Grammars(tokenizer, vocabulary=self._vocabulary, ends=self._ends)
         return self._grammars.matcher(grammar)

@@ -20,6 +20,10 @@ class Chunk:
     start: int
     stop: int
 
+    def __post_init__(self) -> None:
+        assert 0 <= self.start < self.stop, f"an empty chunk [{self.start}, {self.stop})"
+        assert self.stop <= self.request.prefill_count, "the last prompt token is not prefilled"
+
     @property
     def is_last(self) -> bool:
         return self.stop == self.request.prefill_count
@@ -27,10 +31,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a decode batch and how many tokens it has verified: no more is planned."""
+    """One request of a decode batch, and how many tokens the step verifies for it."""
 
     request: Request
     count: int
+
+    def __post_init__(self) -> None:
+        assert self.count >= 1, f"request {self.request.number} runs without its newest token"
 
     @property
     def sequence(self) -> Sequence:
@@ -56,9 +63,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The new tokens of one request in one step, and its guesses for the next one.
+    """The new tokens of one request in one step, and the drafts for its next step.
 
-    `chances` are of each token, if asked for.
+    `chances` are those of each token, if the request asks for them.
     """
 
     request: Request
@@ -69,8 +76,8 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the host has learned in this step, and what it has put under way; `scored` are tokens
-    of the chunk's prompt, if asked for."""
+    """What the host has learned in this step, and what it has launched. `scored` are the chances of
+    tokens of the chunk's prompt, if the request asks for them."""
 
     made: tuple[Made, ...]
     chunk: Chunk | None

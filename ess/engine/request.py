@@ -90,7 +90,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who comes before whom: the lower priority value, and among equals the older."""
+        """The lower rank comes first: the lower priority value, then the older request."""
         return self.priority, self.number
 
     @property
@@ -123,6 +123,9 @@ class Request:
 
     def take(self, made: list[int]) -> list[int]:
         """Append new tokens up to the first that ends the request; returns those kept."""
+        assert made, f"request {self.number}: a step made no token"
+        assert self.reason is None, f"request {self.number} ended ({self.reason}), and takes tokens"
+        assert self.left_count > 0, f"request {self.number} has no token left to make"
         for count, token in enumerate(made, start=1):
             self.output.append(token)
             self.reason = self._reason_after(token)
@@ -144,3 +147,33 @@ class Request:
         if self.reader is None:
             return None
         return self.reader.read(token, may_stop=len(self.output) > self.sampling.tokens_min)
+
+    def check(self) -> None:
+        """What holds between two steps of the engine."""
+        name = f"request {self.number} ({self.state})"
+        ended, here = self.state == "finished", self.sequence is not None
+        assert ended == (self.reason is not None), f"{name} has the reason {self.reason}"
+        assert here or self.state in ("waiting", "finished"), f"{name} has no rows"
+        assert not here or self.state != "waiting", f"{name} has rows"
+        assert not (ended and here) or self.flight_count, f"{name} has rows that no step needs"
+        assert 0 <= self.prefilled_count <= self.prefill_count, f"{name}: {self.prefilled_count}"
+        assert self.state != "decoding" or self.is_prefilled, f"{name} lacks rows of its prompt"
+        assert self.state != "prefilling" or not self.is_prefilled, f"{name} has its whole prompt"
+        assert not self.is_held or self.state in ("preempted", "finished"), f"{name} is held"
+        assert self.refusal is None or self.reason == "refused", f"{name} goes on when refused"
+        assert self.ended_by is None or self.reason == "stop", f"{name} ended by {self.ended_by!r}"
+        self._check_counts(name)
+        if self.reader is not None:
+            self.reader.check()
+        if self.tally is not None:
+            self.tally.check(self.output)
+
+    def _check_counts(self, name: str) -> None:
+        assert self.left_count >= 0, f"{name} made {len(self.output)} tokens"
+        assert 0 <= self.flight_count <= self.ahead_count, f"{name}: a step without its tokens"
+        assert bool(self.flight_count) == bool(self.ahead_count), f"{name}: tokens without a step"
+        assert 0 <= self.hit_count <= self.asked_count, f"{name}: more hits than rows asked for"
+        assert self.draft_count >= 0, f"{name}: {self.draft_count} drafts"
+        if self.state in ("waiting", "prefilling", "preempted"):
+            assert self.flight_count == 0, f"{name} is in a step under way"
+            assert self.draft_count == 0, f"{name} has drafts"

@@ -1,7 +1,7 @@
 """The requests by state. Finished requests are in no list: nothing here grows with the past.
 
-Of the requests that wait for admission or for their prompt the first in rank is looked at every
-step, so these two states keep a heap of ranks beside the dictionary. A request leaves a state from
+The engine looks at the first waiting request and at the first prefilling request in every step,
+so these two states keep a heap of ranks beside the dictionary. A request leaves a state from
 anywhere; its rank stays in the heap until it comes to the top, where ranks of requests that have
 left are dropped, or until most of the heap has left. A request that comes back is in the heap
 twice, which changes no answer.
@@ -19,7 +19,7 @@ SPARE: Final = 64
 
 
 class Runnable(Protocol):
-    """What roster and scheduler ask of a request, be it simulated."""
+    """What roster and scheduler ask of a request, real or simulated."""
 
     number: int
     state: State
@@ -63,7 +63,7 @@ class Roster(Generic[AnyRequest]):
         return len(self._by_state[state])
 
     def first(self, state: State) -> AnyRequest | None:
-        """The first in rank of the requests that wait or are being prefilled."""
+        """The first in rank; asked only of the states "waiting" and "prefilling"."""
         ranks, here = self._ranks[state], self._by_state[state]
         if len(ranks) > 2 * len(here) + SPARE:
             ranks[:] = sorted(request.rank for request in here.values())
@@ -76,10 +76,13 @@ class Roster(Generic[AnyRequest]):
         return self._by_state[state].values()
 
     def by_rank(self, *states: State) -> list[AnyRequest]:
+        assert len(set(states)) == len(states), f"a state is named twice: {states}"
         requests = [request for state in states for request in self.of(state)]
         return sorted(requests, key=lambda request: request.rank)
 
     def check(self) -> None:
+        numbers = [number for here in self._by_state.values() for number in here]
+        assert len(set(numbers)) == len(numbers), "a request is in two states"
         for state, here in self._by_state.items():
             for number, request in here.items():
                 assert request.number == number, f"request {request.number} is listed as {number}"

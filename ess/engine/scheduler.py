@@ -1,7 +1,7 @@
-"""Who runs in the next step. Reads what the host has learned, changes nothing.
+"""Which requests run in the next step. Reads what the host has learned, changes nothing.
 
 All decoding requests run, up to the batch limit, in order of rank; beside them at most one prompt
-chunk, of the first in rank that has not all of its prompt. Admission is not decided here: the
+chunk: of the prefilling request that is first in rank. Admission is not decided here: the
 engine opens sequences, and the ledger says when they fit. The simulator plans its steps with the
 same two functions.
 """
@@ -27,13 +27,15 @@ def plan(
 def plan_batch(
     roster: Roster[AnyRequest], *, batch_max: int, query_max: int, verified_max: int
 ) -> list[tuple[AnyRequest, int]]:
-    """The requests that decode, and how many tokens each has verified.
+    """The requests that decode, and how many tokens the step verifies for each.
 
-    Drafts beyond what a request may still make, or what the step can hold, are left out.
+    Drafts beyond what a request may still make, or beyond what the step can hold, are left out.
 
-    What a request has left is counted as if its steps under way had made all that they can: so no
-    row is ever planned beyond its last position, and one that may be over waits until it is known.
+    The tokens that a request may still make are counted as if its steps under way had made all that
+    they can. So no row is ever planned beyond the request's last position, and a request that may
+    be over is not launched until the host knows.
     """
+    assert min(batch_max, query_max, verified_max) > 0, (batch_max, query_max, verified_max)
     runnable = [
         request
         for request in roster.by_rank("decoding")
@@ -47,13 +49,16 @@ def plan_batch(
         assert count >= 0, f"request {request.number}: {count} drafts"
         spare -= count
         batch.append((request, 1 + count))
+    assert spare >= 0, f"{query_max - spare} queries in a step of at most {query_max}"
     return batch
 
 
 def plan_chunk(roster: Roster[AnyRequest], chunk_tokens: int) -> tuple[AnyRequest, int, int] | None:
-    """The request to prefill, from which prompt position on, and up to which."""
+    """The request to prefill, and the chunk's first prompt position and the one behind it."""
+    assert chunk_tokens > 0, f"chunks of {chunk_tokens} tokens"
     request = roster.first("prefilling")
     if request is None:
         return None
     start = request.prefilled_count
+    assert start < request.prefill_count, f"request {request.number} is prefilled and not decoding"
     return request, start, min(start + chunk_tokens, request.prefill_count)

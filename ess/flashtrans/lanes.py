@@ -1,4 +1,4 @@
-"""Copy lanes of the CPU: a native worker thread, or none at all.
+"""Copy lanes of the CPU: a native worker thread, or the caller's own thread.
 
 Both keep the contract of ess.kernels.streams.Lane; tests.support.manual_lane has the tests' lane.
 """
@@ -31,7 +31,7 @@ AT_ONCE_BYTES: Final = 512 << 10
 
 
 def open_lane(*, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_ONCE_BYTES) -> Lane:
-    """The best lane of a device, "cpu" or "cuda:0".
+    """The fastest lane of a device, "cpu" or "cuda:0", that this machine can run.
 
     A copy may use up to `threads` threads of the host. On a CPU a job of at most `at_once_bytes`
     is copied by the caller: that takes less time than waking a worker.
@@ -47,8 +47,8 @@ def open_lane(*, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_
 
 
 def _stream_lane(ordinal: int, threads: int) -> Lane:
-    """A job follows the stream that is torch's current stream at its submission, or the default
-    stream where torch is not loaded."""
+    """A job follows the stream that is torch's current one when the job is submitted; where torch
+    is not loaded, the default stream."""
     from ess.flashtrans.stream_lane import StreamLane
     from ess.kernels.cuda.driver import Device
 
@@ -60,7 +60,7 @@ def _stream_lane(ordinal: int, threads: int) -> Lane:
 
 
 class DoneEvent:
-    """A job that was over when it had been submitted."""
+    """A job that was copied during its submission."""
 
     def __init__(self, started_ns: int, finished_ns: int) -> None:
         assert started_ns <= finished_ns, f"started at {started_ns}, finished at {finished_ns}"
@@ -117,7 +117,8 @@ class WorkerLane:
     until their job is complete; it outlives this object, because the finalizer, which waits for the
     jobs, holds it too. Events hold the lane, so they may be waited for after close(), from any
     thread. In a forked child, where the worker does not exist, every call but close() raises
-    BadState: the native side is asked before the lock, which the fork may have caught locked.
+    BadState. For that each asks the native side before it takes the lock: if another thread held
+    the lock at the fork, nothing in the child would ever release it.
     """
 
     def __init__(self, *, threads: int = 1, at_once_bytes: int = 0) -> None:
@@ -143,9 +144,11 @@ class WorkerLane:
             if sequence <= 0:
                 raise _refusal(sequence) if sequence else fault.error(checked)
             assert sequence > self._last.sequence, f"job {sequence} after {self._last.sequence}"
+            assert completed < sequence, f"job {sequence} was complete before it was there"
             self._last = _Job(sequence, times, [])
             self._forget(completed)
             if at_once:
+                assert times[1] > 0, f"job {sequence} was copied at once and has no times"
                 return DoneEvent(*times)
             self._pending.append(_Job(sequence, times, checked))
         return WorkerEvent(self, sequence, times)
@@ -173,7 +176,15 @@ class WorkerLane:
                 self._forget(sequence)
         return bool(done)
 
+    def check(self) -> None:
+        with self._order:
+            numbers = [job.sequence for job in self._pending]
+            assert numbers == sorted(set(numbers)), f"jobs {numbers} are not in order"
+            assert not numbers or numbers[0] > 0, "jobs count from 1"
+            assert not numbers or numbers[-1] <= self._last.sequence, f"{numbers} after the latest"
+
     def _forget(self, completed: int) -> None:
+        assert completed <= self._last.sequence, f"job {completed} is complete and was never given"
         while self._pending and self._pending[0].sequence <= completed:
             self._pending.popleft()
 
@@ -225,6 +236,7 @@ class _Job:
 
 def _release(handle: int, pending: deque[_Job]) -> None:
     """`close` waits for the jobs; until then `pending` keeps what they read and write."""
+    assert handle, "a lane that was never opened"
     _native("close")(handle)
     _native("free")(handle)
     pending.clear()

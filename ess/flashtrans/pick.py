@@ -1,4 +1,4 @@
-"""Which way a fetch goes: a kernel reads rows in place, or the host gathers and DMA sends.
+"""The way of a fetch: a kernel reads rows in place, or the host gathers and DMA sends.
 
 A kernel starts at once and needs a few multiprocessors, but a device can have only so many reads on
 PCIe at a time, which keeps it below the link's rate. The copy engine reaches that rate and takes no
@@ -31,11 +31,12 @@ PCIE5: Final = Link()
 
 
 def kernel_time_us(byte_count: int, link: Link = PCIE5) -> float:
+    assert byte_count >= 0, f"{byte_count} bytes"
     return link.kernel_us + byte_count / link.kernel_rate
 
 
 def staged_time_us(byte_count: int, *, threads: int, link: Link = PCIE5) -> float:
-    """The first chunk is gathered alone, and from then on gathering and sending overlap."""
+    """The first chunk is gathered while nothing is sent; then gathering and sending overlap."""
     assert byte_count >= 0, f"{byte_count} bytes"
     assert threads > 0, f"{threads} threads"
     gather_rate = min(threads * link.gather_rate, link.gather_rate_max)

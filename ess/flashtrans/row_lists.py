@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Any
 
@@ -15,11 +16,12 @@ from ess.kernels.cuda.streams import CudaEvent
 
 
 class RowLists:
-    """Every list takes the next stretch of the ring. `seal` names the event after which the
-    stretches that were put since the last `seal` are free.
+    """Every list takes the next stretch of the ring. `seal` names the event after which the device
+    no longer reads the stretches that were put since the last `seal`.
 
-    When the ring is full, `put` waits for the oldest stretch. A caller seals before it has put more
-    than half of `capacity`; so a stretch never waits for an event that is still to be recorded.
+    Where the ring is full, `put` waits for the events of the oldest stretches. A caller seals
+    before it has put more than half of `capacity`; so `put` never needs a stretch that has no event
+    yet.
     """
 
     def __init__(self, device: Device, *, capacity: int = 1 << 20) -> None:
@@ -33,13 +35,14 @@ class RowLists:
 
     @property
     def piece_max(self) -> int:
-        """Two lists of this length always have room, even when the end of the ring is skipped."""
+        """The longest list. Two of this length always have room between two seals, even when a list
+        does not fit behind the cursor and the end of the ring is skipped."""
         return self.capacity // 4
 
     def put(self, numbers: npt.NDArray[Any], stream: int) -> int:
         """Queues the copy of a list on the stream and returns its address on the device."""
         count = len(numbers)
-        assert count <= self.piece_max, f"{count} numbers in a ring of {self.capacity}"
+        assert 0 < count <= self.piece_max, f"{count} numbers in a ring of {self.capacity}"
         start = self._cursor if self._cursor + count <= self.capacity else 0
         assert start + count <= self.capacity, f"{start}+{count} in a ring of {self.capacity}"
         self._free(start, start + count)
@@ -49,11 +52,25 @@ class RowLists:
         call("cuMemcpyHtoDAsync", address, here, 4 * count, stream)
         self._unsealed.append((start, start + count))
         self._cursor = start + count
+        assert address % 4 == 0, f"a list at {address:#x}, not at a word"
         return address
 
     def seal(self, event: CudaEvent) -> None:
+        taken = sum(end - start for start, end in self._unsealed)
+        assert taken <= self.capacity // 2, f"{taken} numbers without a seal, of {self.capacity}"
         self._sealed += [(start, end, event) for start, end in self._unsealed]
         self._unsealed.clear()
+
+    def check(self) -> None:
+        stretches = [(start, end) for start, end, _ in self._sealed] + self._unsealed
+        assert 0 <= self._cursor <= self.capacity, f"the cursor is at {self._cursor}"
+        for start, end in stretches:
+            assert 0 <= start < end <= self.capacity, f"a list at {start}..{end}"
+        ordered = sorted(stretches)
+        for (_, end), (start, _) in itertools.pairwise(ordered):
+            assert end <= start, f"two lists share {start}..{end} of the ring"
+        if stretches:
+            assert stretches[-1][1] == self._cursor, "the next list would not follow the latest"
 
     def _free(self, start: int, end: int) -> None:
         for taken, until in self._unsealed:
@@ -61,3 +78,4 @@ class RowLists:
         while any(start < until and taken < end for taken, until, _ in self._sealed):
             *_, event = self._sealed.popleft()
             event.wait()
+            assert event.done(), "a stretch is taken again while the device may read it"

@@ -67,7 +67,7 @@ def run(copy: CheckedCopy, *, threads: int = 1, stream_above: int = STREAM_ABOVE
 
 
 def run_numpy(copy: CheckedCopy) -> None:
-    """The obvious way, of row numbers that have been checked."""
+    """Copies with NumPy; the row numbers have been checked."""
     source_rows, target_rows = copy.source.row_numbers(), copy.target.row_numbers()
     assert len(source_rows) == len(target_rows), "the two lists differ in length"
     kept = (source_rows >= 0) & (target_rows >= 0)
@@ -114,6 +114,8 @@ class NativeFault(ctypes.Structure):
     )
 
     def error(self, copies: Sequence[CheckedCopy]) -> BadInput:
+        assert 0 <= self.copy < len(copies), f"a fault in copy {self.copy} of {len(copies)}"
+        assert self.side in (0, 1), f"a fault on side {self.side}"
         copy = copies[self.copy]
         side: Side = copy.target if self.side else copy.source
         return side.fault(int(self.place), int(self.row))
@@ -124,19 +126,24 @@ def pack(copy: CheckedCopy) -> NativeCopy:
 
 
 def packed(copy: CheckedCopy) -> bytes:
-    """The bytes of a NativeCopy. The native call trusts all of it but the row numbers."""
+    """The bytes of a NativeCopy. The native call trusts all of them but the row numbers."""
     source, target = copy.source, copy.target
     count = source.count
     assert count == target.count, "the two lists differ in length"
     assert not source.on_device, "source rows on a device"
     assert not target.on_device, "target rows on a device"
+    assert source.row_bytes == target.row_bytes, f"{source.row_bytes} bytes, {target.row_bytes}"
+    assert source.device_rows is None, "the source's list is on a device"
+    assert target.device_rows is None, "the target's list is on a device"
     return struct.pack("12q", *_numbers(source), *_numbers(target), count, source.row_bytes)
 
 
 def _numbers(side: Side) -> tuple[int, ...]:
     matrix = (side.address, side.stride_bytes, side.row_count)
+    assert side.stride_bytes >= side.row_bytes, f"rows of {side.name} overlap"
     if side.rows is None:
         return (*matrix, 0, 0)
+    assert side.rows.flags.c_contiguous, f"{side.name}_rows is not contiguous"
     return (*matrix, native.address(side.rows), side.rows.itemsize)
 
 

@@ -38,7 +38,8 @@ ANCHOR_US_MAX: Final = 1e6
 
 
 class StreamEvent:
-    """A job of the lane. Its times are on the host's clock; `anchor` relates the two clocks."""
+    """A job of the lane. Its times are on the host's clock; `anchor` relates the device's clock to
+    it."""
 
     def __init__(self, started: CudaEvent, finished: CudaEvent, anchor: Anchor) -> None:
         self._started = started
@@ -52,7 +53,7 @@ class StreamEvent:
         self._finished.wait(timeout_s)
 
     def hold(self, stream: int) -> None:
-        """Work queued on `stream` from now on waits for the rows; the host does not."""
+        """Work queued on `stream` from now on waits for the job; the host does not."""
         self._finished.hold(stream)
 
     @property
@@ -66,10 +67,11 @@ class StreamEvent:
         return self.started_ns + int(1e3 * self._finished.us_since(self._started))
 
     def later_anchor(self) -> Anchor:
-        """The anchor for the next job: this job's end where the old anchor lies so far back that
-        float32 times from it are no longer exact."""
+        """The anchor for the next job: the same, or this job's end once the old anchor lies so far
+        back that float32 times from it are no longer exact."""
         if not self.done() or self._finished.us_since(self._anchor.event) < ANCHOR_US_MAX:
             return self._anchor
+        assert self.finished_ns >= self._anchor.ns, "a job ended before its anchor"
         return Anchor(self._finished, self.finished_ns)
 
     def _require_done(self) -> None:
@@ -86,8 +88,8 @@ class Anchor:
 
     @classmethod
     def now(cls, stream: CudaStream) -> Anchor:
-        """Spins until the event has passed: nothing else is queued yet, so that takes microseconds,
-        and the length of a sleep would be the error of every time."""
+        """Spins until the event has passed. Nothing else is queued yet, so that takes microseconds;
+        a sleep instead would make every time wrong by its length."""
         event = stream.record()
         while not event.done():
             pass
@@ -163,6 +165,15 @@ class StreamLane:
             self._closed = True
         self._stream.synchronize()
         self._forget()
+        assert not self._pending, f"{len(self._pending)} jobs are not done on an empty stream"
+
+    def check(self) -> None:
+        with self._order:
+            done = [job.event.done() for job in self._pending]
+            assert done == sorted(done, reverse=True), "a job was done before an earlier one"
+            self._lists.check()
+            if self._staging is not None:
+                self._staging.check()
 
     def __enter__(self) -> StreamLane:
         return self
@@ -218,8 +229,8 @@ class StreamLane:
     def _queue(self, copy: CheckedCopy, way: str) -> list[Any]:
         """Cuts the copy into pieces that fit the ring of lists and, when staged, a staging place.
 
-        `before` is why the host gathers no row that an earlier copy, of this job too, has still to
-        store: a gather waits for that event.
+        The host must not gather a row that an earlier copy, maybe of the same job, has still to
+        store. So every gather waits for `before`, which passes when all earlier copies are done.
         """
         before = self._stream.record()
         most = self._lists.piece_max
@@ -241,6 +252,7 @@ class StreamLane:
         there, job = self._staging.send(piece, before, self._stream.handle)
         assert there % 4 == 0, f"rows are staged at {there:#x}, not at a word"
         dense = replace(piece.source, address=there, stride_bytes=piece.source.row_bytes, rows=None)
+        assert dense.device_rows is None, "staged rows lie side by side"
         dense.row_count = piece.count
         self._move(CheckedCopy(dense, _skipping(piece)), way="flat")
         self._staging.spread(self._stream.handle)
@@ -257,6 +269,7 @@ class StreamLane:
             target_rows=self._list(piece.target),
             pair_count=piece.count,
         )
+        assert piece.target.count == piece.count, f"{piece.target.count} targets of {piece.count}"
         form = _form(piece, way)
         kernel = self._device.kernel(form.program, form.entry, shared_bytes=form.shared_bytes)
         kernel.launch(
@@ -303,6 +316,7 @@ def _piece(copy: CheckedCopy, first: int, count: int) -> CheckedCopy:
 
 
 def _side_piece(side: Side, first: int, count: int) -> Side:
+    assert first + count <= side.count, f"{side.name} {first}+{count} of {side.count}"
     if side.device_rows is not None:
         at = side.device_rows.address + 4 * first
         return replace(side, device_rows=replace(side.device_rows, address=at, count=count))
@@ -318,5 +332,6 @@ def _skipping(piece: CheckedCopy) -> Side:
     if source is None or not (source < 0).any():
         return target
     assert target.device_rows is None, "lists on the device are not staged"
+    assert len(source) == target.count, f"{target.count} targets of {len(source)} sources"
     rows: npt.NDArray[Any] = target.row_numbers().astype(np.int32)
     return replace(target, rows=np.where(source < 0, -1, rows))

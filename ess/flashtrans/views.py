@@ -1,8 +1,7 @@
 """The door: row matrices and index lists of any library become addresses, checked once.
 
-NumPy arrays and torch tensors are told apart by `data_ptr`, so torch need not be installed. Row
-numbers are checked later, by the code that copies, in the same call; numbers in a list that lies on
-a device are trusted.
+A torch tensor is recognised by its `data_ptr`, so torch need not be installed. The code that copies
+checks row numbers, later in the same call; numbers in a list on a device are not checked.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ class Side:
 
     def row_numbers(self) -> npt.NDArray[Any]:
         assert self.device_rows is None, "the host cannot read a list on a device"
+        assert self.rows is None or self.rows.ndim == 1, f"{self.name}_rows is no list"
         return np.arange(self.row_count) if self.rows is None else self.rows
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
@@ -61,10 +61,12 @@ class Side:
         if self.row_count == 0:
             return np.empty(shape, np.uint8)
         span = (self.row_count - 1) * self.stride_bytes + self.row_bytes
+        assert span >= self.row_count * self.row_bytes, f"rows of {self.name} overlap"
         memory = memoryview((ctypes.c_char * span).from_address(self.address))
         return np.ndarray(shape, np.uint8, memory, 0, strides)
 
     def fault(self, place: int, row: int) -> BadInput:
+        assert not -1 <= row < self.row_count, f"row {row} of {self.row_count} is right"
         return BadInput(
             f"{self.name}_rows[{place}] is {row}, outside -1..{self.row_count - 1} of {self.name}"
         )
@@ -94,7 +96,7 @@ def check(copy: RowCopy, *, devices: bool = False) -> CheckedCopy:
 
 
 def known(matrix: npt.NDArray[Any]) -> Known:
-    """Checks a matrix once, for copies that name it again and again; it must be writable."""
+    """Checks a matrix once, for many copies from it or to it; it must be writable."""
     if not matrix.flags.writeable:
         raise BadInput("a known matrix is read-only")
     side = _side("matrix", matrix, None, devices=False)
@@ -112,6 +114,7 @@ def _side(name: str, matrix: RowMatrix, rows: IndexList, *, devices: bool) -> Si
         side.device_rows = _device_list(name, tensor)
     else:
         side.rows = _list(name, rows)
+    assert side.row_bytes % 4 == 0, f"{name} has rows of {side.row_bytes} bytes"
     return side
 
 
@@ -157,7 +160,7 @@ def _list(name: str, rows: IndexList) -> npt.NDArray[Any] | None:
 
 
 def _numpy_list(name: str, rows: Tensor) -> npt.NDArray[Any]:
-    """The same memory; not every element type of torch has a counterpart."""
+    """The same memory as an array; not every element type of torch exists in NumPy."""
     _is_on_device(f"{name}_rows", rows, devices=False)
     if str(rows.dtype) not in ("torch.int32", "torch.int64"):
         raise BadInput(f"{name}_rows is {rows.dtype}, must be int32 or int64")

@@ -23,7 +23,7 @@ from ess.engine.tpot_control import Seen
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched step: the host knows who is in it and nothing of what comes of it."""
+    """A launched step: the host knows its requests and nothing of its tokens."""
 
     turns: tuple[Turn, ...]
     step: Step
@@ -32,6 +32,7 @@ class Flight:
     warmth: StepWarmth
 
     def seen(self, verified: Sequence[tuple[int, int]]) -> Seen:
+        assert len(verified) == len(self.turns), f"{len(verified)} outcomes of {len(self.turns)}"
         return Seen(
             seconds=self.seconds,
             request_count=len(self.turns),
@@ -49,7 +50,10 @@ def launch(
     draft_count: int,
     clock: Clock,
 ) -> Flight:
-    """PoolFull if the pages for the turns' bounds do not fit: then nothing has changed."""
+    """PoolFull if there are no pages for the positions that the turns may reach: then nothing has
+    changed."""
+    assert turns, "a step without requests"
+    assert len({turn.request for turn in turns}) == len(turns), "a request has two turns"
     started_s = clock.now_s()
     sequences = [turn.sequence for turn in turns]
     step = runner.offload.begin(sequences, query_counts=[turn.count for turn in turns])
@@ -63,6 +67,8 @@ def launch(
     choices = choose_all(feeds, forward.logits)
     targets = [choice.tokens for choice in choices]
     drafts = _draft(runner, batch, forward, targets, draft_count)
+    for turn, target in zip(turns, targets, strict=True):
+        assert 1 <= len(target) <= turn.count, f"{len(target)} tokens of {turn.count} queries"
     step.seal(accepted=[len(target) for target in targets])
     for turn, target, guesses in zip(turns, targets, drafts, strict=True):
         future.stash(turn.sequence.line, [target[-1], *guesses])
@@ -74,7 +80,8 @@ def launch(
 def _draft(
     runner: Runner, batch: Batch, forward: Forward, targets: Sequence[tuple[int, ...]], count: int
 ) -> list[list[int]]:
-    """Behind each feed's last target; before the seal, for drafting makes the MTP layer's rows."""
+    """Drafts behind each feed's last target. Called before the step is sealed, for drafting makes
+    the rows of the MTP layer."""
     if not runner.offload.layout.mtp_layer_count or count == 0:
         return [[] for _ in targets]
     firsts = batch.step.firsts

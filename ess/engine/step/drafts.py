@@ -37,6 +37,9 @@ def draft(
     """
     mtp = runner.model.mtp
     assert mtp is not None, "drafts need an MTP module"
+    assert count >= 1, f"{count} drafts"
+    assert len(following) == batch.step.query_count, f"{len(following)} tokens behind queries"
+    assert len(last) == len(batch.step.firsts), f"{len(last)} newest tokens"
     joined = _join(batch, mtp, runner.model.embed(torch.tensor(list(following))), hidden)
     made = runner.layer(batch, mtp.layer, joined)[list(last)]
     finished, guess = _ended(batch, runner.model, mtp, made)
@@ -55,7 +58,7 @@ def _join(batch: Batch, mtp: Mtp, embedded: Tensor, finished: Tensor) -> Tensor:
 
 
 def _ended(batch: Batch, model: Model, mtp: Mtp, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The module's finished state and its guess."""
+    """The module's finished states and its guesses."""
     if not batch.ops.has_stages():
         finished = mtp.finish(hidden)
         return finished, model.logits(finished).argmax(-1)

@@ -8,14 +8,15 @@ order. Both are there once: a place is -1 before it is produced and after it is 
 
 Everything in a launch may read this map, for a launch runs in device order, behind the step before.
 Nothing else may: the plan, admission and pages follow from learned counts and from bounds. A step
-makes at least one token and at most as many as it brings queries, so a request may have from
-`flight_count` to `ahead_count` tokens more than the host knows. A request that may be over is not
-launched again; one that a stop id has ended unseen runs one surplus step, which is dropped.
+makes for each request at least one token and at most as many as the request has queries in it, so
+a request may have from `flight_count` to `ahead_count` tokens more than the host knows. A request
+that may have reached its last token is not launched again. A request that a stop id has ended,
+unknown to the host, runs one surplus step; what that step says of it is dropped.
 
 Some draws need the tokens themselves, so the host must learn s before it launches s + 1. Such a
-request could wait every other step, and the others run on; but a decode step costs its weights,
-whoever is in it, so half-empty steps cost more than the gap that they hide. The whole batch
-therefore runs at depth 0 as long as one such request is in it: `depth_reasons`.
+request could wait every other step, and the others run on; but a decode step reads all weights
+however few requests are in it, so half-empty steps cost more than the gap that they hide. The whole
+batch therefore runs at depth 0 as long as such a request is in it: `depth_reasons`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ABSENT: Final = -1
 
 
 def depth_reasons(requests: Iterable[Request]) -> tuple[str, ...]:
-    """Why a batch of these requests runs at depth 0, one sentence each; none if it need not."""
+    """Why a batch of these requests runs at depth 0, a sentence per reason; none if it need not."""
     return tuple(
         f"request {request.number}: {reason}"
         for request in requests
@@ -67,11 +68,13 @@ class FutureMap:
     def stash(self, line: int, tokens: Sequence[int]) -> None:
         """The newest token of a line and the drafts behind it, for its next launch."""
         assert (self._tokens[line] == ABSENT).all(), f"line {line}: stashed twice, taken once"
+        assert line >= 0, f"line {line}: a sequence that is not on the device"
         assert min(tokens) >= 0, f"line {line}: {tokens} are no tokens"
         self._tokens[line, : len(tokens)] = tokens
 
     def take(self, line: int, count: int) -> tuple[int, ...]:
         """The first `count` of them; the other drafts are forgotten."""
+        assert line >= 0, f"line {line}: a sequence that is not on the device"
         tokens = tuple(self._tokens[line, :count].tolist())
         assert len(tokens) == count, f"line {line}: {count} tokens of {self._tokens.shape[1]}"
         assert min(tokens) >= 0, f"line {line}: {tokens} were not produced, or taken before"
@@ -79,6 +82,7 @@ class FutureMap:
         return tokens
 
     def forget(self, line: int) -> None:
+        assert line >= 0, f"line {line}: a sequence that is not on the device"
         self._tokens[line] = ABSENT
 
     def tell(self, step_number: int, outcomes: Iterable[Outcome]) -> None:
@@ -93,8 +97,21 @@ class FutureMap:
         assert number == step_number, f"step {number} comes before step {step_number}"
         return outcomes
 
+    def step_numbers(self) -> list[int]:
+        """The steps that the host has not learned, in order."""
+        return [number for number, _ in self._outcomes]
+
+    def held(self, line: int) -> list[int]:
+        """What lies here for the next launch of the line."""
+        tokens: list[int] = self._tokens[line].tolist()
+        return [token for token in tokens if token != ABSENT]
+
+    def lines(self) -> set[int]:
+        """The lines that have tokens here."""
+        return set(np.flatnonzero(self._tokens[:, 0] != ABSENT).tolist())
+
     def check(self) -> None:
-        numbers = [number for number, _ in self._outcomes]
+        numbers = self.step_numbers()
         assert numbers == sorted(set(numbers)), f"steps {numbers} do not ascend"
         there = self._tokens != ABSENT
         assert (self._tokens[there] >= 0).all(), "a token below zero"

@@ -16,8 +16,8 @@ PARTS: Final = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
     """`batch` has the tensors of these queries only. Its workspaces at the door are numbered from
-    `first_workspace` on, `PARTS` for each half, so that halves in different layers keep out of each
-    other's way.
+    `first_workspace` on, `PARTS` for each half, so that two halves, which may be in different
+    layers, never use the same workspace.
     """
 
     batch: Batch
@@ -26,10 +26,13 @@ class Half:
     first_workspace: int = 0
 
     def parts(self, count: int) -> list[range]:
-        """In at most `count` parts, at most two, no sequence cut."""
+        """This half's queries in at most `count` parts, at most two; no sequence is cut."""
+        assert 1 <= count <= PARTS, f"{count} parts"
+        assert sum(self.counts) == len(self.queries) > 0, f"{self.counts} are not {self.queries}"
         if count == 1 or len(self.counts) == 1:
             return [self.queries]
         cut = self.queries.start + sum(self.counts[: len(self.counts) // 2])
+        assert self.queries.start < cut < self.queries.stop, f"an empty part of {self.queries}"
         return [range(self.queries.start, cut), range(cut, self.queries.stop)]
 
     def local(self, part: range) -> slice:
@@ -55,6 +58,7 @@ def halves(batch: Batch, first_count: int) -> tuple[Half, Half]:
 def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_workspace: int) -> Half:
     ends = [0, *accumulate(counts)]
     queries = range(ends[start], ends[stop])
+    assert 0 < len(queries) < ends[-1], f"{len(queries)} of {ends[-1]} queries are no half"
     mine = slice(queries.start, queries.stop)
     rotation = Rotation(batch.rotation.cos[mine], batch.rotation.sin[mine])
     own = replace(

@@ -8,8 +8,8 @@ Products over many tokens at once are fast, and their rounding depends on how ma
 deterministic engine a chunk runs through the stages of a decode step instead, which treat every
 token alike however the prompt is cut and whatever prefix was there.
 
-Whoever wants the chances of the prompt's own tokens gets them from the last states of its
-chunks, some rows of logits at a time: no more than `LOGITS_MAX` are ever there at once.
+A request may ask for the chances of its prompt's own tokens. They are computed from the chunk's
+last states, for some tokens at a time: never more than `LOGITS_MAX` logits are in memory.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ess.engine.layers.batch import (
     row_bytes,
     turned,
 )
+from ess.engine.plan import Chunk
 from ess.engine.step.runner import Runner
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.logprobs import chances
@@ -68,7 +69,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A chunk's windows int32 [groups, w, k], and what its last layer made of its tokens."""
+    """A chunk's windows int32 [groups, w, k], and its last layer's output, a state per token."""
 
     span: Span
     windows: Tensor
@@ -80,8 +81,9 @@ def run_chunk(
 ) -> Prefilled:
     """Runs `tokens` from position `start` on.
 
-    `following` are the tokens after each of them: what the MTP module pairs with its positions.
+    `following[i]` is the prompt's token behind `tokens[i]`: what the MTP module pairs with i.
     """
+    assert len(tokens) == len(following) > 0, f"{len(following)} tokens behind {len(tokens)}"
     stop = start + len(tokens)
     rotation = runner.model.rotation(torch.arange(start, stop))
     span = Span(
@@ -97,13 +99,25 @@ def run_chunk(
         assert mtp is not None, "the layout has an MTP layer, the model has none"
         embedded = runner.model.embed(torch.tensor(list(following)))
         run_layer(span, mtp.layer, mtp.join(embedded, runner.model.finish(hidden)), None)
+    assert len(span.windows) == runner.offload.layout.group_count, "a group without a window"
     windows = torch.stack([span.windows[group] for group in sorted(span.windows)])
     return Prefilled(span, windows.int().contiguous(), hidden)
 
 
-def score(chunk: Prefilled, first: int, following: Sequence[int], top_count: int) -> list[Chance]:
+def score(prefilled: Prefilled, chunk: Chunk) -> tuple[Chance, ...]:
+    """The chances of the tokens behind the chunk's positions, as the request asks for them."""
+    sampling, prompt = chunk.request.sampling, chunk.request.prompt
+    if sampling.prompt_logprobs is None:
+        return ()
+    first = min(max(chunk.start, sampling.prompt_start), chunk.stop)
+    following = prompt[first + 1 : chunk.stop + 1]
+    return tuple(_scored(prefilled, first, following, sampling.prompt_logprobs))
+
+
+def _scored(chunk: Prefilled, first: int, following: Sequence[int], top_count: int) -> list[Chance]:
     """The chances of `following`, the tokens behind the chunk's positions from `first` on."""
     span, model = chunk.span, chunk.span.runner.model
+    assert span.start <= first <= span.stop, f"position {first} of [{span.start}, {span.stop})"
     hidden = chunk.hidden[first - span.start :]
     assert len(hidden) == len(following), f"{len(following)} tokens of {len(hidden)} states"
     at_once = max(1, LOGITS_MAX // model.config.vocab_size)
@@ -135,7 +149,7 @@ def _layer_alike(
         span.sequence.import_keys(layer.number, span.start, made.keys)
         chosen = _top_k(span, layer.number, made.queries, made.weights)
         span.windows[span.layout.group_of(layer.number)] = _window(span, chosen)
-    assert chosen is not None, f"layer {layer.number} shares a selection that nobody made"
+    assert chosen is not None, f"layer {layer.number} shares a selection that was not made"
     span.sequence.import_rows(layer.number, span.start, made.rows)
     host_rows = span.sequence.host_rows(0, span.stop)
     asked = queries(span, layer, made.query)
@@ -156,6 +170,7 @@ def _select(span: Span, layer: DecoderLayer, entry: Entry) -> Tensor | None:
 def _top_k(span: Span, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
     offload, codec = span.runner.offload, span.layout.index
     assert codec is not None, "an indexer without an index codec"
+    assert len(queries) == span.stop - span.start, f"{len(queries)} queries"
     table = span.sequence.page_table.expand(span.stop - span.start, -1)
     return span.ops.index_top_k(
         queries,
@@ -190,6 +205,7 @@ def _attend_chosen(
     span: Span, layer: int, queries: Tensor, host_rows: Tensor, chosen: Tensor
 ) -> Tensor:
     """In place, from the host's rows; some queries at a time, for ops that gather them."""
+    assert len(queries) == len(chosen), f"{len(chosen)} selections for {len(queries)} queries"
     offload, ops = span.runner.offload, span.runner.ops
     named = torch.where(chosen >= 0, host_rows[chosen.clamp_min(0).long()], -1).int()
     parts = [
@@ -209,6 +225,7 @@ def _attend_chosen(
 def _window(span: Span, chosen: Tensor | None) -> Tensor:
     """The selections of the last queries, oldest first."""
     count = min(WINDOW_MAX, span.stop - span.start)
+    assert count > 0, f"no query in [{span.start}, {span.stop})"
     if chosen is not None:
         return chosen[-count:]
     top_k = span.runner.offload.layout.top_k

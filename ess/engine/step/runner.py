@@ -76,6 +76,8 @@ class Runner:
         self.verified_layer = self.verifier.layer_for(step.number, layer_total)
         self._vector = self.tuning.vector(step)
         positions = torch.from_numpy(step.query_start + step.query_offset)
+        assert len(self._vector) == layer_total, f"{len(self._vector)} modes of {layer_total}"
+        assert len(positions) == step.query_count, f"{len(positions)} positions"
         return Batch(
             offload=self.offload,
             step=step,
@@ -88,6 +90,7 @@ class Runner:
         )
 
     def decode(self, batch: Batch, tokens: Sequence[int]) -> Forward:
+        assert len(tokens) == batch.step.query_count, f"{len(tokens)} tokens for the queries"
         hidden = self.model.embed(torch.tensor(tokens))
         pair = self._halves(batch)
         for can_split, layers in self._runs:
@@ -103,11 +106,14 @@ class Runner:
         return finish(self._stages(whole(batch), layer, hidden))
 
     def _halves(self, batch: Batch) -> tuple[Half, Half] | None:
-        """Rows that were located only are not held, and the other half may evict: NONE plans."""
+        """The batch in two halves; None: it runs whole. A half that only locates its rows does not
+        hold them, and the other half may evict them; so a layer that would run RESIDENT runs NONE,
+        whose plan holds its rows."""
         has_experts = any(can_split for can_split, _ in self._runs)
         if self.tuning.reasons_whole(batch.step, self._vector, has_experts=has_experts):
             return None
         self._vector = tuple(max(mode, Mode.NONE) for mode in self._vector)
+        assert Mode.RESIDENT not in self._vector, "a half would not hold its rows"
         return halves(batch, tbo.first_half(batch.step.query_counts))
 
     def _in_turn(
@@ -117,7 +123,9 @@ class Runner:
             self._through(half, layers, hidden[half.queries.start : half.queries.stop])
             for half in pair
         )
-        return torch.cat(tbo.interleave(first, second))
+        joined = torch.cat(tbo.interleave(first, second))
+        assert len(joined) == len(hidden), f"{len(joined)} states of {len(hidden)}"
+        return joined
 
     def _through(self, half: Half, layers: Sequence[DecoderLayer], hidden: Tensor) -> Run[Tensor]:
         for layer in layers:
@@ -133,6 +141,7 @@ class Runner:
         stages = LayerStep(half, layer, hidden, timeline, waits=waits)
         partials = yield from SCHEDULES[mode](stages)
         outs = [partial.out for partial in partials]
+        assert sum(map(len, outs)) == len(hidden), f"layer {layer.number}: a query has no attention"
         attended = outs[0] if len(outs) == 1 else torch.cat(outs)
         self.tuning.ran(layer.number, stages.ran(mode))
         if self.verified_layer == layer.number:
@@ -144,12 +153,23 @@ class Runner:
         yield from sbo.SCHEDULES[self.tuning.sbo](experts)
         return experts.result()
 
+    def check(self) -> None:
+        layout = self.offload.layout
+        assert len(self._vector) in (0, layout.layer_total), f"{len(self._vector)} modes"
+        for group in layout.groups if self._vector else ():
+            modes = {self._vector[layer] for layer in group}
+            assert len(modes) == 1, f"layers {group} share a selection and run as {modes}"
+        verified = self.verified_layer
+        assert verified is None or 0 <= verified < layout.layer_total, f"layer {verified}"
+        self.tuning.check()
+
 
 def layer_runs(
     layers: Sequence[DecoderLayer], layout: ModelLayout
 ) -> list[tuple[bool, list[DecoderLayer]]]:
-    """Consecutive layers, and whether two halves may run through them: layers with experts.
-    Followers go the way of their leader, whose parts they take as they are."""
+    """Runs of consecutive layers, and whether two halves may run through each: layers with experts.
+    A layer that shares the selection of its group's first layer shares its parts as well, so it
+    goes with that layer."""
     runs: list[tuple[bool, list[DecoderLayer]]] = []
     for layer in layers:
         leads = layout.groups[layout.group_of(layer.number)][0] == layer.number
@@ -158,4 +178,5 @@ def layer_runs(
         if not runs or can_split != goes_on:
             runs.append((can_split, []))
         runs[-1][1].append(layer)
+    assert sum(len(run) for _, run in runs) == len(layers), "a layer is in no run"
     return runs

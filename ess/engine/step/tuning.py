@@ -3,11 +3,12 @@
 Fixed modes run as they are. "layerwise" starts from a calibration, then follows live counters:
 every few steps the misses, the link's rate and the stages' times since the last look go to the
 policy, which decides when another vector has won for long enough. Without a calibration the first
-step runs NONE and the averages start at what it shows. A step whose rows are all in slots runs
-RESIDENT and teaches nothing. When slots run out such a step still finds all its rows, but they must
-be stamped, or the first to be evicted would be the ones in use: it runs NONE, whose plan stamps.
+step runs NONE, and the averages start at what that step shows. A step whose rows are all in slots
+runs RESIDENT and teaches nothing. When slots are scarce such a step still finds all its rows, but
+the rows in use must be stamped, or they would be evicted first: the step runs NONE, whose plan
+stamps them.
 
-A captured graph belongs to a vector, so no more than `VECTOR_MAX` of them are kept.
+A captured graph belongs to a vector, so no more than `VECTOR_MAX` vectors are kept.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ ATTENTION: Final = ("attend_all", "attend_resident", "attend_fetched", "merge")
 
 
 def fixed_vector(modes: Modes, layout: ModelLayout) -> Vector | None:
-    """One mode for all layers, or one per layer and the same within a group; None: layerwise."""
+    """The mode of each layer: one name for all layers, or a list of names with the same name
+    throughout a group. None: layerwise."""
     if modes == LAYERWISE:
         return None
     names = [modes] * layout.layer_total if isinstance(modes, str) else list(modes)
@@ -59,7 +61,7 @@ def fixed_vector(modes: Modes, layout: ModelLayout) -> Vector | None:
 
 @dataclass(frozen=True, slots=True)
 class _Since:
-    """The steps that the next observation is about: what was counted before, and their sums."""
+    """The steps that the next observation is about: `stats` from before them, then their sums."""
 
     stats: Stats
     step_count: int = 0
@@ -76,8 +78,9 @@ class _Since:
 
 
 class Tuning:
-    """`mode_counts[layer, mode]` says how often each layer ran how, `kept` are the vectors so far,
-    the latest last, `split_count` steps ran in two halves, `reasons` say why the latest did not."""
+    """`mode_counts[layer, mode]` says how often a layer ran in a mode. `kept` are the vectors so
+    far, the latest last. `split_count` steps ran in two halves; `reasons` say why the latest step
+    did not."""
 
     def __init__(
         self,
@@ -116,6 +119,7 @@ class Tuning:
             self._keep(state.vector)
         self._state = state
         if self._since is not None:
+            assert not is_resident, "a step whose rows are all in slots teaches nothing"
             self._since = self._since.with_step(step)
             return state.vector
         if self._offload.is_scarce:
@@ -124,6 +128,7 @@ class Tuning:
 
     def reasons_whole(self, step: Step, vector: Vector, *, has_experts: bool) -> tuple[str, ...]:
         """Why this step is not run in two halves; none if it is."""
+        assert len(vector) == self._offload.layout.layer_total, f"{len(vector)} modes"
         self.reasons = reasons_off(
             self._tbo, counts=step.query_counts, vector=vector, has_experts=has_experts
         )
@@ -149,9 +154,31 @@ class Tuning:
             "vectors": [[mode.name for mode in vector] for vector in self.kept],
         }
 
+    def check(self) -> None:
+        assert len(set(self.kept)) == len(self.kept) <= VECTOR_MAX, f"kept {self.kept}"
+        assert (self.mode_counts >= 0).all(), "a layer ran less than never"
+        assert self.split_count >= 0, f"{self.split_count} steps ran in halves"
+        self.timeline.check()
+        if self._fixed is not None:
+            assert self._state is None, "fixed modes follow live counters"
+            assert not self.kept, "fixed modes were changed"
+        if self._state is not None:
+            assert self.kept[-1:] == (self._state.vector,), "the vector that runs is not kept"
+        if self._since is not None:
+            self._check_since(self._since)
+
+    def _check_since(self, since: _Since) -> None:
+        assert self._state is not None, "steps are counted, and no policy asks for them"
+        assert 0 < since.step_count <= LOOK_EVERY, f"{since.step_count} steps since the last look"
+        assert since.step_count <= since.request_count, "a step without requests"
+        assert since.request_count <= since.query_count, "a request without queries"
+        now, before = self._offload.stats(), since.stats
+        assert (now.miss_count >= before.miss_count).all(), "counts of misses have fallen"
+
     def _keep(self, vector: Vector) -> None:
         others = tuple(kept for kept in self.kept if kept != vector)
         self.kept = (*others, vector)[-VECTOR_MAX:]
+        assert self.kept[-1] == vector, "the vector that runs is not kept"
 
     def _start(self, step: Step) -> PolicyState:
         layout, known = self._offload.layout, self._calibrated
@@ -172,7 +199,8 @@ class Tuning:
         )
 
     def _learn(self, state: PolicyState, *, is_resident: bool) -> PolicyState:
-        """From the steps since the last look, if they are enough or the last ones for now."""
+        """The policy's state after the steps since the last look: if these are enough, or if the
+        step that comes has all its rows and so ends the series."""
         since, wanted_count = self._since, 1 if self._is_guessed else LOOK_EVERY
         if since is None and is_resident:
             self.timeline.restart()
@@ -196,12 +224,17 @@ class Tuning:
         return policy.advance(state, seen)
 
     def _observed(self, since: _Since, stats: Stats) -> Observation:
-        """Of steps in two halves: what one half had to move, and beside what."""
+        """What the steps since the last look had to move, and beside what; of steps that ran in
+        two halves, the same for one half."""
+        assert since.step_count > 0, "an observation of no step"
+        assert since.request_count > 0, "steps without requests"
         layout, half_count = self._offload.layout, 1 if self.reasons else 2
         run_count = half_count * since.step_count
         missed = stats.miss_count - since.stats.miss_count
         asked = missed + stats.hit_count - since.stats.hit_count
         asked += stats.place_count - since.stats.place_count
+        assert (missed >= 0).all(), "counts of misses never fall"
+        assert (asked >= missed).all(), "more rows missed than asked for"
         per_layer = [int(missed[layout.group_of(layer)]) for layer in range(layout.layer_total)]
         moved_us = float((stats.transfer_ns - since.stats.transfer_ns).sum()) / 1e3
         moved_bytes = sum(per_layer) * layout.row_bytes
@@ -217,8 +250,11 @@ class Tuning:
         )
 
     def _windows(self, query_count: int, missing_share: float) -> Hiding | None:
-        """One pair of windows for all layers: the step's mean. What splitting costs is calibrated,
-        since a step runs a layer one way only."""
+        """One pair of windows for all layers: the step's mean. What splitting costs comes from the
+        calibration, since a step runs a layer in one mode only and cannot compare two.
+        """
+        assert query_count > 0, "steps without queries"
+        assert 0.0 <= missing_share <= 1.0, f"{missing_share} of the rows missed"
         timeline, constants = self.timeline, self._calibrated.constants
         run_count = timeline.run_count["pre_attn"]
         if run_count == 0:

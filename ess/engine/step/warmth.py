@@ -1,4 +1,4 @@
-"""How warm requests run: what they found resident, and in which step after they landed.
+"""How warm requests run: the rows that they found resident, by the step after they landed.
 
 A query of a group asks for min(length, top_k) rows. A resolution says how many of them could be
 attended at once; a row that is still on its way to its slot is no hit. A step whose rows were only
@@ -33,11 +33,13 @@ class StepWarmth:
         self._each = each
 
     def resolved(self, part: range, where: Resolution) -> None:
+        assert 0 <= part.start < part.stop <= len(self.hits), f"{part} of {len(self.hits)} queries"
         mine = slice(part.start, part.stop)
         self.hits[mine] += where.hit_count.numpy()
         self.asked[mine] += self._each[mine]
 
     def located(self, part: range) -> None:
+        assert 0 <= part.start < part.stop <= len(self.hits), f"{part} of {len(self.hits)} queries"
         mine = slice(part.start, part.stop)
         self.hits[mine] += self._each[mine]
         self.asked[mine] += self._each[mine]
@@ -51,7 +53,8 @@ class Warmth:
         self.asked: Counts = np.zeros(LANDED_STEPS, np.int64)
 
     def stepped(self, turns: Sequence[Turn], firsts: Sequence[int], seen: StepWarmth) -> None:
-        """The requests' own counts grow with ours."""
+        """Adds the step's counts here and to each request's own counts."""
+        assert len(turns) == len(firsts), f"{len(firsts)} first queries of {len(turns)} turns"
         hits = np.add.reduceat(seen.hits, firsts).tolist()
         asked = np.add.reduceat(seen.asked, firsts).tolist()
         for turn, hit_count, asked_count in zip(turns, hits, asked, strict=True):

@@ -1,4 +1,4 @@
-"""The distinct tokens a request has seen, and how often it has said each of them.
+"""The distinct tokens of a request's prompt and output, and how often its output has each.
 
 A tally follows the output as it grows, so a step costs what is new and not what there is. Drafts
 are counted ahead without being entered: query i of a step sees the drafts up to its own.
@@ -6,6 +6,7 @@ are counted ahead without being entered: query i of a step sees the drafts up to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class Tally:
         self._followed_count = len(output)
 
     def ahead(self, drafts: Sequence[int]) -> Ahead:
-        """What the first query and each one behind another draft must know."""
+        """The counts as each query sees them: the first query, and the query behind each draft."""
         known = len(self._place)
         fresh = {token: known + i for i, token in enumerate(set(drafts) - self._place.keys())}
         shape = (len(drafts) + 1, known + len(fresh))
@@ -55,6 +56,17 @@ class Tally:
             said[query:, place] += 1
             seen[query:, place] = True
         return Ahead(np.append(self._ids[:known], np.array([*fresh], np.int64)), said, seen)
+
+    def check(self, output: Sequence[int]) -> None:
+        """`output` is what `follow` was given last, or what has become of it since."""
+        known, counted = len(self._place), output[: self._followed_count]
+        assert len(counted) == self._followed_count, "more tokens were counted than were made"
+        assert known <= len(self._ids) == len(self._said), f"{known} tokens in {len(self._ids)}"
+        assert [*self._place.values()] == [*range(known)], "two tokens share a place"
+        assert self._ids[:known].tolist() == [*self._place], "a place has another token's id"
+        times = Counter(counted)
+        said = [times[token] for token in self._place]
+        assert self._said[:known].tolist() == said, "a token was counted too often or too seldom"
 
     def _grow(self) -> None:
         room = max(64, len(self._ids))

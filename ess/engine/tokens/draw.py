@@ -36,11 +36,12 @@ UNIFORM_STEP: Final = (1.0 - 2.0**-23) / 2.0**31
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """Ids int64 [queries] at `positions`, from logits float32 [queries, vocabulary], which stay."""
-    assert len(logits) == len(samplings) == len(positions), "one sampling per query"
+    assert len(logits) == len(samplings) == len(positions), "a sampling and a position per query"
     drawn = logits.argmax(-1)
     warm = [query for query, sampling in enumerate(samplings) if not sampling.is_greedy]
     cut = [query for query in warm if _is_cut(samplings[query])]
     whole = [query for query in warm if not _is_cut(samplings[query])]
+    assert len(cut) + len(whole) == len(warm), "a query is drawn twice or never"
     for queries, draw_rows in ((whole, _draw_whole), (cut, _draw_cut)):
         for some in _some(queries, logits):
             given = [samplings[query] for query in some]
@@ -127,6 +128,7 @@ def _draw_reached(rows: Rows, chances: Tensor, reach: int) -> tuple[Tensor, Tens
     """Tokens drawn among the `reach` best of each row, and which rows that settles."""
     scores, ids = best(rows.scores, reach)
     kept = _kept(rows, scores, chances.gather(-1, ids))
+    assert ids.shape == (len(rows.scores), reach), f"{tuple(ids.shape)} ids for a reach of {reach}"
     noisy = (scores + gumbel(rows.keys, ids)).masked_fill_(~kept, -torch.inf)
     tokens = ids.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0]
     last_kept = scores.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
@@ -134,7 +136,8 @@ def _draw_reached(rows: Rows, chances: Tensor, reach: int) -> tuple[Tensor, Tens
 
 
 def best(scores: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """The best scores of each row and their ids: descending, equal ones by id."""
+    """The best scores of each row and their ids: descending, and by id where scores are equal."""
+    assert 0 < reach <= scores.shape[1], f"a reach of {reach} in {scores.shape[1]} scores"
     if reach < scores.shape[1]:
         reached = scores.topk(reach, sorted=False).indices.sort(-1).values
         order = scores.gather(-1, reached).sort(dim=-1, descending=True, stable=True)
@@ -159,6 +162,7 @@ def _kept(rows: Rows, scores: Tensor, chances: Tensor) -> Tensor:
 
 def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     """Noise float32 [rows, n] of token ids [n] or [rows, n], by the keys int32 [rows, 2]."""
+    assert keys.shape[1] == 2, f"keys of shape {tuple(keys.shape)}"
     first, second = keys[:, :1], keys[:, 1:]
     mixed = ids.int() * -1640531527 ^ first
     mixed = _folded(mixed, 16).mul_(2146121005).add_(second)
@@ -168,7 +172,8 @@ def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """int32 [rows, 2], unlike for unlike (seed, position)."""
+    """int32 [rows, 2]: other keys for another seed or another position."""
+    assert len(seeds) == len(positions), f"{len(positions)} positions for {len(seeds)} seeds"
     wrapped = [(seed & ((1 << 64) - 1)) - ((seed & (1 << 63)) << 1) for seed in seeds]
     mixed = _mix(torch.tensor(wrapped, dtype=torch.int64))
     mixed = _mix(mixed + torch.as_tensor(positions, dtype=torch.int64))

@@ -5,9 +5,9 @@ per query, and back again: a draft that the grammar forbids is simply never draw
 as any wrong draft is, and the queries behind it do not count. The end ids of the model are allowed
 where the text is complete, and nothing else is once it can only end.
 
-Grammars come from strangers. Their size and the work they may cause are limited; one that breaks a
-limit while it runs allows only the end, and `failure` says why. White space between the parts of
-JSON is bounded: without that, models are known to write it until their last token.
+Users of a server send grammars, so their size and the work they may cause are limited. A grammar
+that breaks a limit while it runs allows only the end, and `failure` says why. White space between
+the parts of JSON is bounded: without that, models are known to write it until their last token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, and keeps the ones asked for last."""
+    """Compiles grammars for one vocabulary, and keeps the last `COMPILED_MAX` that were used."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocabulary: int, ends: frozenset[int]) -> None:
         if not ends:
@@ -70,7 +70,7 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A fresh one, at the start of its text; a grammar that is none is refused."""
+        """A fresh matcher, at the start of its text; BadInput if the grammar does not compile."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compile(grammar)
@@ -78,6 +78,7 @@ class Grammars:
             if len(self._compiled) > COMPILED_MAX:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
+        assert len(self._compiled) <= COMPILED_MAX, f"{len(self._compiled)} grammars are kept"
         return Matcher(compiled, vocabulary=self._vocabulary, ends=self._ends)
 
     def _compile(self, grammar: Grammar) -> Any:
@@ -119,11 +120,13 @@ class Matcher:
             masks[0][:] = False
         if not masks[0].any():
             masks[0][self._ends] = True
+        assert masks[0].any(), "a grammar allows the end where it allows nothing else"
         return np.stack(masks if self.failure else masks + self._along(output, drafts))
 
     def _along(self, output: Sequence[int], drafts: Sequence[int]) -> list[NDArray[np.bool_]]:
-        """A limit that breaks here may be on a path that is never taken: it is met again when it
-        is, and this matcher starts over."""
+        """A limit that breaks here may lie behind a draft that is rejected. So the matcher starts
+        over and forgets the break; if the draft is accepted, the next step meets the limit again.
+        """
         masks: list[NDArray[np.bool_]] = []
         for draft in drafts:
             if draft in self._ends or not self._matcher.try_consume_tokens([draft]):
@@ -134,6 +137,7 @@ class Matcher:
                 return masks[:-1]
         rolled_back = self._matcher.rollback(len(masks))
         assert rolled_back, "a matcher goes back over the drafts it has accepted"
+        assert len(masks) <= len(drafts), f"{len(masks)} masks for {len(drafts)} drafts"
         return masks
 
     def _start_over(self, output: Sequence[int]) -> None:

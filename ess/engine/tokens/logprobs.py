@@ -20,7 +20,7 @@ REACH_MORE: Final = 8
 
 
 def chances(logits: Tensor, tokens: Sequence[int], top_count: int) -> tuple[Chance, ...]:
-    """Of `tokens`, each made from its row of logits float32 [tokens, vocabulary]."""
+    """The chances of `tokens`, each by its own row of logits float32 [tokens, vocabulary]."""
     assert len(logits) == len(tokens), f"{len(tokens)} tokens of {len(logits)} rows"
     scores = logits.log_softmax(-1)
     chosen = torch.tensor(list(tokens), device=logits.device)[:, None]
@@ -31,7 +31,10 @@ def chances(logits: Tensor, tokens: Sequence[int], top_count: int) -> tuple[Chan
 
 
 def _tops(logits: Tensor, scores: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """Equal logits at the end of what was reached may leave out a lower id: those rows again."""
+    """The `count` likeliest tokens of each row. Where the last value reached equals the last value
+    listed, an equal logit of a lower id may lie beyond the reach: such a row is sorted whole.
+    """
+    assert len(logits) == len(scores), f"{len(scores)} rows of scores, {len(logits)} of logits"
     if count == 0:
         return [()] * len(logits)
     vocabulary = logits.shape[1]

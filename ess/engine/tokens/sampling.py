@@ -27,8 +27,8 @@ class Sampling:
     run on over the model's own end ids, but not over its `stop_ids`.
 
     `logprobs` n asks for the chance of every token and of the n likeliest, `prompt_logprobs` for
-    those of the prompt's tokens behind position `prompt_start`. Two requests with one
-    seed and one prompt say the same; a caller who wants them to differ gives them other seeds.
+    those of the prompt's tokens behind position `prompt_start`. Two requests with the same seed and
+    the same prompt make the same tokens; a caller who wants others gives another seed.
     """
 
     tokens_max: int = 128
@@ -68,7 +68,7 @@ class Sampling:
                 _within(name, count, 0, LOGPROBS_MAX)
         _within("prompt_start", self.prompt_start, 0, 1 << 24)
         if self.grammar is not None and self.ignore_eos:
-            raise BadInput("ignore_eos is not served with a grammar: what is complete ends")
+            raise BadInput("ignore_eos is not served with a grammar: a complete text ends")
         check_stops(self.stop)
 
     def check_ids(self, vocabulary: int) -> None:

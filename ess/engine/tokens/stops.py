@@ -1,8 +1,8 @@
 """Where a growing text stops. Needs no torch: the server reads on its side of the wire.
 
 What is given out never depends on how the text was cut into pieces: the first stop is the one that
-is complete first, the longest of several that end together. Held back is only what may still become
-a stop: the longest end of the text that begins one.
+is complete first, and of several stops that end together the longest. Text is held back only while
+it may still become a stop: the longest end of the text with which a stop begins.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class StopText:
         first = first_mark(text, self._stops)
         if first is not None:
             begin, self._stopped = first
+            assert self._stopped in self._stops, f"{self._stopped!r} is no stop"
             self._held = ""
             end = begin + len(self._stopped) if self._keep else begin
             return Released(text[:end], self._stopped)
         end = len(text) - held_chars(text, self._stops)
+        assert 0 <= end <= len(text), f"{len(text) - end} of {len(text)} characters are held back"
         self._held = text[end:]
         return Released(text[:end])
 
@@ -59,6 +61,11 @@ class StopText:
         """The text has ended: what was held back was no stop."""
         held, self._held = self._held, ""
         return held
+
+    def check(self) -> None:
+        assert self._stopped is None or not self._held, "text is held back behind the stop"
+        assert first_mark(self._held, self._stops) is None, f"{self._held!r} has a stop"
+        assert held_chars(self._held, self._stops) == len(self._held), f"{self._held!r} begins none"
 
 
 class Reader:
@@ -83,9 +90,12 @@ class Reader:
         """The last token has been made; what was held back belongs to the text."""
         self.text += self._stops.feed(self._detokenizer.finish()).text + self._stops.flush()
 
+    def check(self) -> None:
+        self._stops.check()
+
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Refuses what no text should be searched for."""
+    """BadInput for too many stop strings, and for one that is empty or too long."""
     if len(stops) > STOPS_MAX:
         raise BadInput(f"stop has {len(stops)} stop strings; at most {STOPS_MAX} are served")
     for stop in stops:

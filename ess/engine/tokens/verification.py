@@ -1,8 +1,8 @@
 """The tokens a request takes from one step: verification of drafts by drawing the targets.
 
-All targets of all requests are drawn at once. The target of a query is what the request would say
-if the drafts before it were right: the sampling state is read ahead along the drafts. If one is
-wrong, what was drawn behind it is left out.
+All targets of all requests are drawn at once. The target of a query is the token that the request
+would make there if the drafts before it were right: the sampling state is read ahead along the
+drafts. Behind the first wrong draft no target counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ess.engine.tokens.logprobs import chances
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Tokens that may be surplus once one of them ends the request; chances only if asked for."""
+    """The step's tokens for a request; those behind a token that ends the request are surplus. The
+    chances are there only if the request asks for them."""
 
     tokens: tuple[int, ...]
     chances: tuple[Chance, ...] = ()
@@ -40,8 +41,12 @@ def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
     for feed, count, open_count in zip(feeds, counts, open_counts, strict=True):
         tokens = _accepted(feed.tokens[1:], targets[at : at + open_count])
         assert tokens, f"request {feed.request.number} makes a token in every step"
+        assert 1 <= open_count <= count, f"{open_count} of {count} queries may count"
+        drafts = feed.tokens[1 : len(tokens)]
+        assert drafts == tokens[:-1], f"a token behind a wrong draft: {drafts}, {tokens}"
         choices.append(Choice(tokens, _chances(feed.request, logits[at:], tokens)))
         at += count
+    assert at == len(targets), f"{at} of {len(targets)} targets were looked at"
     return choices
 
 
@@ -54,7 +59,7 @@ def _positions(feeds: Sequence[Feed]) -> list[int]:
 
 
 def _accepted(drafts: Sequence[int], targets: Sequence[int]) -> tuple[int, ...]:
-    """The targets up to the first that its draft did not say."""
+    """The targets up to the first that differs from its draft."""
     right = [draft == target for draft, target in zip(drafts, targets, strict=False)]
     count = right.index(False) + 1 if False in right else len(targets)
     return tuple(targets[:count])
@@ -86,6 +91,7 @@ def _change(feed: Feed, logits: Tensor) -> int:
         bias = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
         logits[:, list(sampling.logit_bias)] += bias
     assert not (sampling.grammar and request.matcher is None), "a grammar without its matcher"
+    assert logits.shape[0] == len(feed.tokens), f"{len(logits)} rows for {len(feed.tokens)} queries"
     early_count = max(0, sampling.tokens_min - len(request.output))
     logits[:early_count, sorted(request.ends)] = -torch.inf
     return len(logits) if request.matcher is None else _restrict(request, drafts, logits)
