@@ -1,34 +1,34 @@
-"""How deep to draft, how many to admit, how long a chunk: for a time per token, from what is seen.
+"""How deep to draft, how many requests to admit, how long a chunk may be: for a time per token.
 
 Every launched step is one observation: its seconds, its queries, its draft passes. A step takes
 
     T = fixed + query_s * queries + draft_s * drafts
 
-fitted by least squares in which old steps fade. A draft is accepted with a chance that depends on
-its place; with n tokens verified a step makes
+fitted to these observations by least squares, in which old steps fade. A draft is accepted with a
+chance that depends on its place; with n tokens verified a step makes
 
     made(n) = 1 + p1 + p1 p2 + ... up to n - 1 factors
 
-tokens per request, and its time per token is T / made(n). Steps of one kind tell nothing about
-another, neither of its time nor of its chances, so now and then two steps run at the next lower or
-higher depth; until then the fit leans, lightly, on half of the first step's time being fixed and
-half going by the query (`prior`).
+tokens per request, and its time per token is T / made(n). Steps of one depth show neither the time
+nor the chances of another depth, so now and then two steps run at the next lower or higher depth.
+Until the fit has seen such steps it leans, lightly, on a guess: half of the first step's time is
+fixed, half goes by the query (`prior`).
 
-For a given batch the depth of the least time per token is also the one of most tokens per second,
-so the target plays no part in it; it changes only for 3 %. The target bounds the batch: as many as
-some depth can serve within it. Who runs already stays, so a batch above the bound shrinks by its
-endings.
+For a given batch the depth of the least time per token is also the depth of the most tokens per
+second, so the target plays no part in choosing it; the depth changes only for a gain of 3 %. The
+target bounds the batch: as many requests as some depth can serve within it. A running request is
+never stopped for the target, so a batch above the bound shrinks only as requests end.
 
-The bound needs the split into fixed and per query, which steps of one size do not tell: a guess
-that two are too many would never be corrected, since two would never run. So as long as only one
-size was seen, a second request enters if one alone is within the target. What a wrong try costs:
-these two are late until one of them ends, and it is made once, because from then on the fit leans
-on the last split that was told by different sizes and not on the first step's halves. Upward the
-fit is trusted as far as twice the widest batch so far: every doubling is seen before the next one,
-also when misses make steps longer than any straight line.
+The bound needs the split into fixed time and time per query, which batches of one size do not show:
+a guess that two requests are too many would never be corrected, since two would never run. So while
+only one size of batch was seen, a second request enters if one request alone is within the target.
+If that was wrong, these two requests are late until one of them ends. It happens once: from then on
+the fit leans on the last split that batches of different sizes have shown, and no more on the first
+step's halves. Upward the fit is trusted as far as twice the widest batch so far: every doubling is
+seen before the next one, also when misses make steps longer than any straight line.
 
-What is drafted never changes what is said: all this may be as wrong as it likes, it costs speed,
-never tokens. It is pure: state and observation in, state out.
+Drafts never change a request's tokens: whatever is decided here can cost speed, never correctness.
+All of it is pure: state and observation in, state out.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ SPREAD_MIN: Final = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One step: decode seconds, requests, queries, draft passes; of each request the drafts that
-    were verified and how many of them were right; a chunk's tokens and seconds."""
+    """One step: decode seconds, requests, queries, draft passes; for each request how many drafts
+    were verified and how many of these were right; a chunk's tokens and seconds."""
 
     seconds: float = 0.0
     request_count: int = 0
@@ -78,8 +78,9 @@ class Pace:
     """Fitted time, chances by place of the draft, and what has been decided from them.
 
     `moments` are sums of products of 1, queries, draft passes and requests of the steps seen.
-    `times` are seconds: fixed, per query, per draft pass. `prior` is what the fit leans on: told
-    apart by steps of different sizes if `knows_sizes`. `widest` is the largest batch so far.
+    `times` are seconds: fixed, per query, per draft pass. `prior` are the times that the fit leans
+    on; with `knows_sizes` batches of different sizes have shown them, else they are a guess.
+    `widest` is the largest batch so far.
     """
 
     target_s: float | None
@@ -100,7 +101,8 @@ class Pace:
 
     @property
     def verified_count(self) -> int:
-        """The tokens to verify in the next step: the depth, or one beside it to learn from."""
+        """The tokens to verify in the next step: the depth, or the next depth above or below, to
+        learn from it."""
         if self.verified_max == 1 or self.step_count % TRY_EVERY < TRY_EVERY - TRY_STEPS:
             return self.depth
         goes_up = self.step_count // TRY_EVERY % 2 == 1 or self.depth == 1
@@ -108,8 +110,8 @@ class Pace:
 
     @property
     def batch_limit(self) -> int:
-        """The most requests that some depth keeps within the target; one if nothing is known, two
-        if one is within it and nobody knows more."""
+        """The most requests that some depth keeps within the target; 1 if no step was seen, 2 if
+        one request is within the target and no other size of batch was seen."""
         if self.target_s is None:
             return self.batch_max
         within = max(map(self._most, range(1, self.verified_max + 1))) if self.widest else 0
@@ -119,7 +121,8 @@ class Pace:
 
     @property
     def chunk_limit(self) -> int:
-        """What the decode batch leaves of the target, in whole pages; at least one page."""
+        """The prompt tokens that fit into what the decode batch leaves of the target: whole pages,
+        at least one."""
         if self.target_s is None or self.chunk_token_s == 0.0:
             return self.chunk_max
         spare_s = self.target_s * self.made(self.depth) - self.step_s(
@@ -129,10 +132,12 @@ class Pace:
         return min(self.chunk_max, max(PAGE_ROWS, tokens))
 
     def made(self, depth: int) -> float:
-        """Tokens that a request makes in a step of this depth."""
+        """Tokens that a request makes in a step of this depth, on average."""
+        assert 1 <= depth <= self.verified_max, f"depth {depth} of {self.verified_max}"
         return 1.0 + sum(math.prod(self.chances[:place]) for place in range(1, depth))
 
     def step_s(self, depth: int, request_count: int) -> float:
+        assert request_count > 0, "a step without requests"
         fixed, query, draft = self.times
         return fixed + query * depth * request_count + draft * drafts_of(depth, self.verified_max)
 
@@ -145,7 +150,8 @@ class Pace:
 
 
 def drafts_of(depth: int, verified_max: int) -> int:
-    """Draft passes of a step. One at least, or the MTP module's rows would have a gap."""
+    """Draft passes of a step: at least one, or the MTP module's rows would have a gap."""
+    assert 1 <= depth <= verified_max, f"depth {depth} of {verified_max}"
     return 0 if verified_max == 1 else max(1, depth - 1)
 
 
@@ -167,7 +173,8 @@ def start(*, target_ms: float | None, verified_max: int, batch_max: int, chunk_m
 
 
 def advance(pace: Pace, seen: Seen) -> Pace:
-    """One step further: the fit and the chances follow, and the depth if another is better."""
+    """The pace after one more step: the fit and the chances follow it, and the depth changes if
+    another depth is better."""
     if seen.chunk_tokens:
         per_token = seen.chunk_seconds / seen.chunk_tokens
         known = pace.chunk_token_s or per_token
@@ -199,7 +206,7 @@ def advance(pace: Pace, seen: Seen) -> Pace:
 
 
 def _solve(moments: Floats, products: Floats, prior: Floats) -> tuple[float, float, float]:
-    """None is negative: a time that falls with the load is noise."""
+    """The fitted times, negative ones as 0: a time that falls with the load is noise."""
     lean = LEAN * np.eye(3)
     solved = np.linalg.solve(moments + lean, products + lean @ prior)
     fixed, query, draft = np.maximum(solved, 0.0).tolist()
@@ -207,13 +214,18 @@ def _solve(moments: Floats, products: Floats, prior: Floats) -> tuple[float, flo
 
 
 def _spread(moments: Floats) -> float:
-    """Of the requests in the steps that count, the squared distances from their mean, summed."""
+    """The batch sizes of the steps seen: their squared distances from their mean, summed."""
     weight, requests, squares = moments[0, 0], moments[0, 3], moments[3, 3]
+    assert weight > 0, "no step was seen"
     return float(squares - requests * requests / weight)
 
 
 def _follow(chances: tuple[float, ...], verified: Sequence[tuple[int, int]]) -> tuple[float, ...]:
-    """A place counts when all drafts before it were right."""
+    """The chances after a step. A step tells of a draft's place only if all drafts before it were
+    right."""
+    assert all(0 <= right <= count for count, right in verified), (
+        f"more right than made: {verified}"
+    )
     moved = list(chances)
     for place, chance in enumerate(chances):
         tries = [right > place for count, right in verified if count > place <= right]

@@ -23,7 +23,7 @@ from ess.overlap.timeline import Timeline, timed
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A part of the batch and where its rows are; no resolution when they were only located."""
+    """A part of the batch and where its rows are; `where` is None if they were only located."""
 
     part: range
     slots: Tensor
@@ -83,6 +83,7 @@ class LayerStep:
         if span is not None:
             asked, weights = asked[span], weights[span]
         chosen = select(batch, self._layer.number, asked, weights, span)
+        assert len(chosen) == len(part), f"{len(chosen)} selections for {len(part)} queries"
         selected[part] = chosen
         return chosen
 
@@ -98,6 +99,7 @@ class LayerStep:
         where = batch.step.resolve(
             self.number, selection, queries=part, workspace=workspace, waits=self._waits
         )
+        assert len(where.slots) == len(part), f"{len(where.slots)} queries resolved of {len(part)}"
         if selection is not None:
             batch.warmth.resolved(part, where)
         return where
@@ -111,11 +113,12 @@ class LayerStep:
             batch.located[group] = slots
             if slots is not None:
                 batch.warmth.located(part)
+        assert group in batch.located, f"layer {self.number} comes before its group's first layer"
         located = batch.located[group]
         return None if located is None else Found(part, located)
 
     def ran(self, mode: Mode) -> Mode:
-        """What a layer that was to run so did run."""
+        """The mode that the layer did run, when it was to run `mode`."""
         if mode is Mode.RESIDENT and self._batch.located[self._group] is None:
             return Mode.NONE
         return mode
@@ -139,6 +142,7 @@ class LayerStep:
     def attend_resident(self, found: Found) -> Partial:
         """Hits, and rows in place: both can be read before the fetch has landed."""
         place = found.resolution.place
+        assert found.resolution.hit.shape[0] == place.shape[0], "hits and places of other queries"
         codes = torch.where(place >= 0, -2 - place, -1)
         return self.attend_codes(found.part, torch.cat((found.resolution.hit, codes), dim=1))
 
@@ -153,6 +157,9 @@ class LayerStep:
     def attend_truth(self) -> Tensor:
         """What this layer's attention is over the host's own rows: for verify mode."""
         batch, parts = self._batch, self._batch.selected[self._group]
+        assert sum(map(len, parts)) == len(self._half.queries), (
+            f"{[*parts]} overlap, or leave a gap"
+        )
         selection = torch.cat([parts[part] for part in sorted(parts, key=lambda p: p.start)])
         codes = batch.step.host_codes(self.number, selection, queries=self._half.queries)
         return self.attend_codes(self._half.queries, codes).out
@@ -162,4 +169,5 @@ class LayerStep:
             raise BadState("pre_attn comes before attention")
         is_whole = part == self._half.queries
         mine = self._queries if is_whole else self._queries[self._half.local(part)]
+        assert len(mine) == len(codes), f"{len(codes)} lists of codes for {len(mine)} queries"
         return attend(self._batch, self._layer.number, mine, codes)

@@ -98,12 +98,13 @@ def compute_threads() -> int:
 def select(
     batch: Batch, layer: int, queries: Tensor, weights: Tensor, which: slice | list[int] | None
 ) -> Tensor:
-    """The selection of some of the step's queries, None: of all; logits over the index pages, then
-    top-k."""
+    """The selection of the queries that `which` names, of all for None: logits over the index
+    pages, then top-k."""
     codec = batch.layout.index
     table, lengths = batch.page_table, batch.lengths
     if which is not None:
         table, lengths = table[which], lengths[which]
+    assert len(queries) == len(lengths), f"{len(queries)} queries, {len(lengths)} lengths"
     assert codec is not None, "an indexer without an index codec"
     return batch.ops.index_top_k(
         queries,

@@ -36,6 +36,7 @@ class ExpertStep:
         self._shared: Tensor | None = None
 
     def blocks(self, count: int) -> list[range]:
+        assert count > 0, f"{count} blocks"
         total = self._experts.expert_count
         size = -(-total // count)
         return [range(first, min(first + size, total)) for first in range(0, total, size)]
@@ -52,19 +53,25 @@ class ExpertStep:
     @timed
     def arrive(self) -> None:
         assert self._inner is None, "tokens arrive once"
+        assert self._routing is not None, "route comes before arrive"
 
     @timed
     def up(self) -> None:
         assert self._routing is not None, "route comes before up"
+        assert not self._made, "a block was made before its inputs"
         self._inner = self._experts.up(self._input, self._routing)
 
     @timed
     def down(self, block: range) -> None:
         assert self._inner is not None, "up comes before down"
+        assert all(
+            block.stop <= made.start or made.stop <= block.start for made, _ in self._made
+        ), f"experts {block} are computed twice"
         self._made.append((block, self._experts.down(self._inner, block)))
 
     @timed
     def combine(self, block: range) -> None:
+        assert self._made, f"experts {block} are sent before they are computed"
         made, lines = self._made.pop()
         assert made == block, f"experts {block} are sent before they are done"
         self._sent.append(lines)
@@ -73,6 +80,7 @@ class ExpertStep:
     def collect(self) -> None:
         assert self._inner is not None, "up comes before collect"
         assert self._routing is not None, "route comes before collect"
+        assert not self._made, "a block of experts was computed and not sent"
         outer = torch.cat(self._sent)
         assert len(outer) == len(self._inner.order), "a block of experts was not sent"
         self._routed = self._experts.collect(outer, self._inner, self._routing)

@@ -1,7 +1,7 @@
 """A trace while it is wanted: every stage of every layer, every fetch, every step.
 
-Costs nothing while off. It ends by itself at `SPANS_MAX` spans, so one that is never stopped holds
-a bounded amount of memory; `left_out` says how many came after.
+Costs nothing while off. At `SPANS_MAX` spans it keeps no more, so a trace that is never stopped
+takes a bounded amount of memory; `left_out` says how many spans came after.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Recorder:
 
     def stop(self) -> Traced:
         self.is_on = False
+        assert not self._left_out or len(self._spans) == SPANS_MAX, "a span was left out early"
         spans, self._spans = self._spans, []
         return Traced(tuple(spans), self._left_out)
 
     def before(self, engine: Engine) -> None:
-        """The step that comes keeps its spans if they are wanted; earlier ones are gone."""
+        """Called before each step: it keeps its spans if a trace is on; earlier spans go."""
         for owner in (engine.tuning.timeline, engine.offload.timings):
             owner.keeps_spans = self.is_on
             owner.spans.clear()

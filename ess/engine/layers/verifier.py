@@ -3,7 +3,8 @@
 Two comparisons, on one layer of every n-th step, another layer each time. Every clean slot must
 hold the bytes of its row on the host. And the layer's attention, over whatever mix of hits, fetched
 rows and rows in place its schedule used, must equal one pass over the host's own rows. The first
-finds a wrong copy even if nobody selected it; the second finds a right copy read for the wrong row.
+finds a wrong copy even if no query selects it; the second finds a right copy that is read for the
+wrong row.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Verifier:
             self._note(batch, stages.number, f"slot {slot} differs from row {row} on the host")
         expected = stages.attend_truth()
         worst = (attended - expected).abs().flatten(1).amax(1)
+        assert attended.shape == expected.shape, f"{attended.shape} against {expected.shape}"
         scale = expected.abs().amax().clamp_min(1.0)
         for query in torch.nonzero(~(worst <= TOLERANCE * scale)).flatten().tolist():
             difference, first = float(worst[query]), stages.first_query

@@ -3,8 +3,8 @@
     python -m ess.engine.process.fake_engine ENDPOINT        (a Launch as one JSON line on stdin)
 
 For measuring a server by itself, and for routers and clients under test. Every request gets the
-tokens of its script, `per_step` at a time, all requests in one message as a real step has it. Needs
-no torch.
+tokens of its script, `per_step` at a time; a step's tokens of all requests leave in one message, as
+those of a real engine do. Needs no torch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Going:
 
 
 class PacedEngine:
-    """`running_max` requests get tokens at a time, the oldest."""
+    """The oldest `running_max` requests get tokens, the others wait."""
 
     def __init__(
         self,
@@ -143,6 +143,7 @@ class PacedEngine:
                 reason = "stop"
             elif going.ahead is None or going.made_count >= sampling.tokens_max:
                 reason = "length"
+        assert tokens, f"request {going.add.number} got no token in a step"
         if reason is not None:
             del self._going[going.add.number]
         self._made_count += len(tokens)
@@ -177,7 +178,7 @@ def _chances(tokens: Sequence[int], count: int | None) -> tuple[Chance, ...]:
 
 
 def walking(vocabulary: int) -> Script:
-    """Another token at every step, as far as was asked for: text, not control bytes."""
+    """Another token at every step, up to `tokens_max`; ids of text, not of control bytes."""
     first = min(300, vocabulary // 2)
     span = vocabulary - first
 

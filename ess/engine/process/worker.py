@@ -3,7 +3,8 @@
     python -m ess.engine.process.worker ENDPOINT      (a Launch as one JSON line on stdin)
 
 Between two steps all messages that have arrived are obeyed; after a step its tokens leave in one
-message. The parent process holds our stdin open: when it ends, however it ends, so do we.
+message. The parent process holds our stdin open: when the parent ends, in whatever way, stdin
+closes and this process ends too.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ BLOCKED_S: Final = 0.01
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A request of the server's."""
+    """A request that the server waits for, under the server's number."""
 
     number: int
     request: Request
@@ -166,7 +167,7 @@ class EngineLoop:
             self._wire.give(Progress(tuple(pieces), self._clock.now_s()))
 
     def _pieces(self, result: StepResult) -> list[Piece]:
-        """A request may be in two steps that were learned at once: its tokens come in one piece."""
+        """One piece for each request, also when two steps that it was in were learned at once."""
         made_of: dict[int, list[Made]] = {}
         for made in result.made:
             made_of.setdefault(id(made.request), []).append(made)
@@ -177,6 +178,7 @@ class EngineLoop:
             piece = self._piece(live, made_of.get(id(live.request), []), scored)
             if piece != Piece(live.number):
                 pieces.append(piece)
+            assert (piece.reason is not None) == (live.request.state == "finished"), piece
             if piece.reason is not None:
                 del self._live[live.number]
         return pieces
@@ -202,6 +204,7 @@ class EngineLoop:
         live.is_admitted = True
         sequence = request.sequence
         count = request.prefilled_count if sequence is None else sequence.cached_count
+        assert 0 <= count <= len(request.prompt), f"{count} cached tokens of request {live.number}"
         self._cached_count += count
         return count
 
@@ -306,7 +309,8 @@ def build(launch: Launch) -> tuple[Engine, int]:
 
 
 def serve(launch: Launch, wire: Wire, clock: Clock) -> None:
-    """Load, say Ready, run until told to stop; a failure is said before it ends the process."""
+    """Loads, sends Ready and runs until Stop comes. A failure is sent as Fault before it ends the
+    process."""
     began_s = time.monotonic()
     try:
         engine, vocabulary = build(launch)
