@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,19 @@ def two_worlds(rng, at_once_bytes=0):
         yield operations, lookup, arena, Split.create(query_count=QUERIES + 1, top_k=WIDTH)
 
 
+def copy_at_once(lookup, arena, claims, layers):
+    """What the native call adds to a decision: small claims, all there, are copied and landed."""
+    size = claims.rows.size * len(layers) * ROW_BYTES
+    is_open = not lookup.unwritten_count and not claims.late_ticket
+    if not is_open or not 0 < size <= lookup.at_once_bytes:
+        return claims
+    for member, layer in enumerate(layers):
+        rows = lookup.host[layer, lookup.host_rows[: claims.rows.size]]
+        lookup.slab[claims.slots + member * 64] = rows
+    specification.land(arena, claims.slots, ticket=claims.ticket)
+    return replace(claims, is_landed=True)
+
+
 def positions(rng):
     chosen = [np.sort(rng.choice(200, WIDTH - 4, replace=False)) for _ in range(QUERIES)]
     return np.pad(chosen, ((0, 0), (0, 4)), constant_values=-1).astype(np.int32)
@@ -63,18 +77,25 @@ def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes)
     for step in range(300, 330):
         selection, found = positions(rng), []
         for operations, lookup, arena, split in worlds:
-            out = np.empty_like(selection)
+            out, layers = np.empty_like(selection), range(step % 2, LAYERS)
             claims = operations.resolve(
                 arena,
                 lookup,
                 selection,
                 lines,
                 lengths,
-                layers=range(step % 2, LAYERS),
+                layers=layers,
                 step=step,
                 ticket=step,
                 split=split,
             )
+            if operations is specification:
+                assert not claims.is_landed
+                assert not lookup.times.any()
+                claims = copy_at_once(lookup, arena, claims, layers)
+            elif claims.is_landed:
+                assert lookup.times[0] > 0
+                assert (np.diff(lookup.times[: len(layers) + 1]) >= 0).all()
             hidden = operations.locate(arena, lookup, selection, lines, lengths, out=out)
             in_flight = out.copy()
             operations.land(arena, claims.slots.copy(), ticket=step)
@@ -90,9 +111,7 @@ def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes)
             assert claims.is_landed or hidden > absent
             if claims.is_landed:
                 assert not lookup.unwritten_count
-                assert lookup.times[0] > 0
-                assert (np.diff(lookup.times[: LAYERS + 1 - step % 2]) >= 0).all()
-                for member, layer in enumerate(range(step % 2, LAYERS)):
+                for member, layer in enumerate(layers):
                     copied = lookup.slab[claims.slots + member * 64]
                     assert (copied == lookup.host[layer, source]).all()
             seen["landed", claims.is_landed] += 1
@@ -106,6 +125,20 @@ def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes)
     assert bool(seen["landed", True]) == (at_once_bytes > 0)
     assert seen["unwritten"]
     assert seen["placed"]
+
+
+def test_the_specification_decides_and_moves_nothing():
+    """With as many bytes allowed as there are: it neither writes a row nor reads a clock."""
+    _, lookup, arena, split = next(two_worlds(np.random.default_rng(0), at_once_bytes=1 << 30))
+    for array in (lookup.host, lookup.slab, lookup.times):
+        array.flags.writeable = False
+    selection = np.full((1, WIDTH), -1, np.int32)
+    selection[0, :2] = [3, 120]
+    own = {"layers": range(LAYERS), "step": 300, "ticket": 7, "split": split}
+    lines, lengths = ids([0]), ids([130])
+    claims = specification.resolve(arena, lookup, selection, lines, lengths, **own)
+    assert (claims.is_pending, claims.is_landed) == (True, False)
+    assert (arena.ticket_of[claims.slots] == 7).all()
 
 
 @pytest.mark.parametrize("name", ["resolve", "locate"])

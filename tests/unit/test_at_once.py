@@ -9,6 +9,7 @@ import torch
 from ess.door import Offload
 from ess.flashtrans import InlineLane, WorkerLane
 from ess.kernels.cpu import native
+from ess.pool.lru import planner, specification
 from tests.unit.test_door import LAYOUT, make, opened, snapshot
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
@@ -40,8 +41,11 @@ def decode_step(offload: Offload, sequences, rng) -> list[torch.Tensor]:
     return seen
 
 
+@pytest.mark.parametrize("decides", [planner, specification], ids=["native", "specification"])
 @pytest.mark.parametrize("at_once_bytes", [0, 100, 1 << 20])
-def test_many_steps_leave_the_same_bytes_everywhere(at_once_bytes):
+def test_many_steps_leave_the_same_bytes_everywhere(at_once_bytes, decides, monkeypatch):
+    """Also where the specification decides, which copies nothing: the door does it afterwards."""
+    monkeypatch.setattr(planner, "resolve", decides.resolve)
     worlds = []
     for lane in (InlineLane(), WorkerLane(at_once_bytes=at_once_bytes)):
         offload, rng = make(lane=lane), np.random.default_rng(3)

@@ -148,9 +148,9 @@ class Lookup:
     `stored[layer, host page]` to the bits that say which of these were ever written.
 
     Of the latest `resolve` it holds the row ids in the top-left of `rows`, and in front of
-    `host_rows` the sources of the claims, `unwritten_count` of which no copy may read. Claims of at
-    most `at_once_bytes` are copied from `host` [layer, host row] to `slab` and have landed, one
-    layer after another at these `times` (ns).
+    `host_rows` the sources of the claims, `unwritten_count` of which no copy may read. The native
+    call copies claims of at most `at_once_bytes` from `host` [layer, host row] to `slab`, one layer
+    after another at these `times` (ns); they have landed. The specification copies none.
     """
 
     lines: Ints

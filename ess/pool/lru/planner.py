@@ -240,7 +240,11 @@ def resolve(
     ticket: int,
     split: Split,
 ) -> FetchPlan:
-    """`translate`, then `plan`; then where the claims are on the host, in all of `layers`."""
+    """`translate`, then `plan`; then where the claims are on the host, in all of `layers`.
+
+    Claims that are few, all written and wait for no other copy are copied and landed at once: a
+    call more would cost more than the copy. The specification leaves every copy to the caller.
+    """
     _assert_positions(selection, line_of, length)
     assert split.holds(selection.shape), f"{selection.shape}, split {split.slots.shape}"
     assert lookup.rows.shape == split.slots.shape, "row ids and slots lie as positions do"

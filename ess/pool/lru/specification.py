@@ -11,6 +11,9 @@ call selected can give way to a row of the same call, and the order of queries d
 which missing row takes which victim. When victims run out the remaining rows get no slot and are
 served in place from the host: a plan never fails, whatever the size of the arena.
 
+Nothing here copies a row or reads a clock: a plan says what is to be copied. The native twin of
+`resolve` may copy what it has claimed in the same call (ADR 7).
+
 A row is published (slot_of, row_of) when it is claimed, before its copy has landed; its ticket
 names that copy. A later part of the step that selects it finds it *late*: nothing is fetched
 twice, but its attention must wait for the ticket, so the entry goes to the miss side.
@@ -18,9 +21,7 @@ twice, but its attention must wait for the ticket, so the entry goes to the miss
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ def resolve(
 ) -> FetchPlan:
     """`translate`, then `plan`; then where the claims are on the host, in all of `layers`.
 
-    A few rows that are all there, and wait for no others, are copied and landed at once.
+    Decides only: the claims are in flight, whatever `at_once_bytes` says.
     """
     rows = lookup.rows[: len(selection)]
     translate(selection, lookup.lines, line_of, length, out=rows)
@@ -164,21 +165,7 @@ def resolve(
     common = np.bitwise_and.reduce(lookup.stored[layers.start : layers.stop, page], axis=0)
     is_written = (common >> offset.astype(np.uint64)) & np.uint64(1)
     lookup.unwritten_count = page.size - int(is_written.sum())
-    size = page.size * len(layers) * lookup.slab.shape[1]
-    is_open = not (lookup.unwritten_count or made.late_ticket)
-    if not is_open or not 0 < size <= lookup.at_once_bytes:
-        return made
-    _copy_claims(arena, lookup, made, layers)
-    return replace(made, is_landed=True)
-
-
-def _copy_claims(arena: Arena, lookup: Lookup, plan: FetchPlan, layers: range) -> None:
-    lookup.times[0] = time.monotonic_ns()
-    for member, layer in enumerate(layers):
-        rows = lookup.host[layer, lookup.host_rows[: plan.rows.size]]
-        lookup.slab[plan.slots + member * BLOCK_SLOTS] = rows
-        lookup.times[member + 1] = time.monotonic_ns()
-    arena.ticket_of[plan.slots] = 0
+    return made
 
 
 def locate(
