@@ -38,16 +38,19 @@ class Budgets:
         sparse = self.pools.sparse
         if sparse.step == self._step:
             return 0
-        curves = self._curves(misses)
+        curves, chunk_count = self._curves(misses), sum(sparse.chunk_counts())
         floors = [self.floor(group) for group in range(len(curves))]
         sparse.begin_step()
         self._step = sparse.step
         moved = 0
-        while moved < max(1, sum(sparse.chunk_counts()) // SHARE):
+        while moved < max(1, chunk_count // SHARE):
             move = next_move(curves, sparse.chunk_counts(), floors)
             if move is None or not sparse.move_chunk(*move):
                 break
+            source = move[0]
+            assert sparse.chunk_counts()[source] >= floors[source], f"group {source} is too small"
             moved += 1
+        assert sum(sparse.chunk_counts()) == chunk_count, "a chunk was lost"
         return moved
 
     def _curves(self, misses: Counts) -> list[Curve]:
@@ -55,6 +58,8 @@ class Budgets:
         sparse, layout = self.pools.sparse, self.pools.layout
         step_count = sparse.step - self._step
         chunk_count = sum(sparse.chunk_counts())
+        assert step_count > 0, f"{step_count} steps since budgets were looked at"
+        assert (misses >= self._misses).all(), f"{misses} misses, {self._misses} before"
         curves = []
         for group, layers in enumerate(layout.groups):
             hits = sparse.hit_age(group)
@@ -74,4 +79,13 @@ class Budgets:
     def floor(self, group: int) -> int:
         """Chunks for the slots that running requests were promised, and for a step's new rows."""
         slots = max(self.pools.ledger.promised(SLOTS), self.pools.sizes.query_max)
+        assert slots > 0, f"group {group}: a floor of {slots} slots"
         return -(-slots // self.pools.sparse.chunk_slots(group))
+
+    def check(self) -> None:
+        """What was seen is of the past, and counts only grow."""
+        sparse = self.pools.sparse
+        assert self._step <= sparse.step, f"looked at in step {self._step}, it is {sparse.step}"
+        assert (self._misses >= 0).all(), f"{self._misses} misses"
+        for group, hits in enumerate(self._hits):
+            assert (hits <= sparse.hit_age(group)).all(), f"group {group} has lost hits"

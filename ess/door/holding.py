@@ -40,12 +40,15 @@ class Holding:
 
     def host_rows(self, start: int, count: int) -> PageIds:
         """Host rows of `count` positions from `start` on."""
-        positions = np.arange(start, start + count, dtype=np.int32)
+        stop = start + count
+        assert 0 <= start <= stop <= self.page_count * PAGE_ROWS, f"{start}..{stop} of {self!r}"
+        positions = np.arange(start, stop, dtype=np.int32)
         pages = self.host_pages[positions // PAGE_ROWS]
         rows: PageIds = pages * np.int32(PAGE_ROWS) + positions % np.int32(PAGE_ROWS)
         return rows
 
     def row_ids(self, start: int, count: int) -> PageIds:
+        assert self.line != NONE, "what is not on the device has no row ids"
         return self._pools.tables.rows(self.line, start, count)
 
     # ---- on the device
@@ -64,11 +67,13 @@ class Holding:
 
     def resume(self, *, length: int) -> None:
         assert self.line == NONE, f"line {self.line} is on the device already"
+        assert self.page_count, "a holding that was let go cannot resume"
         self._enter(self.host_pages, 0, length)
 
     def _enter(self, held: PageIds, fresh_count: int, length: int) -> None:
         """Reserve, take `fresh_count` host pages behind the `held` ones, become active."""
         pools = self._pools
+        assert self._reservation is None, "what enters the device has no reservation yet"
         if pools.tables.free_count == 0:
             raise PoolFull(
                 limiter=SEQUENCES,
@@ -87,6 +92,7 @@ class Holding:
         self.line = pools.tables.take()
         pools.tables.lines[self.line, : len(active)] = active
         pools.tables.lengths[self.line] = length
+        assert 0 <= length <= self.page_count * PAGE_ROWS, f"{length} rows, {self.page_count} pages"
 
     def _needs(self, held: PageIds, fresh_count: int) -> dict[str, int]:
         """Refuses what not even empty pools could hold."""
@@ -105,6 +111,7 @@ class Holding:
     def leave_device(self) -> None:
         """Slots, active pages, line and reservation go; the host pages stay."""
         pools = self._pools
+        assert self.line != NONE, "what leaves the device is on it"
         active = pools.tables.lines[self.line, : self.page_count].copy()
         pools.tables.give_back(self.line)
         self.line = NONE
@@ -122,6 +129,7 @@ class Holding:
     def let_go(self) -> None:
         """The host pages too: published ones stay as prefix cache while there is room."""
         assert self.line == NONE, f"line {self.line} is still on the device"
+        assert self._reservation is None, "what has left the device reserves nothing"
         self._pools.latent.drop(self.host_pages)
         self.host_pages = NO_PAGES
 
@@ -137,6 +145,7 @@ class Holding:
         """Whatever is `short` of the promise fits: `grow` has asked."""
         pools, first = self._pools, self.page_count
         assert self._reservation is not None, "what grows is active"
+        assert 0 < count <= pools.tables.page_max - first, f"{count} pages behind {first}"
         pools.ledger.extend(self._reservation, short)
         fresh = pools.latent.take(count)
         active = pools.index.activate(fresh, pools.latent)
@@ -145,6 +154,18 @@ class Holding:
         pools.tables.lines[self.line, first : first + count] = active
         self.host_pages = np.concatenate([self.host_pages, fresh])
 
+    def check(self) -> None:
+        """On the device its line names the active page of each host page, and nothing else."""
+        if self.line == NONE:
+            assert self._reservation is None, "it left the device and reserves pages"
+            return
+        tables, count = self._pools.tables, self.page_count
+        assert self._reservation is not None, f"line {self.line} has no reservation"
+        assert self._reservation.is_open, f"line {self.line} has a released reservation"
+        active, line = self._pools.index.active_of(self.host_pages), tables.lines[self.line]
+        assert (line[:count] == active).all(), f"line {self.line} names other pages than it holds"
+        assert (line[count:] == NONE).all(), f"line {self.line} names more than {count} pages"
+
 
 def grow(pools: Pools, growths: Iterable[tuple[Holding, int]]) -> None:
     """Pages for each holding up to its new length: all of them, or PoolFull and none."""
@@ -152,6 +173,8 @@ def grow(pools: Pools, growths: Iterable[tuple[Holding, int]]) -> None:
     missing = [(held, count) for held, count in missing if count > 0]
     shorts = [held.short(count) for held, count in missing]
     total = {name: sum(short[name] for short in shorts) for name in (HOST_PAGES, INDEX_PAGES)}
+    holders = {id(held) for held, _ in missing}
+    assert len(holders) == len(missing), "a holding grows twice at once"
     if any(total.values()):
         pools.ledger.release(_reserve(pools, total))
     for (held, count), short in zip(missing, shorts, strict=True):

@@ -53,6 +53,7 @@ class InFlight:
     def settle_until(self, event: Event) -> None:
         """Wait for `event` and commit everything submitted up to it."""
         event.wait()
+        assert event.done(), "a wait ended before its copy had landed"
         if not self._pending or not any(pending.event is event for pending in self._pending):
             return
         while True:
@@ -71,4 +72,5 @@ class InFlight:
         while self._pending:
             pending = self._pending.popleft()
             pending.event.wait()
+            assert pending.event.done(), "a commit before its copy has landed"
             pending.commit()

@@ -53,8 +53,9 @@ class Offload:
         self._resident = Resident(pools)
         self._refill = Refill(pools, self._resident)
         self._budgets = Budgets(pools)
-        slots = Slots(pools, self._counters, self.timings)
-        self._owner = Owner(pools, slots if make_placement is None else make_placement(slots))
+        self._slots = Slots(pools, self._counters, self.timings)
+        made = self._slots if make_placement is None else make_placement(self._slots)
+        self._owner = Owner(pools, made)
 
     @classmethod
     def create(
@@ -140,7 +141,8 @@ class Offload:
 
     def check(self) -> None:
         """Audits every pool; raises AssertionError with coordinates."""
-        for part in (self._pools, self._owner, self._resident, self._refill):
+        keepers = (self._owner, self._slots, self._resident, self._refill, self._budgets)
+        for part in (self._pools, *keepers):
             part.check()
 
     # ---- sequences

@@ -79,6 +79,7 @@ class Owner:
             self.open_step.check()
         for step in self.sealed:
             assert step.state == "sealed", f"{step!r} waits to be learned"
+            step.check()
         numbers = [step.number for step in self.sealed]
         assert numbers == sorted(numbers), (
             f"steps are learned in the order of their seals: {numbers}"

@@ -99,10 +99,13 @@ class Refill:
             is_bounded |= len(absent) > FILL_ROWS == len(first)
         if not is_bounded:
             self._turn(walk, sequence, groups[GROUPS:])
+        assert len(plans) <= GROUPS, f"{len(plans)} groups were filled at once"
         return plans
 
     def _turn(self, walk: _Walk, sequence: Sequence, later: Many[int]) -> None:
         """To later groups, to further pages, or around."""
+        assert walk.began_at >= 0, f"{sequence!r}: a walk goes on that never began"
+        assert all(group > walk.group for group in later), f"{walk} goes back to {later}"
         if later:
             walk.group = later[0]
             return
@@ -119,6 +122,7 @@ class Refill:
         return stored
 
     def _start(self, group: int, rows: Rows) -> FetchPlan:
+        assert 0 < len(rows) <= FILL_ROWS, f"{len(rows)} rows of group {group} in one copy"
         plan = self.pools.sparse.fill(group, rows)
         assert len(plan.rows) == len(rows), f"{len(rows)} rows, {len(plan.rows)} free slots"
         assert plan.evicted_count == 0, "a row has given way to a refill"

@@ -54,8 +54,10 @@ class Resident:
 
     def room(self, group: int) -> int:
         """Free slots above the last tenth."""
-        slot_count = self.pools.sparse.slot_count(group)
-        return slot_count - self.pools.sparse.used_count(group) - div_ceil(slot_count, SCARCE)
+        sparse = self.pools.sparse
+        slot_count, used_count = sparse.slot_count(group), sparse.used_count(group)
+        assert 0 <= used_count <= slot_count, f"group {group}: {used_count} of {slot_count} used"
+        return slot_count - used_count - div_ceil(slot_count, SCARCE)
 
     def _answer(self, sequence: Sequence) -> _Answer:
         sparse, arrived = self.pools.sparse, sequence.arrival_count
@@ -72,6 +74,7 @@ class Resident:
 
     def _look(self, sequence: Sequence) -> _Answer:
         """Row by row."""
+        assert sequence.state == "active", f"{sequence!r} has no row on the device"
         sparse, groups = self.pools.sparse, self._groups()
         sequence.progress.refresh()
         rows = sequence.holding.row_ids(0, sequence.length)
@@ -89,7 +92,10 @@ class Resident:
         return sorted(range(layout.main_group_count), key=used_count)
 
     def check(self) -> None:
-        """No answer is of a time to come, or good for longer than `PATIENCE` steps."""
+        """No answer is of a time to come, or good for longer than `PATIENCE` steps; "resident"
+        holds as long as no row departs, not for a number of steps."""
         for number, answer in self._answers.items():
             assert answer.departed_count <= self.pools.sparse.departed_count, f"sequence {number}"
             assert answer.until_step <= self.pools.sparse.step + PATIENCE, f"sequence {number}"
+            waits = answer.until_step > self.pools.sparse.step
+            assert not (answer.is_resident and waits), f"sequence {number}: {answer}"

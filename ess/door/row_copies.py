@@ -34,6 +34,8 @@ def write_new(
     rows: Bytes,
 ) -> None:
     """New rows of a layer into their slots, and their keys, if there are any, into the pages."""
+    assert len(rows) == len(slots) == len(row_ids), f"{len(rows)} rows into {len(slots)} slots"
+    assert keys is None or len(keys) == len(rows), f"keys of some of {len(rows)} rows only"
     pages, at = pools.index.keys, native.address
     if not native.available():
         assert isinstance(slab.owner, np.ndarray), "slots lie on the host"
@@ -80,6 +82,7 @@ def differing_slots(pools: Pools, layer: int) -> tuple[Rows, Rows]:
 
 def fetch_copies(pools: Pools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy]:
     """One copy per layer of the plan's group, the leader first."""
+    assert len(host_rows) == len(plan.slots), f"{len(host_rows)} rows for {len(plan.slots)} slots"
     return [
         RowCopy(
             source=pools.host_layers[layer],
@@ -99,6 +102,8 @@ def store_copy(pools: Pools, slots_of: Mapping[int, Rows], host_rows: Rows) -> R
         for group, slots in slots_of.items()
         for member, layer in enumerate(pools.layout.groups[group])
     ]
+    for slots, layer in members:
+        assert len(slots) == len(host_rows), f"layer {layer}: {len(slots)} slots, {host_rows.shape}"
     firsts = np.array([layer for _, layer in members]) * pools.host_layers[0].row_count
     return RowCopy(
         source=pools.slabs[0],
@@ -113,6 +118,8 @@ def seal_at_once(
 ) -> None:
     """Kept rows in the `claimed` slots of these groups go home and are stored and clean, the others
     leave: what a store, `settle`, the marks and `drop` do, without a lane."""
+    assert len(kept) == len(step.row_ids), f"{step!r}: {len(kept)} rows are kept or not"
+    assert all(len(slots) == len(kept) for slots in claimed), f"{step!r}: too few slots to seal"
     index, latent, at = pools.index, pools.latent, native.address
     numbers, left = np.array(groups, np.int32), np.empty(len(groups), np.int64)
     listed: list[int] = []
@@ -127,6 +134,7 @@ def seal_at_once(
     of_step = (at(index.host_page_of), at(sealed), at(kept), at(left))
     done = _seal()(struct.pack("22q", *keys, *memory, *of_step, pools.host.row_bytes, len(groups)))
     assert done, f"step {step.number}: a slot that does not hold its new row"
+    assert (left == len(kept) - kept.sum()).all(), f"step {step.number}: {left} rejected rows left"
     pools.sparse.left(groups, left.tolist())
 
 
@@ -145,6 +153,7 @@ def start_fetch(pools: Pools, plan: FetchPlan, host_rows: Rows) -> tuple[Event, 
     """
     if not plan.is_pending:
         return ()
+    assert not plan.is_landed, f"group {plan.group}: what has landed waits for another copy"
     copies = fetch_copies(pools, plan, host_rows)
     nothing: Callable[[], None] = lambda: None  # noqa: E731
     commits = [nothing] * (len(copies) - 1) + [lambda: pools.sparse.commit(plan)]

@@ -79,6 +79,7 @@ class Slots:
     def _claim(self, step: Step, group: int) -> Ints:
         """The slots of the step's new rows in this group; all main groups are claimed together."""
         if group not in self._claimed:
+            assert step.state == "open", f"{step!r} claims slots for new rows"
             sparse, main = self.pools.sparse, range(self.pools.layout.main_group_count)
             groups = main if group in main else range(group, group + 1)
             slots = sparse.claim_new(groups, step.row_ids)
@@ -113,6 +114,7 @@ class Slots:
         plan = pools.sparse.resolve(group, lookup, selection, lines, lengths, split)
         if plan.place_count or lookup.unwritten_count:
             self._refuse_unwritten(plan, split, len(selection))
+            assert not lookup.unwritten_count, f"{step!r}: a row never written is to be fetched"
         if plan.place_count:
             name_host_rows(split, len(selection), pools.index)
         self._counters.planned(plan)
@@ -197,6 +199,7 @@ class Slots:
         if self._last_event is not None:
             pools.inflight.settle_until(self._last_event)
         kept = step.query_offset < np.repeat(np.array(accepted, np.int32), step.query_counts)
+        assert kept.sum() == sum(accepted), f"{step!r} keeps {kept.sum()} rows, not {accepted}"
         layers_of, row_bytes = pools.layout.groups, pools.layout.row_bytes * sum(accepted)
         groups = [g for g in self._claimed if step.appended.issuperset(layers_of[g])]
         stored = {group: row_bytes * len(layers_of[group]) for group in groups}
@@ -213,6 +216,16 @@ class Slots:
         self._timings.landed()
         self._claimed.clear()
         self._last_event = None
+
+    def check(self) -> None:
+        """What the open step has claimed holds its new rows, newer than the host, a slot each."""
+        assert self._claimed or self._last_event is None, "a fetch of no step is waited for"
+        for group, slots in self._claimed.items():
+            assert len(np.unique(slots)) == len(slots), f"group {group}: a slot for two new rows"
+            is_dirty = self.pools.sparse.is_dirty(slots)
+            assert is_dirty.all(), (
+                f"group {group}: slot {slots[~is_dirty][:1]} is as old as its host"
+            )
 
     def _drop(self, groups: list[int], rows: Ints) -> None:
         if groups and len(rows):
@@ -241,6 +254,7 @@ class Slots:
     # ---- ahead of selections
 
     def warm(self, sequence: Sequence, windows: Ints) -> None:
+        assert len(windows) == self.pools.layout.group_count, f"windows of {len(windows)} groups"
         for group in range(self.pools.layout.group_count):
             chosen = warm_set(*last_windows(windows[group]), windows.shape[1])
             rows = self.pools.tables.rows_of(sequence.line, chosen.positions)
@@ -255,6 +269,7 @@ class Slots:
 
     def _start(self, plan: FetchPlan) -> int:
         """Puts the copies under way; rows that were never stored are refused."""
+        assert not plan.is_landed, f"group {plan.group}: only selected rows are copied at once"
         host_rows = self.pools.index.host_rows(plan.rows)
         try:
             row_copies.check_stored(self.pools, plan.group, host_rows)
@@ -295,6 +310,9 @@ class Workspace:
         """hit, miss, place, slots and the counts of the first three, of the first queries."""
         if self._views is None or self._view_count != query_count:
             split = self.split
+            assert 0 < query_count <= len(split.slots), (
+                f"{query_count} queries, {split.slots.shape}"
+            )
             hit, miss, place, slots, hit_count, miss_count, place_count = (
                 torch.from_numpy(array[:query_count])
                 for array in (

@@ -395,6 +395,7 @@ class Step:
         assert full == self.appended, f"{self!r}: {self.appended} of {full} are complete"
         for sequence in self.sequences:
             assert self.number in sequence.step_numbers, f"{sequence!r} does not know {self!r}"
+            sequence.holding.check()
 
 
 def begin(

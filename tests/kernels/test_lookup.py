@@ -13,7 +13,7 @@ from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
 from ess.pool.lru.arena import Arena, Lookup, Split
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
+needs_native = pytest.mark.skipif(not native.available(), reason=native.why_missing())
 
 SPLIT = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
 LAYERS = 3
@@ -68,6 +68,7 @@ def positions(rng):
     return np.pad(chosen, ((0, 0), (0, 4)), constant_values=-1).astype(np.int32)
 
 
+@needs_native
 @pytest.mark.parametrize("at_once_bytes", [0, 40 * LAYERS * ROW_BYTES])
 def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes):
     seen = Counter()
@@ -141,6 +142,23 @@ def test_the_specification_decides_and_moves_nothing():
     assert (arena.ticket_of[claims.slots] == 7).all()
 
 
+@needs_native
+def test_claims_that_are_still_to_be_copied_outlive_the_next_plan():
+    _, (_, lookup, arena, split) = two_worlds(np.random.default_rng(0))
+    plans = []
+    for ticket, position in enumerate((3, 120), start=1):
+        selection = np.full((1, WIDTH), -1, np.int32)
+        selection[0, 0] = position
+        own = {"layers": range(LAYERS), "step": 300, "ticket": ticket, "split": split}
+        plans.append(planner.resolve(arena, lookup, selection, ids([0]), ids([130]), **own))
+    assert [plan.is_pending for plan in plans] == [True, True]
+    for plan in plans:
+        assert (arena.slot_of[plan.rows] == plan.slots).all()
+        assert (arena.ticket_of[plan.slots] == plan.ticket).all()
+    assert plans[0].rows != plans[1].rows
+
+
+@needs_native
 @pytest.mark.parametrize("name", ["resolve", "locate"])
 def test_a_bad_position_claims_nothing(name):
     sentences = []

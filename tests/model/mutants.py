@@ -36,6 +36,7 @@ LIMIT_S = 240
 INHERITED = (hypothesis, numpy, torch)
 """Loaded once, so that no child has to: that takes longer than most suites, as plugins do."""
 OFFLOAD = "tests/model/test_offload.py"
+DOOR = ("tests/unit/test_at_once.py", "tests/unit/test_door.py")
 SUITES = {
     "ess.kernels.merge": ["tests/kernels/test_merge.py", "tests/kernels/test_merge_drawn.py"],
     "ess.pool.lru.specification": [
@@ -64,8 +65,11 @@ SUITES = {
     "ess.overlap.tbo": ["tests/unit/test_tbo.py"],
     "ess.overlap.sbo": ["tests/unit/test_tbo.py"],
     "ess.overlap.policy": ["tests/unit/test_policy.py"],
-    "ess.door.transit": ["tests/unit/test_at_once.py", "tests/unit/test_door.py", OFFLOAD],
+    "ess.door.row_copies": [*DOOR, OFFLOAD],
+    "ess.door.slots": [*DOOR, "tests/unit/test_door_misuse.py", OFFLOAD],
+    "ess.door.step": ["tests/unit/test_door.py", "tests/unit/test_door_misuse.py", OFFLOAD],
     "ess.door.refill": ["tests/unit/test_refill.py", "tests/unit/test_door.py"],
+    "ess.door.budgets": ["tests/unit/test_budgets.py", "tests/model/test_budgets_live.py"],
     "ess.engine.tpot_control": ["tests/unit/test_pace.py"],
     "ess.engine.step.decode": ["tests/model/test_engine.py", "tests/model/test_depth.py"],
     "ess.engine.step.future": ["tests/model/test_depth.py"],
@@ -175,6 +179,8 @@ def is_silent(node: ast.AST) -> bool:
         case ast.Assert() | ast.Raise() | ast.JoinedStr() | ast.FunctionDef():
             return True
         case ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name.startswith("_assert_"):
             return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr="check"), args=[])):
             return True
