@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from ess.door import Offload
+from ess.door import Offload, row_copies
 from ess.flashtrans import InlineLane, WorkerLane
 from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
@@ -64,3 +66,16 @@ def test_many_steps_leave_the_same_bytes_everywhere(at_once_bytes, decides, monk
     assert both[0].stored_bytes.all(), "nothing was stored"
     for offload, _, _ in worlds:
         offload.close()
+
+
+def test_rows_and_keys_are_written_the_same_without_native_code(monkeypatch):
+    hidden = SimpleNamespace(available=lambda: False, address=native.address)
+    written = []
+    for library in (native, hidden):
+        monkeypatch.setattr(row_copies, "native", library)
+        with make(lane=InlineLane()) as offload:
+            sequences, rng = [opened(offload, 70), opened(offload, 100)], np.random.default_rng(3)
+            for _ in range(5):
+                decode_step(offload, sequences, rng)
+            written.append(snapshot(offload))
+    assert written[0] == written[1]
