@@ -372,3 +372,27 @@ def test_what_arrives_while_preempted_is_cached_too():
             sequence.import_keys(layer, 0, keys)
         sequence.close()
         assert offload.open(tokens).cached_count == 128
+
+
+# ---- a step that is over, and a follower without rows
+
+
+def test_a_step_that_is_over_answers_nothing(offload):
+    step = begun(offload)
+    for layer in range(3):
+        step.append(layer, rows(1))
+    step.seal(accepted=[1])
+    refused(offload, BadState, "is sealed", lambda: step.commit(accepted=[1]))
+    refused(offload, BadState, "is sealed", lambda: step.host_codes(0, selection(1)))
+    step.learn(accepted=[1])
+    refused(offload, BadState, "is learned", lambda: step.commit(accepted=[1]))
+
+
+def test_a_follower_of_one_query_needs_its_row_before_the_selection_is_read(offload):
+    step = begun(offload)
+    step.append(0, rows(1))
+    step.resolve(0, selection(10))
+    refused(offload, BadState, "layer 1: append its new rows", lambda: step.resolve(1, None))
+    step.append(1, rows(1))
+    step.resolve(1, None).wait()
+    step.abandon()
