@@ -111,7 +111,7 @@ def next_move(
     Below its floor a group is beyond price, so it keeps its floor and gives nothing of it.
     """
     assert len(curves) == len(chunks) == len(floors), "one curve, count and floor per group"
-    price = 1 + sum(float(curve[0]) for curve in curves)
+    price = 1 + sum(float(curve.max()) for curve in curves)
     priced = [
         curve + price * np.maximum(0, floor - np.arange(curve.size))
         for curve, floor in zip(curves, floors, strict=True)

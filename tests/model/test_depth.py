@@ -14,6 +14,7 @@ from ess.door import step as steps
 from ess.engine import scheduler
 from ess.engine.plan import Feed
 from ess.engine.request import Request
+from ess.engine.step import decode
 from ess.engine.step.future import FutureMap, Outcome
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.verification import Choice
@@ -229,6 +230,22 @@ def test_sampling_that_needs_only_its_position_overlaps():
         outputs.append(request.output)
     assert outputs[0] == outputs[1]
     assert len(set(outputs[0])) > 3
+
+
+def test_drafts_follow_the_tokens_that_were_accepted(monkeypatch):
+    told: list[int] = []
+
+    def draft(runner, batch, hidden, following, last, count):
+        told.extend(following[: last[0] + 1])
+        return made(runner, batch, hidden, following, last, count)
+
+    made = decode.draft
+    monkeypatch.setattr(decode, "draft", draft)
+    eng = engine("v32", mtp=2, modes="none", depth=0)
+    request = eng.add(prompt(60), Sampling(tokens_max=12))
+    run(eng)
+    assert len(told) >= 11
+    assert told[:12] == request.output[: len(told)]
 
 
 def test_an_outcome_counts_drafts_and_not_the_newest_token():
