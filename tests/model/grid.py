@@ -47,6 +47,7 @@ LENGTH_MAX: Final = 1024
 TOKEN_COUNT: Final = 12
 RANDOM: Final = {"deepseek_v32": TINY_V32, "glm_moe_dsa": TINY_GLM}
 Case = Mapping[str, str]
+HEADING: Final = "## In float32: the full grid, once"
 
 
 @functools.cache
@@ -106,7 +107,7 @@ def scenario(eng: Engine, name: str) -> list[tuple[Request, int, int]]:
     followed: list[tuple[Request, int, int]] = []
 
     def join(start: int, stop: int) -> Request:
-        request = eng.add(text(name)[start:stop], Sampling(tokens_max=TOKEN_COUNT))
+        request = eng.add(text(name)[start:stop], Sampling(tokens_max=TOKEN_COUNT, ignore_eos=True))
         followed.append((request, start, stop))
         return request
 
@@ -184,21 +185,21 @@ def main() -> None:
         print(f"{number}/{len(cases)} {time.monotonic() - started:.0f} s", *found, flush=True)
     print(*failed, sep="\n")
     if asked.out:
-        asked.out.write_text(page(cases, passed, failed))
+        before = asked.out.read_text().partition(HEADING)[0] if asked.out.exists() else ""
+        asked.out.write_text(before + section(cases, passed, failed))
 
 
-def page(cases: list[Case], passed: Counter[tuple[str, str]], failed: list[str]) -> str:
+def section(cases: list[Case], passed: Counter[tuple[str, str]], failed: list[str]) -> str:
     total = Counter((case["checkpoint"], case["mode"]) for case in cases)
     names = FACTORS["checkpoint"]
     lines = [
-        "# The same tokens: the full grid, once",
+        HEADING,
         "",
         "`python -m tests.model.grid --out docs/exactness.md` runs one scenario in every",
         "configuration, in fp32, and compares all tokens with the plain model. Requests of",
         "1 to 300 tokens join, leave, are preempted, cancelled and share a prefix midway; copies",
         "come late and poison what has not landed. What the plain model says is what transformers",
-        "says",
-        "(`tests/model/test_oracle.py`). Every pair of settings meets in `make test`",
+        "says (`tests/model/test_oracle.py`). Every pair of settings meets in `make test`",
         "(`tests/model/test_exactness.py`), as do contexts of 4K and 16K tokens and what must be",
         "bitwise equal.",
         "",
