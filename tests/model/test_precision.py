@@ -37,7 +37,7 @@ FROM_FLOAT32 = {2048: (0.04, 0.10), 8192: (0.20, 0.30)}
 """Mean KL in nats, and share of tokens that flip."""
 
 KL_OF_OFFLOAD, FLIPPED_BY_OFFLOAD = 1e-3, 0.01
-LEAD = 0.1
+LEAD = 0.25
 
 
 @functools.cache
