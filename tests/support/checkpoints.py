@@ -101,9 +101,8 @@ TINY_GLM: Final = {**GLM, **_TINY}
 def tensors(config: ModelConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Matrices have the deviation 0.8 / sqrt(hidden): 0.05 for 256, and logits of about 1."""
     reach = 0.8 * (3 / config.hidden_dim) ** 0.5
-    return {
-        spec.name: _draw(spec.name, spec.shape, seed, reach) for spec in expected_tensors(config)
-    }
+    specs = [spec for spec in expected_tensors(config) if not spec.optional]
+    return {spec.name: _draw(spec.name, spec.shape, seed, reach) for spec in specs}
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int, reach: float) -> torch.Tensor:

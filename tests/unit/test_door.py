@@ -144,6 +144,7 @@ def test_imports_outside_the_sequence_or_twice_are_refused(offload):
         (None, "layer 0 is the first of its group and needs a selection"),
         (selection(3, 1), r"\[0, 1\] is position 1, which is not above the position before it"),
         (selection(-1, 4), r"\[0, 1\] is position 4, which comes behind a -1: -1 only at the end"),
+        (selection(-1, 0), r"\[0, 1\] is position 0, which comes behind a -1: -1 only at the end"),
     ],
 )
 def test_bad_selections_are_refused(offload, bad, match):

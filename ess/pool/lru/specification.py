@@ -77,13 +77,12 @@ def translate(
     _refuse(selection, wrong, "is outside its context", context)
     page = page_table[table_row[:, None], position // PAGE_ROWS]
     _refuse(selection, (selection >= 0) & (page < 0), "lies in a page without an id", context)
-    wrong = np.zeros(selection.shape, np.bool_)
-    wrong[:, 1:] = (selection[:, :-1] == -1) & (selection[:, 1:] >= 0)
-    _refuse(selection, wrong, "comes behind a -1: -1 only at the end", [""] * len(length))
-    unsigned = selection.view(np.uint32)
-    wrong = np.zeros(selection.shape, np.bool_)
-    wrong[:, 1:] = (unsigned[:, 1:] <= unsigned[:, :-1]) & (selection[:, 1:] >= 0)
-    _refuse(selection, wrong, "is not above the position before it", [""] * len(length))
+    after_pad = np.zeros(selection.shape, np.bool_)
+    after_pad[:, 1:] = (selection[:, :-1] == -1) & (selection[:, 1:] >= 0)
+    _refuse(selection, after_pad, "comes behind a -1: -1 only at the end", [""] * len(length))
+    falling = np.zeros(selection.shape, np.bool_)
+    falling[:, 1:] = (selection[:, 1:] <= selection[:, :-1]) & (selection[:, 1:] >= 0)
+    _refuse(selection, falling, "is not above the position before it", [""] * len(length))
     out[:] = np.where(selection < 0, -1, page * PAGE_ROWS + position % PAGE_ROWS)
 
 
