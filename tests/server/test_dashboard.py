@@ -228,12 +228,12 @@ def test_a_recording_shows_the_same_again_and_fits(page: Browser, size: tuple, p
     page.resize(*size, phone=phone)
     with Served(PacedEngine(counting(1))) as served:
         pictures = []
-        for _ in range(2):
+        for _ in range(3):  # Chromium draws single pixels otherwise right after a change of device
             page.go(f"{served.url}/dashboard?replay={screens.RECORDING}")
             page.until("document.body.dataset.replayed === ''")
             pictures.append(settled(page))
             assert page.value("document.documentElement.scrollWidth") <= size[0]
-        assert pictures[0] == pictures[1]
+        assert pictures[1] == pictures[2]
         assert page.value("document.getElementById('state').textContent") == "replay"
         assert page.errors() == []
 
