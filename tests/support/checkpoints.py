@@ -16,7 +16,7 @@ import torch
 from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
-from ess.models.weights.shapes import expected_tensors
+from ess.models.weights.shapes import HEAD, expected_tensors
 
 V32: Final[dict[str, Any]] = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -101,8 +101,11 @@ TINY_GLM: Final = {**GLM, **_TINY}
 def tensors(config: ModelConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Matrices have the deviation 0.8 / sqrt(hidden): 0.05 for 256, and logits of about 1."""
     reach = 0.8 * (3 / config.hidden_dim) ** 0.5
-    specs = [spec for spec in expected_tensors(config) if not spec.optional]
-    return {spec.name: _draw(spec.name, spec.shape, seed, reach) for spec in specs}
+    return {
+        spec.name: _draw(spec.name, spec.shape, seed, reach)
+        for spec in expected_tensors(config)
+        if not (config.tie_head and spec.name == HEAD)
+    }
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int, reach: float) -> torch.Tensor:
