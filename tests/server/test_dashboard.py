@@ -27,7 +27,7 @@ needs_browser = pytest.mark.skipif(
     chromium.path() is None and os.environ.get("BROWSER_TESTS") != "required",
     reason="Chromium is not installed: apt-get install chromium",
 )
-SMALL = ("--max-running", "2", "--max-model-len", "2k", "--modes", "da")
+LONG = ("--max-running", "2", "--max-model-len", "32k", "--modes", "da", "--host-bytes", "1GiB")
 DATASET = "document.getElementById('requests').rows"
 
 
@@ -42,9 +42,10 @@ def metrics(url: str) -> dict[tuple[str, str], float]:
 
 
 def asked(number: int) -> dict:
+    """A request that outlasts the test on any machine: pools only grow until it is aborted."""
     return {
         "prompt": [300 + (number + j * j) % 3000 for j in range(150)],
-        "max_tokens": 1500,
+        "max_tokens": 30_000,
         "ignore_eos": True,
     }
 
@@ -63,9 +64,8 @@ def page() -> Iterator[Browser]:
 @needs_browser
 def test_it_is_live_right_and_in_control(page: Browser):
     """Numbers stand between two readings of /metrics; an abort reaches the stream; no error."""
-    flags = [*SMALL, "--max-waiting", "8"]
     with (
-        Process(*flags).wait_ready() as process,
+        Process(*LONG, "--max-waiting", "8").wait_ready() as process,
         Crowd(process.url, list(map(asked, range(3)))) as crowd,
     ):
         page.go(process.url + "/dashboard")
