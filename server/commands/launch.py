@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 import msgspec
 import uvicorn
@@ -21,7 +22,7 @@ import zmq.asyncio
 from ess.clock import RealClock
 from ess.engine.config import ProcessConfig
 from ess.engine.process.messages import Launch
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.models.chat.reply import PlainParser
 from ess.models.chat.styles import style_of
@@ -36,6 +37,7 @@ from ess.server.commands.sizing import AUTO, MemoryPlan, plan_memory
 from ess.server.http import telemetry
 from ess.server.http.app import make_app
 from ess.server.http.protocol import limited
+from ess.server.process import sockets
 from ess.server.process.board import Board
 from ess.server.process.child import EngineChild
 from ess.server.process.lifecycle import QuietServer, Running
@@ -122,14 +124,14 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     )
     resolved = sized(resolved, plan)
     settings = resolved.settings
-    listener = listen(settings.host, settings.port)
+    listener = listener_of(settings)
     try:
         banner.greet(resolved, plan, url=url_of(settings, listener), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(resolved, checkpoint, plan, listener))
     finally:
-        listener.close()
+        sockets.close(listener, settings.uds)
 
 
 def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
@@ -173,26 +175,19 @@ def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """The port is taken before anything is loaded."""
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        made = socket.socket(family, kind, number)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(2048)
-    except OSError as error:
-        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    made.setblocking(False)
-    return made
+def listener_of(settings: Settings) -> socket.socket:
+    """The address is taken before anything is loaded."""
+    if settings.uds:
+        return sockets.listen_at(Path(settings.uds))
+    return sockets.listen(settings.host, settings.port)
 
 
 def url_of(settings: Settings, listener: socket.socket) -> str:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     scheme = "https" if settings.tls_cert else "http"
-    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+    if settings.uds:
+        return f"{scheme}+unix://{quote(settings.uds, safe='')}{settings.root_path}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}{settings.root_path}"
 
 
 async def _serve(

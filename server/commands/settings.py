@@ -44,6 +44,12 @@ class Settings(ProcessConfig):
     )
     host: str = setting("127.0.0.1", "listening", "The address to listen on.")
     port: int = setting(8000, "listening", "0 takes a free port.", (0, 65535))
+    uds: str = setting(
+        "", "listening", "The Unix socket to listen on, for this user alone, and on no port."
+    )
+    root_path: str = setting(
+        "", "listening", "The path under which a proxy shows this server, such as /llm."
+    )
     api_key: str = setting(
         "", "listening", "Needed on every route but /health and /ready.", is_secret=True
     )
@@ -99,6 +105,10 @@ class Settings(ProcessConfig):
         ProcessConfig.__post_init__(self)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise BadInput("tls_cert and tls_key are given together or not at all")
+        if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
+            raise BadInput(
+                f"root_path is {self.root_path!r}, must begin with / and not end with it"
+            )
         unknown = {*self.compat} - {"vllm", "sglang"}
         if unknown:
             raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
