@@ -35,7 +35,7 @@ from ess.server.commands import banner
 from ess.server.commands.settings import Resolved, Settings, resolve, size_of
 from ess.server.commands.sizing import AUTO, MemoryPlan, plan_memory
 from ess.server.http import telemetry
-from ess.server.http.app import make_app
+from ess.server.http.app import create_app
 from ess.server.http.protocol import limited
 from ess.server.process import sockets
 from ess.server.process.board import Board
@@ -290,7 +290,7 @@ def uvicorn_config(
         tally=service.tally,
     )
     return uvicorn.Config(
-        make_app(service, keys=settings.keys, spans=spans),
+        create_app(service, keys=settings.keys, spans=spans, root_path=settings.root_path),
         http=protocol,
         ws="none",
         lifespan="off",

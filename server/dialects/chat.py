@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -29,7 +29,9 @@ from ess.server.dialects.completions import encode_text, usage
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.dialects.streaming import Answer, event, respond
+from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
+from ess.server.http.responses import JSON
 from ess.server.process.service import Service
 
 
@@ -289,3 +291,16 @@ def _call(identity: str, name: str, arguments: str) -> dict[str, Any]:
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
+
+
+DOORS: Final = (
+    Door(
+        "POST",
+        ("/v1/chat/completions",),
+        chat,
+        "Answer a conversation.",
+        schemas.ChatAsk,
+        (JSON, EVENTS),
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16},
+    ),
+)

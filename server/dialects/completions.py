@@ -17,7 +17,9 @@ from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs
 from ess.server.dialects.streaming import Answer, event, respond
+from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
+from ess.server.http.responses import JSON
 from ess.server.process.service import Service
 
 LONG_CHARS: Final = 20_000
@@ -246,3 +248,16 @@ def usage(prompts: Sequence[list[int]], generations: Sequence[Generation]) -> di
         "total_tokens": prompt_count + made_count,
         "prompt_tokens_details": {"cached_tokens": cached_count},
     }
+
+
+DOORS: Final = (
+    Door(
+        "POST",
+        ("/v1/completions",),
+        completions,
+        "Complete prompts.",
+        schemas.CompletionAsk,
+        (JSON, EVENTS),
+        {"prompt": "Hello", "max_tokens": 16},
+    ),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +16,9 @@ from ess.server.dialects.completions import encode_text, usage
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.dialects.streaming import Answer, event, respond
+from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
+from ess.server.http.responses import JSON
 from ess.server.process.service import Service
 
 
@@ -244,3 +246,25 @@ class TokensWriter:
         if not (options and options.include_usage):
             return b""
         return event({**self._shape.document([]), "usage": self._shape.usage()})
+
+
+DOORS: Final = (
+    Door(
+        "POST",
+        ("/generate",),
+        generate,
+        "Complete prompts, as SGLang has it.",
+        schemas.GenerateAsk,
+        (JSON, EVENTS),
+        {"text": "Hello", "sampling_params": {"max_new_tokens": 16}},
+    ),
+    Door(
+        "POST",
+        ("/inference/v1/generate",),
+        generate_tokens,
+        "Ids in, ids out.",
+        schemas.TokensAsk,
+        (JSON, EVENTS),
+        {"token_ids": [72, 105], "sampling_params": {"max_tokens": 16}},
+    ),
+)

@@ -1,107 +1,164 @@
-"""The routes, and what happens to an error on its way out."""
+"""The application: which routes it has, and what happens to an error on its way out.
+
+`ess serve` runs it, and it can be a part of another FastAPI or Starlette application:
+
+    parent = FastAPI()
+    parent.mount("/llm", create_app(service, keys=["secret"]))
+
+It keeps its state in itself and needs no lifespan: whoever makes the service runs the service's
+link. Below a prefix its document, its pages and its errors name the right addresses. Middleware in
+front of it sees every byte: events go straight to the socket only where nothing is in between.
+"""
 
 from __future__ import annotations
 
 import difflib
-import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
-from starlette.applications import Starlette
+import msgspec
+from fastapi import FastAPI
+from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+import ess
 from ess.errors import BadInput, EssError
 from ess.server.dialects import chat, completions, generate
 from ess.server.http import (
     dashboard,
     events,
-    openapi,
     status_routes,
     telemetry,
     text_routes,
     trace_routes,
 )
 from ess.server.http.auth_limits import Gate
-from ess.server.http.responses import Absent, answer, error_answer
+from ess.server.http.openapi import pages
+from ess.server.http.openapi.document import completed, operation, operation_id
+from ess.server.http.openapi.door import DirectRoute, Door
+from ess.server.http.protocol import STRAIGHT
+from ess.server.http.responses import Absent, error_answer
 from ess.server.process.service import Service
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-async def openapi_document(request: Request) -> Response:
-    return answer(openapi.document([(methods, path) for methods, path, _ in ROUTES]))
-
-
-ROUTES: Sequence[tuple[str, str, Handler]] = (
-    ("POST", "/v1/completions", completions.completions),
-    ("POST", "/v1/chat/completions", chat.chat),
-    ("POST", "/generate", generate.generate),
-    ("POST", "/inference/v1/generate", generate.generate_tokens),
-    ("POST", "/tokenize", text_routes.tokenize),
-    ("POST", "/v1/tokenize", text_routes.tokenize),
-    ("POST", "/detokenize", text_routes.detokenize),
-    ("POST", "/v1/detokenize", text_routes.detokenize),
-    ("POST", "/abort_request", text_routes.abort),
-    ("POST", "/abort_requests", text_routes.abort),
-    ("GET POST", "/flush_cache", text_routes.flush),
-    ("GET", "/v1/models", status_routes.models),
-    ("GET", "/version", status_routes.version),
-    ("GET", "/server_info", status_routes.server),
-    ("GET", "/get_server_info", status_routes.server),
-    ("GET", "/model_info", status_routes.model),
-    ("GET", "/get_model_info", status_routes.model),
-    ("GET", "/health", status_routes.health),
-    ("GET", "/health_generate", status_routes.health_generate),
-    ("GET", "/ready", status_routes.ready),
-    ("GET", "/v1/loads", status_routes.loads),
-    ("GET", "/metrics", status_routes.metrics),
-    ("GET", "/v1/events", events.events),
-    ("POST", "/trace/start", trace_routes.start),
-    ("POST", "/trace/stop", trace_routes.stop),
-    ("GET", "/dashboard", dashboard.page),
-    ("GET", "/dashboard/{recording}", dashboard.recording),
-    ("GET", "/openapi.json", openapi_document),
+ROOMS: Final[Mapping[str, Sequence[Door]]] = MappingProxyType(
+    {
+        "openai": (*completions.DOORS, *chat.DOORS),
+        "generate": generate.DOORS,
+        "text": text_routes.DOORS,
+        "status": status_routes.DOORS,
+        "events": events.DOORS,
+        "trace": trace_routes.DOORS,
+        "dashboard": dashboard.DOORS,
+        "document": pages.DOORS,
+    }
 )
+DOORS: Final = tuple(door for doors in ROOMS.values() for door in doors)
+CLOSE: Final = 0.85
 
 
-def make_app(
-    service: Service, *, keys: Sequence[str] = (), spans: TracerProvider | None = None
-) -> ASGIApp:
-    routes = [
-        Route(path, _named(path, handler), methods=methods.split())
-        for methods, path, handler in ROUTES
-    ]
-    app = Starlette(
-        routes=routes,
+class Application(FastAPI):
+    """FastAPI, with the schemas of our bodies in its document, and below any prefix.
+
+    Inside, paths are without the prefix, which stands in `app_root_path`: what compares a path with
+    a route, such as the check of the key, need not know where the app is mounted.
+    """
+
+    def __init__(self, *, prefix: str, **given: Any) -> None:
+        super().__init__(**given)
+        self._prefix = prefix
+
+    def openapi(self) -> dict[str, Any]:
+        return completed(super().openapi(), DOORS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        prefix: str = self._prefix or scope.get("root_path", "")
+        if prefix:
+            path: str = scope["path"]
+            if path == prefix or path.startswith(prefix + "/"):
+                path = path[len(prefix) :] or "/"
+            scope = {**scope, "path": path, "root_path": "", "app_root_path": prefix}
+        if STRAIGHT in scope.get("extensions", ()) and not _is_of_socket(send):
+            scope = {**scope, "extensions": {}}
+        await super().__call__(scope, receive, send)
+
+
+def _is_of_socket(send: Send) -> bool:
+    """What wraps `send` would miss the events that go straight to the socket."""
+    return isinstance(getattr(send, "__self__", None), RequestResponseCycle)
+
+
+def create_app(
+    service: Service,
+    *,
+    keys: Sequence[str] = (),
+    spans: TracerProvider | None = None,
+    root_path: str = "",
+) -> FastAPI:
+    """`root_path` is the prefix of a proxy in front; a parent that mounts the app sets its own."""
+    app = Application(
+        title="ESS",
+        version=ess.__version__,
+        prefix=root_path,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
         exception_handlers={EssError: _on_error, HTTPException: _on_http},
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.router.redirect_slashes = False
     app.state.service = service
     app.state.frames = events.Frames(service)
-    inner: ASGIApp = app if spans is None else telemetry.Spans(app, spans)
-    return Gate(inner, keys=keys, body_max=service.limits.body_max, tally=service.tally)
+    _add_routes(app)
+    if spans is not None:
+        app.add_middleware(telemetry.Spans, provider=spans)
+    body_max, tally = service.limits.body_max, service.tally
+    app.add_middleware(Gate, keys=keys, body_max=body_max, tally=tally)
+    return app
 
 
-def _named(path: str, handler: Handler) -> Handler:
-    """Runs a route, counted under its own path; an unexpected exception becomes a 500."""
+def _add_routes(app: FastAPI) -> None:
+    """Into the app's own router: a router for each room would be searched as a whole.
 
-    async def handle(request: Request) -> Response:
-        request.scope["route_name"] = path
-        try:
-            return await handler(request)
-        except (EssError, HTTPException):
-            raise
-        except Exception as error:
-            return _failed(request, error)
+    HEAD is served wherever GET is, behind all other routes and outside of the document.
+    """
+    for room, doors in ROOMS.items():
+        for door in doors:
+            for method in door.methods.split():
+                _add_route(app, method, door, tags=[room])
+    for door in DOORS:
+        if "GET" in door.methods.split():
+            _add_route(app, "HEAD", msgspec.structs.replace(door, listed=False), tags=[])
 
-    return handle
+
+def _add_route(app: FastAPI, method: str, door: Door, *, tags: list[Any]) -> None:
+    for path in door.paths:
+        app.router.add_api_route(
+            path,
+            door.handler,
+            methods=[method],
+            tags=tags,
+            summary=door.sentence,
+            response_description=door.sentence,
+            operation_id=operation_id(method, path),
+            response_model=None,
+            response_class=Response,
+            openapi_extra=operation(door, path),
+            include_in_schema=door.listed,
+            route_class_override=DirectRoute,
+        )
+
+
+# ---- errors
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -110,28 +167,41 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
+    """A path that is not there, or not for this method; other errors come from added routes."""
     assert isinstance(error, HTTPException), "registered for these"
-    path = request.url.path[:100]
-    if error.status_code == 404:
+    path = request.scope["path"][:100]
+    if error.status_code == 405:
+        return _not_for(request, path)
+    if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
         return error_answer(Absent(f"there is no {path}; {_nearest(path)}"))
-    served = (error.headers or {}).get("Allow", "")
-    made = error_answer(BadInput(f"{request.method} is not served at {path}; {served} is"))
-    made.status_code = error.status_code
-    made.headers.update(error.headers or {})
+    return await http_exception_handler(request, error)
+
+
+def _not_for(request: Request, path: str) -> Response:
+    served = _methods_at(request)
+    shown = sorted(served - {"HEAD"})
+    verb = "is" if len(shown) == 1 else "are"
+    sentence = f"{request.method} is not served at {path}; {' and '.join(shown)} {verb}"
+    made = error_answer(BadInput(sentence))
+    made.status_code = 405
+    made.headers["allow"] = ", ".join(sorted(served))
     return made
 
 
+def _methods_at(request: Request) -> set[str]:
+    """Each method of a path has its own route."""
+    return {
+        method
+        for route in request.app.routes
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in getattr(route, "methods", None) or ()
+    }
+
+
 def _nearest(path: str) -> str:
-    """The known path closest to the requested one; often a client's base URL lacks /v1."""
-    known = [route for _, route, _ in ROUTES]
-    close = [f"/v1{path}"] if f"/v1{path}" in known else difflib.get_close_matches(path, known, n=1)
-    return f"did you mean {close[0]}?" if close else "/openapi.json lists what there is"
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    """The log gets the exception; the client gets a 500 without details."""
-    state = request.state
-    traced = f" of trace {state.trace}" if state.trace else ""
-    log = logging.getLogger("ess")
-    log.error("request %s%s failed", state.request_id, traced, exc_info=error)
-    return error_answer(EssError())
+    """The known path that was meant: often a base URL lacks /v1, or a slash is too many."""
+    known = {path for door in DOORS for path in door.paths if door.listed and "{" not in path}
+    path = path.rstrip("/").lower()
+    meant = [near for near in (path, f"/v1{path}", path.removeprefix("/v1")) if near in known]
+    meant = meant or difflib.get_close_matches(path, sorted(known), n=1, cutoff=CLOSE)
+    return f"did you mean {meant[0]}?" if meant else "/openapi.json lists what there is"

@@ -1,9 +1,9 @@
 """ASGI middleware in front of every route: request id, API key, length of the body.
 
 Plain ASGI, because it wraps streams too. When a key is set, every path needs it, also paths that do
-not exist. Three are exempt: the two that probes call, and the dashboard's page. A browser cannot
-send a key when it opens an address; the page holds no state of this server, asks the user for the
-key and sends it with its own requests.
+not exist. Exempt are those that probes call and the pages: dashboard, /docs, /redoc and what these
+load. A browser cannot send a key when it opens an address; a page holds no state of this server,
+asks the user for the key and sends it with its own requests.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ess.server.http.openapi import pages
 from ess.server.http.request_ids import address, headers_of
 from ess.server.http.responses import Denied, TooLarge, error_answer
 from ess.server.process.tally import Tally
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/dashboard"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/dashboard", *pages.PATHS})
 
 
 class Gate:

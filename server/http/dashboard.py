@@ -16,6 +16,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ess.server.http.openapi.door import Door
 from ess.server.http.responses import JSON, Absent
 
 INLINE: Final = re.compile(rb"<(style|script)[^>]*>(.*?)</\1>", re.DOTALL)
@@ -60,3 +61,9 @@ async def recording(request: Request) -> Response:
     if not NAME.fullmatch(name) or not found.is_file():
         raise Absent(f"there is no recording {name[:100]!r}")
     return Response(found.read_bytes(), media_type=JSON)
+
+
+DOORS: Final = (
+    Door("GET", ("/dashboard",), page, "A page that shows all this.", gives=("text/html",)),
+    Door("GET", ("/dashboard/{recording}",), recording, "A recording for the page."),
+)

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 import ess
 from ess.engine.process.messages import Status
 from ess.server.dialects.streaming import STREAM_HEADERS, first_of, gone
+from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.process.service import Service
 from ess.server.process.tally import WAIT_BOUNDS_S, Waits
 
@@ -59,15 +60,25 @@ class FrameStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            if scope["method"] == "HEAD":
+                await self._begin(send)
+                await self._end(send)
+                return
             await first_of(self._pump(send), gone(receive))
         except TimeoutError:
             self._service.tally.disconnect_count += 1
         finally:
             self._service.board.leave(self._fresh)
 
-    async def _pump(self, send: Send) -> None:
+    async def _begin(self, send: Send) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)}
         await send(head)
+
+    async def _end(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pump(self, send: Send) -> None:
+        await self._begin(send)
         await self._send(send, b"retry: 1000\n\n" + _event("history", history(self._service)))
         while True:
             is_lost = self._service.link.state == "lost"
@@ -75,7 +86,7 @@ class FrameStream(Response):
             if is_lost:
                 break
             await _set_within(self._fresh, QUIET_S)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._end(send)
 
     async def _send(self, send: Send, ready: bytes) -> None:
         body = {"type": "http.response.body", "body": ready, "more_body": True}
@@ -187,3 +198,14 @@ def counts(status: Status, at_s: float) -> dict[str, Any]:
         "transfer_us": status.transfer_us,
         "exposed_us": status.exposed_us,
     }
+
+
+DOORS: Final = (
+    Door(
+        "GET",
+        ("/v1/events",),
+        events,
+        "What the engine does, a few times a second.",
+        gives=(EVENTS,),
+    ),
+)

@@ -38,6 +38,10 @@ class Denied(EssError):
 class Absent(EssError):
     """The model or route does not exist."""
 
+    def __init__(self, sentence: str, *, code: str | None = None) -> None:
+        super().__init__(sentence)
+        self.code = code
+
 
 class TooLarge(EssError):
     """The body exceeds the limit."""
@@ -67,9 +71,17 @@ def error_body(error: EssError) -> tuple[int, dict[str, Any]]:
     param = named[1] if named is not None and named[1] != "body" else None
     for kind, status, name in STATUS_OF:
         if isinstance(error, kind):
-            code = error.reason if isinstance(error, Refused) else None
-            return status, _body(str(error), name, param=param, code=code)
+            return status, _body(str(error), name, param=param, code=_code(error))
     return 500, _body("the server failed; its log says how", "server_error")
+
+
+def _code(error: EssError) -> str | None:
+    match error:
+        case Refused():
+            return error.reason
+        case Absent():
+            return error.code
+    return None
 
 
 def _body(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +16,8 @@ from ess.errors import Unavailable
 from ess.server.dialects.generation import Ending, Generation
 from ess.server.dialects.streaming import Answer
 from ess.server.http.metrics import CONTENT_TYPE, MODES, exposition
-from ess.server.http.responses import answer, error_answer
+from ess.server.http.openapi.door import Door
+from ess.server.http.responses import Refused, answer, error_answer
 from ess.server.process.service import Service
 
 
@@ -27,19 +28,28 @@ def _service(request: Request) -> Service:
 
 async def models(request: Request) -> Response:
     service = _service(request)
-    listed = [
-        {
-            "id": name,
-            "object": "model",
-            "created": service.started_unix,
-            "owned_by": "ess",
-            "root": service.name,
-            "parent": None,
-            "max_model_len": service.limits.length_max,
-        }
-        for name in service.names
-    ]
-    return answer({"object": "list", "data": listed})
+    return answer({"object": "list", "data": [_listed(service, name) for name in service.names]})
+
+
+async def one_model(request: Request) -> Response:
+    """Names may have slashes, as those of checkpoints on a hub have."""
+    service = _service(request)
+    name: str = request.path_params["model"]
+    if name not in service.names:
+        raise service.absent(name)
+    return answer(_listed(service, name))
+
+
+def _listed(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_unix,
+        "owned_by": "ess",
+        "root": service.name,
+        "parent": None,
+        "max_model_len": service.limits.length_max,
+    }
 
 
 async def version(request: Request) -> Response:
@@ -115,19 +125,37 @@ async def ready(request: Request) -> Response:
 
 
 async def health_generate(request: Request) -> Response:
-    """200 after the engine has made one token."""
+    """200 after the engine has made one token, or while it is too busy and makes others."""
     service = _service(request)
+    service.check_state()
+    try:
+        await _one_token(service, request.state.request_id)
+    except (Refused, TimeoutError) as error:
+        if not _is_making(service):
+            raise _fruitless(service) if isinstance(error, TimeoutError) else error from None
+    return answer({"status": "ok"})
+
+
+async def _one_token(service: Service, request_id: str) -> None:
     prompt = service.tokenizer.encode("a") or [0]
-    call = service.begin(request.state.request_id, [(prompt, Sampling(tokens_max=1))])
+    call = service.begin(request_id, [(prompt, Sampling(tokens_max=1))])
     grown = Answer(service, call, [Generation(service.tokenizer, Ending())])
     try:
         async with asyncio.timeout(service.limits.probe_s):
             await grown.collect()
-    except TimeoutError:
-        raise Unavailable(f"no token within {service.limits.probe_s:g} s") from None
     finally:
         grown.give_up()
-    return answer({"status": "ok"})
+
+
+def _is_making(service: Service) -> bool:
+    """Whether tokens were made within the time of a probe: then a full queue is no fault."""
+    since_s = service.clock.now_s() - service.limits.probe_s
+    counts = [status.made_count for at_s, status in service.board.recent if at_s >= since_s]
+    return len(counts) > 1 and counts[-1] > counts[0]
+
+
+def _fruitless(service: Service) -> Unavailable:
+    return Unavailable(f"no token within {service.limits.probe_s:g} s")
 
 
 async def loads(request: Request) -> Response:
@@ -148,6 +176,23 @@ async def loads(request: Request) -> Response:
             "loads": [load],
         }
     )
+
+
+async def load_vllm(request: Request) -> Response:
+    """How many requests are open."""
+    return answer({"server_load": _service(request).link.open_count})
+
+
+async def load_sglang(request: Request) -> Response:
+    """As older routers read it: one entry per rank, of which there is one."""
+    load = _load(_service(request))
+    ours = {
+        "dp_rank": load["dp_rank"],
+        "num_reqs": load["num_total_reqs"],
+        "num_waiting_reqs": load["num_waiting_reqs"],
+        "num_tokens": load["num_used_tokens"],
+    }
+    return answer([ours])
 
 
 def _load(service: Service) -> dict[str, Any]:
@@ -200,3 +245,32 @@ def _queues(service: Service) -> dict[str, Any]:
 async def metrics(request: Request) -> Response:
     text = exposition(_service(request))
     return Response(text, media_type=CONTENT_TYPE)
+
+
+_PROBE: Final = "Alive: the engine is not lost. 200 also while it starts or drains; /ready is not."
+DOORS: Final = (
+    Door("GET", ("/health",), health, _PROBE),
+    Door("GET POST", ("/ping",), health, _PROBE),
+    Door("GET", ("/ready",), ready, "Send requests here."),
+    Door("GET", ("/health_generate",), health_generate, "Alive enough to make tokens."),
+    Door("GET", ("/v1/models",), models, "The names under which the model is served."),
+    Door("GET", ("/v1/models/{model:path}",), one_model, "One of these names."),
+    Door("GET", ("/version",), version, "The version of this server."),
+    Door(
+        "GET",
+        ("/server_info", "/get_server_info"),
+        server,
+        "What was configured, where from, and what the engine chose.",
+    ),
+    Door("GET", ("/model_info", "/get_model_info"), model, "The model."),
+    Door(
+        "GET",
+        ("/v1/loads", "/loads"),
+        loads,
+        "The load, as SGLang has it.",
+        queries=("include",),
+    ),
+    Door("GET", ("/get_load",), load_sglang, "The load, as older SGLang has it."),
+    Door("GET", ("/load",), load_vllm, "The load, as vLLM has it."),
+    Door("GET", ("/metrics",), metrics, "Metrics for Prometheus.", gives=("text/plain",)),
+)

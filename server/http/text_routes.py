@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +12,7 @@ from ess.server.dialects import schemas
 from ess.server.dialects.chat import encode_chat, wants_thinking
 from ess.server.dialects.completions import encode_text
 from ess.server.dialects.logprobs import token_text
+from ess.server.http.openapi.door import Door
 from ess.server.http.responses import answer
 from ess.server.process.service import Service
 
@@ -76,3 +77,32 @@ async def flush(request: Request) -> Response:
     if sentence:
         raise BadState(f"nothing was flushed: {sentence}")
     return answer({"flushed": True})
+
+
+DOORS: Final = (
+    Door(
+        "POST",
+        ("/tokenize", "/v1/tokenize"),
+        tokenize,
+        "Texts or a conversation to ids.",
+        schemas.TokenizeAsk,
+        example={"prompt": "Hello"},
+    ),
+    Door(
+        "POST",
+        ("/detokenize", "/v1/detokenize"),
+        detokenize,
+        "Ids to texts.",
+        schemas.DetokenizeAsk,
+        example={"tokens": [72, 105]},
+    ),
+    Door(
+        "POST",
+        ("/abort_request", "/abort_requests"),
+        abort,
+        "End requests by their ids.",
+        schemas.AbortAsk,
+        example={"rid": "mine"},
+    ),
+    Door("GET POST", ("/flush_cache",), flush, "Forget cached prefixes, when nothing runs."),
+)

@@ -5,13 +5,14 @@ The answer of stop is a trace-event document: ui.perfetto.dev and chrome://traci
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 import ess
 from ess.engine.process.messages import Traced
+from ess.server.http.openapi.door import Door
 from ess.server.http.responses import answer
 from ess.server.process.service import Service
 
@@ -51,3 +52,9 @@ def trace_document(traced: Traced, *, title: str) -> dict[str, Any]:
 
 def _named(what: str, lane: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": 0, "tid": lane, "args": {"name": name}}
+
+
+DOORS: Final = (
+    Door("POST", ("/trace/start",), start, "Keep what every step does."),
+    Door("POST", ("/trace/stop",), stop, "What was kept, as a trace for Perfetto."),
+)

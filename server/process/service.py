@@ -88,7 +88,11 @@ class Service:
     def check_model(self, model: str | None) -> None:
         """Routers that do not know a name send `unknown` or none."""
         if model and model != "unknown" and model not in self.names:
-            raise Absent(f"the model {model!r:.80} is not served here; {self.name!r} is")
+            raise self.absent(model)
+
+    def absent(self, model: str) -> Absent:
+        sentence = f"the model {model!r:.80} is not served here; {self.name!r} is"
+        return Absent(sentence, code="model_not_found")
 
     def begin(
         self,

@@ -20,6 +20,7 @@ import uvicorn
 import uvloop
 import zmq
 import zmq.asyncio
+from starlette.types import ASGIApp
 
 from ess.clock import RealClock
 from ess.engine.process import fake_engine
@@ -28,7 +29,7 @@ from ess.engine.process.wire import SocketWire
 from ess.models.chat.styles import ChatStyle, PlainStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.launch import embedded_path
-from ess.server.http.app import make_app
+from ess.server.http.app import create_app
 from ess.server.http.protocol import limited
 from ess.server.process.board import Board
 from ess.server.process.lifecycle import QuietServer
@@ -124,8 +125,12 @@ class Served:
         connections_max: int = 1024,
         head_bytes_max: int = 32 << 10,
         spans: TracerProvider | None = None,
+        root_path: str = "",
+        within: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
         self.engine = engine
+        self._root_path = root_path
+        self._within = within
         self._keys = keys
         self._spans = spans
         self._limits = limits or Limits(running_max=16, waiting_max=64, length_max=4096)
@@ -204,8 +209,9 @@ class Served:
             clock=clock,
             tally=self._tally,
         )
+        app = create_app(service, keys=self._keys, spans=self._spans, root_path=self._root_path)
         config = uvicorn.Config(
-            make_app(service, keys=self._keys, spans=self._spans),
+            self._within(app),
             http=self._protocol,
             ws="none",
             lifespan="off",

@@ -16,7 +16,8 @@ import ess
 from ess.engine.process.messages import PoolUse, RequestLine, Status
 from ess.errors import Unavailable
 from ess.server.process.board import RECENT_S, SUBSCRIBERS_MAX, Board
-from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
+from ess.server.process.service import Limits
+from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, saying, until
 from tests.support.manual_clock import ManualClock
 
 TEXT = "one two three four"
@@ -161,6 +162,19 @@ def test_models_version_and_what_is_configured(served: Served):
         assert ask(served, path)["is_generation"] is True
 
 
+def test_one_model_is_shown_or_absent(served: Served):
+    [listed] = ask(served, "/v1/models")["data"]
+    assert ask(served, "/v1/models/test-model") == listed
+    for path in ("/v1/models/deepseek-ai/DeepSeek-V3.2", "/v1/models/unknown"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(served, path)
+        error = json.loads(refused.value.read())["error"]
+        assert (refused.value.code, error["code"]) == (404, "model_not_found")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(served, "/v1/completions", {"model": "a/b", "prompt": "x"})
+    assert json.loads(refused.value.read())["error"]["code"] == "model_not_found"
+
+
 def test_texts_to_ids_and_back(served: Served):
     for prefix in ("", "/v1"):
         found = ask(served, f"{prefix}/tokenize", {"prompt": "hello ä", "return_token_strs": True})
@@ -198,9 +212,34 @@ def test_wrong_bodies_are_explained(served: Served, path, body, says):
 def test_probes(served: Served):
     assert ask(served, "/health") == {"status": "ready"}
     assert ask(served, "/ready") == {"status": "ready"}
+    assert ask(served, "/ping") == ask(served, "/ping", {}) == {"status": "ready"}
     before = len(served.engine.adds)
     assert ask(served, "/health_generate") == {"status": "ok"}
     assert served.engine.adds[before].sampling.tokens_max == 1
+
+
+def test_a_full_queue_is_no_fault_while_tokens_are_made():
+    limits = Limits(running_max=1, waiting_max=0, length_max=4096, probe_s=0.4)
+    body = {"prompt": "a", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    with Served(PacedEngine(counting(4000), pace_s=0.01), limits=limits) as busy:
+        sent = urllib.request.Request(busy.url + "/v1/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(sent, timeout=10) as events:
+            assert events.readline().startswith(b"data:")
+            made = busy.service.board
+            until(lambda: len({status.made_count for _, status in made.recent}) > 2, "tokens")
+            assert ask(busy, "/health_generate") == {"status": "ok"}
+            assert busy.service.link.open_count == 1
+            busy.engine.hold()
+            until(lambda: probed(busy) == 503, "the probe of a stuck engine")
+            busy.engine.held.set()
+
+
+def probed(served: Served) -> int:
+    try:
+        with urllib.request.urlopen(served.url + "/health_generate", timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def test_loads(served: Served):
@@ -213,6 +252,10 @@ def test_loads(served: Served):
     assert load["queues"]["waiting"] == 0
     [core] = ask(served, "/v1/loads?include=core")["loads"]
     assert "memory" not in core
+    assert ask(served, "/loads?model=test-model")["loads"][0]["num_running_reqs"] == 2
+    assert ask(served, "/load") == {"server_load": 0}
+    entry = {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 32768}
+    assert ask(served, "/get_load") == [entry]
 
 
 def test_metrics_parse_and_carry_other_names(served: Served):

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from ess.engine.process.messages import Status
-from ess.server.http.app import ROUTES
+from ess.server.http.app import DOORS
 from ess.server.http.auth_limits import OPEN_PATHS
 from ess.server.process.service import Limits
 from tests.server.harness import PacedEngine, Served, counting, raw, saying, until
@@ -53,7 +53,7 @@ def opened(served: Served, body: dict, path: str = "/v1/completions") -> socket.
 
 def test_every_path_but_the_probes_needs_the_key():
     with Served(PacedEngine(counting(2)), keys=("right", "spare")) as served:
-        for methods, path, _ in ROUTES:
+        for methods, path in [(door.methods, path) for door in DOORS for path in door.paths]:
             body = {} if methods == "POST" else None
             if path in OPEN_PATHS:
                 ask(served, path)
@@ -98,6 +98,14 @@ def test_a_request_id_goes_out_as_it_came_in():
         ("/v1/complitions", {}, 404, "did you mean /v1/completions?"),
         ("/zzzzzz", None, 404, "there is no /zzzzzz; /openapi.json lists what there is"),
         ("/v1/completions", None, 405, "GET is not served at /v1/completions; POST is"),
+        ("/v1/models", {}, 405, "POST is not served at /v1/models; GET is"),
+        ("/v1/models/a/b", {}, 405, "POST is not served at /v1/models/a/b; GET is"),
+        ("/health/", None, 404, "there is no /health/; did you mean /health?"),
+        ("/v1/health", None, 404, "did you mean /health?"),
+        ("/V1/Models", None, 404, "did you mean /v1/models?"),
+        ("/v1/embeddings", {}, 404, "there is no /v1/embeddings; /openapi.json lists"),
+        ("/v1/responses", {}, 404, "there is no /v1/responses; /openapi.json lists"),
+        ("/rerank", {}, 404, "there is no /rerank; /openapi.json lists"),
     ],
 )
 def test_a_wrong_path_is_told_the_right_one(path: str, body: dict | None, code: int, says: str):
