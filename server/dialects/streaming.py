@@ -67,7 +67,7 @@ class Answer:
 
     def take(self, piece: Piece) -> tuple[int, Delta]:
         """Turns a piece into text; after a stop string the engine is told to stop too."""
-        index = piece.number - self.call.numbers.start
+        index = self.call.numbers.index(piece.number)
         generation = self.generations[index]
         if piece.reason in ("refused", "failed"):
             raise _refusal(piece)

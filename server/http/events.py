@@ -151,7 +151,7 @@ def frame(service: Service) -> dict[str, Any]:
         "wait_bounds_s": WAIT_BOUNDS_S,
         "first_token": _waits(service.tally.first_token),
         "between_tokens": _waits(service.tally.between_tokens),
-        "requests": _requests(service, status),
+        "requests": _requests(status),
     }
 
 
@@ -163,18 +163,9 @@ def _waits(waits: Waits) -> list[int]:
     return waits.counts.copy()
 
 
-def _requests(service: Service, status: Status) -> list[dict[str, Any]]:
-    """The engine's requests under the ids that clients know, without those that have ended."""
-    now_s, calls = service.clock.now_s(), service.link.calls
-    return [
-        {
-            **msgspec.structs.asdict(line),
-            "id": calls[line.number].request_id,
-            "age_s": now_s - calls[line.number].started_s,
-        }
-        for line in status.requests
-        if line.number in calls
-    ]
+def _requests(status: Status) -> list[dict[str, Any]]:
+    """The engine's requests, of all fronts, under the ids that clients know."""
+    return [{**msgspec.structs.asdict(line), "id": line.name} for line in status.requests]
 
 
 def counts(status: Status, at_s: float) -> dict[str, Any]:

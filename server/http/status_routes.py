@@ -205,7 +205,7 @@ def _load(service: Service) -> dict[str, Any]:
         "dp_rank": 0,
         "num_running_reqs": status.running_count,
         "num_waiting_reqs": service.waiting_count,
-        "num_total_reqs": service.link.open_count,
+        "num_total_reqs": service.open_count,
         "num_used_tokens": used,
         "num_total_tokens": used,
         "max_total_num_tokens": capacity,

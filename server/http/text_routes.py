@@ -64,11 +64,11 @@ async def abort(request: Request) -> Response:
     service: Service = request.app.state.service
     ask = schemas.read(await request.body(), schemas.AbortAsk)
     if ask.abort_all:
-        return answer({"aborted": service.link.abort_ids(None)})
+        return answer({"aborted": await service.link.abort_ids(None)})
     ids = {*(ask.request_ids or ()), *([ask.rid] if ask.rid else ())}
     if not ids:
         raise BadInput("give rid, request_ids or abort_all")
-    return answer({"aborted": service.link.abort_ids(ids)})
+    return answer({"aborted": await service.link.abort_ids(ids)})
 
 
 async def flush(request: Request) -> Response:

@@ -19,7 +19,7 @@ from ess.server.process.service import Service
 
 async def start(request: Request) -> Response:
     service: Service = request.app.state.service
-    service.link.start_trace()
+    await service.link.start_trace()
     return answer({"tracing": True})
 
 

@@ -2,15 +2,18 @@
 
 A `Call` is what one HTTP request wants of the engine: one or several requests there, whose pieces
 arrive in one mailbox. The link numbers requests, hands pieces out, and is the only place that
-knows whether the engine is loading, ready or lost.
+knows whether the engine is loading, ready or lost. A server of several processes, its fronts, has a
+link in each: what concerns the requests of all fronts is asked of the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, cast
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, cast
 
 import zmq
 import zmq.asyncio
@@ -18,11 +21,15 @@ import zmq.asyncio
 from ess.clock import Clock
 from ess.engine.process.messages import (
     Abort,
+    Aborted,
+    AbortNamed,
     Add,
+    Cut,
     Fault,
     Flush,
     Flushed,
     FromEngine,
+    Lost,
     Packer,
     Piece,
     Progress,
@@ -32,6 +39,7 @@ from ess.engine.process.messages import (
     ToEngine,
     Trace,
     Traced,
+    Tracing,
 )
 from ess.engine.process.wire import UNREAD_MAX
 from ess.engine.tokens.sampling import Sampling
@@ -41,6 +49,29 @@ from ess.server.process.tally import Waits
 
 State = Literal["starting", "ready", "lost"]
 Reader = Callable[[list[Piece]], bool]
+Answered = Flushed | Tracing | Traced | Aborted
+Question = Literal["flush", "trace", "abort"]
+LIVES: Final = 1 << 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which of the server's processes this is. A front that takes the place of one that was lost is
+    the next `life` there, so that no number is used twice."""
+
+    front: int = 0
+    count: int = 1
+    life: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.front < self.count, f"front {self.front} of {self.count}"
+
+    @property
+    def first_number(self) -> int:
+        return self.front + self.count * self.life * LIVES
+
+
+ALONE: Final = Place()
 
 
 class Call:
@@ -129,7 +160,11 @@ class EngineLink:
         *,
         board: Board,
         clock: Clock,
+        place: Place = ALONE,
+        on_cut: Callable[[int], None] = lambda front: None,
     ) -> None:
+        self.place = place
+        self._on_cut = on_cut
         self._packer = Packer()
         self._board = board
         self._clock = clock
@@ -139,10 +174,12 @@ class EngineLink:
         self._socket.setsockopt(zmq.RCVHWM, UNREAD_MAX)
         self._socket.bind(endpoint)
         self._calls: dict[int, Call] = {}
-        self._next_number = 0
-        self._flushing: list[asyncio.Future[str]] = []
-        self._is_tracing = False
-        self._traced: asyncio.Future[Traced] | None = None
+        self._next_number = place.first_number
+        self._asked: dict[Question, deque[asyncio.Future[Answered]]] = {
+            "flush": deque(),
+            "trace": deque(),
+            "abort": deque(),
+        }
         self.state: State = "starting"
         self.why_lost = ""
         self.ready: Ready | None = None
@@ -163,9 +200,10 @@ class EngineLink:
         return self._clock.now_s() - min(silent) if silent else 0.0
 
     @property
-    def calls(self) -> Mapping[int, Call]:
-        """By the number of the engine's request."""
-        return self._calls
+    def open_elsewhere_count(self) -> int:
+        """Of other fronts; it may be a moment old."""
+        counts = self._board.status.open_counts
+        return sum(count for front, count in enumerate(counts) if front != self.place.front)
 
     def start(
         self,
@@ -178,7 +216,8 @@ class EngineLink:
         is another choice."""
         if self.state == "lost":
             raise Unavailable(f"the engine is gone: {self.why_lost}")
-        numbers = range(self._next_number, self._next_number + len(prompts))
+        step, first = self.place.count, self._next_number
+        numbers = range(first, first + step * len(prompts), step)
         self._next_number = numbers.stop
         call = Call(request_id, numbers, started_s=self._clock.now_s())
         try:
@@ -186,7 +225,7 @@ class EngineLink:
             for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
                 first = leaders.setdefault(id(prompt), number)
                 leader = None if first == number else first
-                self._send(Add(number, prompt, sampling, priority, leader))
+                self._send(Add(number, prompt, sampling, priority, leader, request_id))
                 self._calls[number] = call
         except Unavailable:
             self.abort(call)
@@ -206,8 +245,19 @@ class EngineLink:
             call.put(Piece(number, reason="cancelled"))
             call.nudge()
 
-    def abort_ids(self, request_ids: set[str] | None) -> int:
-        """Abort by the ids that clients know; None means all. Returns how many calls it met."""
+    async def abort_ids(self, request_ids: set[str] | None) -> int:
+        """Abort by the ids that clients know; None means all. Returns how many calls it met.
+
+        The engine hears of our own first, so that it does not count them again."""
+        met_count = self._abort_own(request_ids)
+        if self.place.count == 1 or self.state != "ready":
+            return met_count
+        names = None if request_ids is None else frozenset(request_ids)
+        answer = await self._ask("abort", AbortNamed(names, self.place.front))
+        assert isinstance(answer, Aborted), f"{answer} answers an abort"
+        return met_count + answer.count
+
+    def _abort_own(self, request_ids: set[str] | None) -> int:
         met = {
             id(call): call
             for call in self._calls.values()
@@ -221,29 +271,42 @@ class EngineLink:
         """Forget cached prefixes; a sentence says why not, if not."""
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}: nothing can be flushed")
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._send(Flush())
-        self._flushing.append(answer)
-        return await answer
+        answer = await self._ask("flush", Flush(self.place.front))
+        assert isinstance(answer, Flushed), f"{answer} answers a flush"
+        return answer.sentence
 
-    def start_trace(self) -> None:
-        """A single trace at a time, for all clients."""
-        if self.state != "ready":
-            raise Unavailable(f"the engine is {self.state}: nothing can be traced")
-        if self._is_tracing:
-            raise BadState("a trace is being taken already; stop it first")
-        self._send(Trace(True))
-        self._is_tracing = True
+    async def start_trace(self) -> None:
+        """A single trace at a time, for all clients of all fronts."""
+        answer = await self._trace(True)
+        assert isinstance(answer, Tracing), f"{answer} answers the start of a trace"
+        if answer.sentence:
+            raise BadState(answer.sentence)
 
     async def stop_trace(self) -> Traced:
-        if not self._is_tracing:
-            raise BadState("no trace is being taken; start one first")
-        if self._traced is None:
-            self._send(Trace(False))
-            self._traced = asyncio.get_running_loop().create_future()
-        return await asyncio.shield(self._traced)
+        answer = await self._trace(False)
+        if isinstance(answer, Tracing):
+            raise BadState(answer.sentence)
+        assert isinstance(answer, Traced), f"{answer} answers the end of a trace"
+        return answer
+
+    async def _trace(self, is_on: bool) -> Answered:
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}: nothing can be traced")
+        return await self._ask("trace", Trace(is_on, self.place.front))
+
+    async def _ask(self, question: Question, message: ToEngine) -> Answered:
+        """Answers to a kind of question come in its order; one who has left is answered too."""
+        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        self._asked[question].append(answer)
+        return await answer
 
     # ---- for the server that runs it
+
+    def front_lost(self, front: int) -> None:
+        """Another front has ended: the engine gives up its requests."""
+        with contextlib.suppress(Unavailable):
+            self._send(Lost(front))
 
     async def run(self) -> None:
         """After every message the other tasks get a turn: a message that has arrived is received
@@ -264,9 +327,11 @@ class EngineLink:
             call.fail(sentence)
         self._calls.clear()
         gone = Unavailable(f"the engine is gone: {sentence}")
-        for answer in (*self._flushing, self._traced):
-            if answer is not None and not answer.done():
-                answer.set_exception(gone)
+        for answers in self._asked.values():
+            for answer in answers:
+                if not answer.done():
+                    answer.set_exception(gone)
+            answers.clear()
 
     def stop(self) -> None:
         with contextlib.suppress(Unavailable):
@@ -292,16 +357,21 @@ class EngineLink:
             case Ready():
                 self.ready, self.state = message, "ready"
                 self.became_ready.set()
-            case Flushed(sentence):
-                asker = self._flushing.pop(0) if self._flushing else None
-                if asker is not None and not asker.done():
-                    asker.set_result(sentence)
-            case Traced():
-                if self._traced is not None and not self._traced.done():
-                    self._traced.set_result(message)
-                self._is_tracing, self._traced = False, None
+            case Flushed():
+                self._answer("flush", message)
+            case Tracing() | Traced():
+                self._answer("trace", message)
+            case Aborted():
+                self._answer("abort", message)
+            case Cut(front):
+                self._on_cut(front)
             case Fault(sentence):
                 self.lose(sentence)
+
+    def _answer(self, question: Question, answer: Answered) -> None:
+        asker = self._asked[question].popleft() if self._asked[question] else None
+        if asker is not None and not asker.done():
+            asker.set_result(answer)
 
     def _deliver(self, pieces: Sequence[Piece], at_s: float) -> None:
         """All pieces are handed out before a waiter is told: all choices leave together."""

@@ -83,7 +83,12 @@ class Service:
     @property
     def waiting_count(self) -> int:
         """Requests that the engine does not run yet; the status may be a moment old."""
-        return max(0, self.link.open_count - self.board.status.running_count)
+        return max(0, self.open_count - self.board.status.running_count)
+
+    @property
+    def open_count(self) -> int:
+        """Of all fronts."""
+        return self.link.open_count + self.link.open_elsewhere_count
 
     def check_model(self, model: str | None) -> None:
         """Routers that do not know a name send `unknown` or none."""
@@ -117,12 +122,12 @@ class Service:
 
     def _check_room(self, count: int) -> None:
         room = self.limits.running_max + self.limits.waiting_max
-        if self.link.open_count + count <= room:
+        if self.open_count + count <= room:
             return
         limiter = self.board.status.limiter or ""
         reason = REASON_OF.get(limiter, "queue_full")
         sentence = (
-            f"{self.link.open_count} requests are open, {count} more would pass the limit of {room}"
+            f"{self.open_count} requests are open, {count} more would pass the limit of {room}"
         )
         if limiter:
             sentence += f"; those that wait are short of {limiter}"

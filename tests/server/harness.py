@@ -81,7 +81,7 @@ class PacedEngine(fake_engine.PacedEngine):
 
     def serve(self, endpoint: str) -> None:
         context = zmq.Context()
-        wire = SocketWire(context, endpoint)
+        wire = SocketWire(context, [endpoint])
         if self.says_ready:
             wire.give(Ready(vocabulary=VOCABULARY, length_max=4096, load_s=0.0))
         while not self.is_stopped:

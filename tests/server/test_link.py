@@ -12,10 +12,14 @@ import zmq.asyncio
 
 from ess.engine.process.messages import (
     Abort,
+    Aborted,
+    AbortNamed,
     Add,
+    Cut,
     Fault,
     Flush,
     Flushed,
+    Lost,
     Packer,
     Piece,
     Progress,
@@ -24,7 +28,7 @@ from ess.engine.process.messages import (
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from ess.server.process.board import Board
-from ess.server.process.link import Call, EngineLink
+from ess.server.process.link import Call, EngineLink, Place
 from tests.support.manual_clock import ManualClock
 
 READY = Ready(vocabulary=10, length_max=10, load_s=0.0)
@@ -207,3 +211,56 @@ def test_an_add_is_packed_with_all_that_was_asked():
     packer = Packer()
     add = Add(1, [5, 6], Sampling(seed=3, logit_bias={4: 1.0}))
     assert packer.for_engine(packer.pack(add)) == add
+
+
+def test_fronts_number_their_requests_apart_and_ask_the_engine_about_each_other_s(tmp_path: Path):
+    async def act(link: EngineLink, peer: Peer) -> None:
+        link.place = Place(front=1, count=3)
+        link._next_number = link.place.first_number
+        hearing = asyncio.ensure_future(link.run())
+        packer = Packer()
+        await peer.send(packer.pack(READY))
+        await link.became_ready.wait()
+        call = link.start("mine", [([1], Sampling()), ([2], Sampling())])
+        assert [(await told(peer)).number for _ in range(2)] == [1, 4]
+        await peer.send(packer.pack(Progress((Piece(4, (7,)),))))
+        [piece] = await call.take()
+        assert call.numbers.index(piece.number) == 1
+        aborting = asyncio.ensure_future(link.abort_ids({"mine", "theirs"}))
+        asked = [await told(peer) for _ in range(3)]
+        assert asked == [Abort(1), Abort(4), AbortNamed(frozenset({"mine", "theirs"}), 1)]
+        await peer.send(packer.pack(Aborted(1, 1)))
+        assert await aborting == 2
+        hearing.cancel()
+
+    linked(tmp_path, act)
+
+
+def test_the_next_life_of_a_front_uses_no_number_again():
+    firsts = [
+        Place(front=front, count=3, life=life).first_number for life in (0, 1) for front in range(3)
+    ]
+    assert len(set(firsts)) == 6
+    assert [first % 3 for first in firsts] == [0, 1, 2] * 2
+    assert min(firsts[3:]) - max(firsts[:3]) > 1 << 32
+
+
+def test_who_is_cut_off_is_told_to_whom_it_concerns(tmp_path: Path):
+    async def run() -> None:
+        context, clock, cut = zmq.asyncio.Context(), ManualClock(), []
+        endpoint = f"ipc://{tmp_path}/engine"
+        link = EngineLink(context, endpoint, board=Board(clock), clock=clock, on_cut=cut.append)
+        peer = context.socket(zmq.DEALER)
+        peer.connect(endpoint)
+        hearing = asyncio.ensure_future(link.run())
+        for message in (Cut(2), READY):
+            await peer.send(Packer().pack(message))
+        await link.became_ready.wait()
+        link.front_lost(2)
+        assert (cut, await told(peer)) == ([2], Lost(2))
+        hearing.cancel()
+        peer.close(linger=0)
+        link.close()
+        context.destroy(linger=0)
+
+    asyncio.run(run())

@@ -12,10 +12,13 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.layers import spans
 from ess.engine.process.messages import (
     Abort,
+    Aborted,
+    AbortNamed,
     Add,
     Flush,
     Flushed,
     FromEngine,
+    Lost,
     Packer,
     Piece,
     Progress,
@@ -25,6 +28,7 @@ from ess.engine.process.messages import (
     Trace,
     Traced,
     TraceSpan,
+    Tracing,
 )
 from ess.engine.process.worker import EngineLoop
 from ess.engine.tokens.chance import Chance
@@ -102,6 +106,7 @@ class Script:
         self.arriving = {int(turn[1:]): messages for turn, messages in arriving.items()}
         self.turn = 0
         self.given: list[FromEngine] = []
+        self.front_count = 1
 
     def take(self, *, timeout_s: float) -> list[ToEngine]:
         self.turn += 1
@@ -315,6 +320,55 @@ def test_a_trace_that_is_never_stopped_has_an_end(monkeypatch: pytest.MonkeyPatc
     loop.close()
 
 
+def test_one_trace_at_a_time_whoever_asks():
+    wire = Script(t1=[Trace(False, 1)], t2=[Trace(True, 0), Trace(True, 1)], t3=[Trace(False, 1)])
+    loop = run(wire, 4)
+    said = [m for m in wire.given if isinstance(m, (Tracing, Traced))]
+    assert [(type(m), m.front) for m in said] == [
+        (Tracing, 1),
+        (Tracing, 0),
+        (Tracing, 1),
+        (Traced, 1),
+    ]
+    assert [bool(m.sentence) for m in said if isinstance(m, Tracing)] == [True, False, True]
+    loop.close()
+
+
+def test_requests_are_aborted_by_the_name_that_clients_know_whichever_front_has_them():
+    long = Sampling(tokens_max=60)
+    named = {1: "mine", 2: "theirs", 3: "mine", 4: "mine"}
+    wire = Script(
+        t1=[Add(number, prompt(20 + number), long, name=name) for number, name in named.items()],
+        t6=[AbortNamed(frozenset({"mine", "nobody's"}), 1)],
+        t8=[AbortNamed(None, 0), AbortNamed(None, 0)],
+    )
+    wire.front_count = 2
+    loop = run(wire, 9)
+    assert [m for m in wire.given if isinstance(m, Aborted)] == [
+        Aborted(1, 1),
+        Aborted(1, 0),
+        Aborted(0, 0),
+    ]
+    ends = {n: [p.reason for p in wire.pieces(n) if p.reason] for n in named}
+    assert ends == {number: ["cancelled"] for number in named}
+    assert len(wire.made(2)) > len(wire.made(1))
+    assert loop._engine.is_idle
+    loop.close()
+
+
+def test_a_front_that_is_lost_takes_its_requests_along_and_no_others():
+    long = Sampling(tokens_max=60)
+    wire = Script(t1=[Add(number, prompt(20 + number), long) for number in (3, 4, 5)], t6=[Lost(1)])
+    wire.front_count = 2
+    loop = run(wire, 9)
+    assert loop.status().open_counts == (1, 0)
+    assert [bool(wire.pieces(number)) for number in (3, 4, 5)] == [True, True, True]
+    assert [piece.reason for number in (3, 5) for piece in wire.pieces(number)] == [None] * len(
+        [*wire.pieces(3), *wire.pieces(5)]
+    )
+    loop.close()
+
+
 @pytest.mark.parametrize(("advance_s", "count"), [(0.3, 10), (0.1, 4)])
 def test_a_status_comes_a_few_times_a_second_also_when_idle(advance_s: float, count: int):
     wire = Script(t10=[Stop()])
@@ -333,8 +387,11 @@ def test_a_status_comes_a_few_times_a_second_also_when_idle(advance_s: float, co
         Add(1 << 40, [1, 2], FULL),
         Add(2, [1], Sampling()),
         Abort(3),
-        Flush(),
-        Trace(True),
+        AbortNamed(frozenset({"a", "b"}), 1),
+        AbortNamed(None, 0),
+        Flush(2),
+        Trace(True, 1),
+        Lost(1),
         Stop(),
     ],
 )

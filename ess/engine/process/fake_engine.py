@@ -1,6 +1,6 @@
 """An engine without a model: it speaks the engine's side of the wire at a given pace.
 
-    python -m ess.engine.process.fake_engine ENDPOINT        (a Launch as one JSON line on stdin)
+    python -m ess.engine.process.fake_engine ENDPOINT...     (a Launch as one JSON line on stdin)
 
 For measuring a server by itself, and for routers and clients under test. Every request gets the
 tokens of its script, `per_step` at a time; a step's tokens of all requests leave in one message, as
@@ -22,10 +22,13 @@ import zmq
 
 from ess.engine.process.messages import (
     Abort,
+    Aborted,
+    AbortNamed,
     Add,
     Flush,
     Flushed,
     Launch,
+    Lost,
     Piece,
     Progress,
     Ready,
@@ -35,8 +38,9 @@ from ess.engine.process.messages import (
     ToEngine,
     Trace,
     Traced,
+    Tracing,
 )
-from ess.engine.process.wire import SocketWire, Wire
+from ess.engine.process.wire import SocketWire, Wire, open_counts
 from ess.engine.request import Reason
 from ess.engine.tokens.chance import Chance
 
@@ -53,6 +57,7 @@ class Going:
     add: Add
     left: Iterator[int]
     ahead: int | None
+    began_s: float
     made_count: int = 0
 
     def take(self) -> int:
@@ -83,12 +88,15 @@ class PacedEngine:
         self._going: dict[int, Going] = {}
         self._step_count = self._made_count = self._prompt_count = 0
         self._told_at_s = 0.0
+        self._is_tracing = False
+        self._front_count = 1
 
     def run(self, wire: Wire) -> None:
         while not self.is_stopped:
             self.turn(wire)
 
     def turn(self, wire: Wire) -> None:
+        self._front_count = wire.front_count
         for message in wire.take(timeout_s=0.0 if self._going else IDLE_S):
             self.obey(message, wire)
         if self._going:
@@ -106,18 +114,36 @@ class PacedEngine:
         match message:
             case Add():
                 left = iter(self._script(message))
-                self._going[message.number] = Going(message, left, next(left))
+                self._going[message.number] = Going(message, left, next(left), time.monotonic())
                 self._prompt_count += len(message.prompt)
             case Abort(number):
                 self._going.pop(number, None)
-            case Flush():
+            case AbortNamed(names, front):
+                wire.give(Aborted(self._abort(names, wire), front))
+            case Lost(front):
+                for number in [n for n in self._going if n % wire.front_count == front]:
+                    del self._going[number]
+            case Flush(front):
                 busy = f"{len(self._going)} requests are running or waiting"
-                wire.give(Flushed(busy if self._going else ""))
-            case Trace(is_on):
-                if not is_on:
-                    wire.give(Traced(()))
+                wire.give(Flushed(busy if self._going else "", front))
+            case Trace(is_on, front):
+                wire.give(self._trace(is_on, front))
             case Stop():
                 self.is_stopped = True
+
+    def _trace(self, is_on: bool, front: int) -> Tracing | Traced:
+        if is_on == self._is_tracing:
+            return Tracing(f"a trace is {'' if is_on else 'not '}being taken", front)
+        self._is_tracing = is_on
+        return Tracing("", front) if is_on else Traced((), 0, front)
+
+    def _abort(self, names: frozenset[str] | None, wire: Wire) -> int:
+        met = [going.add for going in self._going.values()]
+        met = [add for add in met if names is None or add.name in names]
+        for add in met:
+            del self._going[add.number]
+        wire.give(Progress(tuple(Piece(add.number, reason="cancelled") for add in met)))
+        return len({add.name for add in met})
 
     def status(self) -> Status:
         running = min(len(self._going), self._running_max)
@@ -129,6 +155,7 @@ class PacedEngine:
             running_count=running,
             waiting_count=len(self._going) - running,
             requests=tuple(map(_line, islice(self._going.values(), running))),
+            open_counts=open_counts(self._going, self._front_count),
         )
 
     def _piece(self, going: Going) -> Piece:
@@ -166,6 +193,8 @@ def _line(going: Going) -> RequestLine:
         len(add.prompt),
         going.made_count,
         add.sampling.tokens_max,
+        name=add.name,
+        age_s=time.monotonic() - going.began_s,
     )
 
 
@@ -190,11 +219,11 @@ def walking(vocabulary: int) -> Script:
 
 
 def main(arguments: list[str]) -> int:
-    [endpoint] = arguments
+    endpoints = arguments
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     raw = msgspec.json.decode((Path(launch.model) / "config.json").read_bytes())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    wire = SocketWire(context, endpoint)
+    wire = SocketWire(context, endpoints)
     wire.watch(sys.stdin.fileno())
     wire.give(Ready(vocabulary=raw["vocab_size"], length_max=launch.length_max, load_s=0.0))
     engine = PacedEngine(

@@ -1,10 +1,12 @@
 """What the server process and the engine process say to each other. Needs no torch.
 
-    server -> engine   Add, Abort, Flush, Trace, Stop
-    engine -> server   Ready once, then Progress after every step and Status a few times a second
+    front -> engine   Add, Abort, AbortNamed, Flush, Trace; the first front alone: Lost, Stop
+    engine -> front   Ready once, then Progress after every step and Status a few times a second
 
-Each is one msgpack array, its type first. The server numbers requests; a number is never used
-again, so a late answer can only meet a request that is gone.
+Each is one msgpack array, its type first. A server has one or several processes, its fronts, all
+with the same engine. Front f of n gives its requests the numbers f, f + n, f + 2n and so on; so a
+number says whose request it is, and `front` in other messages says who is to get the answer. A
+number is never used again, so a late answer can only meet a request that is gone.
 """
 
 from __future__ import annotations
@@ -21,27 +23,46 @@ from ess.errors import BadInput
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`leader` is the number of an earlier request with this prompt, for the same answer."""
+    """`leader` is the number of an earlier request with this prompt, for the same answer. `name` is
+    the id that the client knows; all answers to one HTTP request have the same."""
 
     number: int
     prompt: list[int]
     sampling: Sampling
     priority: int = 0
     leader: int | None = None
+    name: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
 
 
+class AbortNamed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End the requests of all fronts that have one of these names; None means every request."""
+
+    names: frozenset[str] | None
+    front: int
+
+
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Forget cached prefixes."""
 
+    front: int = 0
+
 
 class Trace(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From now on keep what every step did, or give it out as Traced and keep no more."""
+    """From now on keep what every step did, which Tracing answers; or give it out as Traced and
+    keep no more."""
 
     is_on: bool
+    front: int = 0
+
+
+class Lost(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A front has ended: give up its requests. The next one in its place starts afresh."""
+
+    front: int
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -82,6 +103,8 @@ class RequestLine(msgspec.Struct, frozen=True, array_like=True):
     turn_count: int = 0
     hit_count: int = 0
     asked_count: int = 0
+    name: str = ""
+    age_s: float = 0.0
 
 
 class TraceSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -118,7 +141,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     `shortage` says in numbers what the limiter means. Of the rows that requests asked for in their
     step i after landing, `landed_asked[i]`, `landed_hits[i]` were resident. `requests` are the
     oldest, as many as are shown. `depth_reasons` say why the next step's `depth` is 0 whatever was
-    configured.
+    configured. `open_counts` are the requests of each front that have not ended.
     """
 
     step_count: int = 0
@@ -150,6 +173,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     requests: tuple[RequestLine, ...] = ()
     depth: int = 0
     depth_reasons: tuple[str, ...] = ()
+    open_counts: tuple[int, ...] = ()
 
     @property
     def fullness(self) -> float:
@@ -161,11 +185,33 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`sentence` says why nothing was forgotten, if nothing was."""
 
     sentence: str = ""
+    front: int = 0
+
+
+class Tracing(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`sentence` says why no trace was begun or none can be given out, if that is so."""
+
+    sentence: str = ""
+    front: int = 0
 
 
 class Traced(msgspec.Struct, frozen=True, array_like=True, tag=True):
     spans: tuple[TraceSpan, ...]
     left_out: int = 0
+    front: int = 0
+
+
+class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """How many names AbortNamed has met."""
+
+    count: int
+    front: int
+
+
+class Cut(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A front takes nothing any more, for all that it still runs; its requests are given up."""
+
+    lost: int
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -185,8 +231,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     index_bytes: int
 
 
-ToEngine = Add | Abort | Flush | Trace | Stop
-FromEngine = Ready | Progress | Status | Flushed | Traced | Fault
+ToEngine = Add | Abort | AbortNamed | Flush | Trace | Lost | Stop
+FromEngine = Ready | Progress | Status | Flushed | Tracing | Traced | Aborted | Cut | Fault
 
 
 class Packer:

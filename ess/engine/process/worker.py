@@ -1,6 +1,6 @@
 """The engine's own process: messages in, steps, messages out.
 
-    python -m ess.engine.process.worker ENDPOINT      (a Launch as one JSON line on stdin)
+    python -m ess.engine.process.worker ENDPOINT...     (a Launch as one JSON line on stdin)
 
 Between two steps all messages that have arrived are obeyed; after a step its tokens leave in one
 message. The parent process holds our stdin open: when the parent ends, in whatever way, stdin
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -27,11 +27,14 @@ from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
 from ess.engine.process.messages import (
     Abort,
+    Aborted,
+    AbortNamed,
     Add,
     Fault,
     Flush,
     Flushed,
     Launch,
+    Lost,
     Piece,
     PoolUse,
     Progress,
@@ -41,8 +44,9 @@ from ess.engine.process.messages import (
     Stop,
     ToEngine,
     Trace,
+    Tracing,
 )
-from ess.engine.process.wire import SocketWire, Wire
+from ess.engine.process.wire import SocketWire, Wire, open_counts
 from ess.engine.request import Request
 from ess.engine.tokens.chance import Chance
 from ess.errors import EssError
@@ -59,10 +63,12 @@ BLOCKED_S: Final = 0.01
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A request that the server waits for, under the server's number."""
+    """A request that a front waits for, under its number and the name that its client knows."""
 
     number: int
     request: Request
+    name: str
+    began_s: float
     is_admitted: bool = False
 
 
@@ -115,19 +121,45 @@ class EngineLoop:
             case Add():
                 self._add(message)
             case Abort(number):
-                live = self._live.pop(number, None)
-                if live is not None:
-                    self._engine.cancel(live.request)
-                    self._settle()
-            case Flush():
-                self._wire.give(Flushed(self._flush()))
-            case Trace(is_on):
-                if is_on:
-                    self._recorder.start()
-                else:
-                    self._wire.give(self._recorder.stop())
+                self._cancel([number])
+            case AbortNamed(names, front):
+                self._wire.give(Aborted(self._abort(names), front))
+            case Lost(front):
+                count = self._wire.front_count
+                self._cancel([number for number in self._live if number % count == front])
+            case Flush(front):
+                self._wire.give(Flushed(self._flush(), front))
+            case Trace(is_on, front):
+                self._trace(is_on, front)
             case Stop():
                 self.is_stopped = True
+
+    def _cancel(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            live = self._live.pop(number, None)
+            if live is not None:
+                self._engine.cancel(live.request)
+        self._settle()
+
+    def _abort(self, names: frozenset[str] | None) -> int:
+        """Unlike Abort this comes from another front than the one that waits: that one is told."""
+        met = [live for live in self._live.values() if names is None or live.name in names]
+        self._cancel([live.number for live in met])
+        if met:
+            pieces = tuple(Piece(live.number, reason="cancelled") for live in met)
+            self._wire.give(Progress(pieces))
+        return len({live.name for live in met})
+
+    def _trace(self, is_on: bool, front: int) -> None:
+        if is_on and self._recorder.is_on:
+            self._wire.give(Tracing("a trace is being taken already; stop it first", front))
+        elif is_on:
+            self._recorder.start()
+            self._wire.give(Tracing("", front))
+        elif self._recorder.is_on:
+            self._wire.give(msgspec.structs.replace(self._recorder.stop(), front=front))
+        else:
+            self._wire.give(Tracing("no trace is being taken; start one first", front))
 
     def _add(self, message: Add) -> None:
         assert message.number not in self._live, f"number {message.number} is used twice"
@@ -143,7 +175,8 @@ class EngineLoop:
             refused = Piece(message.number, reason="refused", sentence=str(error))
             self._wire.give(Progress((refused,)))
             return
-        self._live[message.number] = Live(message.number, request)
+        began_s = self._clock.now_s()
+        self._live[message.number] = Live(message.number, request, message.name, began_s)
         self._prompt_count += len(request.prompt)
 
     def _flush(self) -> str:
@@ -264,13 +297,18 @@ class EngineLoop:
             mismatch_count=engine.verifier.mismatch_count,
             landed_hits=tuple(engine.warmth.hits.tolist()),
             landed_asked=tuple(engine.warmth.asked.tolist()),
-            requests=tuple(map(_line, islice(self._live.values(), SHOWN_MAX))),
+            requests=tuple(self._lines()),
             depth=engine.depth,
             depth_reasons=engine.depth_reasons(),
+            open_counts=open_counts(self._live, self._wire.front_count),
         )
 
+    def _lines(self) -> Iterator[RequestLine]:
+        now_s = self._clock.now_s()
+        return (_line(live, now_s) for live in islice(self._live.values(), SHOWN_MAX))
 
-def _line(live: Live) -> RequestLine:
+
+def _line(live: Live, now_s: float) -> RequestLine:
     request = live.request
     return RequestLine(
         live.number,
@@ -282,6 +320,8 @@ def _line(live: Live) -> RequestLine:
         request.turn_count,
         request.hit_count,
         request.asked_count,
+        live.name,
+        now_s - live.began_s,
     )
 
 
@@ -333,10 +373,10 @@ def serve(launch: Launch, wire: Wire, clock: Clock) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    [endpoint] = arguments
+    endpoints = arguments
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    wire = SocketWire(context, endpoint)
+    wire = SocketWire(context, endpoints)
     wire.watch(sys.stdin.fileno())
     try:
         serve(launch, wire, RealClock())
