@@ -114,7 +114,7 @@ def history(service: Service) -> list[dict[str, Any]]:
 
 
 def frame(service: Service) -> dict[str, Any]:
-    status, link = service.board.status, service.link
+    status, link, tally = service.board.status, service.link, service.tally_of_all
     ready = link.ready
     return {
         **counts(status, service.board.published_s),
@@ -133,10 +133,10 @@ def frame(service: Service) -> dict[str, Any]:
         "waiting_max": service.limits.waiting_max,
         "length_max": service.limits.length_max,
         "step_s": status.step_s,
-        "refusals": dict(service.tally.refusals),
+        "refusals": dict(tally.refusals),
         "oldest_wait_s": link.oldest_wait_s,
-        "disconnects": service.tally.disconnect_count,
-        "failures": service.tally.failure_count,
+        "disconnects": tally.disconnect_count,
+        "failures": tally.failure_count,
         "verified": status.verified_count,
         "mismatches": status.mismatch_count,
         "warmup": _setting(service.described, "warm"),
@@ -149,8 +149,8 @@ def frame(service: Service) -> dict[str, Any]:
         "landed_hits": status.landed_hits,
         "landed_asked": status.landed_asked,
         "wait_bounds_s": WAIT_BOUNDS_S,
-        "first_token": _waits(service.tally.first_token),
-        "between_tokens": _waits(service.tally.between_tokens),
+        "first_token": _waits(tally.first_token),
+        "between_tokens": _waits(tally.between_tokens),
         "requests": _requests(status),
     }
 

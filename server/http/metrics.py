@@ -51,7 +51,7 @@ class Written(Collector):
 
 
 def _own(service: Service) -> Iterator[Metric]:
-    status, tally = service.board.status, service.tally
+    status, tally = service.board.status, service.tally_of_all
     yield _gauge("ess_up", "1 while the engine is there", service.link.state != "lost")
     yield _gauge("ess_draining", "1 while the server drains", service.draining)
     yield _labelled("ess_build_info", "the version", ["version"], [((ess.__version__,), 1)])
@@ -128,18 +128,18 @@ def _groups(service: Service) -> Iterator[Metric]:
 
 
 def _waits(service: Service) -> Iterator[Metric]:
-    tally = service.tally
+    tally = service.tally_of_all
     for name, sentence, waits in (
         ("ess_first_token_seconds", "from request to token", tally.first_token),
         ("ess_between_tokens_seconds", "between tokens", tally.between_tokens),
         ("ess_request_seconds", "whole requests", tally.whole),
-        ("ess_token_to_socket_seconds", "from the engine to the socket", service.link.to_socket),
+        ("ess_token_to_socket_seconds", "from the engine to the socket", tally.to_socket),
     ):
         yield _histogram(name, sentence, waits)
 
 
 def _as_vllm(service: Service) -> Iterator[Metric]:
-    status, tally, name = service.board.status, service.tally, service.name
+    status, tally, name = service.board.status, service.tally_of_all, service.name
     for metric, sentence, value in (
         ("vllm:num_requests_running", "as ess_requests_running", status.running_count),
         ("vllm:num_requests_waiting", "as ess_requests_waiting", service.waiting_count),

@@ -17,7 +17,7 @@ from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.server.http.responses import Absent, Refused
 from ess.server.process.board import Board
 from ess.server.process.link import Call, EngineLink
-from ess.server.process.tally import Tally
+from ess.server.process.tally import Shelf, Tally, together
 
 REASON_OF: Final[Mapping[str, str]] = {
     HOST_PAGES: "host_pool_full",
@@ -75,6 +75,15 @@ class Service:
     started_unix: int = field(default_factory=lambda: int(time.time()))
     compat: tuple[str, ...] = ("vllm", "sglang")
     draining: bool = False
+    shelf: Shelf | None = None
+
+    def __post_init__(self) -> None:
+        self.tally.to_socket = self.link.to_socket
+
+    @property
+    def tally_of_all(self) -> Tally:
+        """Of all the server's processes; the others' is a moment old."""
+        return together([self.tally, *([] if self.shelf is None else self.shelf.others())])
 
     @property
     def name(self) -> str:

@@ -1,11 +1,20 @@
-"""What the server itself counts: answers, refusals, and how long clients waited."""
+"""What the server itself counts: answers, refusals, and how long clients waited.
+
+Each of the server's processes counts by itself and writes what it has into a file that the others
+read: whichever of them is asked, it answers for all. A process that takes a lost one's place writes
+a file of its own, so no count ever falls.
+"""
 
 from __future__ import annotations
 
 import bisect
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
+
+import msgspec
 
 WAIT_BOUNDS_S: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -24,6 +33,10 @@ class Waits:
         self.counts[bisect.bisect_left(WAIT_BOUNDS_S, wait_s)] += count
         self.total_s += wait_s * count
 
+    def include(self, other: Waits) -> None:
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        self.total_s += other.total_s
+
     @property
     def count(self) -> int:
         return sum(self.counts)
@@ -35,16 +48,75 @@ class Waits:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    answers: Counter[tuple[str, int]] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    finishes: Counter[str] = field(default_factory=Counter)
+    """`connection_count` is of now, all else since the start."""
+
+    answers: dict[tuple[str, int], int] = field(default_factory=Counter)
+    refusals: dict[str, int] = field(default_factory=Counter)
+    finishes: dict[str, int] = field(default_factory=Counter)
     disconnect_count: int = 0
     connection_count: int = 0
     first_token: Waits = field(default_factory=Waits)
     between_tokens: Waits = field(default_factory=Waits)
     whole: Waits = field(default_factory=Waits)
+    to_socket: Waits = field(default_factory=Waits)
+
+    def include(self, other: Tally) -> None:
+        for name in ("answers", "refusals", "finishes"):
+            getattr(self, name).update(getattr(other, name))
+        self.disconnect_count += other.disconnect_count
+        self.connection_count += other.connection_count
+        for name in ("first_token", "between_tokens", "whole", "to_socket"):
+            getattr(self, name).include(getattr(other, name))
 
     @property
     def failure_count(self) -> int:
         """Answers with status 500: faults of the server."""
         return sum(count for (_, status), count in self.answers.items() if status == 500)
+
+
+def together(tallies: Iterable[Tally]) -> Tally:
+    made = Tally()
+    for tally in tallies:
+        made.include(tally)
+    return made
+
+
+class Shelf:
+    """The files of all processes of a server, in a folder that only its user may read."""
+
+    def __init__(self, folder: str | Path, *, front: int = 0, life: int = 0) -> None:
+        self._folder = Path(folder)
+        self._own = self._path(front, life)
+        if life:
+            self._close(self._path(front, life - 1))
+
+    def put(self, tally: Tally) -> None:
+        _write(self._own, tally)
+
+    def others(self) -> list[Tally]:
+        paths = [path for path in self._folder.glob("*.tally") if path != self._own]
+        return [tally for path in paths if (tally := _read(path)) is not None]
+
+    def _path(self, front: int, life: int) -> Path:
+        return self._folder / f"{front}-{life}.tally"
+
+    def _close(self, path: Path) -> None:
+        """The one before us has ended, and its connections with it."""
+        before = _read(path)
+        if before is not None:
+            before.connection_count = 0
+            _write(path, before)
+
+
+def _write(path: Path, tally: Tally) -> None:
+    """A reader sees the whole of it or the whole of the one before."""
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.msgpack.encode(tally))
+    fresh.replace(path)
+
+
+def _read(path: Path) -> Tally | None:
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=Tally)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,63 @@
+"""What several processes count is told as one, whichever is asked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from ess.server.process.tally import Shelf, Tally, Waits, together
+
+
+def counted(number: int) -> Tally:
+    tally = Tally(disconnect_count=number, connection_count=10 * number)
+    tally.answers["/generate", 200] += number
+    tally.answers["/generate", 500] += 1
+    tally.refusals[f"reason {number}"] += 2
+    tally.finishes["stop"] += number
+    tally.whole.add(0.3 * number, 4)
+    tally.to_socket.add(0.002)
+    return tally
+
+
+def test_the_sum_of_all_is_the_same_whoever_sums(tmp_path: Path):
+    tallies = [counted(number) for number in (1, 2, 3)]
+    shelves = [Shelf(tmp_path, front=front) for front in range(3)]
+    for shelf, tally in zip(shelves, tallies, strict=True):
+        shelf.put(tally)
+    for shelf, own in zip(shelves, tallies, strict=True):
+        found = together([own, *shelf.others()])
+        assert found.answers == {("/generate", 200): 6, ("/generate", 500): 3}
+        assert found.refusals == {"reason 1": 2, "reason 2": 2, "reason 3": 2}
+        assert (found.finishes, found.failure_count) == ({"stop": 6}, 3)
+        assert (found.disconnect_count, found.connection_count) == (6, 60)
+        assert (found.whole.count, round(found.whole.total_s, 6)) == (12, 7.2)
+        assert found.to_socket.counts == [3 * count for count in counted(1).to_socket.counts]
+    assert asdict(tallies[0]) == asdict(counted(1)), "a sum changes nobody's own"
+
+
+def test_who_takes_a_lost_one_s_place_keeps_its_counts_but_not_its_connections(tmp_path: Path):
+    first, lost = Shelf(tmp_path), Shelf(tmp_path, front=1)
+    lost.put(counted(5))
+    fresh = Shelf(tmp_path, front=1, life=1)
+    fresh.put(counted(1))
+    found = together(first.others())
+    assert (found.disconnect_count, found.connection_count) == (6, 10)
+    assert together(fresh.others()).disconnect_count == 5
+
+
+def test_half_a_file_and_a_foreign_one_are_no_counts(tmp_path: Path):
+    shelf, other = Shelf(tmp_path), Shelf(tmp_path, front=1)
+    assert shelf.others() == []
+    other.put(counted(2))
+    written = (tmp_path / "1-0.tally").read_bytes()
+    for wrong in (b"", written[:-7], b"\xc1"):
+        (tmp_path / "1-0.tally").write_bytes(wrong)
+        assert shelf.others() == []
+    other.put(counted(2))
+    assert [*map(asdict, shelf.others())] == [asdict(counted(2))]
+
+
+def test_an_empty_tally_is_the_neutral_one():
+    assert asdict(together([])) == asdict(Tally())
+    assert asdict(together([counted(4), Tally()])) == asdict(counted(4))
+    assert Waits().mean_s == 0.0
