@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
+
+from msgspec.msgpack import encode
 
 from ess.server.process.tally import Shelf, Tally, Waits, together
 
@@ -32,7 +33,7 @@ def test_the_sum_of_all_is_the_same_whoever_sums(tmp_path: Path):
         assert (found.disconnect_count, found.connection_count) == (6, 60)
         assert (found.whole.count, round(found.whole.total_s, 6)) == (12, 7.2)
         assert found.to_socket.counts == [3 * count for count in counted(1).to_socket.counts]
-    assert asdict(tallies[0]) == asdict(counted(1)), "a sum changes nobody's own"
+    assert encode(tallies[0]) == encode(counted(1)), "a sum changes nobody's own"
 
 
 def test_who_takes_a_lost_one_s_place_keeps_its_counts_but_not_its_connections(tmp_path: Path):
@@ -54,10 +55,10 @@ def test_half_a_file_and_a_foreign_one_are_no_counts(tmp_path: Path):
         (tmp_path / "1-0.tally").write_bytes(wrong)
         assert shelf.others() == []
     other.put(counted(2))
-    assert [*map(asdict, shelf.others())] == [asdict(counted(2))]
+    assert [*map(encode, shelf.others())] == [encode(counted(2))]
 
 
 def test_an_empty_tally_is_the_neutral_one():
-    assert asdict(together([])) == asdict(Tally())
-    assert asdict(together([counted(4), Tally()])) == asdict(counted(4))
+    assert encode(together([])) == encode(Tally())
+    assert encode(together([counted(4), Tally()])) == encode(counted(4))
     assert Waits().mean_s == 0.0
