@@ -23,6 +23,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("--model", "--model-path"),
     "tls_cert": ("--ssl-certfile",),
     "tls_key": ("--ssl-keyfile",),
+    "server_processes": ("--api-server-count",),
     "max_model_len": ("--max-ctx", "--context-length"),
     "max_running": ("--max-running-requests", "--max-num-seqs"),
     "max_waiting": ("--max-queued-requests", "--max-num-queued-reqs"),

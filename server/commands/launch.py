@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -39,16 +39,19 @@ from ess.server.http.app import create_app
 from ess.server.http.protocol import limited
 from ess.server.process import sockets
 from ess.server.process.board import Board
-from ess.server.process.child import EngineChild
+from ess.server.process.child import Child
+from ess.server.process.fronts import Fronts, Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, Running
-from ess.server.process.link import EngineLink
+from ess.server.process.link import EngineLink, Place
 from ess.server.process.service import Limits, SamplingDefaults, Service
-from ess.units import format_bytes
+from ess.server.process.tally import Shelf
+from ess.units import div_ceil, format_bytes
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 EMBEDDED: Final = "ess-embedded"
+FRONT: Final = "ess.server.commands.front"
 PROGRAM: Final = {"model": "ess.engine.process.worker", "paced": "ess.engine.process.fake_engine"}
 
 
@@ -62,6 +65,14 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
     defaults: SamplingDefaults
     weight_bytes: int
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What every process of the server knows."""
+
+    resolved: Resolved
+    checkpoint: Checkpoint
+    plan: MemoryPlan
 
 
 def read_checkpoint(model: str) -> Checkpoint:
@@ -124,14 +135,14 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     )
     resolved = sized(resolved, plan)
     settings = resolved.settings
-    listener = listener_of(settings)
+    listeners = listeners_of(settings)
     try:
-        banner.greet(resolved, plan, url=url_of(settings, listener), json=json)
+        banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(resolved, checkpoint, plan, listener))
+            return runner.run(_serve(resolved, checkpoint, plan, listeners))
     finally:
-        sockets.close(listener, settings.uds)
+        sockets.close(listeners, settings.uds)
 
 
 def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
@@ -175,11 +186,12 @@ def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
     )
 
 
-def listener_of(settings: Settings) -> socket.socket:
-    """The address is taken before anything is loaded."""
+def listeners_of(settings: Settings) -> list[socket.socket]:
+    """One per server process. The address is taken before anything is loaded."""
+    count = settings.server_processes
     if settings.uds:
-        return sockets.listen_at(Path(settings.uds))
-    return sockets.listen(settings.host, settings.port)
+        return sockets.listen_at(Path(settings.uds), count)
+    return sockets.listen(settings.host, settings.port, count)
 
 
 def url_of(settings: Settings, listener: socket.socket) -> str:
@@ -191,37 +203,51 @@ def url_of(settings: Settings, listener: socket.socket) -> str:
 
 
 async def _serve(
-    resolved: Resolved, checkpoint: Checkpoint, plan: MemoryPlan, listener: socket.socket
+    resolved: Resolved,
+    checkpoint: Checkpoint,
+    plan: MemoryPlan,
+    listeners: Sequence[socket.socket],
 ) -> int:
     settings, clock = resolved.settings, RealClock()
     folder = tempfile.mkdtemp(prefix="ess-")  # for us alone, as mkdtemp makes them
     context = zmq.asyncio.Context()
-    endpoint = f"ipc://{folder}/engine"
-    board = Board(clock)
-    link = EngineLink(context, endpoint, board=board, clock=clock)
+    board, count = Board(clock), len(listeners)
+    endpoints = [endpoint_of(folder, front) for front in range(count)]
+    link = EngineLink(context, endpoints[0], board=board, clock=clock, place=Place(count=count))
+    told = Told(resolved=resolved, checkpoint=checkpoint, plan=plan)
+    fronts = Fronts(FRONT, starts_of(told, folder, listeners), link)
     try:
-        service = make_service(resolved, checkpoint, plan, link=link, board=board)
+        service = make_service(told, link=link, board=board)
+        service.shelf = Shelf(folder) if count > 1 else None
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))
-            child = await EngineChild.start(
-                PROGRAM[settings.engine], launch_of(settings, checkpoint, plan), endpoint
-            )
-            running = Running(service, server, child, settings=settings, clock=clock)
-            return await running.run(listener)
+            launch = launch_of(settings, checkpoint, plan)
+            child = await Child.start(PROGRAM[settings.engine], launch, *endpoints)
+            running = Running(service, server, child, fronts, settings=settings, clock=clock)
+            return await running.run(listeners[0])
     finally:
         link.close()
         context.destroy(linger=200)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_service(
-    resolved: Resolved,
-    checkpoint: Checkpoint,
-    plan: MemoryPlan,
-    *,
-    link: EngineLink,
-    board: Board,
-) -> Service:
+def starts_of(told: Told, folder: str, listeners: Sequence[socket.socket]) -> list[Start]:
+    """For every process but the first."""
+    packed = msgspec.Raw(msgspec.json.encode(told))
+    return [
+        Start(
+            told=packed,
+            folder=folder,
+            listener=listeners[front].fileno(),
+            front=front,
+            count=len(listeners),
+        )
+        for front in range(1, len(listeners))
+    ]
+
+
+def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
+    resolved, checkpoint, plan = told.resolved, told.checkpoint, told.plan
     settings = resolved.settings
     tokenizer = Tokenizer(checkpoint.path)
     style = style_of(checkpoint.path, tokenizer)
@@ -285,7 +311,7 @@ def uvicorn_config(
     settings: Settings, service: Service, *, spans: TracerProvider | None = None
 ) -> uvicorn.Config:
     protocol = limited(
-        connections_max=settings.max_connections,
+        connections_max=div_ceil(settings.max_connections, settings.server_processes),
         head_bytes_max=size_of(settings.header_bytes, of=1 << 20),
         tally=service.tally,
     )

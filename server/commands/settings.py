@@ -53,6 +53,9 @@ class Settings(ProcessConfig):
     api_key: str = setting(
         "", "listening", "Needed on every route but /health and /ready.", is_secret=True
     )
+    server_processes: int = setting(
+        1, "listening", "Processes that speak HTTP, all with the same engine.", (1, 64)
+    )
     tls_cert: str = setting("", "listening", "Certificate file; with it the server speaks HTTPS.")
     tls_key: str = setting("", "listening", "The certificate's key.")
     max_connections: int = setting(1024, "listening", "Connections open at a time.", (1, 1 << 20))

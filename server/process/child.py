@@ -1,4 +1,4 @@
-"""The engine process, as its parent sees it."""
+"""A process of ours, as its parent sees it: the engine, or another process of the server."""
 
 from __future__ import annotations
 
@@ -6,36 +6,49 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import Sequence
 
 import msgspec
 
-from ess.engine.process.messages import Launch
 
-
-class EngineChild:
-    """Started in a session of its own, so that Ctrl-C reaches the server alone, which drains."""
+class Child:
+    """Started in a session of its own, so that Ctrl-C reaches the server alone, which drains. Its
+    stdin stays open as long as we live: when that closes, it ends too."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
-    async def start(cls, program: str, launch: Launch, endpoint: str) -> EngineChild:
+    async def start(
+        cls,
+        program: str,
+        told: msgspec.Struct,
+        *arguments: str,
+        descriptors: Sequence[int] = (),
+    ) -> Child:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             program,
-            endpoint,
+            *arguments,
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
+            pass_fds=descriptors,
         )
-        assert process.stdin is not None, "stdin is a pipe"
-        process.stdin.write(msgspec.json.encode(launch) + b"\n")
-        await process.stdin.drain()
-        return cls(process)
+        child = cls(process)
+        child.tell(msgspec.json.encode(told).decode())
+        return child
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def tell(self, line: str) -> None:
+        """A line on its stdin; one that has ended hears nothing."""
+        assert "\n" not in line, f"{line!r} is more than a line"
+        assert self._process.stdin is not None, "stdin is a pipe"
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(line.encode() + b"\n")
 
     async def ended(self) -> str:
         """Waits until the process has ended and says how."""

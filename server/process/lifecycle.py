@@ -25,11 +25,13 @@ from ess import console
 from ess.clock import Clock
 from ess.errors import EssError
 from ess.server.commands.settings import Settings
-from ess.server.process.child import EngineChild
+from ess.server.process.child import Child
+from ess.server.process.fronts import Fronts
 from ess.server.process.link import EngineLink
 from ess.server.process.service import Service
 
 FLUSH_S: Final = 2.0
+TELL_EVERY_S: Final = 0.25
 ENGINE_STOP_S: Final = 10.0
 
 
@@ -41,6 +43,28 @@ class QuietServer(uvicorn.Server):
         yield
 
 
+async def let_out(server: uvicorn.Server, clock: Clock) -> None:
+    """The last events leave, as far as readers take them."""
+    deadline_s = clock.now_s() + FLUSH_S
+    while server.server_state.tasks and clock.now_s() < deadline_s:
+        await asyncio.sleep(0.02)
+
+
+async def tell(service: Service) -> None:
+    """The server's other processes learn what this one counts."""
+    assert service.shelf is not None, "a process of several has a shelf"
+    while True:
+        service.shelf.put(service.tally)
+        await asyncio.sleep(TELL_EVERY_S)
+
+
+async def settled(service: Service) -> None:
+    """What is loaded now stays: no garbage collection need walk it while streams wait."""
+    await service.link.became_ready.wait()
+    gc.collect()
+    gc.freeze()
+
+
 class Running:
     """Owns the listener, the engine process and the order in which they end."""
 
@@ -48,7 +72,8 @@ class Running:
         self,
         service: Service,
         server: uvicorn.Server,
-        child: EngineChild,
+        child: Child,
+        fronts: Fronts,
         *,
         settings: Settings,
         clock: Clock,
@@ -56,6 +81,7 @@ class Running:
         self._service = service
         self._server = server
         self._child = child
+        self._fronts = fronts
         self._settings = settings
         self._clock = clock
         self._began_s = clock.now_s()
@@ -75,6 +101,9 @@ class Running:
             asyncio.ensure_future(task)
             for task in (self._hear(), self._watch_child(), self._watch_dog(), self._greet())
         ]
+        if self._service.shelf is not None:
+            watching.append(asyncio.ensure_future(tell(self._service)))
+        self._fronts.start()
         try:
             await self._server.serve(sockets=[listener])
             return 1 if self._link.state == "lost" and not self._service.draining else 0
@@ -83,7 +112,9 @@ class Running:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
             self._link.stop()
-            await self._child.stop(within_s=ENGINE_STOP_S)
+            await asyncio.gather(
+                self._child.stop(within_s=ENGINE_STOP_S), self._fronts.stop(within_s=FLUSH_S)
+            )
 
     # ---- the ends
 
@@ -100,16 +131,18 @@ class Running:
     async def _drain(self, grace_s: float) -> None:
         """Streams finish; after `drain_s` the rest end with an error."""
         began_s = self._clock.now_s()
-        console.note(f"ess: draining, {self._link.open_count} requests are open")
+        self._fronts.drain()
+        console.note(f"ess: draining, {self._service.open_count} requests are open")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:
-            if self._link.open_count == 0 and passed_s >= grace_s:
+            if self._service.open_count == 0 and passed_s >= grace_s:
                 break
             await asyncio.sleep(0.05)
-        if self._link.open_count:
-            left = self._link.open_count
+        if self._service.open_count:
+            left = self._service.open_count
             console.note(f"ess: {left} requests did not end in time and are aborted")
+        self._fronts.end("the server is shutting down")
         self._link.lose("the server is shutting down")
-        await self._flush()
+        await let_out(self._server, self._clock)
         self._server.should_exit = True
 
     async def _hear(self) -> None:
@@ -136,24 +169,16 @@ class Running:
                 await self._give_up(f"it has sent nothing for {silent_s:.1f} s")
 
     async def _give_up(self, how: str) -> None:
+        self._fronts.end(how)
         self._link.lose(how)
         console.note(f"ess: the engine is gone: {self._link.why_lost}")
         if self._link.ready is not None:
-            await self._flush()
+            await let_out(self._server, self._clock)
             await asyncio.sleep(FLUSH_S)
         self._server.should_exit = True
 
-    async def _flush(self) -> None:
-        """Let the last events out, as far as readers take them."""
-        deadline_s = self._clock.now_s() + FLUSH_S
-        while self._server.server_state.tasks and self._clock.now_s() < deadline_s:
-            await asyncio.sleep(0.02)
-
     async def _greet(self) -> None:
-        """What is loaded now stays: no garbage collection need walk it while streams wait."""
-        await self._link.became_ready.wait()
+        await settled(self._service)
         if self._link.ready is not None:
-            gc.collect()
-            gc.freeze()
             took = f"after {self._clock.now_s() - self._began_s:.1f} s"
             console.note(f"ess: ready {took}, {self._link.ready.load_s:.1f} s of them loading")

@@ -161,10 +161,9 @@ class EngineLink:
         board: Board,
         clock: Clock,
         place: Place = ALONE,
-        on_cut: Callable[[int], None] = lambda front: None,
     ) -> None:
         self.place = place
-        self._on_cut = on_cut
+        self.on_cut: Callable[[int], None] = lambda front: None
         self._packer = Packer()
         self._board = board
         self._clock = clock
@@ -364,7 +363,7 @@ class EngineLink:
             case Aborted():
                 self._answer("abort", message)
             case Cut(front):
-                self._on_cut(front)
+                self.on_cut(front)
             case Fault(sentence):
                 self.lose(sentence)
 

@@ -5,31 +5,48 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ess.errors import Unavailable
 
 BACKLOG: Final = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
+    """`count` listeners at one port; the kernel divides connections among them. Listeners that
+    share a port let others of the same user join, so first one that shares nothing must get it."""
     try:
-        family, kind, number, _, address = socket.getaddrinfo(
+        family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, number)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
+        if count == 1:
+            return [_listening(family, address, shares=False)]
+        with _listening(family, address, shares=False) as first:
+            address = first.getsockname()
+        return [_listening(family, address, shares=True) for _ in range(count)]
     except OSError as error:
         raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _listening(family: int, address: Any, *, shares: bool) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares))
+        made.bind(address)
+        made.listen(BACKLOG)
+    except OSError:
+        made.close()
+        raise
     made.setblocking(False)
     return made
 
 
-def listen_at(path: Path) -> socket.socket:
-    """Only this user may connect. A socket file that a dead server left is replaced.
+def listen_at(path: Path, count: int = 1) -> list[socket.socket]:
+    """`count` times the same listener; who is idle takes the next connection. Only this user may
+    connect. A socket file that a dead server left is replaced.
 
     The file never has wider rights, not even for a moment: it is made under a strict umask.
     """
@@ -45,7 +62,7 @@ def listen_at(path: Path) -> socket.socket:
     finally:
         os.umask(before)
     made.setblocking(False)
-    return made
+    return [made, *(made.dup() for _ in range(count - 1))]
 
 
 def _clear(path: Path) -> None:
@@ -63,8 +80,9 @@ def _clear(path: Path) -> None:
             path.unlink()
 
 
-def close(listener: socket.socket, path: str) -> None:
-    """A Unix socket's file goes with it: the next client is told that nobody is there."""
-    listener.close()
+def close(listeners: Sequence[socket.socket], path: str) -> None:
+    """A Unix socket's file goes with them: the next client is told that nobody is there."""
+    for listener in listeners:
+        listener.close()
     if path:
         Path(path).unlink(missing_ok=True)

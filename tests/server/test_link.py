@@ -249,7 +249,8 @@ def test_who_is_cut_off_is_told_to_whom_it_concerns(tmp_path: Path):
     async def run() -> None:
         context, clock, cut = zmq.asyncio.Context(), ManualClock(), []
         endpoint = f"ipc://{tmp_path}/engine"
-        link = EngineLink(context, endpoint, board=Board(clock), clock=clock, on_cut=cut.append)
+        link = EngineLink(context, endpoint, board=Board(clock), clock=clock)
+        link.on_cut = cut.append
         peer = context.socket(zmq.DEALER)
         peer.connect(endpoint)
         hearing = asyncio.ensure_future(link.run())

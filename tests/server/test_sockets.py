@@ -32,21 +32,21 @@ def status_at(path: Path, asked: str) -> int:
 
 def test_only_its_user_may_connect(tmp_path: Path):
     path = tmp_path / "ess.sock"
-    listener = sockets.listen_at(path)
+    [listener] = sockets.listen_at(path)
     assert stat.S_IMODE(path.lstat().st_mode) == 0o600
-    sockets.close(listener, str(path))
+    sockets.close([listener], str(path))
     assert not path.exists()
 
 
 def test_a_dead_server_s_socket_is_replaced_and_a_living_one_s_is_not(tmp_path: Path):
     path = tmp_path / "ess.sock"
-    sockets.listen_at(path).close()
+    sockets.listen_at(path)[0].close()
     assert path.is_socket()
-    listener = sockets.listen_at(path)
+    [listener] = sockets.listen_at(path)
     with pytest.raises(Unavailable, match=rf"cannot listen on {path}: Address already in use"):
         sockets.listen_at(path)
     assert path.is_socket()
-    sockets.close(listener, str(path))
+    sockets.close([listener], str(path))
 
 
 def test_what_is_no_socket_is_left_alone(tmp_path: Path):

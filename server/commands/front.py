@@ -1,0 +1,117 @@
+"""A further process of the server: HTTP on one side, the same engine on the other.
+
+    python -m ess.server.commands.front            (a Start as one JSON line on stdin)
+
+The first process reads the settings, starts the engine and says on stdin when to drain and when to
+end; that stdin closes says that it is gone. Signals are its business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+
+import msgspec
+import uvicorn
+import uvloop
+import zmq.asyncio
+
+from ess.clock import Clock, RealClock
+from ess.errors import EssError
+from ess.server.commands.launch import Told, make_service, uvicorn_config
+from ess.server.http import telemetry
+from ess.server.process.board import Board
+from ess.server.process.fronts import Start
+from ess.server.process.lifecycle import QuietServer, let_out, settled, tell
+from ess.server.process.link import EngineLink, Place
+from ess.server.process.service import Service
+from ess.server.process.tally import Shelf
+
+
+class Front:
+    def __init__(self, service: Service, server: uvicorn.Server, clock: Clock) -> None:
+        self._service = service
+        self._server = server
+        self._clock = clock
+
+    async def run(self, listener: socket.socket, orders: asyncio.StreamReader) -> None:
+        watching = [
+            asyncio.ensure_future(task)
+            for task in (
+                self._hear(),
+                self._obey(orders),
+                tell(self._service),
+                settled(self._service),
+            )
+        ]
+        try:
+            await self._server.serve(sockets=[listener])
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    async def _hear(self) -> None:
+        try:
+            await self._service.link.run()
+        except EssError as error:
+            await self._end(str(error))
+
+    async def _obey(self, orders: asyncio.StreamReader) -> None:
+        while line := (await orders.readline()).decode().strip():
+            order, _, sentence = line.partition(" ")
+            if order == "drain":
+                self._service.draining = True
+            else:
+                await self._end(sentence)
+        await self._end("the server has ended")
+
+    async def _end(self, sentence: str) -> None:
+        self._service.link.lose(sentence)
+        await let_out(self._server, self._clock)
+        self._server.should_exit = True
+
+
+async def serve(start: Start) -> None:
+    told = msgspec.json.decode(start.told, type=Told)
+    clock, context = RealClock(), zmq.asyncio.Context()
+    board = Board(clock)
+    place = Place(front=start.front, count=start.count, life=start.life)
+    link = EngineLink(context, start.endpoint, board=board, clock=clock, place=place)
+    try:
+        service = make_service(told, link=link, board=board)
+        service.shelf = Shelf(start.folder, front=start.front, life=start.life)
+        settings = told.resolved.settings
+        with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
+            server = QuietServer(uvicorn_config(settings, service, spans=spans))
+            listener = socket.socket(fileno=start.listener)
+            await Front(service, server, clock).run(listener, await _orders())
+    finally:
+        link.close()
+        context.destroy(linger=200)
+
+
+async def _orders() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(0, "rb", buffering=0, closefd=False) as orders:
+        start = msgspec.json.decode(orders.readline(), type=Start)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(serve(start))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

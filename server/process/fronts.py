@@ -1,0 +1,99 @@
+"""The server's other processes, as the first one keeps them.
+
+Each serves HTTP from a listener of its own on the same address, with its own socket to the engine;
+the kernel divides connections among them. The first process is one of them too. It starts the
+others, hands on when to drain and when to end, and starts another where one has ended. They end
+when it does: their stdin closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ess import console
+from ess.server.process.child import Child
+from ess.server.process.link import EngineLink
+
+AGAIN_S: Final = 0.5
+AGAIN_MAX_S: Final = 10.0
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What every such process is told at its start: `told` is for its program, `listener` is the
+    descriptor that it inherits."""
+
+    told: msgspec.Raw
+    folder: str
+    listener: int
+    front: int
+    count: int
+    life: int = 0
+
+    @property
+    def endpoint(self) -> str:
+        return endpoint_of(self.folder, self.front)
+
+
+def endpoint_of(folder: str, front: int) -> str:
+    return f"ipc://{folder}/engine-{front}"
+
+
+class Fronts:
+    def __init__(self, program: str, starts: Sequence[Start], link: EngineLink) -> None:
+        assert [start.front for start in starts] == [*range(1, len(starts) + 1)], "0 is the first"
+        self._program = program
+        self._starts = starts
+        self._link = link
+        self._children: dict[int, Child] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._last_words: list[str] = []
+        link.on_cut = self._end_stuck
+
+    def start(self) -> None:
+        self._keepers = [asyncio.ensure_future(self._keep(start)) for start in self._starts]
+
+    def drain(self) -> None:
+        self._tell("drain")
+
+    def _end_stuck(self, front: int) -> None:
+        """Another takes its place when it has ended."""
+        if front in self._children:
+            console.note(f"ess: server process {front} takes nothing from the engine; it is ended")
+            self._children[front].kill()
+
+    def end(self, sentence: str) -> None:
+        """Streams that are left end with this."""
+        self._tell(f"end {sentence}")
+
+    async def stop(self, *, within_s: float) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(c.stop(within_s=within_s) for c in self._children.values()))
+
+    async def _keep(self, start: Start) -> None:
+        wait_s = AGAIN_S
+        while True:
+            child = await Child.start(self._program, start, descriptors=[start.listener])
+            self._children[start.front] = child
+            for line in self._last_words:
+                child.tell(line)
+            how = await child.ended()
+            if self._last_words:
+                return
+            console.note(f"ess: server process {start.front} is gone: {how}; another starts")
+            self._link.front_lost(start.front)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, AGAIN_MAX_S)
+            start = msgspec.structs.replace(start, life=start.life + 1)
+
+    def _tell(self, line: str) -> None:
+        self._last_words.append(line)
+        for child in self._children.values():
+            with contextlib.suppress(OSError):
+                child.tell(line)
