@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +29,7 @@ from ess.errors import BadState
 EVENTS_TARGET: Final = 60_000
 SOCKET_MS_TARGET: Final = 5.0
 RUN: Final = "from ess.server.commands.cli import main; raise SystemExit(main())"
+FRONT: Final = "ess.server.commands.front"
 READY_S: Final = 60.0
 BUCKET: Final = re.compile(r'^ess_token_to_socket_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.M)
 
@@ -40,11 +41,13 @@ class Arm:
     name: str
     stream_count: int
     pace_ms: float
+    process_count: int = 1
 
 
 ARMS: Final = (
     Arm(name="as fast as it goes", stream_count=64, pace_ms=0.0),
     Arm(name="256 streams at 40 tokens/s", stream_count=256, pace_ms=25.0),
+    Arm(name="the same, two server processes", stream_count=256, pace_ms=25.0, process_count=2),
 )
 
 
@@ -54,15 +57,16 @@ def serve_benchmark(*, smoke: bool) -> list[Row]:
 
 
 def _measure(arm: Arm, seconds: float) -> list[Row]:
-    with served(arm) as (url, pid):
-        began_s, began_cpu_s, began_queued_s = time.monotonic(), cpu_s(pid), queued_s(pid)
+    with served(arm) as (url, pids):
+        began_s, began_cpu_s, began_queued_s = time.monotonic(), cpu_s(pids), queued_s(pids)
         event_count = asyncio.run(_read(url, arm, seconds))
-        spent_s, spent_cpu_s = time.monotonic() - began_s, cpu_s(pid) - began_cpu_s
-        spent_queued_s = queued_s(pid) - began_queued_s
+        spent_s, spent_cpu_s = time.monotonic() - began_s, cpu_s(pids) - began_cpu_s
+        spent_queued_s = queued_s(pids) - began_queued_s
         slowest_s = _quantile(_metrics(url), 0.99)
     per_core = event_count / max(spent_cpu_s, 1e-9)
     config: dict[str, Any] = {
         "streams": arm.stream_count,
+        "server_processes": arm.process_count,
         "pace_ms": arm.pace_ms,
         "events": event_count,
         "us_per_event": round(1e6 / per_core, 1),
@@ -91,10 +95,11 @@ def _row(arm: Arm, value: float, target: float, *, unit: str, config: dict[str, 
 
 
 @contextlib.contextmanager
-def served(arm: Arm) -> Iterator[tuple[str, int]]:
-    """`ess serve` with the paced engine on a free port; gives the URL and the server's pid."""
+def served(arm: Arm) -> Iterator[tuple[str, list[int]]]:
+    """`ess serve` with the paced engine on a free port; gives the URL and its processes' pids."""
     flags = ["--engine", "paced", "--pace-ms", str(arm.pace_ms), "--port", "0", "--json"]
     flags += ["--max-running", str(arm.stream_count), "--drain-grace-s", "0", "--drain-s", "1"]
+    flags += ["--server-processes", str(arm.process_count)]
     process = subprocess.Popen(
         [sys.executable, "-c", RUN, "serve", *flags], stdout=subprocess.PIPE, text=True
     )
@@ -108,7 +113,7 @@ def served(arm: Arm) -> Iterator[tuple[str, int]]:
             text += line
         url = str(json.loads(text)["url"])
         _wait_ready(url)
-        yield url, process.pid
+        yield url, _pids(process.pid)
     finally:
         process.terminate()
         process.communicate(timeout=20)
@@ -125,15 +130,23 @@ def _wait_ready(url: str) -> None:
         time.sleep(0.05)
 
 
-def cpu_s(pid: int) -> float:
-    """Processor time of a process so far, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _pids(pid: int) -> list[int]:
+    """The server's own processes: the first and, of its children, those that are no engine."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    fronts = [c for c in children if FRONT.encode() in Path(f"/proc/{c}/cmdline").read_bytes()]
+    return [pid, *map(int, fronts)]
 
 
-def queued_s(pid: int) -> float:
-    """Time that a process was ready to run and something else had the core."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+def cpu_s(pids: Sequence[int]) -> float:
+    """Processor time of processes so far, user and system."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def queued_s(pids: Sequence[int]) -> float:
+    """Time that processes were ready to run and something else had the core."""
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
 
 

@@ -83,7 +83,7 @@ async def serve(start: Start) -> None:
     link = EngineLink(context, start.endpoint, board=board, clock=clock, place=place)
     try:
         service = make_service(told, link=link, board=board)
-        service.shelf = Shelf(start.folder, front=start.front, life=start.life)
+        service.shelf = Shelf(start.folder, count=start.count, front=start.front, life=start.life)
         settings = told.resolved.settings
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))

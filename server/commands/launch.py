@@ -218,7 +218,7 @@ async def _serve(
     fronts = Fronts(FRONT, starts_of(told, folder, listeners), link)
     try:
         service = make_service(told, link=link, board=board)
-        service.shelf = Shelf(folder) if count > 1 else None
+        service.shelf = Shelf(folder, count=count) if count > 1 else None
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))
             launch = launch_of(settings, checkpoint, plan)

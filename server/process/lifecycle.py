@@ -53,6 +53,7 @@ async def let_out(server: uvicorn.Server, clock: Clock) -> None:
 async def tell(service: Service) -> None:
     """The server's other processes learn what this one counts."""
     assert service.shelf is not None, "a process of several has a shelf"
+    await service.link.became_ready.wait()
     while True:
         service.shelf.put(service.tally)
         await asyncio.sleep(TELL_EVERY_S)

@@ -126,7 +126,7 @@ class Service:
         if self.draining:
             sentence = "the server is shutting down; send the request to another"
             raise self._refused(sentence, "draining", 5.0)
-        if self.link.state == "starting":
+        if self.link.state == "starting" or not (self.shelf is None or self.shelf.has_all()):
             raise self._refused("the model is being loaded; try again soon", "starting", 2.0)
 
     def _check_room(self, count: int) -> None:

@@ -84,8 +84,10 @@ def together(tallies: Iterable[Tally]) -> Tally:
 class Shelf:
     """The files of all processes of a server, in a folder that only its user may read."""
 
-    def __init__(self, folder: str | Path, *, front: int = 0, life: int = 0) -> None:
+    def __init__(self, folder: str | Path, *, count: int, front: int = 0, life: int = 0) -> None:
         self._folder = Path(folder)
+        self._count = count
+        self._has_all = False
         self._own = self._path(front, life)
         if life:
             self._close(self._path(front, life - 1))
@@ -96,6 +98,11 @@ class Shelf:
     def others(self) -> list[Tally]:
         paths = [path for path in self._folder.glob("*.tally") if path != self._own]
         return [tally for path in paths if (tally := _read(path)) is not None]
+
+    def has_all(self) -> bool:
+        """Every process has been ready once, this one included."""
+        self._has_all = self._has_all or len([*self._folder.glob("*-0.tally")]) == self._count
+        return self._has_all
 
     def _path(self, front: int, life: int) -> Path:
         return self._folder / f"{front}-{life}.tally"

@@ -45,8 +45,8 @@ EOS = 1
 DEADLINE_S = 10.0
 
 
-def until(true: Callable[[], bool], what: str = "it") -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
+def until(true: Callable[[], bool], what: str = "it", *, within_s: float = DEADLINE_S) -> None:
+    deadline_s = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < deadline_s, f"{what} did not come true"
         time.sleep(0.005)

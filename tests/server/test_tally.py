@@ -22,9 +22,11 @@ def counted(number: int) -> Tally:
 
 def test_the_sum_of_all_is_the_same_whoever_sums(tmp_path: Path):
     tallies = [counted(number) for number in (1, 2, 3)]
-    shelves = [Shelf(tmp_path, front=front) for front in range(3)]
+    shelves = [Shelf(tmp_path, count=3, front=front) for front in range(3)]
     for shelf, tally in zip(shelves, tallies, strict=True):
+        assert not shelf.has_all()
         shelf.put(tally)
+    assert all(shelf.has_all() for shelf in shelves)
     for shelf, own in zip(shelves, tallies, strict=True):
         found = together([own, *shelf.others()])
         assert found.answers == {("/generate", 200): 6, ("/generate", 500): 3}
@@ -37,9 +39,9 @@ def test_the_sum_of_all_is_the_same_whoever_sums(tmp_path: Path):
 
 
 def test_who_takes_a_lost_one_s_place_keeps_its_counts_but_not_its_connections(tmp_path: Path):
-    first, lost = Shelf(tmp_path), Shelf(tmp_path, front=1)
+    first, lost = Shelf(tmp_path, count=3), Shelf(tmp_path, count=3, front=1)
     lost.put(counted(5))
-    fresh = Shelf(tmp_path, front=1, life=1)
+    fresh = Shelf(tmp_path, count=3, front=1, life=1)
     fresh.put(counted(1))
     found = together(first.others())
     assert (found.disconnect_count, found.connection_count) == (6, 10)
@@ -47,7 +49,7 @@ def test_who_takes_a_lost_one_s_place_keeps_its_counts_but_not_its_connections(t
 
 
 def test_half_a_file_and_a_foreign_one_are_no_counts(tmp_path: Path):
-    shelf, other = Shelf(tmp_path), Shelf(tmp_path, front=1)
+    shelf, other = Shelf(tmp_path, count=3), Shelf(tmp_path, count=3, front=1)
     assert shelf.others() == []
     other.put(counted(2))
     written = (tmp_path / "1-0.tally").read_bytes()

@@ -1,0 +1,188 @@
+"""Several server processes before one engine: real processes, the kernel's own division of work."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.harness import until
+from tests.server.test_dashboard import metrics
+from tests.server.test_life import Process
+from tests.support.crowd import Crowd
+
+PACED = ("--engine", "paced", "--max-running", "64", "--max-waiting", "64")
+COUNT = 3
+STREAMS = 24
+ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 1900, "ignore_eos": True}
+
+
+def children(pid: int) -> dict[int, str]:
+    """Pids and command lines."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):
+            words = Path(f"/proc/{child}/cmdline").read_bytes()
+            found[int(child)] = words.replace(b"\0", b" ").decode()
+    return found
+
+
+def fronts(process: Process) -> list[int]:
+    return [pid for pid, words in children(process.process.pid).items() if "front" in words]
+
+
+def is_running(pid: int) -> bool:
+    """A zombie has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def several(*flags: str) -> Iterator[Process]:
+    paced = ("--pace-ms", "20") if "--pace-ms" not in flags else ()
+    with Process(*PACED, *paced, "--server-processes", str(COUNT), *flags).wait_ready() as process:
+        assert len(fronts(process)) == COUNT - 1
+        yield process
+
+
+def is_replaced(process: Process, pid: int) -> None:
+    """Another process serves: for a moment it takes connections, but no requests."""
+    until(lambda: len({*fronts(process)} - {pid}) == COUNT - 1, "another process")
+    until(lambda: all(process.status("/ready") == 200 for _ in range(12)), "all being ready")
+
+
+def crowd(process: Process, count: int = STREAMS) -> Crowd:
+    return Crowd(process.url, [ENDLESS] * count)
+
+
+def all_have_begun(going: Crowd) -> None:
+    until(lambda: all(b'"text"' in text for text in going.texts), "every stream's first token")
+
+
+def post(process: Process, path: str, document: object = None) -> dict:
+    body = json.dumps(document or {}).encode()
+    with urllib.request.urlopen(process.url + path, body, timeout=30) as answer:
+        return json.load(answer)
+
+
+def running(process: Process) -> float:
+    return metrics(process.url)["ess_requests_running", ""]
+
+
+@pytest.mark.slow
+def test_every_process_serves_and_each_answers_for_all():
+    with several() as process, crowd(process) as going:
+        all_have_begun(going)
+        held = [len(os.listdir(f"/proc/{pid}/fd")) for pid in fronts(process)]
+        assert min(held) < 24 + STREAMS, "no process has all"
+        until(lambda: running(process) == STREAMS, "all streams in one count")
+        until(
+            lambda: all(metrics(process.url)["ess_connections", ""] > STREAMS for _ in range(8)),
+            "all connections in one count, whoever is asked",
+        )
+        assert post(process, "/trace/start") == {"tracing": True}
+        for _ in range(2 * COUNT):
+            with pytest.raises(urllib.error.HTTPError, match="409"):
+                post(process, "/trace/start")
+        assert "traceEvents" in post(process, "/trace/stop")
+        assert post(process, "/abort_request", {"rid": "crowd-07"}) == {"aborted": 1}
+        until(lambda: going.is_over(7), "the stream that was aborted by its id")
+        assert b'"finish_reason":"abort"' in going.texts[7]
+        assert post(process, "/abort_request", {"abort_all": True}) == {"aborted": STREAMS - 1}
+        until(lambda: all(map(going.is_over, range(STREAMS))), "the end of all")
+        assert all(b'"finish_reason":"abort"' in text for text in going.texts)
+        until(
+            lambda: all(
+                metrics(process.url)["ess_finished_total", "abort"] == STREAMS for _ in range(8)
+            ),
+            "every end in one count, whoever is asked",
+        )
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_costs_its_own_streams_and_is_replaced():
+    with several() as process, crowd(process) as going:
+        all_have_begun(going)
+        victim, *others = fronts(process)
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: any(map(going.is_over, range(STREAMS))), "the streams that it had")
+        until(lambda: running(process) < STREAMS, "the engine's giving up of its requests")
+        left = [number for number in range(STREAMS) if not going.is_over(number)]
+        assert 0 < len(left) < STREAMS
+        before = [len(going.texts[number]) for number in left]
+        until(
+            lambda: all(len(going.texts[n]) > b for n, b in zip(left, before, strict=True)),
+            "the other streams' going on",
+        )
+        is_replaced(process, victim)
+        assert victim not in fronts(process)
+        assert set(others) <= set(fronts(process))
+        with crowd(process) as more:
+            all_have_begun(more)
+        assert running(process) <= len(left) + STREAMS
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stuck_is_replaced_and_the_others_go_on():
+    with several("--pace-ms", "1") as process, crowd(process) as going:
+        all_have_begun(going)
+        stuck = fronts(process)[0]
+        os.kill(stuck, signal.SIGSTOP)
+        with crowd(process, 8):
+            until(lambda: not is_running(stuck), "its end", within_s=60)
+        is_replaced(process, stuck)
+        with crowd(process) as more:
+            all_have_begun(more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_all_streams_finish_before_the_end(number: signal.Signals):
+    with several("--drain-s", "60") as process:
+        short = {**ENDLESS, "max_tokens": 100}
+        with Crowd(process.url, [short] * STREAMS) as going:
+            all_have_begun(going)
+            pids = [*children(process.process.pid)]
+            process.process.send_signal(number)
+            assert process.ended(within_s=60) == 0
+            assert all(b'"finish_reason":"length"' in text for text in going.texts)
+        assert not any(map(is_running, pids))
+
+
+@pytest.mark.slow
+def test_streams_that_do_not_finish_in_time_end_with_an_error():
+    with several("--drain-s", "1") as process, crowd(process) as going:
+        all_have_begun(going)
+        process.process.terminate()
+        assert process.ended(within_s=30) == 0
+        assert all(b"shutting down" in text for text in going.texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["engine", "server"])
+def test_nothing_outlives_the_engine_or_the_first_process(lost: str):
+    with several() as process, crowd(process) as going:
+        all_have_begun(going)
+        pids = children(process.process.pid)
+        [engine] = [pid for pid, words in pids.items() if "front" not in words]
+        os.kill(engine if lost == "engine" else process.process.pid, signal.SIGKILL)
+        until(lambda: not any(map(is_running, pids)), "the end of all processes", within_s=30)
+        if lost == "engine":
+            assert process.ended(within_s=30) == 1
+            assert all(b"SIGKILL" in text for text in going.texts)
+
+
+def test_two_servers_do_not_share_a_port_unawares():
+    with Process(*PACED, "--server-processes", "2") as process:
+        port = process.url.rpartition(":")[2]
+        for count in ("1", "2"):
+            with pytest.raises(AssertionError, match="Address already in use"):
+                Process(*PACED, "--port", port, "--server-processes", count)
