@@ -11,7 +11,7 @@ import pytest
 
 from ess.errors import BadInput
 from ess.models.load import EMBEDDED
-from ess.server.commands.launch import make_service, read_checkpoint, serve_flags
+from ess.server.commands.launch import Told, make_service, read_checkpoint, serve_flags
 from ess.server.commands.settings import resolve
 from ess.server.commands.sizing import plan_memory
 
@@ -49,6 +49,7 @@ def test_an_end_id_that_no_request_can_have(end: int) -> None:
     wrong = msgspec.structs.replace(checkpoint, eos_ids=(1, end))
     layout, positions = checkpoint.config.layout(), checkpoint.config.positions_max
     plan = plan_memory(resolved.settings, layout, positions_max=positions, weight_bytes=1 << 20)
+    told = Told(resolved=resolved, checkpoint=wrong, plan=plan)
     nothing: Any = None
     with pytest.raises(BadInput, match=f"eos_token_id {end} of config.json or generation_config"):
-        make_service(resolved, wrong, plan, link=nothing, board=nothing)
+        make_service(told, link=nothing, board=nothing)
