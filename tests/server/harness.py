@@ -127,10 +127,12 @@ class Served:
         spans: TracerProvider | None = None,
         root_path: str = "",
         within: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+        context_of: Callable[[], zmq.asyncio.Context] = zmq.asyncio.Context,
     ) -> None:
         self.engine = engine
         self._root_path = root_path
         self._within = within
+        self._context_of = context_of
         self._keys = keys
         self._spans = spans
         self._limits = limits or Limits(running_max=16, waiting_max=64, length_max=4096)
@@ -188,7 +190,7 @@ class Served:
 
     async def _serve(self, endpoint: str) -> None:
         self._loop = asyncio.get_running_loop()
-        context = zmq.asyncio.Context()
+        context = self._context_of()
         clock = RealClock()
         board = Board(clock)
         link = EngineLink(context, endpoint, board=board, clock=clock)

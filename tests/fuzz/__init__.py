@@ -1,0 +1,1 @@
+"""A fuzzer that is led by the lines it reaches: python -m tests.fuzz --help."""

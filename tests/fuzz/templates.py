@@ -1,0 +1,252 @@
+"""Target `templates`: conversations through every chat style, replies through its parser.
+
+    {"style": name, "thinking": bool, "messages": [...], "tools": [...], "reply": text,
+     "cuts": [...], "source": a Jinja template, only for the style "jinja"}
+
+A conversation becomes a prompt or is refused in a sentence. What a reply says does not depend on
+how it was cut.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ess.errors import BadInput
+from ess.models.chat.messages import read_messages
+from ess.models.chat.reply import (
+    CallArguments,
+    Content,
+    Event,
+    Reasoning,
+    ReplyParser,
+    collect,
+)
+from ess.models.chat.styles import ChatStyle, DeepSeekStyle, PlainStyle, TemplateStyle
+from ess.models.chat.template import ChatTemplate
+from tests.fuzz import values
+from tests.fuzz.fuzzer import Finding, Value
+from tests.fuzz.lines import Lines, sources
+from tests.fuzz.rig import SAYS, described
+from tests.fuzz.shapes import LIKELY
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}<|assistant|>"
+)
+GLM_REPLY = (
+    "thought</think>text<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value>"
+    "<arg_key>b</arg_key><arg_value>[1]</arg_value></tool_call>"
+)
+MARKS = (
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+    ),
+    *(
+        "</arg_value>",
+        "<|user|>",
+        "<|observation|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "\n\n",
+    ),
+    *(
+        "<\uff5cDSML\uff5cfunction_calls>",
+        "</\uff5cDSML\uff5cfunction_calls>",
+        "<\uff5cDSML\uff5cinvoke",
+    ),
+    *(
+        '<\uff5cDSML\uff5cinvoke name="f">',
+        "</\uff5cDSML\uff5cinvoke>",
+        "</\uff5cDSML\uff5cparameter>",
+    ),
+    '<\uff5cDSML\uff5cparameter name="a" string="true">',
+    '<\uff5cDSML\uff5cparameter name="b" string="false">',
+    *(
+        "<",
+        ">",
+        '"',
+        "{",
+        "[1",
+        "1",
+        "NaN",
+        "\\",
+        "\u00e9",
+        "\U0001f642",
+        "x" * 600,
+        " ",
+        "\n",
+        "\x00",
+    ),
+)
+JINJA = (
+    *(
+        "{{ 7 * 7 }}",
+        "{% for i in range(9) %}{{ i }}{% endfor %}",
+        "{{ messages[0].content }}",
+        "{{",
+    ),
+    *(
+        "{% if tools %}t{% endif %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('no') }}",
+        "}}",
+    ),
+    *(
+        "{{ messages | tojson(indent=2) }}",
+        "{% set n = namespace(a=1) %}",
+        "{{ strftime_now('%Y') }}",
+    ),
+    *("{{ 'a' * 10000000000 }}", "{{ 9 ** 9 ** 9 }}", "{% for i in range(10**9) %}{% endfor %}"),
+    *("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{% break %}", "{{ cycler }}", "{# a"),
+    *(
+        "{{ lipsum() }}",
+        "{% include 'a' %}",
+        "{% raw %}",
+        "{{ joiner.__init__ }}",
+        "\ud800",
+        "\x00",
+    ),
+)
+STYLES = ("deepseek", "plain", "glm", "template")
+
+
+class Templates:
+    name = "templates"
+
+    def __init__(self) -> None:
+        self.lines = Lines(sources("models/chat/*.py", "models/text/*.py"))
+        self._styles: dict[str, ChatStyle] = {}
+
+    def __enter__(self) -> Templates:
+        self._styles = {
+            "deepseek": DeepSeekStyle(),
+            "plain": PlainStyle(),
+            "glm": TemplateStyle(TEMPLATE, glm=True),
+            "template": TemplateStyle(TEMPLATE, glm=False),
+        }
+        self.lines.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.lines.__exit__()
+        for style in self._styles.values():
+            if isinstance(style, TemplateStyle):
+                style.close()
+
+    def restart(self) -> None:
+        """Nothing here outlives an input."""
+
+    # ---- inputs
+
+    def fresh(self, source: random.Random) -> Value:
+        messages = source.choice(LIKELY["messages"])
+        value = {
+            "style": source.choice(STYLES),
+            "thinking": source.random() < 0.5,
+            "messages": messages if source.random() < 0.8 else values.value(source, 4),
+            "tools": source.choice((None, LIKELY["tools"][0], values.value(source, 3))),
+            "reply": _reply(source),
+            "cuts": [source.randrange(1 << 16) for _ in range(source.randrange(12))],
+        }
+        if source.random() < 0.02:
+            value |= {"style": "jinja", "source": "".join(source.choices(JINJA, k=3))}
+        return value
+
+    def changed(self, source: random.Random, value: Value, other: Value) -> Value:
+        match source.randrange(4):
+            case 0:
+                reply = values.raw_changed(source, value["reply"], MARKS)[:5000]
+                return {**value, "reply": reply.encode("utf-8", "ignore").decode()}
+            case 1:
+                return {**value, "cuts": [source.randrange(1 << 16) for _ in range(6)]}
+            case 2:
+                return {**value, "tools": values.changed(source, value["tools"], other["tools"])}
+        messages = values.changed(source, value["messages"], other["messages"])
+        return {**value, "messages": messages}
+
+    # ---- running
+
+    def run(self, value: Value) -> None:
+        style = str(value["style"])
+        try:
+            self._encode(value)
+            if style in self._styles:
+                self._check_cuts(value)
+        except Finding:
+            raise
+        except Exception as error:
+            kind, place = described(error)
+            raise Finding(kind, place, repr(error)[:500]) from error
+
+    def _encode(self, value: Value) -> None:
+        """As a chat request does, whose form the structs have checked: lists of objects."""
+        try:
+            messages = read_messages(_objects(value["messages"]), tools=_objects(value["tools"]))
+            if value["style"] == "jinja":
+                _rendered(value["source"], value["messages"])
+            else:
+                style = self._styles[value["style"]]
+                assert isinstance(style.encode(messages, thinking=value["thinking"]), str)
+        except BadInput as error:
+            if not str(error).strip():
+                raise Finding("an error without words", str(value["style"]), repr(error)) from None
+
+    def _check_cuts(self, value: Value) -> None:
+        reply = value["reply"]
+        cuts = sorted({cut % (len(reply) + 1) for cut in value["cuts"]})
+        pieces = [
+            reply[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(reply)], strict=True)
+        ]
+        whole = read(self._parser(value), [reply])
+        parts = read(self._parser(value), pieces)
+        if whole != parts:
+            raise Finding("cuts matter", value["style"], f"{whole} and {parts} in {pieces}"[:1000])
+        collect(whole)
+
+    def _parser(self, value: Value) -> ReplyParser:
+        tools = [tool["function"] for tool in LIKELY["tools"][0]]
+        return self._styles[value["style"]].parser(thinking=value["thinking"], tools=tools)
+
+
+def read(parser: ReplyParser, pieces: list[str]) -> list[Event]:
+    """The events, neighbours of one kind joined."""
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        match last, event:
+            case (Content(before), Content(text)):
+                joined[-1] = Content(before + text)
+            case (Reasoning(before), Reasoning(text)):
+                joined[-1] = Reasoning(before + text)
+            case (CallArguments(index, before), CallArguments(number, text)) if index == number:
+                joined[-1] = CallArguments(index, before + text)
+            case _:
+                joined.append(event)
+    return joined
+
+
+def _rendered(template: str, messages: Any) -> None:
+    """A child of its own: it may be killed, and the deadline is short."""
+    made = ChatTemplate(template, timeout_s=1.0)
+    try:
+        made.render({"messages": messages, "tools": None})
+    finally:
+        made.close()
+
+
+def _objects(raw: Any) -> list[dict[str, Any]]:
+    return [item for item in raw if isinstance(item, dict)] if isinstance(raw, list) else []
+
+
+def _reply(source: random.Random) -> str:
+    if source.random() < 0.4:
+        return source.choice((*SAYS, GLM_REPLY))
+    return "".join(source.choices((*MARKS, "a", "text"), k=source.randrange(1, 12)))
