@@ -26,6 +26,7 @@ KNOWN = Path(__file__).parent / "known"
 BREAKING = ("left", "held", "leak", "memory", "stuck", "cpu", "died")
 SHRINK_RUNS_MAX = 60
 SHRINK_S_MAX = 10.0
+PROMOTE_S_MAX = 1.5
 
 
 class Finding(Exception):
@@ -89,9 +90,10 @@ class Fuzzer:
         working: Path | None = None,
         findings: Path | None = None,
         avoid: Sequence[str] = (),
+        is_known: Callable[[tuple[str, str]], bool] = lambda key: False,
     ) -> None:
-        """`working` grows; the corpus of the tree is only read. Inputs with a text of `avoid` are
-        passed over: each leads into a known fault again and again."""
+        """`working` grows; the corpus of the tree is only read. Fresh inputs with a text of `avoid`
+        are passed over: they lead into a known fault. Of a known fault nothing is stored."""
         self.target = target
         self.run_count = 0
         self.found: dict[tuple[str, str], int] = {}
@@ -101,6 +103,7 @@ class Fuzzer:
         self._stored = Stored(working).load()
         self._findings = findings
         self._avoid = avoid
+        self._is_known = is_known
 
     def replay(self, values: Sequence[Value]) -> None:
         """The corpus first: what it reaches is known already."""
@@ -114,6 +117,9 @@ class Fuzzer:
 
     def step(self) -> None:
         value = self._next()
+        text = json.dumps(value) if self._avoid else ""
+        if any(avoided in text for avoided in self._avoid):
+            return
         before = len(self.target.lines.seen)
         self._run(value)
         if len(self.target.lines.seen) > before:
@@ -137,9 +143,6 @@ class Fuzzer:
         return value
 
     def _run(self, value: Value) -> None:
-        text = json.dumps(value) if self._avoid else ""
-        if any(avoided in text for avoided in self._avoid):
-            return
         self.run_count += 1
         try:
             self.target.run(value)
@@ -149,15 +152,14 @@ class Fuzzer:
     def _note(self, finding: Finding, value: Value) -> None:
         self.found[finding.key] = self.found.get(finding.key, 0) + 1
         mend(self.target, finding)
-        if self.found[finding.key] > 1:
+        if self.found[finding.key] > 1 or self._findings is None or self._is_known(finding.key):
             return
         value = value if finding.value is None else finding.value
         small = shrunk(value, lambda smaller: breaks(self.target, smaller, finding.key))
-        if self._findings is not None:
-            kind, place = finding.key
-            text = "".join(c if c.isalnum() else "-" for c in f"{self.target.name}-{kind}-{place}")
-            document = {"target": self.target.name, "what": str(finding)[:2000], "input": small}
-            self.files.append(write(self._findings, document, text[:120]))
+        kind, place = finding.key
+        text = "".join(c if c.isalnum() else "-" for c in f"{self.target.name}-{kind}-{place}")
+        document = {"target": self.target.name, "what": str(finding)[:2000], "input": small}
+        self.files.append(write(self._findings, document, text[:120]))
 
 
 def mend(target: Target, finding: Finding) -> None:
@@ -188,9 +190,9 @@ def covers(target: Target, value: Value, wanted: set[Line]) -> bool:
     return wanted <= target.lines.seen
 
 
-def shrunk(value: Value, holds: Callable[[Value], bool]) -> Value:
+def shrunk(value: Value, holds: Callable[[Value], bool], *, seconds: float = SHRINK_S_MAX) -> Value:
     """A smaller input for which it still holds, in a bounded number of runs."""
-    runs, end = 0, time.monotonic() + SHRINK_S_MAX
+    runs, end = 0, time.monotonic() + seconds
     is_smaller = True
     while is_smaller:
         is_smaller = False
@@ -206,7 +208,9 @@ def shrunk(value: Value, holds: Callable[[Value], bool]) -> Value:
 
 def smaller_values(value: Value) -> Iterator[Value]:
     """Large cuts first, then those inside."""
-    if isinstance(value, str):
+    if isinstance(value, int) and not isinstance(value, bool) and value > 3:
+        yield value // 8
+    elif isinstance(value, str):
         for size in (len(value) // 2, len(value) // 4, len(value) // 8):
             for start in range(0, len(value) if size else 0, size or 1):
                 yield value[:start] + value[start + size :]
@@ -237,5 +241,11 @@ def promoted(target: Target, values: Sequence[Value]) -> list[Value]:
         if not wanted:
             break
         left -= wanted
-        kept.append(shrunk(value, lambda smaller, wanted=wanted: covers(target, smaller, wanted)))
+        kept.append(
+            shrunk(
+                value,
+                lambda smaller, wanted=wanted: covers(target, smaller, wanted),
+                seconds=PROMOTE_S_MAX,
+            )
+        )
     return kept

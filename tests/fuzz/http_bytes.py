@@ -56,6 +56,7 @@ TOKENS = (
     *("HTTP/1.1", "HTTP/1.0", "\x16\x03\x01", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "%00", "\x80"),
 )
 TURNS_MAX = 60
+COUNTS = (3, 100, 3000, 20_000)
 
 
 class HttpBytes(ServedTarget):
@@ -160,9 +161,13 @@ async def _do(connection: Connection, op: list[Any]) -> None:
 
 async def _settle(protocol: Any, *, turns_max: int) -> None:
     """Until the answer is complete, the rest of the request is missing, or it takes too long."""
+    patience = 12
     for turn in range(turns_max):
         cycle = protocol.cycle
         if protocol.transport.is_closing() or cycle is None or cycle.response_complete:
+            break
+        patience -= bool(cycle.more_body)
+        if not patience:
             break
         await asyncio.sleep(0 if turn < turns_max // 2 else 0.001)
     for _ in range(3):
@@ -188,6 +193,8 @@ def _changed_ops(source: random.Random, ops: list[Any]) -> list[Any]:
     op = ops[at]
     if op[0] not in ("bytes", "many") or source.random() < 0.1:
         return [*ops[:at], *ops[at + 1 :]] or [["bytes", ""]]
+    if op[0] == "many" and source.random() < 0.5:
+        return [*ops[:at], [*op[:2], source.choice(COUNTS)], *ops[at + 1 :]]
     if source.random() < 0.3:
         return [*ops[:at], *_cut_up(source, op[1]), *ops[at + 1 :]][:40]
     text = values.raw_changed(source, op[1], TOKENS)[:20_000]
@@ -195,15 +202,16 @@ def _changed_ops(source: random.Random, ops: list[Any]) -> list[Any]:
 
 
 def _cut_up(source: random.Random, text: str) -> list[Any]:
-    """In two, with a line or a chunk of it that comes again and again."""
+    """In two, or with a line or a chunk that comes again and again at a place of its kind."""
     cut = source.randrange(len(text) + 1)
-    if source.random() < 0.6:
+    if source.random() < 0.5:
         return [["bytes", text[:cut]], ["bytes", text[cut:]]]
+    ends = {
+        text.find(mark) + len(mark) for mark in ("\r\n", "\r\n\r\n", "\r\n0\r\n") if mark in text
+    }
+    cut = source.choice([0, cut, text.rfind("\r\n", 0, cut) + 2, *sorted(ends)])
     repeated = source.choice(
         ("x-more: yyyyyyyyyyyyyyyyyyyy\r\n", "5\r\nabcde\r\n", "\r\n", "a" * 99)
     )
-    cut = text.rfind("\r\n", 0, cut) + 2 if source.random() < 0.8 else cut
-    trailers = text.find("\r\n0\r\n") + 5
-    cut = trailers if trailers > 5 and source.random() < 0.3 else cut
-    count = source.choice((3, 100, 3000, 20_000))
+    count = source.choice(COUNTS)
     return [["bytes", text[:cut]], ["many", repeated, count], ["bytes", text[cut:]]]

@@ -37,13 +37,14 @@ class Lines:
 
     def __enter__(self) -> Lines:
         """Watches this thread and those that start from now on."""
+        self._before = sys.gettrace(), threading.gettrace()
         threading.settrace(self._on_call)
         sys.settrace(self._on_call)
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        sys.settrace(self._before[0])
+        threading.settrace(self._before[1])  # type: ignore[arg-type]
 
     def forget(self) -> None:
         self.seen.clear()

@@ -14,17 +14,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ess.engine.process import fake_engine
 from ess.engine.process.messages import Add, Packer, Ready, Status
 from ess.server.process.service import Limits
 from tests.fuzz.fuzzer import Finding
+from tests.fuzz.lines import ROOT
 from tests.server.harness import EOS, TOKENIZER, VOCABULARY, Served
 
 Result = TypeVar("Result")
 STUCK_S = 120.0
 LEFT_S = 3.0
+KEEP_ALIVE_S = 0.1
 PIECE_BYTES = 64 << 10
 WRITTEN_HIGH = 64 << 10
 HELD_BYTES_MAX = 512 << 10
@@ -146,14 +149,14 @@ class Errors(logging.Handler):
 
 def described(error: BaseException) -> tuple[str, str]:
     """The exception's type, and the last place in the package, or at all, that it went through."""
-    place, trace = "nowhere", error.__traceback__
+    ours, last, trace = "", "nowhere", error.__traceback__
     while trace is not None:
-        code = trace.tb_frame.f_code
-        _, is_ours, rest = code.co_filename.rpartition("/ess/")
-        if is_ours or "/ess/" not in place:
-            place = f"ess/{rest}:{code.co_name}" if is_ours else f"{rest[-40:]}:{code.co_name}"
+        code, root = trace.tb_frame.f_code, f"{ROOT / 'ess'}/"
+        if code.co_filename.startswith(root):
+            ours = f"ess/{code.co_filename.removeprefix(root)}:{code.co_name}"
+        last = f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_name}"
         trace = trace.tb_next
-    return type(error).__name__, place
+    return type(error).__name__, ours or last
 
 
 class Connection(asyncio.Transport):
@@ -267,7 +270,7 @@ class Rig(Served):
     def __enter__(self) -> Rig:
         logging.getLogger().addHandler(self.errors)
         super().__enter__()
-        self._server.config.timeout_keep_alive = 1
+        self._server.config.timeout_keep_alive = KEEP_ALIVE_S  # type: ignore[assignment]
         self._loop.set_exception_handler(self._on_loop_error)
         self._tasks_before = self.run(_task_count)
         return self

@@ -14,7 +14,7 @@ from typing import Any
 from tests.fuzz.fuzzer import Finding, Value
 from tests.fuzz.lines import Lines, sources
 from tests.fuzz.responses import Response, responses
-from tests.fuzz.rig import HELD_BYTES_MAX, Rig
+from tests.fuzz.rig import HELD_BYTES_MAX, KEEP_ALIVE_S, Rig
 
 SERVER_FILES = (
     *("server/http/**/*.py", "server/dialects/**/*.py", "server/process/link.py"),
@@ -24,7 +24,7 @@ SERVER_FILES = (
 CPU_S_MAX = 1.0
 GROWTH_BYTES_MAX = 64 << 20
 CENSUS_EVERY = 500
-TIMERS_S = 1.1
+TIMERS_S = 2 * KEEP_ALIVE_S
 LEAK_MIN = 25
 REPEATS = 8
 

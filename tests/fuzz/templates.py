@@ -160,6 +160,8 @@ class Templates:
         return value
 
     def changed(self, source: random.Random, value: Value, other: Value) -> Value:
+        if "source" in value:
+            value = _without_source(source, value)
         match source.randrange(4):
             case 0:
                 reply = values.raw_changed(source, value["reply"], MARKS)[:5000]
@@ -250,3 +252,11 @@ def _reply(source: random.Random) -> str:
     if source.random() < 0.4:
         return source.choice((*SAYS, GLM_REPLY))
     return "".join(source.choices((*MARKS, "a", "text"), k=source.randrange(1, 12)))
+
+
+def _without_source(source: random.Random, value: Value) -> Value:
+    """A template of its own takes a process of its own: most inputs go back to a style."""
+    if source.random() < 0.1:
+        return {**value, "source": value["source"] + source.choice(JINJA)}
+    kept = {name: item for name, item in value.items() if name != "source"}
+    return {**kept, "style": source.choice(STYLES)}
