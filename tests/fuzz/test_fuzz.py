@@ -92,8 +92,8 @@ def test_the_corpus_is_small() -> None:
 
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a list in a list in an object of one field, which nothing makes in one go."""
-    make_app = harness.make_app
-    monkeypatch.setattr(harness, "make_app", lambda *a, **k: planted.Raising(make_app(*a, **k)))
+    create_app = harness.create_app
+    monkeypatch.setattr(harness, "create_app", lambda *a, **k: planted.Raising(create_app(*a, **k)))
     with Bodies(extra=[Path(planted.__file__)]) as target:
         target.paths = ["/generate"]
         fuzzer = Fuzzer(target, seed=5)
@@ -106,8 +106,8 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_leak_is_found_and_its_input_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make_app = harness.make_app
-    monkeypatch.setattr(harness, "make_app", lambda *a, **k: planted.Keeping(make_app(*a, **k)))
+    create_app = harness.create_app
+    monkeypatch.setattr(harness, "create_app", lambda *a, **k: planted.Keeping(create_app(*a, **k)))
     with Bodies(census_every=200) as target:
         fuzzer = Fuzzer(target, seed=4, findings=tmp_path)
         while not fuzzer.found and fuzzer.run_count < 2000:
@@ -156,8 +156,8 @@ def test_what_is_no_response_is_told() -> None:
 def test_a_finding_is_stored_and_repeated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_app = harness.make_app
-    monkeypatch.setattr(harness, "make_app", lambda *a, **k: planted.Raising(make_app(*a, **k)))
+    create_app = harness.create_app
+    monkeypatch.setattr(harness, "create_app", lambda *a, **k: planted.Raising(create_app(*a, **k)))
     wrong = {"path": "/generate", "raw": '{"text": "a", "sampling_params": {"stop": [["a"]]}}'}
     with Bodies() as target:
         fuzzer = Fuzzer(target, seed=6, findings=tmp_path)
