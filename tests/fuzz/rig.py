@@ -72,6 +72,8 @@ class InlineEngine(fake_engine.PacedEngine):
 class InlineWire:
     """Both ends of the wire: the link's socket, and what the engine gives to."""
 
+    front_count = 1
+
     def __init__(self, engine: InlineEngine) -> None:
         self._engine = engine
         self._packer = Packer()
