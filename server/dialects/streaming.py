@@ -247,9 +247,8 @@ async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:
 
     async def wait() -> None:
         with contextlib.suppress(TimeoutError):
-            first.extend(
-                await asyncio.wait_for(grown.call.take(), grown.service.limits.keep_alive_s)
-            )
+            async with asyncio.timeout(grown.service.limits.keep_alive_s):
+                first.extend(await grown.call.take())
 
     if not await first_of(wait(), gone(receive)):
         return _lost(grown)

@@ -8,6 +8,7 @@ the server itself knows: that it starts, drains, or has lost its engine. Then it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -29,7 +30,7 @@ QUIET_S: Final = 1.0
 
 async def events(request: Request) -> Response:
     frames: Frames = request.app.state.frames
-    return FrameStream(frames, frames.service.board.enter())
+    return FrameStream(frames, frames.service.watch())
 
 
 class Frames:
@@ -90,15 +91,15 @@ class FrameStream(Response):
 
     async def _send(self, send: Send, ready: bytes) -> None:
         body = {"type": "http.response.body", "body": ready, "more_body": True}
-        await asyncio.wait_for(send(body), self._service.limits.stall_s)
+        async with asyncio.timeout(self._service.limits.stall_s):
+            await send(body)
 
 
 async def _set_within(fresh: asyncio.Event, most_s: float) -> None:
-    try:
-        await asyncio.wait_for(fresh.wait(), most_s)
-    except TimeoutError:
-        return
-    fresh.clear()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(most_s):
+            await fresh.wait()
+            fresh.clear()
 
 
 def _event(name: str, document: Any) -> bytes:

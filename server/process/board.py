@@ -15,7 +15,6 @@ import msgspec
 
 from ess.clock import Clock
 from ess.engine.process.messages import Status
-from ess.errors import Unavailable
 
 SUBSCRIBERS_MAX: Final = 8
 RATE_OVER_S: Final = 1.0
@@ -48,10 +47,13 @@ class Board:
             self.tokens_per_s = (status.made_count - since_count) / (now_s - since_s)
             self._rated = (now_s, status.made_count)
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._subscribers) >= SUBSCRIBERS_MAX
+
     def enter(self) -> asyncio.Event:
         """An event that every publication sets; the subscriber clears it, and calls `leave`."""
-        if len(self._subscribers) >= SUBSCRIBERS_MAX:
-            raise Unavailable(f"{SUBSCRIBERS_MAX} viewers are watching, and no more are served")
+        assert not self.is_full, "who watches was asked for a place first"
         fresh = asyncio.Event()
         self._subscribers.add(fresh)
         return fresh

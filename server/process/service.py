@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.server.http.responses import Absent, Refused
-from ess.server.process.board import Board
+from ess.server.process.board import SUBSCRIBERS_MAX, Board
 from ess.server.process.link import Call, EngineLink
 from ess.server.process.tally import Shelf, Tally, together
 
@@ -119,6 +120,13 @@ class Service:
         self.check_state()
         self._check_room(len(prompts))
         return self.link.start(request_id, prompts, priority=priority)
+
+    def watch(self) -> asyncio.Event:
+        """A place before the board, for as long as `board.leave` is not called."""
+        if self.board.is_full:
+            sentence = f"{SUBSCRIBERS_MAX} viewers are watching, and no more are served"
+            raise self._refused(sentence, "viewers", 5.0)
+        return self.board.enter()
 
     def check_state(self) -> None:
         if self.link.state == "lost":

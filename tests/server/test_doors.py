@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import ess
 from ess.engine.process.messages import PoolUse, RequestLine, Status
-from ess.errors import Unavailable
 from ess.server.process.board import RECENT_S, SUBSCRIBERS_MAX, Board
 from ess.server.process.service import Limits
 from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, saying, until
@@ -285,12 +284,23 @@ def test_flush(served: Served):
     assert served.engine.flushes == before + 1
 
 
+def test_a_viewer_too_many_is_told_why_and_when_to_come_again(served: Served):
+    served.service.board._subscribers.update(asyncio.Event() for _ in range(SUBSCRIBERS_MAX))
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+            urllib.request.urlopen(served.url + "/v1/events", timeout=10)
+        assert refused.value.headers["x-ess-reason"] == "viewers"
+        assert refused.value.headers["retry-after"] == "5"
+        refused.value.close()
+    finally:
+        served.service.board._subscribers.clear()
+
+
 def test_the_board_gives_every_viewer_the_newest(served: Served):
     async def watch() -> None:
         board = Board(ManualClock())
         views = [board.enter() for _ in range(SUBSCRIBERS_MAX)]
-        with pytest.raises(Unavailable, match="8 viewers"):
-            board.enter()
+        assert board.is_full
         for count in (1, 2, 3):
             board.publish(msgspec.structs.replace(STATUS, step_count=count))
         assert all(view.is_set() for view in views)
