@@ -160,7 +160,9 @@ async def _stream(url: str, seconds: float) -> int:
     body = b'{"prompt":[5,6,7],"max_tokens":100000,"ignore_eos":true,"stream":true}'
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(
+        body
+    )
     writer.write(head + body)
     count, deadline_s = 0, time.monotonic() + seconds
     try:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -39,6 +40,7 @@ from ess.server.http.app import create_app
 from ess.server.http.protocol import limited
 from ess.server.process import sockets
 from ess.server.process.board import Board
+from ess.server.process.bounds import PROBE_CONNECTIONS
 from ess.server.process.child import Child
 from ess.server.process.fronts import Fronts, Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, Running
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 EMBEDDED: Final = "ess-embedded"
 FRONT: Final = "ess.server.commands.front"
+FILES_OF_OURS: Final = 128
 PROGRAM: Final = {"model": "ess.engine.process.worker", "paced": "ess.engine.process.fake_engine"}
 
 
@@ -135,6 +138,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     )
     resolved = sized(resolved, plan)
     settings = resolved.settings
+    allow_files(settings.max_connections)
     listeners = listeners_of(settings)
     try:
         banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
@@ -192,6 +196,19 @@ def listeners_of(settings: Settings) -> list[socket.socket]:
     if settings.uds:
         return sockets.listen_at(Path(settings.uds), count)
     return sockets.listen(settings.host, settings.port, count)
+
+
+def allow_files(connections_max: int) -> None:
+    """Every connection is an open file; without one to spare not even a probe is answered."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections_max + PROBE_CONNECTIONS + FILES_OF_OURS
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise BadInput(
+            f"max_connections is {connections_max:,}; this process may open {hard:,} files, "
+            f"{FILES_OF_OURS} of them are for other things"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def url_of(settings: Settings, listener: socket.socket) -> str:
@@ -271,6 +288,7 @@ def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
             keep_alive_s=settings.keep_alive_s,
             stall_s=settings.stall_s,
             body_max=size_of(settings.body_bytes, of=1 << 30),
+            names=settings.hosts,
         ),
         defaults=checkpoint.defaults,
         link=link,
@@ -313,6 +331,7 @@ def uvicorn_config(
     protocol = limited(
         connections_max=div_ceil(settings.max_connections, settings.server_processes),
         head_bytes_max=size_of(settings.header_bytes, of=1 << 20),
+        stall_s=settings.stall_s,
         tally=service.tally,
     )
     return uvicorn.Config(

@@ -56,6 +56,11 @@ class Settings(ProcessConfig):
     server_processes: int = setting(
         1, "listening", "Processes that speak HTTP, all with the same engine.", (1, 64)
     )
+    allowed_hosts: str = setting(
+        "",
+        "listening",
+        "Without a key: names it may be called by, beside its own; several with commas, * for all.",
+    )
     tls_cert: str = setting("", "listening", "Certificate file; with it the server speaks HTTPS.")
     tls_key: str = setting("", "listening", "The certificate's key.")
     max_connections: int = setting(1024, "listening", "Connections open at a time.", (1, 1 << 20))
@@ -115,6 +120,10 @@ class Settings(ProcessConfig):
         unknown = {*self.compat} - {"vllm", "sglang"}
         if unknown:
             raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (self.host, *_listed(self.allowed_hosts))
 
     @property
     def compat(self) -> tuple[str, ...]:

@@ -121,8 +121,8 @@ def create_app(
     _add_routes(app)
     if spans is not None:
         app.add_middleware(telemetry.Spans, provider=spans)
-    body_max, tally = service.limits.body_max, service.tally
-    app.add_middleware(Gate, keys=keys, body_max=body_max, tally=tally)
+    names, body_max = service.limits.names, service.limits.body_max
+    app.add_middleware(Gate, keys=keys, names=names, body_max=body_max, tally=service.tally)
     return app
 
 

@@ -1,32 +1,47 @@
-"""ASGI middleware in front of every route: request id, API key, length of the body.
+"""ASGI middleware in front of every route: request id, API key, the body and its length.
 
 Plain ASGI, because it wraps streams too. When a key is set, every path needs it, also paths that do
 not exist. Exempt are those that probes call and the pages: dashboard, /docs, /redoc and what these
 load. A browser cannot send a key when it opens an address; a page holds no state of this server,
 asks the user for the key and sends it with its own requests.
+
+A body is received here, once the key has been checked, and handed on whole: a route never sees half
+of one, and a client that leaves in its middle is counted and forgotten.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ess.errors import EssError
 from ess.server.http.openapi import pages
+from ess.server.http.origins import check_page
 from ess.server.http.request_ids import address, headers_of
-from ess.server.http.responses import Denied, TooLarge, error_answer
+from ess.server.http.responses import Denied, Refused, TooLarge, error_answer
+from ess.server.process.bounds import BODIES_MAX
 from ess.server.process.tally import Tally
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/dashboard", *pages.PATHS})
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str], body_max: int, tally: Tally) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        names: Collection[str],
+        body_max: int,
+        tally: Tally,
+    ) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
-        self._body_max = body_max
+        self._names = frozenset(name.lower() for name in names)
+        self._bodies = Bodies(body_max, tally)
         self._tally = tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,7 +51,6 @@ class Gate:
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
         state.update(address(headers))
-        path: str = scope["path"]
 
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
@@ -45,18 +59,31 @@ class Gate:
             return send(message)
 
         try:
-            if path not in OPEN_PATHS:
-                self._check_key(headers)
-            self._check_length(headers.get(b"content-length", b"0"))
-        except (Denied, TooLarge) as error:
+            body = await self._admit(scope, headers, receive)
+        except EssError as error:
             await error_answer(error)(scope, receive, named)
             return
-        await self._app(scope, Limited(receive, self._body_max), named)
+        if body is None:
+            self._tally.answers["other", 499] += 1
+            self._tally.disconnect_count += 1
+            return
+        await self._app(scope, Received(body, receive), named)
+
+    async def _admit(
+        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive
+    ) -> bytes | None:
+        """The body; None if the client left. What everybody may call needs none."""
+        is_open = scope["path"] in OPEN_PATHS
+        if self._keys and not is_open:
+            self._check_key(headers)
+        elif not is_open:
+            check_page(scope["headers"], self._names)
+        self._bodies.check_length(headers.get(b"content-length", b"0"))
+        has_body = b"transfer-encoding" in headers or b"content-length" in headers
+        return await self._bodies.take(receive) if has_body and not is_open else b""
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         """All keys are compared, each in constant time."""
-        if not self._keys:
-            return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             given = headers.get(b"x-api-key", b"")
@@ -65,27 +92,58 @@ class Gate:
             came = "this API key is not known here" if given.strip() else "no API key came along"
             raise Denied(f"{came}; a valid one is needed: Authorization: Bearer KEY")
 
-    def _check_length(self, length: bytes) -> None:
-        if not length.isdigit() or int(length[:20]) > self._body_max:
-            raise too_large(self._body_max)
 
+class Bodies:
+    """The bodies that are being received: each has a most, and all together."""
 
-class Limited:
-    """Counts the bytes of a body that came without a Content-Length."""
-
-    def __init__(self, receive: Receive, body_max: int) -> None:
-        self._receive = receive
-        self._left = body_max
+    def __init__(self, body_max: int, tally: Tally) -> None:
         self._body_max = body_max
+        self._tally = tally
+        self._held = 0
+
+    def check_length(self, length: bytes) -> None:
+        if not length.isdigit() or int(length[:20]) > self._body_max:
+            raise self._too_large()
+
+    async def take(self, receive: Receive) -> bytes | None:
+        """All of a body, as one; None if the client left before its end."""
+        body = bytearray()
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                piece = message.get("body", b"")
+                body += piece
+                self._held += len(piece)
+                self._check_held(len(body))
+                if not message.get("more_body", False):
+                    return bytes(body)
+        finally:
+            self._held -= len(body)
+
+    def _check_held(self, length: int) -> None:
+        if length > self._body_max:
+            raise self._too_large()
+        if self._held > BODIES_MAX * self._body_max:
+            self._tally.refusals["bodies"] += 1
+            sentence = f"bodies of {self._held:,} bytes are being received; try again soon"
+            raise Refused(sentence, reason="bodies", retry_after_s=1.0)
+
+    def _too_large(self) -> TooLarge:
+        sentence = f"the body is longer than the {self._body_max:,} bytes that are read here"
+        return TooLarge(f"{sentence}; the server's --body-bytes says how many")
+
+
+class Received:
+    """A body that is here, then whatever else the connection has to say."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
 
     async def __call__(self) -> Message:
-        message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left < 0:
-            raise too_large(self._body_max)
-        return message
-
-
-def too_large(body_max: int) -> TooLarge:
-    sentence = f"the body is longer than the {body_max:,} bytes that are read here"
-    return TooLarge(f"{sentence}; the server's --body-bytes says how many")
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}

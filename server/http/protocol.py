@@ -1,40 +1,48 @@
 """uvicorn's HTTP protocol with the limits that uvicorn leaves to a proxy in front.
 
-A connection beyond the most that are held is answered 503 and closed. Request line and headers
-together have a length and a time in which they must be complete.
+Everything here holds before a key has been looked at, so each connection is bounded in memory and
+in time, whatever it sends:
+
+    head      bytes, headers, seconds; requests that wait behind one that is being answered
+    body      a deadline that grows with what has come; extensions and trailers are dropped, and
+              there is a most of them. How long a body may be is for the gate to say
+    answer    a reader that takes nothing is cut off, also while the connection closes
+    between   blank lines do not make an unused connection a used one
+
+Beyond `connections_max` a few more are taken for probes, so that a crowd, or an attack, does not
+look like a dead server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, cast
 
+import httptools
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from ess.server.http import refusals
+from ess.server.http.refusals import Refusal
+from ess.server.process.bounds import (
+    BODY_RATE_MIN,
+    BODY_S,
+    CHUNK_LINE_BYTES,
+    FRAMING_BYTES_MAX,
+    HEAD_S,
+    HEADERS_MAX,
+    LINGER_S,
+    PIPELINED_MAX,
+    PROBE_CONNECTIONS,
+    PROBE_HEAD_S,
+)
 from ess.server.process.tally import Tally
 
-HEAD_S: Final = 30.0
 STRAIGHT: Final = "ess.straight"
-
-BUSY: Final = (
-    b'{"error":{"message":"this server holds as many connections as it may","type":"overloaded",'
-    b'"param":null,"code":"connections"}}'
-)
-
-
-def refusal(status: bytes, body: bytes, *headers: bytes) -> bytes:
-    head = (
-        b"HTTP/1.1 " + status,
-        b"content-type: application/json",
-        b"content-length: %d" % len(body),
-        b"connection: close",
-        b"x-request-id: " + secrets.token_hex(16).encode(),
-        *headers,
-    )
-    return b"\r\n".join(head) + b"\r\n\r\n" + body
+PROBE_PATHS: Final = frozenset({b"/health", b"/ping", b"/ready", b"/metrics"})
 
 
 class Straight:
@@ -61,9 +69,50 @@ class Straight:
         self._write(b"%x\r\n%b\r\n" % (len(ready), ready))
 
 
+class Outlet:
+    """A connection's transport for those who answer: closing it is left to the protocol."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class Body:
+    """A body that is being received.
+
+    `framing_count` is what it cost besides the bytes it delivered: what is around chunks, less a
+    plain line for each. The parser keeps none of that, but a header that never ends.
+    """
+
+    __slots__ = ("began_s", "byte_count", "chunk_count", "framing_count")
+
+    def __init__(self, began_s: float) -> None:
+        self.began_s = began_s
+        self.byte_count = self.chunk_count = self.framing_count = 0
+
+    @property
+    def accounted(self) -> int:
+        return self.byte_count + CHUNK_LINE_BYTES * self.chunk_count
+
+    def late_at_s(self) -> float:
+        return self.began_s + BODY_S + self.byte_count / BODY_RATE_MIN
+
+
+class Stop(Exception):
+    """Raised inside the parser's callbacks: the rest of the input is not read."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.sentence)
+        self.refusal = refusal
+
+
 class LimitedProtocol(HttpToolsProtocol):
     connections_max = 1024
     head_bytes_max = 32 << 10
+    stall_s = 60.0
     tally: Tally
 
     def __init__(
@@ -74,78 +123,314 @@ class LimitedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._made_s = self.loop.time()
         self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._is_in_head = self._is_extra = self._is_deaf = False
+        self._keeps_alive = True
+        self._outlet: Outlet
+        self._body: Body | None = None
+        self._running: RequestResponseCycle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._reader_check: asyncio.TimerHandle | None = None
+
+    # ---- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._outlet = Outlet(transport, self._part)
         self.tally.connection_count = len(self.connections)
-        if len(self.connections) > self.connections_max:
-            self.tally.refusals["connections"] += 1
-            busy = refusal(
-                b"503 Service Unavailable", BUSY, b"retry-after: 1", b"x-ess-reason: connections"
-            )
-            transport.write(busy)
-            transport.close()
+        self._is_extra = len(self.connections) > self.connections_max
+        if self._is_extra and not self._has_room():
+            transport.write(self._busy().answer())
+            self._close()
             return
         self._expect_head()
 
+    def _has_room(self) -> bool:
+        """For one more than the most. The extra one that has kept us waiting longest gives way."""
+        if len(self.connections) <= self.connections_max + PROBE_CONNECTIONS:
+            return True
+        others = cast("Iterable[LimitedProtocol]", self.connections - {self})
+        waiting = [other for other in others if other._is_idle_extra()]
+        if not waiting:
+            return False
+        min(waiting, key=lambda other: other._made_s).transport.abort()
+        return True
+
+    def _busy(self) -> Refusal:
+        self.tally.refusals["connections"] += 1
+        return refusals.BUSY
+
+    def _is_idle_extra(self) -> bool:
+        is_waiting = self._is_in_head or self._is_deaf
+        return self._is_extra and is_waiting and not self.transport.is_closing()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._got_head()
+        """uvicorn tells the newest request; the one that is being answered may be an older one."""
+        self._stop_deadline()
+        self._stop_reader_check()
+        self._disconnect(self._running)
         super().connection_lost(exc)
         self.tally.connection_count = len(self.connections)
 
+    def _disconnect(self, cycle: RequestResponseCycle | None) -> None:
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def shutdown(self) -> None:
+        self._keeps_alive = False
+        super().shutdown()
+
+    # ---- what comes in
+
     def data_received(self, received: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_deaf or self.transport.is_closing():
             return
-        if self._head_timer is not None:
+        is_between = self.timeout_keep_alive_task is not None and not self._is_in_head
+        if is_between and not received.strip(b"\r\n"):
+            return
+        if self._is_in_head:
             self._head_bytes += len(received)
             if self._head_bytes > self.head_bytes_max and b"\r\n\r\n" not in received:
-                self._refuse_head()
+                self._refuse(refusals.long_head(self.head_bytes_max))
                 return
-        super().data_received(received)
+        body, before = self._body, self._body.accounted if self._body else 0
+        self._parse(received)
+        if body is not None and body is self._body:
+            self._count_framing(body, len(received) - (body.accounted - before))
+        if self._body is not None and self._deadline is None and not self._is_deaf:
+            self._deadline = self.loop.call_later(BODY_S, self._check_body)
+
+    def _parse(self, received: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            rest = self._feed(received)
+            if rest is not None:
+                self._parse_again(rest)
+        except httptools.HttpParserError as error:
+            stop = error.__context__
+            self._refuse(stop.refusal if isinstance(stop, Stop) else refusals.NOT_HTTP)
+
+    def _feed(self, received: bytes) -> bytes | None:
+        """What lies behind the head of a request that offers to upgrade."""
+        try:
+            self.parser.feed_data(received)
+        except httptools.HttpParserUpgrade as upgrade:
+            return received[upgrade.args[0] :]
+        return None
+
+    def _parse_again(self, rest: bytes) -> None:
+        """An offer to upgrade that we pass over: the same head without it, then the body.
+
+        The parser reads no body behind such an offer. Java's client makes it with every first
+        request.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        kept = [(name, value) for name, value in self.headers if name != b"upgrade"]
+        head = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        head += [b"%b: %b" % header for header in kept]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.feed_data(b"\r\n".join(head) + b"\r\n\r\n" + rest)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._expect_head()
+        if not self._is_in_head:
+            self._expect_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers come here too; nobody reads them."""
+        if self._body is None and len(self.headers) <= HEADERS_MAX:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._got_head()
-        length = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if length > self.head_bytes_max:
-            self._refuse_head()
+        self._is_in_head = False
+        self._stop_deadline()
+        self._check_head()
+        if self.parser.should_upgrade():
+            self._check_upgrade()
             return
         super().on_headers_complete()
+        self._body = Body(self.loop.time())
         self.scope["extensions"] = {STRAIGHT: Straight(self.cycle)}  # type: ignore[dict-item]
+        self._open(self.cycle)
+
+    def _open(self, cycle: RequestResponseCycle) -> None:
+        """An answer that begins before the body has been read is the connection's last."""
+        cycle.transport = cast(asyncio.Transport, self._outlet)
+        self._keeps_alive = cycle.keep_alive and not self._is_extra
+        cycle.keep_alive = False
+
+    def _check_head(self) -> None:
+        length = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if length > self.head_bytes_max:
+            raise Stop(refusals.long_head(self.head_bytes_max))
+        if len(self.headers) > HEADERS_MAX:
+            raise Stop(refusals.many_headers(HEADERS_MAX))
+        if len(self.pipeline) >= PIPELINED_MAX:
+            raise Stop(refusals.many_pipelined(PIPELINED_MAX))
+        is_crowded = self._is_extra and len(self.connections) > self.connections_max
+        if is_crowded and self.url.partition(b"?")[0] not in PROBE_PATHS:
+            raise Stop(self._busy())
+
+    def _check_upgrade(self) -> None:
+        offered = {value.lower() for name, value in self.headers if name == b"upgrade"}
+        if self.parser.get_method() == b"CONNECT" or b"websocket" in offered:
+            raise Stop(refusals.NO_UPGRADE)
+
+    def on_body(self, body: bytes) -> None:
+        assert self._body is not None, "a head comes before a body"
+        self._body.byte_count += len(body)
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        assert self._body is not None, "a head comes before a body"
+        self._body.chunk_count += 1
+
+    def on_message_complete(self) -> None:
+        if self._body is None:
+            return
+        self._body = None
+        self._stop_deadline()
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keeps_alive
+        super().on_message_complete()
+
+    def _count_framing(self, body: Body, count: int) -> None:
+        """Of a read that was nothing but this body; never less than 0, so nobody saves up."""
+        body.framing_count = max(0, body.framing_count + count)
+        if body.framing_count > FRAMING_BYTES_MAX and not self._is_deaf:
+            self._refuse(refusals.long_framing(FRAMING_BYTES_MAX))
+
+    # ---- deadlines
 
     def _expect_head(self) -> None:
-        if self._head_timer is None:
-            self._head_bytes = 0
-            self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._stop_deadline()
+        within_s = PROBE_HEAD_S if self._is_extra else HEAD_S
+        self._deadline = self.loop.call_later(within_s, self._check_in_head)
 
-    def _got_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _check_in_head(self) -> None:
+        """A head may take its time while the answer before it is under way."""
+        if self._is_answering():
+            self._deadline = self.loop.call_later(HEAD_S, self._check_in_head)
+        elif self._is_extra:
+            self._refuse(self._busy())
+        else:
+            self._close()
 
-    def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to bytes that are not HTTP, as one of our JSON errors."""
-        body = b'{"error":{"message":"the request is not HTTP/1.1","type":"invalid_request_error",'
-        self.transport.write(refusal(b"400 Bad Request", body + b'"param":null,"code":null}}'))
+    def _check_body(self) -> None:
+        """Nobody is late while we do not read."""
+        assert self._body is not None, "the end of a body stops its deadline"
+        now_s = self.loop.time()
+        if self.flow.read_paused:
+            self._body.began_s = now_s
+        left_s = self._body.late_at_s() - now_s
+        if left_s > 0:
+            self._deadline = self.loop.call_later(left_s, self._check_body)
+        else:
+            self.tally.refusals["slow_body"] += 1
+            self._refuse(refusals.late_body(BODY_RATE_MIN))
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    # ---- what goes out
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    def on_response_complete(self) -> None:
+        if not self._is_deaf:
+            super().on_response_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_reader_check()
+
+    def _expect_reader(self) -> None:
+        """It must have taken something when we look again."""
+        self._stop_reader_check()
+        unsent = self.transport.get_write_buffer_size()
+        self._reader_check = self.loop.call_later(self.stall_s, self._check_reader, unsent)
+
+    def _check_reader(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() >= before:
+            self.transport.abort()
+        else:
+            self._expect_reader()
+
+    def _stop_reader_check(self) -> None:
+        if self._reader_check is not None:
+            self._reader_check.cancel()
+            self._reader_check = None
+
+    # ---- the end
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """An answer of our own to the request that came last, and the end.
+
+        If an answer is due to an earlier request, or has begun, ours would stand in its place: then
+        the connection just ends.
+        """
+        is_first = self._running is self.cycle and self._body is not None
+        if self._is_answering() and not (is_first and not self.cycle.response_started):
+            self._close()
+            return
+        self._disconnect(self._running)
+        self.transport.write(refusal.answer())
+        self._part(is_unread=True)
+
+    def _part(self, *, is_unread: bool = False) -> None:
+        """Close, but for a while take what the client still sends.
+
+        Closing over bytes that nobody has read resets the connection, and a reset may overtake the
+        answer: the client would see an error instead of a 401 or 413.
+        """
+        if not (is_unread or self._body is not None) or not self.transport.can_write_eof():
+            self._close()
+            return
+        self._is_deaf = True
+        self._stop_deadline()
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._deadline = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _close(self) -> None:
+        """What is still unsent goes out first, as long as somebody takes it."""
+        self._is_deaf = True
+        self._stop_deadline()
         self.transport.close()
-
-    def _refuse_head(self) -> None:
-        sentence = b"the request's line and headers are longer than %d bytes" % self.head_bytes_max
-        body = b'{"error":{"message":"%b","type":"invalid_request_error",' % sentence
-        body += b'"param":null,"code":null}}'
-        self.transport.write(refusal(b"431 Request Header Fields Too Large", body))
-        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._expect_reader()
 
 
-def limited(*, connections_max: int, head_bytes_max: int, tally: Tally) -> type[LimitedProtocol]:
+def limited(
+    *, connections_max: int, head_bytes_max: int, stall_s: float, tally: Tally
+) -> type[LimitedProtocol]:
     """A protocol class with these limits: uvicorn creates the instances itself."""
     return type(
         "LimitedHere",
         (LimitedProtocol,),
-        {"connections_max": connections_max, "head_bytes_max": head_bytes_max, "tally": tally},
+        {
+            "connections_max": connections_max,
+            "head_bytes_max": head_bytes_max,
+            "stall_s": stall_s,
+            "tally": tally,
+        },
     )

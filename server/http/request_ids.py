@@ -17,10 +17,11 @@ from ess.engine.request import PRIORITY_MAX
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.server.dialects.schemas import Addressed, Common
+from ess.server.process.bounds import NAME_CHARS_MAX
 from ess.server.process.link import Call
 from ess.server.process.service import Service
 
-NAME: Final = re.compile(rb"[\x21-\x7e]{1,256}")
+NAME: Final = re.compile(rb"[\x21-\x7e]{1,%d}" % NAME_CHARS_MAX)
 PARENT: Final = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})")
 
 
@@ -61,8 +62,17 @@ def begin(
     priority = ask.priority or 0
     if abs(priority) > PRIORITY_MAX:
         raise BadInput(f"priority is {priority}, must be -{PRIORITY_MAX}..{PRIORITY_MAX}")
+    for field in ("rid", "request_id", "session_id"):
+        _check_names(field, getattr(ask, field, None))
     if ask.session_id:
-        if not NAME.fullmatch(ask.session_id.encode(errors="replace")):
-            raise BadInput("session_id must be 1 to 256 visible ASCII characters")
         request.state.session_id = ask.session_id
-    return service.begin(named or request.state.request_id, prompts, priority=priority)
+    if named:
+        request.state.request_id = named
+    return service.begin(request.state.request_id, prompts, priority=priority)
+
+
+def _check_names(field: str, given: str | Sequence[str] | None) -> None:
+    """They come back in headers and in every event."""
+    for name in [given] if isinstance(given, str) else given or ():
+        if name and not NAME.fullmatch(name.encode(errors="replace")):
+            raise BadInput(f"{field} must be 1 to {NAME_CHARS_MAX} visible ASCII characters")

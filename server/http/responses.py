@@ -35,6 +35,10 @@ class Denied(EssError):
     """The API key is missing or wrong."""
 
 
+class Foreign(EssError):
+    """A page of another site had a browser send this."""
+
+
 class Absent(EssError):
     """The model or route does not exist."""
 
@@ -49,6 +53,7 @@ class TooLarge(EssError):
 
 STATUS_OF: Final[tuple[tuple[type[EssError], int, str], ...]] = (
     (Denied, 401, "authentication_error"),
+    (Foreign, 403, "permission_error"),
     (Absent, 404, "not_found_error"),
     (TooLarge, 413, "invalid_request_error"),
     (Refused, 503, "overloaded"),

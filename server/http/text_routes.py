@@ -104,5 +104,5 @@ DOORS: Final = (
         schemas.AbortAsk,
         example={"rid": "mine"},
     ),
-    Door("GET POST", ("/flush_cache",), flush, "Forget cached prefixes, when nothing runs."),
+    Door("POST", ("/flush_cache",), flush, "Forget cached prefixes, when nothing runs."),
 )

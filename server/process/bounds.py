@@ -12,11 +12,20 @@ from typing import Final
 
 NAME_CHARS_MAX: Final = 256
 PROMPTS_MAX: Final = 128
-TRAILER_BYTES_MAX: Final = 8 << 10
-EXTENSION_BYTES_MAX: Final = 8 << 10
+
+HEAD_S: Final = 30.0
+HEADERS_MAX: Final = 128
+PIPELINED_MAX: Final = 16
+
 BODY_S: Final = 30.0
 BODY_RATE_MIN: Final = 64 << 10
+BODIES_MAX: Final = 16
+FRAMING_BYTES_MAX: Final = 16 << 10
+CHUNK_LINE_BYTES: Final = 20
+
 PROBE_CONNECTIONS: Final = 16
+PROBE_HEAD_S: Final = 2.0
+LINGER_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,5 +48,71 @@ BOUNDS: Final = (
         what="an id: rid, request_id, session_id, their headers",
         most=f"{NAME_CHARS_MAX} visible ASCII characters",
         beyond="400; a header that is none is ignored",
+    ),
+    Bound(
+        what="connections",
+        most="1,024",
+        beyond=f"503; {PROBE_CONNECTIONS} more are taken for /health, /ping, /ready and /metrics, "
+        f"and have {PROBE_HEAD_S:g} s to ask",
+        setting="--max-connections",
+    ),
+    Bound(
+        what="a request's line and headers",
+        most="32 KiB",
+        beyond="431",
+        setting="--header-bytes",
+    ),
+    Bound(
+        what="headers of a request",
+        most=f"{HEADERS_MAX}",
+        beyond="431",
+    ),
+    Bound(
+        what="time for a request's line and headers",
+        most=f"{HEAD_S:g} s",
+        beyond="the connection is closed",
+    ),
+    Bound(
+        what="requests that wait behind another on a connection",
+        most=f"{PIPELINED_MAX}",
+        beyond="the connection is closed",
+    ),
+    Bound(
+        what="a body",
+        most="32 MiB",
+        beyond="413",
+        setting="--body-bytes",
+    ),
+    Bound(
+        what="bodies that are being received, together",
+        most=f"{BODIES_MAX} of the longest",
+        beyond="503",
+    ),
+    Bound(
+        what="time for a body",
+        most=f"{BODY_S:g} s, and 1 s per {BODY_RATE_MIN >> 10} KiB that have come",
+        beyond="408",
+    ),
+    Bound(
+        what="chunk extensions and trailers of a body",
+        most=f"{FRAMING_BYTES_MAX >> 10} KiB",
+        beyond="400",
+    ),
+    Bound(
+        what="time without a request on a connection",
+        most="75 s",
+        beyond="the connection is closed",
+        setting="--idle-s",
+    ),
+    Bound(
+        what="time in which a client takes nothing of its answer",
+        most="60 s",
+        beyond="the connection is closed",
+        setting="--stall-s",
+    ),
+    Bound(
+        what="time in which the rest of a refused request is still taken",
+        most=f"{LINGER_S:g} s",
+        beyond="the connection is closed",
     ),
 )

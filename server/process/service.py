@@ -30,7 +30,10 @@ REASON_OF: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`waiting_max` are requests beyond the `running_max` that the engine runs."""
+    """`waiting_max` are requests beyond the `running_max` that the engine runs.
+
+    `names` are what the server's host is called, beside localhost and addresses.
+    """
 
     running_max: int
     waiting_max: int
@@ -41,6 +44,7 @@ class Limits:
     stall_s: float = 60.0
     probe_s: float = 20.0
     body_max: int = 32 << 20
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

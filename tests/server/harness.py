@@ -30,7 +30,7 @@ from ess.models.chat.styles import ChatStyle, PlainStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.launch import embedded_path
 from ess.server.http.app import create_app
-from ess.server.http.protocol import limited
+from ess.server.http.protocol import LimitedProtocol, limited
 from ess.server.process.board import Board
 from ess.server.process.lifecycle import QuietServer
 from ess.server.process.link import EngineLink
@@ -124,6 +124,7 @@ class Served:
         keys: Sequence[str] = (),
         connections_max: int = 1024,
         head_bytes_max: int = 32 << 10,
+        idle_s: int = 5,
         spans: TracerProvider | None = None,
         root_path: str = "",
         within: Callable[[ASGIApp], ASGIApp] = lambda app: app,
@@ -134,13 +135,17 @@ class Served:
         self._within = within
         self._context_of = context_of
         self._keys = keys
+        self._idle_s = idle_s
         self._spans = spans
         self._limits = limits or Limits(running_max=16, waiting_max=64, length_max=4096)
         self._style = style or PlainStyle()
         self._is_marked = is_marked
         self._tally = Tally()
         self._protocol = limited(
-            connections_max=connections_max, head_bytes_max=head_bytes_max, tally=self._tally
+            connections_max=connections_max,
+            head_bytes_max=head_bytes_max,
+            stall_s=self._limits.stall_s,
+            tally=self._tally,
         )
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
@@ -182,7 +187,11 @@ class Served:
     @property
     def is_held_back(self) -> bool:
         """A reader is behind."""
-        return any(one.flow.write_paused for one in self._server.server_state.connections)
+        return any(each.flow.write_paused for each in self.connections)
+
+    @property
+    def connections(self) -> list[LimitedProtocol]:
+        return list(self._server.server_state.connections)
 
     def _run(self, endpoint: str) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -220,6 +229,7 @@ class Served:
             proxy_headers=False,
             log_config=None,
             access_log=False,
+            timeout_keep_alive=self._idle_s,
             timeout_graceful_shutdown=1,
         )
         self._server = QuietServer(config)

@@ -40,6 +40,31 @@ def test_priority_and_session_come_from_the_body_of_every_dialect(path: str):
         assert len(served.engine.adds) == 2
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_request_is_named_by_its_body(path: str):
+    """The answer's header says the same name as the answer; other names are refused."""
+    field = "request_id" if path.startswith("/inference") else "rid"
+    with Served(PacedEngine(counting(2))) as served:
+        given = {**BODIES[path], field: "mine"}
+        headers, body = ask(served, path, given, **{"X-Request-Id": "theirs"})
+        assert headers["x-request-id"] == "mine"
+        assert b"mine" in body
+        assert b"theirs" not in body
+        for wrong in ("x" * 257, "a b", "a\r\nb: c", "ä"):
+            code, headers, error = refused(served, path, {**BODIES[path], field: wrong})
+            assert (code, error["param"]) == (400, field)
+            assert error["message"] == f"{field} must be 1 to 256 visible ASCII characters"
+            assert len(headers["x-request-id"]) == 32
+        assert len(served.engine.adds) == 1
+
+
+def test_every_name_of_a_list_is_looked_at():
+    with Served(PacedEngine(counting(2))) as served:
+        body = {"text": ["a", "b"], "rid": ["mine", "x" * 257]}
+        assert refused(served, "/generate", body)[2]["param"] == "rid"
+        ask(served, "/generate", {**body, "rid": ["mine", "yours"]})
+
+
 def test_a_session_comes_from_a_header_too():
     with Served(PacedEngine(counting(2))) as served:
         headers, _ = ask(served, "/v1/completions", completion(), **{"X-Session-Id": "s-2"})

@@ -135,7 +135,9 @@ def test_head_is_answered_wherever_get_is():
 def test_a_client_that_leaves_within_its_body_is_no_fault(caplog: pytest.LogCaptureFixture):
     with Served(PacedEngine(saying("one"))) as served:
         with raw(served.port) as made:
-            made.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+            made.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{"
+            )
             until(lambda: served.service.tally.connection_count == 1, "the connection")
         until(lambda: served.service.tally.disconnect_count == 1, "the disconnect")
         assert served.service.tally.failure_count == 0

@@ -298,7 +298,7 @@ def test_a_viewer_that_takes_nothing_leaves_its_place():
     with Served(PacedEngine(counting(1), status=long), limits=limits) as served:
         until(lambda: len(served.service.board.recent) > 9, "a past of some megabytes")
         with raw(served.port) as stalled:
-            stalled.sendall(b"GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
+            stalled.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
             until(lambda: served.service.board._subscribers, "the viewer")
             until(lambda: not served.service.board._subscribers, "its leaving")
         assert served.service.tally.disconnect_count == 1

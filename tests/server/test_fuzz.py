@@ -108,7 +108,7 @@ async def sent(port: int, path: str, bodies: list[bytes]) -> list[tuple[int, byt
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     found = []
     for body in bodies:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         found.append(await asyncio.wait_for(answer(reader), 120))
     writer.close()

@@ -43,7 +43,7 @@ def opened(served: Served, body: dict, path: str = "/v1/completions") -> socket.
     """A request that has been sent; nothing of its answer has been read."""
     made = socket.create_connection(("127.0.0.1", served.port), timeout=10)
     sent = json.dumps(body).encode()
-    made.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\n" % path.encode())
+    made.sendall(b"POST %b HTTP/1.1\r\nhost: localhost\r\n" % path.encode())
     made.sendall(b"content-length: %d\r\n\r\n%b" % (len(sent), sent))
     return made
 
@@ -121,7 +121,7 @@ def test_a_long_body_is_refused_with_and_without_its_length():
         assert code == 413
         assert "2,000 bytes" in error["message"]
         with raw(served.port) as made:
-            made.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            made.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
             made.sendall(b"transfer-encoding: chunked\r\n\r\n")
             for _ in range(4):
                 made.sendall(b"300\r\n" + b" " * 0x300 + b"\r\n")
@@ -132,7 +132,9 @@ def test_a_long_body_is_refused_with_and_without_its_length():
 def test_a_long_head_is_refused():
     with Served(PacedEngine(counting(2)), head_bytes_max=4096) as served:
         with raw(served.port) as made:
-            made.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * 5000 + b"\r\n\r\n")
+            made.sendall(
+                b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"y" * 5000 + b"\r\n\r\n"
+            )
             assert made.recv(4096).startswith(b"HTTP/1.1 431")
         with raw(served.port) as made:
             made.sendall(b"GET /health HTTP/1.1\r\n")
@@ -147,9 +149,10 @@ def test_connections_beyond_the_most_are_told_so():
     with Served(PacedEngine(counting(2)), connections_max=3) as served:
         held = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(3)]
         for one in held:
-            one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert one.recv(4096).startswith(b"HTTP/1.1 200")
         with raw(served.port) as made:
+            made.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
             told = made.recv(4096)
             assert told.startswith(b"HTTP/1.1 503")
             assert b"retry-after: 1" in told
@@ -169,10 +172,10 @@ def test_connections_beyond_the_most_are_told_so():
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n"
         b"transfer-encoding: chunked\r\n\r\n",
-        b"GET /%ff%fe HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /%ff%fe HTTP/1.1\r\nhost: localhost\r\n\r\n",
     ],
 )
 def test_what_is_not_http_is_answered_and_forgotten(sent: bytes):

@@ -35,7 +35,7 @@ async def streamed(url: str, body: dict, *, leave_after: int | None = None) -> t
     """The text and the usage of one stream; one that leaves gives what it had."""
     address, sent = urlsplit(url), json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(sent)}\r\n"
     writer.write(head.encode() + b"connection: close\r\n\r\n" + sent)
     text, usage, count = "", {}, 0
     try:

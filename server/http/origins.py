@@ -1,0 +1,66 @@
+"""Without a key, who may ask? Everybody but the pages of other sites.
+
+A page that the user happens to open can make the user's browser send requests to a server on the
+same machine, or behind the same firewall. Three signs give it away; what is not a browser shows
+none of them.
+
+    Host            is a name that is not ours: the page's own name now leads to this machine.
+                    An address cannot be made to lead elsewhere, so every address will do
+    Sec-Fetch-Site  the browser says that another site's page asks
+    Origin          is not the host that was asked, for browsers that do not say so
+
+With a key nothing of this is needed: a browser adds no key of itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from ess.server.http.responses import Foreign
+
+AUTHORITY: Final = re.compile(r"(\[[^\]]*\]|[^:\[\]/@]*)(?::(\d*))?")
+PORTS: Final = {"http": "80", "https": "443"}
+LOCAL: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+ANY: Final = "*"
+
+
+def check_page(headers: Sequence[tuple[bytes, bytes]], names: Collection[str]) -> None:
+    """`names` are ours beside localhost and all addresses; `*` stands for every name."""
+    hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+    for host in hosts:
+        if ANY not in names and not _is_ours(_split(host)[0], names):
+            raise Foreign(
+                f"this server is not known as {host!r:.100}; --allowed-hosts gives it names, and "
+                "with an API key it answers under all"
+            )
+    for name, value in headers:
+        if name == b"sec-fetch-site" and value not in (b"same-origin", b"none"):
+            raise Foreign("a page of another site asks; without an API key it gets no answer")
+        if name == b"origin":
+            _check_origin(value.decode("latin-1"), hosts, names)
+
+
+def _check_origin(origin: str, hosts: Sequence[str], names: Collection[str]) -> None:
+    scheme, _, authority = origin.partition("://")
+    name, port = _split(authority, PORTS.get(scheme, ""))
+    asked = [_split(host, PORTS.get(scheme, "")) for host in hosts]
+    if not (name and ((name, port) in asked or name in names)):
+        raise Foreign(f"a page of {origin!r:.100} asks; without an API key it gets no answer")
+
+
+def _split(authority: str, port: str = "") -> tuple[str, str]:
+    parts = AUTHORITY.fullmatch(authority.lower())
+    return ("", "") if parts is None else (parts[1].rstrip("."), parts[2] or port)
+
+
+def _is_ours(name: str, names: Collection[str]) -> bool:
+    if name in LOCAL or name in names:
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

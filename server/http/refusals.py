@@ -1,0 +1,85 @@
+"""Answers to requests that never reach a route, as bytes for the socket."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """One of our JSON errors; the connection is closed behind it."""
+
+    status: bytes
+    sentence: str
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    headers: tuple[bytes, ...] = ()
+
+    def answer(self) -> bytes:
+        error = {"message": self.sentence, "type": self.kind, "param": None, "code": self.code}
+        body = msgspec.json.encode({"error": error})
+        head = (
+            b"HTTP/1.1 " + self.status,
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+            b"x-request-id: " + secrets.token_hex(16).encode(),
+            *self.headers,
+        )
+        return b"\r\n".join(head) + b"\r\n\r\n" + body
+
+
+BUSY: Final = Refusal(
+    status=b"503 Service Unavailable",
+    sentence="this server holds as many connections as it may",
+    kind="overloaded",
+    code="connections",
+    headers=(b"retry-after: 1", b"x-ess-reason: connections"),
+)
+NOT_HTTP: Final = Refusal(
+    status=b"400 Bad Request",
+    sentence="the request is not HTTP/1.1",
+)
+NO_UPGRADE: Final = Refusal(
+    status=b"400 Bad Request",
+    sentence="this server speaks HTTP/1.1 alone: no WebSocket and no tunnel",
+)
+
+
+def long_head(most: int) -> Refusal:
+    return Refusal(
+        status=b"431 Request Header Fields Too Large",
+        sentence=f"the request's line and headers are longer than {most} bytes",
+    )
+
+
+def many_headers(most: int) -> Refusal:
+    return Refusal(
+        status=b"431 Request Header Fields Too Large",
+        sentence=f"the request has more than {most} headers",
+    )
+
+
+def long_framing(most: int) -> Refusal:
+    return Refusal(
+        status=b"400 Bad Request",
+        sentence=f"chunk extensions and trailers of the body are longer than {most} bytes",
+    )
+
+
+def many_pipelined(most: int) -> Refusal:
+    return Refusal(
+        status=b"400 Bad Request",
+        sentence=f"more than {most} requests came before the first was answered",
+    )
+
+
+def late_body(least: int) -> Refusal:
+    return Refusal(
+        status=b"408 Request Timeout",
+        sentence=f"the body came slower than {least} bytes per second",
+    )
