@@ -247,7 +247,7 @@ class Engine:
                 return
 
     def close(self) -> None:
-        """Ends the thread that compiles grammars; grammars not begun are not compiled."""
+        """Ends the processes of the grammars."""
         self._entry.close()
 
     def _rebalance(self) -> None:
@@ -480,6 +480,7 @@ class Engine:
         assert request.reason in (None, reason), f"request {request.number} ended before"
         request.reason = reason
         self._roster.move(request, "finished")
+        self._entry.release(request)
         self._close(request)
         heir = self._followers.succeed(request)
         if heir is not None:

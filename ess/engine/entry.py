@@ -1,19 +1,15 @@
 """What a request is given before its first token: its end ids, its reader, its grammar.
 
-A grammar may take half a second to compile, and the first grammar reads the whole vocabulary too.
-So grammars are compiled in a thread of their own, one after the other, and their requests wait
-here, on no roster: no other request waits behind them, and the steps go on, for the compiler
-releases the interpreter's lock. Only that thread touches `Grammars`; the engine's thread gets a
-matcher when it is complete. The grammar of a request that is cancelled while it waits is not
-compiled, unless the thread has begun with it.
+A grammar may take seconds to compile, and the first grammar waits for the whole vocabulary too. So
+grammars are compiled in processes of their own, and their requests wait here, on no roster: no
+other request waits behind them, and the steps go on. The grammar of a request that is cancelled
+while it waits is not compiled any further, unless another request waits for it too.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-
 from ess.engine.request import Request
-from ess.engine.tokens.grammar import Grammar, Grammars, Matcher
+from ess.engine.tokens.grammar import Grammar, Grammars
 from ess.engine.tokens.stops import Reader
 from ess.errors import BadInput, EssError
 from ess.models.config import ModelConfig
@@ -27,8 +23,7 @@ class Entry:
         self._vocabulary = config.vocab_size
         self._tokenizer = tokenizer
         self._grammars: Grammars | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ess-grammars")
-        self._compiling: dict[Request, Future[Matcher]] = {}
+        self._compiling: dict[Request, Grammar] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -46,32 +41,45 @@ class Entry:
             request.reader = Reader(self._text("stop strings"), sampling.stop)
         if sampling.grammar is None:
             return True
-        tokenizer = self._text("grammars")
-        self._compiling[request] = self._thread.submit(self._matcher, sampling.grammar, tokenizer)
+        if self._grammars is None:
+            tokenizer = self._text("grammars")
+            self._grammars = Grammars(tokenizer, vocabulary=self._vocabulary, ends=self._ends)
+        self._grammars.want(sampling.grammar)
+        self._compiling[request] = sampling.grammar
         return False
 
     def compiled(self) -> list[Request]:
         """The requests that wait no more: each has its matcher, or the reason of its refusal."""
-        done = [request for request, future in self._compiling.items() if future.done()]
-        for request in done:
+        done = []
+        for request, grammar in list(self._compiling.items()):
+            assert self._grammars is not None, "grammars are wanted of nobody"
             assert request.state == "waiting", f"request {request.number} is {request.state}"
             try:
-                request.matcher = self._compiling.pop(request).result()
+                request.matcher = self._grammars.matcher(grammar)
             except EssError as error:
                 request.refusal = error
+            if request.matcher is not None or request.refusal is not None:
+                del self._compiling[request]
+                done.append(request)
         return done
 
     def wait(self) -> bool:
-        """Blocks until a grammar is compiled; False if no request waits for a grammar."""
-        wait(self._compiling.values(), return_when=FIRST_COMPLETED)
+        """Waits a moment for a grammar; False if no request waits for one."""
+        if self._grammars is not None and self._compiling:
+            self._grammars.wait()
         return not self.is_empty
 
     def give_up(self, request: Request) -> bool:
         """Whether the request was waiting here."""
-        future = self._compiling.pop(request, None)
-        if future is not None:
-            future.cancel()
-        return future is not None
+        grammar = self._compiling.pop(request, None)
+        if grammar is not None and self._grammars is not None:
+            self._grammars.leave(grammar)
+        return grammar is not None
+
+    def release(self, request: Request) -> None:
+        """The request has ended."""
+        if request.matcher is not None:
+            request.matcher.close()
 
     def waiting(self) -> list[Request]:
         return list(self._compiling)
@@ -82,17 +90,14 @@ class Entry:
             assert request.sampling.grammar is not None, f"{name} asks for no grammar"
             assert request.matcher is None, f"{name} has a matcher"
             assert request.refusal is None, f"{name} is refused"
+        if self._grammars is not None:
+            self._grammars.check()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _text(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
             raise BadInput(f"{what} need an engine with a tokenizer; this one has none")
         return self._tokenizer
-
-    def _matcher(self, grammar: Grammar, tokenizer: Tokenizer) -> Matcher:
-        """Runs in the grammars' thread, and nowhere else."""
-        if self._grammars is None:
-            self._grammars = Grammars(tokenizer, vocabulary=self._vocabulary, ends=self._ends)
-        return self._grammars.matcher(grammar)

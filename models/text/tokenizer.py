@@ -57,6 +57,10 @@ class Tokenizer:
         joined = b"".join(self.bytes_of(token_id) for token_id in ids if token_id not in skipped)
         return joined.decode("utf-8", "replace")
 
+    def to_json(self) -> str:
+        """What another process needs to encode alike."""
+        return str(self._library.to_str())
+
     def id_of(self, token: str) -> int | None:
         found = self._library.token_to_id(token)
         return None if found is None else int(found)

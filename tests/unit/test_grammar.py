@@ -34,8 +34,12 @@ def grammars() -> Grammars:
     return Grammars(tokenizer(), vocabulary=VOCABULARY, ends=frozenset({END}))
 
 
-def matcher(kind: str, text: str = "") -> Matcher:
-    return grammars().matcher(Grammar(kind, text))  # type: ignore[arg-type]
+def matcher(kind: str, text: str = "", *, by: Grammars | None = None) -> Matcher:
+    by, grammar = by or grammars(), Grammar(kind, text)  # type: ignore[arg-type]
+    by.want(grammar)
+    while (made := by.matcher(grammar)) is None:
+        by.wait()
+    return made
 
 
 def ids(text: str) -> list[int]:

@@ -5,35 +5,46 @@ per query, and back again: a draft that the grammar forbids is simply never draw
 as any wrong draft is, and the queries behind it do not count. The end ids of the model are allowed
 where the text is complete, and nothing else is once it can only end.
 
-Users of a server send grammars, so their size and the work they may cause are limited. A grammar
-that breaks a limit while it runs allows only the end, and `failure` says why. White space between
-the parts of JSON is bounded: without that, models are known to write it until their last token.
+Users of a server send grammars, so their size and the work they may cause are limited: each has a
+process of its own (`grammar_child`) that compiles it and makes its masks, and is ended when it
+takes too much time or memory. So no grammar is ever compiled here, or twice. A grammar that breaks
+a limit while it runs allows only the end, and `failure` says why. What was refused is remembered.
+White space between the parts of JSON is bounded: without that, models are known to write it until
+their last token.
 """
 
 from __future__ import annotations
 
-import importlib
-import threading
+import contextlib
+import importlib.util
+import itertools
+import json
+import signal
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ess.errors import BadInput, Unavailable
+from ess.engine.tokens import grammar_child
+from ess.engine.tokens.sandbox import ANSWER_S, Link, Sandbox, wait_for
+from ess.errors import BadInput, EssError, Unavailable
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
 
 Kind = Literal["json_schema", "json_object", "regex", "lark"]
 GRAMMAR_BYTES_MAX: Final = 64 << 10
-COMPILED_MAX: Final = 64
+ROOMS_MAX: Final = 32
+COMPILING_MAX: Final = 2
+REFUSED_MAX: Final = 256
+LOST_MAX: Final = 1
+WAIT_S: Final = 0.25
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
-STACK_BYTES: Final = 256 << 20
-MESSAGE_CHARS_MAX: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,158 +64,274 @@ class Grammar:
             raise BadInput(f"a grammar of kind {self.kind} without a text")
 
 
+@dataclass(slots=True, eq=False)
+class Room:
+    """A grammar's own process."""
+
+    grammar: Grammar
+    link: Link
+    process: int
+    deadline_s: float
+    is_compiled: bool = False
+    matcher_count: int = 0
+
+    def masks(
+        self, number: int, fresh: Sequence[int], drafts: Sequence[int]
+    ) -> tuple[str, NDArray[np.uint8]]:
+        """OSError if the process is lost."""
+        asked = {"verb": "masks", "number": number, "fresh": list(fresh), "drafts": list(drafts)}
+        answer, raw = self.link.ask(asked)
+        packed = np.frombuffer(raw, np.uint8).reshape(answer["count"], -1)
+        return answer["failure"], packed
+
+    def leave(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self.link.send({"verb": "close", "number": number})
+
+
 class Grammars:
-    """Compiles grammars for one vocabulary, and keeps the last `COMPILED_MAX` that were used."""
+    """Has grammars compiled for one vocabulary, two at a time, and keeps the processes of those
+    that were used last. Nothing here waits for a grammar, except `wait`."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocabulary: int, ends: frozenset[int]) -> None:
         if not ends:
             raise BadInput("grammars need a model with an end id")
-        self._library = _library()
-        self._ends = ends
-        self._vocabulary = vocabulary
-        self._tokenizer = self._library.LLTokenizer(
-            self._library.TokenizerWrapper(_Vocabulary(tokenizer, min(ends))),
-            n_vocab=max(vocabulary, len(tokenizer)),
-            eos_token=sorted(ends),
-        )
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        if importlib.util.find_spec("llguidance") is None:
+            raise Unavailable("grammars need the package llguidance: pip install 'ess[serve]'")
+        self.vocabulary = vocabulary
+        self.ends = sorted(ends)
+        self._sandbox = Sandbox(_described(tokenizer, vocabulary, self.ends))
+        self._wanted: OrderedDict[Grammar, int] = OrderedDict()
+        self._rooms: OrderedDict[Grammar, Room] = OrderedDict()
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
+        self._lost: dict[Grammar, int] = {}
+        self._numbers = itertools.count()
+        self.close = weakref.finalize(self, _close, self._sandbox, self._rooms)
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """A fresh matcher, at the start of its text; BadInput if the grammar does not compile."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._compile(grammar)
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > COMPILED_MAX:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        assert len(self._compiled) <= COMPILED_MAX, f"{len(self._compiled)} grammars are kept"
-        return Matcher(compiled, vocabulary=self._vocabulary, ends=self._ends)
+    def want(self, grammar: Grammar) -> None:
+        """One more asks for it, and then asks `matcher` until there is one, or calls `leave`."""
+        self._wanted[grammar] = self._wanted.get(grammar, 0) + 1
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def leave(self, grammar: Grammar) -> None:
+        """A grammar that nobody wants any more is not compiled to its end."""
+        self._wanted[grammar] -= 1
+        if self._wanted[grammar]:
+            return
+        del self._wanted[grammar]
+        self._lost.pop(grammar, None)
+        room = self._rooms.get(grammar)
+        if room is not None and not room.is_compiled:
+            self._end(room)
+
+    def matcher(self, grammar: Grammar) -> Matcher | None:
+        """A fresh matcher at the start of its text, None as long as the grammar is compiled,
+        BadInput if it cannot be, Unavailable if our own processes fail."""
+        room = self._settled(grammar)
+        return None if room is None else Matcher(self, room)
+
+    def wait(self) -> None:
+        """Until something may have changed."""
+        rooms = [room.link.socket for room in self._rooms.values() if not room.is_compiled]
+        wait_for(rooms + self._sandbox.waits_on, WAIT_S)
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def renewed(self, room: Room) -> Room:
+        """Another room for its grammar, whose process was lost; the error that matcher() raises."""
+        if self._rooms.get(room.grammar) is room:
+            self._blame(room, f"takes more than {grammar_child.STEP_CPU_S:g} s for one token")
+        self.want(room.grammar)
+        while (found := self._settled(room.grammar)) is None:
+            self.wait()
+        return found
+
+    def check(self) -> None:
+        assert len(self._rooms) <= ROOMS_MAX, f"{len(self._rooms)} grammars have a process"
+        assert len(self._refused) <= REFUSED_MAX, f"{len(self._refused)} refusals are kept"
+        for grammar, room in self._rooms.items():
+            assert room.grammar == grammar, "a room is listed under another grammar"
+            assert room.matcher_count >= 0, f"{room.matcher_count} matchers follow a grammar"
+            assert grammar not in self._refused, "a refused grammar has a process"
+
+    def _settled(self, grammar: Grammar) -> Room | None:
         try:
-            compiled = _on_deep_stack(lambda: self._matcher_of(grammar))
-            failure = compiled.get_error()
-        except (KeyboardInterrupt, SystemExit):
+            self._advance()
+            if grammar in self._refused:
+                self._refused.move_to_end(grammar)
+                raise BadInput(f"grammar ({grammar.kind}): {self._refused[grammar]}")
+            if self._lost.get(grammar, 0) > LOST_MAX:
+                raise Unavailable("the process that compiles grammars was lost twice; try again")
+        except EssError:
+            self.leave(grammar)
             raise
-        except BaseException as error:  # the library panics on some texts: that is no Exception
-            failure = str(error) or type(error).__name__
-        if failure:
-            raise BadInput(f"grammar ({grammar.kind}): {failure[:MESSAGE_CHARS_MAX].strip()}")
-        return compiled
+        room = self._rooms.get(grammar)
+        if room is None or not room.is_compiled:
+            return None
+        self.leave(grammar)
+        self._rooms.move_to_end(grammar)
+        return room
 
-    def _matcher_of(self, grammar: Grammar) -> Any:
-        made = self._library.LLMatcher
-        limits = self._library.LLParserLimits(verbose_errors=False)
-        return made(self._tokenizer, _source(made, grammar), log_level=0, limits=limits)
+    def _advance(self) -> None:
+        """Hears those that are being compiled, and begins with more."""
+        for room in [room for room in self._rooms.values() if not room.is_compiled]:
+            self._hear(room)
+        for grammar in list(self._wanted):
+            if grammar in self._rooms or grammar in self._refused:
+                continue
+            if self._lost.get(grammar, 0) <= LOST_MAX and not self._begin(grammar):
+                return
+
+    def _begin(self, grammar: Grammar) -> bool:
+        compiling = sum(not room.is_compiled for room in self._rooms.values())
+        if compiling >= COMPILING_MAX or not self._has_room() or not self._sandbox.is_ready():
+            return False
+        try:
+            link, process = self._sandbox.fork()
+        except OSError:
+            self._lost[grammar] = self._lost.get(grammar, 0) + 1
+            return False
+        room = Room(grammar, link, process, time.monotonic() + ANSWER_S)
+        self._rooms[grammar] = room
+        try:
+            link.send({"verb": "compile", "grammar": _asked(grammar)})
+        except OSError:
+            self._blame(room, "")
+        return True
+
+    def _has_room(self) -> bool:
+        """Ends the grammar that was not used for longest, if there must be one less."""
+        if len(self._rooms) < ROOMS_MAX:
+            return True
+        for grammar, room in self._rooms.items():
+            if room.is_compiled and not room.matcher_count and grammar not in self._wanted:
+                self._end(room)
+                return True
+        return False
+
+    def _hear(self, room: Room) -> None:
+        try:
+            answer = room.link.poll()
+            if answer is None and time.monotonic() > room.deadline_s:
+                raise TimeoutError
+        except OSError:
+            self._blame(room, f"takes more than {grammar_child.COMPILE_CPU_S:g} s to compile")
+            return
+        if answer is not None and answer[0]["error"]:
+            self._end(room)
+            self._refuse(room.grammar, answer[0]["error"])
+        elif answer is not None:
+            room.is_compiled = True
+
+    def _blame(self, room: Room, too_slow: str) -> None:
+        """Its process is lost: by the grammar's fault, or by nobody's."""
+        match self._end(room):
+            case signal.SIGPROF:
+                self._refuse(room.grammar, too_slow)
+            case signal.SIGABRT | signal.SIGSEGV | signal.SIGBUS:
+                most = grammar_child.MEMORY_BYTES_MAX >> 20
+                self._refuse(room.grammar, f"needs more than {most} MiB")
+            case _:
+                self._lost[room.grammar] = self._lost.get(room.grammar, 0) + 1
+
+    def _refuse(self, grammar: Grammar, sentence: str) -> None:
+        self._refused[grammar] = sentence
+        if len(self._refused) > REFUSED_MAX:
+            self._refused.popitem(last=False)
+
+    def _end(self, room: Room) -> int:
+        del self._rooms[room.grammar]
+        room.link.close()
+        return self._sandbox.end(room.process)
 
 
 class Matcher:
     """Follows one request. `failure` is set when the grammar could not be followed any further."""
 
-    def __init__(self, compiled: Any, *, vocabulary: int, ends: frozenset[int]) -> None:
+    def __init__(self, grammars: Grammars, room: Room) -> None:
         self.failure = ""
-        self._compiled = compiled
-        self._matcher = compiled.deep_copy()
-        self._vocabulary = vocabulary
-        self._ends = sorted(ends)
+        self._grammars = grammars
+        self._number = grammars.number()
         self._followed_count = 0
+        self._room: Room | None = None
+        self._enter(room)
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> NDArray[np.bool_]:
         """Masks [queries, vocabulary] of the query after `output` and of those behind drafts: up to
         the first draft that is forbidden or ends the text. No query behind the last mask counts."""
-        self._follow(output)
-        masks = [self._mask()]
-        if self._matcher.is_error():
-            self.failure = self.failure or self._matcher.get_error()[:MESSAGE_CHARS_MAX].strip()
-            masks[0][:] = False
+        assert len(output) >= self._followed_count, "an output never shrinks"
+        masks = np.zeros((1, self._grammars.vocabulary), np.bool_)
+        if not self.failure:
+            masks = self._asked(output, drafts)
         if not masks[0].any():
-            masks[0][self._ends] = True
+            masks[0, self._grammars.ends] = True
         assert masks[0].any(), "a grammar allows the end where it allows nothing else"
-        return np.stack(masks if self.failure else masks + self._along(output, drafts))
-
-    def _along(self, output: Sequence[int], drafts: Sequence[int]) -> list[NDArray[np.bool_]]:
-        """A limit that breaks here may lie behind a draft that is rejected. So the matcher starts
-        over and forgets the break; if the draft is accepted, the next step meets the limit again.
-        """
-        masks: list[NDArray[np.bool_]] = []
-        for draft in drafts:
-            if draft in self._ends or not self._matcher.try_consume_tokens([draft]):
-                break
-            masks.append(self._mask())
-            if self._matcher.is_error() or not masks[-1].any():
-                self._start_over(output)
-                return masks[:-1]
-        rolled_back = self._matcher.rollback(len(masks))
-        assert rolled_back, "a matcher goes back over the drafts it has accepted"
-        assert len(masks) <= len(drafts), f"{len(masks)} masks for {len(drafts)} drafts"
+        assert len(masks) <= 1 + len(drafts), f"{len(masks)} masks for {len(drafts)} drafts"
         return masks
 
-    def _start_over(self, output: Sequence[int]) -> None:
-        self._matcher = self._compiled.deep_copy()
-        self._followed_count = 0
-        self._follow(output)
+    def close(self) -> None:
+        """The request has ended. Closing twice is nothing."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.matcher_count -= 1
+            room.leave(self._number)
 
-    def _follow(self, output: Sequence[int]) -> None:
-        assert len(output) >= self._followed_count, "an output never shrinks"
-        fresh = list(output[self._followed_count :])
-        if fresh and not self.failure:
-            consumed = self._matcher.try_consume_tokens(fresh)
-            assert consumed == len(fresh) or self._matcher.is_error(), (
-                f"token {fresh[consumed]} was made, and the grammar forbids it"
+    def _enter(self, room: Room) -> None:
+        self._room = room
+        room.matcher_count += 1
+
+    def _asked(self, output: Sequence[int], drafts: Sequence[int]) -> NDArray[np.bool_]:
+        """A process that was lost by nobody's fault is made good once: its successor follows the
+        whole output."""
+        assert self._room is not None, "a matcher is asked before it is closed"
+        try:
+            self.failure, packed = self._room.masks(
+                self._number, output[self._followed_count :], drafts
             )
+        except OSError:
+            self.failure, packed = self._asked_again(self._room, output, drafts)
         self._followed_count = len(output)
-
-    def _mask(self) -> NDArray[np.bool_]:
-        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        bits = np.unpackbits(packed, count=self._vocabulary, bitorder="little")
+        vocabulary = self._grammars.vocabulary
+        bits = np.unpackbits(packed, axis=1, count=vocabulary, bitorder="little")
         return bits.view(np.bool_)
 
-
-class _Vocabulary:
-    """A tokenizer in the shape that the library asks for."""
-
-    def __init__(self, tokenizer: Tokenizer, end: int) -> None:
-        self.eos_token_id = end
-        self.bos_token_id = None
-        self.tokens = [tokenizer.bytes_of(token) for token in range(len(tokenizer))]
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-
-def _source(library: Any, grammar: Grammar) -> str:
-    """A schema whose x-guidance says what it wants of white space gets that."""
-    match grammar.kind:
-        case "json_schema" | "json_object":
-            text = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
-            defaults = {} if '"x-guidance"' in text else {"whitespace_pattern": WHITESPACE}
-            return str(library.grammar_from_json_schema(text, defaults=defaults))
-        case "regex":
-            return str(library.grammar_from_regex(grammar.text))
-        case "lark":
-            return str(library.grammar_from_lark(grammar.text))
-
-
-def _on_deep_stack(work: Callable[[], Any]) -> Any:
-    """The compiler recurses from rule to rule, and a chain of some thousand rules overruns an
-    ordinary stack, which ends the process. This one is deeper than the longest text needs; only
-    what is used of it takes memory."""
-    with ThreadPoolExecutor(1) as threads:
-        before = threading.stack_size(STACK_BYTES)
+    def _asked_again(
+        self, lost: Room, output: Sequence[int], drafts: Sequence[int]
+    ) -> tuple[str, NDArray[np.uint8]]:
         try:
-            future = threads.submit(work)
-        finally:
-            threading.stack_size(before)
-        return future.result()
+            lost.matcher_count -= 1
+            self._room = None
+            room = self._grammars.renewed(lost)
+            self._enter(room)
+            return room.masks(self._number, output, drafts)
+        except EssError as error:
+            failure = str(error)
+        except OSError:
+            failure = "the process that follows the grammar was lost twice"
+        return failure, np.zeros((1, -(-self._grammars.vocabulary // 8)), np.uint8)
 
 
-def _library() -> Any:
-    try:
-        return importlib.import_module("llguidance")
-    except ImportError:
-        raise Unavailable(
-            "grammars need the package llguidance: pip install 'ess[serve]'"
-        ) from None
+def _asked(grammar: Grammar) -> dict[str, str]:
+    """A schema whose x-guidance says what it wants of white space gets that."""
+    text = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
+    whitespace = "" if '"x-guidance"' in text else WHITESPACE
+    return {"kind": grammar.kind, "text": text, "whitespace": whitespace}
+
+
+def _described(tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> bytes:
+    """What the processes need to know of the vocabulary."""
+    described = {
+        "tokenizer": tokenizer.to_json(),
+        "tokens": [tokenizer.bytes_of(token).hex() for token in range(len(tokenizer))],
+        "special": sorted(tokenizer.special_ids),
+        "count": max(vocabulary, len(tokenizer)),
+        "ends": list(ends),
+    }
+    return json.dumps(described).encode()
+
+
+def _close(sandbox: Sandbox, rooms: OrderedDict[Grammar, Room]) -> None:
+    for room in rooms.values():
+        room.link.close()
+    rooms.clear()
+    sandbox.close()
