@@ -9,8 +9,8 @@ import functools
 import json
 import math
 import re
-import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +22,9 @@ from ess.engine.process.worker import EngineLoop
 from ess.engine.request import Request
 from ess.engine.step import prompt as prompts
 from ess.engine.tokens.chance import Chance
-from ess.engine.tokens.grammar import Grammar, Grammars
+from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
+from ess.engine.tokens.sandbox import Sandbox
 from ess.errors import BadInput
 from ess.models.load import EMBEDDED, load_model
 from ess.models.plain import Plain
@@ -292,22 +293,22 @@ def test_an_engine_refuses_what_it_cannot_follow_and_stays_as_it_was():
 
 
 class Gate:
-    """Compiling waits here until it is let through."""
+    """No grammar is begun until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun_count = 0
-        self._opened = threading.Event()
-        compile_one = Grammars._compile
+        self._is_open = False
+        is_ready, fork = Sandbox.is_ready, Sandbox.fork
 
-        def held(grammars: Grammars, grammar: Grammar) -> object:
+        def counted(sandbox: Sandbox) -> object:
             self.begun_count += 1
-            assert self._opened.wait(timeout=60), "nobody has opened the gate"
-            return compile_one(grammars, grammar)
+            return fork(sandbox)
 
-        monkeypatch.setattr(Grammars, "_compile", held)
+        monkeypatch.setattr(Sandbox, "is_ready", lambda box: is_ready(box) and self._is_open)
+        monkeypatch.setattr(Sandbox, "fork", counted)
 
     def open(self) -> None:
-        self._opened.set()
+        self._is_open = True
 
 
 def test_others_keep_their_pace_while_a_grammar_is_compiled(monkeypatch):
@@ -344,7 +345,49 @@ def test_who_is_cancelled_while_a_grammar_is_compiled_leaves_nothing(monkeypatch
     for _ in made.run():
         pass
     assert said(third) == "ef"
-    assert gate.begun_count <= 2, "the second was never begun"
+    assert gate.begun_count == 1, "the others were never begun"
+    made.close()
+    made.offload.close()
+
+
+def test_a_grammar_that_never_ends_is_ended_when_nobody_waits_for_it_any_more(monkeypatch):
+    begun: list[int] = []
+    fork = Sandbox.fork
+
+    def noted(sandbox: Sandbox) -> object:
+        link, process = fork(sandbox)
+        begun.append(process)
+        return link, process
+
+    monkeypatch.setattr(Sandbox, "fork", noted)
+    made = engine()
+    endless = Grammar("json_schema", '{"type": "integer", "multipleOf": 99999989}')
+    pair = [made.add([1, 2], Sampling(grammar=endless)) for _ in range(2)]
+    while not begun:
+        made.step()
+    made.cancel(pair[0])
+    assert Path(f"/proc/{begun[0]}").exists(), "the other still waits for it"
+    made.cancel(pair[1])
+    assert not Path(f"/proc/{begun[0]}").exists()
+    assert (made.is_idle, len(begun)) == (True, 1)
+    made.check()
+    made.close()
+    made.offload.close()
+
+
+def test_an_honest_grammar_does_not_wait_for_one_that_never_ends():
+    made = engine()
+    endless = Grammar("json_schema", '{"type": "integer", "multipleOf": 99999989}')
+    bad = made.add([1, 2], Sampling(grammar=endless))
+    good = made.add(ids("The module named"), Sampling(grammar=DATE, tokens_max=20))
+    ended = []
+    for _ in made.run():
+        ended += [each for each in (good, bad) if each.reason and each not in ended]
+    ended += [each for each in (good, bad) if each not in ended]
+    assert ended == [good, bad]
+    assert re.fullmatch(DATE.text, said(good))
+    assert bad.reason == "refused"
+    assert re.search("takes more than 2 s to compile|needs more than 128 MiB", str(bad.refusal))
     made.close()
     made.offload.close()
 

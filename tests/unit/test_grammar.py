@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+import os
+import resource
+import select
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +19,14 @@ import pytest
 
 import ess.models
 from ess.engine.tokens import grammar as grammar_module
-from ess.engine.tokens.grammar import Grammar, Grammars, Matcher
+from ess.engine.tokens import grammar_child, sandbox
+from ess.engine.tokens.grammar import Grammar, Grammars, Matcher, described
+from ess.engine.tokens.grammar_child import Follower
 from ess.errors import BadInput, Unavailable
 from ess.models.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
+ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = Path(ess.models.__file__).parent / "tiny" / "checkpoint"
 END = 1
 EXPLOSIVE = "start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | "x"\n' for i in range(1000))
@@ -141,23 +151,28 @@ def test_a_grammar_that_is_too_much_work_ends_the_text():
     assert "max is 2000" in follower.failure
 
 
+def follower_of(kind: str, text: str) -> Follower:
+    """What the grammar's process has, in ours."""
+    vocabulary, ends = grammar_child.tokenizer_of(json.loads(described(tokenizer(), 4100, [END])))
+    return Follower(grammar_child.matcher(vocabulary, kind, text, ""), ends)
+
+
 def test_a_limit_met_on_the_way_allows_only_the_end():
-    follower = matcher("regex", "(a|b)*c")
-    follower._matcher.try_consume_tokens([])
-    broken = Broken(follower._matcher)
-    follower._matcher = broken
-    assert texts(follower.allowed([], ids("a"))[0]) == {"<|end|>"}
+    follower = follower_of("regex", "(a|b)*c")
+    follower._matcher = Broken(follower._matcher)
+    [mask] = follower.masks([], ids("a"))
+    assert not any(mask)
     assert follower.failure == "too much work"
 
 
 def test_a_limit_met_along_the_drafts_is_no_failure_yet():
-    follower = matcher("regex", "(a|b)*c")
-    expected = follower.allowed([], [])
+    follower = follower_of("regex", "(a|b)*c")
+    expected = follower.masks([], [])
     follower._matcher = Broken(follower._matcher, after=1)
-    masks = follower.allowed([], [*ids("a"), *ids("b")])
-    assert np.array_equal(masks, expected), "the query behind it does not count"
+    masks = follower.masks([], [*ids("a"), *ids("b")])
+    assert masks == expected, "the query behind it does not count"
     assert follower.failure == ""
-    assert len(follower.allowed(ids("a"), ids("b"))) == 2
+    assert len(follower.masks(ids("a"), ids("b"))) == 2
 
 
 class Broken:
@@ -180,12 +195,169 @@ class Broken:
         return "too much work"
 
 
-def test_the_oldest_compiled_grammar_is_forgotten(monkeypatch):
+@pytest.fixture
+def fresh() -> Iterator[Grammars]:
     made = Grammars(tokenizer(), vocabulary=VOCABULARY, ends=frozenset({END}))
-    monkeypatch.setattr(grammar_module, "COMPILED_MAX", 2)
-    for text in ("a", "b", "a", "c"):
-        made.matcher(Grammar("regex", text))
-    assert [one.text for one in made._compiled] == ["a", "c"]
+    yield made
+    made.check()
+    made.close()
+
+
+def processes(made: Grammars) -> list[int]:
+    """Of grammars, the least recently used first."""
+    return [room.process for room in made._rooms.values()]
+
+
+def is_alive(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_for_end(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        file = os.pidfd_open(process)
+        ended, _, _ = select.select([file], [], [], 30.0)
+        os.close(file)
+        assert ended, f"process {process} goes on"
+
+
+def test_the_oldest_grammar_gives_way_unless_it_is_followed(fresh, monkeypatch):
+    monkeypatch.setattr(grammar_module, "ROOMS_MAX", 2)
+    followed = matcher("regex", "a", by=fresh)
+    for text in ("b", "c"):
+        matcher("regex", text, by=fresh).close()
+    assert [grammar.text for grammar in fresh._rooms] == ["a", "c"]
+    assert texts(followed.allowed([], [])[0]) == {"a"}
+    kept = matcher("regex", "c", by=fresh)
+    fresh.want(Grammar("regex", "d"))
+    for _ in range(3):
+        assert fresh.matcher(Grammar("regex", "d")) is None, "both are followed"
+    kept.close()
+    while (made := fresh.matcher(Grammar("regex", "d"))) is None:
+        fresh.wait()
+    assert [grammar.text for grammar in fresh._rooms] == ["a", "d"]
+    made.close()
+    followed.close()
+
+
+ENDLESS = '{"type": "integer", "multipleOf": 99999989}'
+TOO_MUCH = "takes more than 2 s to compile|needs more than 128 MiB"
+
+
+def test_a_schema_that_never_compiles_is_refused_and_remembered(fresh):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadInput, match=TOO_MUCH):
+        matcher("json_schema", ENDLESS, by=fresh)
+    assert processes(fresh) == []
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    fresh.want(Grammar("json_schema", ENDLESS))
+    with pytest.raises(BadInput, match=TOO_MUCH):
+        fresh.matcher(Grammar("json_schema", ENDLESS))
+
+
+def test_a_few_refusals_are_remembered(fresh, monkeypatch):
+    monkeypatch.setattr(grammar_module, "REFUSED_MAX", 2)
+    for text in ("[a", "[b", "[c"):
+        with pytest.raises(BadInput):
+            matcher("regex", text, by=fresh)
+    assert [grammar.text for grammar in fresh._refused] == ["[b", "[c"]
+
+
+def test_compiling_stops_when_its_processor_time_is_over(fresh, patched):
+    """Memory would end it first; here it has enough."""
+    patched(MEMORY_BYTES_MAX=8 << 30, COMPILE_CPU_S=0.3)
+    with pytest.raises(BadInput, match="takes more than 2 s to compile"):
+        matcher("json_schema", ENDLESS, by=fresh)
+
+
+def test_a_token_that_takes_too_long_fails_its_request_and_no_other(fresh, patched):
+    """A lexer's states are made when they are first met, so some work is done only here."""
+    patched(STEP_CPU_S=0.02)
+    other = matcher("regex", "ab", by=fresh)
+    slow = matcher("lark", EXPLOSIVE, by=fresh)
+    assert texts(slow.allowed([], [])[0]) == {"<|end|>"}
+    assert "takes more than 0.5 s for one token" in slow.failure
+    assert texts(slow.allowed([END], [])[0]) == {"<|end|>"}
+    assert texts(other.allowed([], [])[0]) == {"ab"}
+    with pytest.raises(BadInput, match="for one token"):
+        matcher("lark", EXPLOSIVE, by=fresh)
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Lets the processes run with other constants."""
+
+    def patch(**constants: float) -> None:
+        lines = "".join(f"child.{name} = {value}\n" for name, value in constants.items())
+        code = f"import sys\nsys.path.append({str(ROOT)!r})\n"
+        code += f"from ess.engine.tokens import grammar_child as child\n{lines}child.main()\n"
+        (tmp_path / "child.py").write_text(code)
+        monkeypatch.setattr(sandbox, "_CHILD", tmp_path / "child.py")
+
+    return patch
+
+
+@pytest.mark.parametrize("whom", ["first", "grammar"])
+def test_a_killed_process_is_replaced_and_nobody_notices(fresh, whom):
+    follower, expected = matcher("regex", "(ab|ac)*", by=fresh), matcher("regex", "(ab|ac)*")
+    assert np.array_equal(follower.allowed(ids("a"), []), expected.allowed(ids("a"), []))
+    first, [own] = fresh._sandbox._process.pid, processes(fresh)
+    os.kill(first if whom == "first" else own, signal.SIGKILL)
+    wait_for_end(own)
+    for output in (ids("a"), [*ids("a"), *ids("b")], [*ids("a"), *ids("b"), *ids("a")]):
+        drafts = ids("a")
+        assert np.array_equal(follower.allowed(output, drafts), expected.allowed(output, drafts))
+    assert follower.failure == ""
+    assert len(processes(fresh)) == 1
+    assert not is_alive(own)
+
+
+def test_a_process_killed_while_it_compiles_is_replaced_once(fresh):
+    grammar = Grammar("json_schema", ENDLESS)
+    fresh.want(grammar)
+    for _ in range(2):
+        while not processes(fresh):
+            assert fresh.matcher(grammar) is None
+            fresh.wait()
+        os.kill(processes(fresh)[0], signal.SIGKILL)
+        lost = processes(fresh)
+        with contextlib.suppress(Unavailable):
+            while processes(fresh) == lost:
+                assert fresh.matcher(grammar) is None
+    assert processes(fresh) == []
+    assert grammar not in fresh._wanted
+    assert texts(matcher("regex", "ab", by=fresh).allowed([], [])[0]) == {"ab"}
+
+
+def test_what_cannot_be_started_is_our_fault(fresh, monkeypatch, tmp_path):
+    monkeypatch.setattr(sandbox, "_CHILD", tmp_path / "nothing.py")
+    with pytest.raises(Unavailable, match="does not start"):
+        matcher("regex", "ab", by=fresh)
+
+
+def test_no_process_outlives_its_parent():
+    """Not even one in the middle of its work, and however the parent ends."""
+    code = (
+        "import sys\nfrom tests.unit.test_grammar import *\n"
+        "made = grammars()\n"
+        "made.want(Grammar('json_schema', ENDLESS))\n"
+        "while not processes(made):\n"
+        "    made.matcher(Grammar('json_schema', ENDLESS))\n"
+        "print(made._sandbox._process.pid, *processes(made), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    for how in ("kill", "end"):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        made = [int(word) for word in parent.stdout.readline().split()]
+        assert len(made) == 2
+        if how == "kill":
+            parent.kill()
+        parent.communicate(timeout=60)
+        for process in made:
+            wait_for_end(process)
 
 
 def test_without_the_package_or_an_end_it_is_said(monkeypatch):

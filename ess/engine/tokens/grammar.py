@@ -100,7 +100,7 @@ class Grammars:
             raise Unavailable("grammars need the package llguidance: pip install 'ess[serve]'")
         self.vocabulary = vocabulary
         self.ends = sorted(ends)
-        self._sandbox = Sandbox(_described(tokenizer, vocabulary, self.ends))
+        self._sandbox = Sandbox(described(tokenizer, vocabulary, self.ends))
         self._wanted: OrderedDict[Grammar, int] = OrderedDict()
         self._rooms: OrderedDict[Grammar, Room] = OrderedDict()
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
@@ -318,7 +318,7 @@ def _asked(grammar: Grammar) -> dict[str, str]:
     return {"kind": grammar.kind, "text": text, "whitespace": whitespace}
 
 
-def _described(tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> bytes:
+def described(tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> bytes:
     """What the processes need to know of the vocabulary."""
     described = {
         "tokenizer": tokenizer.to_json(),

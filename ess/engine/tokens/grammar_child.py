@@ -226,11 +226,10 @@ class Vocabulary:
         return list(self._library.encode(text, add_special_tokens=False).ids)
 
 
-def read_vocabulary(file: int) -> tuple[Any, list[int]]:
+def tokenizer_of(described: dict[str, Any]) -> tuple[Any, list[int]]:
+    """The library's own, and the ids that end a text."""
     import llguidance
 
-    with os.fdopen(file, "rb") as stream:
-        described = json.load(stream)
     tokenizer = llguidance.LLTokenizer(
         llguidance.TokenizerWrapper(Vocabulary(described)),
         n_vocab=described["count"],
@@ -263,23 +262,24 @@ def end_with_parent() -> None:
 
 
 def end(process: int) -> dict[str, Any]:
-    """By which signal it had ended, if it had. Only we reap our children, so the number cannot have
-    become another's; a child of the process that was here before us has ended with that."""
+    """By which signal it has ended. One that was ending already keeps its own: its channel closes
+    a moment before it can be reaped. Only we reap our children, so the number cannot have become
+    another's; a child of the process that was here before us has ended with that."""
     try:
         ended, status = os.waitpid(process, os.WNOHANG)
     except ChildProcessError:
         return {"signal": 0}
     if not ended:
         os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        return {"signal": 0}
+        _, status = os.waitpid(process, 0)
     return {"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=sys.stdin.fileno()))
-    tokenizer, ends = read_vocabulary(int(sys.argv[1]))
+    with os.fdopen(int(sys.argv[1]), "rb") as stream:
+        tokenizer, ends = tokenizer_of(json.load(stream))
     gc.collect()
     gc.freeze()
     channel.send({})
