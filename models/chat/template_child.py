@@ -1,10 +1,10 @@
 """Renders one chat template in a process of its own. Run by path; imports nothing of ESS.
 
 A template is a program from the checkpoint. Jinja's sandbox keeps it from Python's objects, but not
-from running for ever or from asking for a terabyte of text. So it runs here, where memory is
-limited by the system and time by the parent, who kills this process.
+from running for ever or from asking for a terabyte of text. So it runs here, where memory
+and processor time are limited by the system, which ends this process.
 
-    in:  8 bytes length, then JSON {"source": ...} once, then {"names": {...}} for each rendering
+    in:  8 bytes length, then JSON {"source", "seconds"} once, then {"names"} for each rendering
     out: 8 bytes length, then JSON {"text": ...} or {"error": ...}
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import json
 import resource
+import signal
 import sys
 from typing import Any, BinaryIO
 
@@ -81,14 +82,18 @@ def main() -> None:
     first = receive(requests)
     if first is None:
         return
+    signal.setitimer(signal.ITIMER_PROF, first["seconds"])
     try:
         template = environment().from_string(first["source"])
     except Exception as error:
         send(answers, {"error": f"{type(error).__name__}: {str(error)[:300]}"})
         return
     send(answers, {"text": ""})
+    signal.setitimer(signal.ITIMER_PROF, 0)
     while (request := receive(requests)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, first["seconds"])
         send(answers, render(template, request["names"]))
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":
