@@ -1,0 +1,106 @@
+"""Grammars of strangers against a real server: two real processes, and those of the grammars."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.server.harness import until
+from tests.server.test_life import Process
+from tests.support.crowd import Crowd
+
+ENDLESS = {"type": "integer", "multipleOf": 99999989}
+TOO_MUCH = "takes more than 2 s to compile|needs more than 128 MiB"
+ASKED = {"model": "ess-embedded", "prompt": "The number is", "max_tokens": 8}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Process]:
+    with Process().wait_ready() as made:
+        yield made
+
+
+def answer(served: Process, **constraint: object) -> str:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    made = client.completions.create(extra_body={"structured_outputs": constraint}, **ASKED)
+    return made.choices[0].text
+
+
+def peak_mib(process: int) -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10
+
+
+def children(process: int) -> list[int]:
+    path = Path(f"/proc/{process}/task/{process}/children")
+    return [int(word) for word in path.read_text().split()]
+
+
+def kin(process: int) -> list[int]:
+    """All processes below it."""
+    return [below for child in children(process) for below in (child, *kin(child))]
+
+
+def wait_for_end(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        file = os.pidfd_open(process)
+        ended, _, _ = select.select([file], [], [], 30.0)
+        os.close(file)
+        assert ended, f"process {process} goes on"
+
+
+def test_a_schema_that_never_compiles_is_refused_by_name_and_harms_nobody(served: Process):
+    assert answer(served, regex="yes") == "yes"
+    before = peak_mib(served.engine_pid)
+    bad = {**ASKED, "structured_outputs": {"json": ENDLESS}}
+    with Crowd(served.url, [bad, bad, bad]):
+        assert answer(served, regex="[1-9]{3}").isdigit(), "asked beside them"
+    with pytest.raises(openai.BadRequestError, match=TOO_MUCH):
+        answer(served, json=ENDLESS)
+    assert peak_mib(served.engine_pid) - before < 64
+    assert answer(served, regex="no") == "no"
+
+
+def test_a_client_that_leaves_takes_its_grammar_along(served: Process):
+    """Another multiple: the first is refused at once by now."""
+    answer(served, regex="yes")
+    [first] = children(served.engine_pid)
+    known = set(children(first))
+    other = {"type": "integer", "multipleOf": 99999971}
+    with Crowd(served.url, [{**ASKED, "structured_outputs": {"json": other}}]):
+        until(lambda: set(children(first)) - known, "a process for the grammar")
+        begun = set(children(first)) - known
+    for process in begun:
+        wait_for_end(process)
+    assert answer(served, regex="yes") == "yes"
+
+
+def test_a_killed_child_is_replaced(served: Process):
+    answer(served, regex="yes")
+    [first] = children(served.engine_pid)
+    os.kill(first, signal.SIGKILL)
+    assert answer(served, regex="[1-9]{4}").isdigit()
+    assert children(served.engine_pid) != [first]
+
+
+@pytest.mark.parametrize("whom", ["server", "engine"])
+def test_nothing_outlives_a_killed_process_with_a_grammar_in_flight(whom: str):
+    with Process().wait_ready() as process:
+        engine = process.engine_pid
+        bad = {**ASKED, "structured_outputs": {"json": ENDLESS}}
+        with Crowd(process.url, [bad]):
+            until(lambda: len(kin(engine)) == 2, "a process for the grammar")
+            ending = [engine, *kin(engine)]
+            os.kill(process.process.pid if whom == "server" else engine, signal.SIGKILL)
+            for other in ending:
+                wait_for_end(other)
+        process.process.wait(30)
