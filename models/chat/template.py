@@ -125,10 +125,10 @@ def _exchange(child: subprocess.Popen[bytes], raw: bytes, *, deadline: float) ->
     _write(child.stdin, len(raw).to_bytes(8, "little") + raw, deadline)
     count = int.from_bytes(_read(child.stdout, 8, deadline), "little")
     if count > _ANSWER_BYTES_MAX:
-        raise ValueError(f"{count:,} bytes, too many")
+        raise BadInput(f"{count:,} bytes, too many")
     found = json.loads(_read(child.stdout, count, deadline))
     if not isinstance(found, dict):
-        raise ValueError("what is no object")
+        raise BadInput("what is no object")
     return found
 
 
@@ -139,7 +139,7 @@ def _write(stream: IO[bytes], raw: bytes, deadline: float) -> None:
     while left:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not select.select([], [stream], [], left_s)[1]:
-            raise TimeoutError
+            raise TimeoutError("the child was held")
         left = left[os.write(stream.fileno(), left) :]
 
 
@@ -148,9 +148,9 @@ def _read(stream: IO[bytes], count: int, deadline: float) -> bytes:
     while len(found) < count:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not select.select([stream], [], [], left_s)[0]:
-            raise TimeoutError
+            raise TimeoutError("the child was held")
         piece = os.read(stream.fileno(), count - len(found))
         if not piece:
-            raise EOFError
+            raise EOFError("the child has ended")
         found += piece
     return bytes(found)

@@ -293,19 +293,20 @@ def test_an_engine_refuses_what_it_cannot_follow_and_stays_as_it_was():
 
 
 class Gate:
-    """No grammar is begun until it is opened."""
+    """No grammar is begun until it is opened; `begun` are the processes of those that were."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun_count = 0
+        self.begun: list[int] = []
         self._is_open = False
-        is_ready, fork = Sandbox.is_ready, Sandbox.fork
+        spare = Sandbox.spare
 
-        def counted(sandbox: Sandbox) -> object:
-            self.begun_count += 1
-            return fork(sandbox)
+        def held(sandbox: Sandbox) -> object:
+            taken = spare(sandbox) if self._is_open else None
+            if taken is not None:
+                self.begun.append(taken[1])
+            return taken
 
-        monkeypatch.setattr(Sandbox, "is_ready", lambda box: is_ready(box) and self._is_open)
-        monkeypatch.setattr(Sandbox, "fork", counted)
+        monkeypatch.setattr(Sandbox, "spare", held)
 
     def open(self) -> None:
         self._is_open = True
@@ -345,31 +346,23 @@ def test_who_is_cancelled_while_a_grammar_is_compiled_leaves_nothing(monkeypatch
     for _ in made.run():
         pass
     assert said(third) == "ef"
-    assert gate.begun_count == 1, "the others were never begun"
+    assert len(gate.begun) == 1, "the others were never begun"
     made.close()
     made.offload.close()
 
 
 def test_a_grammar_that_never_ends_is_ended_when_nobody_waits_for_it_any_more(monkeypatch):
-    begun: list[int] = []
-    fork = Sandbox.fork
-
-    def noted(sandbox: Sandbox) -> object:
-        link, process = fork(sandbox)
-        begun.append(process)
-        return link, process
-
-    monkeypatch.setattr(Sandbox, "fork", noted)
-    made = engine()
+    gate, made = Gate(monkeypatch), engine()
+    gate.open()
     endless = Grammar("json_schema", '{"type": "integer", "multipleOf": 99999989}')
     pair = [made.add([1, 2], Sampling(grammar=endless)) for _ in range(2)]
-    while not begun:
+    while not gate.begun:
         made.step()
     made.cancel(pair[0])
-    assert Path(f"/proc/{begun[0]}").exists(), "the other still waits for it"
+    assert Path(f"/proc/{gate.begun[0]}").exists(), "the other still waits for it"
     made.cancel(pair[1])
-    assert not Path(f"/proc/{begun[0]}").exists()
-    assert (made.is_idle, len(begun)) == (True, 1)
+    assert not Path(f"/proc/{gate.begun[0]}").exists()
+    assert (made.is_idle, len(gate.begun)) == (True, 1)
     made.check()
     made.close()
     made.offload.close()

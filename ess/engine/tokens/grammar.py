@@ -25,13 +25,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ess.engine.tokens import grammar_child
-from ess.engine.tokens.sandbox import ANSWER_S, Link, Sandbox, wait_for
+from ess.engine.tokens.sandbox import ANSWER_S, Link, Sandbox
 from ess.errors import BadInput, EssError, Unavailable
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Grammars:
             raise Unavailable("grammars need the package llguidance: pip install 'ess[serve]'")
         self.vocabulary = vocabulary
         self.ends = sorted(ends)
-        self._sandbox = Sandbox(described(tokenizer, vocabulary, self.ends))
+        self._sandbox = Sandbox(partial(described, tokenizer, vocabulary, self.ends))
         self._wanted: OrderedDict[Grammar, int] = OrderedDict()
         self._rooms: OrderedDict[Grammar, Room] = OrderedDict()
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
@@ -132,7 +133,7 @@ class Grammars:
     def wait(self) -> None:
         """Until something may have changed."""
         rooms = [room.link.socket for room in self._rooms.values() if not room.is_compiled]
-        wait_for(rooms + self._sandbox.waits_on, WAIT_S)
+        self._sandbox.wait(rooms, WAIT_S)
 
     def number(self) -> int:
         return next(self._numbers)
@@ -184,17 +185,19 @@ class Grammars:
 
     def _begin(self, grammar: Grammar) -> bool:
         compiling = sum(not room.is_compiled for room in self._rooms.values())
-        if compiling >= COMPILING_MAX or not self._has_room() or not self._sandbox.is_ready():
+        if compiling >= COMPILING_MAX or not self._has_room():
             return False
         try:
-            link, process = self._sandbox.fork()
+            spare = self._sandbox.spare()
         except OSError:
             self._lost[grammar] = self._lost.get(grammar, 0) + 1
             return False
-        room = Room(grammar, link, process, time.monotonic() + ANSWER_S)
+        if spare is None:
+            return False
+        room = Room(grammar, *spare, time.monotonic() + ANSWER_S)
         self._rooms[grammar] = room
         try:
-            link.send({"verb": "compile", "grammar": _asked(grammar)})
+            room.link.send({"verb": "compile", "grammar": _asked(grammar)})
         except OSError:
             self._blame(room, "")
         return True
@@ -213,7 +216,7 @@ class Grammars:
         try:
             answer = room.link.poll()
             if answer is None and time.monotonic() > room.deadline_s:
-                raise TimeoutError
+                raise TimeoutError(f"no answer within {ANSWER_S} s")
         except OSError:
             self._blame(room, f"takes more than {grammar_child.COMPILE_CPU_S:g} s to compile")
             return

@@ -13,7 +13,8 @@ The processes end with this one, and this one when its parent closes the channel
                            {"verb": "masks", "number", "fresh", "drafts"} and {"verb": "close", ...}
     from either:           {..., "raw"}, then as many bytes: the masks
 
-A message is 8 bytes of length, then JSON. All but "close" are answered.
+A message is 8 bytes of length, then JSON. A forked process first says {"process"}, its number; all
+but "fork" and "close" are answered.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ class Room:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         _limit_memory(STACK_BYTES + MEMORY_BYTES_MAX)
+        channel.send({"process": os.getpid()})
         while (asked := channel.receive()[0]) is not None:
             if asked["verb"] == "close":
                 self._followers.pop(asked["number"], None)
@@ -239,10 +241,8 @@ def tokenizer_of(described: dict[str, Any]) -> tuple[Any, list[int]]:
 
 
 def fork(channel: Channel, file: int, tokenizer: Any, ends: list[int]) -> None:
-    process = os.fork()
-    if process:
+    if os.fork():
         os.close(file)
-        channel.send({"process": process})
         return
     try:
         end_with_parent()

@@ -1,8 +1,9 @@
 """The processes in which grammars are compiled and followed, as their parent sees them.
 
 `grammar_child` says what they do and what limits them. The first of them reads the vocabulary and
-stays; it forks one for each grammar. Nothing here blocks for longer than `ANSWER_S`, and that only
-if a process was stopped from outside: whatever a grammar does costs it its processor time first.
+stays; it forks one for each grammar, ahead, for a large process takes long to fork. Nothing here
+blocks for longer than `ANSWER_S`, and that only if a process was stopped from outside: whatever a
+grammar does costs it its processor time first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +26,7 @@ from ess.errors import Unavailable
 
 ANSWER_S: Final = 10.0
 START_S: Final = 60.0
+SPARE_COUNT: Final = 2
 _CHILD: Final = Path(__file__).with_name("grammar_child.py")
 _PREFIX_BYTES: Final = 8
 
@@ -55,7 +59,7 @@ class Link:
         deadline_s = time.monotonic() + ANSWER_S
         while (answer := self._take()) is None:
             if time.monotonic() > deadline_s:
-                raise TimeoutError
+                raise TimeoutError(f"no answer within {ANSWER_S} s")
         return answer
 
     def _take(self) -> tuple[dict[str, Any], bytes] | None:
@@ -78,29 +82,78 @@ class Link:
 
 
 class Sandbox:
-    """The first process. It is started when it is first needed, and again when it was lost."""
+    """The first process and those that wait for a grammar. It is started when it is first needed,
+    and again when it was lost: OSError says so, once. Nothing but `end` waits for an answer."""
 
-    def __init__(self, vocabulary: bytes) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Callable[[], bytes]) -> None:
+        self._describing = threading.Thread(target=self._describe, args=(vocabulary,), daemon=True)
+        self._vocabulary = b""
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Link | None = None
-        self._is_ready = False
+        self._has_started = False
         self._deadline_s = 0.0
         self._failure_count = 0
+        self._forked: list[Link] = []
+        self._spares: list[tuple[Link, int]] = []
 
-    @property
-    def waits_on(self) -> list[socket.socket]:
-        return [self._link.socket] if self._link is not None and not self._is_ready else []
+    def spare(self) -> tuple[Link, int] | None:
+        """A process for one grammar, and its number; None as long as there is none. Unavailable if
+        the first process has failed to start twice."""
+        if not self._is_started():
+            return None
+        try:
+            self._refill()
+            if not self._spares:
+                return None
+            taken = self._spares.pop(0)
+            self._refill()
+            return taken
+        except OSError:
+            self.close()
+            raise
 
-    def is_ready(self) -> bool:
-        """Unavailable if it has failed to start twice."""
+    def wait(self, sockets: list[socket.socket], seconds: float) -> None:
+        """Until one of them or one of ours has something to read."""
+        if self._describing.is_alive():
+            self._describing.join(seconds)
+            return
+        ours = [link.socket for link in self._forked]
+        if self._link is not None and not self._has_started:
+            ours.append(self._link.socket)
+        with contextlib.suppress(OSError, ValueError):
+            select.select(sockets + ours, [], [], seconds)
+        with contextlib.suppress(OSError):
+            self._hear()
+
+    def _refill(self) -> None:
+        assert self._link is not None, "it is started"
+        while len(self._forked) + len(self._spares) < SPARE_COUNT:
+            ours, theirs = socket.socketpair()
+            self._forked.append(Link(ours))
+            with theirs:
+                self._link.send({"verb": "fork"}, theirs.fileno())
+        self._hear()
+
+    def _hear(self) -> None:
+        for link in list(self._forked):
+            if (answer := link.poll()) is not None:
+                self._forked.remove(link)
+                self._spares.append((link, answer[0]["process"]))
+
+    def _is_started(self) -> bool:
+        if not self._vocabulary:
+            if not self._describing.ident:
+                self._describing.start()
+            return False
+        if self._process is not None and self._has_started and self._process.poll() is not None:
+            self.close()
         if self._link is None:
             self._start()
         assert self._link is not None, "it was started"
         try:
-            self._is_ready = self._is_ready or self._link.poll() is not None
-            if not self._is_ready and time.monotonic() > self._deadline_s:
-                raise TimeoutError
+            self._has_started = self._has_started or self._link.poll() is not None
+            if not self._has_started and time.monotonic() > self._deadline_s:
+                raise TimeoutError(f"no start within {START_S} s")
         except OSError:
             self.close()
             self._failure_count += 1
@@ -108,26 +161,15 @@ class Sandbox:
                 self._failure_count = 0
                 raise Unavailable("the process that compiles grammars does not start") from None
             return False
-        self._failure_count = 0 if self._is_ready else self._failure_count
-        return self._is_ready
+        self._failure_count = 0 if self._has_started else self._failure_count
+        return self._has_started
 
-    def fork(self) -> tuple[Link, int]:
-        """A process for one grammar, and its number."""
-        assert self._link is not None, "it is ready"
-        ours, theirs = socket.socketpair()
-        try:
-            answer, _ = self._link.ask({"verb": "fork"}, theirs.fileno())
-        except OSError:
-            ours.close()
-            self.close()
-            raise
-        finally:
-            theirs.close()
-        return Link(ours), int(answer["process"])
+    def _describe(self, vocabulary: Callable[[], bytes]) -> None:
+        self._vocabulary = vocabulary()
 
     def end(self, process: int) -> int:
         """Which signal had ended it; 0 if none had, or if it cannot be said any more."""
-        if self._link is None or not self._is_ready:
+        if self._link is None or not self._has_started:
             return 0
         try:
             return int(self._link.ask({"verb": "end", "process": process})[0]["signal"])
@@ -139,9 +181,11 @@ class Sandbox:
         """The processes of the grammars end too."""
         process, self._process = self._process, None
         link, self._link = self._link, None
-        self._is_ready = False
-        if link is not None:
-            link.close()
+        self._has_started = False
+        waiting = [*self._forked, *(spare for spare, _ in self._spares)]
+        self._forked, self._spares = [], []
+        for each in [link, *waiting] if link is not None else waiting:
+            each.close()
         if process is not None:
             process.kill()
             process.wait()
@@ -162,8 +206,3 @@ class Sandbox:
             )
         self._link = Link(ours)
         self._deadline_s = time.monotonic() + START_S
-
-
-def wait_for(sockets: list[socket.socket], seconds: float) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        select.select(sockets, [], [], seconds)
