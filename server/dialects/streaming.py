@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from ess.clock import Clock
 from ess.engine.process.messages import Piece
-from ess.errors import BadInput, EssError
+from ess.errors import BadInput, EssError, Unavailable
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.http.protocol import STRAIGHT, Straight
 from ess.server.http.responses import answer, error_body
@@ -112,7 +112,9 @@ class Times:
         self._tally.whole.add(self._clock.now_s() - self._began_s)
 
 
-def _refusal(piece: Piece) -> BadInput:
+def _refusal(piece: Piece) -> EssError:
+    if piece.is_ours:
+        return Unavailable(piece.sentence)
     what = "the grammar" if piece.reason == "failed" else "the engine"
     return BadInput(piece.sentence or f"{what} refused the request")
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from ess.engine.tokens import grammar
+from ess.engine.tokens.grammar_child import COMPILE_CPU_S, MEMORY_BYTES_MAX, STEP_CPU_S
+
 NAME_CHARS_MAX: Final = 256
 PROMPTS_MAX: Final = 128
 
@@ -114,5 +117,30 @@ BOUNDS: Final = (
         what="time in which the rest of a refused request is still taken",
         most=f"{LINGER_S:g} s",
         beyond="the connection is closed",
+    ),
+    Bound(
+        what="a grammar: its text",
+        most=f"{grammar.GRAMMAR_BYTES_MAX >> 10} KiB",
+        beyond="400",
+    ),
+    Bound(
+        what="a grammar: processor time to compile it",
+        most=f"{COMPILE_CPU_S:g} s",
+        beyond="400, and again at once: the last refusals are remembered",
+    ),
+    Bound(
+        what="a grammar: memory",
+        most=f"{MEMORY_BYTES_MAX >> 20} MiB",
+        beyond="400, and again at once",
+    ),
+    Bound(
+        what="a grammar: processor time for one token",
+        most=f"{STEP_CPU_S:g} s",
+        beyond="400, or an error in the stream",
+    ),
+    Bound(
+        what="grammars that are compiled at once, and in use",
+        most=f"{grammar.COMPILING_MAX}, {grammar.ROOMS_MAX}",
+        beyond="the request waits",
     ),
 )

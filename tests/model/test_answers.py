@@ -21,6 +21,7 @@ from ess.engine.process.messages import Add
 from ess.engine.process.worker import EngineLoop
 from ess.engine.request import Request
 from ess.engine.step import prompt as prompts
+from ess.engine.tokens import sandbox
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
@@ -410,4 +411,16 @@ def test_the_server_is_told_why_a_grammar_was_refused():
     assert (piece.reason, piece.tokens) == ("refused", ())
     assert "nothing" in piece.sentence
     assert "grammar (lark)" in piece.sentence
+    loop.close()
+
+
+def test_a_fault_of_ours_is_not_the_grammar_s(monkeypatch, tmp_path):
+    monkeypatch.setattr(sandbox, "_CHILD", tmp_path / "nothing.py")
+    wire = Script(t1=[Add(1, [1, 2], Sampling(grammar=DATE))])
+    loop = EngineLoop(engine(), wire, ManualClock())
+    while not wire.pieces(1):
+        loop.turn()
+    [piece] = wire.pieces(1)
+    assert (piece.reason, piece.is_ours) == ("refused", True)
+    assert "does not start" in piece.sentence
     loop.close()

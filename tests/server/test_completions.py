@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from ess.engine.process.messages import Add, Piece, Progress, ToEngine
+from ess.engine.process.wire import SocketWire
 from tests.server.harness import EOS, TOKENIZER, PacedEngine, Served, counting, saying, until
 
 TEXT = "Names are bytes: naïve café, 漢字 and 🙂. Then more words follow."
@@ -330,3 +332,23 @@ def post(served: Served, path: str, body: object, **headers: str) -> dict:
     )
     with urllib.request.urlopen(request, timeout=10) as answer:
         return json.loads(answer.read())
+
+
+class Faulty(PacedEngine):
+    """Its own processes fail."""
+
+    def obey(self, message: ToEngine, wire: SocketWire) -> None:
+        if isinstance(message, Add):
+            piece = Piece(message.number, reason="refused", sentence="lost twice", is_ours=True)
+            wire.give(Progress((piece,)))
+        else:
+            super().obey(message, wire)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_the_engine_is_not_the_client_s(stream: bool):
+    asked = {"model": "test-model", "prompt": "x", "stream": stream}
+    lost = pytest.raises(openai.InternalServerError, match="lost twice")
+    with Served(Faulty(counting(3))) as made, lost as caught:
+        client(made).completions.create(**asked)
+    assert caught.value.status_code == 503

@@ -71,7 +71,8 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step did for one request. `cached_count` comes with the first piece only; `sentence`
-    says why it was refused or has failed. `prompt_chances` go on where the last ones ended."""
+    says why it was refused or has failed, and `is_ours` that it may be asked again: the fault is
+    not the request's. `prompt_chances` go on where the last ones ended."""
 
     number: int
     tokens: tuple[int, ...] = ()
@@ -80,6 +81,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     chances: tuple[Chance, ...] = ()
     sentence: str = ""
     prompt_chances: tuple[Chance, ...] = ()
+    is_ours: bool = False
 
 
 class PoolUse(msgspec.Struct, frozen=True, array_like=True):

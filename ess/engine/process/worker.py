@@ -49,7 +49,7 @@ from ess.engine.process.messages import (
 from ess.engine.process.wire import SocketWire, Wire, open_counts
 from ess.engine.request import Request
 from ess.engine.tokens.chance import Chance
-from ess.errors import EssError
+from ess.errors import EssError, Unavailable
 from ess.layout import ModelLayout
 from ess.models.load import load_model
 from ess.models.text.tokenizer import Tokenizer
@@ -227,6 +227,7 @@ class EngineLoop:
             tuple(chance for made in mades for chance in made.chances),
             self._why(live.request),
             tuple(scored),
+            isinstance(live.request.refusal, Unavailable),
         )
 
     def _admitted(self, live: Live) -> int | None:
