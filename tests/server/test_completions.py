@@ -349,6 +349,6 @@ class Faulty(PacedEngine):
 def test_a_fault_of_the_engine_is_not_the_client_s(stream: bool):
     asked = {"model": "test-model", "prompt": "x", "stream": stream}
     lost = pytest.raises(openai.InternalServerError, match="lost twice")
-    with Served(Faulty(counting(3))) as made, lost as caught:
-        client(made).completions.create(**asked)
+    with Served(Faulty(counting(3))) as made, client(made) as asking, lost as caught:
+        asking.completions.create(**asked)
     assert caught.value.status_code == 503

@@ -30,8 +30,8 @@ def served() -> Iterator[Process]:
 
 
 def answer(served: Process, **constraint: object) -> str:
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-    made = client.completions.create(extra_body={"structured_outputs": constraint}, **ASKED)
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        made = client.completions.create(extra_body={"structured_outputs": constraint}, **ASKED)
     return made.choices[0].text
 
 
