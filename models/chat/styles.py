@@ -26,9 +26,11 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ChatStyle(Protocol):
-    """`stops` are strings at which a reply ends, beside the model's own end token."""
+    """`stops` are strings at which a reply ends, beside the model's own end token; `waits` says
+    that `encode` waits for another process."""
 
     stops: tuple[str, ...]
+    waits: bool
 
     def encode(self, messages: Sequence[Message], *, thinking: bool) -> str: ...
 
@@ -37,6 +39,7 @@ class ChatStyle(Protocol):
 
 class DeepSeekStyle:
     stops: tuple[str, ...] = (dsml.END,)
+    waits = False
 
     def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
         return deepseek_v32.encode(messages, thinking=thinking)
@@ -49,6 +52,7 @@ class PlainStyle:
     """For models without a format of their own, as the embedded one: a line per turn."""
 
     stops: tuple[str, ...] = ("\nuser:",)
+    waits = False
 
     def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
         if any(message.tools or message.tool_calls for message in messages):
@@ -63,6 +67,7 @@ class TemplateStyle:
     """A checkpoint's own Jinja template; `glm` says how its replies are marked up, if at all."""
 
     stops: tuple[str, ...] = ()
+    waits = True
 
     def __init__(self, source: str, *, glm: bool) -> None:
         self._template = ChatTemplate(source)

@@ -33,6 +33,7 @@ class Tokenizer:
         description = parse_object(raw, what=TOKENIZER_FILE)
         _check_byte_level(description.get("decoder"))
         self._library = _load(raw.decode("utf-8"))
+        self._loses_text = _loses_text(description)
         self._added = dict(self._library.get_added_tokens_decoder())
         self.special_ids = frozenset(
             token_id for token_id, token in self._added.items() if token.special
@@ -60,6 +61,14 @@ class Tokenizer:
     def to_json(self) -> str:
         """What another process needs to encode alike."""
         return str(self._library.to_str())
+
+    @functools.cached_property
+    def longest_chars(self) -> int | None:
+        """No token stands for more characters; None where encoding may drop some of a text."""
+        spelled = self._library.get_vocab(with_added_tokens=True)
+        if self._loses_text or not spelled.keys() >= byte_alphabet().keys():
+            return None
+        return max(map(len, spelled))
 
     def id_of(self, token: str) -> int | None:
         found = self._library.token_to_id(token)
@@ -119,6 +128,17 @@ def _check_byte_level(decoder: Any) -> None:
         raise BadInput(
             f"{TOKENIZER_FILE} decodes by {kinds}; only byte-level ones ('ByteLevel') are read"
         )
+
+
+def _loses_text(description: dict[str, Any]) -> bool:
+    """Whether a text may be longer than its tokens together: a normaliser shortens it, a splitter
+    removes what it splits at, or an added token takes the white space beside it."""
+    normalizer = description.get("normalizer")
+    if normalizer is not None and normalizer != {"type": "Sequence", "normalizers": []}:
+        return True
+    added = description.get("added_tokens") or ()
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in added)
+    return strips or "'Removed'" in repr(description.get("pre_tokenizer"))
 
 
 def _kind(decoder: Any) -> str:

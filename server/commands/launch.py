@@ -47,6 +47,8 @@ from ess.server.process.lifecycle import QuietServer, Running
 from ess.server.process.link import EngineLink, Place
 from ess.server.process.service import Limits, SamplingDefaults, Service
 from ess.server.process.tally import Shelf
+from ess.server.process.text_child import Desk
+from ess.server.process.texts import Texts
 from ess.units import div_ceil, format_bytes
 
 if TYPE_CHECKING:
@@ -241,7 +243,11 @@ async def _serve(
             launch = launch_of(settings, checkpoint, plan)
             child = await Child.start(PROGRAM[settings.engine], launch, *endpoints)
             running = Running(service, server, child, fronts, settings=settings, clock=clock)
-            return await running.run(listeners[0])
+            service.texts.warm()
+            try:
+                return await running.run(listeners[0])
+            finally:
+                await service.texts.stop()
     finally:
         link.close()
         context.destroy(linger=200)
@@ -270,11 +276,13 @@ def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
     style = style_of(checkpoint.path, tokenizer)
     vocabulary = min(len(tokenizer), checkpoint.config.vocab_size)
     _check_ends(checkpoint, vocabulary)
+    desk = Desk(model=checkpoint.path, length_max=plan.length_max, vocabulary=vocabulary)
     return Service(
         names=settings.names,
         model_type=checkpoint.config.family,
         architecture=checkpoint.architecture,
         tokenizer=tokenizer,
+        texts=Texts(tokenizer, style, desk),
         style=style,
         is_marked=not isinstance(style.parser(thinking=False), PlainParser),
         eos_ids=checkpoint.eos_ids,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from starlette.responses import Response
 
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
-from ess.models.chat.messages import read_messages
 from ess.models.chat.reply import (
     CallArguments,
     CallBegin,
@@ -25,10 +23,11 @@ from ess.models.chat.reply import (
     parse,
 )
 from ess.server.dialects import sampling_params, schemas
-from ess.server.dialects.completions import encode_text, usage
+from ess.server.dialects.completions import usage
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
-from ess.server.dialects.streaming import Answer, event, respond
+from ess.server.dialects.prompts import offered_tools, wants_thinking
+from ess.server.dialects.streaming import Answer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
@@ -37,13 +36,13 @@ from ess.server.process.service import Service
 
 async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
-    ask = schemas.read(await request.body(), schemas.ChatAsk)
+    prepared = await read(request, schemas.ChatAsk)
+    ask, [prompt] = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     if ask.modalities is not None and ask.modalities != ["text"]:
         raise BadInput(f"modalities is {ask.modalities}; only text is served")
     tools = offered_tools(ask.tools, ask.tool_choice)
     thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
-    prompt = await encode_chat(service, ask.messages, tools, thinking=thinking)
     made, ending = sampling_params.samplings(service, _wanted(service, ask), [prompt])
     call = begin(request, ask, made, named=ask.rid or ask.request_id)
     generations = [Generation(service.tokenizer, ending) for _ in made]
@@ -68,45 +67,6 @@ def _wanted(service: Service, ask: schemas.ChatAsk) -> sampling_params.Wanted:
     if service.is_marked and ask.skip_special_tokens is None:
         wanted.keep_special = True
     return wanted
-
-
-def offered_tools(
-    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None
-) -> list[Mapping[str, Any]]:
-    """The tools that the prompt shows; with a named tool_choice only that tool."""
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        named = [t for t in tools or () if (t.get("function") or {}).get("name") == name]
-        if not named:
-            raise BadInput(f"tool_choice names {name!r:.60}, which is not among the tools")
-        return named
-    if choice not in (None, "none", "auto", "required"):
-        raise BadInput(f"tool_choice is {choice!r:.40}; none, auto, required or a function")
-    if choice == "required" and not tools:
-        raise BadInput("tool_choice is required, but there are no tools")
-    return [] if choice == "none" else list(tools or ())
-
-
-def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bool:
-    """Whether to think: vLLM's and SGLang's keyword, or OpenAI's reasoning_effort."""
-    for name in ("thinking", "enable_thinking"):
-        if template is not None and name in template:
-            return bool(template[name])
-    return effort not in (None, "none")
-
-
-async def encode_chat(
-    service: Service,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    thinking: bool,
-) -> list[int]:
-    """The prompt's ids. A template runs in a child process, awaited off the event loop."""
-    conversation = read_messages(messages, tools=tools)
-    text = await asyncio.to_thread(service.style.encode, conversation, thinking=thinking)
-    return await encode_text(service, text, add_special=False)
 
 
 class ChatShape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -16,24 +15,22 @@ from ess.errors import BadInput
 from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs
-from ess.server.dialects.streaming import Answer, event, respond
+from ess.server.dialects.streaming import Answer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
 from ess.server.process.service import Service
 
-LONG_CHARS: Final = 20_000
-
 
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
-    ask = schemas.read(await request.body(), schemas.CompletionAsk)
+    prepared = await read(request, schemas.CompletionAsk)
+    ask, prompts = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     if ask.suffix:
         raise BadInput("suffix is not served: this model does not fill in")
     if ask.max_tokens == 0 and ask.echo and ask.stream:
         raise BadInput("max_tokens is 0: an echo alone is not streamed")
-    prompts = await encode(service, ask)
     wanted = sampling_params.wanted_of_openai(
         ask,
         tokens_max=16 if ask.max_tokens is None else ask.max_tokens + is_echo_alone(ask),
@@ -58,25 +55,6 @@ def _prompt_logprobs(ask: schemas.CompletionAsk) -> int | None:
     """The larger of vLLM's `prompt_logprobs` and what OpenAI's `echo` implies."""
     asked = (ask.prompt_logprobs, ask.logprobs if ask.echo else None)
     return max((count for count in asked if count is not None), default=None)
-
-
-async def encode(service: Service, ask: schemas.CompletionAsk) -> list[list[int]]:
-    given = schemas.read_texts(ask.prompt, where="prompt")
-    add_special = ask.add_special_tokens is not False
-    found = []
-    for prompt in given:
-        if isinstance(prompt, str):
-            found.append(await encode_text(service, prompt, add_special=add_special))
-        else:
-            found.append(prompt)
-    return found
-
-
-async def encode_text(service: Service, text: str, *, add_special: bool) -> list[int]:
-    """A long text is encoded in a thread, so that the event loop stays free."""
-    if len(text) < LONG_CHARS:
-        return service.tokenizer.encode(text, add_special=add_special)
-    return await asyncio.to_thread(service.tokenizer.encode, text, add_special=add_special)
 
 
 class CompletionShape:

@@ -12,10 +12,10 @@ from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar, Kind
 from ess.errors import BadInput
 from ess.server.dialects import sampling_params, schemas
-from ess.server.dialects.completions import encode_text, usage
+from ess.server.dialects.completions import usage
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
-from ess.server.dialects.streaming import Answer, event, respond
+from ess.server.dialects.streaming import Answer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
@@ -24,30 +24,18 @@ from ess.server.process.service import Service
 
 async def generate(request: Request) -> Response:
     service: Service = request.app.state.service
-    ask = schemas.read(await request.body(), schemas.GenerateAsk)
+    prepared = await read(request, schemas.GenerateAsk)
+    ask, prompts = prepared.ask, prepared.prompts
     service.check_model(ask.model)
-    prompts = await _prompts(service, ask)
     sampling = ask.sampling_params or schemas.SglangSampling()
     _check_start(ask, prompts)
     made, ending = sampling_params.samplings(service, _wanted(ask, sampling), prompts)
     call = begin(request, ask, made, named=ask.rid if isinstance(ask.rid, str) else None)
     grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
-    is_many = isinstance(ask.text, list) or bytes(ask.input_ids).lstrip()[:2] == b"[["
-    shape = GenerateShape(ask, grown, prompts, is_many=is_many or len(made) > 1)
+    is_many = prepared.is_many or len(made) > 1
+    shape = GenerateShape(ask, grown, prompts, is_many=is_many)
     writer = GenerateWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
-
-
-async def _prompts(service: Service, ask: schemas.GenerateAsk) -> list[list[int]]:
-    has_ids = bytes(ask.input_ids) != b"null"
-    if has_ids == (ask.text is not None):
-        raise BadInput("give either text or input_ids")
-    if has_ids:
-        return schemas.read_ids(ask.input_ids, where="input_ids")
-    texts = [ask.text] if isinstance(ask.text, str) else list(ask.text or ())
-    if not texts:
-        raise BadInput("text is an empty list")
-    return [await encode_text(service, text, add_special=True) for text in texts]
 
 
 def scored_from(ask: schemas.GenerateAsk) -> int | None:
@@ -166,7 +154,8 @@ class GenerateWriter:
 
 async def generate_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
-    ask = schemas.read(await request.body(), schemas.TokensAsk)
+    prepared = await read(request, schemas.TokensAsk)
+    ask, prompts = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     sampling = ask.sampling_params
     sampling_params.refuse_streamed(ask.stream, sampling.prompt_logprobs)
@@ -181,10 +170,10 @@ async def generate_tokens(request: Request) -> Response:
             [*sampling_params.grammars_of(sampling.structured_outputs)]
         ),
     )
-    made, ending = sampling_params.samplings(service, wanted, [ask.token_ids])
+    made, ending = sampling_params.samplings(service, wanted, prompts)
     call = begin(request, ask, made, named=ask.request_id)
     grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
-    shape = TokensShape(service, ask, grown)
+    shape = TokensShape(service, ask, grown, prompts)
     writer = TokensWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
@@ -192,7 +181,14 @@ async def generate_tokens(request: Request) -> Response:
 class TokensShape:
     """Answers with token ids and no text."""
 
-    def __init__(self, service: Service, ask: schemas.TokensAsk, grown: Answer) -> None:
+    def __init__(
+        self,
+        service: Service,
+        ask: schemas.TokensAsk,
+        grown: Answer,
+        prompts: Sequence[list[int]],
+    ) -> None:
+        self.prompts = prompts
         self.service = service
         self.ask = ask
         self.grown = grown
@@ -213,7 +209,7 @@ class TokensShape:
         }
 
     def usage(self) -> dict[str, Any]:
-        return usage([self.ask.token_ids], self.grown.generations)
+        return usage(self.prompts, self.grown.generations)
 
     def whole(self) -> dict[str, Any]:
         choices = [
@@ -223,7 +219,7 @@ class TokensShape:
         if self.ask.sampling_params.prompt_logprobs is not None:
             document["prompt_logprobs"] = prompt_logprobs(
                 self.service.tokenizer,
-                self.ask.token_ids,
+                self.prompts[0],
                 self.grown.generations[0].prompt_chances,
             )
         return document

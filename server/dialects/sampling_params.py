@@ -143,7 +143,6 @@ def _wrapped(seed: int) -> int:
 
 
 def _tokens_max(service: Service, wanted: Wanted, prompt: list[int]) -> int:
-    check_prompt(service, prompt)
     left = service.limits.length_max - len(prompt)
     if wanted.tokens_max is None:
         return max(min(left, service.limits.tokens_default), wanted.tokens_min or 0)
@@ -153,20 +152,6 @@ def _tokens_max(service: Service, wanted: Wanted, prompt: list[int]) -> int:
             f" {left:,} of {service.limits.length_max:,} positions are left"
         )
     return wanted.tokens_max
-
-
-def check_prompt(service: Service, prompt: list[int]) -> None:
-    length_max = service.limits.length_max
-    if not prompt:
-        raise BadInput("the prompt is empty")
-    if len(prompt) >= length_max:
-        raise BadInput(
-            f"the prompt has {len(prompt):,} tokens, but at most {length_max - 1:,} leave room to"
-            f" answer: the longest request has {length_max:,} positions"
-        )
-    if not 0 <= min(prompt) <= max(prompt) < service.vocabulary:
-        wrong = next(token for token in prompt if not 0 <= token < service.vocabulary)
-        raise BadInput(f"the prompt has the token id {wrong}, not 0..{service.vocabulary - 1}")
 
 
 def _stops(wanted: Wanted) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from ess.errors import BadInput
+from ess.server.process.bounds import PROMPT_IDS_MAX, PROMPTS_MAX
 
 Ask = TypeVar("Ask", bound=msgspec.Struct)
 
@@ -210,7 +211,13 @@ def _placed(sentence: str) -> str:
 
 
 def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:
-    """Ids of one text or of several."""
+    """Ids of one text or of several, counted before they are read: no list is longer than it has
+    commas, and there are no more lists than brackets."""
+    text = bytes(raw)
+    if text.count(b",") > PROMPT_IDS_MAX:
+        raise BadInput(f"{where} has more than {PROMPT_IDS_MAX:,} token ids, the most read")
+    if (count := text.count(b"[") - 1) > PROMPTS_MAX:
+        raise BadInput(f"{where} has {count:,} lists; at most {PROMPTS_MAX} are read")
     for kind, many in ((list[int], False), (list[list[int]], True)):
         try:
             found: Any = msgspec.json.decode(raw, type=kind)
@@ -218,6 +225,11 @@ def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:
             continue
         return found if many else [found]
     raise BadInput(f"{where} must be a list of token ids or a list of such lists")
+
+
+def is_many(raw: msgspec.Raw) -> bool:
+    """Whether ids are lists of ids."""
+    return bytes(raw).lstrip()[1:].lstrip()[:1] == b"["
 
 
 def read_texts(raw: msgspec.Raw, *, where: str) -> list[str] | list[list[int]]:

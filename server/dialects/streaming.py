@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,6 +26,8 @@ from ess.clock import Clock
 from ess.engine.process.messages import Piece
 from ess.errors import BadInput, EssError, Unavailable
 from ess.server.dialects.generation import Delta, Generation
+from ess.server.dialects.prompts import Prepared
+from ess.server.dialects.schemas import Ask
 from ess.server.http.protocol import STRAIGHT, Straight
 from ess.server.http.responses import answer, error_body
 from ess.server.process.link import Call
@@ -131,6 +134,23 @@ async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any,
         for task in (working, *watching):
             task.cancel()
         await asyncio.gather(working, *watching, return_exceptions=True)
+
+
+async def read(request: Request, kind: type[Ask]) -> Prepared[Ask]:
+    """The body's ask and prompts; a long body is read in a text process, and no longer than the
+    client waits for it. Starlette would keep the bytes for as long as the request lives."""
+    service: Service = request.app.state.service
+    raw = b"".join([chunk async for chunk in request.stream()])
+    if service.texts.is_short(raw, kind):
+        return service.texts.read(raw, kind)
+    found: list[Prepared[Ask]] = []
+
+    async def work() -> None:
+        found.append(await service.texts.read_apart(raw, kind))
+
+    if not await first_of(work(), gone(request.receive)):
+        raise ClientDisconnect
+    return found[0]
 
 
 async def gone(receive: Receive) -> None:

@@ -15,6 +15,19 @@ from ess.engine.tokens.grammar_child import COMPILE_CPU_S, MEMORY_BYTES_MAX, STE
 
 NAME_CHARS_MAX: Final = 256
 PROMPTS_MAX: Final = 128
+LOOP_BODY_BYTES: Final = 8 << 10
+SHORT_BODY_BYTES: Final = 128 << 10
+TEXT_CHARS_MAX: Final = 8 << 20
+PROMPT_IDS_MAX: Final = 1 << 20
+MESSAGES_MAX: Final = 4096
+TOOLS_MAX: Final = 1024
+BIASES_MAX: Final = 1024
+REST_BYTES_MAX: Final = 1 << 20
+REST_ITEMS_MAX: Final = 32 << 10
+READ_S: Final = 10.0
+READ_BYTES_MAX: Final = 2 << 30
+READS_MAX: Final = 64
+READ_QUEUE_BYTES: Final = 128 << 20
 
 HEAD_S: Final = 30.0
 HEADERS_MAX: Final = 128
@@ -46,6 +59,36 @@ BOUNDS: Final = (
         what="prompts and answers in one request",
         most=f"{PROMPTS_MAX}",
         beyond="400",
+    ),
+    Bound(
+        what="the characters of all texts of a request",
+        most=f"{TEXT_CHARS_MAX:,}, and no text longer than the longest request could be",
+        beyond="400 before anything is encoded",
+    ),
+    Bound(
+        what="the tokens of all prompts of a request",
+        most=f"{PROMPT_IDS_MAX:,}",
+        beyond="400",
+    ),
+    Bound(
+        what="messages; tools; entries of logit_bias, of stop_token_ids",
+        most=f"{MESSAGES_MAX:,}; {TOOLS_MAX:,}; {BIASES_MAX:,} each",
+        beyond="400",
+    ),
+    Bound(
+        what="a body without its prompt: tools, schemas, parameters",
+        most=f"{REST_BYTES_MAX >> 20} MiB, {REST_ITEMS_MAX:,} values",
+        beyond="400",
+    ),
+    Bound(
+        what="reading and encoding a body",
+        most=f"{READ_S:g} s and {READ_BYTES_MAX >> 30} GiB in a text process",
+        beyond="400; the process is ended",
+    ),
+    Bound(
+        what="bodies that wait for a text process",
+        most=f"{READS_MAX}, of {READ_QUEUE_BYTES >> 20} MiB together",
+        beyond="503 with Retry-After",
     ),
     Bound(
         what="an id: rid, request_id, session_id, their headers",

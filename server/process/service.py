@@ -19,6 +19,7 @@ from ess.server.http.responses import Absent, Refused
 from ess.server.process.board import SUBSCRIBERS_MAX, Board
 from ess.server.process.link import Call, EngineLink
 from ess.server.process.tally import Shelf, Tally, together
+from ess.server.process.texts import Texts
 
 REASON_OF: Final[Mapping[str, str]] = {
     HOST_PAGES: "host_pool_full",
@@ -64,6 +65,7 @@ class Service:
     model_type: str
     architecture: str
     tokenizer: Tokenizer
+    texts: Texts
     style: ChatStyle
     is_marked: bool
     eos_ids: tuple[int, ...]

@@ -36,6 +36,8 @@ from ess.server.process.lifecycle import QuietServer
 from ess.server.process.link import EngineLink
 from ess.server.process.service import Limits, SamplingDefaults, Service
 from ess.server.process.tally import Tally
+from ess.server.process.text_child import Desk
+from ess.server.process.texts import Texts
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -129,7 +131,9 @@ class Served:
         root_path: str = "",
         within: Callable[[ASGIApp], ASGIApp] = lambda app: app,
         context_of: Callable[[], zmq.asyncio.Context] = zmq.asyncio.Context,
+        read_s: float = 60.0,
     ) -> None:
+        self._read_s = read_s
         self.engine = engine
         self._root_path = root_path
         self._within = within
@@ -203,11 +207,16 @@ class Served:
         clock = RealClock()
         board = Board(clock)
         link = EngineLink(context, endpoint, board=board, clock=clock)
+        desk = Desk(
+            model=str(embedded_path()), length_max=self._limits.length_max, vocabulary=VOCABULARY
+        )
+        texts = Texts(TOKENIZER, self._style, desk, read_s=self._read_s)
         self.service = service = Service(
             names=("test-model",),
             model_type="deepseek_v32",
             architecture="Test",
             tokenizer=TOKENIZER,
+            texts=texts,
             style=self._style,
             is_marked=self._is_marked,
             eos_ids=(EOS,),
@@ -238,6 +247,7 @@ class Served:
         await self._server.serve(sockets=[self._listener])
         hearing.cancel()
         await asyncio.gather(hearing, return_exceptions=True)
+        await texts.stop()
         link.close()
         context.destroy(linger=0)
 

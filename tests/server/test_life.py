@@ -92,8 +92,12 @@ class Process:
     @property
     def engine_pid(self) -> int:
         path = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-        [child] = Path(path).read_text().split()
-        return int(child)
+        [engine] = [
+            int(child)
+            for child in Path(path).read_text().split()
+            if b"ess.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        return engine
 
     def stream(self, **asked: object) -> openai.Stream[openai.types.Completion]:
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)

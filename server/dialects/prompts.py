@@ -1,0 +1,242 @@
+"""From the bytes of a body to what is asked and the prompts' ids: reading, templates, encoding.
+
+All of it is here, free of the event loop, because it runs in two places: in the server's process
+for short bodies, in a text process for long ones (`ess.server.process.texts`). Whatever can be
+counted is counted before it is worked on. What leaves is small: the prompts as ids, and the ask
+without its texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic
+
+import msgspec
+
+from ess.errors import BadInput
+from ess.models.chat.messages import read_messages
+from ess.models.chat.styles import ChatStyle
+from ess.models.text.tokenizer import Tokenizer
+from ess.server.dialects import schemas
+from ess.server.dialects.logprobs import token_text
+from ess.server.dialects.schemas import Ask
+from ess.server.process.bounds import (
+    BIASES_MAX,
+    MESSAGES_MAX,
+    PROMPT_IDS_MAX,
+    PROMPTS_MAX,
+    TEXT_CHARS_MAX,
+    TOOLS_MAX,
+)
+
+COUNTS: Final = (
+    ("messages", MESSAGES_MAX),
+    ("tools", TOOLS_MAX),
+    ("logit_bias", BIASES_MAX),
+    ("stop_token_ids", BIASES_MAX),
+)
+NOTHING: Final = msgspec.Raw(b"\xc0")
+PROMPT_FIELDS: Final[Mapping[str, Any]] = {
+    "prompt": NOTHING,
+    "text": None,
+    "input_ids": NOTHING,
+    "token_ids": (),
+    "messages": (),
+    "tokens": NOTHING,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Prepared(Generic[Ask]):
+    """`ask` has lost its prompt; `is_many` says that it was a list. A route that asks for no
+    generation has its whole answer in `document`."""
+
+    ask: Ask
+    prompts: list[list[int]] = field(default_factory=list)
+    is_many: bool = False
+    document: bytes = b""
+
+
+class PromptReader:
+    def __init__(
+        self, tokenizer: Tokenizer, style: ChatStyle, *, length_max: int, vocabulary: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._style = style
+        self._length_max = length_max
+        self._vocabulary = vocabulary
+
+    def read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
+        ask = schemas.read(raw, kind)
+        _check_counts(ask)
+        found: Prepared[Ask] = Prepared(ask=ask)
+        match ask:
+            case schemas.CompletionAsk():
+                add_special = ask.add_special_tokens is not False
+                given = schemas.read_texts(ask.prompt, where="prompt")
+                found.prompts = self._encoded(given, where="prompt", add_special=add_special)
+            case schemas.ChatAsk():
+                found.prompts = [self._chat(ask, effort=ask.reasoning_effort)]
+            case schemas.GenerateAsk():
+                found.prompts, found.is_many = self._generate(ask)
+            case schemas.TokensAsk():
+                found.prompts = [ask.token_ids]
+            case schemas.TokenizeAsk():
+                found.document = self._tokenize(ask)
+            case schemas.DetokenizeAsk():
+                found.document = self._detokenize(ask)
+        for prompt in found.prompts:
+            self._check_prompt(prompt)
+        _drop_prompt(ask)
+        return found
+
+    # ---- by form
+
+    def _generate(self, ask: schemas.GenerateAsk) -> tuple[list[list[int]], bool]:
+        has_ids = bytes(ask.input_ids) != b"null"
+        if has_ids == (ask.text is not None):
+            raise BadInput("give either text or input_ids")
+        if has_ids:
+            ids = schemas.read_ids(ask.input_ids, where="input_ids")
+            return ids, schemas.is_many(ask.input_ids)
+        texts = [ask.text] if isinstance(ask.text, str) else list(ask.text or ())
+        if not texts:
+            raise BadInput("text is an empty list")
+        found = self._encoded(texts, where="text", add_special=True)
+        return found, isinstance(ask.text, list)
+
+    def _chat(
+        self, ask: schemas.ChatAsk | schemas.TokenizeAsk, *, effort: str | None = None
+    ) -> list[int]:
+        choice = ask.tool_choice if isinstance(ask, schemas.ChatAsk) else None
+        tools = offered_tools(ask.tools, choice)
+        thinking = wants_thinking(ask.chat_template_kwargs, effort)
+        text = self._style.encode(read_messages(ask.messages or (), tools=tools), thinking=thinking)
+        return self._encoded([text], where="messages", add_special=False)[0]
+
+    def _tokenize(self, ask: schemas.TokenizeAsk) -> bytes:
+        if (ask.prompt is None) == (ask.messages is None):
+            raise BadInput("give either prompt or messages")
+        add_special = ask.add_special_tokens is not False
+        if ask.prompt is None:
+            lists = [self._chat(ask)]
+        else:
+            texts = ask.prompt if isinstance(ask.prompt, list) else [ask.prompt]
+            lists = self._encoded(texts, where="prompt", add_special=add_special)
+        if isinstance(ask.prompt, list):
+            return _json({"tokens": lists, "count": [len(ids) for ids in lists]})
+        [ids] = lists
+        found: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self._length_max,
+            "tokens": ids,
+        }
+        if ask.return_token_strs:
+            found["token_strs"] = [token_text(self._tokenizer, token) for token in ids]
+        return _json(found)
+
+    def _detokenize(self, ask: schemas.DetokenizeAsk) -> bytes:
+        keep_special = ask.skip_special_tokens is not True
+        texts = []
+        for ids in schemas.read_ids(ask.tokens, where="tokens"):
+            if len(ids) > self._length_max:
+                raise BadInput(
+                    f"tokens has {len(ids):,} ids in a list; at most {self._length_max:,} are read"
+                )
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
+                raise BadInput(f"tokens must be ids 0..{self._vocabulary - 1}")
+            texts.append(self._tokenizer.decode(ids, keep_special=keep_special))
+        shown: Any = texts if schemas.is_many(ask.tokens) else texts[0]
+        return _json({"prompt": shown, "text": shown})
+
+    # ---- what they share
+
+    def _encoded(
+        self, given: Sequence[str] | list[list[int]], *, where: str, add_special: bool
+    ) -> list[list[int]]:
+        if len(given) > PROMPTS_MAX:
+            raise BadInput(f"{where} has {len(given):,} prompts; at most {PROMPTS_MAX} are read")
+        self._check_texts([text for text in given if isinstance(text, str)], where=where)
+        found, left = [], PROMPT_IDS_MAX
+        for prompt in given:
+            if isinstance(prompt, str):
+                prompt = self._tokenizer.encode(prompt, add_special=add_special)
+            left -= len(prompt)
+            if left < 0:
+                raise BadInput(f"{where} has more than {PROMPT_IDS_MAX:,} tokens, the most read")
+            found.append(prompt)
+        return found
+
+    def _check_texts(self, texts: Sequence[str], *, where: str) -> None:
+        """Before anything is encoded: a text this long has too many tokens, whatever they are."""
+        total = sum(map(len, texts))
+        if total > TEXT_CHARS_MAX:
+            raise BadInput(
+                f"{where} has {total:,} characters; at most {TEXT_CHARS_MAX:,} are read here"
+            )
+        longest = max(map(len, texts), default=0)
+        if longest <= self._length_max:
+            return
+        token = self._tokenizer.longest_chars
+        if token is not None and longest > self._length_max * token:
+            raise BadInput(
+                f"{where} has {longest:,} characters: with tokens of at most {token} they are"
+                f" more than the {self._length_max:,} positions of the longest request"
+            )
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise BadInput("the prompt is empty")
+        if len(prompt) >= self._length_max:
+            raise BadInput(
+                f"the prompt has {len(prompt):,} tokens, but at most {self._length_max - 1:,} leave"
+                f" room to answer: the longest request has {self._length_max:,} positions"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
+            wrong = next(token for token in prompt if not 0 <= token < self._vocabulary)
+            raise BadInput(f"the prompt has the token id {wrong}, not 0..{self._vocabulary - 1}")
+
+
+def offered_tools(
+    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None
+) -> list[Mapping[str, Any]]:
+    """The tools that the prompt shows; with a named tool_choice only that tool."""
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        named = [t for t in tools or () if (t.get("function") or {}).get("name") == name]
+        if not named:
+            raise BadInput(f"tool_choice names {name!r:.60}, which is not among the tools")
+        return named
+    if choice not in (None, "none", "auto", "required"):
+        raise BadInput(f"tool_choice is {choice!r:.40}; none, auto, required or a function")
+    if choice == "required" and not tools:
+        raise BadInput("tool_choice is required, but there are no tools")
+    return [] if choice == "none" else list(tools or ())
+
+
+def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bool:
+    """Whether to think: vLLM's and SGLang's keyword, or OpenAI's reasoning_effort."""
+    for name in ("thinking", "enable_thinking"):
+        if template is not None and name in template:
+            return bool(template[name])
+    return effort not in (None, "none")
+
+
+def _check_counts(ask: msgspec.Struct) -> None:
+    for asked in (ask, getattr(ask, "sampling_params", None)):
+        for name, most in COUNTS:
+            count = len(getattr(asked, name, None) or ())
+            if count > most:
+                raise BadInput(f"{name} has {count:,} entries; at most {most:,} are read")
+
+
+def _drop_prompt(ask: msgspec.Struct) -> None:
+    for name, nothing in PROMPT_FIELDS.items():
+        if name in ask.__struct_fields__:
+            setattr(ask, name, list(nothing) if nothing == () else nothing)
+
+
+def _json(document: Any) -> bytes:
+    return msgspec.json.encode(document)

@@ -1,0 +1,207 @@
+"""Bodies read and encoded where they cannot hold up the event loop.
+
+Decoding, templates and the tokenizer hold the interpreter for as long as they take, in a thread
+too, and a body of 32 MiB can make that a minute. So only short bodies are read here, on the loop.
+The others go, as the bytes they are, to a text process (`text_child`), which gives back ids and
+what is left of the ask: bounded both, so that taking them over is quick as well.
+
+There are two such processes: one for bodies of up to SHORT_BODY_BYTES, and one for longer ones,
+behind which nobody else waits. In each, bodies take turns. One that takes too long is killed with
+its work, as is one whose client has left, after a moment. One that dies is replaced, and its work
+tried again once.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Final, cast
+
+import msgspec
+
+from ess.errors import BadInput, EssError, Unavailable
+from ess.models.chat.styles import ChatStyle
+from ess.models.text.tokenizer import Tokenizer
+from ess.server.dialects.prompts import Prepared
+from ess.server.dialects.schemas import Ask, ChatAsk, TokenizeAsk
+from ess.server.http.responses import Refused
+from ess.server.process.bounds import (
+    LOOP_BODY_BYTES,
+    READ_QUEUE_BYTES,
+    READ_S,
+    READS_MAX,
+    SHORT_BODY_BYTES,
+)
+from ess.server.process.text_child import Desk, Done, Failed, head_of
+
+PROGRAM: Final = "ess.server.process.text_child"
+START_S: Final = 60.0
+FINISH_S: Final = 1.0
+ENDED: Final = "the process that reads texts ended twice; it is started again"
+
+
+class Texts:
+    def __init__(
+        self, tokenizer: Tokenizer, style: ChatStyle, desk: Desk, *, read_s: float = READ_S
+    ) -> None:
+        self._style_waits = style.waits
+        self._reader = desk.reader(tokenizer, style)
+        self._lanes = [Lane(desk, read_s=read_s) for _ in range(2)]
+        self._warming: list[asyncio.Task[None]] = []
+
+    def warm(self) -> None:
+        """Start the processes now; one that does not start is started when it is needed."""
+        self._warming = [asyncio.ensure_future(lane.warm()) for lane in self._lanes]
+
+    async def stop(self) -> None:
+        for task in self._warming:
+            task.cancel()
+        await asyncio.gather(*self._warming, return_exceptions=True)
+        for lane in self._lanes:
+            await lane.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        return [lane.pid for lane in self._lanes if lane.pid]
+
+    def is_short(self, raw: bytes, kind: type[Ask]) -> bool:
+        is_chat = issubclass(kind, (ChatAsk, TokenizeAsk))
+        return len(raw) <= LOOP_BODY_BYTES and not (is_chat and self._style_waits)
+
+    def read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
+        """On the loop, for what is short."""
+        return self._reader.read(raw, kind)
+
+    async def read_apart(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
+        """Cancel it and the work ends too."""
+        self._check_queue(len(raw))
+        lane = self._lanes[len(raw) > SHORT_BODY_BYTES]
+        done = await lane.ask(raw, kind.__name__)
+        return Prepared(
+            ask=msgspec.msgpack.decode(done.ask, type=kind),
+            prompts=[_ids(packed) for packed in done.prompts],
+            is_many=done.is_many,
+            document=done.document,
+        )
+
+    def _check_queue(self, size: int) -> None:
+        waiting = [lane_size for lane in self._lanes for lane_size in lane.sizes]
+        if len(waiting) >= READS_MAX or (waiting and sum(waiting) + size > READ_QUEUE_BYTES):
+            raise Refused(
+                f"{len(waiting)} bodies of {sum(waiting):,} bytes wait to be read; try again soon",
+                reason="texts",
+                retry_after_s=1.0,
+            )
+
+
+def _ids(packed: bytes) -> list[int]:
+    return array.array("i", packed).tolist()
+
+
+class Lane:
+    """One text process; `sizes` are the bodies that it has or that wait for it."""
+
+    def __init__(self, desk: Desk, *, read_s: float) -> None:
+        self._desk = desk
+        self._read_s = read_s
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self.sizes: list[int] = []
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    async def warm(self) -> None:
+        async with self._turn:
+            with contextlib.suppress(Unavailable):
+                await self._start()
+
+    async def stop(self) -> None:
+        await self._kill()
+
+    async def ask(self, raw: bytes, kind: str) -> Done:
+        """If the caller leaves while the work is under way, the work has FINISH_S to end: starting
+        another process takes about as long."""
+        work = asyncio.ensure_future(self._in_turn(raw, kind))
+        self.sizes.append(len(raw))
+        work.add_done_callback(lambda _: self.sizes.remove(len(raw)))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(FINISH_S, work.cancel)
+            raise
+
+    async def _in_turn(self, raw: bytes, kind: str) -> Done:
+        async with self._turn:
+            found = await self._tried_twice(raw, kind)
+        if isinstance(found, Failed):
+            raise BadInput(found.sentence) if found.is_refusal else EssError(found.sentence)
+        return found
+
+    async def _tried_twice(self, raw: bytes, kind: str) -> Done | Failed:
+        for _ in range(2):
+            if self._process is None or self._process.returncode is not None:
+                await self._start()
+            try:
+                return await asyncio.wait_for(self._exchange(raw, kind), self._read_s)
+            except TimeoutError:
+                await self._kill()
+                raise BadInput(
+                    f"the body took more than {self._read_s:g} s to read and to encode"
+                ) from None
+            except (OSError, asyncio.IncompleteReadError):
+                await self._kill()
+            except asyncio.CancelledError:
+                await asyncio.shield(self._kill())
+                raise
+        raise Unavailable(ENDED)
+
+    async def _exchange(self, raw: bytes, kind: str) -> Done | Failed:
+        process = self._process
+        assert process is not None, "a process is started before it is asked"
+        assert process.stdin is not None, "stdin is a pipe"
+        assert process.stdout is not None, "stdout is a pipe"
+        process.stdin.write(head_of(kind, raw))
+        process.stdin.write(raw)
+        await process.stdin.drain()
+        size = int.from_bytes(await process.stdout.readexactly(8), "little")
+        packed = await process.stdout.readexactly(size)
+        return cast("Done | Failed", msgspec.msgpack.decode(packed, type=Done | Failed))
+
+    async def _start(self) -> None:
+        """In a session of its own: Ctrl-C does not reach it, and what it starts ends with it."""
+        await self._kill()
+        self._process = await asyncio.create_subprocess_exec(
+            *_command(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+            start_new_session=True,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"},
+        )
+        packed = msgspec.json.encode(self._desk)
+        try:
+            await asyncio.wait_for(self._exchange(packed, "Desk"), START_S)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            await self._kill()
+            raise Unavailable("the process that reads texts does not start") from None
+        except asyncio.CancelledError:
+            await asyncio.shield(self._kill())
+            raise
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+def _command() -> Sequence[str]:
+    return (sys.executable, "-m", PROGRAM)
