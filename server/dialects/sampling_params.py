@@ -93,12 +93,15 @@ def samplings(
         )
     stops = _stops(wanted)
     seed = secrets.randbits(SEED_BITS) if wanted.seed is None else wanted.seed
+    first = _sampling(service, wanted, tokens_max=_tokens_max(service, wanted, prompts[0]))
     made = []
     for prompt in prompts:
-        base = _sampling(service, wanted, tokens_max=_tokens_max(service, wanted, prompt))
+        tokens_max = _tokens_max(service, wanted, prompt)
         for choice in range(choices):
-            made.append((prompt, replace(base, seed=_wrapped(seed + choice))))
-            base = replace(base, prompt_logprobs=None)
+            scored = None if choice else first.prompt_logprobs
+            own_seed = _wrapped(seed + choice)
+            sampling = replace(first, tokens_max=tokens_max, seed=own_seed, prompt_logprobs=scored)
+            made.append((prompt, sampling))
     ending = Ending(
         stops=stops,
         stop_ids=frozenset(wanted.stop_token_ids or ()),

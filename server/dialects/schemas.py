@@ -211,13 +211,8 @@ def _placed(sentence: str) -> str:
 
 
 def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:
-    """Ids of one text or of several, counted before they are read: no list is longer than it has
-    commas, and there are no more lists than brackets."""
-    text = bytes(raw)
-    if text.count(b",") > PROMPT_IDS_MAX:
-        raise BadInput(f"{where} has more than {PROMPT_IDS_MAX:,} token ids, the most read")
-    if (count := text.count(b"[") - 1) > PROMPTS_MAX:
-        raise BadInput(f"{where} has {count:,} lists; at most {PROMPTS_MAX} are read")
+    """Ids of one text or of several."""
+    _count_ids(bytes(raw), where=where)
     for kind, many in ((list[int], False), (list[list[int]], True)):
         try:
             found: Any = msgspec.json.decode(raw, type=kind)
@@ -225,6 +220,14 @@ def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:
             continue
         return found if many else [found]
     raise BadInput(f"{where} must be a list of token ids or a list of such lists")
+
+
+def _count_ids(raw: bytes, *, where: str) -> None:
+    """Before they are read: there are no more ids than commas, and a bracket opens each list."""
+    if raw.count(b",") > PROMPT_IDS_MAX:
+        raise BadInput(f"{where} has more than {PROMPT_IDS_MAX:,} token ids, the most read")
+    if (count := raw.count(b"[") - 1) > PROMPTS_MAX:
+        raise BadInput(f"{where} has {count:,} lists; at most {PROMPTS_MAX} are read")
 
 
 def is_many(raw: msgspec.Raw) -> bool:
@@ -240,6 +243,8 @@ def read_texts(raw: msgspec.Raw, *, where: str) -> list[str] | list[list[int]]:
         pass
     else:
         return [found] if isinstance(found, str) else found
+    if bytes(raw).startswith(b"["):
+        _count_ids(bytes(raw), where=where)
     try:
         return read_ids(raw, where=where)
     except BadInput:

@@ -5,10 +5,10 @@ too, and a body of 32 MiB can make that a minute. So only short bodies are read 
 The others go, as the bytes they are, to a text process (`text_child`), which gives back ids and
 what is left of the ask: bounded both, so that taking them over is quick as well.
 
-There are two such processes: one for bodies of up to SHORT_BODY_BYTES, and one for longer ones,
-behind which nobody else waits. In each, bodies take turns. One that takes too long is killed with
-its work, as is one whose client has left, after a moment. One that dies is replaced, and its work
-tried again once.
+There are three such processes, for bodies of up to LOOP_BODY_BYTES (conversations for a template),
+up to SHORT_BODY_BYTES and beyond, so that a short body does not wait behind a long one. In each,
+bodies take turns. One that takes too long is killed with its work, as is one whose client has left,
+after a moment. One that dies is replaced, and its work tried again once.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import msgspec
 from ess.errors import BadInput, EssError, Unavailable
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
+from ess.server.dialects import schemas
 from ess.server.dialects.prompts import Prepared
 from ess.server.dialects.schemas import Ask, ChatAsk, TokenizeAsk
 from ess.server.http.responses import Refused
@@ -40,6 +41,7 @@ from ess.server.process.bounds import (
 from ess.server.process.text_child import Desk, Done, Failed, head_of
 
 PROGRAM: Final = "ess.server.process.text_child"
+LANE_BYTES: Final = (LOOP_BODY_BYTES, SHORT_BODY_BYTES)
 START_S: Final = 60.0
 FINISH_S: Final = 1.0
 ENDED: Final = "the process that reads texts ended twice; it is started again"
@@ -51,27 +53,33 @@ class Texts:
     ) -> None:
         self._style_waits = style.waits
         self._reader = desk.reader(tokenizer, style)
-        self._lanes = [Lane(desk, read_s=read_s) for _ in range(2)]
+        self.lanes = [Lane(desk, read_s=read_s) for _ in range(len(LANE_BYTES) + 1)]
         self._warming: list[asyncio.Task[None]] = []
 
     def warm(self) -> None:
         """Start the processes now; one that does not start is started when it is needed."""
-        self._warming = [asyncio.ensure_future(lane.warm()) for lane in self._lanes]
+        needed = self.lanes if self._style_waits else self.lanes[1:]
+        self._warming = [asyncio.ensure_future(lane.warm()) for lane in needed]
 
     async def stop(self) -> None:
         for task in self._warming:
             task.cancel()
         await asyncio.gather(*self._warming, return_exceptions=True)
-        for lane in self._lanes:
+        for lane in self.lanes:
             await lane.stop()
 
     @property
-    def pids(self) -> list[int]:
-        return [lane.pid for lane in self._lanes if lane.pid]
+    def reading_count(self) -> int:
+        """Bodies that a text process has or that wait for it."""
+        return sum(len(lane.sizes) for lane in self.lanes)
 
     def is_short(self, raw: bytes, kind: type[Ask]) -> bool:
-        is_chat = issubclass(kind, (ChatAsk, TokenizeAsk))
-        return len(raw) <= LOOP_BODY_BYTES and not (is_chat and self._style_waits)
+        """Whether it may be read on the loop; a template that waits for its process may not."""
+        if len(raw) > LOOP_BODY_BYTES:
+            return False
+        if self._style_waits and kind is TokenizeAsk:
+            return schemas.read(raw, TokenizeAsk).messages is None
+        return not (self._style_waits and kind is ChatAsk)
 
     def read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
         """On the loop, for what is short."""
@@ -80,7 +88,7 @@ class Texts:
     async def read_apart(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
         """Cancel it and the work ends too."""
         self._check_queue(len(raw))
-        lane = self._lanes[len(raw) > SHORT_BODY_BYTES]
+        lane = self.lanes[sum(len(raw) > most for most in LANE_BYTES)]
         done = await lane.ask(raw, kind.__name__)
         return Prepared(
             ask=msgspec.msgpack.decode(done.ask, type=kind),
@@ -90,10 +98,10 @@ class Texts:
         )
 
     def _check_queue(self, size: int) -> None:
-        waiting = [lane_size for lane in self._lanes for lane_size in lane.sizes]
-        if len(waiting) >= READS_MAX or (waiting and sum(waiting) + size > READ_QUEUE_BYTES):
+        waiting = sum(sum(lane.sizes) for lane in self.lanes)
+        if self.reading_count >= READS_MAX or (waiting and waiting + size > READ_QUEUE_BYTES):
             raise Refused(
-                f"{len(waiting)} bodies of {sum(waiting):,} bytes wait to be read; try again soon",
+                f"{self.reading_count} bodies of {waiting:,} bytes wait to be read; try again soon",
                 reason="texts",
                 retry_after_s=1.0,
             )
@@ -110,12 +118,8 @@ class Lane:
         self._desk = desk
         self._read_s = read_s
         self._turn = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | None = None
         self.sizes: list[int] = []
-
-    @property
-    def pid(self) -> int:
-        return 0 if self._process is None else self._process.pid
 
     async def warm(self) -> None:
         async with self._turn:
@@ -146,7 +150,7 @@ class Lane:
 
     async def _tried_twice(self, raw: bytes, kind: str) -> Done | Failed:
         for _ in range(2):
-            if self._process is None or self._process.returncode is not None:
+            if self.process is None or self.process.returncode is not None:
                 await self._start()
             try:
                 return await asyncio.wait_for(self._exchange(raw, kind), self._read_s)
@@ -163,7 +167,7 @@ class Lane:
         raise Unavailable(ENDED)
 
     async def _exchange(self, raw: bytes, kind: str) -> Done | Failed:
-        process = self._process
+        process = self.process
         assert process is not None, "a process is started before it is asked"
         assert process.stdin is not None, "stdin is a pipe"
         assert process.stdout is not None, "stdout is a pipe"
@@ -177,7 +181,7 @@ class Lane:
     async def _start(self) -> None:
         """In a session of its own: Ctrl-C does not reach it, and what it starts ends with it."""
         await self._kill()
-        self._process = await asyncio.create_subprocess_exec(
+        self.process = await asyncio.create_subprocess_exec(
             *_command(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -196,7 +200,7 @@ class Lane:
             raise
 
     async def _kill(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

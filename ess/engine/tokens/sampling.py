@@ -61,8 +61,9 @@ class Sampling:
         _within("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _within("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _within("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        for token, bias in self.logit_bias.items():
-            _within(f"logit_bias of id {token}", bias, -BIAS_MAX, BIAS_MAX)
+        if not all(-BIAS_MAX <= bias <= BIAS_MAX for bias in self.logit_bias.values()):
+            for token, bias in self.logit_bias.items():
+                _within(f"logit_bias of id {token}", bias, -BIAS_MAX, BIAS_MAX)
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _within(name, count, 0, LOGPROBS_MAX)

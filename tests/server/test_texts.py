@@ -1,0 +1,317 @@
+"""Bodies that are long to read, and what the other clients notice of them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from ess.models.chat.styles import style_of
+from ess.server.commands.launch import embedded_path
+from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
+from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, raw, saying, until
+from tests.server.test_life import Process
+from tests.support.crowd import Crowd
+
+LONG = {"pad": "x" * LOOP_BODY_BYTES}
+STREAM = {"prompt": "a", "max_tokens": 4000}
+LONGER = {"pad": "x" * SHORT_BODY_BYTES}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    style = style_of(embedded_path(), TOKENIZER)
+    with Served(PacedEngine(saying("Yes.")), style=style) as made:
+        yield made
+
+
+def post(url: str, path: str, body: object) -> tuple[int, dict]:
+    raw_body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, raw_body)) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+class Asking:
+    """A request that is under way while the test goes on."""
+
+    def __init__(self, served: Served, path: str, body: object) -> None:
+        self._given = served.url, path, body
+        self.answer: tuple[int, dict] | None = None
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        self.answer = post(*self._given)
+
+    def ended(self) -> tuple[int, dict]:
+        self._thread.join(60)
+        assert self.answer is not None
+        return self.answer
+
+
+@contextmanager
+def stopped(served: Served) -> Iterator[list[int]]:
+    """While both text processes stand still."""
+    for pad in (LONG, LONGER):
+        assert post(served.url, "/tokenize", {"prompt": "a", **pad})[0] == 200
+    pids = [process_of(served, lane) for lane in (1, 2)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pids
+    finally:
+        for pid in pids:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGCONT)
+
+
+def process_of(served: Served, lane: int) -> int:
+    process = served.service.texts.lanes[lane].process
+    return 0 if process is None else process.pid
+
+
+def reading(served: Served) -> int:
+    return served.service.texts.reading_count
+
+
+# ---- the same, wherever a body is read
+
+
+@pytest.mark.parametrize("pad", [{}, LONG, LONGER])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": ["The tide", "turns"], "max_tokens": 2}),
+        ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2, "logit_bias": {"9": 1.5}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "é"}], "seed": 5}),
+        ("/generate", {"text": ["one", "two"], "sampling_params": {"max_new_tokens": 2}}),
+        ("/generate", {"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 2}}),
+        ("/inference/v1/generate", {"token_ids": [4, 5], "sampling_params": {"max_tokens": 1}}),
+    ],
+)
+def test_a_body_asks_for_the_same_wherever_it_is_read(
+    served: Served, path: str, asked: dict, pad: dict
+):
+    seen = []
+    for extra in ({}, pad):
+        before = len(served.engine.adds)
+        status, answer = post(served.url, path, {**asked, **extra, "seed": 5})
+        assert status == 200, answer
+        adds = served.engine.adds[before:]
+        seen.append(
+            [(add.prompt, add.sampling.logit_bias, add.sampling.tokens_max) for add in adds]
+        )
+        seen.append(type(answer))
+    assert seen[:2] == seen[2:]
+    assert seen[0]
+
+
+@pytest.mark.parametrize("pad", [{}, LONG, LONGER])
+def test_texts_to_ids_and_back(served: Served, pad: dict):
+    texts = ["naïve 漢字", ""]
+    status, found = post(served.url, "/tokenize", {"prompt": texts, **pad})
+    assert status == 200
+    assert found["tokens"] == [TOKENIZER.encode(text, add_special=True) for text in texts]
+    asked = {"tokens": found["tokens"], "skip_special_tokens": True, **pad}
+    assert post(served.url, "/detokenize", asked)[1]["text"] == texts
+    status, refused = post(served.url, "/tokenize", {"prompt": "a", "model": "other", **pad})
+    assert status == 404, refused
+
+
+# ---- counted before it is worked on
+
+
+def listed(name: str, what: str, count: int) -> bytes:
+    return f'{{"{name}":[{",".join([what] * count)}]}}'.encode()
+
+
+BIASES = {str(token): 1 for token in range(1025)}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says", "param"),
+    [
+        ("/v1/completions", listed("prompt", '""', 300_000), "300,000 prompts", "prompt"),
+        ("/v1/completions", listed("prompt", "[1]", 300), "300 lists", "prompt"),
+        ("/v1/completions", listed("prompt", "1", 1_100_000), "1,048,576 token", "prompt"),
+        ("/v1/completions", {"prompt": "a" * 9_000_000}, "9,000,000 characters", "prompt"),
+        ("/v1/completions", {"prompt": "a" * 200_000}, "tokens of at most 23", "prompt"),
+        ("/tokenize", listed("prompt", '"a"', 129), "129 prompts", "prompt"),
+        ("/tokenize", {"prompt": "a" * 9_000_000}, "9,000,000 characters", "prompt"),
+        ("/generate", listed("text", '"a"', 129), "129 prompts", "text"),
+        ("/detokenize", listed("tokens", "5", 5_000), "5,000 ids", "tokens"),
+        ("/detokenize", listed("tokens", "5", 1_100_000), "1,048,576 token", "tokens"),
+        ("/v1/chat/completions", listed("messages", "{}", 5_000), "5,000 entries", "messages"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": BIASES}, "1,025 entries", "logit_bias"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stop_token_ids": [5] * 1025},
+            "1,025 entries",
+            "stop_token_ids",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "text", "x": [[]] * 40_000}},
+            "beside its prompt",
+            None,
+        ),
+        ("/abort_request", listed("request_ids", '"a"', 40_000), "beside its prompt", None),
+    ],
+)
+def test_what_can_be_counted_is_counted_first(
+    served: Served, path: str, body: object, says: str, param: str | None
+):
+    status, answer = post(served.url, path, body)
+    assert status == 400
+    assert says in answer["error"]["message"]
+    assert answer["error"]["param"] == param
+
+
+def test_an_integer_beyond_64_bits_is_refused(served: Served):
+    asked = {"prompt": "a", "response_format": {"type": "text", "x": 1 << 70}, **LONG}
+    status, answer = post(served.url, "/v1/completions", asked)
+    assert (status, "64 bits" in answer["error"]["message"]) == (400, True)
+
+
+# ---- beside other clients
+
+
+def test_a_body_that_is_being_read_delays_nobody(served: Served):
+    with stopped(served):
+        slow = Asking(served, "/tokenize", {"prompt": "slow", **LONG})
+        until(lambda: reading(served) == 1, "the reading")
+        assert post(served.url, "/tokenize", {"prompt": "quick"})[0] == 200
+        assert post(served.url, "/v1/completions", {"prompt": "quick", "max_tokens": 1})[0] == 200
+        assert slow.answer is None
+    status, found = slow.ended()
+    assert (status, found["tokens"]) == (200, TOKENIZER.encode("slow", add_special=True))
+
+
+def test_a_short_body_does_not_wait_behind_a_long_one(served: Served):
+    with stopped(served) as pids:
+        long = Asking(served, "/tokenize", {"prompt": "long", **LONGER})
+        until(lambda: reading(served) == 1, "the reading")
+        os.kill(pids[0], signal.SIGCONT)
+        assert post(served.url, "/tokenize", {"prompt": "short", **LONG})[0] == 200
+        assert long.answer is None
+    assert long.ended()[0] == 200
+
+
+def test_streams_go_on_while_a_body_is_read_until_its_time_is_over():
+    """Floats with large exponents are the slowest JSON there is: seconds for these."""
+    body = b'{"messages":[%b]}' % listed("x", "1.5e300", 2_000_000)
+    engine = PacedEngine(counting(100_000), pace_s=0.02)
+    with Served(engine, read_s=1.0) as served, Crowd(served.url, [STREAM]) as crowd:
+        until(lambda: crowd.texts[0].count(b"data:") > 3, "the stream")
+        slow = Asking(served, "/v1/chat/completions", body)
+        until(lambda: reading(served) == 1, "the reading")
+        before = crowd.texts[0].count(b"data:")
+        until(lambda: crowd.texts[0].count(b"data:") > before + 10, "the stream")
+        assert slow.answer is None
+        status, answer = slow.ended()
+    assert status == 400
+    assert "took more than 1 s" in answer["error"]["message"]
+
+
+def test_more_than_may_wait_are_refused(served: Served):
+    body = json.dumps({"prompt": "a", **LONG}).encode()
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with stopped(served):
+        waiting = [http.client.HTTPConnection("127.0.0.1", served.port) for _ in range(READS_MAX)]
+        for connection in waiting:
+            connection.connect()
+            connection.sock.sendall(head + body)
+        until(lambda: reading(served) == READS_MAX, "the queue")
+        request = urllib.request.Request(served.url + "/tokenize", body)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request)
+        with caught.value as refused:
+            assert refused.code == 503
+            assert refused.headers["x-ess-reason"] == "texts"
+            assert refused.headers["retry-after"] == "1"
+        assert post(served.url, "/tokenize", {"prompt": "quick"})[0] == 200
+    for connection in waiting:
+        assert connection.sock.recv(12) == b"HTTP/1.1 200"
+        connection.close()
+    until(lambda: reading(served) == 0, "the end of the queue")
+
+
+# ---- ends
+
+
+def test_the_work_of_a_client_that_leaves_ends(served: Served):
+    body = json.dumps({"prompt": "a", **LONG}).encode()
+    with stopped(served) as pids:
+        left = served.service.tally.disconnect_count
+        with raw(served.port) as made:
+            head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            made.sendall(head + body)
+            until(lambda: reading(served) == 1, "the reading")
+        until(lambda: reading(served) == 0, "the end of the work")
+        until(lambda: process_of(served, 1) != pids[0], "the end of the process")
+        assert served.service.tally.disconnect_count == left + 1
+    assert post(served.url, "/tokenize", {"prompt": "a", **LONG})[0] == 200
+
+
+def test_a_text_process_that_dies_is_replaced_and_its_work_tried_again(served: Served):
+    with stopped(served) as pids:
+        asked = Asking(served, "/tokenize", {"prompt": "again", **LONG})
+        until(lambda: reading(served) == 1, "the reading")
+        os.kill(pids[0], signal.SIGKILL)
+        assert asked.ended()[0] == 200
+        assert process_of(served, 1) not in (0, pids[0])
+
+
+def test_if_it_dies_again_and_again_the_answer_is_503(served: Served):
+    with stopped(served):
+        asked = Asking(served, "/tokenize", {"prompt": "again", **LONG})
+        until(lambda: reading(served) == 1, "the reading")
+        while asked.answer is None:
+            if pid := process_of(served, 1):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        status, answer = asked.ended()
+    assert status == 503
+    assert answer["error"]["type"] == "unavailable_error"
+    assert post(served.url, "/tokenize", {"prompt": "a", **LONG})[0] == 200
+
+
+# ---- the memory of real processes
+
+
+def peak_mib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    [peak] = [line for line in lines if line.startswith("VmHWM")]
+    return int(peak.split()[1]) >> 10
+
+
+@pytest.mark.slow
+def test_a_refused_text_leaves_nothing_behind():
+    """30 MB of text took 5 GB to encode, of which the server kept the half."""
+    text = b'{"max_tokens":1,"prompt":"%b"}' % (b"every word " * 2_730_000)
+    values = b'{"messages":[%b]}' % listed("x", "[]", 11_000_000)
+    with Process("--engine", "paced").wait_ready() as process:
+        assert post(process.url, "/tokenize", {"prompt": "a", **LONG})[0] == 200
+        before = peak_mib(process.process.pid)
+        for path, body in (("/v1/completions", text), ("/v1/chat/completions", values)):
+            status, answer = post(process.url, path, body)
+            assert status == 400, answer
+        assert peak_mib(process.process.pid) < before + 160
+        children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children")
+        peaks = [peak_mib(int(pid)) for pid in children.read_text().split()]
+        assert max(peaks) < 1200, peaks
+        pids = [process.process.pid, *map(int, children.read_text().split())]
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of them all")
