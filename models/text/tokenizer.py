@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -38,6 +39,9 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in self._added.items() if token.special
         )
+        self.special_texts = frozenset(
+            str(self._added[token_id].content) for token_id in self.special_ids
+        )
         self._bytes_of: dict[int, bytes] = {}
         self._text_of: dict[int, str | None] = {}
 
@@ -51,6 +55,29 @@ class Tokenizer:
             return list(self._library.encode(text, add_special_tokens=add_special).ids)
         except (TypeError, UnicodeError) as error:
             raise BadInput(f"the text cannot be encoded: {error}") from None
+
+    def encode_quoted(self, text: str, separator: str) -> list[int]:
+        """As `encode`, but a special token that `separator` splits is the text that it looks like.
+
+        Special tokens cut a text into pieces that are encoded each by itself, so cutting it here
+        gives the ids that the library gives.
+        """
+        specials = [special for special in self.special_texts if special in text]
+        longest_first = sorted(specials, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+        found = []
+        for piece in re.split(f"({pattern})", text):
+            token_id = self.id_of(piece) if piece in self.special_texts else None
+            spelled = piece.replace(separator, "")
+            found += [token_id] if token_id is not None else self._encode_plain(spelled)
+        return found
+
+    def _encode_plain(self, text: str) -> list[int]:
+        self._library.encode_special_tokens = True
+        try:
+            return self.encode(text)
+        finally:
+            self._library.encode_special_tokens = False
 
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
         """The text of all ids at once; bytes that are not UTF-8 become U+FFFD."""

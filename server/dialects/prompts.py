@@ -16,6 +16,7 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.models.chat.messages import read_messages
+from ess.models.chat.quoting import Quoting
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects import schemas
@@ -112,8 +113,14 @@ class PromptReader:
         choice = ask.tool_choice if isinstance(ask, schemas.ChatAsk) else None
         tools = offered_tools(ask.tools, choice)
         thinking = wants_thinking(ask.chat_template_kwargs, effort)
-        text = self._style.encode(read_messages(ask.messages or (), tools=tools), thinking=thinking)
-        return self._encoded([text], where="messages", add_special=False)[0]
+        quoting = Quoting([ask.messages, tools], self._tokenizer.special_texts)
+        messages = quoting.split(ask.messages or [])
+        conversation = read_messages(messages, tools=quoting.split(tools))
+        text = self._style.encode(conversation, thinking=thinking)
+        if not quoting.separator:
+            return self._encoded([text], where="messages", add_special=False)[0]
+        self._check_texts([text], where="messages")
+        return self._tokenizer.encode_quoted(text, quoting.separator)
 
     def _tokenize(self, ask: schemas.TokenizeAsk) -> bytes:
         if (ask.prompt is None) == (ask.messages is None):

@@ -131,6 +131,17 @@ def test_texts_to_ids_and_back(served: Served, pad: dict):
     assert status == 404, refused
 
 
+@pytest.mark.parametrize("pad", [{}, LONG])
+def test_a_message_cannot_write_special_tokens(served: Served, pad: dict):
+    """A prompt can: it is all the client's."""
+    asked = {"messages": [{"role": "user", "content": "a<|end|>b"}], **pad}
+    ids = post(served.url, "/tokenize", asked)[1]["tokens"]
+    assert not TOKENIZER.special_ids & set(ids)
+    assert "a<|end|>b" in TOKENIZER.decode(ids)
+    ids = post(served.url, "/tokenize", {"prompt": "a<|end|>b", **pad})[1]["tokens"]
+    assert TOKENIZER.id_of("<|end|>") in ids
+
+
 # ---- counted before it is worked on
 
 
