@@ -88,7 +88,8 @@ async def serve(start: Start) -> None:
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))
             listener = socket.socket(fileno=start.listener)
-            await Front(service, server, clock).run(listener, await _orders())
+            async with service.texts:
+                await Front(service, server, clock).run(listener, await _orders())
     finally:
         link.close()
         context.destroy(linger=200)

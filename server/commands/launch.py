@@ -243,11 +243,8 @@ async def _serve(
             launch = launch_of(settings, checkpoint, plan)
             child = await Child.start(PROGRAM[settings.engine], launch, *endpoints)
             running = Running(service, server, child, fronts, settings=settings, clock=clock)
-            service.texts.warm()
-            try:
+            async with service.texts:
                 return await running.run(listeners[0])
-            finally:
-                await service.texts.stop()
     finally:
         link.close()
         context.destroy(linger=200)

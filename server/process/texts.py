@@ -56,10 +56,13 @@ class Texts:
         self.lanes = [Lane(desk, read_s=read_s) for _ in range(len(LANE_BYTES) + 1)]
         self._warming: list[asyncio.Task[None]] = []
 
-    def warm(self) -> None:
-        """Start the processes now; one that does not start is started when it is needed."""
+    async def __aenter__(self) -> None:
+        """Starts the processes; one that does not start is started when it is needed."""
         needed = self.lanes if self._style_waits else self.lanes[1:]
         self._warming = [asyncio.ensure_future(lane.warm()) for lane in needed]
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
 
     async def stop(self) -> None:
         for task in self._warming:

@@ -172,7 +172,7 @@ def test_nothing_outlives_the_engine_or_the_first_process(lost: str):
     with several() as process, crowd(process) as going:
         all_have_begun(going)
         pids = children(process.process.pid)
-        [engine] = [pid for pid, words in pids.items() if "front" not in words]
+        [engine] = [pid for pid, words in pids.items() if "ess.engine" in words]
         os.kill(engine if lost == "engine" else process.process.pid, signal.SIGKILL)
         until(lambda: not any(map(is_running, pids)), "the end of all processes", within_s=30)
         if lost == "engine":
