@@ -31,7 +31,7 @@ ERRORS_FOUND: Final = 3
 TRIAL_S: Final = 300.0
 HOST_BYTES_MIN: Final = 2 << 30
 PACKAGES: Final = (
-    *("torch", "safetensors", "tokenizers", "starlette", "uvicorn", "uvloop", "httptools"),
+    *("torch", "safetensors", "tokenizers", "fastapi", "uvicorn", "uvloop", "httptools"),
     *("pyzmq", "prometheus-client", "jinja2", "llguidance"),
 )
 GPU_TODAY: Final = "for device tests and benchmarks only, `ess serve` runs on the CPU today"

@@ -86,6 +86,18 @@ def test_a_route_is_tried_out_with_the_key():
         assert complaints(page) == []
 
 
+@needs_chromium
+@pytest.mark.slow
+def test_the_dashboard_is_alive_below_a_prefix():
+    with Served(PacedEngine(saying("one")), within=below("/llm")) as served, Browser() as page:
+        page.go(served.url + "/llm/dashboard")
+        page.until("+document.body.dataset.frames > 1")
+        page.go(served.url + "/llm/dashboard?replay=demo.json")
+        page.until("document.body.dataset.replayed === ''")
+        assert page.errors() == []
+        assert all(url.startswith(served.url + "/llm/") for url in asked_for(page))
+
+
 def test_what_the_pages_load_is_compressed_for_those_who_take_it():
     with Served(PacedEngine(saying("one")), keys=("right",)) as served:
         for path in LOADED:

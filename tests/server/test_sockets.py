@@ -75,6 +75,7 @@ def test_a_server_on_a_unix_socket_under_a_prefix(tmp_path: Path):
         while status_at(path, "/ready") != 200:
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
+        assert status_at(path, "/llm/health") == status_at(path, "/health") == 200
         second = [sys.executable, "-c", RUN, "serve", "--json", *given]
         refused = subprocess.run(second, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert refused.returncode != 0
