@@ -88,7 +88,8 @@ class Application(FastAPI):
                 path = path[len(prefix) :] or "/"
             scope = {**scope, "path": path, "root_path": "", "app_root_path": prefix}
         if STRAIGHT in scope.get("extensions", ()) and not _is_of_socket(send):
-            scope = {**scope, "extensions": {}}
+            kept = {name: v for name, v in scope["extensions"].items() if name != STRAIGHT}
+            scope = {**scope, "extensions": kept}
         await super().__call__(scope, receive, send)
 
 

@@ -7,6 +7,7 @@ import platform
 import time
 from typing import Any, Final
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,7 +37,7 @@ async def one_model(request: Request) -> Response:
     service = _service(request)
     name: str = request.path_params["model"]
     if name not in service.names:
-        raise service.absent(name)
+        raise service.absent(name) if name else HTTPException(404)
     return answer(_listed(service, name))
 
 
@@ -180,7 +181,7 @@ async def loads(request: Request) -> Response:
 
 async def load_vllm(request: Request) -> Response:
     """How many requests are open."""
-    return answer({"server_load": _service(request).link.open_count})
+    return answer({"server_load": _service(request).open_count})
 
 
 async def load_sglang(request: Request) -> Response:

@@ -18,6 +18,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
 from ess.server.http.app import DOORS, Application
+from ess.server.http.protocol import Straight
 from tests.server.harness import PacedEngine, Served, counting, raw, saying, until
 
 ASKED = {"prompt": "a", "max_tokens": 3}
@@ -71,6 +72,23 @@ def test_a_proxy_in_front_may_cut_its_prefix_off_or_not(prefix: str):
                 assert got(url + path)[0] == 200, path
             document = json.loads(got(url + "/openapi.json")[2])
             assert document["servers"] == [{"url": prefix}]
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_events_go_straight_to_the_socket(monkeypatch: pytest.MonkeyPatch, prefix: str):
+    straight: list[bytes] = []
+    write = Straight.write
+
+    def noted(self: Straight, ready: bytes) -> None:
+        straight.append(ready)
+        write(self, ready)
+
+    monkeypatch.setattr(Straight, "write", noted)
+    asked = {**ASKED, "max_tokens": 40, "stream": True, "ignore_eos": True}
+    with Served(PacedEngine(counting(40), pace_s=0.002), root_path=prefix) as served:
+        code, _, body = got(served.url + "/v1/completions", asked)
+        assert (code, body[-16:]) == (200, b"\n\ndata: [DONE]\n\n")
+        assert len(straight) > 20
 
 
 def squeezed(app: ASGIApp) -> ASGIApp:

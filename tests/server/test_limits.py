@@ -101,6 +101,7 @@ def test_a_request_id_goes_out_as_it_came_in():
         ("/v1/models", {}, 405, "POST is not served at /v1/models; GET is"),
         ("/v1/models/a/b", {}, 405, "POST is not served at /v1/models/a/b; GET is"),
         ("/health/", None, 404, "there is no /health/; did you mean /health?"),
+        ("/v1/models/", None, 404, "there is no /v1/models/; did you mean /v1/models?"),
         ("/v1/health", None, 404, "did you mean /health?"),
         ("/V1/Models", None, 404, "did you mean /v1/models?"),
         ("/v1/embeddings", {}, 404, "there is no /v1/embeddings; /openapi.json lists"),
