@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
     except BadInput as error:
         return _refuse(app, error, USAGE)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         return FAILED
     except (EssError, OSError) as error:
         return _refuse(app, error, FAILED)
@@ -69,6 +70,13 @@ def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
 
 def print_json(document: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+def drop_stdout() -> None:
+    """Nobody takes what is printed: what is left of it, and all that follows, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def check_folder(option: str, path: Path | None) -> None:
@@ -88,8 +96,9 @@ def tables() -> Console:
 
 
 def note(sentence: str) -> None:
-    """Prose for the person who waits: never on stdout, where documents go."""
-    print(sentence, file=sys.stderr, flush=True)
+    """Prose for the person who waits: never on stdout, where documents go. Nobody may be there."""
+    with contextlib.suppress(OSError, ValueError):
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def _refuse(app: cyclopts.App, reason: object, code: int) -> int:

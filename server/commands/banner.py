@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 from rich.table import Table
 
@@ -21,8 +23,18 @@ PAGES = (
 
 
 def greet(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> None:
+    """A server whose greeting nobody takes serves all the same."""
     for sentence in resolved.notes:
         console.note(f"ess: {sentence}")
+    try:
+        _print(resolved, plan, url=url, json=json)
+        sys.stdout.flush()
+    except OSError as error:
+        console.drop_stdout()
+        console.note(f"ess: what is served cannot be printed: {error.strerror}")
+
+
+def _print(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> None:
     if json:
         console.print_json(
             {
@@ -73,8 +85,14 @@ def _rooms(plan: MemoryPlan) -> Table:
     table = _grid("right", "left", "right", "left")
     for room in plan.rooms:
         limiter = room.limiter.replace("_", "-")
-        table.add_row(f"{room.count:,}", "requests of", f"{room.length:,}", f"limited by {limiter}")
+        table.add_row(
+            f"{room.count:,}", _of(room.count), f"{room.length:,}", f"limited by {limiter}"
+        )
     return table
+
+
+def _of(count: int) -> str:
+    return "request of" if count == 1 else "requests of"
 
 
 def _urls(url: str) -> Table:

@@ -20,6 +20,7 @@ import uvloop
 import zmq.asyncio
 
 from ess.clock import Clock, RealClock
+from ess.engine.process.lifeline import die_with_parent
 from ess.errors import EssError
 from ess.server.commands.launch import Told, make_service, uvicorn_config
 from ess.server.http import telemetry
@@ -103,6 +104,7 @@ async def _orders() -> asyncio.StreamReader:
 
 
 def main() -> int:
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(0, "rb", buffering=0, closefd=False) as orders:
         start = msgspec.json.decode(orders.readline(), type=Start)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import resource
-import shutil
 import socket
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -20,7 +19,7 @@ import uvicorn
 import uvloop
 import zmq.asyncio
 
-from ess.clock import RealClock
+from ess.clock import Clock, RealClock
 from ess.engine.config import ProcessConfig
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
@@ -43,8 +42,10 @@ from ess.server.process.board import Board
 from ess.server.process.bounds import PROBE_CONNECTIONS
 from ess.server.process.child import Child
 from ess.server.process.fronts import Fronts, Start, endpoint_of
-from ess.server.process.lifecycle import QuietServer, Running
+from ess.server.process.lifecycle import QuietServer, Running, end_in_time
 from ess.server.process.link import EngineLink, Place
+from ess.server.process.log_pipe import unblocked_stderr
+from ess.server.process.own_folder import own_folder
 from ess.server.process.service import Limits, SamplingDefaults, Service
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
@@ -141,12 +142,18 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     resolved = sized(resolved, plan)
     settings = resolved.settings
     allow_files(settings.max_connections)
-    listeners = listeners_of(settings)
-    try:
+    with listening(settings) as listeners, unblocked_stderr(), end_in_time():
         banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(resolved, checkpoint, plan, listeners))
+
+
+@contextlib.contextmanager
+def listening(settings: Settings) -> Iterator[Sequence[socket.socket]]:
+    listeners = listeners_of(settings)
+    try:
+        yield listeners
     finally:
         sockets.close(listeners, settings.uds)
 
@@ -227,28 +234,33 @@ async def _serve(
     plan: MemoryPlan,
     listeners: Sequence[socket.socket],
 ) -> int:
-    settings, clock = resolved.settings, RealClock()
-    folder = tempfile.mkdtemp(prefix="ess-")  # for us alone, as mkdtemp makes them
-    context = zmq.asyncio.Context()
-    board, count = Board(clock), len(listeners)
-    endpoints = [endpoint_of(folder, front) for front in range(count)]
-    link = EngineLink(context, endpoints[0], board=board, clock=clock, place=Place(count=count))
-    told = Told(resolved=resolved, checkpoint=checkpoint, plan=plan)
-    fronts = Fronts(FRONT, starts_of(told, folder, listeners), link)
-    try:
+    settings, clock, count = resolved.settings, RealClock(), len(listeners)
+    told, board = Told(resolved=resolved, checkpoint=checkpoint, plan=plan), Board(clock)
+    place = Place(count=count)
+    with own_folder() as folder, engine_link(folder, board, clock, place) as link:
+        fronts = Fronts(FRONT, starts_of(told, folder, listeners), link)
         service = make_service(told, link=link, board=board)
         service.shelf = Shelf(folder, count=count) if count > 1 else None
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))
             launch = launch_of(settings, checkpoint, plan)
+            endpoints = [endpoint_of(folder, front) for front in range(count)]
             child = await Child.start(PROGRAM[settings.engine], launch, *endpoints)
             running = Running(service, server, child, fronts, settings=settings, clock=clock)
             async with service.texts:
                 return await running.run(listeners[0])
+
+
+@contextlib.contextmanager
+def engine_link(folder: str, board: Board, clock: Clock, place: Place) -> Iterator[EngineLink]:
+    context = zmq.asyncio.Context()
+    endpoint = endpoint_of(folder, place.front)
+    link = EngineLink(context, endpoint, board=board, clock=clock, place=place)
+    try:
+        yield link
     finally:
         link.close()
         context.destroy(linger=200)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def starts_of(told: Told, folder: str, listeners: Sequence[socket.socket]) -> list[Start]:

@@ -7,32 +7,37 @@
 The listener is open in every state but the last: while the model loads and while the server drains
 a probe meets 503, never a refused connection. uvicorn would close it at the first signal, so
 signals are ours.
+
+The end comes whatever hangs. From its beginning on two timers run that need neither the event loop
+nor the interpreter: the first prints where every thread stands, the second is the kernel's SIGALRM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import signal
 import socket
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final
 
 import uvicorn
 
 from ess import console
 from ess.clock import Clock
-from ess.errors import EssError
 from ess.server.commands.settings import Settings
 from ess.server.process.child import Child
 from ess.server.process.fronts import Fronts
 from ess.server.process.link import EngineLink
+from ess.server.process.log_pipe import STDERR
 from ess.server.process.service import Service
 
 FLUSH_S: Final = 2.0
 TELL_EVERY_S: Final = 0.25
-ENGINE_STOP_S: Final = 10.0
+ENGINE_STOP_S: Final = 3.0
+HANG_S: Final = 10.0
 
 
 class QuietServer(uvicorn.Server):
@@ -41,6 +46,22 @@ class QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@contextlib.contextmanager
+def end_in_time() -> Iterator[None]:
+    """Without the timers of `limit_end` afterwards: what it is around has come to its end."""
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def limit_end(within_s: float) -> None:
+    """Past this time the process says where it hangs, and a second later the system ends it."""
+    faulthandler.dump_traceback_later(within_s, file=STDERR)
+    signal.setitimer(signal.ITIMER_REAL, within_s + 1.0)
 
 
 async def let_out(server: uvicorn.Server, clock: Clock) -> None:
@@ -88,6 +109,7 @@ class Running:
         self._began_s = clock.now_s()
         self._signals = 0
         self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop
 
     @property
     def _link(self) -> EngineLink:
@@ -95,9 +117,9 @@ class Running:
 
     async def run(self, listener: socket.socket) -> int:
         """0 if it was asked to end, 1 if the engine was lost."""
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+            signal.signal(number, self._on_signal)
         watching = [
             asyncio.ensure_future(task)
             for task in (self._hear(), self._watch_child(), self._watch_dog(), self._greet())
@@ -112,52 +134,80 @@ class Running:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
-            self._link.stop()
-            await asyncio.gather(
-                self._child.stop(within_s=ENGINE_STOP_S), self._fronts.stop(within_s=FLUSH_S)
-            )
+            await asyncio.gather(self._end_engine(), self._fronts.stop(within_s=FLUSH_S))
 
     # ---- the ends
 
-    def _on_signal(self, number: int) -> None:
-        """The first signal drains, the second ends the server at once."""
+    def _on_signal(self, number: int, frame: object) -> None:
+        """The first signal drains, the second ends the server at once.
+
+        Python runs this between two instructions of whatever runs, so also where the event loop is
+        stuck: the timer is set here, and the loop is only told.
+        """
         self._signals += 1
         if self._signals == 1:
-            self._service.draining = True
-            grace_s = self._settings.drain_grace_s if number == signal.SIGTERM else 0.0
-            self._draining = asyncio.ensure_future(self._drain(grace_s))
+            limit_end(self._settings.drain_s + HANG_S)
+            self._tell(self._begin_drain, number)
         else:
+            limit_end(HANG_S)
             self._server.should_exit = self._server.force_exit = True
+            self._tell(self._child.kill)
+
+    def _tell(self, act: Callable[..., None], *given: object) -> None:
+        """A loop that has ended needs to be told nothing."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(act, *given)
+
+    def _begin_drain(self, number: int) -> None:
+        """Probes are told for a while before the listener closes, unless they never saw 200."""
+        self._service.draining = True
+        is_told = number == signal.SIGTERM and self._link.ready is not None
+        work = self._drain(self._settings.drain_grace_s if is_told else 0.0)
+        self._draining = asyncio.ensure_future(self._to_the_end(work))
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Whatever goes wrong on the way, the server ends, and its engine with it."""
+        try:
+            await work
+        finally:
+            self._server.should_exit = True
+            await self._end_engine()
+
+    async def _end_engine(self) -> None:
+        self._link.stop()
+        await self._child.stop(within_s=ENGINE_STOP_S)
 
     async def _drain(self, grace_s: float) -> None:
         """Streams finish; after `drain_s` the rest end with an error."""
         began_s = self._clock.now_s()
         self._fronts.drain()
-        console.note(f"ess: draining, {self._service.open_count} requests are open")
+        console.note(f"ess: draining, {requests_are(self._service.open_count)} open")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:
             if self._service.open_count == 0 and passed_s >= grace_s:
                 break
             await asyncio.sleep(0.05)
         if self._service.open_count:
-            left = self._service.open_count
-            console.note(f"ess: {left} requests did not end in time and are aborted")
+            left = requests_are(self._service.open_count)
+            console.note(f"ess: {left} still open after {self._settings.drain_s:g} s and end here")
         self._fronts.end("the server is shutting down")
         self._link.lose("the server is shutting down")
         await let_out(self._server, self._clock)
-        self._server.should_exit = True
 
     async def _hear(self) -> None:
         """A message that we cannot read is an engine that we cannot use."""
         try:
             await self._link.run()
-        except EssError as error:
+        except Exception as error:
             self._child.kill()
-            await self._give_up(str(error))
+            await self._give_up(f"what it said cannot be read: {error}")
 
     async def _watch_child(self) -> None:
         how = await self._child.ended()
         if not self._service.draining:
             await self._give_up(how)
+        elif self._link.state != "lost":
+            self._fronts.end(how)
+            self._link.lose(how)
 
     async def _watch_dog(self) -> None:
         """A stuck engine does not end by itself; it is known by its silence."""
@@ -170,16 +220,27 @@ class Running:
                 await self._give_up(f"it has sent nothing for {silent_s:.1f} s")
 
     async def _give_up(self, how: str) -> None:
+        limit_end(2 * FLUSH_S + HANG_S)
+        await self._to_the_end(self._say_lost(how))
+
+    async def _say_lost(self, how: str) -> None:
         self._fronts.end(how)
         self._link.lose(how)
         console.note(f"ess: the engine is gone: {self._link.why_lost}")
         if self._link.ready is not None:
             await let_out(self._server, self._clock)
             await asyncio.sleep(FLUSH_S)
-        self._server.should_exit = True
 
     async def _greet(self) -> None:
         await settled(self._service)
         if self._link.ready is not None:
             took = f"after {self._clock.now_s() - self._began_s:.1f} s"
             console.note(f"ess: ready {took}, {self._link.ready.load_s:.1f} s of them loading")
+
+
+def requests_are(count: int) -> str:
+    """
+    >>> requests_are(1), requests_are(2000)
+    ('1 request is', '2,000 requests are')
+    """
+    return "1 request is" if count == 1 else f"{count:,} requests are"

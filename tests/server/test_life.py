@@ -43,7 +43,7 @@ SMALL = {
 class Process:
     """`ess serve` on a free port."""
 
-    def __init__(self, *flags: str, **environment: str) -> None:
+    def __init__(self, *flags: str, stderr: int = subprocess.PIPE, **environment: str) -> None:
         given = {name: value for name, value in SMALL.items() if name not in flags}
         small = [word for pair in given.items() for word in pair]
         self.process = subprocess.Popen(
@@ -51,7 +51,7 @@ class Process:
             cwd=ROOT,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
         assert self.process.stdout is not None

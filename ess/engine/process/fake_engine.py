@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.messages import (
     Abort,
     Aborted,
@@ -220,6 +221,7 @@ def walking(vocabulary: int) -> Script:
 
 def main(arguments: list[str]) -> int:
     endpoints = arguments
+    die_with_parent()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     raw = msgspec.json.decode((Path(launch.model) / "config.json").read_bytes())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

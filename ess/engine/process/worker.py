@@ -25,6 +25,7 @@ from ess.door.stats import Stats
 from ess.engine.engine import Engine
 from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
+from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.messages import (
     Abort,
     Aborted,
@@ -375,6 +376,7 @@ def serve(launch: Launch, wire: Wire, clock: Clock) -> None:
 
 def main(arguments: list[str]) -> int:
     endpoints = arguments
+    die_with_parent()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     wire = SocketWire(context, endpoints)

@@ -1,0 +1,93 @@
+"""The server's own stderr: whatever becomes of the log, nobody who writes to it waits or fails.
+
+The reader of a log may end (EPIPE), its disk may be full (ENOSPC), a pipe may be full with nobody
+who reads (a write that never returns). So descriptor 2 is made the end of a pipe of ours that does
+not block, and a thread carries what comes out of it to the stderr that was given. What that does
+not take is kept up to `KEPT_BYTES`; more is dropped and counted, and the count is written once
+there is room. Everything passes here: sentences, logging, tracebacks, what libraries print, and the
+engine process, which inherits the descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+STDERR: Final = 2
+KEPT_BYTES: Final = 256 << 10
+LAST_S: Final = 1.0
+PIECE_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes so many without blocking
+
+
+@contextlib.contextmanager
+def unblocked_stderr() -> Iterator[None]:
+    """Afterwards stderr is as it was if all was written, else nowhere: the end must not wait."""
+    outside = os.dup(STDERR)
+    inside, into = os.pipe()
+    os.set_blocking(into, False)
+    sys.stderr.flush()
+    os.dup2(into, STDERR)
+    os.close(into)
+    carrier = Carrier(inside, outside)
+    carrier.start()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, STDERR)
+        os.close(nowhere)
+        carrier.join(LAST_S)
+        if not carrier.is_alive() and not carrier.lost_bytes:
+            os.dup2(outside, STDERR)
+
+
+class Carrier(threading.Thread):
+    """From `inside` to `outside`, until all writers of the pipe have closed it."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(name="ess-log", daemon=True)
+        self._inside = inside
+        self._outside = outside
+        self._waiting = bytearray()
+        self.lost_bytes = 0
+
+    def run(self) -> None:
+        is_open = True
+        while is_open or self._waiting:
+            poller = select.poll()
+            if is_open:
+                poller.register(self._inside, select.POLLIN)
+            if self._waiting:
+                poller.register(self._outside, select.POLLOUT)
+            for ready, _ in poller.poll():
+                if ready == self._inside:
+                    is_open = self._take()
+                else:
+                    self._give()
+
+    def _take(self) -> bool:
+        piece = os.read(self._inside, KEPT_BYTES)
+        kept = piece[: KEPT_BYTES - len(self._waiting)]
+        self._waiting += kept
+        self.lost_bytes += len(piece) - len(kept)
+        return bool(piece)
+
+    def _give(self) -> None:
+        """A piece; after a loss, how much was lost, once all that was kept is out."""
+        try:
+            count = os.write(self._outside, self._waiting[:PIECE_BYTES])
+        except OSError:
+            self.lost_bytes += len(self._waiting)
+            self._waiting.clear()
+            return
+        del self._waiting[:count]
+        if self.lost_bytes and not self._waiting:
+            self._waiting += b"\ness: %d bytes of this log were lost\n" % self.lost_bytes
+            self.lost_bytes = 0
