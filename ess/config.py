@@ -64,7 +64,7 @@ def setting(
 ) -> T:
     """A field of a dataclass that is a setting: `settings_of` gives it back with name and type."""
     said = {"section": section, "help": help, "bounds": bounds, "is_secret": is_secret}
-    made: T = dataclasses.field(default=default, metadata=said)
+    made: T = dataclasses.field(default=default, metadata=said, repr=not is_secret)
     return made
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -131,7 +131,7 @@ def _whole_numbers(value: Any, *, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _check_tiling(entries: Iterable[Entry], *, file: str, data_begin: int, file_bytes: int) -> None:
+def _check_tiling(entries: Sequence[Entry], *, file: str, data_begin: int, file_bytes: int) -> None:
     at = data_begin
     for entry in entries:
         if entry.begin < at:
@@ -139,7 +139,11 @@ def _check_tiling(entries: Iterable[Entry], *, file: str, data_begin: int, file_
         if entry.begin > at:
             raise BadInput(f"{entry} begins {entry.begin - at:,} bytes after the tensor before it")
         if entry.end > file_bytes:
-            raise BadInput(f"{entry} ends {entry.end - file_bytes:,} bytes after its file does")
+            described = max(entry.end for entry in entries)
+            raise BadInput(
+                f"{file} is cut short: it has {file_bytes:,} bytes, its header describes"
+                f" {described:,}; fetch it again"
+            )
         at = entry.end
     if at != file_bytes:
         raise BadInput(f"{file} holds {file_bytes - at:,} bytes that belong to no tensor")

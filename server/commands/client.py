@@ -24,7 +24,9 @@ class Client:
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
             raise BadInput(f"--url {url}: write http://HOST:PORT")
         self.url = url
-        self._key = api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]
+        self._key = (api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]).strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise BadInput("the API key has a character that is no visible ASCII")
 
     def ask(self, path: str) -> dict[str, Any]:
         with self._send("GET", path, None) as answer:

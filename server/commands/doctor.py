@@ -23,7 +23,7 @@ from rich.table import Table
 
 from ess import console
 from ess.kernels.cpu import native
-from ess.server.commands.settings import memory_free
+from ess.server.process.memory import memory_free
 from ess.units import format_bytes
 
 Grade = Literal["ok", "warn", "fail"]

@@ -8,7 +8,9 @@ import dataclasses
 import logging
 import os
 import resource
+import re
 import socket
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,6 +32,7 @@ from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.text.tokenizer import Tokenizer
 from ess.models.weights.folder import Folder
+from ess.models.weights.header import read_header
 from ess.overlap import calibration
 from ess.server.commands import banner
 from ess.server.commands.settings import Resolved, Settings, resolve, size_of
@@ -84,7 +87,10 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 def read_checkpoint(model: str) -> Checkpoint:
     path = Path(model) if model and model != EMBEDDED else embedded_path()
     if not path.is_dir():
-        raise BadInput(f"the model {model!r} is not a folder with config.json and weights")
+        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not path.parent.exists()
+        how = f"; fetch it: `hf download {model} --local-dir DIR`, then `ess serve DIR`"
+        sentence = f"the model {model!r} is not a folder with config.json and weights"
+        raise BadInput(sentence + (how if is_name else ""))
     folder = Folder(path)
     try:
         raw = folder.read_json("config.json")
@@ -102,6 +108,41 @@ def read_checkpoint(model: str) -> Checkpoint:
         defaults=_defaults(recommended),
         weight_bytes=weights,
     )
+
+
+def check_weights(path: Path) -> None:
+    """Every file is as long as its header says: before an engine is started that would fail."""
+    folder = Folder(path)
+    try:
+        for name in folder.names():
+            if name.endswith(".safetensors"):
+                file = folder.open(name, where=str(path))
+                with contextlib.closing(os.fdopen(file, "rb")):
+                    read_header(file, file=name)
+    finally:
+        folder.close()
+
+
+def check_tls(settings: Settings) -> None:
+    """What uvicorn would say only when it starts, and without the setting's name."""
+    if not settings.tls_cert:
+        return
+    for name in ("tls_cert", "tls_key"):
+        path = getattr(settings, name)
+        try:
+            Path(path).read_bytes()
+        except OSError as error:
+            raise BadInput(f"{name} {path} cannot be read: {error.strerror}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise BadInput("tls_key is not the key of tls_cert") from None
+        raise BadInput(
+            f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} are no certificate and"
+            f" key in PEM form, the key without a password: {error.reason or error}"
+        ) from None
 
 
 def embedded_path() -> Path:
@@ -130,6 +171,9 @@ def _defaults(recommended: Mapping[str, Any]) -> SamplingDefaults:
 def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     """Serve until told to end; the exit code."""
     checkpoint = read_checkpoint(resolved.settings.model)
+    check_tls(resolved.settings)
+    if resolved.settings.engine == "model":
+        check_weights(Path(checkpoint.path))
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
     resolved = calibrated(resolved, layout)

@@ -10,7 +10,8 @@ where each came from.
 from __future__ import annotations
 
 import difflib
-import os
+import ipaddress
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -60,6 +61,12 @@ class Settings(ProcessConfig):
         "",
         "listening",
         "Without a key: names it may be called by, beside its own; several with commas, * for all.",
+    )
+    api_key_file: str = setting(
+        "", "listening", "A file with the keys, one a line: who lists processes does not see them."
+    )
+    without_key: bool = setting(
+        False, "listening", "Serve without a key on an address that other machines reach."
     )
     tls_cert: str = setting("", "listening", "Certificate file; with it the server speaks HTTPS.")
     tls_key: str = setting("", "listening", "The certificate's key.")
@@ -117,6 +124,7 @@ class Settings(ProcessConfig):
             raise BadInput(
                 f"root_path is {self.root_path!r}, must begin with / and not end with it"
             )
+        _check_keys(self)
         unknown = {*self.compat} - {"vllm", "sglang"}
         if unknown:
             raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
@@ -139,6 +147,33 @@ class Settings(ProcessConfig):
         return _listed(self.served_model_name)
 
 
+def _check_keys(settings: Settings) -> None:
+    """An open server is one that was asked for, or that only this machine reaches."""
+    if settings.api_key and not settings.keys:
+        raise BadInput("api_key has no key in it, only spaces and commas")
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in settings.keys):
+        raise BadInput("api_key has a character that is no visible ASCII: no header carries it")
+    if settings.keys and settings.without_key:
+        raise BadInput("without_key and api_key exclude one another")
+    is_near = bool(settings.uds) or is_loopback(settings.host)
+    if not (settings.keys or settings.without_key or is_near):
+        raise BadInput(
+            f"host is {settings.host!r}, which other machines reach, and there is no key:"
+            " give --api-key-file FILE, or --without-key to serve everybody"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "box")]
+    [True, True, True, False, False, False]
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
@@ -151,6 +186,17 @@ FIELDS: Final[Mapping[str, Setting]] = {
 }
 
 
+def _without_login(value: Any) -> Any:
+    """An address without the name and password that it may hold.
+
+    >>> _without_login("http://me:secret@collector:4318/v1"), _without_login("a@b")
+    ('http://...@collector:4318/v1', 'a@b')
+    """
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(?<=://)[^/@]*(?:@[^/@]*)*@", "...@", value)
+
+
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     origins: Mapping[str, Origin]
@@ -161,7 +207,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         listed = {}
         for name, known in FIELDS.items():
             value = getattr(self.settings, name)
-            shown = ("set" if value else "not set") if known.is_secret else value
+            shown = ("set" if value else "not set") if known.is_secret else _without_login(value)
             listed[name] = {"value": shown, "from": self.origins[name]}
         return listed
 
@@ -191,7 +237,28 @@ def resolve(
         for name, value in given.items():
             values[name] = _converted(name, value, origin)
             origins[name] = origin
+    if origins["api_key"] != "default" and not values["api_key"]:
+        raise BadInput(f"api_key from {origins['api_key']} is empty: give a key or do not set it")
+    if values.get("api_key_file"):
+        if values.get("api_key"):
+            raise BadInput("api_key and api_key_file are both given; one of them says the keys")
+        values["api_key"] = read_keys(Path(values["api_key_file"]))
+        origins["api_key"] = origins["api_key_file"]
     return Resolved(settings=Settings(**values), origins=origins, notes=tuple(notes))
+
+
+def read_keys(path: Path) -> str:
+    """What no sentence may show: neither do those about the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"api_key_file {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise BadInput(f"api_key_file {path} is not text in UTF-8") from None
+    keys = _listed(",".join(text.splitlines()))
+    if not keys:
+        raise BadInput(f"api_key_file {path} has no key in it")
+    return ",".join(keys)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -207,7 +274,11 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise BadInput(f"the file {path} is not a table of settings")
     given = {key.replace("-", "_"): value for key, value in raw.items()}
-    for name in given:
+    for name, value in given.items():
+        if isinstance(value, dict):
+            raise BadInput(
+                f"the file {path} has the table [{name}]: settings stand at the top level, in none"
+            )
         if name not in FIELDS:
             raise BadInput(f"the file {path} has the unknown key {name!r}{_suggestion(name)}")
     return given
@@ -239,8 +310,11 @@ def _converted(name: str, value: Any, origin: Origin) -> Any:
     try:
         return msgspec.convert(given, kind, strict=origin == "file")
     except msgspec.ValidationError as error:
-        shown = "no text" if FIELDS[name].is_secret else f"{value!r:.60}"
-        raise BadInput(f"{name} from {origin} is {shown}: {error}") from None
+        known = FIELDS[name]
+        shown = "no text" if known.is_secret else f"{value!r:.60}"
+        why = f"must be {known.allowed}" if known.choices and isinstance(value, str) else error
+        also = " (--dtype)" if name == "form" else ""
+        raise BadInput(f"{name}{also} from {origin} is {shown}: {why}") from None
 
 
 def size_of(text: str, *, of: int) -> int:
@@ -260,15 +334,3 @@ def size_of(text: str, *, of: int) -> int:
             raise BadInput(f"{text!r} is not a share of 0% to 100%")
         return int(of * share / 100)
     return parse_size(text)
-
-
-def memory_free() -> int:
-    """Bytes that this machine could give now without taking them from other processes."""
-    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return pages * size

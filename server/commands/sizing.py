@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -9,7 +10,8 @@ import msgspec
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, capacity_of, needs, page_count
-from ess.server.commands.settings import Settings, memory_free, size_of
+from ess.server.commands.settings import Settings, size_of
+from ess.server.process.memory import memory_free
 from ess.units import PAGE_ROWS, div_ceil, format_bytes
 
 AUTO: Final = "auto"
@@ -41,15 +43,24 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_memory(
-    settings: Settings, layout: ModelLayout, *, positions_max: int, weight_bytes: int
+    settings: Settings,
+    layout: ModelLayout,
+    *,
+    positions_max: int,
+    weight_bytes: int,
+    free: int | None = None,
 ) -> MemoryPlan:
-    free = memory_free()
+    """`free` is what this machine has, if not given."""
+    free = memory_free() if free is None else free
     length_max = positions_max
     if settings.max_model_len != AUTO:
         length_max = size_of(settings.max_model_len, of=positions_max)
         if not 2 <= length_max <= positions_max:
-            raise BadInput(f"max_model_len is {length_max}, the model has 2..{positions_max}")
+            raise BadInput(
+                f"max_model_len is {length_max:,}, must be 2 to {positions_max:,} for this model"
+            )
     host_bytes = _host_bytes(settings, layout, length_max, free)
+    _check_size("host_bytes", host_bytes, free)
     token_capacity = host_bytes // layout.host_page_bytes * PAGE_ROWS
     if token_capacity < 2:
         raise BadInput(
@@ -73,7 +84,63 @@ def plan_memory(
     )
     lengths = sorted({*(length for length in LENGTHS if length < length_max), length_max})
     rooms = tuple(_room(plan, settings, layout, length) for length in lengths)
-    return msgspec.structs.replace(plan, rooms=rooms)
+    plan = msgspec.structs.replace(plan, rooms=rooms)
+    _check_fit(plan, settings, free)
+    _check_rooms(plan, layout)
+    return plan
+
+
+def _check_size(name: str, size: int, free: int) -> None:
+    if size > free:
+        raise BadInput(
+            f"{name} is {format_bytes(size)}, but {format_bytes(free)} are free on this machine"
+        )
+
+
+def _check_fit(plan: MemoryPlan, settings: Settings, free: int) -> None:
+    """Nothing is allocated yet: a plan that the machine cannot hold is refused here."""
+    for name in ("slot_bytes", "index_bytes"):
+        if getattr(settings, name) != AUTO:
+            _check_size(name, getattr(plan, name), free)
+    if plan.total_bytes <= free:
+        return
+    parts = {
+        "weights": plan.weight_bytes,
+        **{name: getattr(plan, name) for name in ("host_bytes", "slot_bytes", "index_bytes")},
+    }
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    raise BadInput(
+        f"the plan needs {format_bytes(plan.total_bytes)} ({listed}), but {format_bytes(free)} are"
+        f" free on this machine; lower {_to_lower(parts, settings)}"
+    )
+
+
+def _to_lower(parts: Mapping[str, int], settings: Settings) -> str:
+    """The setting that decides the largest part."""
+    largest = max(parts, key=lambda name: parts[name])
+    if largest == "weights":
+        return "nothing: this model is too large for it"
+    if getattr(settings, largest) != AUTO:
+        return f"{largest}, now {getattr(settings, largest)}"
+    return f"max_running, now {settings.max_running:,}, or max_model_len: {largest} follows them"
+
+
+def _check_rooms(plan: MemoryPlan, layout: ModelLayout) -> None:
+    """A server that can hold no request of the length that it promises would refuse them all."""
+    [last] = plan.rooms[-1:]
+    if last.count:
+        return
+    each = min(last.length, layout.slot_floor)
+    pages = page_count(last.length)
+    least = {
+        "host_bytes": pages * layout.host_page_bytes,
+        "index_bytes": pages * layout.index_page_bytes,
+        "slot_bytes": (div_ceil(each, PAGE_ROWS) + 1) * layout.group_count * layout.chunk_bytes,
+    }[last.limiter]
+    raise BadInput(
+        f"{last.limiter} is {format_bytes(getattr(plan, last.limiter))}: not one request of"
+        f" {last.length:,} tokens fits; give {format_bytes(least)}, or lower max_model_len"
+    )
 
 
 def _host_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,50 @@ def test_an_end_id_that_no_request_can_have(end: int) -> None:
     nothing: Any = None
     with pytest.raises(BadInput, match=f"eos_token_id {end} of config.json or generation_config"):
         make_service(told, link=nothing, board=nothing)
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], **flags: Any) -> str:
+    """Before anything is printed, so before anything is listened to or started."""
+    with pytest.raises(BadInput) as caught:
+        serve_flags({"model": str(folder), "port": 0, **flags}, config=None, json=False)
+    assert capsys.readouterr().out == ""
+    return str(caught.value)
+
+
+def test_weights_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder_with(tmp_path)
+    whole = (EMBEDDED / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1000])
+    said = refused(tmp_path, capsys)
+    assert said.startswith(f"model.safetensors is cut short: it has {len(whole) - 1000:,} bytes")
+    assert said.endswith("fetch it again")
+
+
+def test_a_name_of_the_hub_is_not_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BadInput, match="`hf download deepseek-ai/V3 --local-dir DIR`, then `ess s"):
+        read_checkpoint("deepseek-ai/V3")
+    with pytest.raises(BadInput, match=r"weights$"):
+        read_checkpoint("/no/folder")
+
+
+def test_certificates_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    junk = tmp_path / "junk.pem"
+    junk.write_text("junk")
+    gone = refused(EMBEDDED, capsys, tls_cert="/no/file", tls_key=str(junk))
+    assert gone == "tls_cert /no/file cannot be read: No such file or directory"
+    wrong = refused(EMBEDDED, capsys, tls_cert=str(junk), tls_key=str(junk))
+    assert wrong.startswith(f"tls_cert {junk} and tls_key {junk} are no certificate and key in PEM")
+    made = [certificate(tmp_path, name) for name in ("a", "b")]
+    mixed = refused(EMBEDDED, capsys, tls_cert=f"{made[0]}.crt", tls_key=f"{made[1]}.key")
+    assert mixed == "tls_key is not the key of tls_cert"
+
+
+def certificate(folder: Path, name: str) -> Path:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl makes the certificates")
+    made = folder / name
+    words = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=x"]
+    files = ["-keyout", f"{made}.key", "-out", f"{made}.crt"]
+    subprocess.run([openssl, *words, *files], check=True, capture_output=True)
+    return made

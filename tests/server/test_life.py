@@ -323,7 +323,7 @@ def test_wrong_settings_are_one_sentence_and_a_code():
         (["--pp-size", "2"], {}, 2, "--pp-size must be 1"),
         (["--host-bytes", "1KiB"], {}, 2, "less than one page"),
         ([], {"ESS_PROT": "1"}, 2, "did you mean 'ESS_PORT'"),
-        (["--host", "203.0.113.1"], {}, 1, "cannot listen on 203.0.113.1"),
+        (["--host", "203.0.113.1", "--without-key"], {}, 1, "cannot listen on 203.0.113.1"),
     ):
         done = subprocess.run(
             [sys.executable, "-c", RUN, "serve", *flags],

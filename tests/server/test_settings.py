@@ -29,6 +29,7 @@ from ess.server.commands.launch import read_checkpoint
 from ess.server.commands.serve import shown_default
 from ess.server.commands.settings import FIELDS, SECTIONS, Settings, resolve, size_of
 from ess.server.commands.sizing import plan_memory
+from ess.server.process.memory import memory_free
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,12 +41,12 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path):
-    config = written(tmp_path, 'port = 1\nmax-running = 2\nhost = "a"\nwarm = false\n')
+    config = written(tmp_path, 'port = 1\nmax-running = 2\nhost = "127.0.0.2"\nwarm = false\n')
     environment = {"ESS_PORT": "2", "ESS_MAX_RUNNING": "3", "HOME": "x", "ESS_VERIFY_EVERY": "7"}
     found = resolve({"port": 3, "host": None}, config=config, environment=environment)
     assert found.settings.port == 3
     assert found.settings.max_running == 3
-    assert found.settings.host == "a"
+    assert found.settings.host == "127.0.0.2"
     assert found.settings.warm is False
     assert found.settings.verify_every == 7
     origins = found.origins
@@ -214,7 +215,7 @@ def test_a_value_of_theirs_is_read():
     found = resolve({"form": "bfloat16", "row": "fp8_ds_mla"}, environment={"ESS_ROW": "auto"})
     assert (found.settings.form, found.settings.row) == ("bf16", "fp8")
     assert resolve({"form": "float32"}, environment={}).settings.form == "f32"
-    with pytest.raises(BadInput, match="form from flag is 'float16'"):
+    with pytest.raises(BadInput, match=r"form \(--dtype\) from flag is 'float16'"):
         resolve({"form": "float16"}, environment={})
 
 
@@ -258,6 +259,8 @@ def test_a_key_is_never_shown():
         ("tls-cert = 'x'", {}, "given together"),
         ("metrics-compat = 'vllm,x'", {}, "['x']"),
         ("modes = 'all'", {}, "modes from file is 'all'"),
+        ("[serve]\nport = 1", {}, "has the table [serve]: settings stand at the top level"),
+        ("form = 'float16'", {}, "form (--dtype) from file is 'float16': must be bf16, f32"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, text: str, environment: dict, says: str):
@@ -326,9 +329,9 @@ def test_what_the_checkpoint_decides_is_named_so():
 LAYOUT = ModelLayout.embedded()
 
 
-def planned(**changed: object):
+def planned(*, free: int | None = None, **changed: object):
     found = resolve(changed, environment={}).settings
-    return plan_memory(found, LAYOUT, positions_max=131072, weight_bytes=1 << 20)
+    return plan_memory(found, LAYOUT, positions_max=131072, weight_bytes=1 << 20, free=free)
 
 
 def test_the_plan_says_how_many_fit_and_why_no_more():
@@ -371,7 +374,100 @@ def test_the_pools_hold_what_the_plan_says(asked: dict):
 
 
 def test_an_impossible_length_is_refused():
-    with pytest.raises(BadInput, match=r"the model has 2\.\.131072"):
+    with pytest.raises(BadInput, match="is 262,144, must be 2 to 131,072 for this model"):
         planned(max_model_len="256k")
     with pytest.raises(BadInput, match="less than one page"):
         planned(host_bytes="1KiB")
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "says"),
+    [
+        ({"api_key": ""}, {}, "api_key from flag is empty"),
+        ({}, {"ESS_API_KEY": ""}, "api_key from environment is empty"),
+        ({"api_key": " , "}, {}, "api_key has no key in it"),
+        ({"api_key": "secret\n1"}, {}, "no visible ASCII"),
+        ({"api_key": "secret", "without_key": True}, {}, "exclude one another"),
+        ({"host": "0.0.0.0"}, {}, "--without-key to serve everybody"),
+        ({"host": "::"}, {"VLLM_API_KEY": ""}, "--without-key to serve everybody"),
+        ({"api_key": "secret", "api_key_file": "x"}, {}, "both given"),
+        ({"api_key_file": "/no/file"}, {}, "api_key_file /no/file cannot be read: No such file"),
+    ],
+)
+def test_a_server_is_open_only_if_that_was_asked_for(given: dict, environment: dict, says: str):
+    with pytest.raises(BadInput) as caught:
+        resolve(given, environment=environment)
+    assert says in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_address_of_this_machine_needs_no_key():
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert resolve({"host": host}, environment={}).settings.keys == ()
+    assert resolve({"host": "0.0.0.0", "without_key": True}, environment={})
+    assert resolve({"host": "0.0.0.0", "api_key": "k"}, environment={})
+
+
+def test_keys_from_a_file_are_as_secret(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text("secret-1\n secret-2 \n\n")
+    found = resolve({"host": "0.0.0.0", "api_key_file": str(path)}, environment={})
+    assert found.settings.keys == ("secret-1", "secret-2")
+    assert found.shown()["api_key"] == {"value": "set", "from": "flag"}
+    assert "secret" not in repr(found)
+    for empty in (b"", b"\n", b"\xff\xfe"):
+        path.write_bytes(empty)
+        with pytest.raises(BadInput, match=r"keys (has no key|is not text)"):
+            resolve({"api_key_file": str(path)}, environment={})
+
+
+def test_a_login_in_an_address_is_not_shown():
+    found = resolve({"otlp_endpoint": "http://me:secret@box:4318/v1/traces"}, environment={})
+    assert found.shown()["otlp_endpoint"]["value"] == "http://...@box:4318/v1/traces"
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"host_bytes": "10TiB"}, "host_bytes is 10.00 TiB, but 23.50 GiB are free"),
+        ({"slot_bytes": "24GiB"}, "slot_bytes is 24.00 GiB, but 23.50 GiB are free"),
+        ({"max_running": 4096, "max_model_len": "128k"}, "lower max_running, now 4,096, or max_mo"),
+        ({"host_bytes": "23GiB", "max_running": 1}, "lower host_bytes, now 23GiB"),
+        ({"slot_bytes": "1MiB"}, "slot_bytes is 1.00 MiB: not one request of 2,048 tokens fits"),
+        ({"index_bytes": "64KiB"}, "index_bytes is 64.00 KiB: not one request of 2,048"),
+    ],
+)
+def test_a_plan_that_the_machine_cannot_hold_is_refused(asked: dict, says: str):
+    with pytest.raises(BadInput) as caught:
+        planned(free=47 * GIB // 2, **{"max_model_len": "2k", **asked})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["slot_bytes", "index_bytes"])
+def test_the_least_that_is_named_is_enough(name: str):
+    asked = {"max_model_len": "2k", "max_running": 1}
+    with pytest.raises(BadInput) as caught:
+        planned(**asked, **{name: "64KiB"})
+    least = str(caught.value).split("give ")[1].split(",")[0]
+    assert planned(**asked, **{name: least}).rooms[-1].count == 1
+
+
+def test_free_memory_is_what_machine_and_group_leave(tmp_path: Path):
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9 kB\nMemAvailable: 4194304 kB\n")
+    assert memory_free(tmp_path) == 4 * GIB
+    group = "sys/fs/cgroup/memory"
+    for limit, use in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+        folder = f"{group}." if limit == "max" else f"{group}/memory."
+        write(f"{folder}{use}", f"{GIB}\n")
+        write(f"{folder}stat", f"anon 7\ninactive_file {GIB // 2}\n")
+        write(f"{folder}{limit}", f"{2 * GIB}\n")
+        assert memory_free(tmp_path) == 3 * GIB // 2
+        write(f"{folder}{limit}", "max\n" if limit == "max" else f"{1 << 62}\n")
+        assert memory_free(tmp_path) == 4 * GIB
