@@ -92,9 +92,17 @@ class TemplateStyle:
 
 
 def style_of(
-    path: str | os.PathLike[str], tokenizer: Tokenizer, *, links: Links = "refuse"
+    path: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    links: Links = "refuse",
+    template: str | None = None,
 ) -> ChatStyle:
-    """DeepSeek's if the vocabulary has its marks, else the folder's template, else plain."""
+    """DeepSeek's if the vocabulary has its marks, else the folder's template, else plain; a
+    template that is given comes before all of these."""
+    is_glm = tokenizer.id_of(glm_reply.KEY) is not None
+    if template is not None:
+        return TemplateStyle(template, glm=is_glm)
     if tokenizer.id_of(dsml.USER) is not None and tokenizer.id_of(dsml.ASSISTANT) is not None:
         return DeepSeekStyle()
     folder = Folder(path, links=links)
@@ -104,7 +112,7 @@ def style_of(
         folder.close()
     if source is None:
         return PlainStyle()
-    return TemplateStyle(source, glm=tokenizer.id_of(glm_reply.KEY) is not None)
+    return TemplateStyle(source, glm=is_glm)
 
 
 def _template_source(folder: Folder) -> str | None:

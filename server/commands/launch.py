@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import logging
 import os
-import resource
 import re
+import resource
 import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,9 @@ from ess.engine.config import ProcessConfig
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.models.chat.messages import Message
 from ess.models.chat.reply import PlainParser
-from ess.models.chat.styles import style_of
+from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.text.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ from ess.server.commands.sizing import AUTO, MemoryPlan, plan_memory
 from ess.server.http import telemetry
 from ess.server.http.app import create_app
 from ess.server.http.protocol import limited
+from ess.server.http.request_log import RequestLog
 from ess.server.process import sockets
 from ess.server.process.board import Board
 from ess.server.process.bounds import PROBE_CONNECTIONS
@@ -123,6 +125,28 @@ def check_weights(path: Path) -> None:
         folder.close()
 
 
+def chat_template(settings: Settings) -> str | None:
+    """The file's text, once it has been tried in its process; None without a file."""
+    if not settings.chat_template:
+        return None
+    path = Path(settings.chat_template)
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"chat_template {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise BadInput(f"chat_template {path} is not text in UTF-8") from None
+    tried = TemplateStyle(source, glm=False)
+    try:
+        tried.encode([Message(role="user", content="Hi")], thinking=False)
+    except BadInput as error:
+        why = str(error).removeprefix("the chat template: ")
+        raise BadInput(f"chat_template {path}: {why}") from None
+    finally:
+        tried.close()
+    return source
+
+
 def check_tls(settings: Settings) -> None:
     """What uvicorn would say only when it starts, and without the setting's name."""
     if not settings.tls_cert:
@@ -171,6 +195,7 @@ def _defaults(recommended: Mapping[str, Any]) -> SamplingDefaults:
 def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     """Serve until told to end; the exit code."""
     checkpoint = read_checkpoint(resolved.settings.model)
+    chat_template(resolved.settings)
     check_tls(resolved.settings)
     if resolved.settings.engine == "model":
         check_weights(Path(checkpoint.path))
@@ -326,7 +351,7 @@ def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
     resolved, checkpoint, plan = told.resolved, told.checkpoint, told.plan
     settings = resolved.settings
     tokenizer = Tokenizer(checkpoint.path)
-    style = style_of(checkpoint.path, tokenizer)
+    style = style_of(checkpoint.path, tokenizer, template=chat_template(settings))
     vocabulary = min(len(tokenizer), checkpoint.config.vocab_size)
     _check_ends(checkpoint, vocabulary)
     desk = Desk(model=checkpoint.path, length_max=plan.length_max, vocabulary=vocabulary)
@@ -395,8 +420,11 @@ def uvicorn_config(
         stall_s=settings.stall_s,
         tally=service.tally,
     )
+    app = create_app(service, keys=settings.keys, spans=spans, root_path=settings.root_path)
+    if settings.request_log:
+        app = RequestLog(app, clock=service.clock)
     return uvicorn.Config(
-        create_app(service, keys=settings.keys, spans=spans, root_path=settings.root_path),
+        app,
         http=protocol,
         ws="none",
         lifespan="off",

@@ -40,6 +40,9 @@ class Settings(ProcessConfig):
     model: str = setting(
         "", "model", "A checkpoint's folder; without it, the small model that comes with ESS."
     )
+    chat_template: str = setting(
+        "", "model", "A Jinja file that writes conversations instead of the checkpoint's own."
+    )
     served_model_name: str = setting(
         "", "model", "The name that clients use; several are separated by commas."
     )
@@ -108,6 +111,9 @@ class Settings(ProcessConfig):
     )
     metrics_compat: str = setting(
         "vllm,sglang", "telemetry", "Whose metric names /metrics has beside ours."
+    )
+    request_log: bool = setting(
+        False, "telemetry", "A line per request on stderr: route, status, tokens, times; no texts."
     )
     otlp_endpoint: str = setting(
         "", "telemetry", "Where OpenTelemetry spans go, as http://127.0.0.1:4318/v1/traces."

@@ -68,7 +68,9 @@ def begin(
         request.state.session_id = ask.session_id
     if named:
         request.state.request_id = named
-    return service.begin(request.state.request_id, prompts, priority=priority)
+    call = service.begin(request.state.request_id, prompts, priority=priority)
+    request.state.call = call
+    return call
 
 
 def _check_names(field: str, given: str | Sequence[str] | None) -> None:

@@ -82,7 +82,12 @@ class Call:
     turn, without the task being woken for them; an end, and what the reader does not want, wake it.
     """
 
-    def __init__(self, request_id: str, numbers: range, *, started_s: float) -> None:
+    def __init__(
+        self, request_id: str, numbers: range, *, started_s: float, prompt_count: int = 0
+    ) -> None:
+        self.prompt_count = prompt_count
+        self.made_count = 0
+        self.first_at_s = 0.0
         self.request_id = request_id
         self.started_s = started_s
         self.numbers = numbers
@@ -100,6 +105,9 @@ class Call:
         if is_first:
             self.heard_at_s = heard_at_s
         self._pieces.append(piece)
+        if piece.tokens:
+            self.made_count += len(piece.tokens)
+            self.first_at_s = self.first_at_s or heard_at_s
         if piece.reason is not None:
             self.pending.discard(piece.number)
             self._reader = None
@@ -218,7 +226,12 @@ class EngineLink:
         step, first = self.place.count, self._next_number
         numbers = range(first, first + step * len(prompts), step)
         self._next_number = numbers.stop
-        call = Call(request_id, numbers, started_s=self._clock.now_s())
+        call = Call(
+            request_id,
+            numbers,
+            started_s=self._clock.now_s(),
+            prompt_count=sum(len(prompt) for prompt, _ in prompts),
+        )
         try:
             leaders: dict[int, int] = {}
             for number, (prompt, sampling) in zip(numbers, prompts, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -209,3 +210,16 @@ def test_a_server_whose_greeting_nobody_takes_serves_all_the_same():
     finally:
         started.kill()
         started.communicate()
+
+
+@pytest.mark.slow
+def test_a_request_log_has_a_line_per_request_and_no_texts():
+    with Process(*PACED, "--request-log").wait_ready() as process:
+        list(process.stream(max_tokens=5))
+        process.status("/v1/completions")
+        process.process.send_signal(signal.SIGTERM)
+        said = process.process.communicate()[1]
+    made = r"ess: request \w+ POST /v1/completions 200 after [\d.]+ s: \d+ prompt tokens, 5 made, "
+    assert re.search(made + r"the first after [\d.]+ s\n", said)
+    assert re.search(r"ess: request \w+ GET \S+ 405 after [\d.]+ s\n", said)
+    assert "The server is" not in said

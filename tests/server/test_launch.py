@@ -12,8 +12,17 @@ import msgspec
 import pytest
 
 from ess.errors import BadInput
+from ess.models.chat.messages import Message
+from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.load import EMBEDDED
-from ess.server.commands.launch import Told, make_service, read_checkpoint, serve_flags
+from ess.models.text.tokenizer import Tokenizer
+from ess.server.commands.launch import (
+    Told,
+    chat_template,
+    make_service,
+    read_checkpoint,
+    serve_flags,
+)
 from ess.server.commands.settings import resolve
 from ess.server.commands.sizing import plan_memory
 
@@ -102,3 +111,33 @@ def certificate(folder: Path, name: str) -> Path:
     files = ["-keyout", f"{made}.key", "-out", f"{made}.crt"]
     subprocess.run([openssl, *words, *files], check=True, capture_output=True)
     return made
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{% for", "TemplateSyntaxError"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{{ messages[7].content }}", "UndefinedError"),
+    ],
+)
+def test_a_wrong_chat_template_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    path = tmp_path / "chat.jinja"
+    gone = refused(EMBEDDED, capsys, chat_template=str(path))
+    assert gone == f"chat_template {path} cannot be read: No such file or directory"
+    path.write_text(text)
+    said = refused(EMBEDDED, capsys, chat_template=str(path))
+    assert said.startswith(f"chat_template {path}: ")
+    assert says in said
+
+
+def test_a_given_chat_template_comes_before_the_checkpoint_s(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    settings = resolve({"chat_template": str(path)}, environment={}).settings
+    style = style_of(EMBEDDED, Tokenizer(EMBEDDED), template=chat_template(settings))
+    assert isinstance(style, TemplateStyle)
+    assert style.encode([Message(role="user", content="Hi")], thinking=False) == "<user>Hi"
+    style.close()
