@@ -189,3 +189,12 @@ def test_the_trial_decodes_both_ways():
     found = trial()
     assert found.same
     assert found.miss_count > 100
+
+
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert cli.main(["top", "--api-key", "sec\nret"]) == 2
+    said = capsys.readouterr().err
+    assert "the API key has a character that is no visible ASCII" in said
+    assert "ret" not in said
