@@ -59,6 +59,7 @@ from ess.units import div_ceil, format_bytes
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from starlette.types import ASGIApp
 
 EMBEDDED: Final = "ess-embedded"
 FRONT: Final = "ess.server.commands.front"
@@ -420,7 +421,9 @@ def uvicorn_config(
         stall_s=settings.stall_s,
         tally=service.tally,
     )
-    app = create_app(service, keys=settings.keys, spans=spans, root_path=settings.root_path)
+    app: ASGIApp = create_app(
+        service, keys=settings.keys, spans=spans, root_path=settings.root_path
+    )
     if settings.request_log:
         app = RequestLog(app, clock=service.clock)
     return uvicorn.Config(

@@ -55,7 +55,8 @@ class Gate:
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *headers_of(state)]
-                self._tally.answers[scope.get("route_name", "other"), message["status"]] += 1
+                state["answered"] = (scope.get("route_name", "other"), message["status"])
+                self._tally.answers[state["answered"]] += 1
             return send(message)
 
         try:

@@ -1,12 +1,16 @@
 """`--request-log`: a line per request, when its answer has left; nothing of what was said in it.
 
-Plain ASGI around the whole app, so that refusals have their line too. Tokens and times are those of
-the engine's requests, where there are any.
+Plain ASGI around the whole app, so that refusals have their line too. It reads what the layers
+below have left in the request's state: a `send` of its own would keep events from the short way to
+the socket. Tokens and times are those of the engine's requests, where there are any.
 """
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ess import console
 from ess.clock import Clock
@@ -22,27 +26,19 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s, status = self._clock.now_s(), 0
-
-        async def seen(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        state, began_s = scope.setdefault("state", {}), self._clock.now_s()
         try:
-            await self._app(scope, receive, seen)
+            await self._app(scope, receive, send)
         finally:
             took_s = self._clock.now_s() - began_s
-            console.note(line(scope, status, began_s=began_s, took_s=took_s))
+            console.note(line(state, scope["method"], began_s=began_s, took_s=took_s))
 
 
-def line(scope: Scope, status: int, *, began_s: float, took_s: float) -> str:
+def line(state: Mapping[str, Any], method: str, *, began_s: float, took_s: float) -> str:
     """The route's own path, not the client's; an id is visible ASCII, so it is one line."""
-    state = scope.get("state", {})
-    route = scope.get("route_name", "other")
-    shown = f"ess: request {state.get('request_id', '-')} {scope['method']} {route}"
-    shown += f" {status or 'unanswered'} after {took_s:.3f} s"
+    route, status = state.get("answered", ("other", "unanswered"))
+    shown = f"ess: request {state.get('request_id', '-')} {method} {route}"
+    shown += f" {status} after {took_s:.3f} s"
     call: Call | None = state.get("call")
     if call is None:
         return shown
