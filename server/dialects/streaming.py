@@ -94,7 +94,8 @@ class Answer:
 
 
 class Times:
-    """Records when tokens came in the server's tally."""
+    """Records when tokens came in the server's tally: the tokens of a piece share the time since
+    the piece before."""
 
     def __init__(self, clock: Clock, tally: Tally) -> None:
         self._clock = clock
@@ -107,7 +108,7 @@ class Times:
         if last_s is None:
             self._tally.first_token.add(now_s - self._began_s)
         else:
-            self._tally.between_tokens.add((now_s - last_s) / count)
+            self._tally.between_tokens.add((now_s - last_s) / count, count)
         self._last_s[index] = now_s
 
     def finished(self, how: str) -> None:
