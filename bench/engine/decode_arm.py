@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def tokens_max(self) -> int:
-        """Also for the steps in which the batch fills up, one prompt each."""
+        """Also for the steps in which the batch fills up: at most one for each prompt."""
         return (self.steps + self.batch + 1) * self.mtp
 
     @property

@@ -29,7 +29,7 @@ from ess.bench.harness.text import token_ids
 from ess.bench.harness.threads import compute_threads
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.step.prompt import run_chunk
+from ess.engine.step.prompt import Span, run_chunks
 from ess.errors import BadInput
 from ess.models.load import load_model
 from ess.models.model import Model
@@ -187,7 +187,13 @@ def forced_logits(eng: Engine, lines: Sequence[Sequence[int]], *, start: int) ->
         sequence = offload.open(line[: start + 1], length_max=len(line))
         for low in range(sequence.cached_count, start, CHUNK):
             stop = min(start, low + CHUNK)
-            chunk = run_chunk(runner, sequence, line[low:stop], low, line[low + 1 : stop + 1])
+            span = Span(
+                sequence=sequence,
+                start=low,
+                tokens=line[low:stop],
+                following=line[low + 1 : stop + 1],
+            )
+            [chunk] = run_chunks(runner, [span])
             if stop == start:
                 sequence.warm(chunk.windows)
         sequences.append(sequence)

@@ -159,7 +159,7 @@ class Engine:
         self._roster.add(request)
         if request.refusal is not None:
             self._finish(request, "refused")
-        elif self._roster.first("waiting") is request:
+        elif self._roster.first_waiting() is request:
             self._is_full = False
 
     def cancel(self, request: Request) -> None:
@@ -230,12 +230,12 @@ class Engine:
             self._enter(request)
         self._admit()
         plan = self._launch()
-        scored = () if plan.chunk is None else self._run_chunk(plan.chunk)
+        scored = self._prefill(plan.chunks) if plan.chunks else ()
         self._learn(depth if plan.turns else 0)
         self._refill(plan)
         self.step_count += 1
         made, self._made = tuple(self._made), []
-        return StepResult(made, plan.chunk, len(plan.turns), scored)
+        return StepResult(made, plan.chunks, len(plan.turns), scored)
 
     def run(self) -> Iterable[StepResult]:
         """Steps until nothing can run: all is done, preempted, or waits for room."""
@@ -269,7 +269,7 @@ class Engine:
         self._is_full, self.refusal = False, None
         try:
             if self._resume_displaced():
-                while (request := self._roster.first("waiting")) is not None:
+                while (request := self._roster.first_waiting()) is not None:
                     self._refuse_if_slow()
                     self._open(request)
         except PoolFull as refusal:
@@ -339,7 +339,7 @@ class Engine:
         forked = []
         for follower in self._followers.release(leader):
             self._roster.add(follower)
-            if self._roster.first("waiting") is not follower or self._displaced():
+            if self._roster.first_waiting() is not follower or self._displaced():
                 continue
             try:
                 self._refuse_if_slow()
@@ -403,25 +403,18 @@ class Engine:
         self._preempt(running[-1])
         self._resume_step = self.step_count + PAUSE_STEPS
 
-    def _run_chunk(self, chunk: Chunk) -> tuple[Chance, ...]:
-        request, sequence = chunk.request, chunk.request.sequence
-        assert sequence is not None, f"request {request.number} has no rows"
-        assert request.state == "prefilling", f"request {request.number} is {request.state}"
-        assert chunk.start == request.prefilled_count, f"a chunk from {chunk.start} on"
+    def _prefill(self, chunks: Sequence[Chunk]) -> tuple[tuple[Chance, ...], ...]:
+        """Runs the chunks as one pack; then the prompts that are there land, in order of rank."""
         started_s = self._clock.now_s()
-        prefilled = prompt.run_chunk(
-            self.runner,
-            sequence,
-            request.prompt[chunk.start : chunk.stop],
-            chunk.start,
-            request.prompt[chunk.start + 1 : chunk.stop + 1],
-        )
-        scored = prompt.score(prefilled, chunk)
-        request.prefilled_count = chunk.stop
+        prefilled = prompt.run_chunks(self.runner, [prompt.span_of(chunk) for chunk in chunks])
+        scored = tuple(prompt.score(*each) for each in zip(prefilled, chunks, strict=True))
         seconds = self._clock.now_s() - started_s
-        self._observe(Seen(chunk_tokens=chunk.stop - chunk.start, chunk_seconds=seconds))
-        if chunk.is_last:
-            self._land(request, prefilled.windows)
+        tokens = sum(chunk.count for chunk in chunks)
+        self._observe(Seen(chunk_tokens=tokens, chunk_seconds=seconds))
+        for chunk, made in zip(chunks, prefilled, strict=True):
+            chunk.request.prefilled_count = chunk.stop
+            if chunk.is_last:
+                self._land(chunk.request, made.windows)
         return scored
 
     # ---- what the host learns, and what follows from it

@@ -25,6 +25,10 @@ class Chunk:
         assert self.stop <= self.request.prefill_count, "the last prompt token is not prefilled"
 
     @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    @property
     def is_last(self) -> bool:
         return self.stop == self.request.prefill_count
 
@@ -57,8 +61,13 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """`chunks` are of different requests; of these only the last may end inside its prompt."""
+
     turns: tuple[Turn, ...]
-    chunk: Chunk | None
+    chunks: tuple[Chunk, ...]
+
+    def __post_init__(self) -> None:
+        assert all(chunk.is_last for chunk in self.chunks[:-1]), "two prompts are cut in one step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +85,18 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the host has learned in this step, and what it has launched. `scored` are the chances of
-    tokens of the chunk's prompt, if the request asks for them."""
+    """What the host has learned in this step, and what it has launched. `scored` are, for each
+    chunk, the chances of tokens of its prompt, if the request asks for them."""
 
     made: tuple[Made, ...]
-    chunk: Chunk | None
+    chunks: tuple[Chunk, ...]
     turn_count: int = 0
-    scored: tuple[Chance, ...] = ()
+    scored: tuple[tuple[Chance, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.scored) == len(self.chunks), f"{len(self.scored)} of {len(self.chunks)}"
 
     @property
     def is_empty(self) -> bool:
         """Nothing could run and nothing was under way."""
-        return not self.made and self.chunk is None and self.turn_count == 0
+        return not self.made and not self.chunks and self.turn_count == 0

@@ -1,10 +1,9 @@
 """The requests by state. Finished requests are in no list: nothing here grows with the past.
 
-The engine looks at the first waiting request and at the first prefilling request in every step,
-so these two states keep a heap of ranks beside the dictionary. A request leaves a state from
-anywhere; its rank stays in the heap until it comes to the top, where ranks of requests that have
-left are dropped, or until most of the heap has left. A request that comes back is in the heap
-twice, which changes no answer.
+The engine looks at the first waiting request in every step, and any number may wait, so this state
+keeps a heap of ranks beside the dictionary. A request leaves from anywhere; its rank stays in the
+heap until it comes to the top, where ranks of requests that have left are dropped, or until most of
+the heap has left.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ class Roster(Generic[AnyRequest]):
     def __init__(self) -> None:
         states: tuple[State, ...] = ("waiting", "prefilling", "decoding", "preempted")
         self._by_state: dict[State, dict[int, AnyRequest]] = {state: {} for state in states}
-        self._ranks: dict[State, list[tuple[int, int]]] = {"waiting": [], "prefilling": []}
+        self._ranks: list[tuple[int, int]] = []
 
     def add(self, request: AnyRequest) -> None:
         assert request.state != "finished", f"request {request.number} is finished"
         assert request.number not in self._by_state[request.state], f"{request.number} is here"
         self._by_state[request.state][request.number] = request
-        if request.state in self._ranks:
-            heapq.heappush(self._ranks[request.state], request.rank)
+        if request.state == "waiting":
+            heapq.heappush(self._ranks, request.rank)
 
     def move(self, request: AnyRequest, state: State) -> None:
         listed = self._by_state[request.state].pop(request.number, None)
@@ -62,14 +61,14 @@ class Roster(Generic[AnyRequest]):
     def count(self, state: State) -> int:
         return len(self._by_state[state])
 
-    def first(self, state: State) -> AnyRequest | None:
-        """The first in rank; asked only of the states "waiting" and "prefilling"."""
-        ranks, here = self._ranks[state], self._by_state[state]
+    def first_waiting(self) -> AnyRequest | None:
+        """The first in rank of those that wait."""
+        ranks, here = self._ranks, self._by_state["waiting"]
         if len(ranks) > 2 * len(here) + SPARE:
             ranks[:] = sorted(request.rank for request in here.values())
         while ranks and ranks[0][1] not in here:
             heapq.heappop(ranks)
-        assert bool(ranks) == bool(here), f"{len(here)} are {state}, {len(ranks)} have a rank"
+        assert bool(ranks) == bool(here), f"{len(here)} wait, {len(ranks)} have a rank"
         return here[ranks[0][1]] if ranks else None
 
     def of(self, state: State) -> Iterable[AnyRequest]:
@@ -87,8 +86,7 @@ class Roster(Generic[AnyRequest]):
             for number, request in here.items():
                 assert request.number == number, f"request {request.number} is listed as {number}"
                 assert request.state == state, f"request {number} is {request.state}, not {state}"
-        for state, ranks in self._ranks.items():
-            ranked = {number for _, number in ranks}
-            lost = self._by_state[state].keys() - ranked
-            assert not lost, f"requests {lost} are {state} and have no rank"
-            assert all(ranks[(at - 1) // 2] <= ranks[at] for at in range(1, len(ranks))), "no heap"
+        ranks = self._ranks
+        lost = self._by_state["waiting"].keys() - {number for _, number in ranks}
+        assert not lost, f"requests {lost} wait and have no rank"
+        assert all(ranks[(at - 1) // 2] <= ranks[at] for at in range(1, len(ranks))), "no heap"

@@ -1,9 +1,9 @@
 """Which requests run in the next step. Reads what the host has learned, changes nothing.
 
-All decoding requests run, up to the batch limit, in order of rank; beside them at most one prompt
-chunk: of the prefilling request that is first in rank. Admission is not decided here: the
-engine opens sequences, and the ledger says when they fit. The simulator plans its steps with the
-same two functions.
+All decoding requests run, up to the batch limit, in order of rank. Beside them run prompt chunks,
+one for each prefilling request, in order of rank, of as many tokens together as a step may prefill.
+Admission is not decided here: the engine opens sequences, and the ledger says when they fit. The
+simulator plans its steps with the same two functions.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 from ess.engine.plan import Chunk, StepPlan, Turn
 from ess.engine.request import Request
 from ess.engine.roster import AnyRequest, Roster
+from ess.units import PAGE_ROWS
 
 
 def plan(
     roster: Roster[Request], *, batch_max: int, query_max: int, verified_max: int, chunk_tokens: int
 ) -> StepPlan:
     batch = plan_batch(roster, batch_max=batch_max, query_max=query_max, verified_max=verified_max)
-    chunk = plan_chunk(roster, chunk_tokens)
     return StepPlan(
         turns=tuple(Turn(request, count) for request, count in batch),
-        chunk=None if chunk is None else Chunk(*chunk),
+        chunks=tuple(Chunk(*chunk) for chunk in plan_chunks(roster, chunk_tokens)),
     )
 
 
@@ -53,12 +53,31 @@ def plan_batch(
     return batch
 
 
-def plan_chunk(roster: Roster[AnyRequest], chunk_tokens: int) -> tuple[AnyRequest, int, int] | None:
-    """The request to prefill, and the chunk's first prompt position and the one behind it."""
+def plan_chunks(roster: Roster[AnyRequest], chunk_tokens: int) -> list[tuple[AnyRequest, int, int]]:
+    """The requests to prefill, each with its chunk's first prompt position and the one behind it.
+
+    A prompt is cut only if it does not fit into what the step has left, and then no other one comes
+    behind it. So among requests of one priority, each younger than the one before, at most one
+    prompt is there in part, and its rest goes first in the next step.
+    """
     assert chunk_tokens > 0, f"chunks of {chunk_tokens} tokens"
-    request = roster.first("prefilling")
-    if request is None:
-        return None
-    start = request.prefilled_count
-    assert start < request.prefill_count, f"request {request.number} is prefilled and not decoding"
-    return request, start, min(start + chunk_tokens, request.prefill_count)
+    chunks: list[tuple[AnyRequest, int, int]] = []
+    left = chunk_tokens
+    for request in roster.by_rank("prefilling"):
+        start, end = request.prefilled_count, request.prefill_count
+        assert start < end, f"request {request.number} is prefilled and not decoding"
+        stop = end if end - start <= left else _cut(start, left, is_alone=not chunks)
+        if stop > start:
+            chunks.append((request, start, stop))
+            left -= stop - start
+        if stop < end or left == 0:
+            break
+    assert left >= 0, f"{chunk_tokens - left} prompt tokens in a step of at most {chunk_tokens}"
+    return chunks
+
+
+def _cut(start: int, count: int, *, is_alone: bool) -> int:
+    """Where a chunk ends that starts at `start` and is too long for `count` tokens: behind others
+    at the end of a page, so that no step runs a few tokens of a prompt."""
+    stop = start + count
+    return stop if is_alone else max(start, stop // PAGE_ROWS * PAGE_ROWS)

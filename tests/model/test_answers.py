@@ -228,8 +228,9 @@ def scored(made: Engine, wish: Sampling, text: str = LONG) -> tuple[int, list[Ch
     """From which position on the prompt was computed, and its chances."""
     made.add(ids(text), wish)
     steps = list(made.run())
-    computed = [step.chunk.start for step in steps if step.chunk is not None]
-    return min(computed, default=0), [chance for step in steps for chance in step.scored]
+    computed = [chunk.start for step in steps for chunk in step.chunks]
+    found = [chance for step in steps for scored in step.scored for chance in scored]
+    return min(computed, default=0), found
 
 
 @functools.cache

@@ -36,8 +36,7 @@ def finished(eng: Engine) -> int:
     computed = 0
     for result in eng.run():
         eng.offload.check()
-        if result.chunk is not None:
-            computed += result.chunk.stop - result.chunk.start
+        computed += sum(chunk.count for chunk in result.chunks)
     run(eng)
     return computed
 

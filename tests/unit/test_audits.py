@@ -224,10 +224,10 @@ def test_a_landed_plan_is_not_committed_again() -> None:
 @pytest.mark.parametrize(
     ("fault", "finding"),
     [
-        (lambda roster: setattr(roster.first("waiting"), "state", "decoding"), "is decoding, not"),
-        (lambda roster: setattr(roster.first("waiting"), "number", 9), "9 is listed as 2"),
-        (lambda roster: roster._ranks["waiting"].clear(), "have no rank"),
-        (lambda roster: roster._ranks["waiting"].reverse(), "no heap"),
+        (lambda roster: setattr(roster.first_waiting(), "state", "decoding"), "is decoding, not"),
+        (lambda roster: setattr(roster.first_waiting(), "number", 9), "9 is listed as 2"),
+        (lambda roster: roster._ranks.clear(), "and have no rank"),
+        (lambda roster: roster._ranks.reverse(), "no heap"),
     ],
     ids=["another state", "another number", "no rank", "no heap"],
 )

@@ -1,6 +1,8 @@
-"""One step's turns and chunk: by rank, within the step, never beyond what a request may make."""
+"""One step's turns and chunks: by rank, within the step, never beyond what a request may make."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 
@@ -81,8 +83,59 @@ def test_one_that_may_be_over_takes_no_place():
     ],
 )
 def test_the_chunk_goes_on_up_to_the_last_prompt_token(given, expected):
-    chunk = planned(crowd(("waiting", {}), ("prefilling", given), ("prefilling", {}))).chunk
-    assert chunk is not None
+    [chunk] = planned(crowd(("waiting", {}), ("prefilling", given), ("prefilling", {}))).chunks
     assert (chunk.request.number, (chunk.start, chunk.stop)) == (1, expected)
     assert chunk.is_last == (expected[1] == 99)
-    assert planned(crowd(("waiting", {}), ("decoding", {}))).chunk is None
+    assert planned(crowd(("waiting", {}), ("decoding", {}))).chunks == ()
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "lengths", "expected"),
+    [
+        (300, (64, 64, 64), [(0, 0, 63), (1, 0, 63), (2, 0, 63)]),
+        (126, (64, 64, 64), [(0, 0, 63), (1, 0, 63)]),
+        (180, (64, 64, 64), [(0, 0, 63), (1, 0, 63)]),
+        (512, (64, 1000, 64), [(0, 0, 63), (1, 0, 448)]),
+        (512, (400, 200, 10), [(0, 0, 399), (1, 0, 64)]),
+        (512, (500, 100, 10), [(0, 0, 499)]),
+        (100, (1000, 10), [(0, 0, 100)]),
+        (100, (101, 10), [(0, 0, 100)]),
+        (101, (101, 2), [(0, 0, 100), (1, 0, 1)]),
+    ],
+)
+def test_prompts_share_the_tokens_of_a_step_and_the_last_is_cut_at_a_page(
+    chunk_tokens, lengths, expected
+):
+    roster = crowd(*(("prefilling", {"length": length}) for length in lengths))
+    chunks = planned(roster, chunk_tokens=chunk_tokens).chunks
+    assert [(chunk.request.number, chunk.start, chunk.stop) for chunk in chunks] == expected
+
+
+def test_the_rest_of_a_cut_prompt_goes_first_and_a_better_rank_before_it():
+    cut = ("prefilling", {"length": 1000, "prefilled_count": 448})
+    others = [("prefilling", {"length": 50}), ("prefilling", {"length": 50, "priority": -1})]
+    chunks = planned(crowd(cut, *others), chunk_tokens=640).chunks
+    assert [(chunk.request.number, chunk.start, chunk.stop) for chunk in chunks] == [
+        (2, 0, 49),
+        (0, 448, 999),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_prompt_is_prefilled_once_in_order_and_one_at_most_is_there_in_part(seed):
+    rand = random.Random(seed)
+    lengths = [rand.choice((2, 10, 64, 65, 66, 200, 700)) for _ in range(30)]
+    roster = crowd(*(("prefilling", {"length": length}) for length in lengths))
+    chunk_tokens, order = rand.choice((48, 64, 100, 512)), []
+    while roster.count("prefilling"):
+        chunks = planned(roster, chunk_tokens=chunk_tokens).chunks
+        assert 0 < sum(chunk.count for chunk in chunks) <= chunk_tokens
+        for chunk in chunks:
+            assert chunk.start == chunk.request.prefilled_count
+            chunk.request.prefilled_count = chunk.stop
+            if chunk.is_last:
+                order.append(chunk.request.number)
+                roster.move(chunk.request, "decoding")
+        started = [request.prefilled_count > 0 for request in roster.of("prefilling")]
+        assert sum(started) <= 1
+    assert order == sorted(order) == list(range(30))

@@ -65,6 +65,7 @@ class Recorder:
 
 def _name(number: int, result: StepResult) -> str:
     parts = [f"step {number}", f"{result.turn_count} requests"]
-    if result.chunk is not None:
-        parts.append(f"{result.chunk.stop - result.chunk.start} prompt tokens")
+    if result.chunks:
+        tokens = sum(chunk.count for chunk in result.chunks)
+        parts.append(f"{tokens} prompt tokens of {len(result.chunks)} requests")
     return ", ".join(parts)

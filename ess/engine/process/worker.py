@@ -205,11 +205,12 @@ class EngineLoop:
         made_of: dict[int, list[Made]] = {}
         for made in result.made:
             made_of.setdefault(id(made.request), []).append(made)
+        scores = zip(result.chunks, result.scored, strict=True)
+        scored_of = {id(chunk.request): scored for chunk, scored in scores}
         pieces = []
         for live in list(self._live.values()):
-            is_scored = result.chunk is not None and live.request is result.chunk.request
-            scored = result.scored if is_scored else ()
-            piece = self._piece(live, made_of.get(id(live.request), []), scored)
+            key = id(live.request)
+            piece = self._piece(live, made_of.get(key, []), scored_of.get(key, ()))
             if piece != Piece(live.number):
                 pieces.append(piece)
             assert (piece.reason is not None) == (live.request.state == "finished"), piece

@@ -106,15 +106,19 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step under way: each request of its batch with the tokens it has verified, and the time."""
+    """A step under way: each request of its batch with the tokens it has verified, prompt chunks
+    from a first position up to the one behind the last, and the time."""
 
     turns: list[tuple[Life, int]]
     depth: int
     decode_s: float
     exposed_s: float
-    chunk_of: Life | None
-    chunk_tokens: int
+    chunks: list[tuple[Life, int, int]]
     chunk_s: float
+
+    @property
+    def chunk_tokens(self) -> int:
+        return sum(stop - start for _, start, stop in self.chunks)
 
     @property
     def seconds(self) -> float:
@@ -165,10 +169,10 @@ class Running:
             verified_max=depth,
         )
         decode_s, exposed_s = self._decode_s([life.length for life, _ in turns], depth)
-        chunk_of, tokens, chunk_s = self._chunk()
-        if not turns and chunk_of is None:
+        chunks = scheduler.plan_chunks(self.roster, self.pace.chunk_limit)
+        if not turns and not chunks:
             return None
-        flight = Flight(turns, depth, decode_s, exposed_s, chunk_of, tokens, chunk_s)
+        flight = Flight(turns, depth, decode_s, exposed_s, chunks, self._chunk_s(chunks))
         self._count(flight)
         return flight
 
@@ -180,8 +184,8 @@ class Running:
         done = [life for life, _ in flight.turns if life.end_s is not None]
         for life in done:
             self._leave(life)
-        if flight.chunk_of is not None:
-            self._prefilled(flight.chunk_of, flight.chunk_tokens)
+        for life, _, stop in flight.chunks:
+            self._prefilled(life, stop)
         return done
 
     def _admit(self) -> None:
@@ -226,16 +230,14 @@ class Running:
         self.roster.move(life, "finished")
         self._change_count += 1
 
-    def _chunk(self) -> tuple[Life | None, int, float]:
-        chunk = scheduler.plan_chunk(self.roster, self.pace.chunk_limit)
-        if chunk is None:
-            return None, 0, 0.0
-        assert self.rank.chunk_time is not None
-        life, start, stop = chunk
-        return life, stop - start, self.rank.chunk_time.of(stop - start, after=start)
+    def _chunk_s(self, chunks: Sequence[tuple[Life, int, int]]) -> float:
+        """Tokens attend within their own prompt only, so the times of packed chunks add up."""
+        time = self.rank.chunk_time
+        assert time is not None or not chunks, "a tier prefills, and the rank does too"
+        return sum(time.of(stop - start, after=start) for _, start, stop in chunks) if time else 0.0
 
-    def _prefilled(self, life: Life, tokens: int) -> None:
-        life.prefilled_count += tokens
+    def _prefilled(self, life: Life, stop: int) -> None:
+        life.prefilled_count = stop
         if life.prefilled_count == life.prefill_count:
             self._decode(life)
 
