@@ -53,6 +53,7 @@ def engine(
     chunks: int = 2,
     host_pages: int = 60,
     index_pages: int | None = None,
+    chunk_tokens: int = 48,
     **config,
 ) -> Engine:
     made = small(family)
@@ -68,7 +69,7 @@ def engine(
         lane=ManualLane(seed=chunks, delay_max=3),
         poison=True,
     )
-    return Engine(made, offload, EngineConfig(mtp=mtp, chunk_tokens=48, **config))
+    return Engine(made, offload, EngineConfig(mtp=mtp, chunk_tokens=chunk_tokens, **config))
 
 
 def run(eng: Engine) -> None:

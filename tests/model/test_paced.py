@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ess.clock import Clock
+from ess.engine.step import prompt as prompts
 from ess.engine.tokens.sampling import Sampling
 from tests.model.test_engine import engine, expected, prompt, run
 
@@ -29,6 +30,15 @@ class LoadClock(Clock):
 
         eng.offload.begin = timed
         eng._clock = self
+
+    def prefilling(self, run_chunks, *, token_s: float):
+        """`run_chunks` with the time that the tokens of all its spans take."""
+
+        def timed(runner, spans):
+            self._passed_s += token_s * sum(len(span.tokens) for span in spans)
+            return run_chunks(runner, spans)
+
+        return timed
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -71,3 +81,26 @@ def test_a_second_one_enters_beside_a_slow_lone_one():
     assert max(counts) >= 4
     for request in made:
         assert request.output == expected("v32", 1, 60)
+
+
+def test_packed_prompts_share_what_the_target_leaves(monkeypatch):
+    """A token of a prompt takes 0.1 ms, and a step with one request leaves 29 ms of its 50: four
+    pages, for all prompts together."""
+    eng = engine("v32", modes="none", chunks=12, tpot_ms=50.0, chunk_tokens=512)
+    clock = LoadClock(step_s=0.02, query_s=0.001)
+    clock.watch(eng)
+    monkeypatch.setattr(prompts, "run_chunks", clock.prefilling(prompts.run_chunks, token_s=1e-4))
+    first = eng.add(prompt(20), Sampling(tokens_max=60))
+    while len(first.output) < 40:
+        eng.step()
+    made = [eng.add(prompt(60), Sampling(tokens_max=9)) for _ in range(9)]
+    packs = []
+    while not all(request.output for request in made):
+        limit = eng.pace.chunk_limit
+        chunks = eng.step().chunks
+        assert sum(chunk.count for chunk in chunks) <= limit <= 256
+        packs.append(len(chunks))
+    assert eng.pace.chunk_token_s == pytest.approx(1e-4)
+    assert max(packs) > 1
+    for request in made:
+        assert request.output[:9] == expected("v32", 60, 9)[: len(request.output)]

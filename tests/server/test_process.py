@@ -439,3 +439,21 @@ def test_a_prompt_s_chances_leave_with_its_chunks():
     packer = Packer()
     for message in wire.given:
         assert packer.for_server(packer.pack(message)) == message
+
+
+def test_prompts_of_one_step_leave_with_their_own_chances():
+    asked = Sampling(tokens_max=2, prompt_logprobs=0)
+    adds = [Add(number, prompt(number), asked) for number in (20, 30)]
+    together, apart = Script(t1=[Trace(True), *adds], t9=[Trace(False)]), Script()
+    run(together, 9, modes="none")
+    for add in adds:
+        apart.arriving = {apart.turn + 1: [add]}
+        run(apart, 9, modes="none")
+        [first, *_] = together.pieces(add.number)
+        assert len(first.prompt_chances) == add.number - 1
+        wanted = [chance.logprob for chance in apart.pieces(add.number)[0].prompt_chances]
+        found = [chance.logprob for chance in first.prompt_chances]
+        assert found == pytest.approx(wanted, abs=1e-4)
+    [traced] = (message for message in together.given if isinstance(message, Traced))
+    names = [span.name for span in traced.spans if span.lane == "steps"]
+    assert names[0] == "step 1, 0 requests, 48 prompt tokens of 2 requests"

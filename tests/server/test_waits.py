@@ -10,7 +10,8 @@ from tests.support.manual_clock import ManualClock
 
 
 def test_every_token_counts_once_however_many_come_in_a_piece():
-    """One token, then three after 187.5 ms, then two after 500 ms: 62.5 ms three times and 250 ms twice."""
+    """One token, then three after 187.5 ms, then two after 500 ms: waits of 62.5 ms three times and
+    of 250 ms twice."""
     clock, tally = ManualClock(), Tally()
     times = Times(clock, tally)
     for after_s, count in ((0.5, 1), (0.1875, 3), (0.5, 2)):
