@@ -16,6 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from ess import console
+from ess.bench.engine.arrivals import Load
+from ess.bench.engine.arrivals import rows_of as arrival_rows
 from ess.bench.engine.cpu_tables import stage_medians
 from ess.bench.engine.decode_arm import Arm, Shape, Way, slots_each
 from ess.bench.harness.folders import default_folder
@@ -65,6 +67,7 @@ def step_benchmark(
     text: Path | None = None,
     snapshots: Path | None = None,
     stages: bool = False,
+    arrivals: int | None = None,
     smoke: bool = False,
 ) -> list[Row]:
     """Decode steps of the embedded model: offload against everything resident.
@@ -89,7 +92,11 @@ def step_benchmark(
         Where prefilled segments are kept, by default in the user's folder for such files.
     stages
         Also print where the time of a median step goes.
+    arrivals
+        Print instead how long this many prompts of 64 tokens that come at once wait for a token.
     """
+    if arrivals is not None:
+        return arrival_rows(Load(requests=min(arrivals, 8) if smoke else arrivals))
     if smoke:
         return rows_of(SMOKE, folder=None)
     if steps < 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import TPOT
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -15,12 +16,13 @@ from ess.sim.memory_budget import Budget
 from ess.sim.prefill.chunking import PrefillTime
 from ess.sim.prefill.prefill_time import Handoff, Tier
 from ess.sim.serving.arrivals import Arrival
-from ess.sim.serving.decode_rank import BATCH, Rank, mean_misses
+from ess.sim.serving.decode_rank import BATCH, Life, Rank, Running, mean_misses
 from ess.sim.serving.goodput import Objective, summarise, tpot_s, ttft_s
 from ess.sim.serving.prefixes import reused, shared
 from ess.sim.serving.replay import PREFILL, Drafting, Replay, replay
 from ess.sim.serving.traffic import Mix, at_rate, chance_of, draw, right_drafts
 from ess.sim.step_grid import StepTime
+from tests.model.test_engine import engine, prompt
 
 GIB = 1 << 30
 SECOND_PER_TOKEN = PrefillTime(quadratic=1e-12, linear=1.0)
@@ -89,6 +91,35 @@ def test_chunks_run_beside_decode_by_hand():
     found = replay(asks((0, 1, 4), (1, 100, 1)), rank(), drafting=Drafting(chance=0.0))
     assert times(found) == [(9, 136), (136, 136)]
     assert tpot_s(found.lives[1]) is None
+
+
+def test_prompts_share_a_step_by_hand():
+    """Two prompts of 32 fill the first step; the third runs beside the decode of both.
+
+    0-64 both prompts; 64-106 both decode, and the third prompt; 106-115 it decodes alone.
+    """
+    found = replay(asks(*[(0, 33, 1)] * 3), rank(), drafting=Drafting(chance=0.0))
+    assert times(found) == [(106, 106), (106, 106), (115, 115)]
+
+
+def test_steps_hold_what_the_engine_s_steps_hold():
+    """The same arrivals, step by step: chunks with their ends, and how many requests decode."""
+    eng = engine("v32", mtp=1, modes="none", chunks=40, chunk_tokens=256)
+    simulated = Running(rank(chunk_max=256, slot_floor=24))
+    for number, length in enumerate((40, 300, 1, 64, 200, 65, 66, 2, 129, 90)):
+        eng.add(prompt(length), Sampling(tokens_max=5, ignore_eos=True))
+        [arrival] = asks((0, length, 5))
+        simulated.waiting.append(Life(number=number, arrival=arrival, right=bytes(5)))
+    packed = 0
+    while (flight := simulated.launch()) is not None:
+        result = eng.step()
+        ours = [(chunk.request.number, chunk.start, chunk.stop) for chunk in result.chunks]
+        assert [(life.number, *ends) for life, *ends in flight.chunks] == ours
+        assert len(flight.turns) == result.turn_count
+        simulated.land(flight, 0.0)
+        packed += len(ours) > 1
+    assert packed > 2
+    assert eng.is_idle
 
 
 def test_a_tier_by_hand():

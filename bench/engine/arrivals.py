@@ -1,0 +1,195 @@
+"""Many short prompts at once, and how long each waits for its first token.
+
+All requests are added before the first step. They enter as many to a step as its prompt tokens
+allow, or, for comparison, one to a step. What no engine can do without is the prompts' own work:
+all their tokens at the rate at which packs of them are prefilled while nothing else runs. Decoding
+goes on beside it, so the last first token may take twice that.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from ess.bench.engine.calibrate import texts
+from ess.bench.harness.report import Row, compare
+from ess.bench.harness.threads import compute_threads
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.step.prompt import Span, run_chunks
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput, BadState
+from ess.models.load import load_model
+from ess.models.model import Model
+from ess.units import PAGE_ROWS, div_ceil
+
+PACK_TARGET: Final = 1.2
+WORK_SHARE: Final = 2.0
+PACKS: Final = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What arrives, and the prompt tokens that a step may run."""
+
+    requests: int
+    prompt: int = 64
+    output: int = 64
+    mtp: int = 2
+    chunk_tokens: int = 512
+
+    @property
+    def prefill_count(self) -> int:
+        """Of each prompt: its last token is left to decode."""
+        return self.prompt - 1
+
+    @property
+    def pack(self) -> int:
+        """The prompts that enter in the first step."""
+        return min(self.requests, self.chunk_tokens // self.prefill_count)
+
+
+@dataclass(slots=True)
+class Waited:
+    """Seconds until each first token, and for every step until the last one how many decoded."""
+
+    first_s: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+
+
+@compute_threads(1)
+def rows_of(load: Load, *, packs: int = PACKS) -> list[Row]:
+    """First tokens against one prompt to a step, and what packing itself gains."""
+    if load.requests < 1:
+        raise BadInput(f"--arrivals {load.requests}: at least one request arrives")
+    model = load_model()
+    prompts = texts(load.requests, load.prompt)
+    alone, packed = _prefilled(model, load, prompts, packs)
+    work_s = load.requests / load.pack * statistics.median(packed)
+    one, many = (
+        _waited(model, load, prompts, chunk_tokens)
+        for chunk_tokens in (load.prefill_count, load.chunk_tokens)
+    )
+    config = {"requests": load.requests, "prompt": load.prompt, "mtp": load.mtp}
+    return [
+        compare(
+            name=f"a pack of {load.pack} prompts",
+            unit="ms",
+            ours=[1e3 * seconds for seconds in packed],
+            baseline=("one by one", [1e3 * seconds for seconds in alone]),
+            target=PACK_TARGET,
+            config=config,
+        ),
+        compare(
+            name="first token, median",
+            unit="s",
+            ours=[statistics.median(many.first_s)],
+            baseline=("one prompt a step", [statistics.median(one.first_s)]),
+            config=config | _running(many, one),
+        ),
+        compare(
+            name="first token, last",
+            unit="s",
+            ours=[max(many.first_s)],
+            baseline=("twice the prompts' work", [WORK_SHARE * work_s]),
+            target=1.0,
+            config=config | {"one_prompt_a_step_s": round(max(one.first_s), 2)},
+        ),
+    ]
+
+
+def _running(many: Waited, one: Waited) -> dict[str, Any]:
+    return {
+        "steps": len(many.running),
+        "running": round(statistics.fmean(many.running)),
+        "steps_before": len(one.running),
+        "running_before": round(statistics.fmean(one.running)),
+    }
+
+
+def _engine(model: Model, load: Load, chunk_tokens: int) -> Engine:
+    """Every row has a slot, so nothing is measured but who enters when."""
+    config = model.config
+    if load.mtp == 1:
+        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    layout = config.layout(name="ess-embedded")
+    pages = div_ceil(load.prompt + load.output, PAGE_ROWS) + 1
+    total = load.requests * pages
+    offload = Offload.create(
+        layout,
+        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * total,
+        host_bytes=2 * total * layout.host_page_bytes,
+        length_max=pages * PAGE_ROWS,
+        sequence_max=load.requests,
+        query_max=load.requests * load.mtp,
+    )
+    return Engine(
+        model,
+        offload,
+        EngineConfig(
+            mtp=load.mtp,
+            chunk_tokens=chunk_tokens,
+            max_running=load.requests,
+            query_max=load.requests * load.mtp,
+        ),
+    )
+
+
+@torch.inference_mode()
+def _prefilled(
+    model: Model, load: Load, prompts: Sequence[Sequence[int]], repeats: int
+) -> tuple[list[float], list[float]]:
+    """Seconds for one pack of prompts: one by one, and together; in turn, after a first of each."""
+    eng = _engine(model, load, load.chunk_tokens)
+    seconds: dict[int, list[float]] = {1: [], load.pack: []}
+    chosen = prompts[: load.pack]
+    for _ in range(repeats + 1):
+        for at_once, taken in seconds.items():
+            spans = [_span(eng.offload, prompt) for prompt in chosen]
+            started_s = time.perf_counter()
+            for first in range(0, len(spans), at_once):
+                run_chunks(eng.runner, spans[first : first + at_once])
+            taken.append(time.perf_counter() - started_s)
+            for span in spans:
+                span.sequence.close()
+            eng.offload.forget_prefixes()
+    eng.offload.close()
+    return seconds[1][1:], seconds[load.pack][1:]
+
+
+def _span(offload: Offload, prompt: Sequence[int]) -> Span:
+    sequence = offload.open(prompt, length_max=len(prompt))
+    if sequence.cached_count:
+        raise BadState(f"{sequence} found {sequence.cached_count} rows: two prompts begin alike")
+    return Span(sequence=sequence, start=0, tokens=prompt[:-1], following=prompt[1:])
+
+
+def _waited(
+    model: Model, load: Load, prompts: Sequence[Sequence[int]], chunk_tokens: int
+) -> Waited:
+    eng, waited = _engine(model, load, chunk_tokens), Waited()
+    eng.add(prompts[0][:2], Sampling(tokens_max=4))
+    for _ in eng.run():
+        pass
+    wish = Sampling(tokens_max=load.output, ignore_eos=True)
+    requests = [eng.add(prompt, wish) for prompt in prompts]
+    first_s: dict[int, float] = {}
+    started_s = time.perf_counter()
+    while len(first_s) < len(requests):
+        result = eng.step()
+        now_s = time.perf_counter() - started_s
+        if result.is_empty:
+            raise BadState(f"{len(requests) - len(first_s)} requests do not fit: {eng.refusal}")
+        for made in result.made:
+            first_s.setdefault(made.request.number, now_s)
+        waited.running.append(result.turn_count)
+    waited.first_s = list(first_s.values())
+    eng.close()
+    eng.offload.close()
+    return waited
