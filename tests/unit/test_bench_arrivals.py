@@ -27,7 +27,10 @@ def test_the_command_prints_its_rows(capsys: pytest.CaptureFixture[str]):
     document = json.loads(capsys.readouterr().out)
     assert document["machine"]["cpu"]
     names = [row["name"] for row in document["rows"]]
-    assert names == ["a pack of 2 prompts", "first token, median", "first token, last"]
+    assert names == [
+        f"{name}, thread time"
+        for name in ("a pack of 2 prompts", "first token, median", "first token, last")
+    ]
 
 
 def test_no_arrivals_are_refused(capsys: pytest.CaptureFixture[str]):
