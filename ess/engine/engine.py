@@ -123,6 +123,7 @@ class Engine:
         *,
         priority: int = 0,
         leader: Request | None = None,
+        salt: bytes = b"",
     ) -> Request:
         """Requests of a lower `priority` value are admitted and resumed first, and preempted last.
 
@@ -136,6 +137,7 @@ class Engine:
             sampling=sampling or Sampling(),
             priority=priority,
             leader=leader,
+            salt=salt,
             owner=self,
         )
         vocabulary = self.runner.model.config.vocab_size
@@ -306,6 +308,7 @@ class Engine:
                 request.prompt,
                 length_max=request.length_max,
                 promise=self._config.promise,
+                salt=request.salt,
                 reuse_max=request.reuse_max,
             )
         except PoolFull as refusal:

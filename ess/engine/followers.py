@@ -25,6 +25,8 @@ class Followers:
             return False
         if (request.prompt, request.length_max) != (leader.prompt, leader.length_max):
             return False
+        if request.salt != leader.salt:
+            return False
         assert request is not leader, f"request {request.number} follows itself"
         assert request not in self._of, f"request {request.number} leads others, and cannot follow"
         assert request.state == "waiting", f"request {request.number} is {request.state} already"

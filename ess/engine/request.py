@@ -19,6 +19,7 @@ from ess.errors import BadInput, EssError
 
 if TYPE_CHECKING:
     from ess.door import Sequence
+    from ess.engine.tokens.bad_words import BadWords
     from ess.engine.tokens.counts import Tally
     from ess.engine.tokens.grammar import Matcher
     from ess.engine.tokens.stops import Reader
@@ -45,8 +46,8 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`prompt`, `sampling`, `priority` and `leader` come from outside; everything else is the
-    engine's, which is its `owner`.
+    """`prompt`, `sampling`, `priority`, `leader` and `salt` come from outside; everything else is
+    the engine's, which is its `owner`. Requests of different `salt` share no cached prefix.
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
     when its grammar could not be followed to the end: `matcher.failure` says why. `refusal` says
@@ -62,6 +63,7 @@ class Request:
     sampling: Sampling
     priority: int = 0
     leader: Request | None = None
+    salt: bytes = b""
     owner: object = None
     output: list[int] = field(default_factory=list)
     state: State = "waiting"
@@ -73,6 +75,7 @@ class Request:
     reader: Reader | None = None
     matcher: Matcher | None = None
     tally: Tally | None = None
+    bad_words: BadWords | None = None
     draft_count: int = 0
     flight_count: int = 0
     ahead_count: int = 0

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ess.errors import BadInput
-from ess.models.chat import deepseek_v32, dsml, glm_reply
+from ess.models.chat import deepseek_v32, dsml, dsml_grammar, glm_grammar, glm_reply
+from ess.models.chat.call_grammar import Calls
 from ess.models.chat.deepseek_v32_reply import DeepSeekParser
 from ess.models.chat.glm_reply import GlmParser
 from ess.models.chat.messages import Message, arguments_of
@@ -27,12 +28,19 @@ Tools = Sequence[Mapping[str, Any]]
 
 class ChatStyle(Protocol):
     """`stops` are strings at which a reply ends, beside the model's own end token; `waits` says
-    that `encode` waits for another process."""
+    that `encode` waits for another process, `has_tools` whether prompts show tools."""
 
     stops: tuple[str, ...]
     waits: bool
+    has_tools: bool
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool) -> str: ...
+    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
+        """The prompt of a reply, or of the rest of the last message, which `goes_on`."""
+        ...
+
+    def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
+        """Lark text; None where it is not known how the model writes calls."""
+        ...
 
     def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser: ...
 
@@ -40,9 +48,17 @@ class ChatStyle(Protocol):
 class DeepSeekStyle:
     stops: tuple[str, ...] = (dsml.END,)
     waits = False
+    has_tools = True
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
+    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
+        if goes_on:
+            _last_words(messages)
+            text = deepseek_v32.encode(messages, thinking=thinking, reply=False)
+            return text.removesuffix(dsml.END)
         return deepseek_v32.encode(messages, thinking=thinking)
+
+    def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
+        return dsml_grammar.write(tokenizer, calls)
 
     def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
         return DeepSeekParser(thinking=thinking)
@@ -53,11 +69,19 @@ class PlainStyle:
 
     stops: tuple[str, ...] = ("\nuser:",)
     waits = False
+    has_tools = False
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
+    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
         if any(message.tools or message.tool_calls for message in messages):
             raise BadInput("this model knows no tools")
-        return "".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:"
+        turns = "".join(f"{m.role}: {m.content}\n" for m in messages)
+        if goes_on:
+            _last_words(messages)
+            return turns.removesuffix("\n")
+        return turns + "assistant:"
+
+    def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
+        return None
 
     def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
         return PlainParser()
@@ -72,17 +96,25 @@ class TemplateStyle:
     def __init__(self, source: str, *, glm: bool) -> None:
         self._template = ChatTemplate(source)
         self._glm = glm
+        self.has_tools = "tools" in source
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool) -> str:
+    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
+        last = _last_words(messages) if goes_on else ""
         tools = [{"type": "function", "function": dict(t)} for m in messages for t in m.tools]
-        return self._template.render(
+        text = self._template.render(
             {
                 "messages": [_as_openai(message) for message in messages],
                 "tools": tools or None,
-                "add_generation_prompt": True,
+                "add_generation_prompt": not goes_on,
                 "enable_thinking": thinking,
             }
         )
+        if last not in text:
+            raise BadInput("continue_final_message is not served: the template changes the message")
+        return text[: text.rindex(last) + len(last)] if goes_on else text
+
+    def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
+        return glm_grammar.write(tokenizer, calls) if self._glm else None
 
     def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
         return GlmParser(thinking=thinking, tools=tools) if self._glm else PlainParser()
@@ -113,6 +145,14 @@ def style_of(
     if source is None:
         return PlainStyle()
     return TemplateStyle(source, glm=is_glm)
+
+
+def _last_words(messages: Sequence[Message]) -> str:
+    """What the assistant has said, of a conversation that ends with it."""
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.content.strip():
+        raise BadInput("continue_final_message must follow an assistant's message with content")
+    return last.content.rstrip()
 
 
 def _template_source(folder: Folder) -> str | None:

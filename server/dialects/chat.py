@@ -22,12 +22,13 @@ from ess.models.chat.reply import (
     ReplyParser,
     parse,
 )
-from ess.server.dialects import sampling_params, schemas
-from ess.server.dialects.completions import usage
+from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects.calls import require_calls
+from ess.server.dialects.completions import usage, usage_of_chunk
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
-from ess.server.dialects.prompts import offered_tools, wants_thinking
 from ess.server.dialects.streaming import Answer, event, read, respond
+from ess.server.dialects.tools import goes_on, offered_tools, wants_thinking
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
@@ -43,7 +44,17 @@ async def chat(request: Request) -> Response:
         raise BadInput(f"modalities is {ask.modalities}; only text is served")
     tools = offered_tools(ask.tools, ask.tool_choice)
     thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
-    made, ending = sampling_params.samplings(service, _wanted(service, ask), [prompt])
+    thinking = thinking and not goes_on(ask)
+    wanted = _wanted(service, ask)
+    require_calls(
+        service,
+        wanted,
+        tools,
+        ask.tool_choice,
+        parallel=ask.parallel_tool_calls is not False,
+        thinking=thinking,
+    )
+    made, ending = sampling_params.samplings(service, wanted, [prompt])
     call = begin(request, ask, made, named=ask.rid or ask.request_id)
     generations = [Generation(service.tokenizer, ending) for _ in made]
     grown = Answer(service, call, generations)
@@ -57,12 +68,19 @@ async def chat(request: Request) -> Response:
 def _wanted(service: Service, ask: schemas.ChatAsk) -> sampling_params.Wanted:
     if ask.top_logprobs and not ask.logprobs:
         raise BadInput("top_logprobs needs logprobs to be true")
-    tokens_max = ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens
+    is_newer = ask.max_completion_tokens is not None
+    tokens_max = ask.max_completion_tokens if is_newer else ask.max_tokens
     wanted = sampling_params.wanted_of_openai(
         ask,
         tokens_max=tokens_max,
         logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
         more_stops=service.style.stops,
+        grammar=constraints.of_openai(ask, service.tokenizer),
+        names={
+            "logprobs": "top_logprobs",
+            "the prompt": "messages: the prompt",
+            **({"max_tokens": "max_completion_tokens"} if is_newer else {}),
+        },
     )
     if service.is_marked and ask.skip_special_tokens is None:
         wanted.keep_special = True
@@ -146,6 +164,7 @@ class ChatWriter:
         self._encoder = msgspec.json.Encoder()
         options = shape.ask.stream_options
         self._has_usage = bool(options and options.include_usage)
+        self._counts = bool(options and options.continuous_usage_stats)
         self._has_calls = [False] * len(shape.grown.generations)
         head = shape.head("chat.completion.chunk")
         self._head = head
@@ -165,7 +184,8 @@ class ChatWriter:
         if delta.finish is not None:
             events = [*events, *parser.finish()]
         logprobs = self._shape.logprobs(delta.tokens, delta.chances) if delta.tokens else None
-        if logprobs is None and delta.finish is None and len(events) == 1:
+        is_quick = logprobs is None and delta.finish is None and not self._counts
+        if is_quick and len(events) == 1:
             [only] = events
             if isinstance(only, Content):
                 return self._content(index, only.text)
@@ -224,7 +244,12 @@ class ChatWriter:
         if stop is not None:
             choice["stop_reason"] = stop
         chunk = {**self._head, "choices": [choice]}
-        return event({**chunk, "usage": None} if self._has_usage else chunk)
+        return event(
+            {
+                **chunk,
+                **usage_of_chunk(self._shape, is_last_only=self._has_usage, counts=self._counts),
+            }
+        )
 
     def end(self) -> bytes:
         if not self._has_usage:

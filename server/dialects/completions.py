@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
-from ess.server.dialects import sampling_params, schemas
+from ess.server.dialects import constraints, sampling_params, schemas
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs
 from ess.server.dialects.streaming import Answer, event, read, respond
@@ -36,6 +36,7 @@ async def completions(request: Request) -> Response:
         tokens_max=16 if ask.max_tokens is None else ask.max_tokens + is_echo_alone(ask),
         logprobs=ask.logprobs,
         prompt_logprobs=_prompt_logprobs(ask),
+        grammar=constraints.of_openai(ask, service.tokenizer),
     )
     made, ending = sampling_params.samplings(service, wanted, prompts)
     call = begin(request, ask, made, named=ask.rid or ask.request_id)
@@ -151,7 +152,9 @@ class CompletionWriter:
         self._encoder = msgspec.json.Encoder()
         options = shape.ask.stream_options
         self._has_usage = bool(options and options.include_usage)
-        self._is_plain = shape.ask.logprobs is None and not shape.ask.return_token_ids
+        self._counts = bool(options and options.continuous_usage_stats)
+        has_text_only = shape.ask.logprobs is None and not shape.ask.return_token_ids
+        self._is_plain = has_text_only and not self._counts
         self._told_chars = [0] * len(shape.grown.generations)
         self._has_echoed = [False] * len(shape.grown.generations)
         marked = {**shape.head, "choices": [{"index": 0, "text": ""}]}
@@ -206,12 +209,26 @@ class CompletionWriter:
         if self._shape.ask.return_token_ids:
             choice["token_ids"] = delta.tokens
         chunk = {**self._shape.head, "choices": [choice]}
-        return {**chunk, "usage": None} if self._has_usage else chunk
+        return {
+            **chunk,
+            **usage_of_chunk(self._shape, is_last_only=self._has_usage, counts=self._counts),
+        }
 
     def end(self) -> bytes:
         if not self._has_usage:
             return b""
         return event({**self._shape.head, "choices": [], "usage": self._shape.usage()})
+
+
+class Counted(Protocol):
+    def usage(self) -> dict[str, Any]: ...
+
+
+def usage_of_chunk(shape: Counted, *, is_last_only: bool, counts: bool) -> dict[str, Any]:
+    """What a chunk says of usage: the counts so far, null until the last chunk, or nothing."""
+    if counts:
+        return {"usage": shape.usage()}
+    return {"usage": None} if is_last_only else {}
 
 
 def usage(prompts: Sequence[list[int]], generations: Sequence[Generation]) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ess.engine.tokens.chance import Chance
-from ess.engine.tokens.grammar import Grammar, Kind
 from ess.errors import BadInput
-from ess.server.dialects import sampling_params, schemas
-from ess.server.dialects.completions import usage
+from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects.completions import usage, usage_of_chunk
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.dialects.streaming import Answer, event, read, respond
@@ -29,7 +28,8 @@ async def generate(request: Request) -> Response:
     service.check_model(ask.model)
     sampling = ask.sampling_params or schemas.SglangSampling()
     _check_start(ask, prompts)
-    made, ending = sampling_params.samplings(service, _wanted(ask, sampling), prompts)
+    wanted = _wanted(service, ask, sampling)
+    made, ending = sampling_params.samplings(service, wanted, prompts)
     call = begin(request, ask, made, named=ask.rid if isinstance(ask.rid, str) else None)
     grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
     is_many = prepared.is_many or len(made) > 1
@@ -38,10 +38,15 @@ async def generate(request: Request) -> Response:
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
 
+def has_logprobs(ask: schemas.GenerateAsk) -> bool:
+    asked = ask.return_logprob
+    return any(asked) if isinstance(asked, list) else bool(asked)
+
+
 def scored_from(ask: schemas.GenerateAsk) -> int | None:
     """The first prompt position to score; -1 in the body means none."""
     start = -1 if ask.logprob_start_len is None else ask.logprob_start_len
-    return start if ask.return_logprob and start >= 0 else None
+    return start if has_logprobs(ask) and start >= 0 else None
 
 
 def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None:
@@ -51,14 +56,22 @@ def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None
             raise BadInput(f"logprob_start_len is {start}, the prompt has {len(prompt)} tokens")
 
 
-def _wanted(ask: schemas.GenerateAsk, sampling: schemas.SglangSampling) -> sampling_params.Wanted:
-    asked: tuple[tuple[Kind, str | None], ...] = (
-        ("json_schema", sampling.json_schema),
-        ("regex", sampling.regex),
-        ("lark", sampling.ebnf),
-    )
-    grammars = [Grammar(kind, text) for kind, text in asked if text is not None]
-    top = ask.top_logprobs_num if isinstance(ask.top_logprobs_num, int) else 0
+def _same(name: str, asked: int | list[int] | list[bool] | None) -> int:
+    """A wish for all prompts; in a list, the same for each."""
+    wishes = set(asked) if isinstance(asked, list) else {asked or 0}
+    if len(wishes) > 1:
+        raise BadInput(f"{name} must be the same for all prompts")
+    return int(max(wishes, default=0))
+
+
+def _wanted(
+    service: Service, ask: schemas.GenerateAsk, sampling: schemas.SglangSampling
+) -> sampling_params.Wanted:
+    top = _same("top_logprobs_num", ask.top_logprobs_num)
+    _same("return_logprob", ask.return_logprob if isinstance(ask.return_logprob, list) else None)
+    if top and not has_logprobs(ask):
+        raise BadInput("top_logprobs_num must come with return_logprob")
+    where = "input_ids" if ask.text is None else "text"
     return sampling_params.wanted_of(
         sampling,
         tokens_max=128 if sampling.max_new_tokens is None else sampling.max_new_tokens,
@@ -66,10 +79,18 @@ def _wanted(ask: schemas.GenerateAsk, sampling: schemas.SglangSampling) -> sampl
         keep_stop=bool(sampling.no_stop_trim),
         keep_special=sampling.skip_special_tokens is False,
         seed=sampling.sampling_seed,
-        logprobs=top if ask.return_logprob else None,
+        logprobs=top if has_logprobs(ask) else None,
         prompt_logprobs=None if scored_from(ask) is None else top,
         prompt_start=scored_from(ask) or 0,
-        grammar=sampling_params.one_grammar(grammars),
+        grammar=constraints.of_sglang(sampling, service.tokenizer),
+        names={
+            "max_tokens": "max_new_tokens",
+            "min_tokens": "min_new_tokens",
+            "logprobs": "top_logprobs_num",
+            "prompt_logprobs": "top_logprobs_num",
+            "prompt": where,
+            "the prompt": f"{where}: the prompt",
+        },
     )
 
 
@@ -111,7 +132,7 @@ class GenerateShape:
                 [logprob, token, None] for logprob, token in zip(values, tokens, strict=False)
             ]
             meant["input_top_logprobs"] = [None, *map(_top, scored)]
-        if self.ask.return_logprob:
+        if has_logprobs(self.ask):
             meant["output_token_logprobs"] = [
                 [chance.logprob, token, None]
                 for token, chance in zip(grown.tokens, grown.chances, strict=True)
@@ -166,9 +187,8 @@ async def generate_tokens(request: Request) -> Response:
         seed=sampling.seed,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
-        grammar=sampling_params.one_grammar(
-            [*sampling_params.grammars_of(sampling.structured_outputs)]
-        ),
+        grammar=constraints.of_structured(sampling.structured_outputs, service.tokenizer),
+        names={"prompt": "token_ids", "the prompt": "token_ids: the prompt"},
     )
     made, ending = sampling_params.samplings(service, wanted, prompts)
     call = begin(request, ask, made, named=ask.request_id)
@@ -228,6 +248,9 @@ class TokensShape:
 class TokensWriter:
     def __init__(self, shape: TokensShape) -> None:
         self._shape = shape
+        options = shape.ask.stream_options
+        self._has_usage = bool(options and options.include_usage)
+        self._counts = bool(options and options.continuous_usage_stats)
 
     def begin(self) -> bytes:
         return b""
@@ -235,11 +258,13 @@ class TokensWriter:
     def feed(self, index: int, delta: Delta) -> bytes:
         if not delta.tokens and delta.finish is None:
             return b""
-        return event(self._shape.document([self._shape.choice(index, delta)]))
+        chunk = self._shape.document([self._shape.choice(index, delta)])
+        return event(
+            {**chunk, **usage_of_chunk(self._shape, is_last_only=False, counts=self._counts)}
+        )
 
     def end(self) -> bytes:
-        options = self._shape.ask.stream_options
-        if not (options and options.include_usage):
+        if not self._has_usage:
             return b""
         return event({**self._shape.document([]), "usage": self._shape.usage()})
 

@@ -21,19 +21,25 @@ from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects import schemas
 from ess.server.dialects.logprobs import token_text
+from ess.server.dialects.response_items import messages_of
 from ess.server.dialects.schemas import Ask
+from ess.server.dialects.tools import (
+    choice_of_responses,
+    goes_on,
+    offered_tools,
+    tools_of_responses,
+    wants_thinking,
+)
 from ess.server.process.bounds import (
     BIASES_MAX,
     MESSAGES_MAX,
     PROMPT_IDS_MAX,
     PROMPTS_MAX,
     TEXT_CHARS_MAX,
-    TOOLS_MAX,
 )
 
 COUNTS: Final = (
     ("messages", MESSAGES_MAX),
-    ("tools", TOOLS_MAX),
     ("logit_bias", BIASES_MAX),
     ("stop_token_ids", BIASES_MAX),
 )
@@ -45,6 +51,12 @@ PROMPT_FIELDS: Final[Mapping[str, Any]] = {
     "token_ids": (),
     "messages": (),
     "tokens": NOTHING,
+}
+SAMPLED_ASIDE: Final = (schemas.GenerateAsk, schemas.TokensAsk)
+NAMES: Final[Mapping[type[msgspec.Struct], str]] = {
+    schemas.ChatAsk: "messages: the prompt",
+    schemas.ResponsesAsk: "input: the prompt",
+    schemas.TokensAsk: "token_ids: the prompt",
 }
 
 
@@ -69,6 +81,12 @@ class PromptReader:
         self._vocabulary = vocabulary
 
     def read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
+        try:
+            return self._read(raw, kind)
+        except RecursionError:
+            raise BadInput("the body is nested too deeply") from None
+
+    def _read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
         ask = schemas.read(raw, kind)
         _check_counts(ask)
         found: Prepared[Ask] = Prepared(ask=ask)
@@ -76,9 +94,14 @@ class PromptReader:
             case schemas.CompletionAsk():
                 add_special = ask.add_special_tokens is not False
                 given = schemas.read_texts(ask.prompt, where="prompt")
-                found.prompts = self._encoded(given, where="prompt", add_special=add_special)
+                is_cut = ask.truncate_prompt_tokens is not None
+                found.prompts = self._encoded(
+                    given, where="prompt", add_special=add_special, is_cut=is_cut
+                )
             case schemas.ChatAsk():
-                found.prompts = [self._chat(ask, effort=ask.reasoning_effort)]
+                found.prompts = [self._chat(ask)]
+            case schemas.ResponsesAsk():
+                found.prompts = [self._response(ask)]
             case schemas.GenerateAsk():
                 found.prompts, found.is_many = self._generate(ask)
             case schemas.TokensAsk():
@@ -87,8 +110,10 @@ class PromptReader:
                 found.document = self._tokenize(ask)
             case schemas.DetokenizeAsk():
                 found.document = self._detokenize(ask)
+        asked = ask.sampling_params if isinstance(ask, SAMPLED_ASIDE) else ask
+        found.prompts = self._truncated(asked, found.prompts)
         for prompt in found.prompts:
-            self._check_prompt(prompt)
+            self._check_prompt(prompt, name=NAMES.get(kind, "the prompt"))
         _drop_prompt(ask)
         return found
 
@@ -104,22 +129,44 @@ class PromptReader:
         texts = [ask.text] if isinstance(ask.text, str) else list(ask.text or ())
         if not texts:
             raise BadInput("text is an empty list")
-        found = self._encoded(texts, where="text", add_special=True)
+        asked = ask.sampling_params
+        is_cut = asked is not None and asked.truncate_prompt_tokens is not None
+        found = self._encoded(texts, where="text", add_special=True, is_cut=is_cut)
         return found, isinstance(ask.text, list)
 
-    def _chat(
-        self, ask: schemas.ChatAsk | schemas.TokenizeAsk, *, effort: str | None = None
+    def _chat(self, ask: schemas.ChatAsk) -> list[int]:
+        tools = offered_tools(ask.tools, ask.tool_choice)
+        thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
+        is_cut = ask.truncate_prompt_tokens is not None
+        return self._said(ask.messages, tools, thinking, goes_on=goes_on(ask), is_cut=is_cut)
+
+    def _response(self, ask: schemas.ResponsesAsk) -> list[int]:
+        choice = choice_of_responses(ask.tool_choice)
+        tools = offered_tools(tools_of_responses(ask.tools), choice)
+        thinking = wants_thinking(None, (ask.reasoning or {}).get("effort"))
+        messages = messages_of(ask.input, ask.instructions)
+        return self._said(messages, tools, thinking, is_cut=ask.truncate_prompt_tokens is not None)
+
+    def _said(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        thinking: bool,
+        *,
+        goes_on: bool = False,
+        is_cut: bool = False,
     ) -> list[int]:
-        choice = ask.tool_choice if isinstance(ask, schemas.ChatAsk) else None
-        tools = offered_tools(ask.tools, choice)
-        thinking = wants_thinking(ask.chat_template_kwargs, effort)
-        quoting = Quoting([ask.messages, tools], self._tokenizer.special_texts)
-        messages = quoting.split(ask.messages or [])
-        conversation = read_messages(messages, tools=quoting.split(tools))
-        text = self._style.encode(conversation, thinking=thinking)
+        quoting = Quoting([messages, tools], self._tokenizer.special_texts)
+        conversation = read_messages(quoting.split(messages), tools=quoting.split(tools))
+        if not self._style.has_tools and any(message.tools for message in conversation):
+            raise BadInput(
+                "tools: this model's chat template has no tools; tool_choice none is served"
+            )
+        text = self._style.encode(conversation, thinking=thinking, goes_on=goes_on)
         if not quoting.separator:
-            return self._encoded([text], where="messages", add_special=False)[0]
-        self._check_texts([text], where="messages")
+            where = "messages"
+            return self._encoded([text], where=where, add_special=False, is_cut=is_cut)[0]
+        self._check_texts([text], where="messages", is_cut=is_cut)
         return self._tokenizer.encode_quoted(text, quoting.separator)
 
     def _tokenize(self, ask: schemas.TokenizeAsk) -> bytes:
@@ -127,7 +174,8 @@ class PromptReader:
             raise BadInput("give either prompt or messages")
         add_special = ask.add_special_tokens is not False
         if ask.prompt is None:
-            lists = [self._chat(ask)]
+            thinking = wants_thinking(ask.chat_template_kwargs, None)
+            lists = [self._said(ask.messages or [], offered_tools(ask.tools, None), thinking)]
         else:
             texts = ask.prompt if isinstance(ask.prompt, list) else [ask.prompt]
             lists = self._encoded(texts, where="prompt", add_special=add_special)
@@ -160,11 +208,17 @@ class PromptReader:
     # ---- what they share
 
     def _encoded(
-        self, given: Sequence[str] | list[list[int]], *, where: str, add_special: bool
+        self,
+        given: Sequence[str] | list[list[int]],
+        *,
+        where: str,
+        add_special: bool,
+        is_cut: bool = False,
     ) -> list[list[int]]:
         if len(given) > PROMPTS_MAX:
             raise BadInput(f"{where} has {len(given):,} prompts; at most {PROMPTS_MAX} are read")
-        self._check_texts([text for text in given if isinstance(text, str)], where=where)
+        texts = [text for text in given if isinstance(text, str)]
+        self._check_texts(texts, where=where, is_cut=is_cut)
         found, left = [], PROMPT_IDS_MAX
         for prompt in given:
             if isinstance(prompt, str):
@@ -175,15 +229,16 @@ class PromptReader:
             found.append(prompt)
         return found
 
-    def _check_texts(self, texts: Sequence[str], *, where: str) -> None:
-        """Before anything is encoded: a text this long has too many tokens, whatever they are."""
+    def _check_texts(self, texts: Sequence[str], *, where: str, is_cut: bool) -> None:
+        """Before anything is encoded: a text this long has too many tokens, whatever they are.
+        Of one that will be cut only the end is kept."""
         total = sum(map(len, texts))
         if total > TEXT_CHARS_MAX:
             raise BadInput(
                 f"{where} has {total:,} characters; at most {TEXT_CHARS_MAX:,} are read here"
             )
         longest = max(map(len, texts), default=0)
-        if longest <= self._length_max:
+        if is_cut or longest <= self._length_max:
             return
         token = self._tokenizer.longest_chars
         if token is not None and longest > self._length_max * token:
@@ -192,43 +247,27 @@ class PromptReader:
                 f" more than the {self._length_max:,} positions of the longest request"
             )
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def _truncated(self, asked: msgspec.Struct | None, prompts: list[list[int]]) -> list[list[int]]:
+        """The last `truncate_prompt_tokens` of each; -1 means as many as the model takes."""
+        count = getattr(asked, "truncate_prompt_tokens", None)
+        if count is None:
+            return prompts
+        if count != -1 and count < 1:
+            raise BadInput(f"truncate_prompt_tokens is {count}; must be at least 1, or -1 for all")
+        kept = self._length_max - 1 if count == -1 else count
+        return [prompt[-kept:] for prompt in prompts]
+
+    def _check_prompt(self, prompt: Sequence[int], *, name: str) -> None:
         if not prompt:
-            raise BadInput("the prompt is empty")
+            raise BadInput(f"{name} is empty")
         if len(prompt) >= self._length_max:
             raise BadInput(
-                f"the prompt has {len(prompt):,} tokens, but at most {self._length_max - 1:,} leave"
+                f"{name} has {len(prompt):,} tokens, but at most {self._length_max - 1:,} leave"
                 f" room to answer: the longest request has {self._length_max:,} positions"
             )
         if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
             wrong = next(token for token in prompt if not 0 <= token < self._vocabulary)
-            raise BadInput(f"the prompt has the token id {wrong}, not 0..{self._vocabulary - 1}")
-
-
-def offered_tools(
-    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None
-) -> list[Mapping[str, Any]]:
-    """The tools that the prompt shows; with a named tool_choice only that tool."""
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        named = [t for t in tools or () if (t.get("function") or {}).get("name") == name]
-        if not named:
-            raise BadInput(f"tool_choice names {name!r:.60}, which is not among the tools")
-        return named
-    if choice not in (None, "none", "auto", "required"):
-        raise BadInput(f"tool_choice is {choice!r:.40}; none, auto, required or a function")
-    if choice == "required" and not tools:
-        raise BadInput("tool_choice is required, but there are no tools")
-    return [] if choice == "none" else list(tools or ())
-
-
-def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bool:
-    """Whether to think: vLLM's and SGLang's keyword, or OpenAI's reasoning_effort."""
-    for name in ("thinking", "enable_thinking"):
-        if template is not None and name in template:
-            return bool(template[name])
-    return effort not in (None, "none")
+            raise BadInput(f"{name} has the token id {wrong}, not 0..{self._vocabulary - 1}")
 
 
 def _check_counts(ask: msgspec.Struct) -> None:
@@ -240,6 +279,10 @@ def _check_counts(ask: msgspec.Struct) -> None:
 
 
 def _drop_prompt(ask: msgspec.Struct) -> None:
+    """Other fields of a response have the names of prompts elsewhere."""
+    if isinstance(ask, schemas.ResponsesAsk):
+        ask.input = ""
+        return
     for name, nothing in PROMPT_FIELDS.items():
         if name in ask.__struct_fields__:
             setattr(ask, name, list(nothing) if nothing == () else nothing)

@@ -5,10 +5,10 @@ A wrong value is refused here, before anything is queued.
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -18,14 +18,16 @@ from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.stops import check_stops
 from ess.errors import BadInput
 from ess.server.dialects.generation import Ending
-from ess.server.dialects.schemas import Common, Sampled, StructuredOutputs
+from ess.server.dialects.schemas import Common, Sampled
+from ess.server.process.bounds import BAD_WORD_CHARS_MAX, BAD_WORDS_MAX
 from ess.server.process.service import SamplingDefaults, Service
 
 SEED_BITS: Final = 63
 
 
 class Wanted(msgspec.Struct, kw_only=True):
-    """The fields that all dialects share, before bounds and defaults."""
+    """The fields that all dialects share, before bounds and defaults. `names` has the client's own
+    word where a sentence of ours begins with another."""
 
     tokens_max: int | None
     tokens_min: int | None = None
@@ -49,11 +51,15 @@ class Wanted(msgspec.Struct, kw_only=True):
     prompt_start: int = 0
     grammar: Grammar | None = None
     more_stops: tuple[str, ...] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    names: Mapping[str, str] = MappingProxyType({})
 
 
 SAME_NAMES: Final = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "logit_bias", "stop", "stop_token_ids"),
+    *("frequency_penalty", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids"),
+    "bad_words",
 )
 
 
@@ -73,7 +79,6 @@ def wanted_of_openai(ask: Common, **named: Any) -> Wanted:
         keep_stop=bool(ask.include_stop_str_in_output or ask.no_stop_trim),
         keep_special=ask.skip_special_tokens is False,
         seed=ask.seed,
-        grammar=grammar_of(ask),
         **named,
     )
 
@@ -83,17 +88,36 @@ def samplings(
 ) -> tuple[list[tuple[list[int], Sampling]], Ending]:
     """One sampling per prompt and choice: the choices of a prompt beside each other, each its own
     seed. The prompt is scored once, by its first choice."""
+    try:
+        return _samplings(service, wanted, prompts)
+    except BadInput as error:
+        raise BadInput(_in_words_of_client(str(error), wanted.names)) from None
+
+
+def _in_words_of_client(sentence: str, names: Mapping[str, str]) -> str:
+    """The field that a sentence opens with, as the client calls it.
+
+    >>> _in_words_of_client("max_tokens is 0", {"max_tokens": "max_new_tokens"})
+    'max_new_tokens is 0'
+    """
+    for ours, theirs in names.items():
+        if sentence.startswith(f"{ours} "):
+            return theirs + sentence.removeprefix(ours)
+    return sentence
+
+
+def _samplings(
+    service: Service, wanted: Wanted, prompts: Sequence[list[int]]
+) -> tuple[list[tuple[list[int], Sampling]], Ending]:
     if not prompts:
         raise BadInput("the prompt is an empty list")
+    _check_count(service.limits.choices_max, wanted, len(prompts))
     choices = 1 if wanted.choices is None else wanted.choices
-    if not 1 <= choices <= service.limits.choices_max // len(prompts):
-        raise BadInput(
-            f"n is {choices} for {len(prompts)} prompts;"
-            f" 1 to {service.limits.choices_max} answers fit in one request"
-        )
     stops = _stops(wanted)
     seed = secrets.randbits(SEED_BITS) if wanted.seed is None else wanted.seed
-    first = _sampling(service, wanted, tokens_max=_tokens_max(service, wanted, prompts[0]))
+    bad_words = _bad_words(service, wanted.bad_words or ())
+    tokens_max = _tokens_max(service, wanted, prompts[0])
+    first = _sampling(service, wanted, tokens_max=tokens_max, bad_words=bad_words)
     made = []
     for prompt in prompts:
         tokens_max = _tokens_max(service, wanted, prompt)
@@ -112,7 +136,37 @@ def samplings(
     return made, ending
 
 
-def _sampling(service: Service, wanted: Wanted, *, tokens_max: int) -> Sampling:
+def _check_count(most: int, wanted: Wanted, prompt_count: int) -> None:
+    if prompt_count > most:
+        where = wanted.names.get("prompt", "prompt")
+        raise BadInput(f"{where} has {prompt_count:,} prompts; at most {most} fit in one request")
+    if wanted.choices is not None and not 1 <= wanted.choices <= most // prompt_count:
+        for_all = f" for {prompt_count} prompts" if prompt_count > 1 else ""
+        raise BadInput(
+            f"n is {wanted.choices}{for_all}; must be 1 to {most // prompt_count}:"
+            f" at most {most} answers fit in one request"
+        )
+
+
+def _bad_words(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is written at the beginning of a text and behind a space."""
+    if len(words) > BAD_WORDS_MAX:
+        raise BadInput(f"bad_words has {len(words):,} words; at most {BAD_WORDS_MAX} are read")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip(" ")
+        if not 0 < len(bare) <= BAD_WORD_CHARS_MAX:
+            raise BadInput(
+                f"bad_words has a word of {len(bare):,} characters, not 1..{BAD_WORD_CHARS_MAX}"
+            )
+        for text in (bare, f" {bare}"):
+            found[tuple(service.tokenizer.encode(text))] = None
+    return tuple(found)
+
+
+def _sampling(
+    service: Service, wanted: Wanted, *, tokens_max: int, bad_words: tuple[tuple[int, ...], ...]
+) -> Sampling:
     """Applies the engine's bounds and, for missing fields, the checkpoint's defaults."""
     defaults = service.defaults
     given = {name: getattr(wanted, name) for name in SamplingDefaults.__dataclass_fields__}
@@ -129,6 +183,10 @@ def _sampling(service: Service, wanted: Wanted, *, tokens_max: int) -> Sampling:
         presence_penalty=wanted.presence_penalty or 0.0,
         frequency_penalty=wanted.frequency_penalty or 0.0,
         logit_bias=_logit_bias(wanted.logit_bias or {}),
+        allowed_ids=None
+        if wanted.allowed_token_ids is None
+        else frozenset(wanted.allowed_token_ids),
+        bad_words=bad_words,
         stop_ids=frozenset((*(wanted.stop_token_ids or ()), *ends)),
         ignore_eos=wanted.ignore_eos,
         logprobs=wanted.logprobs,
@@ -171,58 +229,6 @@ def _logit_bias(asked: Mapping[str, float]) -> dict[int, float]:
             raise BadInput(f"logit_bias has the key {key!r:.40}, not a token id")
         found[int(key)] = bias
     return found
-
-
-def grammar_of(ask: Common) -> Grammar | None:
-    """The grammar of response_format, structured_outputs, regex or ebnf: at most one is given."""
-    found = [
-        *_of_response_format(ask.response_format),
-        *grammars_of(ask.structured_outputs),
-        *([Grammar("regex", ask.regex)] if ask.regex is not None else []),
-        *([Grammar("lark", ask.ebnf)] if ask.ebnf is not None else []),
-    ]
-    return one_grammar(found)
-
-
-def one_grammar(found: Sequence[Grammar]) -> Grammar | None:
-    if len(found) > 1:
-        raise BadInput(
-            f"{len(found)} constraints on the form of the answer: give only one of "
-            "response_format, structured_outputs, regex, ebnf"
-        )
-    return found[0] if found else None
-
-
-def _of_response_format(asked: Mapping[str, Any] | None) -> Iterable[Grammar]:
-    kind = None if asked is None else asked.get("type")
-    if asked is None or kind == "text":
-        return
-    if kind == "json_object":
-        yield Grammar("json_object")
-    elif kind == "json_schema":
-        described = asked.get("json_schema")
-        schema = described.get("schema") if isinstance(described, dict) else None
-        if not isinstance(schema, (dict, bool)):
-            raise BadInput("response_format.json_schema.schema must be an object")
-        yield Grammar("json_schema", json.dumps(schema))
-    else:
-        raise BadInput(
-            f"response_format.type is {kind!r:.40}; text, json_object and json_schema are served"
-        )
-
-
-def grammars_of(asked: StructuredOutputs | None) -> Iterable[Grammar]:
-    if asked is None:
-        return
-    if asked.json is not None:
-        text = asked.json if isinstance(asked.json, str) else json.dumps(asked.json)
-        yield Grammar("json_schema", text)
-    if asked.json_object:
-        yield Grammar("json_object")
-    if asked.regex is not None:
-        yield Grammar("regex", asked.regex)
-    if asked.grammar is not None:
-        yield Grammar("lark", asked.grammar)
 
 
 def refuse_streamed(stream: bool | None, prompt_logprobs: int | None) -> None:

@@ -1,7 +1,7 @@
 """Request bodies as clients of OpenAI, vLLM and SGLang send them.
 
-Keys that are not listed are ignored: routers add their own. A key that is listed and would change
-the answer, but is not served, is refused where the wish is made.
+Of the keys that are not listed, those in `unserved` are refused by name, and all others ignored:
+routers add their own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from ess.errors import BadInput
+from ess.server.dialects import unserved
 from ess.server.process.bounds import PROMPT_IDS_MAX, PROMPTS_MAX
 
 Ask = TypeVar("Ask", bound=msgspec.Struct)
@@ -39,13 +40,18 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    choice: list[str] | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class Addressed(msgspec.Struct, kw_only=True):
-    """Id, session and priority of a request; a lower priority runs earlier, as in vLLM."""
+    """Id, session and priority of a request; a lower priority runs earlier, as in vLLM. Requests
+    of different `cache_salt` (SGLang has `extra_key`) share no cached prefix."""
 
     priority: int | None = None
     session_id: str | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
 
 
 class Sampled(msgspec.Struct, kw_only=True):
@@ -59,6 +65,9 @@ class Sampled(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -70,6 +79,8 @@ class Common(Sampled, kw_only=True):
 
     priority: int | None = None
     session_id: str | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
 
     model: str | None = None
     max_tokens: int | None = None
@@ -82,6 +93,10 @@ class Common(Sampled, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
     rid: str | None = None
@@ -107,9 +122,40 @@ class ChatAsk(Common, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
+
+
+class ResponsesAsk(Sampled, kw_only=True):
+    """/v1/responses: OpenAI's fields, the sampling parameters and the fields of Addressed."""
+
+    priority: int | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    model: str | None = None
+    max_output_tokens: int | None = None
+    seed: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    prompt: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    request_id: str | None = None
 
 
 class TokenSampling(Sampled, kw_only=True):
@@ -145,6 +191,7 @@ class SglangSampling(Sampled, kw_only=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class GenerateAsk(Addressed, kw_only=True):
@@ -189,7 +236,13 @@ def read(raw: bytes, kind: type[Ask]) -> Ask:
     """Decodes a body; all of it must be UTF-8, also fields that are ignored."""
     try:
         raw.decode("utf-8")
-        return msgspec.json.decode(raw or b"{}", type=kind)
+        ask = msgspec.json.decode(raw or b"{}", type=kind)
+        if issubclass(kind, (Common, Addressed, ResponsesAsk)):
+            unserved.check(raw, kind)
+            for name in ("sampling_params", "structured_outputs"):
+                if getattr(ask, name, None) is not None:
+                    unserved.check(unserved.part_of(raw, name), type(getattr(ask, name)))
+        return ask
     except msgspec.ValidationError as error:
         raise BadInput(_placed(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -203,7 +256,12 @@ def _placed(sentence: str) -> str:
 
     >>> _placed("Expected `int | null`, got `str` - at `$.max_tokens`")
     'max_tokens: expected `int | null`, got `str`'
+    >>> _placed("Object missing required field `prompt`")
+    'prompt is missing from the body'
     """
+    absent = sentence.removeprefix("Object missing required field `")
+    if absent != sentence and absent.endswith("`"):
+        return f"{absent[:-1]} is missing from the body"
     what, _, where = sentence.rpartition(" - at `$.")
     if not what:
         return f"the body: {sentence[:1].lower()}{sentence[1:]}"

@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 import ess
 from ess.errors import BadInput, EssError
-from ess.server.dialects import chat, completions, generate
+from ess.server.dialects import chat, completions, generate, openai_responses
 from ess.server.http import (
     dashboard,
     events,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 ROOMS: Final[Mapping[str, Sequence[Door]]] = MappingProxyType(
     {
-        "openai": (*completions.DOORS, *chat.DOORS),
+        "openai": (*completions.DOORS, *chat.DOORS, *openai_responses.DOORS),
         "generate": generate.DOORS,
         "text": text_routes.DOORS,
         "status": status_routes.DOORS,

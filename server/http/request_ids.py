@@ -16,7 +16,7 @@ from starlette.requests import Request
 from ess.engine.request import PRIORITY_MAX
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.server.dialects.schemas import Addressed, Common
+from ess.server.dialects.schemas import Addressed, Common, ResponsesAsk
 from ess.server.process.bounds import NAME_CHARS_MAX
 from ess.server.process.link import Call
 from ess.server.process.service import Service
@@ -52,7 +52,7 @@ def headers_of(state: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
 
 def begin(
     request: Request,
-    ask: Addressed | Common,
+    ask: Addressed | Common | ResponsesAsk,
     prompts: Sequence[tuple[list[int], Sampling]],
     *,
     named: str | None,
@@ -68,7 +68,7 @@ def begin(
         request.state.session_id = ask.session_id
     if named:
         request.state.request_id = named
-    call = service.begin(request.state.request_id, prompts, priority=priority)
+    call = service.begin(request.state.request_id, prompts, priority=priority, salt=_salt(ask))
     request.state.call = call
     return call
 
@@ -78,3 +78,12 @@ def _check_names(field: str, given: str | Sequence[str] | None) -> None:
     for name in [given] if isinstance(given, str) else given or ():
         if name and not NAME.fullmatch(name.encode(errors="replace")):
             raise BadInput(f"{field} must be 1 to {NAME_CHARS_MAX} visible ASCII characters")
+
+
+def _salt(ask: Addressed | Common | ResponsesAsk) -> str:
+    given = (("cache_salt", ask.cache_salt), ("extra_key", ask.extra_key))
+    for name, salt in given:
+        if salt is not None and not 0 < len(salt) <= NAME_CHARS_MAX:
+            raise BadInput(f"{name} has {len(salt):,} characters, not 1..{NAME_CHARS_MAX}")
+    salt, more = (salt or "" for _, salt in given)
+    return f"{len(salt)} {salt}{more}" if salt or more else ""

@@ -12,6 +12,7 @@ from typing import Final
 
 from ess.engine.tokens import grammar
 from ess.engine.tokens.grammar_child import COMPILE_CPU_S, MEMORY_BYTES_MAX, STEP_CPU_S
+from ess.engine.tokens.sampling import ALLOWED_IDS_MAX
 
 NAME_CHARS_MAX: Final = 256
 PROMPTS_MAX: Final = 128
@@ -20,7 +21,9 @@ SHORT_BODY_BYTES: Final = 128 << 10
 TEXT_CHARS_MAX: Final = 8 << 20
 PROMPT_IDS_MAX: Final = 1 << 20
 MESSAGES_MAX: Final = 4096
-TOOLS_MAX: Final = 1024
+TOOLS_MAX: Final = 128
+BAD_WORDS_MAX: Final = 512
+BAD_WORD_CHARS_MAX: Final = 256
 BIASES_MAX: Final = 1024
 REST_BYTES_MAX: Final = 1 << 20
 REST_ITEMS_MAX: Final = 32 << 10
@@ -186,4 +189,16 @@ BOUNDS: Final = (
         most=f"{grammar.COMPILING_MAX}, {grammar.ROOMS_MAX}",
         beyond="the request waits",
     ),
+    Bound(
+        what="cache_salt, extra_key",
+        most=f"{NAME_CHARS_MAX} characters",
+        beyond="400",
+    ),
+    Bound(what="tools", most=f"{TOOLS_MAX}", beyond="400"),
+    Bound(
+        what="bad_words",
+        most=f"{BAD_WORDS_MAX} words of {BAD_WORD_CHARS_MAX} characters",
+        beyond="400",
+    ),
+    Bound(what="allowed_token_ids", most=f"{ALLOWED_IDS_MAX:,}", beyond="400"),
 )

@@ -218,6 +218,7 @@ class EngineLink:
         prompts: Sequence[tuple[list[int], Sampling]],
         *,
         priority: int = 0,
+        salt: str = "",
     ) -> Call:
         """One engine request per prompt, all in one call; a prompt that comes again, the same list,
         is another choice."""
@@ -237,7 +238,7 @@ class EngineLink:
             for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
                 first = leaders.setdefault(id(prompt), number)
                 leader = None if first == number else first
-                self._send(Add(number, prompt, sampling, priority, leader, request_id))
+                self._send(Add(number, prompt, sampling, priority, leader, request_id, salt))
                 self._calls[number] = call
         except Unavailable:
             self.abort(call)

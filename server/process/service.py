@@ -121,11 +121,12 @@ class Service:
         prompts: Sequence[tuple[list[int], Sampling]],
         *,
         priority: int = 0,
+        salt: str = "",
     ) -> Call:
         """Hand the prompts to the engine, or say why not."""
         self.check_state()
         self._check_room(len(prompts))
-        return self.link.start(request_id, prompts, priority=priority)
+        return self.link.start(request_id, prompts, priority=priority, salt=salt)
 
     def watch(self) -> asyncio.Event:
         """A place before the board, for as long as `board.leave` is not called."""

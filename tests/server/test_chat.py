@@ -182,7 +182,7 @@ def test_a_response_format_reaches_the_engine(plain: Served, form, kind, text):
         ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tool_choice": "perhaps"}, "tool_choice is 'perhaps'"),
-        ({"tool_choice": {"function": {"name": "x"}}}, "names 'x'"),
+        ({"tool_choice": {"function": {"name": "x"}}}, "the name 'x'"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"modalities": ["audio"]}, "only text"),
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),

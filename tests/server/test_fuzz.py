@@ -19,6 +19,7 @@ from tests.server.harness import PacedEngine, Served, saying
 KINDS = {
     "/v1/completions": schemas.CompletionAsk,
     "/v1/chat/completions": schemas.ChatAsk,
+    "/v1/responses": schemas.ResponsesAsk,
     "/generate": schemas.GenerateAsk,
     "/inference/v1/generate": schemas.TokensAsk,
     "/tokenize": schemas.TokenizeAsk,
@@ -62,6 +63,11 @@ class Noise:
             "prompt": ["a", ["a", "b"], [5, 6], [[5], [6]], "x" * 500],
             "messages": [[{"role": "user", "content": "a"}], [{"role": "system"}]],
             "text": ["a", ["a", "b"]],
+            "input": ["a", [{"role": "user", "content": "a"}], [{"type": "function_call"}]],
+            "bad_words": [["a"]],
+            "allowed_token_ids": [[5, 6]],
+            "guided_choice": [["a", "b"]],
+            "structured_outputs": [{"choice": ["a"]}, {"structural_tag": {"triggers": ["a"]}}],
             "input_ids": [[5, 6], [[5], [6]]],
             "token_ids": [[5, 6]],
             "tokens": [[5, 6], [[5]]],
@@ -166,7 +172,7 @@ def check(code: int, text: bytes) -> None:
         error = json.loads(text)["error"]
         assert error["message"]
         assert set(error) == {"message", "type", "param", "code"}
-    elif text.startswith(b"data: "):
+    elif text.startswith((b"data: ", b"event: ")):
         assert text.endswith(b"data: [DONE]\n\n")
     else:
         json.loads(text)

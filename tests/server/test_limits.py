@@ -105,7 +105,7 @@ def test_a_request_id_goes_out_as_it_came_in():
         ("/v1/health", None, 404, "did you mean /health?"),
         ("/V1/Models", None, 404, "did you mean /v1/models?"),
         ("/v1/embeddings", {}, 404, "there is no /v1/embeddings; /openapi.json lists"),
-        ("/v1/responses", {}, 404, "there is no /v1/responses; /openapi.json lists"),
+        ("/v1/audio/speech", {}, 404, "there is no /v1/audio/speech; /openapi.json lists"),
         ("/rerank", {}, 404, "there is no /rerank; /openapi.json lists"),
     ],
 )

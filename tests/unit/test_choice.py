@@ -28,6 +28,9 @@ WISHES = (
     {"repetition_penalty": 1.4},
     {"temperature": 0.9, "repetition_penalty": 0.7, "logit_bias": {0: 2.0, 5: -100.0}},
     {"tokens_min": 3, "logit_bias": {1: 4.0}},
+    {"temperature": 1.0, "allowed_ids": frozenset({2, 4, 6}), "logprobs": 1},
+    {"temperature": 1.2, "bad_words": ((3,), (4, 5), (5, 5), (6, 7, 8), (6, 8))},
+    {"allowed_ids": frozenset({3, 4, 5}), "bad_words": ((3, 3), (4, 4), (3, 4), (4, 5))},
 )
 
 
@@ -61,6 +64,11 @@ def changed_by_definition(logits: Tensor, request: Request, output: list[int]) -
         changed[token] -= sampling.frequency_penalty * said + sampling.presence_penalty
     for token, bias in sampling.logit_bias.items():
         changed[token] += bias
+    for token in range(len(changed)):
+        if sampling.allowed_ids is not None and token not in sampling.allowed_ids:
+            changed[token] = -torch.inf
+        if any(tuple([*output, token][-len(word) :]) == word for word in sampling.bad_words):
+            changed[token] = -torch.inf
     if len(output) < sampling.tokens_min:
         changed[sorted(request.ends)] = -torch.inf
     return changed
@@ -117,6 +125,13 @@ def test_penalties_bias_and_the_least_length():
     assert pick([0.0, 0.0], logit_bias={1: 1.0}) == 1
     assert pick([9.0, 1.0], output=[1], ends={0}, tokens_min=2) == 1
     assert pick([9.0, 1.0], output=[1, 1], ends={0}, tokens_min=2) == 0
+
+
+def test_where_nothing_is_left_the_allowed_ids_win():
+    stuck = {"allowed_ids": frozenset({0, 2}), "bad_words": ((2,), (2, 0))}
+    assert pick([9.0, 5.0, 1.0], prompt=[1], output=[1], **stuck) == 0
+    assert pick([9.0, 8.0, 1.0], prompt=[1], output=[2], **stuck) in (0, 2)
+    assert pick([9.0, 8.0, 1.0], ends={0, 2}, tokens_min=2, allowed_ids=frozenset({2})) == 2
 
 
 def test_no_query_behind_the_last_mask_counts():

@@ -42,6 +42,10 @@ def test_ids_that_the_model_lacks_are_named_with_the_vocabulary():
         Sampling(stop_ids=frozenset({3, 512})).check_ids(512)
     with pytest.raises(BadInput, match="logit_bias id -1: the vocabulary has 512 ids"):
         Sampling(logit_bias={-1: 1.0}).check_ids(512)
+    with pytest.raises(BadInput, match="allowed_token_ids id 512: the vocabulary"):
+        Sampling(allowed_ids=frozenset({512})).check_ids(512)
+    with pytest.raises(BadInput, match="bad_words id 600: the vocabulary"):
+        Sampling(bad_words=((3, 600),)).check_ids(512)
     Sampling(stop_ids=frozenset({0, 511}), logit_bias={511: -100.0}, top_k=513).check_ids(512)
 
 
@@ -52,6 +56,16 @@ def test_stops_and_grammars_that_make_no_sense_are_refused():
         Sampling(stop=("x",) * 17)
     with pytest.raises(BadInput, match="ignore_eos is not served with a grammar"):
         Sampling(ignore_eos=True, grammar=Grammar("json_object"))
+    with pytest.raises(BadInput, match="allowed_token_ids is not served with a grammar"):
+        Sampling(allowed_ids=frozenset({1}), grammar=Grammar("json_object"))
+    with pytest.raises(BadInput, match="allowed_token_ids has 0 ids"):
+        Sampling(allowed_ids=frozenset())
+    with pytest.raises(BadInput, match="bad_words forbid every id of allowed_token_ids"):
+        Sampling(allowed_ids=frozenset({1, 2}), bad_words=((1,), (2,), (3, 4)))
+    with pytest.raises(BadInput, match="0 ids in a word"):
+        Sampling(bad_words=((1,), ()))
+    with pytest.raises(BadInput, match="1025 sequences"):
+        Sampling(bad_words=((1,),) * 1025)
     with pytest.raises(BadInput, match="kind 'ebnf' is not one of json_schema"):
         Grammar("ebnf", "x")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="kind regex without a text"):
@@ -67,6 +81,7 @@ def test_the_host_is_needed_where_the_past_counts():
         ("penalties", {"repetition_penalty": 1.1}),
         ("min_tokens", {"tokens_min": 1}),
         ("a grammar", {"grammar": Grammar("json_object")}),
+        ("bad words", {"bad_words": ((1,), (2, 3))}),
     ):
         [found] = Sampling(**needs).host_reasons()
         assert found.startswith(reason), needs
@@ -75,6 +90,9 @@ def test_the_host_is_needed_where_the_past_counts():
     free = Sampling(temperature=1.0, top_p=0.5, stop=("x",), logprobs=3, logit_bias={1: 2.0})
     assert not free.host_reasons()
     assert free.changes_logits
+    static = Sampling(allowed_ids=frozenset({1, 2}), bad_words=((1,),))
+    assert not static.host_reasons()
+    assert static.changes_logits
 
 
 def test_a_server_can_refuse_without_torch():

@@ -24,7 +24,8 @@ from ess.errors import BadInput
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`leader` is the number of an earlier request with this prompt, for the same answer. `name` is
-    the id that the client knows; all answers to one HTTP request have the same."""
+    the id that the client knows; all answers to one HTTP request have the same. Requests of
+    different `salt` share no cached prefix."""
 
     number: int
     prompt: list[int]
@@ -32,6 +33,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     priority: int = 0
     leader: int | None = None
     name: str = ""
+    salt: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -171,6 +171,7 @@ class EngineLoop:
                 message.sampling,
                 priority=message.priority,
                 leader=None if leader is None else leader.request,
+                salt=message.salt.encode(),
             )
         except EssError as error:
             refused = Piece(message.number, reason="refused", sentence=str(error))

@@ -1,8 +1,8 @@
 """What a request asks of its tokens. Needs no torch, so a server can refuse before an engine does.
 
-Penalties, bias, the least length and the grammar change the logits, in this order; temperature
-divides them; top-k, top-p and min-p then each drop tokens from what the one before left, and always
-leave the best one.
+Penalties, bias, the allowed ids, the bad words, the least length and the grammar change the logits,
+in this order; temperature divides them; top-k, top-p and min-p then each drop tokens from what the
+one before left, and always leave the best one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from ess.errors import BadInput
 BIAS_MAX: Final = 100.0
 LOGPROBS_MAX: Final = 20
 GREEDY_BELOW: Final = 1e-5
+ALLOWED_IDS_MAX: Final = 1024
+BAD_SEQUENCES_MAX: Final = 1024
+BAD_SEQUENCE_IDS_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,9 @@ class Sampling:
     `logprobs` n asks for the chance of every token and of the n likeliest, `prompt_logprobs` for
     those of the prompt's tokens behind position `prompt_start`. Two requests with the same seed and
     the same prompt make the same tokens; a caller who wants others gives another seed.
+
+    Outside of `allowed_ids` no id is drawn, an end id neither. The last id of a bad word is not
+    drawn behind its other ids, if the request made them itself.
     """
 
     tokens_max: int = 128
@@ -41,6 +47,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    allowed_ids: frozenset[int] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
@@ -71,11 +79,34 @@ class Sampling:
         if self.grammar is not None and self.ignore_eos:
             raise BadInput("ignore_eos is not served with a grammar: a complete text ends")
         check_stops(self.stop)
+        self._check_bad_words()
+        if self.allowed_ids is not None:
+            self._check_allowed(self.allowed_ids)
+
+    def _check_bad_words(self) -> None:
+        if len(self.bad_words) > BAD_SEQUENCES_MAX:
+            count = len(self.bad_words)
+            raise BadInput(f"bad_words make {count} sequences; at most {BAD_SEQUENCES_MAX}")
+        for word in self.bad_words:
+            if not 0 < len(word) <= BAD_SEQUENCE_IDS_MAX:
+                raise BadInput(
+                    f"bad_words: {len(word)} ids in a word, not 1..{BAD_SEQUENCE_IDS_MAX}"
+                )
+
+    def _check_allowed(self, allowed: frozenset[int]) -> None:
+        if self.grammar is not None:
+            raise BadInput("allowed_token_ids is not served with a grammar: give one of them")
+        if not 0 < len(allowed) <= ALLOWED_IDS_MAX:
+            raise BadInput(f"allowed_token_ids has {len(allowed)} ids, not 1..{ALLOWED_IDS_MAX}")
+        if allowed <= {word[0] for word in self.bad_words if len(word) == 1}:
+            raise BadInput("bad_words forbid every id of allowed_token_ids")
 
     def check_ids(self, vocabulary: int) -> None:
         """Every id must be one that the model can make; top_k may be above the vocabulary."""
         _known("stop_token_ids id", self.stop_ids, vocabulary)
         _known("logit_bias id", self.logit_bias, vocabulary)
+        _known("allowed_token_ids id", self.allowed_ids or (), vocabulary)
+        _known("bad_words id", (token for word in self.bad_words for token in word), vocabulary)
 
     @property
     def is_greedy(self) -> bool:
@@ -92,13 +123,15 @@ class Sampling:
             "penalties count the output": self.penalises,
             "min_tokens is not reached": made_count < self.tokens_min,
             "a grammar follows the output": self.grammar is not None,
+            "bad words follow the output": any(len(word) > 1 for word in self.bad_words),
         }
         return tuple(reason for reason, holds in applies.items() if holds)
 
     @property
     def changes_logits(self) -> bool:
         """Of some token at least."""
-        return bool(self.host_reasons() or self.logit_bias)
+        restricts = self.allowed_ids is not None or self.bad_words
+        return bool(self.host_reasons() or self.logit_bias or restricts)
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ess.engine.plan import Feed
 from ess.engine.request import Request
+from ess.engine.tokens.bad_words import BadWords
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.counts import Tally
 from ess.engine.tokens.draw import draw
@@ -82,7 +83,8 @@ def _changed(
 
 
 def _change(feed: Feed, logits: Tensor) -> int:
-    """Penalties, bias, the least length and the grammar, in place on one feed's rows."""
+    """Penalties, bias, allowed ids, bad words, the least length and the grammar, in place on one
+    feed's rows."""
     request, drafts = feed.request, feed.tokens[1:]
     sampling = request.sampling
     if sampling.penalises:
@@ -90,11 +92,38 @@ def _change(feed: Feed, logits: Tensor) -> int:
     if sampling.logit_bias:
         bias = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
         logits[:, list(sampling.logit_bias)] += bias
+    if sampling.allowed_ids is not None:
+        _allow(sampling.allowed_ids, logits)
+    if sampling.bad_words:
+        _forbid(request, drafts, logits)
     assert not (sampling.grammar and request.matcher is None), "a grammar without its matcher"
     assert logits.shape[0] == len(feed.tokens), f"{len(logits)} rows for {len(feed.tokens)} queries"
     early_count = max(0, sampling.tokens_min - len(request.output))
     logits[:early_count, sorted(request.ends)] = -torch.inf
+    if sampling.allowed_ids is not None:
+        _free_stuck(sampling.allowed_ids, logits)
     return len(logits) if request.matcher is None else _restrict(request, drafts, logits)
+
+
+def _allow(allowed: frozenset[int], logits: Tensor) -> None:
+    ids = sorted(allowed)
+    kept = logits[:, ids]
+    logits.fill_(-torch.inf)
+    logits[:, ids] = kept
+
+
+def _forbid(request: Request, drafts: Sequence[int], logits: Tensor) -> None:
+    if request.bad_words is None:
+        request.bad_words = BadWords(request.sampling.bad_words)
+    for query, ids in enumerate(request.bad_words.forbidden(request.output, drafts)):
+        logits[query, ids] = -torch.inf
+
+
+def _free_stuck(allowed: frozenset[int], logits: Tensor) -> None:
+    """Where bad words and the least length leave none of the allowed ids, those win."""
+    is_stuck = logits.amax(-1) == -torch.inf
+    if is_stuck.any():
+        logits[torch.nonzero(is_stuck), sorted(allowed)] = 0.0
 
 
 def _penalise(request: Request, drafts: Sequence[int], logits: Tensor) -> None:
@@ -116,7 +145,7 @@ def _penalise(request: Request, drafts: Sequence[int], logits: Tensor) -> None:
 
 
 def _restrict(request: Request, drafts: Sequence[int], logits: Tensor) -> int:
-    """Where the least length leaves nothing that the grammar allows, the grammar wins."""
+    """Where bad words and the least length leave nothing that the grammar allows, it wins."""
     assert request.matcher is not None
     masks = request.matcher.allowed(request.output, drafts)
     assert 1 <= len(masks) <= len(logits), f"{len(masks)} masks for {len(logits)} queries"

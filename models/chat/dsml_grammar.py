@@ -1,0 +1,122 @@
+"""DeepSeek-V3.2's calls as a grammar: what `DeepSeekParser` reads, and nothing that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ess.errors import BadInput
+from ess.models.chat.call_grammar import (
+    Calls,
+    Parameter,
+    Rules,
+    Schema,
+    any_of,
+    branches,
+    checked_name,
+    is_strict,
+    json_of,
+    listed_values,
+    literal,
+    parameters_of,
+    root_of,
+    string_values,
+)
+from ess.models.chat.dsml import (
+    CALLS,
+    CALLS_END,
+    INVOKE,
+    INVOKE_END,
+    PARAMETER,
+    PARAMETER_END,
+    THINK_END,
+)
+from ess.models.text.tokenizer import Tokenizer
+
+
+def write(tokenizer: Tokenizer, calls: Calls) -> str:
+    rules = Rules(tokenizer)
+    one_call = any_of(
+        _invoke(rules, f"tool_{place}", tool, bound=calls.must or is_strict(tool))
+        for place, tool in enumerate(calls.tools)
+    )
+    body = rules.add("call", f'{one_call} "\\n"') + ("+" if calls.several else "")
+    block = rules.add("block", f'"\\n" {body} {rules.mark(CALLS_END)}')
+    if calls.must:
+        think = rules.until("think", THINK_END) if calls.thinking else ""
+        return rules.text(f'{think} "\\n\\n" {rules.mark(CALLS)} {block}')
+    opening = rules.until("opening", CALLS)
+    return rules.text(f"{opening} {block} | {rules.rest(opening)}")
+
+
+def _invoke(rules: Rules, rule: str, tool: Mapping[str, Any], *, bound: bool) -> str:
+    name = literal(f' name="{checked_name(str(tool["name"]))}">\n')
+    listed = parameters_of(tool) if bound else None
+    if listed is None:
+        parameters = f"{_any_parameter(rules)}*"
+    else:
+        lenient = not is_strict(tool)
+        parameters = " ".join(
+            _parameter(rules, f"{rule}_{place}", part, root_of(tool), lenient=lenient)
+            + ("" if part.is_required else "?")
+            for place, part in enumerate(listed)
+        )
+    return rules.add(rule, f"{rules.mark(INVOKE)} {name} {parameters} {rules.mark(INVOKE_END)}")
+
+
+def _parameter(rules: Rules, rule: str, part: Parameter, root: Schema, *, lenient: bool) -> str:
+    """A string as it is, anything else as JSON; a schema may allow both."""
+    forms = []
+    for schema in branches(part.schema, root):
+        forms += _forms(rules, part.name, schema, root, lenient=lenient)
+    if not forms:
+        raise BadInput(f"tools: the schema of {part.name!r:.80} allows nothing")
+    return rules.add(rule, any_of(forms))
+
+
+def _forms(rules: Rules, name: str, schema: Schema, root: Schema, *, lenient: bool) -> list[str]:
+    """`type` may be a list, and missing where `enum` and `const` say all."""
+    values, kinds = string_values(schema), schema.get("type")
+    listed = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else None
+    end = rules.mark(PARAMETER_END)
+    forms = []
+    if values:
+        written = any_of(map(literal, values))
+        forms.append(f'{_opening(rules, name, "true")} {written} {end} "\\n"')
+    elif values is None and (listed is None or "string" in listed):
+        free = rules.until("value", PARAMETER_END)
+        forms.append(f'{_opening(rules, name, "true")} {free} "\\n"')
+    others = _without_strings(schema, listed)
+    if others is not None:
+        written = json_of(others, root, lenient=lenient)
+        forms.append(f'{_opening(rules, name, "false")} {written} {end} "\\n"')
+    return forms
+
+
+def _without_strings(schema: Schema, kinds: list[Any] | None) -> Schema | None:
+    """The schema of what is written as JSON; None if strings are all that it allows."""
+    values = listed_values(schema)
+    if values is not None:
+        others = [value for value in values if not isinstance(value, str)]
+        return {"enum": others} if others else None
+    if kinds is None:
+        return schema
+    left = [kind for kind in kinds if kind != "string"]
+    return {**schema, "type": left} if left else None
+
+
+def _any_parameter(rules: Rules) -> str:
+    name = rules.add("ANY_NAME", r'/[^"<>\n]{1,256}/')
+    free, end = rules.until("value", PARAMETER_END), rules.mark(PARAMETER_END)
+    written = json_of({}, {}, lenient=True)
+    opening = f'{rules.mark(PARAMETER)} " name=\\"" {name}'
+    forms = [
+        f'{opening} "\\" string=\\"true\\">" {free}',
+        f'{opening} "\\" string=\\"false\\">" {written} {end}',
+    ]
+    return rules.add("any_parameter", f'{any_of(forms)} "\\n"')
+
+
+def _opening(rules: Rules, name: str, is_string: str) -> str:
+    attributes = f' name="{name}" string="{is_string}">'
+    return f"{rules.mark(PARAMETER)} {literal(attributes)}"

@@ -1,0 +1,46 @@
+"""What the calls of a reply must be, as a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ess.engine.tokens.grammar import Grammar
+from ess.errors import BadInput
+from ess.models.chat.call_grammar import Calls, is_strict
+from ess.server.dialects.sampling_params import Wanted
+from ess.server.dialects.tools import Tool, ToolChoice
+from ess.server.process.service import Service
+
+
+def require_calls(
+    service: Service,
+    wanted: Wanted,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    *,
+    parallel: bool,
+    thinking: bool,
+) -> None:
+    """Gives `wanted` the grammar of the calls that tool_choice, `strict` and parallel_tool_calls
+    ask for; where the model chooses, another grammar goes first, and leaves no calls."""
+    must = choice == "required" or isinstance(choice, Mapping)
+    functions = [tool["function"] for tool in tools]
+    if must and wanted.grammar is not None:
+        raise BadInput("tool_choice is no place for text: leave out response_format and its like")
+    is_free = parallel and not any(map(is_strict, functions))
+    if not tools or wanted.grammar is not None or (is_free and not must):
+        return
+    several = parallel and not isinstance(choice, Mapping)
+    calls = Calls(tools=functions, must=must, several=several, thinking=thinking)
+    text = service.style.call_grammar(service.tokenizer, calls)
+    if text is not None:
+        wanted.grammar = _grammar(text)
+    elif must:
+        raise BadInput("tool_choice is not served: how this model writes its calls is not known")
+
+
+def _grammar(text: str) -> Grammar:
+    try:
+        return Grammar("lark", text)
+    except BadInput as error:
+        raise BadInput(f"tools: their schemas make {error}") from None

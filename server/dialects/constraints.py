@@ -1,0 +1,170 @@
+"""The form that an answer must have: one grammar, of whatever field a client gives it in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ess.engine.tokens.grammar import Grammar
+from ess.errors import BadInput
+from ess.models.chat.call_grammar import Rules, any_of, json_of, literal
+from ess.models.text.tokenizer import Tokenizer
+from ess.server.dialects.schemas import Common, SglangSampling, StructuredOutputs
+
+
+def of_openai(ask: Common, tokenizer: Tokenizer) -> Grammar | None:
+    return _only(
+        [
+            *_of_format(ask.response_format, tokenizer),
+            *_of_structured(ask.structured_outputs, tokenizer),
+            *_json("guided_json", ask.guided_json),
+            *_text("regex", ask.guided_regex),
+            *_choice("guided_choice", ask.guided_choice),
+            *_text("lark", ask.guided_grammar),
+            *_text("regex", ask.regex),
+            *_text("lark", ask.ebnf),
+        ]
+    )
+
+
+def of_structured(asked: StructuredOutputs | None, tokenizer: Tokenizer) -> Grammar | None:
+    return _only([*_of_structured(asked, tokenizer)])
+
+
+def of_response_format(asked: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Grammar | None:
+    return _only([*_of_format(asked, tokenizer)])
+
+
+def of_sglang(asked: SglangSampling, tokenizer: Tokenizer) -> Grammar | None:
+    return _only(
+        [
+            *_json("json_schema", asked.json_schema),
+            *_text("regex", asked.regex),
+            *_text("lark", asked.ebnf),
+            *_tags("structural_tag", asked.structural_tag, tokenizer),
+        ]
+    )
+
+
+def _only(found: Sequence[Grammar]) -> Grammar | None:
+    if len(found) > 1:
+        raise BadInput(
+            f"{len(found)} constraints on the form of the answer: give only one of "
+            "response_format, structured_outputs, guided_json and its like, regex, ebnf"
+        )
+    return found[0] if found else None
+
+
+def _of_format(asked: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Iterable[Grammar]:
+    kind = "text" if asked is None else asked.get("type")
+    match kind:
+        case "text":
+            return
+        case "json_object":
+            yield Grammar("json_object")
+        case "json_schema":
+            assert asked is not None, "its type was read"
+            described = asked.get("json_schema")
+            schema = described.get("schema") if isinstance(described, dict) else None
+            if not isinstance(schema, (dict, bool)):
+                raise BadInput("response_format.json_schema.schema must be an object")
+            yield from _json("response_format", schema)
+        case "structural_tag":
+            yield from _tags("response_format", asked, tokenizer)
+        case _:
+            raise BadInput(
+                f"response_format.type is {kind!r:.40}; text, json_object, json_schema and"
+                " structural_tag are served"
+            )
+
+
+def _of_structured(asked: StructuredOutputs | None, tokenizer: Tokenizer) -> Iterable[Grammar]:
+    if asked is None:
+        return
+    yield from _json("structured_outputs.json", asked.json)
+    if asked.json_object:
+        yield Grammar("json_object")
+    yield from _text("regex", asked.regex)
+    yield from _text("lark", asked.grammar)
+    yield from _choice("structured_outputs.choice", asked.choice)
+    yield from _tags("structured_outputs.structural_tag", asked.structural_tag, tokenizer)
+
+
+def _text(kind: Any, text: str | None) -> Iterable[Grammar]:
+    if text is not None:
+        yield Grammar(kind, text)
+
+
+def _json(where: str, asked: Any) -> Iterable[Grammar]:
+    """A schema as an object, or as the text of one."""
+    if asked is None:
+        return
+    if not isinstance(asked, (str, dict, bool)):
+        raise BadInput(f"{where} is a {type(asked).__name__}, not a schema")
+    try:
+        yield Grammar("json_schema", asked if isinstance(asked, str) else json.dumps(asked))
+    except RecursionError:
+        raise BadInput(f"{where} is nested too deeply") from None
+
+
+def _choice(where: str, options: Sequence[str] | None) -> Iterable[Grammar]:
+    if options is None:
+        return
+    if not options or "" in options:
+        raise BadInput(f"{where} must be a list of texts, none of them empty")
+    yield Grammar("lark", "start: CHOICE\nCHOICE: " + " | ".join(map(literal, options)))
+
+
+def _tags(
+    where: str, asked: str | Mapping[str, Any] | None, tokenizer: Tokenizer
+) -> Iterable[Grammar]:
+    """Free text, in which every trigger opens a structure: its begin, JSON of its schema, its end.
+
+    `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`; the newer form, with a
+    `format`, is not served.
+    """
+    if asked is None:
+        return
+    given = _object(where, asked)
+    if "format" in given:
+        raise BadInput(f"{where} has a format, which is not served: give structures and triggers")
+    structures, triggers = given.get("structures"), given.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
+        raise BadInput(f"{where} must have structures and triggers, which are lists")
+    rules = Rules(tokenizer)
+    of_trigger: dict[str, list[str]] = {}
+    for structure in structures:
+        begin, body = _structure(where, structure, rules)
+        trigger = next(
+            (t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), ""
+        )
+        if not trigger:
+            raise BadInput(f"{where} has the begin {begin!r:.80}, and no trigger that begins so")
+        of_trigger.setdefault(trigger, []).append(f"{rules.mark(begin[len(trigger) :])} {body}")
+    opened = [rules.until(f"trigger_{place}", trigger) for place, trigger in enumerate(of_trigger)]
+    tags = [
+        f"{opening} {any_of(bodies)}"
+        for opening, bodies in zip(opened, of_trigger.values(), strict=True)
+    ]
+    rests = any_of(rules.rest(opening) for opening in opened)
+    yield Grammar("lark", rules.text(f"{any_of(tags)}* {rests}"))
+
+
+def _structure(where: str, asked: Any, rules: Rules) -> tuple[str, str]:
+    """The begin, and the grammar of what comes behind it."""
+    given = asked if isinstance(asked, dict) else {}
+    begin, end, schema = given.get("begin"), given.get("end"), given.get("schema", {})
+    if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
+        raise BadInput(f"{where} must have structures of a begin, a schema and an end")
+    return begin, f"{json_of(schema, schema, lenient=False)} {rules.mark(end)}"
+
+
+def _object(where: str, asked: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        found = json.loads(asked) if isinstance(asked, str) else asked
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, Mapping):
+        raise BadInput(f"{where} must be an object, or the text of one")
+    return found

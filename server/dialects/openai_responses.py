@@ -1,0 +1,233 @@
+"""/v1/responses without a memory: all items come in, the answer's items go out, none is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ess.errors import BadInput
+from ess.models.chat.reply import ReplyParser
+from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects.calls import require_calls
+from ess.server.dialects.completions import usage
+from ess.server.dialects.generation import Delta, Generation
+from ess.server.dialects.response_items import Item, Items
+from ess.server.dialects.streaming import Answer, read, respond
+from ess.server.dialects.tools import (
+    choice_of_responses,
+    offered_tools,
+    tools_of_responses,
+    wants_thinking,
+)
+from ess.server.http.openapi.door import EVENTS, Door
+from ess.server.http.request_ids import begin
+from ess.server.http.responses import JSON
+from ess.server.process.service import Service
+
+IGNORED_INCLUDE: Final = "reasoning.encrypted_content"
+
+
+async def responses(request: Request) -> Response:
+    service: Service = request.app.state.service
+    prepared = await read(request, schemas.ResponsesAsk)
+    ask, [prompt] = prepared.ask, prepared.prompts
+    service.check_model(ask.model)
+    _refuse_unserved(ask)
+    choice = choice_of_responses(ask.tool_choice)
+    tools = offered_tools(tools_of_responses(ask.tools), choice)
+    thinking = wants_thinking(None, (ask.reasoning or {}).get("effort"))
+    wanted = _wanted(service, ask)
+    parallel = ask.parallel_tool_calls is not False
+    require_calls(service, wanted, tools, choice, parallel=parallel, thinking=thinking)
+    made, ending = sampling_params.samplings(service, wanted, [prompt])
+    call = begin(request, ask, made, named=ask.request_id)
+    grown = Answer(service, call, [Generation(service.tokenizer, ending)])
+    functions = [tool["function"] for tool in tools]
+    parser = service.style.parser(thinking=thinking, tools=functions)
+    shape = ResponseShape(service, ask, grown, prompt, parser)
+    writer = ResponseWriter(shape) if ask.stream else None
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+
+
+def _refuse_unserved(ask: schemas.ResponsesAsk) -> None:
+    if ask.store:
+        raise BadInput("store is true, but responses are not kept: send all items as input")
+    if ask.prompt:
+        raise BadInput("prompt is not served: no templates are kept, send all items as input")
+    if ask.n not in (None, 1):
+        raise BadInput(f"n is {ask.n}; a response is one answer")
+    if ask.top_logprobs:
+        raise BadInput("top_logprobs is not served: /v1/chat/completions has it")
+    if ask.truncation not in (None, "disabled"):
+        raise BadInput("truncation is not served: give truncate_prompt_tokens")
+    wishes = [wish for wish in ask.include or () if wish != IGNORED_INCLUDE]
+    if wishes:
+        raise BadInput(f"include has {wishes[0]!r:.60}, which is not served")
+
+
+def _wanted(service: Service, ask: schemas.ResponsesAsk) -> sampling_params.Wanted:
+    form = _format(ask.text)
+    return sampling_params.wanted_of(
+        ask,
+        tokens_max=ask.max_output_tokens,
+        seed=ask.seed,
+        more_stops=service.style.stops,
+        keep_special=service.is_marked,
+        grammar=constraints.of_response_format(form, service.tokenizer),
+        names={"max_tokens": "max_output_tokens", "the prompt": "input: the prompt"},
+    )
+
+
+def _format(text: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """text.format as the response_format of a chat."""
+    form = (text or {}).get("format")
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, Mapping) else form
+    if kind == "json_schema" and isinstance(form.get("schema"), (dict, bool)):
+        return {"type": kind, "json_schema": {"schema": form["schema"]}}
+    if kind == "json_schema":
+        raise BadInput("text.format.schema must be an object")
+    if kind not in ("text", "json_object"):
+        raise BadInput(f"text.format.type is {kind!r:.40}; text, json_object and json_schema are")
+    return {"type": kind}
+
+
+class ResponseShape:
+    """The document of one answer, at its beginning and at its end."""
+
+    def __init__(
+        self,
+        service: Service,
+        ask: schemas.ResponsesAsk,
+        grown: Answer,
+        prompt: list[int],
+        parser: ReplyParser,
+    ) -> None:
+        self.service = service
+        self.ask = ask
+        self.grown = grown
+        self.prompt = prompt
+        self.parser = parser
+        self.items = Items()
+        self.created = int(time.time())
+
+    @property
+    def generation(self) -> Generation:
+        [only] = self.grown.generations
+        return only
+
+    def whole(self) -> Item:
+        for said in (*self.parser.push(self.generation.text), *self.parser.finish()):
+            self.items.take(said)
+        return self.last()
+
+    def last(self) -> Item:
+        """The document when the answer has ended."""
+        finish = self.generation.finish
+        status = "completed" if finish == "stop" else "incomplete"
+        self.items.close(status)
+        document = {**self.document(status), "output": self.items.ended, "usage": self._usage()}
+        if finish == "length":
+            document["incomplete_details"] = {"reason": "max_output_tokens"}
+        return document
+
+    def document(self, status: str) -> Item:
+        ask, defaults = self.ask, self.service.defaults
+        return {
+            "id": f"resp_{self.grown.call.request_id}",
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": ask.instructions,
+            "max_output_tokens": ask.max_output_tokens,
+            "metadata": ask.metadata or {},
+            "model": ask.model or self.service.name,
+            "output": [],
+            "parallel_tool_calls": ask.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None, **(ask.reasoning or {})},
+            "store": False,
+            "temperature": defaults.temperature if ask.temperature is None else ask.temperature,
+            "text": {"format": {"type": "text"}, **(ask.text or {})},
+            "tool_choice": ask.tool_choice or "auto",
+            "tools": ask.tools or [],
+            "top_p": defaults.top_p if ask.top_p is None else ask.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def _usage(self) -> Item:
+        counted = usage([self.prompt], self.grown.generations)
+        thoughts = [item for item in self.items.ended if item["type"] == "reasoning"]
+        texts = [part["text"] for item in thoughts for part in item["content"]]
+        reasoning_count = sum(len(self.service.tokenizer.encode(text)) for text in texts)
+        cached_count = counted["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached_count, "cache_write_tokens": 0},
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": reasoning_count},
+            "total_tokens": counted["total_tokens"],
+        }
+
+
+class ResponseWriter:
+    """Numbered events."""
+
+    def __init__(self, shape: ResponseShape) -> None:
+        self._shape = shape
+        self._encoder = msgspec.json.Encoder()
+        self._number = 0
+
+    def begin(self) -> bytes:
+        document = self._shape.document("in_progress")
+        return self._events(
+            [
+                {"type": "response.created", "response": document},
+                {"type": "response.in_progress", "response": document},
+            ]
+        )
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        assert index == 0, "a response is one answer"
+        shape = self._shape
+        said = shape.parser.push(delta.text) if delta.text else []
+        if delta.finish is not None:
+            said = [*said, *shape.parser.finish()]
+        events = [event for part in said for event in shape.items.take(part)]
+        if delta.finish is not None:
+            events += shape.items.close("completed" if delta.finish == "stop" else "incomplete")
+        return self._events(events)
+
+    def end(self) -> bytes:
+        document = self._shape.last()
+        return self._events([{"type": f"response.{document['status']}", "response": document}])
+
+    def _events(self, events: Sequence[Item]) -> bytes:
+        return b"".join(map(self._written, events))
+
+    def _written(self, event: Item) -> bytes:
+        raw = self._encoder.encode({**event, "sequence_number": self._number})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), raw)
+
+
+DOORS: Final = (
+    Door(
+        "POST",
+        ("/v1/responses",),
+        responses,
+        "Answer items, and keep none.",
+        schemas.ResponsesAsk,
+        (JSON, EVENTS),
+        {"input": "Hello", "max_output_tokens": 16},
+    ),
+)

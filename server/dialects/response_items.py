@@ -1,0 +1,194 @@
+"""The items of /v1/responses: those that come in as messages of a chat, those that go out.
+
+What the model says becomes items, one after the other, and events that say how each grows. A whole
+answer and a streamed one are made of the same items.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ess.errors import BadInput
+from ess.models.chat.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+
+Item = dict[str, Any]
+TEXT_PARTS: Final = ("input_text", "output_text", "text")
+
+
+def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[Item]:
+    """Chat messages. Reasoning and calls belong to the assistant's message beside them."""
+    messages: list[Item] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not given:
+        raise BadInput("input is empty")
+    for place, item in enumerate(given):
+        _append(messages, item, where=f"input[{place}]")
+    return messages
+
+
+def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:
+    match item.get("type", "message"):
+        case "message":
+            _say(messages, item, where=where)
+        case "reasoning":
+            text = _text(item.get("content") or [], where, ("reasoning_text",))
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        case "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            text = _text(item.get("output"), where, TEXT_PARTS)
+            found = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+            messages.append(found)
+        case kind:
+            raise BadInput(
+                f"{where}.type is {kind!r:.40}; message, reasoning, function_call and"
+                " function_call_output are served"
+            )
+
+
+def _say(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:
+    """An assistant's text goes to the reasoning before it."""
+    text = _text(item.get("content"), where, TEXT_PARTS)
+    last = messages[-1] if messages else {}
+    is_begun = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
+    if item.get("role") == "assistant" and is_begun:
+        last["content"] = text
+    else:
+        messages.append({"role": item.get("role"), "content": text})
+
+
+def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadInput(f"{where} has a {type(content).__name__} where text belongs")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise BadInput(f"{where} has a part of type {kind!r:.40}; only text is served")
+    return "".join(part["text"] for part in content)
+
+
+class Items:
+    """Items of one answer as they grow; `pending` is the last one, which may grow yet."""
+
+    def __init__(self) -> None:
+        self.ended: list[Item] = []
+        self._pending: Item | None = None
+        self._texts: list[str] = []
+
+    def take(self, said: Event) -> list[Item]:
+        match said:
+            case Content(text):
+                return [*self._open("message"), self._grow(text, "output_text.delta")]
+            case Reasoning(text):
+                return [*self._open("reasoning"), self._grow(text, "reasoning_text.delta")]
+            case CallBegin(_, name):
+                return [*self.close(), *self._begin(_call(name))]
+            case CallArguments(_, text):
+                return [self._grow(text, "function_call_arguments.delta")]
+            case CallEnd():
+                return self.close()
+        return []
+
+    def close(self, status: str = "completed") -> list[Item]:
+        item, self._pending = self._pending, None
+        if item is None:
+            return []
+        text = "".join(self._texts)
+        item["status"] = status
+        events = self._last_words(item, text)
+        done = self._event("output_item.done", item=item)
+        self.ended.append(item)
+        return [*events, done]
+
+    def _open(self, kind: str) -> list[Item]:
+        if self._pending is not None and self._pending["type"] == kind:
+            return []
+        item = _message() if kind == "message" else _reasoning()
+        return [*self.close(), *self._begin(item)]
+
+    def _begin(self, item: Item) -> list[Item]:
+        self._pending, self._texts = item, []
+        added = self._event("output_item.added", item=dict(item))
+        if item["type"] == "function_call":
+            return [added]
+        return [added, self._placed("content_part.added", part=_part(item, ""))]
+
+    def _grow(self, text: str, kind: str) -> Item:
+        self._texts.append(text)
+        if kind == "output_text.delta":
+            return self._placed(kind, delta=text, logprobs=[])
+        return self._placed(kind, delta=text)
+
+    def _last_words(self, item: Item, text: str) -> list[Item]:
+        """The whole text of an item, in the item and in events."""
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            return [
+                self._placed(
+                    "function_call_arguments.done", item, arguments=text, name=item["name"]
+                )
+            ]
+        item["content"] = [_part(item, text)]
+        is_message = item["type"] == "message"
+        kind = "output_text.done" if is_message else "reasoning_text.done"
+        more: dict[str, Any] = {"logprobs": []} if is_message else {}
+        return [
+            self._placed(kind, item, text=text, **more),
+            self._placed("content_part.done", item, part=_part(item, text)),
+        ]
+
+    def _placed(self, kind: str, item: Item | None = None, **fields: Any) -> Item:
+        """An event inside of an item; only calls have no parts."""
+        item = item or self._pending
+        assert item is not None, f"{kind} without an item"
+        part = {} if item["type"] == "function_call" else {"content_index": 0}
+        return self._event(kind, item_id=item["id"], **part, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Item:
+        return {"type": f"response.{kind}", "output_index": len(self.ended), **fields}
+
+
+def _message() -> Item:
+    return {
+        "type": "message",
+        "id": f"msg_{secrets.token_hex(16)}",
+        "status": "in_progress",
+        "role": "assistant",
+        "content": [],
+    }
+
+
+def _reasoning() -> Item:
+    return {
+        "type": "reasoning",
+        "id": f"rs_{secrets.token_hex(16)}",
+        "status": "in_progress",
+        "summary": [],
+        "content": [],
+    }
+
+
+def _call(name: str) -> Item:
+    return {
+        "type": "function_call",
+        "id": f"fc_{secrets.token_hex(16)}",
+        "call_id": f"call_{secrets.token_hex(12)}",
+        "status": "in_progress",
+        "name": name,
+        "arguments": "",
+    }
+
+
+def _part(item: Item, text: str) -> Item:
+    if item["type"] == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,147 @@
+"""Keys of a body that are known and not served: each is refused by its name.
+
+A key is looked up here only if the route does not read it. It is refused when it wishes for
+something: null, false, nothing and the value in `DEFAULTS` wish for nothing. A sampling parameter
+in the wrong place is refused too, because it would be dropped in silence.
+
+Every other key is ignored. Known ones among those change no answer: `user`, `metadata`, `store`,
+`service_tier`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`
+(OpenAI); `kv_transfer_params`, `bootstrap_host`, `bootstrap_port`, `bootstrap_room`,
+`data_parallel_rank`, `routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (what routers add);
+`log_metrics`, `no_logs`, `spaces_between_special_tokens`, `custom_params`,
+`guided_decoding_backend` (vLLM, SGLang).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from ess.errors import BadInput
+
+_LORA: Final = "there are no adapters"
+_TEXT_ONLY: Final = "only text is served"
+_VECTORS: Final = "give text or token ids"
+_CODE: Final = "the server runs no code of its clients"
+_FORM: Final = "give response_format, structured_outputs, regex or ebnf"
+_REASONING: Final = "reasoning is always given apart, and streamed"
+
+UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "functions": "give tools: [{type: function, function: ...}]",
+        "function_call": "give tool_choice",
+        "chat_template": _CODE,
+        "documents": "write them into messages",
+        "echo": "/v1/completions has it",
+        "suffix": "this model does not fill in",
+        "add_special_tokens": "the chat template writes them",
+        "stop_regex": "give stop strings, or a regex for the whole answer",
+        "lora_path": _LORA,
+        "lora_request": _LORA,
+        "lora_name": _LORA,
+        "lora_id": _LORA,
+        "image_data": _TEXT_ONLY,
+        "audio_data": _TEXT_ONLY,
+        "video_data": _TEXT_ONLY,
+        "image": _TEXT_ONLY,
+        "audio": _TEXT_ONLY,
+        "video": _TEXT_ONLY,
+        "multi_modal_data": _TEXT_ONLY,
+        "mm_processor_kwargs": _TEXT_ONLY,
+        "prompt_embeds": _VECTORS,
+        "input_embeds": _VECTORS,
+        "positional_embed_overrides": _VECTORS,
+        "logits_processors": _CODE,
+        "custom_logit_processor": _CODE,
+        "vllm_xargs": _CODE,
+        "length_penalty": "there is no beam search",
+        "early_stopping": "there is no beam search",
+        "logprob_token_ids": "give logprobs",
+        "token_ids_logprob": "give top_logprobs_num",
+        "return_text_in_logprobs": "/detokenize has the texts",
+        "return_tokens_as_token_ids": "give return_token_ids",
+        "return_hidden_states": "",
+        "return_routed_experts": "",
+        "return_entropy": "",
+        "return_bytes": "",
+        "return_prompt_token_ids": "give return_token_ids",
+        "session_params": "every request has its whole prompt",
+        "previous_response_id": "responses are not kept: send all items as input",
+        "conversation": "responses are not kept: send all items as input",
+        "background": "ask for a stream",
+        "context_management": "every request has its whole prompt",
+        "max_tool_calls": "the client makes the calls",
+        "include_reasoning": _REASONING,
+        "separate_reasoning": _REASONING,
+        "stream_reasoning": _REASONING,
+        "thinking_token_budget": "",
+        "repetition_detection": "",
+        "web_search_options": "there is no search",
+        "verbosity": "say it in messages",
+        "guided_whitespace_pattern": _FORM,
+        "guided_json_object": _FORM,
+        "whitespace_pattern": "white space between the parts of JSON is bounded",
+        "disable_any_whitespace": "white space between the parts of JSON is bounded",
+        "disable_additional_properties": "say additionalProperties in the schema",
+        "max_new_tokens": "its name here is max_tokens",
+        "min_new_tokens": "its name here is min_tokens",
+        "max_completion_tokens": "its name here is max_tokens",
+        "top_logprobs": "its name here is logprobs",
+        "sampling_seed": "its name here is seed",
+        "json_schema": _FORM,
+        "structural_tag": "give it in response_format or structured_outputs",
+    }
+)
+DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "include_reasoning": True,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+        "length_penalty": 1.0,
+        "verbosity": "medium",
+    }
+)
+IN_SAMPLING_PARAMS: Final = frozenset(
+    (
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "n", "seed"),
+        *("max_tokens", "min_tokens", "max_new_tokens", "min_new_tokens", "sampling_seed"),
+        *("regex", "ebnf", "json_schema", "structural_tag", "structured_outputs", "bad_words"),
+        *("allowed_token_ids", "truncate_prompt_tokens", "logprobs", "prompt_logprobs"),
+        *("no_stop_trim", "response_format"),
+    )
+)
+
+
+def check(raw: bytes, kind: type[msgspec.Struct]) -> None:
+    """BadInput for the first key of a JSON object that wishes for what is not served."""
+    served = {field.encode_name for field in msgspec.structs.fields(kind)}
+    for name, value in _keys(raw).items():
+        if name in served or (name not in UNSERVED and name not in IN_SAMPLING_PARAMS):
+            continue
+        wish = msgspec.json.decode(value)
+        if wish if name not in DEFAULTS else wish not in (None, DEFAULTS[name]):
+            raise BadInput(_sentence(name, served))
+
+
+def part_of(raw: bytes, name: str) -> bytes:
+    """A JSON object inside of one; empty if it is not there."""
+    return bytes(_keys(raw).get(name, b""))
+
+
+def _keys(raw: bytes) -> dict[str, msgspec.Raw]:
+    return msgspec.json.decode(raw or b"{}", type=dict[str, msgspec.Raw])
+
+
+def _sentence(name: str, served: set[str]) -> str:
+    if "sampling_params" in served and name in IN_SAMPLING_PARAMS:
+        return f"{name} is not read here: put it into sampling_params"
+    if "max_new_tokens" in served and name in ("max_tokens", "min_tokens"):
+        return f"{name} is not read here: its name is {name[:3]}_new_tokens"
+    if "max_output_tokens" in served and name in ("max_tokens", "max_completion_tokens"):
+        return f"{name} is not read here: its name is max_output_tokens"
+    why = UNSERVED.get(name)
+    return f"{name} is not served: {why}" if why else f"{name} is not served"

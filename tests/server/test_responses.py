@@ -1,0 +1,195 @@
+"""/v1/responses with the `openai` client: items in, items out, and the events between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from ess.models.chat.styles import DeepSeekStyle
+from tests.server.harness import TOKENIZER, PacedEngine, Served, saying
+
+REASONING = "The tide depends on the moon."
+CALLS = (
+    "\n\n<｜DSML｜function_calls>\n"
+    '<｜DSML｜invoke name="tide">\n'
+    '<｜DSML｜parameter name="city" string="true">Bad "Ulm"\nÄ</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n"
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>"
+)
+TOOLS = [
+    {"type": "function", "name": name, "parameters": {"type": "object"}, "strict": False}
+    for name in ("tide", "now")
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Served]:
+    with Served(PacedEngine(saying(" It is noon."), cached_count=2)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Served]:
+    engine = PacedEngine(saying(f"{REASONING}</think>Let me look.{CALLS}"))
+    with Served(engine, style=DeepSeekStyle(), is_marked=True) as made:
+        yield made
+
+
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def create(served: Served, **asked: Any) -> Any:
+    asked = {"model": "test-model", "input": "When?", **asked}
+    return client(served).responses.create(**asked)
+
+
+def prompt_of(served: Served) -> str:
+    return TOKENIZER.decode(served.engine.adds[-1].prompt)
+
+
+def test_a_text_is_answered_and_nothing_is_kept(plain: Served):
+    made = create(plain, instructions="Be brief.", max_output_tokens=50, temperature=0.5)
+    assert made.output_text == " It is noon."
+    [item] = made.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
+    assert (made.status, made.store, made.object) == ("completed", False, "response")
+    assert made.id.startswith("resp_")
+    assert made.usage.input_tokens == len(plain.engine.adds[-1].prompt)
+    assert made.usage.input_tokens_details.cached_tokens == 2
+    assert made.usage.output_tokens == len(TOKENIZER.encode(" It is noon.")) + 1
+    sampling = plain.engine.adds[-1].sampling
+    assert (sampling.tokens_max, sampling.temperature) == (50, 0.5)
+    assert prompt_of(plain) == "system: Be brief.\nuser: When?\nassistant:"
+
+
+def test_what_is_cut_short_says_so(plain: Served):
+    made = create(plain, max_output_tokens=2)
+    assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert made.output[0].status == "incomplete"
+    *_, last = create(plain, max_output_tokens=2, stream=True)
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+
+
+def test_a_stream_is_the_same_in_order(plain: Served):
+    events = list(create(plain, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * deltas,
+        *("output_text.done", "content_part.done", "output_item.done", "completed"),
+    ]
+    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert said == events[-1].response.output_text == " It is noon."
+    assert deltas > 2
+    assert events[0].response.id == events[-1].response.id
+
+
+def test_the_client_s_own_reader_accepts_the_events(calling: Served):
+    asked = {"model": "test-model", "input": "When?", "tools": TOOLS}
+    with client(calling).responses.stream(**asked, reasoning={"effort": "high"}) as stream:
+        final = stream.get_final_response()
+    thought, message, tide, now = final.output
+    assert [part.text for part in thought.content] == [REASONING]
+    assert message.content[0].text == "Let me look."
+    assert (tide.name, json.loads(tide.arguments)) == ("tide", {"city": 'Bad "Ulm"\nÄ'})
+    assert (now.name, json.loads(now.arguments)) == ("now", {})
+    assert tide.call_id != now.call_id
+    assert final.usage.output_tokens_details.reasoning_tokens == len(TOKENIZER.encode(REASONING))
+    assert prompt_of(calling).endswith("<think>")
+
+
+def test_calls_and_reasoning_come_whole_and_in_events(calling: Served):
+    whole = create(calling, tools=TOOLS, reasoning={"effort": "low"})
+    assert [item.type for item in whole.output] == [
+        *("reasoning", "message", "function_call", "function_call"),
+    ]
+    events = list(create(calling, tools=TOOLS, reasoning={"effort": "low"}, stream=True))
+    done = {e.output_index: e for e in events if e.type.endswith("arguments.done")}
+    assert {i: (e.name, json.loads(e.arguments)) for i, e in done.items()} == {
+        2: ("tide", {"city": 'Bad "Ulm"\nÄ'}),
+        3: ("now", {}),
+    }
+    for index, event in done.items():
+        deltas = [e for e in events if e.type.endswith("arguments.delta")]
+        assert "".join(e.delta for e in deltas if e.output_index == index) == event.arguments
+    assert "tide" in prompt_of(calling)
+
+
+def test_items_go_back_in(calling: Served):
+    first = create(calling, tools=TOOLS, reasoning={"effort": "low"})
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": f"{item.name} is 5"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    asked = {"role": "user", "content": [{"type": "input_text", "text": "When?"}]}
+    items = [item.model_dump(exclude_none=True) for item in first.output]
+    create(calling, input=[asked, *items, *results], tools=TOOLS, reasoning={"effort": "low"})
+    prompt = prompt_of(calling)
+    assert f"<think>{REASONING}</think>Let me look.\n\n<｜DSML｜function_calls>" in prompt
+    assert "<result>tide is 5</result>\n<result>now is 5</result>" in prompt
+
+
+def test_forms_and_calls_become_grammars(calling: Served):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    create(calling, text={"format": form})
+    grammar = calling.engine.adds[-1].sampling.grammar
+    assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", schema)
+    create(calling, tools=TOOLS, tool_choice={"type": "function", "name": "now"})
+    grammar = calling.engine.adds[-1].sampling.grammar
+    assert 'name=\\"now\\"' in grammar.text
+    assert "tide" not in grammar.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "param", "says"),
+    [
+        ({"store": True}, "store", "not kept"),
+        ({"prompt": {"id": "p"}}, "prompt", "no templates"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "not kept"),
+        ({"conversation": "c"}, "conversation", "not kept"),
+        ({"background": True}, "background", "stream"),
+        ({"truncation": "auto"}, "truncation", "truncate_prompt_tokens"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "message.output_text.logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs", "not served"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "is 0"),
+        ({"max_output_tokens": 9999}, "max_output_tokens", "is 9,999"),
+        ({"input": []}, "input", "empty"),
+        ({"input": "x " * 5000}, "input", "the prompt has"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+            "'input_image'",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "y"}}, "tool_choice", "'y'"),
+        ({"text": {"format": {"type": "grammar"}}}, "text", "'grammar'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text", "schema"),
+        ({"extra_body": {"max_tokens": 4}}, "max_tokens", "max_output_tokens"),
+        ({"extra_body": {"n": 2}}, "n", "one answer"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(calling: Served, changed, param, says):
+    before = len(calling.engine.adds)
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(calling, **changed)
+    assert caught.value.param == param
+    assert says in caught.value.message
+    assert len(calling.engine.adds) == before
+
+
+def test_usual_wishes_that_change_nothing_are_accepted(plain: Served):
+    usual = {"store": False, "include": ["reasoning.encrypted_content"], "truncation": "disabled"}
+    made = create(plain, **usual, metadata={"a": "b"}, user="u", reasoning={"summary": "auto"})
+    assert made.metadata == {"a": "b"}
