@@ -16,7 +16,7 @@ import pytest
 from ess.engine.tokens import grammar_child
 from ess.engine.tokens.grammar import Grammar, Grammars
 from ess.errors import BadInput
-from tests.unit.test_grammar import END, VOCABULARY, matcher, texts, tokenizer
+from tests.unit.tokens.test_grammar import END, VOCABULARY, matcher, texts, tokenizer
 
 pytest.importorskip("llguidance")
 

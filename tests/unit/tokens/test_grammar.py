@@ -26,7 +26,7 @@ from ess.errors import BadInput, Unavailable
 from ess.models.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINT = Path(ess.models.__file__).parent / "tiny" / "checkpoint"
 END = 1
 EXPLOSIVE = "start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | "x"\n' for i in range(1000))
@@ -133,7 +133,7 @@ def test_a_long_chain_of_rules_does_not_end_the_process():
     rules = "".join(f"a{i:x}: a{i + 1:x}\n" for i in range(4500))
     text = f'start: a0\n{rules}a{4500:x}: "x"'
     code = (
-        "from tests.unit.test_grammar import matcher, ids\n"
+        "from tests.unit.tokens.test_grammar import matcher, ids\n"
         f"chained = matcher('lark', {text!r})\n"
         "assert chained.allowed([], [])[0][ids('x')].all(), chained.failure\n"
     )
@@ -339,7 +339,7 @@ def test_what_cannot_be_started_is_our_fault(fresh, monkeypatch, tmp_path):
 def test_no_process_outlives_its_parent():
     """Not even one in the middle of its work, and however the parent ends."""
     code = (
-        "import sys\nfrom tests.unit.test_grammar import *\n"
+        "import sys\nfrom tests.unit.tokens.test_grammar import *\n"
         "made = grammars()\n"
         "made.want(Grammar('json_schema', ENDLESS))\n"
         "while not processes(made):\n"
