@@ -240,7 +240,7 @@ def test_streams_go_on_while_a_body_is_read_until_its_time_is_over():
 
 def test_more_than_may_wait_are_refused(served: Served):
     body = json.dumps({"prompt": "a", **LONG}).encode()
-    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
     with stopped(served):
         waiting = [http.client.HTTPConnection("127.0.0.1", served.port) for _ in range(READS_MAX)]
         for connection in waiting:
@@ -269,7 +269,10 @@ def test_the_work_of_a_client_that_leaves_ends(served: Served):
     with stopped(served) as pids:
         left = served.service.tally.disconnect_count
         with raw(served.port) as made:
-            head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            head = (
+                b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+                % len(body)
+            )
             made.sendall(head + body)
             until(lambda: reading(served) == 1, "the reading")
         until(lambda: reading(served) == 0, "the end of the work")
