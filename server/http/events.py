@@ -65,9 +65,8 @@ class FrameStream(Response):
                 await self._begin(send)
                 await self._end(send)
                 return
-            await first_of(self._pump(send), gone(receive))
-        except TimeoutError:
-            self._service.tally.disconnect_count += 1
+            with contextlib.suppress(TimeoutError):
+                await first_of(self._pump(send), gone(receive))
         finally:
             self._service.board.leave(self._fresh)
 

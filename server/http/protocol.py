@@ -371,6 +371,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _check_reader(self, before: int) -> None:
         if self.transport.get_write_buffer_size() >= before:
+            self.tally.refusals["slow_reader"] += 1
             self.transport.abort()
         else:
             self._expect_reader()
