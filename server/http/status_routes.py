@@ -19,6 +19,7 @@ from ess.server.dialects.streaming import Answer
 from ess.server.http.metrics import CONTENT_TYPE, MODES, exposition
 from ess.server.http.openapi.door import Door
 from ess.server.http.responses import Refused, answer, error_answer
+from ess.server.process.bounds import in_force
 from ess.server.process.service import Service
 
 
@@ -58,9 +59,18 @@ async def version(request: Request) -> Response:
 
 
 async def server(request: Request) -> Response:
-    """Names that routers read come first; `settings` has each setting and its origin."""
+    """Names that routers read come first; `settings` has each setting and its origin, `bounds` how
+    much may come in."""
     service = _service(request)
-    return answer({**_model(service), **_server(service), "settings": service.described})
+    settings = {name: shown["value"] for name, shown in service.described.items()}
+    return answer(
+        {
+            **_model(service),
+            **_server(service),
+            "settings": service.described,
+            "bounds": in_force(settings),
+        }
+    )
 
 
 async def model(request: Request) -> Response:

@@ -1,14 +1,15 @@
 """How much may come in: one bound for everything that a client decides.
 
-docs/serving.md has the table; a test compares it with `BOUNDS`. A bound that an operator sets names
-its setting, and the value here is the default. Everything is checked before the work it would
-cause, and before the key only what is read before the key is known.
+docs/serving.md has the table, and /server_info what holds for a server. A bound that an operator
+sets names its setting, and the value here is the default. Everything is checked before the work it
+would cause, and before the key only what is read before the key is known.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 from ess.engine.tokens import grammar
 from ess.engine.tokens.grammar_child import COMPILE_CPU_S, MEMORY_BYTES_MAX, STEP_CPU_S
@@ -55,6 +56,12 @@ class Bound:
     most: str
     beyond: str
     setting: str = ""
+
+    def set_to(self, value: Any) -> Bound:
+        """With what a setting says: a count, seconds, or a size as somebody wrote it."""
+        if isinstance(value, int):
+            return replace(self, most=f"{value:,}")
+        return replace(self, most=f"{value:g} s" if isinstance(value, float) else str(value))
 
 
 BOUNDS: Final = (
@@ -107,7 +114,7 @@ BOUNDS: Final = (
     ),
     Bound(
         what="a request's line and headers",
-        most="32 KiB",
+        most="32KiB",
         beyond="431",
         setting="--header-bytes",
     ),
@@ -128,7 +135,7 @@ BOUNDS: Final = (
     ),
     Bound(
         what="a body",
-        most="32 MiB",
+        most="32MiB",
         beyond="413",
         setting="--body-bytes",
     ),
@@ -202,3 +209,12 @@ BOUNDS: Final = (
     ),
     Bound(what="allowed_token_ids", most=f"{ALLOWED_IDS_MAX:,}", beyond="400"),
 )
+
+
+def in_force(settings: Mapping[str, Any]) -> list[dict[str, str]]:
+    """All bounds, with the values of these settings where they have one."""
+    listed = []
+    for bound in BOUNDS:
+        name = bound.setting.removeprefix("--").replace("-", "_")
+        listed.append(asdict(bound.set_to(settings[name]) if name in settings else bound))
+    return listed

@@ -157,6 +157,13 @@ def test_models_version_and_what_is_configured(served: Served):
         assert found["internal_states"][0]["max_total_num_tokens"] == 65536
         assert found["engine"]["depth_reasons"] == ["request 3: a grammar follows the output"]
         assert found["engine"]["modes"] == [{"resident": 4, "none": 3, "da": 2, "dba": 1}]
+        bounds = {bound["what"]: bound for bound in found["bounds"]}
+        assert bounds["connections"]["most"] == "1,024"
+    served.service.described = {"max_connections": {"value": 7, "from": "flag"}}
+    [most] = [
+        b["most"] for b in ask(served, "/server_info")["bounds"] if b["what"] == "connections"
+    ]
+    assert most == "7"
     for path in ("/model_info", "/get_model_info"):
         assert ask(served, path)["is_generation"] is True
 
