@@ -164,7 +164,7 @@ async def _settle(protocol: Any, *, turns_max: int) -> None:
     patience = 12
     for turn in range(turns_max):
         cycle = protocol.cycle
-        if protocol.transport.is_closing() or cycle is None or cycle.response_complete:
+        if protocol.transport.is_over or cycle is None or cycle.response_complete:
             break
         patience -= bool(cycle.more_body)
         if not patience:

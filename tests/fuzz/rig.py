@@ -173,7 +173,7 @@ class Connection(asyncio.Transport):
         self._errors = errors
         self._unread: list[bytes] = []
         self._is_reading = True
-        self._is_closing = self._is_lost = False
+        self._is_closing = self._is_lost = self._has_ended = False
         self._is_stalled, self._waiting_bytes, self._is_paused = False, 0, False
 
     # ---- the client's side
@@ -196,13 +196,15 @@ class Connection(asyncio.Transport):
             self._loop.call_soon(self._lose, None)
 
     def leave(self, *, is_reset: bool) -> None:
-        self.is_cut = self.is_cut or not self._is_closing
+        self.is_cut = self.is_cut or not (self._is_closing or self._has_ended)
         self._is_closing = True
         self._lose(ConnectionResetError("reset by the fuzzer") if is_reset else None)
 
     # ---- what asyncio has
 
     def write(self, raw: Any) -> None:
+        if self._has_ended:
+            raise RuntimeError("Cannot call write() after write_eof()")
         if self._is_lost or self._is_closing:
             return
         self.written += raw
@@ -211,6 +213,17 @@ class Connection(asyncio.Transport):
             if self._waiting_bytes > WRITTEN_HIGH and not self._is_paused:
                 self._is_paused = True
                 self._protocol.pause_writing()
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self._has_ended = True
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will be answered."""
+        return self._is_closing or self._has_ended
 
     def is_closing(self) -> bool:
         return self._is_closing
@@ -316,10 +329,12 @@ class Rig(Served):
         return (f"{name} {count}" for name, count in counts.items() if count)
 
     def census(self) -> Counter[str]:
-        """Live objects of the packages that hold requests."""
+        """Live objects of the packages that hold requests, without the board's last minute: it
+        grows with time and not with what is asked."""
         gc.collect()
+        recent = Counter(type(status) for _, status in self.service.board.recent)
         roots = ("ess", "uvicorn", "starlette", "fastapi", "httptools")
-        kinds = Counter(type(thing) for thing in gc.get_objects())
+        kinds = Counter(type(thing) for thing in gc.get_objects()) - recent
         return Counter(
             {
                 f"{kind.__module__}.{kind.__qualname__}": count

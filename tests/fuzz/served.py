@@ -161,7 +161,7 @@ class ServedTarget:
         connection.feed(raw)
         deadline_s = time.monotonic() + 60
         while protocol.cycle is None or not protocol.cycle.response_complete:
-            if connection.is_closing():
+            if connection.is_over:
                 break
             if time.monotonic() > deadline_s:
                 raise Finding("stuck", self.name, f"no answer within 60 s to {raw[:300]!r}")

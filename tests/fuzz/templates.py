@@ -3,17 +3,19 @@
     {"style": name, "thinking": bool, "messages": [...], "tools": [...], "reply": text,
      "cuts": [...], "source": a Jinja template, only for the style "jinja"}
 
-A conversation becomes a prompt or is refused in a sentence. What a reply says does not depend on
-how it was cut.
+A conversation becomes a prompt or is refused in a sentence, and what it quotes has no mark in it.
+What a reply says does not depend on how it was cut.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 from ess.errors import BadInput
 from ess.models.chat.messages import read_messages
+from ess.models.chat.quoting import Quoting
 from ess.models.chat.reply import (
     CallArguments,
     Content,
@@ -114,6 +116,15 @@ JINJA = (
         "\x00",
     ),
 )
+CHAT_FILES = (
+    *("models/chat/deepseek_v32*.py", "models/chat/dsml.py", "models/chat/glm_reply.py"),
+    *("models/chat/messages.py", "models/chat/quoting.py", "models/chat/reply.py"),
+    *("models/chat/stream.py", "models/chat/styles.py", "models/chat/template.py"),
+    "models/text/marks.py",
+)
+QUOTED = frozenset(
+    {"<think>", "<tool_call>", "<|user|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"}
+)
 STYLES = ("deepseek", "plain", "glm", "template")
 
 
@@ -121,7 +132,7 @@ class Templates:
     name = "templates"
 
     def __init__(self) -> None:
-        self.lines = Lines(sources("models/chat/*.py", "models/text/*.py"))
+        self.lines = Lines(sources(*CHAT_FILES))
         self._styles: dict[str, ChatStyle] = {}
 
     def __enter__(self) -> Templates:
@@ -190,7 +201,8 @@ class Templates:
     def _encode(self, value: Value) -> None:
         """As a chat request does, whose form the structs have checked: lists of objects."""
         try:
-            messages = read_messages(_objects(value["messages"]), tools=_objects(value["tools"]))
+            written, tools = _quoted(value)
+            messages = read_messages(written, tools=tools)
             if value["style"] == "jinja":
                 _rendered(value["source"], value["messages"])
             else:
@@ -242,6 +254,14 @@ def _rendered(template: str, messages: Any) -> None:
         made.render({"messages": messages, "tools": None})
     finally:
         made.close()
+
+
+def _quoted(value: Value) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    written = _objects(value["messages"]), _objects(value["tools"])
+    messages, tools = (Quoting(written, QUOTED).split(part) for part in written)
+    text = json.dumps([messages, tools], ensure_ascii=False)
+    assert not any(mark in text for mark in QUOTED), "a client wrote a mark"
+    return messages, tools
 
 
 def _objects(raw: Any) -> list[dict[str, Any]]:

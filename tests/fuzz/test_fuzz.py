@@ -23,7 +23,7 @@ from tests.server import harness
 
 KNOWN_FILES = sorted(KNOWN.glob("*.json"))
 CORPUS_BYTES_MAX = 300 << 10
-FLOORS = {"http": 60, "bodies": 55, "grammars": 65, "templates": 65}
+FLOORS = {"http": 70, "bodies": 55, "grammars": 70, "templates": 80}
 FRESH = {"http": 60, "bodies": 250, "grammars": 150, "templates": 300}
 SLOW_FACTOR = 25
 
