@@ -188,6 +188,8 @@ class Templates:
 
     def run(self, value: Value) -> None:
         style = str(value["style"])
+        if style not in (*STYLES, "jinja"):
+            raise ValueError(f"no style {style!r}: the input was cut too far")
         try:
             self._encode(value)
             if style in self._styles:
