@@ -86,7 +86,10 @@ def test_sigterm_ends_a_server_with_a_stopped_engine_and_a_client_that_reads_not
     with Process(*PACED).wait_ready() as process:
         port = int(process.url.rpartition(":")[2])
         body = b'{"prompt": "x", "stream": true, "max_tokens": 2000, "ignore_eos": true}'
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+        )
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(head + body)
             assert client.recv(1)
@@ -122,7 +125,7 @@ def test_sigterm_ends_a_server_whose_event_loop_hangs(hang: str, monkeypatch):
     with Process(*PACED).wait_ready() as process:
         engine, port = process.engine_pid, int(process.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            client.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert process.process.stdout.readline() == "stuck\n"
             process.process.send_signal(signal.SIGTERM)
             assert ended(process, engine) == -signal.SIGALRM
