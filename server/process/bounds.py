@@ -201,7 +201,6 @@ BOUNDS: Final = (
         most=f"{NAME_CHARS_MAX} characters",
         beyond="400",
     ),
-    Bound(what="tools", most=f"{TOOLS_MAX}", beyond="400"),
     Bound(
         what="bad_words",
         most=f"{BAD_WORDS_MAX} words of {BAD_WORD_CHARS_MAX} characters",
