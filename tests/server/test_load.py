@@ -207,6 +207,7 @@ def test_it_speaks_https(tmp_path: Path):
 @pytest.mark.slow
 def test_the_cost_of_a_token_is_measured():
     rows = bench.serve_benchmark(smoke=True)
-    assert [row.unit for row in rows] == ["events/s per core", "ms p99 to socket"]
+    units = [row.unit for row in rows]
+    assert units == ["events/s per core", "ms p99 to socket", "ms p99 to socket"]
     assert all(row.value > 0 for row in rows)
     assert rows[0].config["events"] > 1000
