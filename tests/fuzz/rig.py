@@ -31,7 +31,7 @@ KEEP_ALIVE_S = 0.1
 PIECE_BYTES = 64 << 10
 WRITTEN_HIGH = 64 << 10
 HELD_BYTES_MAX = 512 << 10
-LIMITS = Limits(running_max=8, waiting_max=24, length_max=256, tokens_default=24, body_max=1 << 20)
+LIMITS = Limits(running_max=8, waiting_max=24, length_max=1024, tokens_default=24, body_max=1 << 20)
 SAYS = (
     "one two three, stop. four",
     'thought</think>text\n\n<\uff5cDSML\uff5cfunction_calls>\n<\uff5cDSML\uff5cinvoke name="f">\n'
