@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -52,10 +53,14 @@ def make_app(name: str, *, summary: str, version: str, commands: Sequence[Comman
 def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
     """One command line to one exit code; every refusal is a sentence on stderr."""
     try:
-        result = app(arguments, exit_on_error=False, result_action="return_value")
+        result = app(
+            arguments, exit_on_error=False, print_error=False, result_action="return_value"
+        )
         sys.stdout.flush()
-    except cyclopts.CycloptsError:
-        return USAGE
+    except cyclopts.UnknownOptionError as error:
+        return _refuse(app, _unknown(error), USAGE)
+    except cyclopts.CycloptsError as error:
+        return _refuse(app, error, USAGE)
     except BadInput as error:
         return _refuse(app, error, USAGE)
     except BrokenPipeError:
@@ -66,6 +71,15 @@ def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return _refuse(app, "interrupted", INTERRUPTED)
     return result if isinstance(result, int) else OK
+
+
+def _unknown(error: cyclopts.UnknownOptionError) -> str:
+    """The option without its value, which may be a secret, and the one that was meant, if any."""
+    given = (error.token.keyword or error.token.value).partition("=")[0]
+    known = [name for argument in error.argument_collection for name in argument.names]
+    close = difflib.get_close_matches(given, known, n=5, cutoff=0.75)
+    close.sort(key=lambda name: sorted(name) != sorted(given))
+    return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def print_json(document: Any) -> None:

@@ -112,8 +112,8 @@ def test_a_failure_keeps_the_other_rows_and_says_so(run: Run) -> None:
         (("goood",), 'Did you mean "good"'),
         (("good", "--only", "broken"), "choose from tiny, plain"),
         (("good", "--out", "no/such/folder/x.json"), "no/such/folder does not exist"),
-        (("good", "--smok"), "Did you mean --smoke?"),
-        (("tiny", "--cuont", "3"), "Did you mean --count?"),
+        (("good", "--smok"), "did you mean --smoke?"),
+        (("tiny", "--cuont", "3"), "did you mean --count?"),
         (("good", "--format", "json"), 'Choose from: "table", "md", "csv", "jsonl"'),
         (("tiny", "--json", "no/such/folder/x.json"), "no/such/folder does not exist"),
     ],
@@ -185,7 +185,7 @@ def test_options_without_a_command_are_those_of_the_headline(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["--ctx", "128k", "--jsn"]) == 2
-    assert "Did you mean --json?" in capsys.readouterr().err
+    assert "did you mean --json?" in capsys.readouterr().err
     assert cli.main(["--help"]) == 0
     assert "vs-transformers" in capsys.readouterr().out
 

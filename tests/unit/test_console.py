@@ -19,7 +19,9 @@ HERE = __name__
     ("arguments", "code", "says"),
     [
         (["layotu"], 2, 'Did you mean "layout"'),
-        (["layout", "glm-5", "--jsn"], 2, "--json"),
+        (["layout", "glm-5", "--jsn"], 2, "unknown option --jsn; did you mean --json?"),
+        (["serve", "--prot", "80"], 2, "unknown option --prot; did you mean --port?"),
+        (["serve", "--colour"], 2, "unknown option --colour"),
         (["layout"], 2, "NAME"),
         (["layout", "glm-5", "--row", "fp4"], 2, "fp8"),
         (["layout", "glm-6"], 2, "choose from deepseek-v3.2, glm-5, glm-5.2, ess-embedded"),
@@ -33,6 +35,13 @@ def test_a_wrong_command_line_is_explained(
     streams = capsys.readouterr()
     assert says in " ".join(streams.err.replace("│", " ").split())
     assert streams.out == ""
+
+
+def test_the_value_of_a_misspelt_option_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--api-kye=top-secret"]) == 2
+    shown = capsys.readouterr().err
+    assert "did you mean --api-key?" in shown
+    assert "top-secret" not in shown
 
 
 def test_a_layout_says_what_a_token_costs(capsys: pytest.CaptureFixture[str]) -> None:
