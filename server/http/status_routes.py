@@ -119,7 +119,7 @@ async def health(request: Request) -> Response:
     """200 while the engine loads or runs, 503 once it is lost."""
     service = _service(request)
     if service.link.state == "lost":
-        return error_answer(Unavailable(f"the engine is gone: {service.link.why_lost}"))
+        return error_answer(Unavailable(service.link.why_lost))
     return answer({"status": "draining" if service.draining else service.link.state})
 
 

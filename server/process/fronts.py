@@ -68,7 +68,7 @@ class Fronts:
 
     def end(self, sentence: str) -> None:
         """Streams that are left end with this."""
-        self._tell(f"end {sentence}")
+        self._tell(f"end {' '.join(sentence.split())}")
 
     async def stop(self, *, within_s: float) -> None:
         for keeper in self._keepers:

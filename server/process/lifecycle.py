@@ -189,9 +189,12 @@ class Running:
         if self._service.open_count:
             left = requests_are(self._service.open_count)
             console.note(f"ess: {left} still open after {self._settings.drain_s:g} s and end here")
-        self._fronts.end("the server is shutting down")
-        self._link.lose("the server is shutting down")
+        self._lose("the server is shutting down")
         await let_out(self._server, self._clock)
+
+    def _lose(self, sentence: str) -> None:
+        self._fronts.end(sentence)
+        self._link.lose(sentence)
 
     async def _hear(self) -> None:
         """A message that we cannot read is an engine that we cannot use."""
@@ -206,8 +209,7 @@ class Running:
         if not self._service.draining:
             await self._give_up(how)
         elif self._link.state != "lost":
-            self._fronts.end(how)
-            self._link.lose(how)
+            self._lose(f"the engine is gone: {how}")
 
     async def _watch_dog(self) -> None:
         """A stuck engine does not end by itself; it is known by its silence."""
@@ -224,9 +226,8 @@ class Running:
         await self._to_the_end(self._say_lost(how))
 
     async def _say_lost(self, how: str) -> None:
-        self._fronts.end(how)
-        self._link.lose(how)
-        console.note(f"ess: the engine is gone: {self._link.why_lost}")
+        self._lose(f"the engine is gone: {how}")
+        console.note(f"ess: {self._link.why_lost}")
         if self._link.ready is not None:
             await let_out(self._server, self._clock)
             await asyncio.sleep(FLUSH_S)

@@ -155,7 +155,7 @@ class Call:
         if self._broken is not None:
             raise self._broken
         if not self._pieces and self.error is not None:
-            raise Unavailable(f"the engine is gone: {self.error}")
+            raise Unavailable(self.error)
         taken, self._pieces = self._pieces, []
         return taken
 
@@ -223,7 +223,7 @@ class EngineLink:
         """One engine request per prompt, all in one call; a prompt that comes again, the same list,
         is another choice."""
         if self.state == "lost":
-            raise Unavailable(f"the engine is gone: {self.why_lost}")
+            raise Unavailable(self.why_lost)
         step, first = self.place.count, self._next_number
         numbers = range(first, first + step * len(prompts), step)
         self._next_number = numbers.stop
@@ -331,7 +331,8 @@ class EngineLink:
             await asyncio.sleep(0)
 
     def lose(self, sentence: str) -> None:
-        """The engine is gone: every call ends with an error, no other may start."""
+        """From now on there is no engine for us, as the sentence says to all who ask: every call
+        ends with it, and no other may start."""
         if self.state == "lost":
             return
         self.state, self.why_lost = "lost", sentence
@@ -339,7 +340,7 @@ class EngineLink:
         for call in set(self._calls.values()):
             call.fail(sentence)
         self._calls.clear()
-        gone = Unavailable(f"the engine is gone: {sentence}")
+        gone = Unavailable(sentence)
         for answers in self._asked.values():
             for answer in answers:
                 if not answer.done():
@@ -379,7 +380,7 @@ class EngineLink:
             case Cut(front):
                 self.on_cut(front)
             case Fault(sentence):
-                self.lose(sentence)
+                self.lose(f"the engine is gone: {sentence}")
 
     def _answer(self, question: Question, answer: Answered) -> None:
         asker = self._asked[question].popleft() if self._asked[question] else None

@@ -137,7 +137,7 @@ class Service:
 
     def check_state(self) -> None:
         if self.link.state == "lost":
-            raise Unavailable(f"the engine is gone: {self.link.why_lost}")
+            raise Unavailable(self.link.why_lost)
         if self.draining:
             sentence = "the server is shutting down; send the request to another"
             raise self._refused(sentence, "draining", 5.0)

@@ -204,7 +204,7 @@ def test_it_says_when_the_engine_is_loading_silent_or_gone(page: Browser):
         page.until(f"{binds}.includes('Nearest limit')")
         served.engine.hold()
         page.until(f"{binds}.includes('said nothing for')")
-        served.call(lambda: served.service.link.lose("it fell over"))
+        served.call(lambda: served.service.link.lose("the engine is gone: it fell over"))
         page.until(f"{binds} === 'The engine is gone: it fell over'")
         assert page.value("document.getElementById('state').dataset.state") == "lost"
 
@@ -284,12 +284,12 @@ def test_a_ninth_viewer_is_told_so_and_all_end_with_the_engine():
         code, refused = ask(served.url + "/v1/events")
         assert code == 503
         assert "8 viewers" in refused["error"]["message"]
-        served.call(lambda: served.service.link.lose("it fell over"))
+        served.call(lambda: served.service.link.lose("the engine is gone: it fell over"))
         for viewer in viewers:
             *_, last = [line for line in viewer.read().splitlines() if line.startswith(b"data: ")]
             viewer.close()
             frame = json.loads(last[6:])
-            assert (frame["state"], frame["why"]) == ("lost", "it fell over")
+            assert (frame["state"], frame["why"]) == ("lost", "the engine is gone: it fell over")
 
 
 def test_a_viewer_that_takes_nothing_leaves_its_place():

@@ -163,7 +163,7 @@ def test_streams_that_do_not_finish_in_time_end_with_an_error():
         all_have_begun(going)
         process.process.terminate()
         assert process.ended(within_s=30) == 0
-        assert all(b"shutting down" in text for text in going.texts)
+        assert all(b'"message":"the server is shutting down"' in text for text in going.texts)
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_a_fault_ends_every_call_after_what_it_had(tmp_path: Path):
         with pytest.raises(Unavailable, match="it broke"):
             link.start("b", [([1], Sampling())])
         link.lose("again")
-        assert link.why_lost == "it broke"
+        assert link.why_lost == "the engine is gone: it broke"
         hearing.cancel()
 
     linked(tmp_path, act)
