@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ess.errors import BadInput
 from ess.models.chat.call_grammar import (
@@ -31,7 +31,9 @@ from ess.models.chat.dsml import (
     PARAMETER_END,
     THINK_END,
 )
-from ess.models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ess.models.text.tokenizer import Tokenizer
 
 
 def write(tokenizer: Tokenizer, calls: Calls) -> str:

@@ -6,7 +6,7 @@ Older members of the family put a line break behind every tag, newer ones do not
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ess.models.chat.call_grammar import (
     Calls,
@@ -31,7 +31,9 @@ from ess.models.chat.glm_reply import (
     VALUE,
     VALUE_END,
 )
-from ess.models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ess.models.text.tokenizer import Tokenizer
 
 
 def write(tokenizer: Tokenizer, calls: Calls) -> str:

@@ -79,6 +79,14 @@ class Outlet:
         self.is_closing = transport.is_closing
         self.close = close
 
+    def stop(self) -> None:
+        """What is said now comes too late, as the 100 that a client was promised."""
+        self.write = _dropped
+
+
+def _dropped(said: bytes | bytearray | memoryview) -> None:
+    pass
+
 
 class Body:
     """A body that is being received.
@@ -408,6 +416,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._is_deaf = True
         self._stop_deadline()
+        self._outlet.stop()
         self.flow.resume_reading()
         self.transport.write_eof()
         self._deadline = self.loop.call_later(LINGER_S, self.transport.abort)
