@@ -84,7 +84,7 @@ class Outlet:
         self.write = _dropped
 
 
-def _dropped(said: bytes | bytearray | memoryview) -> None:
+def _dropped(said: object) -> None:
     pass
 
 
