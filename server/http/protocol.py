@@ -84,7 +84,7 @@ class Outlet:
         self.write = _dropped
 
 
-def _dropped(said: object) -> None:
+def _dropped(data: object) -> None:
     pass
 
 
