@@ -75,7 +75,7 @@ class Outlet:
     __slots__ = ("close", "is_closing", "write")
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
+        self.write: Callable[[bytes], None] = transport.write
         self.is_closing = transport.is_closing
         self.close = close
 
@@ -84,7 +84,7 @@ class Outlet:
         self.write = _dropped
 
 
-def _dropped(data: object) -> None:
+def _dropped(said: bytes) -> None:
     pass
 
 
