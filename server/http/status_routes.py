@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from starlette.exceptions import HTTPException
@@ -180,10 +181,11 @@ async def loads(request: Request) -> Response:
             load[name] = section(service)
     return answer(
         {
-            "timestamp": time.time(),
+            "timestamp": datetime.now(UTC).isoformat(),
             "version": ess.__version__,
             "accelerator": platform.machine(),
             "num_accelerators": 0,
+            "dp_rank_count": 1,
             "loads": [load],
         }
     )
