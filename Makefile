@@ -22,7 +22,7 @@ endef
 
 COMMA := ,
 $(STAMP): pyproject.toml $(NATIVE)
-	$(call INSTALL,dev$(COMMA)oracle)
+	$(call INSTALL,dev$(COMMA)oracle$(COMMA)router)
 	touch $@
 
 # To serve needs a third of what the checks need.

@@ -1,0 +1,187 @@
+"""The stock routers as processes, and workers that tell what a router asked them.
+
+Each router is started as its own documentation says, with its own command line. Their packages both
+install a script called `smg`, so they are started as modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.harness import until
+from tests.server.test_life import Process
+
+LINE = re.compile(r"^ess: request (\S+) (\S+) (\S+) (\S+) after", re.MULTILINE)
+# What docs/serving.md advises, and a pace at which a test can wait.
+BREAKER = ("--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "1")
+ADVISED = ("--health-check-endpoint", "/ready", *BREAKER)
+SOON = ("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1")
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`probes` are the routes that a router asks of itself, when it starts and later.
+
+    `is_open`: bodies, headers and routes that it does not know go through unchanged.
+    """
+
+    package: str
+    words: tuple[str, ...]
+    probes: frozenset[str]
+    is_open: bool = False
+
+
+SGLANG = Kind(
+    "sglang_router",
+    ("sglang_router", "launch"),
+    frozenset({"/health", "/server_info", "/model_info"}),
+)
+SMG = Kind(
+    "smg",
+    ("smg", "launch"),
+    frozenset({"/health", "/v1/models", "/version", "/server_info", "/loads"}),
+)
+VLLM = Kind("vllm_router", ("vllm_router.launch_router",), frozenset({"/health"}), is_open=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: Message
+    text: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.text)
+
+    @property
+    def events(self) -> list[Any]:
+        """Of a stream that ended as it should."""
+        *found, last = [line[6:] for line in self.text.splitlines() if line.startswith("data: ")]
+        assert last == "[DONE]", self.text
+        return [json.loads(event) for event in found]
+
+
+def ask(url: str, body: object = None, **headers: str) -> Answer:
+    """A POST if there is a body; header names have underscores. 0 is no answer."""
+    content = None if body is None else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, content, {"content-type": "application/json", **named})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return Answer(answer.status, answer.headers, answer.read().decode())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, error.headers, error.read().decode())
+    except (urllib.error.URLError, ConnectionError) as error:
+        return Answer(0, Message(), repr(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    name: str
+    method: str
+    route: str
+    status: str
+
+
+class Worker(Process):
+    """An `ess serve` without a model, ready, whose log is kept."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self._log = log
+        pace = () if "--pace-ms" in flags else ("--pace-ms", "5")
+        with log.open("w") as lines:
+            flags = ("--engine", "paced", *pace, "--request-log", *flags)
+            super().__init__(*flags, stderr=lines.fileno())
+        self.wait_ready()
+
+    @property
+    def port(self) -> str:
+        return self.url.rpartition(":")[2]
+
+    @property
+    def asked(self) -> list[Asked]:
+        """What was answered so far, apart from our own waiting for it to be ready."""
+        return [Asked(*words) for words in LINE.findall(self._log.read_text())]
+
+    def count(self, route: str, status: str = "200") -> int:
+        return sum(asked.route == route and asked.status == status for asked in self.asked)
+
+    @property
+    def open_count(self) -> int:
+        return int(ask(f"{self.url}/load").document["server_load"])
+
+
+class Router:
+    """A router on a free port, which has found every worker healthy."""
+
+    def __init__(
+        self, kind: Kind, workers: Sequence[str], log: Path, *flags: str, key: str = ""
+    ) -> None:
+        if importlib.util.find_spec(kind.package) is None:
+            pytest.skip(f"{kind.package} is not installed: extra `router`, Linux on x86-64 only")
+        port, metrics_port = _free_ports(2)
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        self._given = {"Authorization": f"Bearer {key}"} if key else {}
+        keyed = ("--api-key", key) if key else ()
+        words = ["--host", "127.0.0.1", "--port", port, "--policy", "round_robin"]
+        words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port]
+        words += ["--worker-urls", *workers]
+        with log.open("w") as lines:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *kind.words, *words, *keyed, *SOON, *flags],
+                env={**os.environ, "NO_COLOR": "1"},
+                stdout=lines,
+                stderr=subprocess.STDOUT,
+            )
+        self._expected = len(workers)
+
+    def __enter__(self) -> Router:
+        try:
+            until(self._is_up, "every worker's being found healthy", within_s=START_S)
+        except AssertionError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _is_up(self) -> bool:
+        assert self._process.poll() is None, self._log.read_text()[-2000:]
+        return len(self.healthy()) == self._expected
+
+    def healthy(self) -> set[str]:
+        """The workers that it would send requests to."""
+        with contextlib.suppress(json.JSONDecodeError):
+            found = ask(f"{self.url}/workers", **self._given).document["workers"]
+            return {worker["url"] for worker in found if worker["is_healthy"]}
+        return set()
+
+    def ask(self, path: str, body: object = None, **headers: str) -> Answer:
+        return ask(self.url + path, body, **headers)
+
+
+def _free_ports(count: int) -> list[str]:
+    with contextlib.ExitStack() as held:
+        made = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [str(each.getsockname()[1]) for each in made]
