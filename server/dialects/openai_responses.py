@@ -55,8 +55,6 @@ async def responses(request: Request) -> Response:
 
 
 def _refuse_unserved(ask: schemas.ResponsesAsk) -> None:
-    if ask.store:
-        raise BadInput("store is true, but responses are not kept: send all items as input")
     if ask.prompt:
         raise BadInput("prompt is not served: no templates are kept, send all items as input")
     if ask.n not in (None, 1):

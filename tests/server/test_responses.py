@@ -153,7 +153,6 @@ def test_forms_and_calls_become_grammars(calling: Served):
 @pytest.mark.parametrize(
     ("changed", "param", "says"),
     [
-        ({"store": True}, "store", "not kept"),
         ({"prompt": {"id": "p"}}, "prompt", "no templates"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not kept"),
         ({"conversation": "c"}, "conversation", "not kept"),
@@ -190,6 +189,7 @@ def test_what_is_not_served_is_refused_by_name(calling: Served, changed, param, 
 
 
 def test_usual_wishes_that_change_nothing_are_accepted(plain: Served):
-    usual = {"store": False, "include": ["reasoning.encrypted_content"], "truncation": "disabled"}
+    usual = {"store": True, "include": ["reasoning.encrypted_content"], "truncation": "disabled"}
     made = create(plain, **usual, metadata={"a": "b"}, user="u", reasoning={"summary": "auto"})
     assert made.metadata == {"a": "b"}
+    assert made.store is False, "routers ask for it by themselves; the answer says what is so"
