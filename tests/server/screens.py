@@ -13,9 +13,9 @@ from importlib import resources
 from pathlib import Path
 
 from tests.server.harness import PacedEngine, Served, counting
-from tests.server.test_life import Process
 from tests.support.chromium import Browser
 from tests.support.crowd import Crowd
+from tests.support.process import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDING = "demo.json"

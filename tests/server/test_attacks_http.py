@@ -7,90 +7,35 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from ess.server.http import protocol
 from ess.server.process.bounds import BODIES_MAX, HEADERS_MAX, PIPELINED_MAX, PROBE_CONNECTIONS
 from ess.server.process.service import Limits
+from tests.attacks.processes import peak_bytes
+from tests.attacks.wire import (
+    CHUNKED,
+    FRAMINGS,
+    MIB,
+    ONE_BYTE_CHUNKS,
+    chunk,
+    completion,
+    head,
+    parsed,
+    post,
+    pour,
+    reply,
+    rest,
+)
 from tests.server.harness import PacedEngine, Served, counting, raw, saying, until
-from tests.server.test_life import Process
+from tests.support.process import Process
 
 LIMITS = Limits(running_max=2, waiting_max=1, length_max=4096, keep_alive_s=0.1, stall_s=0.5)
-MIB = 1 << 20
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-
-
-def head(path: str = "/version", *headers: str, method: str = "GET") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: localhost", *headers, "", ""]
-    return "\r\n".join(lines).encode()
-
-
-def post(body: bytes, *headers: str) -> bytes:
-    return head("/v1/completions", f"content-length: {len(body)}", *headers, method="POST") + body
-
-
-def completion(**changed: object) -> bytes:
-    return json.dumps({"model": "test-model", "prompt": "x", "max_tokens": 2, **changed}).encode()
-
-
-def pour(made: socket.socket, pieces: Iterable[bytes]) -> int:
-    """Bytes sent until the other side had enough."""
-    sent = 0
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        for piece in pieces:
-            made.sendall(piece)
-            sent += len(piece)
-    return sent
-
-
-def rest(made: socket.socket) -> bytes:
-    """All that comes until the connection ends."""
-    told = bytearray()
-    with contextlib.suppress(ConnectionError):
-        while piece := made.recv(1 << 16):
-            told += piece
-    return bytes(told)
-
-
-def reply(made: socket.socket) -> tuple[int, dict]:
-    """One answer; the connection may go on."""
-    with http.client.HTTPResponse(made) as answer:
-        answer.begin()
-        return answer.status, json.loads(answer.read())
-
-
-def parsed(told: bytes) -> tuple[int, dict]:
-    lines, _, body = told.partition(b"\r\n\r\n")
-    return int(lines[9:12]), json.loads(body)["error"]
 
 
 # ---- memory
-
-
-def resident(pid: int) -> int:
-    """The most that a process has held, in bytes."""
-    [line] = [x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmHWM" in x]
-    return int(line.split()[1]) << 10
-
-
-def chunk(size: int) -> bytes:
-    return b"%x\r\n%b\r\n" % (size, b" " * size)
-
-
-ATTACKS = {
-    "trailers": [CHUNKED, b"0\r\n", *[b"t: " + b"v" * 1000 + b"\r\n"] * 100_000],
-    "a trailer without an end": [CHUNKED, b"0\r\nt: ", *[b"v" * MIB] * 100],
-    "an extension": [CHUNKED, b"1;e=", *[b"v" * MIB] * 100],
-    "an extension on every chunk": [CHUNKED, *[b"1;" + b"e" * 1000 + b"\r\nx\r\n"] * 100_000],
-    "trailers between bodies": [CHUNKED + b"0\r\n" + b"t: v\r\n" * 30 + b"\r\n"] * 300_000,
-    "a request line": [b"GET /", *[b"x" * MIB] * 100],
-    "headers": [b"GET / HTTP/1.1\r\n", *[b"a:\r\n" * 1000] * 10_000],
-    "blank lines": [b"\r\n" * 1000] * 50_000,
-    "requests behind one": [head("/dashboard") * 20_000] * 60,
-}
 
 
 @pytest.fixture(scope="module", params=["with a key", "without"])
@@ -100,32 +45,27 @@ def guarded(request: pytest.FixtureRequest) -> Iterator[Process]:
         yield made.wait_ready()
 
 
-def port_of(process: Process) -> int:
-    return int(process.url.rpartition(":")[2])
-
-
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", FRAMINGS)
 def test_nothing_of_what_strangers_send_is_kept(guarded: Process, name: str):
     """Three connections send up to 100 MB each, for as long as they are let."""
-    before = resident(guarded.process.pid)
+    before = peak_bytes(guarded.process.pid)
     with contextlib.ExitStack() as held:
         for _ in range(3):
-            made = held.enter_context(raw(port_of(guarded)))
+            made = held.enter_context(raw(guarded.port))
             made.settimeout(0.5)
-            pour(made, ATTACKS[name])
+            pour(made, FRAMINGS[name])
         assert guarded.status("/health") == 200
-    assert resident(guarded.process.pid) - before < 24 * MIB
+    assert peak_bytes(guarded.process.pid) - before < 24 * MIB
 
 
 def test_millions_of_chunks_of_one_byte_cost_a_bounded_body(guarded: Process):
-    before = resident(guarded.process.pid)
-    with raw(port_of(guarded)) as made:
+    before = peak_bytes(guarded.process.pid)
+    with raw(guarded.port) as made:
         key = b"authorization: Bearer right\r\ntransfer-encoding"
         made.sendall(CHUNKED.replace(b"transfer-encoding", key))
-        pour(made, [b"1\r\n \r\n" * 100_000] * 20)
-        made.sendall(b"0\r\n\r\n")
+        pour(made, ONE_BYTE_CHUNKS)
         assert reply(made)[0] == 400
-    assert resident(guarded.process.pid) - before < 24 * MIB
+    assert peak_bytes(guarded.process.pid) - before < 24 * MIB
 
 
 def test_all_bodies_together_have_a_most():
@@ -372,7 +312,7 @@ def test_a_crowd_at_a_real_server_leaves_its_probes_alive():
     with Process(*flags).wait_ready() as process, contextlib.ExitStack() as held:
         until(lambda: process.status("/version") == 200, "room")
         for _ in range(100):
-            pour(held.enter_context(raw(port_of(process))), [CHUNKED[:-4]])
+            pour(held.enter_context(raw(process.port)), [CHUNKED[:-4]])
         assert [process.status(path) for path in ("/health", "/ready", "/version")] == [
             200,
             200,
@@ -381,7 +321,7 @@ def test_a_crowd_at_a_real_server_leaves_its_probes_alive():
         held.close()
         until(lambda: process.status("/version") == 200, "room again")
         for name, code in (("llm.example", 200), ("evil.example", 403)):
-            assert answered(port_of(process), "GET", "/version", [f"host: {name}"])[0] == code
+            assert answered(process.port, "GET", "/version", [f"host: {name}"])[0] == code
 
 
 def test_a_place_for_probes_is_not_kept(monkeypatch: pytest.MonkeyPatch):

@@ -18,10 +18,10 @@ from ess.server.http.trace_routes import trace_document
 from ess.server.process.service import Limits
 from tests.server import screens
 from tests.server.harness import PacedEngine, Served, counting, raw, until
-from tests.server.test_life import Process
 from tests.support import chromium
 from tests.support.chromium import Browser
 from tests.support.crowd import Crowd
+from tests.support.process import Process
 
 needs_browser = pytest.mark.skipif(
     chromium.path() is None and os.environ.get("BROWSER_TESTS") != "required",

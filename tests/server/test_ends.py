@@ -9,51 +9,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from ess.server.process.log_pipe import KEPT_BYTES, Carrier
 from ess.server.process.own_folder import LOCK, own_folder, remove_dead
+from tests.attacks.logs import disk_full, full_and_unread, reader_gone
 from tests.server.harness import until
-from tests.server.test_life import ROOT, RUN, Process
+from tests.support.process import ROOT, RUN, Process
 
 END_S = 45.0
 PACED = ("--engine", "paced", "--pace-ms", "20", "--drain-s", "1")
-
-
-@contextmanager
-def reader_gone() -> Iterator[int]:
-    """A pipe whose reader has ended."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    yield writer
-    os.close(writer)
-
-
-@contextmanager
-def disk_full() -> Iterator[int]:
-    with open("/dev/full", "wb") as full:
-        yield full.fileno()
-
-
-@contextmanager
-def full_and_unread() -> Iterator[int]:
-    """A pipe into which not one more byte goes; a write would wait for ever."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    for piece in (b"x" * 4096, b"x"):
-        with suppress(BlockingIOError):
-            while True:
-                os.write(writer, piece)
-    os.set_blocking(writer, True)
-    yield writer
-    os.close(writer)
-    os.close(reader)
-
-
 BROKEN = pytest.mark.parametrize("log", [reader_gone, disk_full, full_and_unread])
 
 
@@ -121,7 +88,7 @@ raise SystemExit(cli.main())
 @pytest.mark.slow
 @pytest.mark.parametrize("hang", ["while True: pass", "time.sleep(1e6)"])
 def test_sigterm_ends_a_server_whose_event_loop_hangs(hang: str, monkeypatch):
-    monkeypatch.setattr("tests.server.test_life.RUN", STUCK.format(hang=hang))
+    monkeypatch.setattr("tests.support.process.RUN", STUCK.format(hang=hang))
     with Process(*PACED).wait_ready() as process:
         engine, port = process.engine_pid, int(process.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as client:

@@ -14,8 +14,8 @@ import pytest
 
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
-from tests.server.test_life import Process
 from tests.support.crowd import Crowd
+from tests.support.process import Process
 
 PACED = ("--engine", "paced", "--max-running", "64", "--max-waiting", "64")
 COUNT = 3

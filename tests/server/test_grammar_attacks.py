@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import select
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
 
+from tests.attacks.processes import children, kin, peak_bytes, wait_for_end
+from tests.attacks.wire import ENDLESS, MIB
 from tests.server.harness import until
-from tests.server.test_life import Process
 from tests.support.crowd import Crowd
+from tests.support.process import Process
 
-ENDLESS = {"type": "integer", "multipleOf": 99999989}
 TOO_MUCH = "takes more than 2 s to compile|needs more than 128 MiB"
 ASKED = {"model": "ess-embedded", "prompt": "The number is", "max_tokens": 8}
 pytestmark = pytest.mark.slow
@@ -35,43 +32,20 @@ def answer(served: Process, **constraint: object) -> str:
     return made.choices[0].text
 
 
-def peak_mib(process: int) -> int:
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10
-
-
-def children(process: int) -> list[int]:
-    path = Path(f"/proc/{process}/task/{process}/children")
-    return [int(word) for word in path.read_text().split()]
-
-
-def kin(process: int) -> list[int]:
-    """All processes below it."""
-    return [below for child in children(process) for below in (child, *kin(child))]
-
-
 def works(process: int) -> bool:
     """It has grown larger than one that waits."""
-    return peak_mib(process) > 60
-
-
-def wait_for_end(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        file = os.pidfd_open(process)
-        ended, _, _ = select.select([file], [], [], 30.0)
-        os.close(file)
-        assert ended, f"process {process} goes on"
+    return peak_bytes(process) > 60 * MIB
 
 
 def test_a_schema_that_never_compiles_is_refused_by_name_and_harms_nobody(served: Process):
     assert answer(served, regex="yes") == "yes"
-    before = peak_mib(served.engine_pid)
+    before = peak_bytes(served.engine_pid)
     bad = {**ASKED, "structured_outputs": {"json": ENDLESS}}
     with Crowd(served.url, [bad, bad, bad]):
         assert answer(served, regex="[1-9]{3}").isdigit(), "asked beside them"
     with pytest.raises(openai.BadRequestError, match=TOO_MUCH):
         answer(served, json=ENDLESS)
-    assert peak_mib(served.engine_pid) - before < 64
+    assert peak_bytes(served.engine_pid) - before < 64 * MIB
     assert answer(served, regex="no") == "no"
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from ess.bench.engine import serve as bench
 from tests.server.harness import TOKENIZER, until
-from tests.server.test_life import Process
+from tests.support.process import Process
 
 STREAM_COUNT = 64
 LOAD_S = float(os.environ.get("LOAD_SECONDS", "20"))

@@ -17,7 +17,7 @@ import pytest
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.settings import resolve
 from ess.server.process import sockets
-from tests.server.test_life import READY_S, ROOT, RUN, Process
+from tests.support.process import READY_S, ROOT, RUN, Process
 
 
 def status_at(path: Path, asked: str) -> int:

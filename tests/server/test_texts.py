@@ -18,9 +18,11 @@ import pytest
 from ess.models.chat.styles import style_of
 from ess.server.commands.launch import embedded_path
 from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
+from tests.attacks.processes import children, peak_bytes
+from tests.attacks.wire import MIB, listed
 from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, raw, saying, until
-from tests.server.test_life import Process
 from tests.support.crowd import Crowd
+from tests.support.process import Process
 
 LONG = {"pad": "x" * LOOP_BODY_BYTES}
 STREAM = {"prompt": "a", "max_tokens": 4000}
@@ -144,10 +146,6 @@ def test_a_message_cannot_write_special_tokens(served: Served, pad: dict):
 
 
 # ---- counted before it is worked on
-
-
-def listed(name: str, what: str, count: int) -> bytes:
-    return f'{{"{name}":[{",".join([what] * count)}]}}'.encode()
 
 
 BIASES = {str(token): 1 for token in range(1025)}
@@ -307,12 +305,6 @@ def test_if_it_dies_again_and_again_the_answer_is_503(served: Served):
 # ---- the memory of real processes
 
 
-def peak_mib(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    [peak] = [line for line in lines if line.startswith("VmHWM")]
-    return int(peak.split()[1]) >> 10
-
-
 @pytest.mark.slow
 def test_a_refused_text_leaves_nothing_behind():
     """30 MB of text took 5 GB to encode, of which the server kept the half."""
@@ -320,13 +312,12 @@ def test_a_refused_text_leaves_nothing_behind():
     values = b'{"messages":[%b]}' % listed("x", "[]", 11_000_000)
     with Process("--engine", "paced").wait_ready() as process:
         assert post(process.url, "/tokenize", {"prompt": "a", **LONG})[0] == 200
-        before = peak_mib(process.process.pid)
+        before = peak_bytes(process.process.pid)
         for path, body in (("/v1/completions", text), ("/v1/chat/completions", values)):
             status, answer = post(process.url, path, body)
             assert status == 400, answer
-        assert peak_mib(process.process.pid) < before + 160
-        children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children")
-        peaks = [peak_mib(int(pid)) for pid in children.read_text().split()]
-        assert max(peaks) < 1200, peaks
-        pids = [process.process.pid, *map(int, children.read_text().split())]
+        assert peak_bytes(process.process.pid) < before + 160 * MIB
+        peaks = [peak_bytes(pid) for pid in children(process.process.pid)]
+        assert max(peaks) < 1200 * MIB, peaks
+        pids = [process.process.pid, *children(process.process.pid)]
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of them all")

@@ -14,7 +14,7 @@ import pytest
 
 from ess.server.commands.launch import embedded_path
 from tests.server.harness import TOKENIZER
-from tests.server.test_life import Process
+from tests.support.process import Process
 
 pytestmark = pytest.mark.slow
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{{ tools or '' }}"

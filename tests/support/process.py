@@ -1,0 +1,109 @@
+"""`ess serve` as a real process, the model in the box behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = "from ess.server.commands.cli import main; raise SystemExit(main())"
+READY_S = 60.0
+SMALL = {
+    "--max-model-len": "2k",
+    "--max-running": "4",
+    "--host-bytes": "96MiB",
+    "--threads": "1",
+    "--drain-grace-s": "0",
+    "--port": "0",
+}
+
+
+class Process:
+    """`ess serve` on a free port, of this tree or another."""
+
+    def __init__(
+        self,
+        *flags: str,
+        stderr: int = subprocess.PIPE,
+        tree: Path = ROOT,
+        **environment: str,
+    ) -> None:
+        given = {name: value for name, value in SMALL.items() if name not in flags}
+        small = [word for pair in given.items() for word in pair]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, "serve", "--json", *small, *flags],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), **environment},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        text = ""
+        while not text.endswith("\n}\n"):
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()[1]
+            text += line
+        self.greeting = json.loads(text)
+        self.url = self.greeting["url"]
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def status(self, path: str) -> int:
+        """0 if the connection was refused."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except (urllib.error.URLError, ConnectionError):
+            return 0
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def wait_ready(self) -> Process:
+        deadline_s = time.monotonic() + READY_S
+        while self.status("/ready") != 200:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        return self
+
+    @property
+    def engine_pid(self) -> int:
+        path = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        [engine] = [
+            int(child)
+            for child in Path(path).read_text().split()
+            if b"ess.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        return engine
+
+    def stream(self, **asked: object) -> openai.Stream[openai.types.Completion]:
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return client.completions.create(
+            model="ess-embedded",
+            prompt="The server is",
+            stream=True,
+            extra_body={"ignore_eos": True},
+            **{"max_tokens": 2000, **asked},
+        )
+
+    def ended(self, within_s: float) -> int:
+        return self.process.wait(timeout=within_s)
