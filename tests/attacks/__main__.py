@@ -55,13 +55,13 @@ def main() -> int:
     for name in given.names or names:
         found.append(least(name, given.tree))
         print("  ".join(cells(found[-1])), file=sys.stderr, flush=True)
+        if given.keep:
+            given.keep.write_bytes(msgspec.json.encode(found))
     tell(given, here, found)
     return 0
 
 
 def tell(given: argparse.Namespace, here, found: list[Figures]) -> None:
-    if given.keep:
-        given.keep.write_bytes(msgspec.json.encode(found))
     if given.json:
         rows = [row for each in found for row in rows_of(each, str(given.tree.name))]
         document = Document(build=build(), machine=here, rows=rows)
