@@ -30,7 +30,9 @@ from ess.server.http.refusals import Refusal
 from ess.server.process.bounds import (
     BODY_RATE_MIN,
     BODY_S,
+    CHUNK_BYTES_MEAN,
     CHUNK_LINE_BYTES,
+    CHUNKS_MAX,
     FRAMING_BYTES_MAX,
     HEAD_S,
     HEADERS_MAX,
@@ -104,6 +106,11 @@ class Body:
     @property
     def accounted(self) -> int:
         return self.byte_count + CHUNK_LINE_BYTES * self.chunk_count
+
+    def check_chunks(self) -> None:
+        """Reading a chunk takes microseconds, whatever is in it, and meanwhile all wait."""
+        if self.chunk_count > CHUNKS_MAX + self.byte_count // CHUNK_BYTES_MEAN:
+            raise Stop(refusals.small_chunks(self.chunk_count, self.byte_count))
 
     def late_at_s(self) -> float:
         return self.began_s + BODY_S + self.byte_count / BODY_RATE_MIN
@@ -295,6 +302,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         assert self._body is not None, "a head comes before a body"
         self._body.chunk_count += 1
+        self._body.check_chunks()
 
     def on_message_complete(self) -> None:
         if self._body is None:

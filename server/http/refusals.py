@@ -71,6 +71,13 @@ def long_framing(most: int) -> Refusal:
     )
 
 
+def small_chunks(count: int, size: int) -> Refusal:
+    return Refusal(
+        status=b"400 Bad Request",
+        sentence=f"the body comes in chunks that are too small: {count:,} for {size:,} bytes",
+    )
+
+
 def many_pipelined(most: int) -> Refusal:
     return Refusal(
         status=b"400 Bad Request",

@@ -42,6 +42,8 @@ BODY_RATE_MIN: Final = 64 << 10
 BODIES_MAX: Final = 16
 FRAMING_BYTES_MAX: Final = 16 << 10
 CHUNK_LINE_BYTES: Final = 20
+CHUNKS_MAX: Final = 4096
+CHUNK_BYTES_MEAN: Final = 32
 
 PROBE_CONNECTIONS: Final = 16
 PROBE_HEAD_S: Final = 2.0
@@ -152,6 +154,11 @@ BOUNDS: Final = (
     Bound(
         what="chunk extensions and trailers of a body",
         most=f"{FRAMING_BYTES_MAX >> 10} KiB",
+        beyond="400",
+    ),
+    Bound(
+        what="chunks of a body",
+        most=f"{CHUNKS_MAX:,}, and 1 more per {CHUNK_BYTES_MEAN} bytes that have come",
         beyond="400",
     ),
     Bound(

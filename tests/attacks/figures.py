@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ess.bench.harness.report import Row
 from tests.attacks.catalogue import ATTACKS
-from tests.attacks.measure import DRAIN_S, Figures
+from tests.attacks.measure import DRAIN_S, EXIT_S, Figures
 
 GAP_S = 0.25
 FLUSH_S = 3.0
@@ -46,7 +46,12 @@ def milliseconds(time_s: float | None) -> str:
 def exit_of(found: Figures) -> str:
     if found.exit_s is not None:
         return f"{found.exit_s:.1f} ({found.code})"
-    return "never" if found.all_bytes is not None else ""
+    return "never" if is_stuck(found) else ""
+
+
+def is_stuck(found: Figures) -> bool:
+    """It ran, and did not end."""
+    return found.exit_s is None and found.all_bytes is not None
 
 
 def paired(before: Sequence[Figures], after: Sequence[Figures]) -> list[list[str]]:
@@ -90,7 +95,7 @@ def rows_of(found: Figures, tree: str) -> list[Row]:
         ("server", found.server_bytes, "B", attack.server_mib << 20),
         ("all", found.all_bytes, "B", attack.all_mib << 20),
         ("gap", found.gap_s, "s", GAP_S),
-        ("exit", found.exit_s, "s", DRAIN_S + FLUSH_S),
+        ("exit", EXIT_S if is_stuck(found) else found.exit_s, "s", DRAIN_S + FLUSH_S),
         ("left", found.left, "processes", 0),
     ]
     config = {"tree": tree, "got": found.got}
