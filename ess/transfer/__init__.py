@@ -1,0 +1,9 @@
+"""What moves between workers: sealed messages, one-sided copies of pages, and counting receivers.
+
+    messages     what is said: fixed structs, each sealed with the shared secret
+    runs         where bytes lie: regions, runs of neighbouring pages
+    transport    how bytes move: the interface; inprocess, tcp, shared and nixl implement it
+    arrivals     what has come: the receiver's own count, the only thing it believes
+
+The argument is in docs/adr/0009-what-moves-between-workers.md.
+"""

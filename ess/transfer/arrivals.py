@@ -1,0 +1,185 @@
+"""What has come: the receiver's own count of each handoff. No torch.
+
+A handoff exists here because the receiver reserved room for it, never because a message named it;
+so a million unknown uids cost a million refusals and no memory. What must come is fixed at that
+moment as shares: for each kind of piece, which layers, how many pages, how many bytes a unit.
+A unit is one page of one layer.
+
+A piece is taken when it is of this handoff, from the peer and the boot it was promised to, inside a
+share, of the size that its range has, and when the bytes that lie in our memory give its checksum.
+Bytes land before they are looked at, so a piece that fails the check takes back every unit of its
+range: a corrupt second copy must not hide behind a good first one. The handoff is complete when all
+units are taken, and only then; no sender can say so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import numpy as np
+
+from ess.clock import Clock
+from ess.errors import BadInput
+from ess.transfer.messages import Again, Count, Piece, PieceKind, Reason, checksum
+
+HANDOFFS_MAX: Final = 4096
+
+ReadPiece = Callable[[Piece], Iterable[memoryview]]
+"""The bytes of a piece where they landed, layer by layer and page by page."""
+
+
+class Verdict(Enum):
+    TAKEN = "taken"
+    DUPLICATE = "duplicate"
+    UNKNOWN = "unknown"
+    FOREIGN = "foreign"
+    OUTSIDE = "outside"
+    CORRUPT = "corrupt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What must come of one kind: `page_count` units in each layer from `layer_begin` on."""
+
+    kind: PieceKind
+    layer_begin: int
+    layer_end: int
+    page_count: int
+    unit_bytes: int
+
+    def holds(self, piece: Piece) -> bool:
+        layers = self.layer_begin <= piece.layer_begin and piece.layer_end <= self.layer_end
+        unit_count = (piece.layer_end - piece.layer_begin) * (piece.page_end - piece.page_begin)
+        right_size = piece.byte_count == unit_count * self.unit_bytes
+        return layers and piece.page_end <= self.page_count and right_size
+
+
+class Arrival:
+    """The units of one handoff that have come, and those that have not."""
+
+    def __init__(self, *, uid: int, sender: int, shares: Sequence[Share]) -> None:
+        if len({share.kind for share in shares}) != len(shares):
+            raise BadInput(f"request {uid}: a kind of piece has two shares")
+        self.uid = uid
+        self.sender = sender
+        self._shares = {share.kind: share for share in shares}
+        self._taken = {
+            share.kind: np.zeros((share.layer_end - share.layer_begin, share.page_count), np.bool_)
+            for share in shares
+        }
+        self._wanted = sum(taken.size for taken in self._taken.values())
+
+    @property
+    def count(self) -> Count:
+        arrived = sum(int(taken.sum()) for taken in self._taken.values())
+        return Count(self.uid, arrived, self._wanted)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(bool(taken.all()) for taken in self._taken.values())
+
+    def take(self, piece: Piece, *, sender: int, read: ReadPiece) -> Verdict:
+        assert piece.uid == self.uid
+        if sender != self.sender:
+            return Verdict.FOREIGN
+        share = self._shares.get(piece.kind)
+        if share is None or not share.holds(piece):
+            return Verdict.OUTSIDE
+        units = self._units(share, piece)
+        is_new = not units.all()
+        units[:] = checksum(read(piece)) == piece.checksum
+        if not units.all():
+            return Verdict.CORRUPT
+        return Verdict.TAKEN if is_new else Verdict.DUPLICATE
+
+    def missing(self) -> Iterator[Again]:
+        """What to ask for again: runs of pages, layer by layer."""
+        for kind, share in self._shares.items():
+            for layer, taken in enumerate(self._taken[kind], share.layer_begin):
+                for begin, end in _gaps(taken):
+                    yield Again(self.uid, kind, layer, layer + 1, begin, end)
+
+    def _units(self, share: Share, piece: Piece) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        first = share.layer_begin
+        layers = slice(piece.layer_begin - first, piece.layer_end - first)
+        return self._taken[share.kind][layers, piece.page_begin : piece.page_end]
+
+
+class Arrivals:
+    """All handoffs on their way to this worker, each until its deadline."""
+
+    def __init__(self, *, clock: Clock, handoffs_max: int = HANDOFFS_MAX) -> None:
+        self._clock = clock
+        self._handoffs_max = handoffs_max
+        self._open: dict[int, Arrival] = {}
+        self._deadlines_s: dict[int, float] = {}
+        self._verdicts: Counter[Verdict] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def verdicts(self) -> dict[Verdict, int]:
+        return dict(self._verdicts)
+
+    def expect(
+        self, *, uid: int, sender: int, shares: Sequence[Share], within_s: float
+    ) -> Reason | None:
+        """Begins a handoff for which room has been reserved, or says why it cannot begin."""
+        if uid in self._open:
+            return Reason.DUPLICATE
+        if len(self._open) >= self._handoffs_max:
+            return Reason.FULL
+        self._open[uid] = Arrival(uid=uid, sender=sender, shares=shares)
+        self._deadlines_s[uid] = self._clock.now_s() + within_s
+        return None
+
+    def take(self, piece: Piece, *, sender: int, read: ReadPiece) -> Verdict:
+        arrival = self._open.get(piece.uid)
+        verdict = (
+            Verdict.UNKNOWN if arrival is None else arrival.take(piece, sender=sender, read=read)
+        )
+        self._verdicts[verdict] += 1
+        return verdict
+
+    def find(self, uid: int, *, sender: int) -> Arrival | None:
+        """Only for the peer that sends it: others learn nothing, not even that it exists."""
+        arrival = self._open.get(uid)
+        return arrival if arrival is not None and arrival.sender == sender else None
+
+    def close(self, uid: int) -> None:
+        """The handoff is over: what still comes of it is unknown."""
+        self._open.pop(uid, None)
+        self._deadlines_s.pop(uid, None)
+
+    def expired(self) -> list[Arrival]:
+        """Closes the handoffs whose deadline has passed."""
+        now_s = self._clock.now_s()
+        late = [uid for uid, deadline_s in self._deadlines_s.items() if deadline_s <= now_s]
+        return self._closed(late)
+
+    def lost(self, peer: int) -> list[Arrival]:
+        """Closes the handoffs of a peer that is gone."""
+        return self._closed([uid for uid, arrival in self._open.items() if arrival.sender == peer])
+
+    def check(self) -> None:
+        assert self._open.keys() == self._deadlines_s.keys()
+        assert len(self._open) <= self._handoffs_max
+        assert all(uid == arrival.uid for uid, arrival in self._open.items())
+
+    def _closed(self, uids: list[int]) -> list[Arrival]:
+        arrivals = [self._open[uid] for uid in uids]
+        for uid in uids:
+            self.close(uid)
+        return arrivals
+
+
+def _gaps(taken: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Iterator[tuple[int, int]]:
+    """Runs of what is not taken, as begin and end."""
+    edges = np.diff(np.concatenate(([0], ~taken, [0])).astype(np.int8))
+    begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    yield from zip(begins.tolist(), ends.tolist(), strict=True)

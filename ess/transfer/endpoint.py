@@ -1,0 +1,190 @@
+"""What every transport does alike: who we are, what is under way, what has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from ess.clock import Clock, RealClock
+from ess.errors import BadInput, BadState
+from ess.transfer.messages import NONCE_BYTES, Envelope, Hello, Seal
+from ess.transfer.runs import RUNS_MAX, Region, Runs, byte_count, fault_of, merged
+from ess.transfer.transport import (
+    Completed,
+    Event,
+    Failed,
+    Notification,
+    PeerLost,
+    Transfer,
+    TransferStats,
+)
+from ess.units import PAGE_ROWS
+
+NOTIFICATION_BYTES_MAX: Final = 1 << 16
+NOBODY: Final = bytes(NONCE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """This boot of this worker, and the secret that it shares with its peers."""
+
+    epoch: int
+    seal: Seal
+    layout: bytes
+    page_rows: int = PAGE_ROWS
+
+    def hello(
+        self, *, to: int = 0, nonce: bytes = NOBODY, answer: bytes = NOBODY, address: bytes = b""
+    ) -> bytes:
+        message = Hello(self.layout, self.page_rows, nonce, answer, address)
+        return self.seal.sealed(message, sender=self.epoch, receiver=to)
+
+    def greeted(self, frame: bytes | memoryview) -> tuple[Envelope, Hello]:
+        """The Hello in a frame, when its sender may exchange rows with us."""
+        envelope = self.seal.opened(frame)
+        hello = envelope.message
+        if not isinstance(hello, Hello):
+            raise BadInput(f"a Hello was due, a {type(hello).__name__} came")
+        if hello.layout != self.layout:
+            raise BadInput(
+                f"peer {envelope.sender:016x} has layout {hello.layout.hex()[:16]}, "
+                f"we have {self.layout.hex()[:16]}: another model, row format or weights"
+            )
+        if envelope.receiver not in (0, self.epoch) or envelope.sender in (0, self.epoch):
+            raise BadInput(f"a Hello from {envelope.sender:016x} to {envelope.receiver:016x}")
+        return envelope, hello
+
+
+@dataclass(slots=True)
+class _Open:
+    transfer: Transfer
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class Underway:
+    """Transfers that are not over. Each leaves once, with the one event that ends it."""
+
+    clock: Clock
+    stats: TransferStats = field(default_factory=TransferStats)
+    _open: dict[int, _Open] = field(default_factory=dict)
+    _events: list[Event] = field(default_factory=list)
+
+    def begin(self, transfer: Transfer) -> int:
+        self.stats.posted_count += 1
+        handle = self.stats.posted_count
+        self._open[handle] = _Open(transfer, self.clock.now_s() + transfer.within_s)
+        return handle
+
+    def find(self, handle: int) -> Transfer | None:
+        entry = self._open.get(handle)
+        return None if entry is None else entry.transfer
+
+    def complete(self, handle: int) -> None:
+        entry = self._open.pop(handle, None)
+        if entry is not None:
+            self.stats.completed_count += 1
+            self.stats.sent_bytes += byte_count(entry.transfer.here)
+            self._events.append(Completed(handle))
+
+    def fail(self, handle: int, reason: str) -> None:
+        if self._open.pop(handle, None) is not None:
+            self.stats.failed_count += 1
+            self._events.append(Failed(handle, reason))
+
+    def late(self) -> list[tuple[int, Transfer]]:
+        now_s = self.clock.now_s()
+        entries = self._open.items()
+        return [(handle, entry.transfer) for handle, entry in entries if entry.deadline_s <= now_s]
+
+    def of_peer(self, peer: int) -> list[int]:
+        return [handle for handle, entry in self._open.items() if entry.transfer.peer == peer]
+
+    def notified(self, peer: int, content: bytes) -> None:
+        self._events.append(Notification(peer, content))
+
+    def lost(self, peer: int, reason: str) -> None:
+        for handle in self.of_peer(peer):
+            self.fail(handle, f"peer {peer:016x} is lost: {reason}")
+        self._events.append(PeerLost(peer, reason))
+
+    def events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+
+class Endpoint:
+    """The part of a transport that is no network: subclasses move the bytes."""
+
+    guards = True
+
+    def __init__(self, identity: Identity, *, clock: Clock | None = None) -> None:
+        self._identity = identity
+        self._clock = clock or RealClock()
+        self._underway = Underway(self._clock)
+        self._regions: dict[int, Region] = {}
+        self._sizes: dict[int, int] = {}
+        self._tickets = {0}
+        self._is_closed = False
+
+    @property
+    def epoch(self) -> int:
+        return self._identity.epoch
+
+    def register(self, regions: Sequence[Region]) -> None:
+        for region in regions:
+            if region.number in self._regions:
+                raise BadInput(f"region {region.number} is registered already")
+            self._regions[region.number] = region
+            self._sizes[region.number] = region.memory.size
+
+    def allow(self, ticket: int) -> None:
+        self._tickets.add(ticket)
+
+    def forbid(self, ticket: int) -> None:
+        self._tickets.discard(ticket)
+
+    def post(self, transfer: Transfer) -> int:
+        self._check_open()
+        _check(transfer)
+        fault = fault_of(transfer.here, self._sizes)
+        if fault is not None:
+            raise BadInput(f"here: {fault}")
+        here, there = merged(transfer.here, transfer.there)
+        handle = self._underway.begin(transfer)
+        self._start(handle, transfer, here, there)
+        return handle
+
+    def stats(self) -> TransferStats:
+        return self._underway.stats
+
+    def _start(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+        raise NotImplementedError
+
+    def _fault(self, runs: Runs, ticket: int) -> str | None:
+        """Why a peer's transfer may not touch these runs of ours."""
+        if ticket not in self._tickets:
+            self._underway.stats.refused_count += 1
+            return f"ticket {ticket} is not allowed here"
+        fault = fault_of(runs, self._sizes)
+        self._underway.stats.refused_count += fault is not None
+        return fault
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BadState("the transport is closed")
+
+
+def _check(transfer: Transfer) -> None:
+    here, there = transfer.here, transfer.there
+    if here.shape != there.shape or not np.array_equal(here[:, 2], there[:, 2]):
+        raise BadInput(f"runs here {here.shape} and there {there.shape} are not of the same sizes")
+    if len(here) > RUNS_MAX:
+        raise BadInput(f"a transfer of {len(here)} runs, at most {RUNS_MAX}")
+    if len(transfer.notification) > NOTIFICATION_BYTES_MAX:
+        raise BadInput(f"a notification of {len(transfer.notification)} bytes")
+    if not 0 < transfer.within_s < float("inf"):
+        raise BadInput(f"within_s is {transfer.within_s}: every transfer has a deadline")

@@ -1,0 +1,322 @@
+"""What workers say to one another: fixed binary structs, sealed with a shared secret. No torch.
+
+    frame = head | body | tag        little endian
+    head    magic, version, kind, body bytes, boot epoch of the sender, boot epoch of the receiver
+    body    one fixed struct per kind; Hello and Reserved end in a run of bytes whose length is sent
+    tag     16 bytes of HMAC-SHA256 over head and body
+
+A boot epoch is a random number that a worker draws when it starts. A message names both ends by it,
+so neither a restarted sender nor a restarted receiver is taken for its former self. Only a first
+Hello is sent to epoch 0, to whom it concerns.
+
+`Seal.opened` refuses what is not exactly one frame, before it allocates anything of a size that
+the frame names. The tag covers every bit, so a frame that parses was written by a holder of the
+secret. Rows do not pass through here: a Piece says what landed and carries the checksum of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
+from struct import Struct, error
+from typing import Final
+
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.units import PAGE_ROWS
+
+VERSION: Final = 1
+MAGIC: Final = b"ESSH"
+TAG_BYTES: Final = 16
+NONCE_BYTES: Final = 16
+SECRET_BYTES_MIN: Final = 16
+PAGES_MAX: Final = 1 << 15
+ADDRESS_BYTES_MAX: Final = 1 << 16
+
+_HEAD: Final = Struct("<4sBBHIQQ")
+_UNIT_BYTES_MAX: Final = 1 << 40
+
+FRAME_BYTES_MAX: Final = _HEAD.size + 4 * PAGES_MAX + 64 + TAG_BYTES
+
+
+class PieceKind(IntEnum):
+    ROWS = 1
+    INDEX_KEYS = 2
+    WINDOWS = 3
+    MTP_ROWS = 4
+    HIDDEN_STATE = 5
+
+
+class Reason(IntEnum):
+    """Why a reservation was refused or a handoff given up."""
+
+    FULL = 1
+    DUPLICATE = 2
+    WRONG_LAYOUT = 3
+    DEADLINE = 4
+    ABORTED = 5
+    DONE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who speaks and in which layout. `answer` is the nonce of the Hello that this one answers."""
+
+    layout: bytes
+    page_rows: int
+    nonce: bytes
+    answer: bytes
+    address: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Room for a prompt of so many tokens, please; the sender gives up after the lease."""
+
+    uid: int
+    token_count: int
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """`pages[i]` is the receiver's host page for page i of the prompt."""
+
+    uid: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    uid: int
+    reason: Reason
+    retry_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Pages `page_begin..page_end` of the prompt in each of the layers have been written.
+
+    `checksum` is the CRC-32 of the bytes, layer by layer and page by page.
+    """
+
+    uid: int
+    kind: PieceKind
+    layer_begin: int
+    layer_end: int
+    page_begin: int
+    page_end: int
+    byte_count: int
+    checksum: int
+
+    def __post_init__(self) -> None:
+        _check_range(self)
+        if not 0 < self.byte_count <= _UNIT_BYTES_MAX:
+            raise BadInput(f"byte_count is {self.byte_count}, must be 1 to {_UNIT_BYTES_MAX}")
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The receiver lacks these pages: they are to be sent once more."""
+
+    uid: int
+    kind: PieceKind
+    layer_begin: int
+    layer_end: int
+    page_begin: int
+    page_end: int
+
+    def __post_init__(self) -> None:
+        _check_range(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CountQuery:
+    """How much has come? A sender that lost answers asks; it never says that it is done."""
+
+    uid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    uid: int
+    arrived: int
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The handoff is over on this side; the pages that the other side holds for it are free."""
+
+    uid: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    number: int
+
+
+Message = (
+    Hello | Reserve | Reserved | Refused | Piece | Again | CountQuery | Count | Release | Heartbeat
+)
+
+_FORMS: Final[dict[type[Message], tuple[int, Struct]]] = {
+    Hello: (1, Struct("<32sI16s16sI")),
+    Reserve: (2, Struct("<QII")),
+    Reserved: (3, Struct("<QI")),
+    Refused: (4, Struct("<QHI")),
+    Piece: (5, Struct("<QBHHIIQI")),
+    Again: (6, Struct("<QBHHII")),
+    CountQuery: (7, Struct("<Q")),
+    Count: (8, Struct("<QQQ")),
+    Release: (9, Struct("<QH")),
+    Heartbeat: (10, Struct("<Q")),
+}
+_KINDS: Final = {number: (form, struct) for form, (number, struct) in _FORMS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    message: Message
+    sender: int
+    receiver: int
+
+
+class Seal:
+    """Closes and opens frames with a secret that all workers of a deployment share."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) < SECRET_BYTES_MIN:
+            raise BadInput(f"the secret has {len(secret)} bytes, needs {SECRET_BYTES_MIN}")
+        self._secret = secret
+
+    def sealed(self, message: Message, *, sender: int, receiver: int) -> bytes:
+        number, struct = _FORMS[type(message)]
+        try:
+            body = _body(message, struct)
+            head = _HEAD.pack(MAGIC, VERSION, number, 0, len(body), sender, receiver)
+        except error as wrong:
+            raise BadInput(f"{message!r:.200} does not fit its frame: {wrong}") from None
+        return head + body + self._tag(head + body)
+
+    def opened(self, frame: bytes | memoryview) -> Envelope:
+        """The message of exactly one frame; BadInput says what is wrong with any other bytes."""
+        frame = bytes(frame[: FRAME_BYTES_MAX + 1])
+        if not _HEAD.size + TAG_BYTES < len(frame) <= FRAME_BYTES_MAX:
+            raise BadInput(f"a frame of {len(frame)} bytes, not of 45 to {FRAME_BYTES_MAX}")
+        magic, version, number, zero, size, sender, receiver = _HEAD.unpack_from(frame)
+        if magic != MAGIC or version != VERSION or zero:
+            raise BadInput(f"a frame that begins {frame[:8]!r} is not of version {VERSION}")
+        body = frame[_HEAD.size : -TAG_BYTES]
+        if size != len(body):
+            raise BadInput(f"the frame names {size} bytes of body and has {len(body)}")
+        if not hmac.compare_digest(self._tag(frame[:-TAG_BYTES]), frame[-TAG_BYTES:]):
+            raise BadInput("the frame's tag is not made with our secret")
+        return Envelope(_message(number, body), sender, receiver)
+
+    def _tag(self, content: bytes) -> bytes:
+        return hmac.digest(self._secret, content, "sha256")[:TAG_BYTES]
+
+
+def new_epoch() -> int:
+    return secrets.randbits(63) + 1
+
+
+def checksum(parts: Iterable[bytes | memoryview]) -> int:
+    """CRC-32 of the parts as if they were one: finds every flip of up to 32 neighbouring bits."""
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part, value)
+    return value
+
+
+def layout_hash(layout: ModelLayout, *, weights: str = "") -> bytes:
+    """Equal on two workers when a row of one may be read by the other.
+
+    `weights` names what was loaded; the name under which a model is served does not matter.
+    """
+    meant = {key: value for key, value in asdict(layout).items() if key not in ("name", "_places")}
+    return hashlib.sha256(
+        repr((VERSION, PAGE_ROWS, weights, sorted(meant.items()))).encode()
+    ).digest()
+
+
+def _check_range(piece: Piece | Again) -> None:
+    for what, begin, end in (
+        ("layers", piece.layer_begin, piece.layer_end),
+        ("pages", piece.page_begin, piece.page_end),
+    ):
+        if not 0 <= begin < end:
+            raise BadInput(f"{what} {begin}..{end} of request {piece.uid} are none")
+
+
+def _body(message: Message, struct: Struct) -> bytes:
+    match message:
+        case Hello():
+            _check_hello(message)
+            size = len(message.address)
+            fixed = (message.layout, message.page_rows, message.nonce, message.answer, size)
+            return struct.pack(*fixed) + message.address
+        case Reserved():
+            count = len(message.pages)
+            if count > PAGES_MAX:
+                raise BadInput(f"request {message.uid}: {count} pages, at most {PAGES_MAX}")
+            return struct.pack(message.uid, count) + Struct(f"<{count}I").pack(*message.pages)
+    return struct.pack(*(getattr(message, field.name) for field in fields(message)))
+
+
+def _check_hello(hello: Hello) -> None:
+    sizes = len(hello.layout), len(hello.nonce), len(hello.answer)
+    if sizes != (32, NONCE_BYTES, NONCE_BYTES):
+        raise BadInput(f"a Hello with layout, nonce and answer of {sizes} bytes")
+    if len(hello.address) > ADDRESS_BYTES_MAX:
+        raise BadInput(f"an address of {len(hello.address)} bytes, at most {ADDRESS_BYTES_MAX}")
+
+
+def _message(number: int, body: bytes) -> Message:
+    if number not in _KINDS:
+        raise BadInput(f"message kind {number} is unknown")
+    form, struct = _KINDS[number]
+    if len(body) < struct.size:
+        raise BadInput(f"a {form.__name__} of {len(body)} bytes, not of {struct.size}")
+    values, tail = struct.unpack_from(body), body[struct.size :]
+    if form is Hello:
+        return _hello(values, tail)
+    if form is Reserved:
+        return _reserved(values, tail)
+    _check_tail(form, 0, tail)
+    return _fixed(form, values)
+
+
+def _fixed(form: type[Message], values: tuple[int, ...]) -> Message:
+    enums = {"PieceKind": PieceKind, "Reason": Reason}
+    kinds = (enums.get(str(field.type), int) for field in fields(form))
+    try:
+        return form(*(kind(value) for kind, value in zip(kinds, values, strict=True)))  # type: ignore[arg-type]
+    except ValueError as wrong:
+        raise BadInput(f"a {form.__name__} that says {wrong}") from None
+
+
+def _hello(values: tuple[bytes, int, bytes, bytes, int], tail: bytes) -> Hello:
+    layout, page_rows, nonce, answer, size = values
+    _check_tail(Hello, size, tail)
+    return Hello(layout, page_rows, nonce, answer, tail)
+
+
+def _reserved(values: tuple[int, int], tail: bytes) -> Reserved:
+    uid, count = values
+    _check_tail(Reserved, 4 * count, tail)
+    return Reserved(uid, Struct(f"<{count}I").unpack(tail))
+
+
+def _check_tail(form: type[Message], size: int, tail: bytes) -> None:
+    if size != len(tail):
+        raise BadInput(f"a {form.__name__} with {len(tail)} bytes behind it, not {size}")

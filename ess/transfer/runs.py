@@ -1,0 +1,104 @@
+"""Where bytes lie: regions of registered memory, and runs in them.
+
+A run is (region, offset, bytes). Lists of runs are int64 arrays [n, 3], so page tables become
+runs without a loop. Two lists belong together run by run; neighbours on both sides are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ess.errors import BadInput
+
+Runs = NDArray[np.int64]
+RUNS_MAX: Final = 1 << 14
+RUN_BYTES: Final = 24
+REGION_NUMBER_MAX: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Memory that peers may read and write, under a number. `fd` where it is a file of ours."""
+
+    number: int
+    memory: NDArray[np.uint8]
+    fd: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < REGION_NUMBER_MAX:
+            raise BadInput(f"region number {self.number} is outside 0..{REGION_NUMBER_MAX - 1}")
+        if self.memory.ndim != 1 or not self.memory.flags.c_contiguous:
+            raise BadInput(f"region {self.number} is not one contiguous run of bytes")
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+
+def no_runs() -> Runs:
+    return np.empty((0, 3), np.int64)
+
+
+def page_runs(region: int, pages: NDArray[np.int64], *, page_bytes: int, begin: int = 0) -> Runs:
+    """A run per page; page p lies at `begin + p * page_bytes` of the region."""
+    runs = np.empty((len(pages), 3), np.int64)
+    runs[:, 0], runs[:, 1], runs[:, 2] = region, begin + pages * page_bytes, page_bytes
+    return runs
+
+
+def merged(here: Runs, there: Runs) -> tuple[Runs, Runs]:
+    """The same bytes in as few runs as both sides allow."""
+    if not len(here):
+        return here, there
+    joins = _joins(here) & _joins(there)
+    heads = np.flatnonzero(np.concatenate(([True], ~joins)))
+    sizes = np.add.reduceat(here[:, 2], heads)
+    return _with_sizes(here[heads], sizes), _with_sizes(there[heads], sizes)
+
+
+def byte_count(runs: Runs) -> int:
+    return int(runs[:, 2].sum())
+
+
+def fault_of(runs: Runs, sizes: Mapping[int, int]) -> str | None:
+    """What is wrong with runs in regions of these sizes, or None. Trusts no number in `runs`."""
+    if not len(runs):
+        return None
+    numbers = runs[:, 0]
+    unknown = [number for number in np.unique(numbers).tolist() if number not in sizes]
+    if unknown:
+        return f"region {unknown[0]} is not registered"
+    room = np.zeros(int(numbers.max()) + 1, np.int64)
+    for number in np.unique(numbers).tolist():
+        room[number] = sizes[number]
+    offsets, counts = runs[:, 1], runs[:, 2]
+    wrong = (offsets < 0) | (counts <= 0) | (counts > room[numbers])
+    wrong |= offsets > room[numbers] - np.where(wrong, 0, counts)
+    if not wrong.any():
+        return None
+    number, offset, count = runs[wrong][0].tolist()
+    return f"{count} bytes at {offset} are outside region {number} of {sizes[number]} bytes"
+
+
+def views(runs: Runs, regions: Mapping[int, Region]) -> list[memoryview]:
+    """Memory of checked runs, in order."""
+    memory = {number: regions[number].memory.data for number in np.unique(runs[:, 0]).tolist()}
+    return [memory[number][offset : offset + count] for number, offset, count in runs.tolist()]
+
+
+def _joins(runs: Runs) -> NDArray[np.bool_]:
+    """Whether a run ends where the next begins."""
+    same = runs[1:, 0] == runs[:-1, 0]
+    joins: NDArray[np.bool_] = same & (runs[1:, 1] == runs[:-1, 1] + runs[:-1, 2])
+    return joins
+
+
+def _with_sizes(runs: Runs, sizes: NDArray[np.int64]) -> Runs:
+    runs = runs.copy()
+    runs[:, 2] = sizes
+    return runs

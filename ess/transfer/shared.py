@@ -1,0 +1,163 @@
+"""Between processes of one machine: the sender copies into the peer's own memory.
+
+Registered memory is memory files (`shared_region`), which a peer maps when it connects, through the
+descriptors under the owner's entry in /proc; this asks for the same user and one process namespace.
+A Unix socket carries the Hellos, the notifications and the heartbeats. A copy is cut into slices of
+one `poll`.
+
+The owner cannot stop a copy that the sender has begun, so `guards` is false: a refused ticket keeps
+the notification away, not the bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator
+from struct import Struct, error
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ess.clock import Clock
+from ess.errors import BadInput
+from ess.transfer.channel import Kind
+from ess.transfer.endpoint import Identity
+from ess.transfer.runs import Region, Runs, fault_of, views
+from ess.transfer.streams import HEARTBEAT_S, LOST_S, Link, StreamTransport
+from ess.transfer.transport import Event, Transfer
+
+SLICE_BYTES: Final = 16 << 20
+
+_OWNER: Final = Struct("<QI")
+_REGION: Final = Struct("<IIQ")
+
+Copy = Iterator[int]
+"""Copies as it is asked for more, and says how many bytes each time."""
+
+
+def shared_region(number: int, size: int) -> Region:
+    """Fresh memory that other processes can map. The file never shrinks under them."""
+    fd = os.memfd_create(f"ess-region-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return Region(number, _mapped(fd, size), fd)
+
+
+class SharedTransport(StreamTransport):
+    guards = False
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        clock: Clock | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        lost_s: float = LOST_S,
+    ) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(b"\0ess-%016x" % identity.epoch)
+        listener.listen()
+        super().__init__(
+            identity, listener=listener, clock=clock, heartbeat_s=heartbeat_s, lost_s=lost_s
+        )
+        self._theirs: dict[int, dict[int, Region]] = {}
+        self._copies: deque[tuple[int, Link, Copy]] = deque()
+
+    def connect(self, metadata: bytes) -> int:
+        envelope, hello = self._identity.greeted(metadata)
+        if envelope.sender not in self._ours:
+            try:
+                self._theirs[envelope.sender] = _regions_of(hello.address)
+            except OSError as wrong:
+                self._underway.lost(envelope.sender, f"its memory cannot be mapped: {wrong}")
+                return envelope.sender
+        return super().connect(metadata)
+
+    def poll(self) -> list[Event]:
+        budget = SLICE_BYTES
+        while self._copies and budget > 0:
+            handle, link, copy = self._copies[0]
+            transfer = self._underway.find(handle)
+            size = next(copy, None) if transfer is not None else None
+            if size is not None:
+                budget -= size
+                continue
+            self._copies.popleft()
+            if transfer is not None:
+                self._tell(link, handle, transfer)
+        return super().poll()
+
+    def _address(self) -> bytes:
+        missing = [number for number, region in self._regions.items() if region.fd is None]
+        if missing:
+            raise BadInput(f"region {missing[0]} is not shared memory: see shared_region")
+        name: bytes = self._listener.getsockname()
+        regions = [(each.number, each.fd, each.memory.size) for each in self._regions.values()]
+        table = b"".join(_REGION.pack(*region) for region in regions)
+        return _OWNER.pack(os.getpid(), len(regions)) + table + name
+
+    def _dial(self, address: bytes) -> socket.socket:
+        _, count = _OWNER.unpack_from(address)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        sock.connect(address[_OWNER.size + count * _REGION.size :])
+        return sock
+
+    def _send(self, link: Link, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+        regions = self._theirs[link.peer]
+        sizes = {number: region.memory.size for number, region in regions.items()}
+        fault = fault_of(there, sizes)
+        if fault is not None:
+            self._underway.fail(handle, f"refused: {fault}")
+            return
+        ours, theirs = views(here, self._regions), views(there, regions)
+        pair = (ours, theirs) if transfer.op == "write" else (theirs, ours)
+        self._copies.append((handle, link, _copy(*pair)))
+
+    def _tell(self, link: Link, handle: int, transfer: Transfer) -> None:
+        link.channel.send(
+            Kind.WRITE, transfer=handle, ticket=transfer.ticket, note=transfer.notification
+        )
+
+    def _end(self, link: Link) -> None:
+        super()._end(link)
+        if link.is_ours:
+            self._theirs.pop(link.peer, None)
+            self._copies = deque(entry for entry in self._copies if entry[1] is not link)
+
+
+def _copy(sources: list[memoryview], targets: list[memoryview]) -> Copy:
+    for source, target in zip(sources, targets, strict=True):
+        for begin in range(0, len(source), SLICE_BYTES):
+            part = slice(begin, begin + SLICE_BYTES)
+            target[part] = source[part]
+            yield len(source[part])
+
+
+def _regions_of(address: bytes) -> dict[int, Region]:
+    try:
+        pid, count = _OWNER.unpack_from(address)
+        table = address[_OWNER.size : _OWNER.size + count * _REGION.size]
+        rows = list(_REGION.iter_unpack(table))
+    except error:
+        raise BadInput(f"{address[:80]!r} is no address of shared memory") from None
+    return {number: _region_of(pid, number, fd, size) for number, fd, size in rows}
+
+
+def _region_of(pid: int, number: int, fd: int, size: int) -> Region:
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if os.fstat(opened).st_size != size:
+            raise OSError(f"region {number} is not of {size} bytes")
+        return Region(number, _mapped(opened, size))
+    finally:
+        os.close(opened)
+
+
+def _mapped(fd: int, size: int) -> NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(fd, size), np.uint8)

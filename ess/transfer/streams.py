@@ -1,0 +1,265 @@
+"""Transfers over stream sockets. `TcpTransport` carries the bytes, `SharedTransport` only the word.
+
+A connection begins with three Hellos, each sealed and each answering the nonce before it, so both
+sides know that the other holds the secret, runs this very boot and keeps rows in the same layout.
+Before that, a connection can make us keep one Hello and nothing else.
+
+A transfer that misses its deadline ends the connection: a part of it is in the stream, and only so
+is it certain that the rest never lands. A peer that has sent nothing for `lost_s` is lost, unless
+we have not looked for so long ourselves.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ess.clock import Clock
+from ess.errors import BadInput
+from ess.transfer.channel import Channel, Frame, Kind
+from ess.transfer.endpoint import NOBODY, Endpoint, Identity
+from ess.transfer.messages import NONCE_BYTES
+from ess.transfer.runs import Runs, views
+from ess.transfer.transport import Event, Transfer
+
+STRANGERS_MAX: Final = 64
+HEARTBEAT_S: Final = 1.0
+LOST_S: Final = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One connection. `peer` is the epoch that it is said to have, until `is_ready` proves it."""
+
+    channel: Channel
+    is_ours: bool
+    peer: int
+    heard_s: float
+    sent_s: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    is_ready: bool = False
+    waiting: list[tuple[int, Transfer, Runs, Runs]] = field(default_factory=list)
+
+
+class StreamTransport(Endpoint):
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        listener: socket.socket,
+        clock: Clock | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        lost_s: float = LOST_S,
+    ) -> None:
+        super().__init__(identity, clock=clock)
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._heartbeat_s = heartbeat_s
+        self._lost_s = lost_s
+        self._looked_s = self._clock.now_s()
+        self._links: list[Link] = []
+        self._ours: dict[int, Link] = {}
+
+    def metadata(self) -> bytes:
+        return self._identity.hello(address=self._address())
+
+    def connect(self, metadata: bytes) -> int:
+        self._check_open()
+        envelope, hello = self._identity.greeted(metadata)
+        if envelope.sender not in self._ours:
+            try:
+                self._link(self._dial(hello.address), peer=envelope.sender, is_ours=True)
+            except OSError as wrong:
+                self._underway.lost(envelope.sender, str(wrong))
+        return envelope.sender
+
+    def forbid(self, ticket: int) -> None:
+        super().forbid(ticket)
+        for link in self._links:
+            link.channel.stop_landing(ticket)
+
+    def poll(self) -> list[Event]:
+        self._check_open()
+        self._accept()
+        for link in list(self._links):
+            self._serve(link)
+        for handle, transfer in self._underway.late():
+            self._underway.fail(handle, f"not done within {transfer.within_s} s")
+            self._lose(transfer.peer, "a transfer missed its deadline")
+        self._watch()
+        return self._underway.events()
+
+    def disconnect(self, peer: int) -> None:
+        for handle in self._underway.of_peer(peer):
+            self._underway.fail(handle, f"we disconnected from {peer:016x}")
+        self._drop(peer)
+
+    def close(self) -> None:
+        for peer in {link.peer for link in self._links}:
+            self._drop(peer)
+        self._listener.close()
+        self._is_closed = True
+
+    def _address(self) -> bytes:
+        raise NotImplementedError
+
+    def _dial(self, address: bytes) -> socket.socket:
+        """A socket on its way to a peer. OSError or BadInput where there is no way."""
+        raise NotImplementedError
+
+    def _link(self, sock: socket.socket, *, peer: int, is_ours: bool) -> Link:
+        now_s = self._clock.now_s()
+        link = Link(Channel(sock), is_ours, peer, now_s, now_s)
+        self._links.append(link)
+        if is_ours:
+            self._ours[peer] = link
+        return link
+
+    def _accept(self) -> None:
+        for _ in range(STRANGERS_MAX):
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            sock.setblocking(False)
+            strangers = [link for link in self._links if not link.peer]
+            if len(strangers) >= STRANGERS_MAX:
+                self._end(strangers[0])
+            link = self._link(sock, peer=0, is_ours=False)
+            self._greet(link, answer=NOBODY)
+
+    def _greet(self, link: Link, *, answer: bytes) -> None:
+        note = self._identity.hello(to=link.peer, nonce=link.nonce, answer=answer)
+        link.channel.send(Kind.HELLO, note=note)
+
+    def _serve(self, link: Link) -> None:
+        """Reads, acts and writes. Whatever a peer or its network does ends at most its link."""
+        try:
+            for frame in link.channel.frames(lambda frame: self._place(link, frame)):
+                link.heard_s = self._clock.now_s()
+                self._act(link, frame)
+            if link.channel.push():
+                link.sent_s = self._clock.now_s()
+        except (OSError, BadInput) as wrong:
+            self._fault_of_link(link, str(wrong))
+
+    def _fault_of_link(self, link: Link, reason: str) -> None:
+        if link.is_ready or link.is_ours:
+            self._lose(link.peer, reason)
+        else:
+            self._end(link)
+
+    def _place(self, link: Link, frame: Frame) -> Sequence[memoryview] | str:
+        if not link.is_ready and frame.kind is not Kind.HELLO:
+            raise BadInput(f"a {frame.kind.name} before the Hello")
+        match frame.kind:
+            case Kind.WRITE:
+                fault = self._fault(frame.runs, frame.ticket)
+                return fault if fault is not None else views(frame.runs, self._regions)
+            case Kind.READ:
+                frame.refusal = self._fault(frame.runs, frame.ticket)
+            case Kind.ANSWER:
+                return views(self._asked(link, frame).here, self._regions)
+        return ()
+
+    def _asked(self, link: Link, frame: Frame) -> Transfer:
+        transfer = self._underway.find(frame.transfer)
+        if transfer is None or transfer.peer != link.peer:
+            raise BadInput(f"a {frame.kind.name} to transfer {frame.transfer}, which is not open")
+        return transfer
+
+    def _act(self, link: Link, frame: Frame) -> None:
+        match frame.kind:
+            case Kind.HELLO:
+                self._meet(link, frame)
+            case Kind.WRITE | Kind.READ:
+                self._answer(link, frame)
+            case Kind.ACCEPTED | Kind.ANSWER:
+                self._asked(link, frame)
+                self._underway.complete(frame.transfer)
+            case Kind.REFUSED:
+                self._asked(link, frame)
+                self._underway.fail(frame.transfer, f"refused: {frame.note[:200]!r}")
+
+    def _answer(self, link: Link, frame: Frame) -> None:
+        number = frame.transfer
+        if frame.refusal is not None:
+            link.channel.send(Kind.REFUSED, transfer=number, note=frame.refusal.encode())
+            return
+        if frame.kind is Kind.READ:
+            payload = views(frame.runs, self._regions)
+            link.channel.send(Kind.ANSWER, transfer=number, payload=payload)
+        else:
+            link.channel.send(Kind.ACCEPTED, transfer=number)
+        if frame.note:
+            self._underway.notified(link.peer, frame.note)
+
+    def _meet(self, link: Link, frame: Frame) -> None:
+        """We dialled: Hello comes, goes with its answer, comes with ours. Accepted: the reverse."""
+        envelope, hello = self._identity.greeted(frame.note)
+        is_first = link.is_ours and hello.answer == NOBODY
+        if link.is_ready or (link.is_ours and envelope.sender != link.peer):
+            raise BadInput(f"{envelope.sender:016x} answers, not {link.peer:016x}")
+        if not is_first and (hello.answer != link.nonce or envelope.receiver != self.epoch):
+            raise BadInput(f"{envelope.sender:016x} does not answer our Hello")
+        if not link.is_ours:
+            link.peer = envelope.sender
+        link.is_ready = not is_first
+        if is_first or not link.is_ours:
+            self._greet(link, answer=hello.nonce)
+        for waiting in link.waiting if link.is_ready else ():
+            self._send(link, *waiting)
+
+    def _start(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+        link = self._ours.get(transfer.peer)
+        if link is None:
+            self._underway.fail(handle, f"peer {transfer.peer:016x} is not connected")
+        elif link.is_ready:
+            self._send(link, handle, transfer, here, there)
+        else:
+            link.waiting.append((handle, transfer, here, there))
+
+    def _send(self, link: Link, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+        is_write = transfer.op == "write"
+        link.channel.send(
+            Kind.WRITE if is_write else Kind.READ,
+            transfer=handle,
+            ticket=transfer.ticket,
+            runs=there,
+            note=transfer.notification,
+            payload=views(here, self._regions) if is_write else (),
+        )
+
+    def _watch(self) -> None:
+        """Heartbeats, and the silence of others as far as we have been there to hear them."""
+        now_s = self._clock.now_s()
+        was_away = now_s - self._looked_s > self._lost_s / 2
+        self._looked_s = now_s
+        for link in list(self._links):
+            if was_away:
+                link.heard_s = now_s
+            elif now_s - link.heard_s > self._lost_s:
+                self._fault_of_link(link, f"silent for {now_s - link.heard_s:.1f} s")
+            if link.is_ready and now_s - link.sent_s >= self._heartbeat_s:
+                link.channel.send(Kind.ALIVE)
+                link.sent_s = now_s
+
+    def _lose(self, peer: int, reason: str) -> None:
+        if self._drop(peer):
+            self._underway.lost(peer, reason)
+
+    def _drop(self, peer: int) -> bool:
+        links = [link for link in self._links if link.peer == peer]
+        for link in links:
+            self._end(link)
+        return bool(links)
+
+    def _end(self, link: Link) -> None:
+        link.channel.close()
+        if link in self._links:
+            self._links.remove(link)
+        if link.is_ours:
+            self._ours.pop(link.peer, None)

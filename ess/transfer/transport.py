@@ -1,0 +1,106 @@
+"""How bytes move between workers: one interface, no call of which waits.
+
+A transport copies runs of registered memory, one-sided: the other worker takes no part beyond its
+own `poll`. A transfer may carry a notification, which the other worker sees after the bytes.
+
+- Every transfer has a deadline and ends in exactly one event: Completed or Failed. Nothing a
+  network or a library does is raised; only arguments that are wrong by themselves are (BadInput).
+- A peer is named by its boot epoch. A worker that restarts at the same address is another peer.
+- A lost peer is told once. Its transfers have failed before; a later `connect` starts from nothing.
+- A ticket is the right to touch memory for one handoff. Where `guards` is true the owner's side
+  refuses a transfer whose ticket it has not allowed, or no longer allows, before a byte lands, and
+  after `disconnect` no byte of that peer lands. Where it is false, as in one-sided hardware, the
+  owner keeps the pages of a given-up handoff out of use until the peer has answered or is dead.
+- Both sides `connect`: heartbeats and answers take the way of their own sender.
+- Progress is made inside `poll`, by the thread that calls it. There are no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from ess.transfer.runs import Region, Runs, no_runs
+
+Op = Literal["write", "read"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Transfer:
+    """Bytes between `here` and `there`, run by run, and then a notification for the peer."""
+
+    peer: int
+    op: Op = "write"
+    here: Runs = field(default_factory=no_runs)
+    there: Runs = field(default_factory=no_runs)
+    notification: bytes = b""
+    ticket: int = 0
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    handle: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    peer: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    peer: int
+    reason: str
+
+
+Event = Completed | Failed | Notification | PeerLost
+
+
+@dataclass(slots=True)
+class TransferStats:
+    posted_count: int = 0
+    completed_count: int = 0
+    failed_count: int = 0
+    refused_count: int = 0
+    sent_bytes: int = 0
+
+
+class Transport(Protocol):
+    @property
+    def guards(self) -> bool: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Memory for peers. Before `metadata`: a peer learns of regions when it connects."""
+
+    def metadata(self) -> bytes:
+        """What a peer needs to `connect`: sealed, small, to be sent by any other way."""
+
+    def connect(self, metadata: bytes) -> int:
+        """The peer's epoch. BadInput where the metadata is not sealed or of another layout."""
+
+    def allow(self, ticket: int) -> None: ...
+
+    def forbid(self, ticket: int) -> None: ...
+
+    def post(self, transfer: Transfer) -> int:
+        """A handle, found again in Completed or Failed. BadInput where `here` is not ours."""
+
+    def poll(self) -> list[Event]: ...
+
+    def disconnect(self, peer: int) -> None: ...
+
+    def stats(self) -> TransferStats: ...
+
+    def close(self) -> None: ...
