@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -116,7 +117,7 @@ class Underway:
         return events
 
 
-class Endpoint:
+class Endpoint(ABC):
     """The part of a transport that is no network: subclasses move the bytes."""
 
     guards = True
@@ -152,7 +153,7 @@ class Endpoint:
         _check(transfer)
         fault = fault_of(transfer.here, self._sizes)
         if fault is not None:
-            raise BadInput(f"here: {fault}")
+            raise BadInput(f"this transfer cannot begin: {fault}")
         here, there = merged(transfer.here, transfer.there)
         handle = self._underway.begin(transfer)
         self._start(handle, transfer, here, there)
@@ -161,8 +162,9 @@ class Endpoint:
     def stats(self) -> TransferStats:
         return self._underway.stats
 
+    @abstractmethod
     def _start(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
-        raise NotImplementedError
+        """Begins to move; `here` and `there` are checked and merged."""
 
     def _fault(self, runs: Runs, ticket: int) -> str | None:
         """Why a peer's transfer may not touch these runs of ours."""

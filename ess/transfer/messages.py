@@ -20,11 +20,11 @@ import hashlib
 import hmac
 import secrets
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from struct import Struct, error
-from typing import Final
+from typing import Final, cast
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -296,13 +296,15 @@ def _message(number: int, body: bytes) -> Message:
     return _fixed(form, values)
 
 
-def _fixed(form: type[Message], values: tuple[int, ...]) -> Message:
+def _fixed(form: Callable[..., Message], values: Sequence[int]) -> Message:
     enums = {"PieceKind": PieceKind, "Reason": Reason}
-    kinds = (enums.get(str(field.type), int) for field in fields(form))
+    types = [str(field.type) for field in fields(cast("type[Message]", form))]
     try:
-        return form(*(kind(value) for kind, value in zip(kinds, values, strict=True)))  # type: ignore[arg-type]
+        return form(
+            *(enums.get(name, int)(value) for name, value in zip(types, values, strict=True))
+        )
     except ValueError as wrong:
-        raise BadInput(f"a {form.__name__} that says {wrong}") from None
+        raise BadInput(f"a message says {wrong}") from None
 
 
 def _hello(values: tuple[bytes, int, bytes, bytes, int], tail: bytes) -> Hello:

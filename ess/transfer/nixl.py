@@ -5,6 +5,7 @@ What the library does, and what is made of it here:
 - a killed peer is an error at once, a stopped one never: deadlines and heartbeats are ours;
 - its progress thread spins, so it is off: asking for notifications is what makes progress;
 - a transfer that cannot be taken back at its deadline may still write: `guards` is false;
+- it writes its log to standard output and changes a setting of everybody's logging: undone;
 - an agent's name is the boot epoch, so a restarted worker is another agent;
 - the data path has no key: use a private interface (UCX_NET_DEVICES), register pools only.
 """
@@ -12,6 +13,7 @@ What the library does, and what is made of it here:
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +40,15 @@ _REGION: Final = Struct("<QQQ")
 
 def nixl_api() -> Any:
     """The library, or Unavailable with what to install."""
+    raising = logging.raiseExceptions
     for name in MODULES:
         try:
-            return importlib.import_module(name)
+            api = importlib.import_module(name)
         except ImportError:
             continue
+        logging.raiseExceptions = raising
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+        return api
     raise Unavailable("NIXL is not installed: pip install 'ess[nixl]'")
 
 

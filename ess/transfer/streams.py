@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -103,12 +104,13 @@ class StreamTransport(Endpoint):
         self._listener.close()
         self._is_closed = True
 
+    @abstractmethod
     def _address(self) -> bytes:
-        raise NotImplementedError
+        """Where peers reach us."""
 
+    @abstractmethod
     def _dial(self, address: bytes) -> socket.socket:
         """A socket on its way to a peer. OSError or BadInput where there is no way."""
-        raise NotImplementedError
 
     def _link(self, sock: socket.socket, *, peer: int, is_ours: bool) -> Link:
         now_s = self._clock.now_s()

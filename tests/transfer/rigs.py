@@ -42,16 +42,12 @@ def require(kind: str) -> None:
             pytest.skip(str(missing))
 
 
-def identity(
-    epoch: int | None = None, *, layout: bytes = LAYOUT, seal: Seal = SEAL
-) -> Identity:
+def identity(epoch: int | None = None, *, layout: bytes = LAYOUT, seal: Seal = SEAL) -> Identity:
     return Identity(epoch=epoch or new_epoch(), seal=seal, layout=layout)
 
 
 def region(kind: str, size: int, *, number: int = 1, fill: int = POISON) -> Region:
-    made = (
-        shared_region(number, size) if kind == "shared" else Region(number, np.empty(size, "u1"))
-    )
+    made = shared_region(number, size) if kind == "shared" else Region(number, np.empty(size, "u1"))
     made.memory[:] = fill
     return made
 
@@ -71,9 +67,7 @@ class Rig:
         made: Transport
         match self.kind:
             case "inprocess" | "faulty":
-                made = InProcessTransport(
-                    who, exchange=self.exchange, name=name, clock=self.clock
-                )
+                made = InProcessTransport(who, exchange=self.exchange, name=name, clock=self.clock)
             case "tcp":
                 made = TcpTransport(who, port=port, clock=self.clock)
             case "shared":

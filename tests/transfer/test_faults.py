@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -55,9 +54,7 @@ class Sender:
         scratch = region(kind, SCRATCH, number=9)
         inner = rig.end()
         inner.register([scratch])
-        self.end = FaultyTransport(
-            inner, clock=rig.clock, odds=odds, scratch=scratch, seed=seed
-        )
+        self.end = FaultyTransport(inner, clock=rig.clock, odds=odds, scratch=scratch, seed=seed)
         self.end.register([self.memory])
         self.order = draw.permutation(PAGES)
         self.peer = 0
@@ -75,8 +72,11 @@ class Sender:
         note = SEAL.sealed(told, sender=self.end.epoch, receiver=self.peer)
         handle = self.end.post(
             Transfer(
-                peer=self.peer, here=here, there=pages(theirs, UNIT),
-                notification=note, within_s=5.0,
+                peer=self.peer,
+                here=here,
+                there=pages(theirs, UNIT),
+                notification=note,
+                within_s=5.0,
             )
         )
         self.pieces[handle] = layer, begin, end
@@ -163,9 +163,9 @@ def hand_off(sender: Sender, receiver: Receiver, clock: ManualClock) -> None:
 
 
 @pytest.fixture(params=["inprocess", "tcp", "shared", "nixl"])
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+def kind(request: pytest.FixtureRequest) -> str:
     require(request.param)
-    yield request.param
+    return request.param
 
 
 def test_what_is_complete_is_right_whatever_went_wrong(kind: str) -> None:

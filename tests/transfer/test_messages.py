@@ -65,9 +65,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.tuples(u64, kinds, ranges(), st.integers(1, 1 << 40), u32).map(
         lambda values: Piece(values[0], values[1], *values[2], *values[3:])
     ),
-    st.tuples(u64, kinds, ranges()).map(
-        lambda values: Again(values[0], values[1], *values[2])
-    ),
+    st.tuples(u64, kinds, ranges()).map(lambda values: Again(values[0], values[1], *values[2])),
     st.builds(CountQuery, u64),
     st.builds(Count, u64, u64, u64),
     st.builds(Release, u64, reasons),
@@ -198,12 +196,12 @@ def test_a_secret_has_a_length() -> None:
 
 @given(st.binary(min_size=1, max_size=5_000), st.data())
 @settings(max_examples=200)
-def test_a_checksum_finds_every_flip_of_neighbouring_bits(content: bytes, data: st.DataObject):
-    at = data.draw(st.integers(0, 8 * len(content) - 1))
-    burst = data.draw(st.integers(0, 2**31 - 1)) * 2 + 1
+def test_a_checksum_finds_every_flip_of_neighbouring_bits(content: bytes, draws: st.DataObject):
+    at = draws.draw(st.integers(0, 8 * len(content) - 1))
+    burst = draws.draw(st.integers(0, 2**31 - 1)) * 2 + 1
     value = int.from_bytes(content, "little") ^ (burst << at) % (1 << 8 * len(content))
     changed = value.to_bytes(len(content), "little")
-    cut = data.draw(st.integers(0, len(content)))
+    cut = draws.draw(st.integers(0, len(content)))
     assert checksum([content[:cut], content[cut:]]) == checksum([content])
     assert checksum([changed]) != checksum([content])
 
