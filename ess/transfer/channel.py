@@ -157,7 +157,7 @@ class Channel:
         (check,) = _CHECK.unpack_from(head, _HEAD.size)
         if magic != b"EX" or zero or check != zlib.crc32(head[: _HEAD.size]):
             raise BadInput(f"no frame begins {head[:8]!r}")
-        if kind not in set(Kind) or run_count > RUNS_MAX or note_bytes > NOTE_BYTES_MAX:
+        if not 0 < kind <= len(Kind) or run_count > RUNS_MAX or note_bytes > NOTE_BYTES_MAX:
             raise BadInput(f"a frame of kind {kind}, {run_count} runs, {note_bytes} bytes of note")
         if size > PAYLOAD_BYTES_MAX:
             raise BadInput(f"a payload of {size} bytes, at most {PAYLOAD_BYTES_MAX}")

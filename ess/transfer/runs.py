@@ -69,16 +69,14 @@ def fault_of(runs: Runs, sizes: Mapping[int, int]) -> str | None:
     """What is wrong with runs in regions of these sizes, or None. Trusts no number in `runs`."""
     if not len(runs):
         return None
-    numbers = runs[:, 0]
-    unknown = [number for number in np.unique(numbers).tolist() if number not in sizes]
+    numbers = runs[:, 0].tolist()
+    unknown = set(numbers) - sizes.keys()
     if unknown:
-        return f"region {unknown[0]} is not registered"
-    room = np.zeros(int(numbers.max()) + 1, np.int64)
-    for number in np.unique(numbers).tolist():
-        room[number] = sizes[number]
+        return f"region {min(unknown)} is not registered"
+    room = np.array([sizes[number] for number in numbers], np.int64)
     offsets, counts = runs[:, 1], runs[:, 2]
-    wrong = (offsets < 0) | (counts <= 0) | (counts > room[numbers])
-    wrong |= offsets > room[numbers] - np.where(wrong, 0, counts)
+    wrong = (offsets < 0) | (counts <= 0) | (counts > room)
+    wrong |= offsets > room - np.where(wrong, 0, counts)
     if not wrong.any():
         return None
     number, offset, count = runs[wrong][0].tolist()
@@ -87,7 +85,7 @@ def fault_of(runs: Runs, sizes: Mapping[int, int]) -> str | None:
 
 def views(runs: Runs, regions: Mapping[int, Region]) -> list[memoryview]:
     """Memory of checked runs, in order."""
-    memory = {number: regions[number].memory.data for number in np.unique(runs[:, 0]).tolist()}
+    memory = {number: regions[number].memory.data for number in set(runs[:, 0].tolist())}
     return [memory[number][offset : offset + count] for number, offset, count in runs.tolist()]
 
 

@@ -38,7 +38,8 @@ def serve(kind: str) -> None:
     print(end.metadata().hex(), flush=True)
     end.connect(bytes.fromhex(sys.stdin.readline()))
     while os.getppid() != 1:
-        end.poll()
+        if not end.poll():
+            os.sched_yield()
 
 
 def moved(kind: str) -> list[float]:
@@ -72,7 +73,10 @@ def push(end, peer: int) -> None:
         while posted < len(here) and posted - over < UNDER_WAY:
             end.post(write(peer, here[posted], there[posted], PAGE, note=b"landed"))
             posted += 1
-        over += sum(isinstance(event, Completed) for event in end.poll())
+        done = sum(isinstance(event, Completed) for event in end.poll())
+        over += done
+        if not done:
+            os.sched_yield()
 
 
 def in_process() -> list[float]:
