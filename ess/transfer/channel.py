@@ -33,7 +33,7 @@ PAYLOAD_BYTES_MAX: Final = 1 << 34
 QUEUED_MAX: Final = 1 << 18
 SCRATCH_BYTES: Final = 1 << 18
 VECTORS: Final = 512
-READ_BYTES: Final = 32 << 20
+READ_BYTES: Final = 8 << 20
 
 _HEAD: Final = Struct("<2sBBIIIQQQ")
 _CHECK: Final = Struct("<I")
@@ -67,13 +67,22 @@ Stage = Callable[[Place], Frame | None]
 
 
 class Channel:
+    """`queued_bytes`, `sent_bytes` and `read_bytes` count since the beginning."""
+
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._out: deque[memoryview] = deque()
         self._targets: deque[memoryview] = deque()
         self._landing: Frame | None = None
         self._head = b""
+        self.queued_bytes = 0
+        self.sent_bytes = 0
+        self.read_bytes = 0
         self._begin_head()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._out) > QUEUED_MAX
 
     def close(self) -> None:
         self._out.clear()
@@ -96,22 +105,19 @@ class Channel:
             *(b"EX", kind, 0, len(table) // RUN_BYTES, len(note), zlib.crc32(body)),
             *(transfer, ticket, size),
         )
-        self._out.append(memoryview(head + _CHECK.pack(zlib.crc32(head)) + body))
-        self._out.extend(payload)
-        if len(self._out) > QUEUED_MAX:
-            raise BadInput(f"{len(self._out)} pieces wait for a peer that does not read")
+        parts = [memoryview(head + _CHECK.pack(zlib.crc32(head)) + body), *payload]
+        self._out.extend(parts)
+        self.queued_bytes += len(parts[0]) + size
 
-    def push(self) -> int:
+    def push(self) -> None:
         """Sends what the socket takes."""
-        count = 0
         try:
             while self._out:
                 sent = self._sock.sendmsg(list(islice(self._out, VECTORS)))
                 _consume(self._out, sent)
-                count += sent
+                self.sent_bytes += sent
         except BlockingIOError:
             pass
-        return count
 
     def frames(self, place: Place) -> Iterator[Frame]:
         """Complete frames as far as bytes have come. OSError when the peer has closed."""
@@ -140,6 +146,7 @@ class Channel:
         if count == 0:
             raise ConnectionResetError("it closed the connection")
         _consume(self._targets, count)
+        self.read_bytes += count
         return count
 
     def _expect(self, size: int, stage: Stage) -> None:

@@ -31,9 +31,18 @@ HEARTBEAT_S: Final = 1.0
 LOST_S: Final = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Bytes of ours that a peer reads, in the stream up to `end`, and what it says when it has."""
+
+    ticket: int
+    end: int
+    note: bytes
+
+
 @dataclass(slots=True, eq=False)
 class Link:
-    """One connection. `peer` is the epoch that it is said to have, until `is_ready` proves it."""
+    """One connection. `peer` is the epoch that it is said to have, until `is_met` proves it."""
 
     channel: Channel
     is_ours: bool
@@ -41,8 +50,9 @@ class Link:
     heard_s: float
     sent_s: float
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-    is_ready: bool = False
+    is_met: bool = False
     waiting: list[tuple[int, Transfer, Runs, Runs]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
 
 class StreamTransport(Endpoint):
@@ -78,9 +88,12 @@ class StreamTransport(Endpoint):
         return envelope.sender
 
     def forbid(self, ticket: int) -> None:
+        """A peer that is just reading under the ticket is lost: its answer cannot be taken back."""
         super().forbid(ticket)
-        for link in self._links:
+        for link in list(self._links):
             link.channel.stop_landing(ticket)
+            if ticket in (answer.ticket for answer in link.answers):
+                self._lose(link.peer, f"ticket {ticket} ended while it was reading")
 
     def poll(self) -> list[Event]:
         self._check_open()
@@ -139,23 +152,38 @@ class StreamTransport(Endpoint):
 
     def _serve(self, link: Link) -> None:
         """Reads, acts and writes. Whatever a peer or its network does ends at most its link."""
+        channel = link.channel
+        read, sent = channel.read_bytes, channel.sent_bytes
         try:
-            for frame in link.channel.frames(lambda frame: self._place(link, frame)):
-                link.heard_s = self._clock.now_s()
+            for frame in channel.frames(lambda frame: self._place(link, frame)):
                 self._act(link, frame)
-            if link.channel.push():
-                link.sent_s = self._clock.now_s()
+            if channel.is_full:
+                raise BadInput("it asks for much and reads nothing")
+            channel.push()
         except (OSError, BadInput) as wrong:
             self._fault_of_link(link, str(wrong))
+            return
+        self._conclude(link)
+        if link.is_met and channel.read_bytes > read:
+            link.heard_s = self._clock.now_s()
+        if channel.sent_bytes > sent:
+            link.sent_s = self._clock.now_s()
+
+    def _conclude(self, link: Link) -> None:
+        """Answers that have left us: their memory may change now."""
+        while link.answers and link.answers[0].end <= link.channel.sent_bytes:
+            answer = link.answers.pop(0)
+            if answer.note:
+                self._underway.notified(link.peer, answer.note)
 
     def _fault_of_link(self, link: Link, reason: str) -> None:
-        if link.is_ready or link.is_ours:
+        if link.is_met or link.is_ours:
             self._lose(link.peer, reason)
         else:
             self._end(link)
 
     def _place(self, link: Link, frame: Frame) -> Sequence[memoryview] | str:
-        if not link.is_ready and frame.kind is not Kind.HELLO:
+        if not link.is_met and frame.kind is not Kind.HELLO:
             raise BadInput(f"a {frame.kind.name} before the Hello")
         match frame.kind:
             case Kind.WRITE:
@@ -194,8 +222,9 @@ class StreamTransport(Endpoint):
         if frame.kind is Kind.READ:
             payload = views(frame.runs, self._regions)
             link.channel.send(Kind.ANSWER, transfer=number, payload=payload)
-        else:
-            link.channel.send(Kind.ACCEPTED, transfer=number)
+            link.answers.append(Answer(frame.ticket, link.channel.queued_bytes, frame.note))
+            return
+        link.channel.send(Kind.ACCEPTED, transfer=number)
         if frame.note:
             self._underway.notified(link.peer, frame.note)
 
@@ -203,28 +232,31 @@ class StreamTransport(Endpoint):
         """We dialled: Hello comes, goes with its answer, comes with ours. Accepted: the reverse."""
         envelope, hello = self._identity.greeted(frame.note)
         is_first = link.is_ours and hello.answer == NOBODY
-        if link.is_ready or (link.is_ours and envelope.sender != link.peer):
+        if link.is_met or (link.is_ours and envelope.sender != link.peer):
             raise BadInput(f"{envelope.sender:016x} answers, not {link.peer:016x}")
         if not is_first and (hello.answer != link.nonce or envelope.receiver != self.epoch):
             raise BadInput(f"{envelope.sender:016x} does not answer our Hello")
         if not link.is_ours:
             link.peer = envelope.sender
-        link.is_ready = not is_first
+        link.is_met = not is_first
         if is_first or not link.is_ours:
             self._greet(link, answer=hello.nonce)
-        for waiting in link.waiting if link.is_ready else ():
+        for waiting in link.waiting if link.is_met else ():
             self._send(link, *waiting)
 
     def _start(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
         link = self._ours.get(transfer.peer)
         if link is None:
             self._underway.fail(handle, f"peer {transfer.peer:016x} is not connected")
-        elif link.is_ready:
+        elif link.is_met:
             self._send(link, handle, transfer, here, there)
         else:
             link.waiting.append((handle, transfer, here, there))
 
     def _send(self, link: Link, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+        if link.channel.is_full:
+            self._underway.fail(handle, "too much waits for a peer that does not read")
+            return
         is_write = transfer.op == "write"
         link.channel.send(
             Kind.WRITE if is_write else Kind.READ,
@@ -245,7 +277,7 @@ class StreamTransport(Endpoint):
                 link.heard_s = now_s
             elif now_s - link.heard_s > self._lost_s:
                 self._fault_of_link(link, f"silent for {now_s - link.heard_s:.1f} s")
-            if link.is_ready and now_s - link.sent_s >= self._heartbeat_s:
+            if link.is_met and now_s - link.sent_s >= self._heartbeat_s:
                 link.channel.send(Kind.ALIVE)
                 link.sent_s = now_s
 

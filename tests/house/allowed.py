@@ -11,26 +11,17 @@ KEPT: Final = {
     "ess.kernels.cuda.triton.rows:decode_rows": "an op, called as ops.decode_rows",
     "ess.kernels.cuda.triton.rows:encode_rows": "an op, called as ops.encode_rows",
     "ess.kernels.cuda.triton.rows:store_keys": "for an engine on CUDA: keys to pages in one launch",
+    "ess.pool.lru.cuda:Residency.clear_blocks": "the twin of SparsePool.move_chunk on a device",
     **dict.fromkeys(
         (
-            "ess.transfer.arrivals:Arrivals",
-            "ess.transfer.arrivals:Arrivals.expect",
-            "ess.transfer.arrivals:Arrivals.expired",
-            "ess.transfer.arrivals:Arrivals.verdicts",
             "ess.transfer.inprocess:Exchange",
             "ess.transfer.inprocess:InProcessTransport",
-            "ess.transfer.messages:layout_hash",
-            "ess.transfer.messages:new_epoch",
             "ess.transfer.nixl:NixlTransport",
-            "ess.transfer.runs:page_runs",
             "ess.transfer.shared:SharedTransport",
             "ess.transfer.shared:shared_region",
-            "ess.transfer.tcp:TcpTransport",
         ),
-        "the handoff between workers, which no command starts yet",
+        "ways between workers that no command starts yet",
     ),
-    "ess.transfer.faulty:FaultyTransport": "faults for whoever tests over a transport",
-    "ess.pool.lru.cuda:Residency.clear_blocks": "the twin of SparsePool.move_chunk on a device",
 }
 """Unused names that stay."""
 

@@ -8,15 +8,17 @@ import socket
 import struct
 import tracemalloc
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ess.errors import BadInput, Unavailable
+from ess.transfer import channel
 from ess.transfer.channel import Channel, Kind
 from ess.transfer.streams import STRANGERS_MAX
 from ess.transfer.tcp import TcpTransport
-from ess.transfer.transport import Completed, Failed, PeerLost
+from ess.transfer.transport import Completed, Failed, Notification, PeerLost
 from tests.support.manual_clock import ManualClock
 from tests.transfer.rigs import POISON, Rig, heard, identity, join, pages, pump, rigged, write
 
@@ -207,6 +209,89 @@ def test_bytes_that_come_after_a_ticket_has_ended_go_nowhere(rig: Rig) -> None:
     assert "ticket 3 has ended" in event.reason
     assert (there.memory == POISON).all()
     assert works(sender, receiver)
+
+
+def test_a_runs_bit_flipped_under_way_is_found(rig: Rig) -> None:
+    insider = Insider(rig)
+    wrong = bytearray(frame(2, runs=struct.pack("<3q", 1, 0, 64), size=64) + bytes(64))
+    wrong[44 + 8] ^= 64
+    told = insider.says(bytes(wrong))
+    assert [type(event) for event in told] == [PeerLost]
+    assert (insider.there.memory == POISON).all()
+
+
+def test_nobody_answers_in_place_of_another(rig: Rig) -> None:
+    """A second peer that guesses a handle neither completes nor refuses it."""
+    sender, receiver, _, _ = rig.pair(4_096)
+    other = rig.end()
+    join(sender, other)
+    assert works(sender, receiver)
+    pump([sender, other], lambda seen: sender._ours[other.epoch].is_met)
+    handle = sender.post(write(receiver.epoch, [0], [0], 64))
+    for link in other._links:
+        link.channel._out.append(memoryview(frame(Kind.ACCEPTED, transfer=handle)))
+    events = pump([sender, other], heard(0, PeerLost))[0]
+    assert [event.peer for event in events] == [other.epoch]
+    assert pump([sender, receiver], heard(0, Completed))[0] == [Completed(handle)]
+
+
+def test_a_payload_that_comes_slowly_is_a_sign_of_life(rig: Rig) -> None:
+    size = 96 << 20
+    sender, receiver, here, there = rig.pair(size)
+    assert works(sender, receiver)
+    handle = sender.post(write(receiver.epoch, [0], [0], size, within_s=1e6))
+    clock = rig.clock
+    assert isinstance(clock, ManualClock)
+    events: list = []
+    while not events:
+        clock.advance(1.0)
+        events += sender.poll()
+        receiver.poll()
+    assert events == [Completed(handle)]
+    assert np.array_equal(there.memory, here.memory)
+
+
+def test_what_is_being_read_is_told_as_read_when_it_has_left(rig: Rig) -> None:
+    size = 16 << 20
+    reader, owner, _, _ = rig.pair(size)
+    owner.allow(4)
+    wish = write(owner.epoch, [0], [0], size, ticket=4, note=b"read")
+    reader.post(replace(wish, op="read"))
+    while not any(link.answers for link in owner._links):
+        reader.poll()
+        assert owner.poll() == []
+    assert owner.poll() == [], "the socket holds less than this"
+    seen = pump([reader, owner], lambda seen: all(seen))
+    assert [type(event) for events in seen for event in events] == [Completed, Notification]
+
+
+def test_pages_whose_ticket_ends_are_not_read_on(rig: Rig) -> None:
+    """Else the rest of the answer would be rows of the pages' next owner."""
+    size = 16 << 20
+    reader, owner, _, theirs = rig.pair(size)
+    owner.allow(4)
+    reader.post(replace(write(owner.epoch, [0], [0], size, ticket=4), op="read"))
+    while not any(link.answers for link in owner._links):
+        reader.poll()
+        assert owner.poll() == []
+    owner.forbid(4)
+    theirs.memory[:] = 1
+    seen = pump([reader, owner], heard(0, Failed))
+    assert not any(isinstance(event, Completed) for event in seen[0])
+    assert PeerLost(reader.epoch, "ticket 4 ended while it was reading") in seen[1]
+
+
+def test_a_peer_that_does_not_read_costs_a_bounded_queue(rig: Rig) -> None:
+    sender, receiver, _, _ = rig.pair(4_096)
+    assert works(sender, receiver)
+    ends = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "QUEUED_MAX", 1_000)
+        for _ in range(5_000):
+            sender.post(write(receiver.epoch, [0, 2], [3, 0], 64))
+        ends = [event for event in sender.poll() if isinstance(event, Failed)]
+    assert len(ends) > 4_000
+    assert "does not read" in ends[0].reason
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""The example for readers does what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.house.tree import ROOT
+
+
+def test_the_example_hands_all_pages_over() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/examples/handoff.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "42 of 42 pages of a layer arrived, all right" in done.stdout
+    assert "'corrupt': " in done.stdout.splitlines()[2]
