@@ -69,70 +69,94 @@ def push(end: FaultyTransport, memory: Region, peer: int, layer: int, pages: ran
     )
 
 
+class Receiver:
+    """The decode worker's side: room for one request, and the count of what has come."""
+
+    def __init__(self, end: TcpTransport, sender: int) -> None:
+        self.end = end
+        self.sender = sender
+        self.memory = pool(POOL_PAGES)
+        end.register([self.memory])
+        self.arrivals = Arrivals(clock=RealClock())
+        share = Share(
+            kind=PieceKind.ROWS,
+            layer_begin=0,
+            layer_end=LAYOUT.layer_count,
+            page_count=len(PAGES),
+            unit_bytes=LAYOUT.page_bytes,
+        )
+        self.arrivals.expect(uid=UID, sender=sender, shares=[share], within_s=WITHIN_S)
+        handoff = self.arrivals.find(UID, sender=sender)
+        assert handoff is not None
+        self.handoff = handoff
+        end.allow(UID)
+
+    def read(self, piece: Piece) -> list[memoryview]:
+        pages = PAGES[piece.page_begin : piece.page_end]
+        return views(runs(piece.layer_begin, pages, POOL_PAGES), {1: self.memory})
+
+    def poll(self) -> None:
+        for event in self.end.poll():
+            if not isinstance(event, Notification):
+                continue
+            try:
+                envelope = SEAL.opened(event.content)
+            except BadInput:
+                continue
+            if isinstance(envelope.message, Piece):
+                self.arrivals.take(envelope.message, sender=envelope.sender, read=self.read)
+
+    def ask_again(self) -> None:
+        for again in self.handoff.missing():
+            note = SEAL.sealed(again, sender=self.end.epoch, receiver=self.sender)
+            self.end.post(Transfer(peer=self.sender, notification=note, within_s=WITHIN_S))
+
+
+def answer(prefill: FaultyTransport, rows: Region) -> None:
+    """The prefill worker's side, after it has pushed everything once."""
+    for event in prefill.poll():
+        if isinstance(event, Notification):
+            envelope = SEAL.opened(event.content)
+            again = envelope.message
+            assert isinstance(again, Again)
+            pages = range(again.page_begin, again.page_end)
+            push(prefill, rows, envelope.sender, again.layer_begin, pages)
+
+
+def report(prefill: FaultyTransport, receiver: Receiver) -> None:
+    faults = {fault.value: count for fault, count in prefill.injected.items()}
+    verdicts = {verdict.value: count for verdict, count in receiver.arrivals.verdicts.items()}
+    count = receiver.handoff.count
+    print(f"{count.arrived} of {count.wanted} pages of a layer arrived, all right")
+    print(f"the network did: {faults}")
+    print(f"the receiver said: {verdicts}")
+
+
 def main() -> None:
     prefill, decode = unreliable(worker()), worker()
-    rows, landed = pool(len(PAGES)), pool(POOL_PAGES)
+    rows = pool(len(PAGES))
     rows.memory[:] = np.random.default_rng(0).integers(0, 256, rows.memory.size, np.uint8)
     prefill.register([rows])
-    decode.register([landed])
+    receiver = Receiver(decode, prefill.epoch)
     prefill.connect(decode.metadata())
     decode.connect(prefill.metadata())
 
-    arrivals = Arrivals(clock=RealClock())
-    share = Share(
-        kind=PieceKind.ROWS,
-        layer_begin=0,
-        layer_end=LAYOUT.layer_count,
-        page_count=len(PAGES),
-        unit_bytes=LAYOUT.page_bytes,
-    )
-    refusal = arrivals.expect(uid=UID, sender=prefill.epoch, shares=[share], within_s=WITHIN_S)
-    assert refusal is None
-    decode.allow(UID)
-
-    def read(piece: Piece) -> list[memoryview]:
-        pages = PAGES[piece.page_begin : piece.page_end]
-        return views(runs(piece.layer_begin, pages, POOL_PAGES), {1: landed})
-
     for layer in range(LAYOUT.layer_count):
         push(prefill, rows, decode.epoch, layer, range(len(PAGES)))
-    handoff = arrivals.find(UID, sender=prefill.epoch)
-    assert handoff is not None
     polls = 0
-    while not handoff.is_complete and not arrivals.expired():
+    while not receiver.handoff.is_complete and not receiver.arrivals.expired():
         polls += 1
-        for event in prefill.poll():
-            if isinstance(event, Notification):
-                again = SEAL.opened(event.content).message
-                assert isinstance(again, Again)
-                pages = range(again.page_begin, again.page_end)
-                push(prefill, rows, decode.epoch, again.layer_begin, pages)
-        for event in decode.poll():
-            if isinstance(event, Notification):
-                take(arrivals, event, read)
-        for again in handoff.missing() if polls % 500 == 0 else ():
-            note = SEAL.sealed(again, sender=decode.epoch, receiver=prefill.epoch)
-            decode.post(Transfer(peer=prefill.epoch, notification=note, within_s=WITHIN_S))
+        answer(prefill, rows)
+        receiver.poll()
+        if polls % 500 == 0:
+            receiver.ask_again()
     decode.forbid(UID)
 
-    came = landed.memory.reshape(LAYOUT.layer_count, POOL_PAGES, -1)[:, PAGES]
+    came = receiver.memory.memory.reshape(LAYOUT.layer_count, POOL_PAGES, -1)[:, PAGES]
     assert np.array_equal(came.reshape(-1), rows.memory)
-    faults = {fault.value: count for fault, count in prefill.injected.items()}
-    verdicts = {verdict.value: count for verdict, count in arrivals.verdicts.items()}
-    print(f"{handoff.count.arrived} of {handoff.count.wanted} pages of a layer arrived, all right")
-    print(f"the network did: {faults}")
-    print(f"the receiver said: {verdicts}")
+    report(prefill, receiver)
     prefill.close()
     decode.close()
-
-
-def take(arrivals: Arrivals, event: Notification, read) -> None:
-    try:
-        envelope = SEAL.opened(event.content)
-    except BadInput:
-        return
-    if isinstance(envelope.message, Piece):
-        arrivals.take(envelope.message, sender=envelope.sender, read=read)
 
 
 if __name__ == "__main__":

@@ -5,5 +5,5 @@
     transport    how bytes move: the interface; inprocess, tcp, shared and nixl implement it
     arrivals     what has come: the receiver's own count, the only thing it believes
 
-The argument is in docs/adr/0009-what-moves-between-workers.md.
+The argument is in docs/adr/0010-what-moves-between-workers.md.
 """

@@ -196,6 +196,7 @@ def test_a_handoff_ends_at_its_deadline(landed: Landed) -> None:
     arrivals.check()
 
 
+@pytest.mark.slow
 def test_a_million_unknown_uids_cost_no_memory(landed: Landed) -> None:
     arrivals = Arrivals(clock=ManualClock())
     arrivals.expect(uid=9, sender=PREFILL, shares=SHARES, within_s=30)

@@ -170,7 +170,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def test_what_is_complete_is_right_whatever_went_wrong(kind: str) -> None:
     injected: Counter[Fault] = Counter()
-    for seed in range(40 if kind == "inprocess" else 12):
+    for seed in range(40 if kind == "inprocess" else 8):
         clock = ManualClock()
         odds = ODDS if kind != "nixl" else ODDS | {Fault.CUT: 0.0}
         with rigged(kind, clock) as rig:
