@@ -3,7 +3,7 @@
 Streams read the paced engine's tokens through `ess serve`, two real processes and real sockets. A
 shared machine may give the server less than a core, so events are counted per second of the server
 process's own processor time. From the engine to the socket is time on the wall, of the last stream
-of a step: `waited_for_a_core` says how much of the wall others had.
+of a step, once all streams run: `waited_for_a_core` says how much of the wall others had.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -31,6 +32,7 @@ SOCKET_MS_TARGET: Final = 5.0
 RUN: Final = "from ess.server.commands.cli import main; raise SystemExit(main())"
 FRONT: Final = "ess.server.commands.front"
 READY_S: Final = 60.0
+Counts = dict[float, float]
 BUCKET: Final = re.compile(r'^ess_token_to_socket_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.M)
 
 
@@ -59,10 +61,10 @@ def serve_benchmark(*, smoke: bool) -> list[Row]:
 def _measure(arm: Arm, seconds: float) -> list[Row]:
     with served(arm) as (url, pids):
         began_s, began_cpu_s, began_queued_s = time.monotonic(), cpu_s(pids), queued_s(pids)
-        event_count = asyncio.run(_read(url, arm, seconds))
+        event_count, before = asyncio.run(_read(url, arm, seconds))
         spent_s, spent_cpu_s = time.monotonic() - began_s, cpu_s(pids) - began_cpu_s
         spent_queued_s = queued_s(pids) - began_queued_s
-        slowest_s = _quantile(_metrics(url), 0.99)
+        slowest_s = _quantile(before, _waits(url), 0.99)
     per_core = event_count / max(spent_cpu_s, 1e-9)
     config: dict[str, Any] = {
         "streams": arm.stream_count,
@@ -150,12 +152,16 @@ def queued_s(pids: Sequence[int]) -> float:
     return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
 
 
-async def _read(url: str, arm: Arm, seconds: float) -> int:
-    counts = await asyncio.gather(*(_stream(url, seconds) for _ in range(arm.stream_count)))
-    return sum(counts)
+async def _read(url: str, arm: Arm, seconds: float) -> tuple[int, Counts]:
+    """Events of all streams, and the times to the socket when the last of them had begun."""
+    begun = [asyncio.Event() for _ in range(arm.stream_count)]
+    streams = [asyncio.ensure_future(_stream(url, seconds, event)) for event in begun]
+    await asyncio.gather(*(event.wait() for event in begun))
+    before = await asyncio.to_thread(_waits, url)
+    return sum(await asyncio.gather(*streams)), before
 
 
-async def _stream(url: str, seconds: float) -> int:
+async def _stream(url: str, seconds: float, begun: asyncio.Event) -> int:
     """Events of one endless stream; only their marks are looked for, so the reader is cheap."""
     body = b'{"prompt":[5,6,7],"max_tokens":100000,"ignore_eos":true,"stream":true}'
     address = urlsplit(url)
@@ -171,22 +177,24 @@ async def _stream(url: str, seconds: float) -> int:
             if not piece:
                 raise BadState("a stream ended before the measurement did")
             count += piece.count(b"data: ")
+            if count:
+                begun.set()
     finally:
         writer.close()
     return count
 
 
-def _metrics(url: str) -> str:
+def _waits(url: str) -> Counts:
+    """How many tokens reached their socket within each bound."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         text: str = answer.read().decode()
-    return text
+    return {float(bound): float(count) for bound, count in BUCKET.findall(text)}
 
 
-def _quantile(text: str, share: float) -> float:
+def _quantile(before: Counts, after: Counts, share: float) -> float:
     """The upper bound of the bucket that holds the quantile, or the last finite bound."""
-    buckets = [(float(bound), float(count)) for bound, count in BUCKET.findall(text)]
-    if not buckets or buckets[-1][1] == 0:
+    counts = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
+    total = counts.pop(math.inf, 0.0)
+    if not total:
         raise BadState("the server reports no time of any token to its socket")
-    total = buckets[-1][1]
-    finite = [(bound, count) for bound, count in buckets if bound != float("inf")]
-    return next((bound for bound, count in finite if count >= share * total), finite[-1][0])
+    return next((bound for bound, count in counts.items() if count >= share * total), max(counts))
