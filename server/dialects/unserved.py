@@ -118,7 +118,7 @@ IN_SAMPLING_PARAMS: Final = frozenset(
 
 def check(raw: bytes, kind: type[msgspec.Struct]) -> None:
     """BadInput for the first key of a JSON object that wishes for what is not served."""
-    served = {field.encode_name for field in msgspec.structs.fields(kind)}
+    served = set(kind.__struct_encode_fields__)
     for name, value in _keys(raw).items():
         if name in served or (name not in UNSERVED and name not in IN_SAMPLING_PARAMS):
             continue
