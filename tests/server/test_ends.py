@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -93,6 +94,7 @@ def test_sigterm_ends_a_server_whose_event_loop_hangs(hang: str, monkeypatch):
         engine, port = process.engine_pid, int(process.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert select.select([process.process.stdout], [], [], 60)[0], "it hangs at once"
             assert process.process.stdout.readline() == "stuck\n"
             process.process.send_signal(signal.SIGTERM)
             assert ended(process, engine) == -signal.SIGALRM
