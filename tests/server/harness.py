@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = 4096
 EOS = 1
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def until(true: Callable[[], bool], what: str = "it", *, within_s: float = DEADLINE_S) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -66,11 +65,12 @@ def test_it_is_live_right_and_in_control(page: Browser):
     """Numbers stand between two readings of /metrics; an abort reaches the stream; no error."""
     with (
         Process(*LONG, "--max-waiting", "8").wait_ready() as process,
-        Crowd(process.url, list(map(asked, range(3)))) as crowd,
+        Crowd(process.url, [asked(0), asked(1)]) as crowd,
     ):
+        until(lambda: all(b'"text"' in text for text in crowd.texts), "two running streams")
+        crowd.add(asked(2))
         page.go(process.url + "/dashboard")
         page.until(f"{DATASET}.length === 3 && +document.body.dataset.frames > 4", within_s=60)
-        until(lambda: all(b'"text"' in text for text in crowd.texts[:2]), "two running streams")
         check_numbers(page, process.url)
         check_charts(page)
         check_trace(page)
@@ -97,7 +97,7 @@ def check_numbers(page: Browser, url: str) -> None:
             };
         })()"""
     )
-    time.sleep(0.6)
+    until(lambda: metrics(url)["ess_tokens_total", ""] > shown["made"], "a later reading")
     after = metrics(url)
 
     def between(name: str, label: str, value: float) -> None:
@@ -159,7 +159,7 @@ def check_trace(page: Browser) -> None:
 def check_abort(page: Browser, crowd: Crowd) -> None:
     """By keyboard: the first press only arms; the request behind it then gets its turn."""
     button = "[...document.querySelectorAll('#requests button')].find("
-    button += "(one) => one.getAttribute('aria-label').endsWith('crowd-00'))"
+    button += "(made) => made.getAttribute('aria-label').endsWith('crowd-00'))"
     page.value(f"{button}.focus()")
     page.press("Enter")
     assert page.value(f"{button}.textContent") == "Sure?"

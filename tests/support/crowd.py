@@ -16,16 +16,24 @@ class Crowd:
     def __init__(self, url: str, asked: Sequence[dict], *, key: str = "") -> None:
         self._address = urlsplit(url)
         self._key = key
-        self.texts = [b""] * len(asked)
+        self._asked = asked
+        self.texts: list[bytes] = []
         self._made: list[http.client.HTTPConnection] = []
-        self._threads = [
-            threading.Thread(target=self._one, args=each, daemon=True) for each in enumerate(asked)
-        ]
+        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Crowd:
-        for thread in self._threads:
-            thread.start()
+        for asked in self._asked:
+            self.add(asked)
         return self
+
+    def add(self, asked: dict) -> None:
+        """Start one more stream. Streams started at once reach the server in any order."""
+        number = len(self._threads)
+        self.texts.append(b"")
+        self._threads.append(
+            threading.Thread(target=self._stream, args=(number, asked), daemon=True)
+        )
+        self._threads[-1].start()
 
     def __exit__(self, *error: object) -> None:
         for made in self._made:
@@ -39,7 +47,7 @@ class Crowd:
     def is_over(self, number: int) -> bool:
         return not self._threads[number].is_alive()
 
-    def _one(self, number: int, asked: dict) -> None:
+    def _stream(self, number: int, asked: dict) -> None:
         made = http.client.HTTPConnection(self._address.netloc, timeout=120)
         self._made.append(made)
         headers = {"content-type": "application/json", "x-request-id": f"crowd-{number:02d}"}
