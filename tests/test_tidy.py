@@ -117,7 +117,6 @@ def test_a_file_name_says_something_and_stands_for_one_thing() -> None:
 def test_a_folder_is_seen_at_a_glance() -> None:
     for folder, count in folder_sizes().items():
         most = FOLDER_TESTS_MAX if folder.startswith("tests") else FOLDER_MODULES_MAX
-        most = allowed.WIDE.get(folder, most)
         assert count <= most, f"{folder}/ holds {count} modules, at most {most}: give it rooms"
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ess.door import LayerMemory, Placement, Resolution, Sequence, Step
 from ess.door.placement import Array
-from ess.door.slots import Slots
+from ess.door.residency.slots import Slots
 
 
 class Around:

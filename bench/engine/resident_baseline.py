@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ess.door import LayerMemory, Resolution, Sequence, Step
 from ess.door.placement import Array
-from ess.door.row_copies import write_new
-from ess.door.slots import Slots, layer_memory
+from ess.door.residency.row_copies import write_new
+from ess.door.residency.slots import Slots, layer_memory
 from ess.flashtrans.views import known
 from ess.pool.lru import planner
 from ess.units import PAGE_ROWS

@@ -30,7 +30,7 @@ from ess.errors import BadState
 EVENTS_TARGET: Final = 60_000
 SOCKET_MS_TARGET: Final = 5.0
 RUN: Final = "from ess.server.commands.cli import main; raise SystemExit(main())"
-FRONT: Final = "ess.server.commands.front"
+FRONT: Final = "ess.server.commands.start.front"
 READY_S: Final = 60.0
 Counts = dict[float, float]
 BUCKET: Final = re.compile(r'^ess_token_to_socket_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.M)

@@ -2,7 +2,7 @@
 
 from ess.door.offload import Offload
 from ess.door.placement import LayerMemory, Placement, Resolution
-from ess.door.sequence import Sequence
+from ess.door.sequences.sequence import Sequence
 from ess.door.step import Step
 
 __all__ = ["LayerMemory", "Offload", "Placement", "Resolution", "Sequence", "Step"]

@@ -7,16 +7,16 @@ from collections.abc import Sequence as Many
 from typing import TypeAlias
 
 from ess.clock import Clock, RealClock
-from ess.door.budgets import Budgets
 from ess.door.checks import counts, in_list, in_range, token_ids
 from ess.door.owner import Owner
 from ess.door.placement import LayerMemory, Placement
 from ess.door.pools import Pools, PoolSizes, build_pools
-from ess.door.refill import Refill
-from ess.door.resident import Resident
-from ess.door.row_copies import differing_slots
-from ess.door.sequence import Sequence, open_sequence
-from ess.door.slots import Slots
+from ess.door.residency.budgets import Budgets
+from ess.door.residency.refill import Refill
+from ess.door.residency.resident import Resident
+from ess.door.residency.row_copies import differing_slots
+from ess.door.residency.slots import Slots
+from ess.door.sequences.sequence import Sequence, open_sequence
 from ess.door.stats import Counters, Stats, Timings
 from ess.door.step import Step, begin
 from ess.errors import BadInput, BadState

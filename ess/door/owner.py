@@ -17,7 +17,7 @@ from ess.door.pools import Pools
 from ess.errors import BadInput, BadState
 
 if TYPE_CHECKING:
-    from ess.door.sequence import Sequence
+    from ess.door.sequences.sequence import Sequence
     from ess.door.step import Step
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ess.door.sequence import Sequence
+    from ess.door.sequences.sequence import Sequence
     from ess.door.step import Step
 
 Array: TypeAlias = Any

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from ess.door.checks import as_array, counts, in_range, token_ids
-from ess.door.holding import grow
 from ess.door.owner import Owner
 from ess.door.placement import Resolution
-from ess.door.sequence import Sequence, key_group, require_state
+from ess.door.sequences.holding import grow
+from ess.door.sequences.sequence import Sequence, key_group, require_state
 from ess.errors import BadInput, BadState
 
 Ints = npt.NDArray[np.int32]

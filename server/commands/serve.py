@@ -10,8 +10,8 @@ from cyclopts import Group, Parameter
 from ess import console
 from ess.config import Setting
 from ess.errors import Unavailable
-from ess.server.commands.compat_flags import FLAGS, ForeignFlags, check_foreign
-from ess.server.commands.settings import FIELDS, SECTIONS
+from ess.server.commands.start.compat_flags import FLAGS, ForeignFlags, check_foreign
+from ess.server.commands.start.settings import FIELDS, SECTIONS
 
 
 def explained(known: Setting) -> str:
@@ -74,7 +74,7 @@ def serve(
     for sentence in check_foreign(foreign or ForeignFlags()):
         console.note(f"ess: {sentence}")
     try:
-        from ess.server.commands.launch import serve_flags
+        from ess.server.commands.start.launch import serve_flags
     except ModuleNotFoundError as error:
         raise Unavailable(f"{error.name} is missing: install ess[serve]") from None
     return serve_flags({**(flags or {}), "model": model}, config=config, json=json)

@@ -27,7 +27,7 @@ import uvicorn
 
 from ess import console
 from ess.clock import Clock
-from ess.server.commands.settings import Settings
+from ess.server.commands.start.settings import Settings
 from ess.server.process.child import Child
 from ess.server.process.fronts import Fronts
 from ess.server.process.link import EngineLink

@@ -129,8 +129,7 @@ def loops(sources: dict[str, str]) -> list[str]:
 
 
 def stale(unused: set[str]) -> list[str]:
-    narrow = [folder for folder, count in allowed.WIDE.items() if folder_sizes()[folder] < count]
-    return [*narrow, *sorted(set(allowed.KEPT) - unused)]
+    return sorted(set(allowed.KEPT) - unused)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,6 @@ KEPT: Final = {
 }
 """Unused names that stay."""
 
-WIDE: Final = {"models/tiny/trainer": 17}
-"""Folders that still hold more modules than a folder should."""
-
 TWINS: Final = {
     "ess/kernels": "a backend's file is named as the operation's file in every other backend",
     "bench": "what is measured on a CPU in kernels/ is measured on a GPU in gpu/",

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from ess.door import holding
 from ess.door import step as steps
+from ess.door.sequences import holding
 from ess.engine import scheduler
 from ess.engine.plan import Feed
 from ess.engine.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from ess.server.commands.settings import FIELDS, resolve
+from ess.server.commands.start.settings import FIELDS, resolve
 from ess.server.process.bounds import BOUNDS, Bound, in_force
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,10 @@ from ess.engine.config import ProcessConfig
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.server.commands import cli, launch
-from ess.server.commands.compat_flags import (
+from ess.server.commands import cli
+from ess.server.commands.serve import shown_default
+from ess.server.commands.start import launch
+from ess.server.commands.start.compat_flags import (
     CHUNKS,
     FLAGS,
     LAYERS,
@@ -25,10 +27,9 @@ from ess.server.commands.compat_flags import (
     ForeignFlags,
     check_foreign,
 )
-from ess.server.commands.launch import read_checkpoint
-from ess.server.commands.serve import shown_default
-from ess.server.commands.settings import FIELDS, SECTIONS, Settings, resolve, size_of
-from ess.server.commands.sizing import plan_memory
+from ess.server.commands.start.launch import read_checkpoint
+from ess.server.commands.start.settings import FIELDS, SECTIONS, Settings, resolve, size_of
+from ess.server.commands.start.sizing import plan_memory
 from ess.server.process.memory import memory_free
 
 ROOT = Path(__file__).resolve().parents[2]

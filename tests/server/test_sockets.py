@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 
 from ess.errors import BadInput, Unavailable
-from ess.server.commands.settings import resolve
+from ess.server.commands.start.settings import resolve
 from ess.server.process import sockets
 from tests.support.process import READY_S, ROOT, RUN, Process
 

@@ -94,7 +94,7 @@ def test_without_the_packages_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch
 
 def test_nothing_is_loaded_without_an_endpoint():
     check = (
-        "import sys, ess.server.commands.launch\n"
+        "import sys, ess.server.commands.start.launch\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry.')"
         " and name.split('.')[1] in ('sdk', 'exporter')])"
     )

@@ -10,8 +10,8 @@ from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.models.weights.dry_run import make_plan, plan_lines, read_config
 from ess.pool.capacity import capacity_of
 from ess.pool.ledger import Ledger
-from ess.server.commands.settings import resolve
-from ess.server.commands.sizing import plan_memory
+from ess.server.commands.start.settings import resolve
+from ess.server.commands.start.sizing import plan_memory
 from ess.sim.memory_budget import Budget
 
 GIB = 1 << 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ess.door import refill
+from ess.door.residency import refill
 from ess.errors import BadState
 from ess.units import div_ceil
 from tests.support.move_budget import move_budget

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ess.door import Offload
-from ess.door.resident import PATIENCE
+from ess.door.residency.resident import PATIENCE
 from tests.support.manual_lane import ManualLane
 from tests.support.move_budget import move_budget
 from tests.unit.test_door import LAYOUT, make, opened, rows, selection

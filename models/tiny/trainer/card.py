@@ -69,8 +69,8 @@ line of 60 characters or more that held-out has.
 ## Making it again
 
 ```
-python -m ess.models.tiny.trainer.corpus --into FOLDER
-python -m ess.models.tiny.trainer.vocabulary --folder FOLDER
+python -m ess.models.tiny.trainer.texts.corpus --into FOLDER
+python -m ess.models.tiny.trainer.texts.vocabulary --folder FOLDER
 python -m ess.models.tiny.trainer.train --folder FOLDER --minutes {minutes:.0f}
 python -m ess.models.tiny.trainer.export --folder FOLDER
 python -m ess.models.tiny.trainer.evaluate --folder FOLDER --card

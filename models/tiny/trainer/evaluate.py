@@ -22,15 +22,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.models.tiny.trainer import ngram
 from ess.models.tiny.trainer.card import write_card
-from ess.models.tiny.trainer.corpus import DOCUMENT_END
 from ess.models.tiny.trainer.export import CHECKPOINT, load_network
 from ess.models.tiny.trainer.losses import token_nats
 from ess.models.tiny.trainer.network import Network, Trace
 from ess.models.tiny.trainer.shape import Shape
 from ess.models.tiny.trainer.stored import read_checkpoint
-from ess.models.tiny.trainer.vocabulary import BEGIN_ID, END_ID
+from ess.models.tiny.trainer.texts import ngram
+from ess.models.tiny.trainer.texts.corpus import DOCUMENT_END
+from ess.models.tiny.trainer.texts.vocabulary import BEGIN_ID, END_ID
 
 WINDOW: Final = 1024
 CONTEXT: Final = 256

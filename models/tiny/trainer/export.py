@@ -22,7 +22,7 @@ from ess.models.tiny.trainer.network import Network
 from ess.models.tiny.trainer.optimiser import pieces_of
 from ess.models.tiny.trainer.shape import Shape
 from ess.models.tiny.trainer.stored import Form, stored_form, write_checkpoint
-from ess.models.tiny.trainer.vocabulary import BEGIN, BEGIN_ID, END, END_ID
+from ess.models.tiny.trainer.texts.vocabulary import BEGIN, BEGIN_ID, END, END_ID
 
 CHECKPOINT: Final = Path(__file__).parent.parent / "checkpoint"
 CHAT_TEMPLATE: Final = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ess.models.tiny.trainer.vocabulary import BEGIN_ID, END_ID, VOCABULARY_SIZE
+from ess.models.tiny.trainer.texts.vocabulary import BEGIN_ID, END_ID, VOCABULARY_SIZE
 
 BLOCK: Final = 128
 FP8: Final = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.models.tiny.trainer import corpus
-from ess.models.tiny.trainer.vocabulary import BEGIN_ID, END_ID, encode_file, train_tokenizer
+from ess.models.tiny.trainer.texts import corpus
+from ess.models.tiny.trainer.texts.vocabulary import BEGIN_ID, END_ID, encode_file, train_tokenizer
 
 PAGE = """<html><head><title>no</title></head><body>
 <nav>skip <p>me</p></nav><div class="sphinxsidebar">and <div>me</div><br> too</div>

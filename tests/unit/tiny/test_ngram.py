@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.models.tiny.trainer import ngram
+from ess.models.tiny.trainer.texts import ngram
 
 
 def _tokens(count: int, vocabulary: int, seed: int = 0) -> ngram.npt.NDArray[np.uint16]:

@@ -10,7 +10,7 @@ import msgspec
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, capacity_of, needs, page_count
-from ess.server.commands.settings import Settings, size_of
+from ess.server.commands.start.settings import Settings, size_of
 from ess.server.process.memory import memory_free
 from ess.units import PAGE_ROWS, div_ceil, format_bytes
 

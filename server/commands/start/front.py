@@ -1,6 +1,6 @@
 """A further process of the server: HTTP on one side, the same engine on the other.
 
-    python -m ess.server.commands.front            (a Start as one JSON line on stdin)
+    python -m ess.server.commands.start.front            (a Start as one JSON line on stdin)
 
 The first process reads the settings, starts the engine and says on stdin when to drain and when to
 end; that stdin closes says that it is gone. Signals are its business.
@@ -22,7 +22,7 @@ import zmq.asyncio
 from ess.clock import Clock, RealClock
 from ess.engine.process.lifeline import die_with_parent
 from ess.errors import EssError
-from ess.server.commands.launch import Told, make_service, uvicorn_config
+from ess.server.commands.start.launch import Told, make_service, uvicorn_config
 from ess.server.http import telemetry
 from ess.server.process.board import Board
 from ess.server.process.fronts import Start

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ess.door.pools import Pools
-from ess.door.sequence import Sequence
+from ess.door.sequences.sequence import Sequence
 from ess.units import div_ceil
 
 PATIENCE: Final = 16

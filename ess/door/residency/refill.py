@@ -25,10 +25,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ess.door import row_copies
 from ess.door.pools import Pools
-from ess.door.resident import Resident
-from ess.door.sequence import Sequence
+from ess.door.residency import row_copies
+from ess.door.residency.resident import Resident
+from ess.door.sequences.sequence import Sequence
 from ess.pool.lru.arena import FetchPlan
 from ess.units import PAGE_ROWS
 

@@ -35,9 +35,9 @@ from ess.models.text.tokenizer import Tokenizer
 from ess.models.weights.folder import Folder
 from ess.models.weights.header import read_header
 from ess.overlap import calibration
-from ess.server.commands import banner
-from ess.server.commands.settings import Resolved, Settings, resolve, size_of
-from ess.server.commands.sizing import AUTO, MemoryPlan, plan_memory
+from ess.server.commands.start import banner
+from ess.server.commands.start.settings import Resolved, Settings, resolve, size_of
+from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory
 from ess.server.http import telemetry
 from ess.server.http.app import create_app
 from ess.server.http.protocol import limited
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 EMBEDDED: Final = "ess-embedded"
-FRONT: Final = "ess.server.commands.front"
+FRONT: Final = "ess.server.commands.start.front"
 FILES_OF_OURS: Final = 128
 PROGRAM: Final = {"model": "ess.engine.process.worker", "paced": "ess.engine.process.fake_engine"}
 

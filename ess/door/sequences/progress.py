@@ -6,8 +6,8 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from ess.door.holding import Holding
 from ess.door.pools import Pools
+from ess.door.sequences.holding import Holding
 from ess.errors import BadInput, BadState
 from ess.pool.index import NONE
 from ess.pool.prefix import page_hash

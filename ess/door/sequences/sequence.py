@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ess.door.checks import as_array, in_range, whole
-from ess.door.holding import Holding
 from ess.door.owner import Owner
-from ess.door.progress import Progress
+from ess.door.sequences.holding import Holding
+from ess.door.sequences.progress import Progress
 from ess.errors import BadInput, BadState
 from ess.flashtrans.rows import scatter_rows
 from ess.layout import ModelLayout

@@ -1,7 +1,7 @@
 """The text that the embedded model is made of: permissively licensed Debian documentation.
 
-`python -m ess.models.tiny.trainer.corpus --into FOLDER` downloads the packages below (or reads
-already unpacked ones), turns them into plain text and writes train.txt, held_out.txt and
+`python -m ess.models.tiny.trainer.texts.corpus --into FOLDER` downloads the packages below (or
+reads already unpacked ones), turns them into plain text and writes train.txt, held_out.txt and
 corpus.json.
 
 Held-out is decided per package, here, before any training: no project has text on both sides.

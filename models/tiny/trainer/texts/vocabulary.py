@@ -1,8 +1,8 @@
 """The embedded model's byte-level BPE, and text files turned into token files.
 
-`python -m ess.models.tiny.trainer.vocabulary --folder FOLDER` reads train.txt and held_out.txt and
-writes tokenizer.json, train.npy and held_out.npy (uint16). Training text alone decides the
-vocabulary.
+`python -m ess.models.tiny.trainer.texts.vocabulary --folder FOLDER` reads train.txt and
+held_out.txt and writes tokenizer.json, train.npy and held_out.npy (uint16). Training text alone
+decides the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ess.errors import BadInput
-from ess.models.tiny.trainer.corpus import DOCUMENT_END
+from ess.models.tiny.trainer.texts.corpus import DOCUMENT_END
 
 VOCABULARY_SIZE: Final = 4096
 BEGIN: Final = "<|begin|>"

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.door import row_copies
 from ess.door.placement import LayerMemory, Resolution
 from ess.door.pools import Pools
-from ess.door.sequence import Sequence
+from ess.door.residency import row_copies
+from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Counters, TimedFetch, Timings
 from ess.door.step import Step
 from ess.errors import BadState

@@ -8,8 +8,8 @@ import msgspec
 from rich.table import Table
 
 from ess import console
-from ess.server.commands.settings import Resolved
-from ess.server.commands.sizing import MemoryPlan
+from ess.server.commands.start.settings import Resolved
+from ess.server.commands.start.sizing import MemoryPlan
 from ess.units import format_bytes
 
 PAGES = (

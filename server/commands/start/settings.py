@@ -23,7 +23,7 @@ import msgspec
 from ess.config import Setting, setting, settings_of
 from ess.engine.config import ProcessConfig
 from ess.errors import BadInput
-from ess.server.commands.compat_flags import VALUES, is_of_cluster, read_foreign
+from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
 from ess.units import parse_size
 
 Origin = Literal["default", "file", "environment", "flag", "derived"]

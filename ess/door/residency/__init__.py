@@ -1,0 +1,1 @@
+"""Which rows are in slots, and which come next."""

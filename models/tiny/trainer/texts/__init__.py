@@ -1,0 +1,1 @@
+"""What the model learns from: texts, their vocabulary, a plain model of them to compare with."""
