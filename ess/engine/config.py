@@ -75,6 +75,12 @@ class EngineConfig:
     backend: BackendName = setting(
         "cpu", "engine", "What computes: reference is slow and exact, cuda is not served yet."
     )
+    handoff_failure: Literal["recompute", "refuse"] = setting(
+        "recompute", "handoff", "When rows do not come: prefill the prompt here, or answer 503."
+    )
+    fake_prefill: bool = setting(
+        False, "handoff", "Let requests ask for invented rows, to measure decoding by itself."
+    )
     query_max: int = 64
     verify_fatal: bool = False
 
@@ -98,6 +104,22 @@ class ProcessConfig(EngineConfig):
 
     form: Literal["bf16", "f32"] = setting("bf16", "model", "What weights are computed in.")
     row: Literal["fp8", "bf16", "f32"] = setting("fp8", "memory", "How latent rows are stored.")
+    role: Literal["both", "prefill", "decode"] = setting(
+        "both", "handoff", "What this worker does: whole requests, their prompts, or their answers."
+    )
+    handoff_wait_s: float = setting(
+        30.0, "handoff", "Seconds without a sign after which rows are not waited for.", (0.1, 3600)
+    )
+    handoff_lease_s: float = setting(
+        30.0, "handoff", "Seconds that a finished prompt's rows wait to be taken.", (0.1, 3600)
+    )
+    transport: Literal["tcp", "nixl", "shared"] = setting(
+        "tcp", "handoff", "How rows travel: nixl for RDMA, shared between workers of one machine."
+    )
+    transfer_host: str = setting(
+        "127.0.0.1", "handoff", "The address, of a private interface, that rows come to."
+    )
+    transfer_port: int = setting(0, "handoff", "0 takes a free port.", (0, 65535))
     threads: int = setting(
         0, "engine", "Compute threads; 0 leaves a core to the machine.", (0, 1024)
     )

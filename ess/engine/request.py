@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ess.engine.tokens.stops import Reader
 
 State = Literal["waiting", "prefilling", "decoding", "preempted", "finished"]
-Reason = Literal["length", "stop", "cancelled", "refused", "failed"]
+Reason = Literal["length", "stop", "cancelled", "refused", "failed", "sent"]
 
 PRIORITY_MAX: Final = (1 << 31) - 1
 MOVES: Final[frozenset[tuple[State, State]]] = frozenset(

@@ -22,6 +22,7 @@ FINISH_OF: Final[Mapping[Reason, Finish]] = {
     "cancelled": "abort",
     "refused": "abort",
     "failed": "abort",
+    "sent": "length",
 }
 
 

@@ -30,6 +30,7 @@ from ess.engine.process.messages import (
     Flushed,
     FromEngine,
     Lost,
+    Met,
     Packer,
     Piece,
     Progress,
@@ -377,6 +378,8 @@ class EngineLink:
                 self._answer("trace", message)
             case Aborted():
                 self._answer("abort", message)
+            case Met():
+                pass
             case Cut(front):
                 self.on_cut(front)
             case Fault(sentence):

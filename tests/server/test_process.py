@@ -18,10 +18,17 @@ from ess.engine.process.messages import (
     Flush,
     Flushed,
     FromEngine,
+    Handoff,
+    HandoffLine,
+    HandoffStatus,
     Lost,
+    Meet,
+    Met,
     Packer,
+    PeerLine,
     Piece,
     Progress,
+    Ready,
     Status,
     Stop,
     ToEngine,
@@ -386,6 +393,8 @@ def test_a_status_comes_a_few_times_a_second_also_when_idle(advance_s: float, co
     [
         Add(1 << 40, [1, 2], FULL),
         Add(2, [1], Sampling()),
+        Add(3, [1], Sampling(), handoff=Handoff((1 << 63) - 1, peer=5, kind="take")),
+        Meet("http://127.0.0.1:8001", b"\x00\xff", 1),
         Abort(3),
         AbortNamed(frozenset({"a", "b"}), 1),
         AbortNamed(None, 0),
@@ -400,11 +409,18 @@ def test_messages_survive_the_wire(message: ToEngine):
     assert packer.for_engine(packer.pack(message)) == message
 
 
+READY = {"vocabulary": 1, "length_max": 2, "load_s": 0.5, "metadata": b"\x00\xff"}
+
+
 def test_answers_survive_the_wire_and_noise_is_refused():
     packer = Packer()
     piece = Piece(1, (2, 3), "stop", 4, (Chance(-0.5, 1, ((2, -0.5),)),), "why")
     traced = Traced((TraceSpan("steps", "step 1", 0.5, 2.0),), 3)
-    for message in (Progress((piece,)), Status(hits=(1, 2)), Flushed("x"), traced):
+    met = Met("http://127.0.0.1:8001", (1 << 63) - 1, b"\x00\xff", "why", 1)
+    line = HandoffLine(7, 8, "take", "missed", (("reserved", 0.5),), "why")
+    handoff = HandoffStatus(landed_count=1, peers=(PeerLine("x", 8),), recent=(line,))
+    told = Status(hits=(1, 2), handoff=handoff)
+    for message in (Progress((piece,)), told, Flushed("x"), traced, met, Ready(**READY)):
         assert packer.for_server(packer.pack(message)) == message
     for noise in (b"", b"\xc1", b"\x91\xa3Add", packer.pack(Stop())[:-1], b"\x92\xa4Nope\x01"):
         with pytest.raises(BadInput, match="malformed"):

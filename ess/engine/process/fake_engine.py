@@ -4,11 +4,14 @@
 
 For measuring a server by itself, and for routers and clients under test. Every request gets the
 tokens of its script, `per_step` at a time; a step's tokens of all requests leave in one message, as
-those of a real engine do. Needs no torch.
+those of a real engine do. A prompt that is handed over is done after one step, and one that comes
+from another worker is there at once: no rows move. Needs no torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +33,8 @@ from ess.engine.process.messages import (
     Flushed,
     Launch,
     Lost,
+    Meet,
+    Met,
     Piece,
     Progress,
     Ready,
@@ -79,6 +84,7 @@ class PacedEngine:
         per_step: int = 1,
         running_max: int = 1 << 20,
         cached_count: int = 0,
+        metadata: bytes = b"",
     ) -> None:
         self.is_stopped = False
         self._script = script
@@ -91,6 +97,7 @@ class PacedEngine:
         self._told_at_s = 0.0
         self._is_tracing = False
         self._front_count = 1
+        self._metadata = metadata
 
     def run(self, wire: Wire) -> None:
         while not self.is_stopped:
@@ -129,8 +136,17 @@ class PacedEngine:
                 wire.give(Flushed(busy if self._going else "", front))
             case Trace(is_on, front):
                 wire.give(self._trace(is_on, front))
+            case Meet(address, metadata, front):
+                wire.give(self._meet(address, metadata, front))
             case Stop():
                 self.is_stopped = True
+
+    def _meet(self, address: str, metadata: bytes, front: int) -> Met:
+        """The same metadata is the same boot of that worker, and gives the same epoch."""
+        if not metadata:
+            return Met(address, 0, sentence="the other worker says nothing of itself", front=front)
+        epoch = int.from_bytes(hashlib.blake2b(metadata, digest_size=8).digest()) >> 1
+        return Met(address, epoch, self._metadata, front=front)
 
     def _trace(self, is_on: bool, front: int) -> Tracing | Traced:
         if is_on == self._is_tracing:
@@ -160,6 +176,10 @@ class PacedEngine:
         )
 
     def _piece(self, going: Going) -> Piece:
+        handoff = going.add.handoff
+        if handoff is not None and handoff.kind == "give":
+            del self._going[going.add.number]
+            return Piece(going.add.number, reason="sent", cached_count=self._cached_count)
         sampling = going.add.sampling
         tokens: list[int] = []
         reason: Reason | None = None
@@ -227,9 +247,18 @@ def main(arguments: list[str]) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     wire = SocketWire(context, endpoints)
     wire.watch(sys.stdin.fileno())
-    wire.give(Ready(vocabulary=raw["vocab_size"], length_max=launch.length_max, load_s=0.0))
+    metadata = secrets.token_bytes(16) if launch.secret else b""
+    wire.give(
+        Ready(
+            vocabulary=raw["vocab_size"],
+            length_max=launch.length_max,
+            load_s=0.0,
+            metadata=metadata,
+        )
+    )
     engine = PacedEngine(
         walking(raw["vocab_size"]),
+        metadata=metadata,
         pace_s=launch.config.pace_ms / 1e3,
         running_max=launch.config.max_running,
     )

@@ -1,6 +1,6 @@
 """What the server process and the engine process say to each other. Needs no torch.
 
-    front -> engine   Add, Abort, AbortNamed, Flush, Trace; the first front alone: Lost, Stop
+    front -> engine   Add, Abort, AbortNamed, Flush, Trace, Meet; the first front alone: Lost, Stop
     engine -> front   Ready once, then Progress after every step and Status a few times a second
 
 Each is one msgpack array, its type first. A server has one or several processes, its fronts, all
@@ -12,6 +12,7 @@ number is never used again, so a late answer can only meet a request that is gon
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
@@ -20,6 +21,16 @@ from ess.engine.request import Reason
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+
+
+class Handoff(msgspec.Struct, frozen=True, array_like=True):
+    """The prompt's rows go to another worker (`give`: the request ends as "sent" when its prompt is
+    there), or come from `peer`, named by its boot epoch (`take`), or are invented, for measuring
+    (`fake`). Both sides know the handoff by `uid`."""
+
+    uid: int
+    peer: int = 0
+    kind: Literal["give", "take", "fake"] = "give"
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -34,6 +45,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     leader: int | None = None
     name: str = ""
     salt: str = ""
+    handoff: Handoff | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -58,6 +70,14 @@ class Trace(msgspec.Struct, frozen=True, array_like=True, tag=True):
     keep no more."""
 
     is_on: bool
+    front: int = 0
+
+
+class Meet(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Another worker, which its server reaches at `address`, and what it says of itself, sealed."""
+
+    address: str
+    metadata: bytes
     front: int = 0
 
 
@@ -121,13 +141,15 @@ class TraceSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """`groups` are the layers that share slots; a row of one layer has `row_bytes`."""
+    """`groups` are the layers that share slots; a row of one layer has `row_bytes`. `metadata` is
+    what other workers must know for handoffs with this one; empty if it takes part in none."""
 
     vocabulary: int
     length_max: int
     load_s: float
     groups: tuple[tuple[int, ...], ...] = ()
     row_bytes: int = 0
+    metadata: bytes = b""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -135,6 +157,45 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     pieces: tuple[Piece, ...]
     at_s: float = 0.0
+
+
+class PeerLine(msgspec.Struct, frozen=True, array_like=True):
+    """Another worker, by its boot epoch; `heard_s` seconds ago it gave its last sign of life."""
+
+    address: str
+    epoch: int
+    is_up: bool = True
+    heard_s: float = 0.0
+
+
+class HandoffLine(msgspec.Struct, frozen=True, array_like=True):
+    """A handoff that has ended. `marks` are its moments by name, in seconds since its beginning;
+    `sentence` says why it came to nothing, if that is so."""
+
+    uid: int
+    peer: int
+    kind: Literal["give", "take"]
+    outcome: Literal["landed", "missed", "sent", "lapsed"]
+    marks: tuple[tuple[str, float], ...] = ()
+    sentence: str = ""
+
+
+class HandoffStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Counts since the engine started, but for the first two: what is under way. `again_count` are
+    the pieces asked for a second time. `recent` are the last handoffs that ended, newest first."""
+
+    open_arrival_count: int = 0
+    open_departure_count: int = 0
+    landed_count: int = 0
+    missed_count: int = 0
+    sent_count: int = 0
+    lapsed_count: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    again_count: int = 0
+    refused_count: int = 0
+    peers: tuple[PeerLine, ...] = ()
+    recent: tuple[HandoffLine, ...] = ()
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -145,7 +206,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     `shortage` says in numbers what the limiter means. Of the rows that requests asked for in their
     step i after landing, `landed_asked[i]`, `landed_hits[i]` were resident. `requests` are the
     oldest, as many as are shown. `depth_reasons` say why the next step's `depth` is 0 whatever was
-    configured. `open_counts` are the requests of each front that have not ended.
+    configured. `open_counts` are the requests of each front that have not ended. `handoff` is None
+    in an engine that takes part in no handoffs.
     """
 
     step_count: int = 0
@@ -178,6 +240,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     depth: int = 0
     depth_reasons: tuple[str, ...] = ()
     open_counts: tuple[int, ...] = ()
+    handoff: HandoffStatus | None = None
 
     @property
     def fullness(self) -> float:
@@ -205,6 +268,17 @@ class Traced(msgspec.Struct, frozen=True, array_like=True, tag=True):
     front: int = 0
 
 
+class Met(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answers Meet: the other worker's boot epoch and our own metadata for it; or `sentence` says
+    why there can be no handoffs with it."""
+
+    address: str
+    epoch: int
+    metadata: bytes = b""
+    sentence: str = ""
+    front: int = 0
+
+
 class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """How many names AbortNamed has met."""
 
@@ -225,7 +299,8 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an engine process is told at its start; the sizes are those of its pools."""
+    """All that an engine process is told at its start; the sizes are those of its pools. The
+    `secret` is that of all workers that hand over to one another; it seals what they say."""
 
     model: str
     config: ProcessConfig
@@ -233,10 +308,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int
     host_bytes: int
     index_bytes: int
+    secret: str = ""
 
 
-ToEngine = Add | Abort | AbortNamed | Flush | Trace | Lost | Stop
-FromEngine = Ready | Progress | Status | Flushed | Tracing | Traced | Aborted | Cut | Fault
+ToEngine = Add | Abort | AbortNamed | Flush | Trace | Meet | Lost | Stop
+FromEngine = Ready | Progress | Status | Flushed | Tracing | Traced | Met | Aborted | Cut | Fault
 
 
 class Packer:

@@ -14,6 +14,7 @@ from ess.engine.process.messages import (
     Flushed,
     FromEngine,
     Lost,
+    Met,
     Packer,
     Piece,
     Progress,
@@ -95,7 +96,7 @@ class SocketWire:
                 for front, part in enumerate(self._parts(pieces)):
                     if part:
                         self._give(front, self._packer.pack(Progress(tuple(part), at_s)))
-            case Flushed() | Tracing() | Traced() | Aborted():
+            case Flushed() | Tracing() | Traced() | Met() | Aborted():
                 self._give(message.front, self._packer.pack(message))
             case Cut():
                 self._give(0, self._packer.pack(message))

@@ -36,6 +36,8 @@ from ess.engine.process.messages import (
     Flushed,
     Launch,
     Lost,
+    Meet,
+    Met,
     Piece,
     PoolUse,
     Progress,
@@ -132,6 +134,9 @@ class EngineLoop:
                 self._wire.give(Flushed(self._flush(), front))
             case Trace(is_on, front):
                 self._trace(is_on, front)
+            case Meet(address, _, front):
+                why = "this engine takes part in no handoffs"
+                self._wire.give(Met(address, 0, sentence=why, front=front))
             case Stop():
                 self.is_stopped = True
 

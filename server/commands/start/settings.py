@@ -29,7 +29,8 @@ from ess.units import parse_size
 Origin = Literal["default", "file", "environment", "flag", "derived"]
 PREFIX: Final = "ESS_"
 SECTIONS: Final = (
-    *("model", "listening", "limits", "memory", "engine", "times", "telemetry", "trials"),
+    *("model", "listening", "limits", "memory", "engine", "handoff"),
+    *("times", "telemetry", "trials"),
 )
 
 
