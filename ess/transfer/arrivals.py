@@ -43,7 +43,10 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What must come of one kind: `page_count` units in each layer from `layer_begin` on."""
+    """What must come of one kind: `page_count` units in each layer from `layer_begin` on.
+
+    Windows are of any size up to `unit_bytes`: how much room they need depends on what they name.
+    """
 
     kind: PieceKind
     layer_begin: int
@@ -54,12 +57,17 @@ class Share:
     def holds(self, piece: Piece) -> bool:
         layers = self.layer_begin <= piece.layer_begin and piece.layer_end <= self.layer_end
         unit_count = (piece.layer_end - piece.layer_begin) * (piece.page_end - piece.page_begin)
-        right_size = piece.byte_count == unit_count * self.unit_bytes
+        size = unit_count * self.unit_bytes
+        is_windows = self.kind is PieceKind.WINDOWS
+        right_size = piece.byte_count <= size if is_windows else piece.byte_count == size
         return layers and piece.page_end <= self.page_count and right_size
 
 
 class Arrival:
-    """The units of one handoff that have come, and those that have not."""
+    """The units of one handoff that have come, and those that have not.
+
+    `window_bytes` is the size of the windows that have come last.
+    """
 
     def __init__(self, *, uid: int, sender: int, shares: Sequence[Share]) -> None:
         if len({share.kind for share in shares}) != len(shares):
@@ -72,6 +80,7 @@ class Arrival:
             for share in shares
         }
         self._wanted = sum(taken.size for taken in self._taken.values())
+        self.window_bytes = 0
 
     @property
     def count(self) -> Count:
@@ -92,6 +101,8 @@ class Arrival:
         units = self._units(share, piece)
         is_new = not units.all()
         units[:] = checksum(read(piece)) == piece.checksum
+        if piece.kind is PieceKind.WINDOWS:
+            self.window_bytes = piece.byte_count
         if not units.all():
             return Verdict.CORRUPT
         return Verdict.TAKEN if is_new else Verdict.DUPLICATE
@@ -110,12 +121,13 @@ class Arrival:
 
 
 class Arrivals:
-    """All handoffs on their way to this worker, each until its deadline."""
+    """All handoffs on their way to this worker, each until it has been silent for `within_s`."""
 
     def __init__(self, *, clock: Clock, handoffs_max: int = HANDOFFS_MAX) -> None:
         self._clock = clock
         self._handoffs_max = handoffs_max
         self._open: dict[int, Arrival] = {}
+        self._waits_s: dict[int, float] = {}
         self._deadlines_s: dict[int, float] = {}
         self._verdicts: Counter[Verdict] = Counter()
 
@@ -135,6 +147,7 @@ class Arrivals:
         if len(self._open) >= self._handoffs_max:
             return Reason.FULL
         self._open[uid] = Arrival(uid=uid, sender=sender, shares=shares)
+        self._waits_s[uid] = within_s
         self._deadlines_s[uid] = self._clock.now_s() + within_s
         return None
 
@@ -144,7 +157,16 @@ class Arrivals:
             Verdict.UNKNOWN if arrival is None else arrival.take(piece, sender=sender, read=read)
         )
         self._verdicts[verdict] += 1
+        if verdict is Verdict.TAKEN:
+            self.heard(piece.uid, sender=sender)
         return verdict
+
+    def heard(self, uid: int, *, sender: int) -> bool:
+        """A sign of life, when it is of the handoff's own sender: the deadline begins anew."""
+        is_ours = self.find(uid, sender=sender) is not None
+        if is_ours:
+            self._deadlines_s[uid] = self._clock.now_s() + self._waits_s[uid]
+        return is_ours
 
     def find(self, uid: int, *, sender: int) -> Arrival | None:
         """Only for the peer that sends it: others learn nothing, not even that it exists."""
@@ -153,8 +175,8 @@ class Arrivals:
 
     def close(self, uid: int) -> None:
         """The handoff is over: what still comes of it is unknown."""
-        self._open.pop(uid, None)
-        self._deadlines_s.pop(uid, None)
+        for table in (self._open, self._waits_s, self._deadlines_s):
+            table.pop(uid, None)
 
     def expired(self) -> list[Arrival]:
         """Closes the handoffs whose deadline has passed."""
@@ -167,7 +189,7 @@ class Arrivals:
         return self._closed([uid for uid, arrival in self._open.items() if arrival.sender == peer])
 
     def check(self) -> None:
-        assert self._open.keys() == self._deadlines_s.keys()
+        assert self._open.keys() == self._deadlines_s.keys() == self._waits_s.keys()
         assert len(self._open) <= self._handoffs_max
         assert all(uid == arrival.uid for uid, arrival in self._open.items())
 

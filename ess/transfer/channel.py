@@ -25,10 +25,10 @@ from typing import Final
 import numpy as np
 
 from ess.errors import BadInput
-from ess.transfer.messages import ADDRESS_BYTES_MAX
+from ess.transfer.messages import FRAME_BYTES_MAX
 from ess.transfer.runs import RUN_BYTES, RUNS_MAX, Runs, no_runs
 
-NOTE_BYTES_MAX: Final = ADDRESS_BYTES_MAX + 256
+NOTE_BYTES_MAX: Final = FRAME_BYTES_MAX
 PAYLOAD_BYTES_MAX: Final = 1 << 34
 QUEUED_MAX: Final = 1 << 18
 SCRATCH_BYTES: Final = 1 << 18

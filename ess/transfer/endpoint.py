@@ -11,7 +11,7 @@ import numpy as np
 
 from ess.clock import Clock, RealClock
 from ess.errors import BadInput, BadState
-from ess.transfer.messages import NONCE_BYTES, Envelope, Hello, Seal
+from ess.transfer.messages import FRAME_BYTES_MAX, NONCE_BYTES, Envelope, Hello, Seal
 from ess.transfer.runs import RUNS_MAX, Region, Runs, byte_count, fault_of, merged
 from ess.transfer.transport import (
     Completed,
@@ -24,7 +24,6 @@ from ess.transfer.transport import (
 )
 from ess.units import PAGE_ROWS
 
-NOTIFICATION_BYTES_MAX: Final = 1 << 16
 NOBODY: Final = bytes(NONCE_BYTES)
 
 
@@ -186,7 +185,7 @@ def _check(transfer: Transfer) -> None:
         raise BadInput(f"runs here {here.shape} and there {there.shape} are not of the same sizes")
     if len(here) > RUNS_MAX:
         raise BadInput(f"a transfer of {len(here)} runs, at most {RUNS_MAX}")
-    if len(transfer.notification) > NOTIFICATION_BYTES_MAX:
+    if len(transfer.notification) > FRAME_BYTES_MAX:
         raise BadInput(f"a notification of {len(transfer.notification)} bytes")
     if not 0 < transfer.within_s < float("inf"):
         raise BadInput(f"within_s is {transfer.within_s}: every transfer has a deadline")

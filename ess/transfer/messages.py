@@ -26,14 +26,17 @@ from enum import IntEnum
 from struct import Struct, error
 from typing import Final, cast
 
+import numpy as np
+
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = b"ESSH"
 TAG_BYTES: Final = 16
 NONCE_BYTES: Final = 16
+DIGEST_BYTES: Final = 16
 SECRET_BYTES_MIN: Final = 16
 PAGES_MAX: Final = 1 << 15
 ADDRESS_BYTES_MAX: Final = 1 << 16
@@ -48,8 +51,6 @@ class PieceKind(IntEnum):
     ROWS = 1
     INDEX_KEYS = 2
     WINDOWS = 3
-    MTP_ROWS = 4
-    HIDDEN_STATE = 5
 
 
 class Reason(IntEnum):
@@ -61,6 +62,8 @@ class Reason(IntEnum):
     DEADLINE = 4
     ABORTED = 5
     DONE = 6
+    WRONG_TEXT = 7
+    UNKNOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +78,19 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
-    """Room for a prompt of so many tokens, please; the sender gives up after the lease."""
+class Reserved:
+    """The receiver has room for the rows of the first `token_count` tokens, whose digest is `text`.
+
+    `pages[i]` is its host page, of `pool_pages`, for page `first_page + i` of the prompt; pages
+    before that it has already. `window_at` is the byte at which the windows land in their region.
+    """
 
     uid: int
     token_count: int
-    lease_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """`pages[i]` is the receiver's host page for page i of the prompt."""
-
-    uid: int
+    text: bytes
+    first_page: int
+    pool_pages: int
+    window_at: int
     pages: tuple[int, ...]
 
 
@@ -162,21 +165,18 @@ class Heartbeat:
     number: int
 
 
-Message = (
-    Hello | Reserve | Reserved | Refused | Piece | Again | CountQuery | Count | Release | Heartbeat
-)
+Message = Hello | Reserved | Refused | Piece | Again | CountQuery | Count | Release | Heartbeat
 
 _FORMS: Final[dict[type[Message], tuple[int, Struct]]] = {
     Hello: (1, Struct("<32sI16s16sI")),
-    Reserve: (2, Struct("<QII")),
-    Reserved: (3, Struct("<QI")),
-    Refused: (4, Struct("<QHI")),
-    Piece: (5, Struct("<QBHHIIQI")),
-    Again: (6, Struct("<QBHHII")),
-    CountQuery: (7, Struct("<Q")),
-    Count: (8, Struct("<QQQ")),
-    Release: (9, Struct("<QH")),
-    Heartbeat: (10, Struct("<Q")),
+    Reserved: (2, Struct("<QI16sIIQI")),
+    Refused: (3, Struct("<QHI")),
+    Piece: (4, Struct("<QBHHIIQI")),
+    Again: (5, Struct("<QBHHII")),
+    CountQuery: (6, Struct("<Q")),
+    Count: (7, Struct("<QQQ")),
+    Release: (8, Struct("<QH")),
+    Heartbeat: (9, Struct("<Q")),
 }
 _KINDS: Final = {number: (form, struct) for form, (number, struct) in _FORMS.items()}
 
@@ -238,6 +238,13 @@ def checksum(parts: Iterable[bytes | memoryview]) -> int:
     return value
 
 
+def text_digest(tokens: Sequence[int], salt: bytes) -> bytes:
+    """Equal on two workers when rows of these tokens, kept under this salt, are the same rows."""
+    digest = hashlib.blake2b(len(salt).to_bytes(8, "little") + salt, digest_size=DIGEST_BYTES)
+    digest.update(np.asarray(tokens, "<i8").tobytes())
+    return digest.digest()
+
+
 def layout_hash(layout: ModelLayout, *, weights: str = "") -> bytes:
     """Equal on two workers when a row of one may be read by the other.
 
@@ -266,11 +273,18 @@ def _body(message: Message, struct: Struct) -> bytes:
             fixed = (message.layout, message.page_rows, message.nonce, message.answer, size)
             return struct.pack(*fixed) + message.address
         case Reserved():
-            count = len(message.pages)
-            if count > PAGES_MAX:
-                raise BadInput(f"request {message.uid}: {count} pages, at most {PAGES_MAX}")
-            return struct.pack(message.uid, count) + Struct(f"<{count}I").pack(*message.pages)
+            return _reserved_body(message, struct)
     return struct.pack(*(getattr(message, field.name) for field in fields(message)))
+
+
+def _reserved_body(reserved: Reserved, struct: Struct) -> bytes:
+    count = len(reserved.pages)
+    if count > PAGES_MAX:
+        raise BadInput(f"request {reserved.uid}: {count} pages, at most {PAGES_MAX}")
+    if len(reserved.text) != DIGEST_BYTES:
+        raise BadInput(f"request {reserved.uid}: a text digest of {len(reserved.text)} bytes")
+    *fixed, pages = (getattr(reserved, field.name) for field in fields(reserved))
+    return struct.pack(*fixed, count) + Struct(f"<{count}I").pack(*pages)
 
 
 def _check_hello(hello: Hello) -> None:
@@ -313,10 +327,13 @@ def _hello(values: tuple[bytes, int, bytes, bytes, int], tail: bytes) -> Hello:
     return Hello(layout, page_rows, nonce, answer, tail)
 
 
-def _reserved(values: tuple[int, int], tail: bytes) -> Reserved:
-    uid, count = values
+def _reserved(values: tuple[int, int, bytes, int, int, int, int], tail: bytes) -> Reserved:
+    uid, token_count, text, first_page, pool_pages, window_at, count = values
+    if count > PAGES_MAX:
+        raise BadInput(f"a Reserved names {count} pages, at most {PAGES_MAX}")
     _check_tail(Reserved, 4 * count, tail)
-    return Reserved(uid, Struct(f"<{count}I").unpack(tail))
+    pages = Struct(f"<{count}I").unpack(tail)
+    return Reserved(uid, token_count, text, first_page, pool_pages, window_at, pages)
 
 
 def _check_tail(form: type[Message], size: int, tail: bytes) -> None:

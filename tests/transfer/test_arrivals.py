@@ -18,8 +18,8 @@ PREFILL, OTHER = 111, 222
 
 SHARES = [
     Share(kind=PieceKind.ROWS, layer_begin=0, layer_end=5, page_count=PAGES, unit_bytes=UNIT),
-    Share(kind=PieceKind.MTP_ROWS, layer_begin=5, layer_end=6, page_count=PAGES, unit_bytes=UNIT),
-    Share(kind=PieceKind.HIDDEN_STATE, layer_begin=0, layer_end=1, page_count=1, unit_bytes=UNIT),
+    Share(kind=PieceKind.INDEX_KEYS, layer_begin=5, layer_end=6, page_count=PAGES, unit_bytes=UNIT),
+    Share(kind=PieceKind.WINDOWS, layer_begin=0, layer_end=1, page_count=1, unit_bytes=UNIT),
 ]
 WANTED = 6 * PAGES + 1
 
@@ -61,8 +61,8 @@ def all_pieces(landed: Landed) -> list[Piece]:
         for layer in range(5)
         for pages in ((0, 4), (4, 8), (8, PAGES))
     ]
-    mtp = landed.piece(PieceKind.MTP_ROWS, (5, 6), (0, PAGES))
-    return [*rows, mtp, landed.piece(PieceKind.HIDDEN_STATE, (0, 1), (0, 1))]
+    keys = landed.piece(PieceKind.INDEX_KEYS, (5, 6), (0, PAGES))
+    return [*rows, keys, landed.piece(PieceKind.WINDOWS, (0, 1), (0, 1))]
 
 
 def test_complete_is_when_all_has_come_in_any_order(landed: Landed) -> None:
@@ -122,8 +122,10 @@ def test_random_holes_are_named_exactly(landed: Landed) -> None:
         (PieceKind.ROWS, (0, 1), (2**32 - 2, 2**32 - 1), UNIT),
         (PieceKind.ROWS, (0, 1), (0, 1), UNIT - 1),
         (PieceKind.ROWS, (0, 1), (0, 1), 2 * UNIT),
-        (PieceKind.MTP_ROWS, (0, 1), (0, 1), UNIT),
         (PieceKind.INDEX_KEYS, (0, 1), (0, 1), UNIT),
+        (PieceKind.INDEX_KEYS, (5, 6), (0, 1), UNIT - 1),
+        (PieceKind.WINDOWS, (0, 1), (0, 1), UNIT + 1),
+        (PieceKind.WINDOWS, (0, 1), (0, 2), UNIT),
     ],
 )
 def test_what_was_not_promised_is_outside(kind, layers, pages, byte_count) -> None:
@@ -155,6 +157,17 @@ def test_a_corrupt_second_copy_takes_the_first_back(landed: Landed) -> None:
     assert coming.take(again, sender=PREFILL, read=landed.read) is Verdict.CORRUPT
     assert not coming.is_complete
     assert list(coming.missing()) == [Again(9, PieceKind.ROWS, 0, 1, 2, 6)]
+
+
+def test_windows_are_of_any_size_that_fits(landed: Landed) -> None:
+    coming = arrival()
+    assert coming.window_bytes == 0
+    for size in (1, UNIT, UNIT - 5):
+        part = [memoryview(landed.read(landed.piece(PieceKind.WINDOWS, (0, 1), (0, 1)))[0])[:size]]
+        piece = Piece(9, PieceKind.WINDOWS, 0, 1, 0, 1, size, checksum(part))
+        coming.take(piece, sender=PREFILL, read=lambda _, part=part: part)
+        assert coming.window_bytes == size
+    assert coming.count.arrived == 1
 
 
 def test_a_foreign_sender_and_a_former_boot_are_refused(landed: Landed) -> None:
@@ -193,6 +206,26 @@ def test_a_handoff_ends_at_its_deadline(landed: Landed) -> None:
     for piece in all_pieces(landed):
         assert arrivals.take(piece, sender=PREFILL, read=landed.read) is Verdict.UNKNOWN
     assert len(arrivals) == 1
+    arrivals.check()
+
+
+def test_a_sign_of_life_extends_the_deadline(landed: Landed) -> None:
+    clock = ManualClock()
+    arrivals = Arrivals(clock=clock)
+    arrivals.expect(uid=9, sender=PREFILL, shares=SHARES, within_s=30)
+    clock.advance(20)
+    assert arrivals.heard(9, sender=PREFILL)
+    assert not arrivals.heard(9, sender=OTHER)
+    assert not arrivals.heard(8, sender=PREFILL)
+    clock.advance(20)
+    assert arrivals.expired() == []
+    piece = landed.piece(PieceKind.ROWS, (0, 1), (0, 1))
+    assert arrivals.take(piece, sender=PREFILL, read=landed.read) is Verdict.TAKEN
+    clock.advance(29)
+    assert arrivals.expired() == []
+    assert arrivals.take(piece, sender=PREFILL, read=landed.read) is Verdict.DUPLICATE
+    clock.advance(1)
+    assert [late.uid for late in arrivals.expired()] == [9]
     arrivals.check()
 
 

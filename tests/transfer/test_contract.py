@@ -270,7 +270,7 @@ WRONG = {
     "counts": {"here": pages([0, 1], 64)},
     "no deadline": {"within_s": float("inf")},
     "a deadline in the past": {"within_s": 0.0},
-    "a long notification": {"notification": bytes(1 << 17)},
+    "a long notification": {"notification": bytes(1 << 18)},
 }
 
 

@@ -29,11 +29,11 @@ from ess.transfer.messages import (
     Reason,
     Refused,
     Release,
-    Reserve,
     Reserved,
     Seal,
     checksum,
     layout_hash,
+    text_digest,
 )
 
 SEAL = Seal(b"0123456789abcdef")
@@ -59,8 +59,10 @@ messages: st.SearchStrategy[Message] = st.one_of(
         *(Hello, st.binary(min_size=32, max_size=32), u32, sixteen, sixteen),
         st.binary(max_size=300),
     ),
-    st.builds(Reserve, u64, u32, u32),
-    st.builds(Reserved, u64, st.lists(u32, max_size=100).map(tuple)),
+    st.builds(
+        *(Reserved, u64, u32, sixteen, u32, u32, u64),
+        st.lists(u32, max_size=100).map(tuple),
+    ),
     st.builds(Refused, u64, reasons, u32),
     st.tuples(u64, kinds, ranges(), st.integers(1, 1 << 40), u32).map(
         lambda values: Piece(values[0], values[1], *values[2], *values[3:])
@@ -74,8 +76,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
 
 EACH = [
     Hello(bytes(32), 64, bytes(16), bytes(16), b"4000 10.0.0.1"),
-    Reserve(1, 131_072, 30_000),
-    Reserved(1, (5, 6, 9)),
+    Reserved(1, 131_071, bytes(range(16)), 2, 4_000, 1 << 20, (5, 6, 9)),
     Refused(1, Reason.FULL, 1_000),
     Piece(1, PieceKind.ROWS, 0, 1, 0, 16, 16 * 41_984, 0xDEADBEEF),
     Again(1, PieceKind.INDEX_KEYS, 3, 4, 0, 1),
@@ -165,10 +166,14 @@ def test_nonsense_by_a_holder_of_the_secret_is_refused_as_well() -> None:
     assert understood > 1_000
 
 
+def reserved(pages: tuple[int, ...]) -> Reserved:
+    return Reserved(1, 64 * len(pages), bytes(16), 0, 1 << 20, 0, pages)
+
+
 def test_a_frame_that_promises_much_costs_nothing() -> None:
-    frame = bytearray(SEAL.sealed(Reserved(1, ()), sender=1, receiver=2))
+    frame = bytearray(SEAL.sealed(reserved(()), sender=1, receiver=2))
     frame[8:12] = (2**32 - 1).to_bytes(4, "little")
-    with pytest.raises(BadInput, match="names 4294967295 bytes of body and has 12"):
+    with pytest.raises(BadInput, match="names 4294967295 bytes of body and has 48"):
         SEAL.opened(bytes(frame))
     tracemalloc.start()
     with pytest.raises(BadInput):
@@ -178,10 +183,12 @@ def test_a_frame_that_promises_much_costs_nothing() -> None:
 
 
 def test_the_largest_messages_fit_and_larger_ones_are_refused() -> None:
-    most = Reserved(1, tuple(range(PAGES_MAX)))
+    most = reserved(tuple(range(PAGES_MAX)))
     assert SEAL.opened(SEAL.sealed(most, sender=1, receiver=2)).message == most
     with pytest.raises(BadInput, match=f"{PAGES_MAX + 1} pages, at most {PAGES_MAX}"):
-        SEAL.sealed(Reserved(1, (0,) * (PAGES_MAX + 1)), sender=1, receiver=2)
+        SEAL.sealed(reserved((0,) * (PAGES_MAX + 1)), sender=1, receiver=2)
+    with pytest.raises(BadInput, match="a text digest of 15 bytes"):
+        SEAL.sealed(Reserved(1, 1, bytes(15), 0, 1, 0, ()), sender=1, receiver=2)
     long = Hello(bytes(32), 64, bytes(16), bytes(16), bytes(ADDRESS_BYTES_MAX + 1))
     with pytest.raises(BadInput, match="address"):
         SEAL.sealed(long, sender=1, receiver=2)
@@ -204,6 +211,15 @@ def test_a_checksum_finds_every_flip_of_neighbouring_bits(content: bytes, draws:
     cut = draws.draw(st.integers(0, len(content)))
     assert checksum([content[:cut], content[cut:]]) == checksum([content])
     assert checksum([changed]) != checksum([content])
+
+
+def test_texts_and_salts_that_differ_have_other_digests() -> None:
+    texts = [([], b""), ([1, 2], b""), ([2, 1], b""), ([1], b""), ([1, 2**40], b"")]
+    salted = [([1, 2], b"a"), ([1, 2], b"a\0"), ([2], (1).to_bytes(8, "little"))]
+    digests = {text_digest(tokens, salt) for tokens, salt in texts + salted}
+    assert len(digests) == len(texts + salted)
+    assert {len(digest) for digest in digests} == {16}
+    assert text_digest([1, 2], b"a") == text_digest((1, 2), b"a")
 
 
 def test_layouts_of_rows_that_differ_have_other_hashes() -> None:
