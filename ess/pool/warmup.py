@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 Positions = npt.NDArray[np.int32]
+WindowSet = tuple[Positions, Positions]
+"""Distinct positions in ascending order, and the last window that chose each."""
 
 WINDOW_MAX: Final = 32
 
@@ -28,7 +30,7 @@ class WarmSet:
     ages: Positions
 
 
-def last_windows(windows: Positions) -> tuple[Positions, Positions]:
+def last_windows(windows: Positions) -> WindowSet:
     """`windows` [w, k], oldest first, -1 padded -> distinct positions and their last window."""
     assert windows.ndim == 2, f"windows of shape {windows.shape}, not [window, position]"
     number = np.repeat(np.arange(len(windows), dtype=np.int32), windows.shape[1])
