@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from ess.door import LayerMemory, Placement, Resolution, Sequence, Step
 from ess.door.placement import Array
 from ess.door.residency.slots import Slots
+from ess.pool.warmup import WindowSet
 
 
 class Around:
@@ -59,6 +61,9 @@ class Around:
 
     def warm(self, sequence: Sequence, windows: Array) -> None:
         self.slots.warm(sequence, windows)
+
+    def warm_from(self, sequence: Sequence, sets: Iterable[WindowSet], window_count: int) -> None:
+        self.slots.warm_from(sequence, sets, window_count)
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
         return self.slots.fill(sequence, row_max)

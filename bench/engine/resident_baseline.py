@@ -8,6 +8,7 @@ keeps what prefill made, for a prefix that comes again; decode does not touch it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -20,6 +21,7 @@ from ess.door.residency.row_copies import write_new
 from ess.door.residency.slots import Slots, layer_memory
 from ess.flashtrans.views import known
 from ess.pool.lru import planner
+from ess.pool.warmup import WindowSet
 from ess.units import PAGE_ROWS
 
 
@@ -97,6 +99,9 @@ class EveryRow:
 
     def warm(self, sequence: Sequence, windows: Array) -> None:
         """Nothing is ever absent."""
+
+    def warm_from(self, sequence: Sequence, sets: Iterable[WindowSet], window_count: int) -> None:
+        """Nor here."""
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
         return 0

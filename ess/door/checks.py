@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from ess.errors import BadInput
 from ess.kernels.checks import fits
+from ess.pool.warmup import WINDOW_MAX, WindowSet
 
 TYPES: Final = {"uint8": torch.uint8, "int32": torch.int32}
 DTYPES: Final = {name: np.dtype(name) for name in TYPES}
@@ -41,6 +43,26 @@ def _view(value: Any, name: str, dtype: str) -> npt.NDArray[Any]:
         raise BadInput(f"{name} is on {value.device}, this pool is on the CPU")
     array: npt.NDArray[Any] = value.numpy()
     return array
+
+
+def check_sets(
+    sets: Sequence[WindowSet], *, group_count: int, length: int, window_count: int
+) -> None:
+    """Sets of windows over so many positions, for each group."""
+    if len(sets) != group_count:
+        raise BadInput(f"sets has {len(sets)} entries, must have {group_count}, for each group")
+    in_range("window_count", window_count, 0, WINDOW_MAX)
+    for positions, last in sets:
+        places = as_array(positions, "positions", "int32", (None,))
+        numbers = as_array(last, "last windows", "int32", places.shape)
+        if not len(places):
+            continue
+        if places[0] < 0 or places[-1] >= length or (np.diff(places) <= 0).any():
+            raise BadInput(f"positions must be ascending and within 0..{length - 1}")
+        if not 0 <= numbers.min() <= numbers.max() < window_count:
+            raise BadInput(
+                f"last windows are {numbers.min()}..{numbers.max()}, must be 0..{window_count - 1}"
+            )
 
 
 def whole(name: str, value: Any) -> int:

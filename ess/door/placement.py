@@ -10,11 +10,14 @@ numbers of the step's queries; a `range` is a part of neighbours, and parts come
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import Tensor
+
+from ess.pool.warmup import WindowSet
 
 if TYPE_CHECKING:
     from ess.door.sequences.sequence import Sequence
@@ -124,6 +127,9 @@ class Placement(Protocol):
 
     def warm(self, sequence: Sequence, windows: Array) -> None:
         """Selections of late prefill queries, [groups, windows, k], oldest first."""
+
+    def warm_from(self, sequence: Sequence, sets: Iterable[WindowSet], window_count: int) -> None:
+        """The same, from what `last_windows` makes of each group's windows."""
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
         """The sequence's first absent rows into free room; how many were started."""

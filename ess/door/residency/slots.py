@@ -7,6 +7,7 @@ holds the new rows is enough.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +29,7 @@ from ess.kernels.streams import Event
 from ess.pool.index import IndexPool
 from ess.pool.lru import planner
 from ess.pool.lru.arena import FetchPlan, Lookup, Split
-from ess.pool.warmup import last_windows, warm_set
+from ess.pool.warmup import WindowSet, last_windows, warm_set
 
 Ints = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -254,9 +255,12 @@ class Slots:
     # ---- ahead of selections
 
     def warm(self, sequence: Sequence, windows: Ints) -> None:
-        assert len(windows) == self.pools.layout.group_count, f"windows of {len(windows)} groups"
-        for group in range(self.pools.layout.group_count):
-            chosen = warm_set(*last_windows(windows[group]), windows.shape[1])
+        self.warm_from(sequence, map(last_windows, windows), windows.shape[1])
+
+    def warm_from(self, sequence: Sequence, sets: Iterable[WindowSet], window_count: int) -> None:
+        groups = range(self.pools.layout.group_count)
+        for group, (positions, last) in zip(groups, sets, strict=True):
+            chosen = warm_set(positions, last, window_count)
             rows = self.pools.tables.rows_of(sequence.line, chosen.positions)
             self._start(self.pools.sparse.warm(group, rows, chosen.ages))
 

@@ -11,13 +11,14 @@ full pages as prefix cache, as far as their rows have arrived and their text is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ess.door.checks import as_array, in_range, whole
+from ess.door.checks import as_array, check_sets, in_range, whole
 from ess.door.owner import Owner
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.progress import Progress
@@ -27,6 +28,7 @@ from ess.layout import ModelLayout
 from ess.pool.ledger import Promise
 from ess.pool.pages import PageIds
 from ess.pool.prefix import page_hashes, root_hash
+from ess.pool.warmup import WindowSet
 from ess.units import PAGE_ROWS, div_ceil
 
 State = Literal["active", "preempted", "closed"]
@@ -214,6 +216,19 @@ class Sequence:
                 f"must be -1..{self.length - 1}"
             )
         self.owner.placement.warm(self, array)
+
+    def warm_from(self, sets: Many[WindowSet], window_count: int) -> None:
+        """`warm`, from what a handoff brings: of each group the positions that its windows select,
+        ascending, and the last of the `window_count` windows that selects each, from the oldest."""
+        self._require("active")
+        self.progress.refresh()
+        check_sets(
+            sets,
+            group_count=self.owner.pools.layout.group_count,
+            length=self.length,
+            window_count=window_count,
+        )
+        self.owner.placement.warm_from(self, sets, window_count)
 
     def fill(self, *, row_max: int | None = None) -> int:
         """Copies rows into free slots while these last, of each layer group `row_max` at most.
