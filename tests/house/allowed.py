@@ -15,6 +15,14 @@ KEPT: Final = {
     "ess.transfer.messages:text_digest": "what both ends of a handoff compare first",
     **dict.fromkeys(
         (
+            "ess.transfer.windows:packed_windows",
+            "ess.transfer.windows:unpacked_windows",
+            "ess.transfer.windows:window_bytes_max",
+        ),
+        "how windows travel: the two ends of a handoff come next",
+    ),
+    **dict.fromkeys(
+        (
             "ess.transfer.inprocess:Exchange",
             "ess.transfer.inprocess:InProcessTransport",
             "ess.transfer.nixl:NixlTransport",
