@@ -11,8 +11,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-import msgspec
-
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.stops import check_stops
@@ -25,48 +23,27 @@ from ess.server.process.service import SamplingDefaults, Service
 SEED_BITS: Final = 63
 
 
-class Wanted(msgspec.Struct, kw_only=True):
-    """The fields that all dialects share, before bounds and defaults. `names` has the client's own
-    word where a sentence of ours begins with another."""
+class Wanted(Sampled, kw_only=True):
+    """What a client wants of any dialect, before bounds and defaults. `names` has the client's own
+    word for a field that a sentence of ours begins with."""
 
     tokens_max: int | None
     tokens_min: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Mapping[str, float] | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
     keep_stop: bool = False
     keep_special: bool = False
     seed: int | None = None
-    choices: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_start: int = 0
     grammar: Grammar | None = None
     more_stops: tuple[str, ...] = ()
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
     names: Mapping[str, str] = MappingProxyType({})
-
-
-SAME_NAMES: Final = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids"),
-    "bad_words",
-)
 
 
 def wanted_of(ask: Sampled, **named: Any) -> Wanted:
     """Fields that all dialects spell alike, and those given by name."""
-    same = {name: getattr(ask, name) for name in SAME_NAMES}
-    return Wanted(**same, ignore_eos=bool(ask.ignore_eos), choices=ask.n, **named)
+    same = {name: getattr(ask, name) for name in Sampled.__struct_fields__}
+    return Wanted(**same, **named)
 
 
 def wanted_of_openai(ask: Common, **named: Any) -> Wanted:
@@ -112,7 +89,7 @@ def _samplings(
     if not prompts:
         raise BadInput("the prompt is an empty list")
     _check_count(service.limits.choices_max, wanted, len(prompts))
-    choices = 1 if wanted.choices is None else wanted.choices
+    choices = 1 if wanted.n is None else wanted.n
     stops = _stops(wanted)
     seed = secrets.randbits(SEED_BITS) if wanted.seed is None else wanted.seed
     bad_words = _bad_words(service, wanted.bad_words or ())
@@ -140,10 +117,10 @@ def _check_count(most: int, wanted: Wanted, prompt_count: int) -> None:
     if prompt_count > most:
         where = wanted.names.get("prompt", "prompt")
         raise BadInput(f"{where} has {prompt_count:,} prompts; at most {most} fit in one request")
-    if wanted.choices is not None and not 1 <= wanted.choices <= most // prompt_count:
+    if wanted.n is not None and not 1 <= wanted.n <= most // prompt_count:
         for_all = f" for {prompt_count} prompts" if prompt_count > 1 else ""
         raise BadInput(
-            f"n is {wanted.choices}{for_all}; must be 1 to {most // prompt_count}:"
+            f"n is {wanted.n}{for_all}; must be 1 to {most // prompt_count}:"
             f" at most {most} answers fit in one request"
         )
 
@@ -152,7 +129,7 @@ def _bad_words(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...],
     """Each word as it is written at the beginning of a text and behind a space."""
     if len(words) > BAD_WORDS_MAX:
         raise BadInput(f"bad_words has {len(words):,} words; at most {BAD_WORDS_MAX} are read")
-    found: dict[tuple[int, ...], None] = {}
+    forms: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip(" ")
         if not 0 < len(bare) <= BAD_WORD_CHARS_MAX:
@@ -160,8 +137,8 @@ def _bad_words(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...],
                 f"bad_words has a word of {len(bare):,} characters, not 1..{BAD_WORD_CHARS_MAX}"
             )
         for text in (bare, f" {bare}"):
-            found[tuple(service.tokenizer.encode(text))] = None
-    return tuple(found)
+            forms[tuple(service.tokenizer.encode(text))] = None
+    return tuple(forms)
 
 
 def _sampling(
@@ -176,7 +153,7 @@ def _sampling(
     if chosen["top_k"] == -1:
         chosen["top_k"] = 0
     ends = () if wanted.ignore_eos else service.eos_ids
-    found = Sampling(
+    sampling = Sampling(
         tokens_max=tokens_max,
         tokens_min=wanted.tokens_min or 0,
         **chosen,
@@ -188,14 +165,14 @@ def _sampling(
         else frozenset(wanted.allowed_token_ids),
         bad_words=bad_words,
         stop_ids=frozenset((*(wanted.stop_token_ids or ()), *ends)),
-        ignore_eos=wanted.ignore_eos,
+        ignore_eos=bool(wanted.ignore_eos),
         logprobs=wanted.logprobs,
         prompt_logprobs=wanted.prompt_logprobs,
         prompt_start=wanted.prompt_start,
         grammar=wanted.grammar,
     )
-    found.check_ids(service.vocabulary)
-    return found
+    sampling.check_ids(service.vocabulary)
+    return sampling
 
 
 def _wrapped(seed: int) -> int:
@@ -223,12 +200,12 @@ def _stops(wanted: Wanted) -> tuple[str, ...]:
 
 
 def _logit_bias(asked: Mapping[str, float]) -> dict[int, float]:
-    found = {}
+    biases = {}
     for key, bias in asked.items():
         if not key.isascii() or not key.isdigit() or len(key) > 9:
             raise BadInput(f"logit_bias has the key {key!r:.40}, not a token id")
-        found[int(key)] = bias
-    return found
+        biases[int(key)] = bias
+    return biases
 
 
 def refuse_streamed(stream: bool | None, prompt_logprobs: int | None) -> None:
