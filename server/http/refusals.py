@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """One of our JSON errors; the connection is closed behind it."""
 
@@ -33,60 +33,43 @@ class Refusal:
         return b"\r\n".join(head) + b"\r\n\r\n" + body
 
 
+BAD_REQUEST: Final = b"400 Bad Request"
+TOO_LONG_HEAD: Final = b"431 Request Header Fields Too Large"
+
 BUSY: Final = Refusal(
-    status=b"503 Service Unavailable",
-    sentence="this server holds as many connections as it may",
+    b"503 Service Unavailable",
+    "this server holds as many connections as it may",
     kind="overloaded",
     code="connections",
     headers=(b"retry-after: 1", b"x-ess-reason: connections"),
 )
-NOT_HTTP: Final = Refusal(
-    status=b"400 Bad Request",
-    sentence="the request is not HTTP/1.1",
-)
+NOT_HTTP: Final = Refusal(BAD_REQUEST, "the request is not HTTP/1.1")
 NO_UPGRADE: Final = Refusal(
-    status=b"400 Bad Request",
-    sentence="this server speaks HTTP/1.1 alone: no WebSocket and no tunnel",
+    BAD_REQUEST, "this server speaks HTTP/1.1 alone: no WebSocket and no tunnel"
 )
 
 
 def long_head(most: int) -> Refusal:
-    return Refusal(
-        status=b"431 Request Header Fields Too Large",
-        sentence=f"the request's line and headers are longer than {most} bytes",
-    )
+    return Refusal(TOO_LONG_HEAD, f"the request's line and headers are longer than {most} bytes")
 
 
 def many_headers(most: int) -> Refusal:
-    return Refusal(
-        status=b"431 Request Header Fields Too Large",
-        sentence=f"the request has more than {most} headers",
-    )
+    return Refusal(TOO_LONG_HEAD, f"the request has more than {most} headers")
 
 
 def long_framing(most: int) -> Refusal:
-    return Refusal(
-        status=b"400 Bad Request",
-        sentence=f"chunk extensions and trailers of the body are longer than {most} bytes",
-    )
+    sentence = f"chunk extensions and trailers of the body are longer than {most} bytes"
+    return Refusal(BAD_REQUEST, sentence)
 
 
 def small_chunks(count: int, size: int) -> Refusal:
-    return Refusal(
-        status=b"400 Bad Request",
-        sentence=f"the body comes in chunks that are too small: {count:,} for {size:,} bytes",
-    )
+    sentence = f"the body comes in chunks that are too small: {count:,} for {size:,} bytes"
+    return Refusal(BAD_REQUEST, sentence)
 
 
 def many_pipelined(most: int) -> Refusal:
-    return Refusal(
-        status=b"400 Bad Request",
-        sentence=f"more than {most} requests came before the first was answered",
-    )
+    return Refusal(BAD_REQUEST, f"more than {most} requests came before the first was answered")
 
 
 def late_body(least: int) -> Refusal:
-    return Refusal(
-        status=b"408 Request Timeout",
-        sentence=f"the body came slower than {least} bytes per second",
-    )
+    return Refusal(b"408 Request Timeout", f"the body came slower than {least} bytes per second")

@@ -28,7 +28,11 @@ LOADED: Final = {
     "/docs/swagger-ui.css": STYLE,
     "/docs/redoc.standalone.js": SCRIPT,
 }
-PATHS: Final = ("/docs", "/redoc", *LOADED)
+READERS: Final = {
+    "/docs": ("swagger-ui.css", "swagger-ui-bundle.js"),
+    "/redoc": ("redoc.standalone.js",),
+}
+PATHS: Final = (*READERS, *LOADED)
 # Redoc makes two style elements: an empty one, filled by rules later, and that of its scroll bar.
 REDOC_STYLES: Final = (
     "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='",
@@ -63,8 +67,15 @@ async def page(request: Request) -> Response:
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
     }
-    name = request.scope["route_name"].strip("/")
-    return Response(_read(f"{name}.html"), headers=headers, media_type=HTML)
+    tags = "\n".join(map(_tag, READERS[request.scope["route_name"]])).encode()
+    html = _read("page.html").replace(b"<!-- reader -->", tags)
+    return Response(html, headers=headers, media_type=HTML)
+
+
+def _tag(name: str) -> str:
+    if name.endswith(".css"):
+        return f'<link rel="stylesheet" href="docs/{name}">'
+    return f'<script src="docs/{name}" defer></script>'
 
 
 async def loaded(request: Request) -> Response:
