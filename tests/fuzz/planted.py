@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Planted(Exception):
@@ -42,6 +42,23 @@ def check(raw: bytes) -> None:
             first = first[0] if first else None
             if isinstance(first, str):
                 raise Planted("a stop in a list in a list")
+
+
+class Cutting:
+    """Closes the connection in the middle of every stream."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle: Any = getattr(send, "__self__", None)
+
+        async def cut(message: Message) -> None:
+            await send(message)
+            if message.get("more_body"):
+                cycle.transport.close()
+
+        await self._app(scope, receive, cut)
 
 
 class Keeping:

@@ -162,17 +162,18 @@ def described(error: BaseException) -> tuple[str, str]:
 
 
 class Connection(asyncio.Transport):
-    """A socket's side of asyncio, without a socket. `written` is all that was answered."""
+    """A socket's side of asyncio, without a socket. `written` is all that was answered; with
+    `is_closed_by_input` the server closed the connection while it read what the client sent."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, protocol: Any, errors: Errors) -> None:
         super().__init__({"peername": ("127.0.0.1", 5000), "sockname": ("127.0.0.1", 80)})
         self.written = bytearray()
-        self.is_cut = False
+        self.is_cut = self.is_closed_by_input = False
         self._loop = loop
         self._protocol = protocol
         self._errors = errors
         self._unread: list[bytes] = []
-        self._is_reading = True
+        self._is_reading, self._is_in_protocol = True, False
         self._is_closing = self._is_lost = self._has_ended = False
         self._is_stalled, self._waiting_bytes, self._is_paused = False, 0, False
 
@@ -243,7 +244,7 @@ class Connection(asyncio.Transport):
 
     def close(self) -> None:
         if not self._is_closing:
-            self._is_closing = True
+            self._is_closing, self.is_closed_by_input = True, self._is_in_protocol
             if not self._is_stalled:
                 self._loop.call_soon(self._lose, None)
 
@@ -253,11 +254,14 @@ class Connection(asyncio.Transport):
 
     def _pump(self) -> None:
         while self._unread and self._is_reading and not self._is_closing:
+            self._is_in_protocol = True
             try:
                 self._protocol.data_received(self._unread.pop(0))
             except Exception as error:
                 self._errors.note(error, "data_received raised")
                 self.abort()
+            finally:
+                self._is_in_protocol = False
 
     def _lose(self, error: Exception | None) -> None:
         if not self._is_lost:

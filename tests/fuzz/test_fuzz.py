@@ -16,6 +16,7 @@ from tests.fuzz import planted
 from tests.fuzz.__main__ import main
 from tests.fuzz.bodies import Bodies
 from tests.fuzz.fuzzer import CORPUS, KNOWN, Finding, Fuzzer, Stored, shrunk
+from tests.fuzz.http_bytes import HttpBytes
 from tests.fuzz.responses import responses
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.templates import Templates
@@ -100,6 +101,22 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         while not fuzzer.found and fuzzer.run_count < 10_000:
             fuzzer.step()
     assert {kind for kind, _ in fuzzer.found} == {"Planted"}, f"in {fuzzer.run_count} inputs"
+
+
+STREAM = [["bytes", "GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n"], ["turns", 20]]
+
+
+def test_a_stream_may_be_cut_by_what_is_sent_behind_its_request() -> None:
+    with HttpBytes() as target:
+        target.run({"ops": [*STREAM, ["bytes", "\x00 is no request\r\n\r\n"]]})
+
+
+def test_a_stream_that_the_server_cuts_by_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    create_app = harness.create_app
+    monkeypatch.setattr(harness, "create_app", lambda *a, **k: planted.Cutting(create_app(*a, **k)))
+    with HttpBytes() as target, pytest.raises(Finding) as caught:
+        target.run({"ops": STREAM})
+    assert caught.value.key == ("not HTTP", "cut short")
 
 
 @pytest.mark.slow
