@@ -28,7 +28,7 @@ from ess.errors import BadInput, EssError, Unavailable
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.prompts import Prepared
 from ess.server.dialects.schemas import Ask
-from ess.server.http.protocol import STRAIGHT, Straight
+from ess.server.http.connection.outlets import STRAIGHT, Straight
 from ess.server.http.responses import answer, error_body
 from ess.server.process.link import Call
 from ess.server.process.service import Service

@@ -40,10 +40,10 @@ from ess.server.http import (
     trace_routes,
 )
 from ess.server.http.auth_limits import Gate
+from ess.server.http.connection.outlets import STRAIGHT
 from ess.server.http.openapi import pages
 from ess.server.http.openapi.document import completed, operation, operation_id
 from ess.server.http.openapi.door import DirectRoute, Door
-from ess.server.http.protocol import STRAIGHT
 from ess.server.http.responses import Absent, error_answer
 from ess.server.process.service import Service
 

@@ -30,7 +30,7 @@ from ess.models.chat.styles import ChatStyle, PlainStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.start.launch import embedded_path
 from ess.server.http.app import create_app
-from ess.server.http.protocol import LimitedProtocol, limited
+from ess.server.http.connection.protocol import LimitedProtocol, limited
 from ess.server.process.board import Board
 from ess.server.process.lifecycle import QuietServer
 from ess.server.process.link import EngineLink

@@ -18,7 +18,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
 from ess.server.http.app import DOORS, Application
-from ess.server.http.protocol import Straight
+from ess.server.http.connection.outlets import Straight
 from tests.server.harness import PacedEngine, Served, counting, raw, saying, until
 
 ASKED = {"prompt": "a", "max_tokens": 3}

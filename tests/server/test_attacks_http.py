@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ess.server.http import protocol
+from ess.server.http.connection import protocol
+from ess.server.http.connection.protocol import LimitedProtocol
+from ess.server.http.connection.received_body import Body
 from ess.server.process.bounds import BODIES_MAX, HEADERS_MAX, PIPELINED_MAX, PROBE_CONNECTIONS
 from ess.server.process.service import Limits
 from tests.attacks.processes import peak_bytes
@@ -201,7 +203,7 @@ def test_nobody_is_told_to_send_what_is_refused():
 
 
 def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(protocol, "BODY_S", 0.2)
+    monkeypatch.setattr(Body, "within_s", 0.2)
     with Served(PacedEngine(counting(2))) as served, raw(served.port) as made:
         made.sendall(post(completion())[:-1])
         code, error = parsed(rest(made))
@@ -211,14 +213,14 @@ def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_body_that_comes_has_time(monkeypatch: pytest.MonkeyPatch):
     """Its bytes buy the seconds: at this rate each is worth more than the test takes."""
-    checks, check = [], protocol.LimitedProtocol._check_body
+    checks, check = [], LimitedProtocol._check_body
 
-    def noted(self: protocol.LimitedProtocol) -> None:
+    def noted(self: LimitedProtocol) -> None:
         checks.append(check(self))
 
-    monkeypatch.setattr(protocol, "BODY_S", 0.01)
-    monkeypatch.setattr(protocol, "BODY_RATE_MIN", 1 / 60)
-    monkeypatch.setattr(protocol.LimitedProtocol, "_check_body", noted)
+    monkeypatch.setattr(Body, "within_s", 0.01)
+    monkeypatch.setattr(Body, "rate_min", 1 / 60)
+    monkeypatch.setattr(LimitedProtocol, "_check_body", noted)
     with Served(PacedEngine(saying("one"))) as served, raw(served.port) as made:
         sent = post(completion())
         made.sendall(sent[:-1])

@@ -40,7 +40,7 @@ from ess.server.commands.start.settings import Resolved, Settings, resolve, size
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory
 from ess.server.http import telemetry
 from ess.server.http.app import create_app
-from ess.server.http.protocol import limited
+from ess.server.http.connection.protocol import limited
 from ess.server.http.request_log import RequestLog
 from ess.server.process import sockets
 from ess.server.process.board import Board

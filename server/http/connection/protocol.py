@@ -16,7 +16,7 @@ look like a dead server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, cast
 
 import httptools
@@ -25,14 +25,12 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ess.server.http import refusals
-from ess.server.http.refusals import Refusal
+from ess.server.http.connection import refusals
+from ess.server.http.connection.outlets import STRAIGHT, Outlet, Straight
+from ess.server.http.connection.reader_watch import ReaderWatch
+from ess.server.http.connection.received_body import Body
+from ess.server.http.connection.refusals import Refusal, Stop
 from ess.server.process.bounds import (
-    BODY_RATE_MIN,
-    BODY_S,
-    CHUNK_BYTES_MEAN,
-    CHUNK_LINE_BYTES,
-    CHUNKS_MAX,
     FRAMING_BYTES_MAX,
     HEAD_S,
     HEADERS_MAX,
@@ -43,85 +41,7 @@ from ess.server.process.bounds import (
 )
 from ess.server.process.tally import Tally
 
-STRAIGHT: Final = "ess.straight"
 PROBE_PATHS: Final = frozenset({b"/health", b"/ping", b"/ready", b"/metrics"})
-
-
-class Straight:
-    """Writes body chunks of a started answer straight to the socket, without ASGI.
-
-    An event through `send` costs more in calls and awaits than in the write itself. This is
-    uvicorn's own write without them, and only where its `send` would not have waited: a reader that
-    is behind, a client that is gone and an answer that is over are left to it.
-    """
-
-    __slots__ = ("_cycle", "_flow", "_write")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._flow = cycle.flow
-        self._write = cycle.transport.write
-
-    def is_free(self) -> bool:
-        return not (self._flow.write_paused or self._cycle.disconnected)
-
-    def write(self, ready: bytes) -> None:
-        assert self._cycle.chunked_encoding, "the answer has begun, and it has no length"
-        assert not self._cycle.response_complete, "nothing follows an end"
-        self._write(b"%x\r\n%b\r\n" % (len(ready), ready))
-
-
-class Outlet:
-    """A connection's transport for those who answer: closing it is left to the protocol."""
-
-    __slots__ = ("close", "is_closing", "write")
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write: Callable[[bytes], None] = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
-
-    def stop(self) -> None:
-        """What is said now comes too late, as the 100 that a client was promised."""
-        self.write = _dropped
-
-
-def _dropped(said: bytes) -> None:
-    pass
-
-
-class Body:
-    """A body that is being received.
-
-    `framing_count` is what it cost besides the bytes it delivered: what is around chunks, less a
-    plain line for each. The parser keeps none of that, but a header that never ends.
-    """
-
-    __slots__ = ("began_s", "byte_count", "chunk_count", "framing_count")
-
-    def __init__(self, began_s: float) -> None:
-        self.began_s = began_s
-        self.byte_count = self.chunk_count = self.framing_count = 0
-
-    @property
-    def accounted(self) -> int:
-        return self.byte_count + CHUNK_LINE_BYTES * self.chunk_count
-
-    def check_chunks(self) -> None:
-        """Reading a chunk takes microseconds, whatever is in it, and meanwhile all wait."""
-        if self.chunk_count > CHUNKS_MAX + self.byte_count // CHUNK_BYTES_MEAN:
-            raise Stop(refusals.small_chunks(self.chunk_count, self.byte_count))
-
-    def late_at_s(self) -> float:
-        return self.began_s + BODY_S + self.byte_count / BODY_RATE_MIN
-
-
-class Stop(Exception):
-    """Raised inside the parser's callbacks: the rest of the input is not read."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.sentence)
-        self.refusal = refusal
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -146,13 +66,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body: Body | None = None
         self._running: RequestResponseCycle | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._reader_check: asyncio.TimerHandle | None = None
+        self._reader: ReaderWatch
 
     # ---- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._outlet = Outlet(transport, self._part)
+        self._reader = ReaderWatch(transport, self.loop, stall_s=self.stall_s, tally=self.tally)
         self.tally.connection_count = len(self.connections)
         self._is_extra = len(self.connections) > self.connections_max
         if self._is_extra and not self._has_room():
@@ -183,7 +104,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """uvicorn tells the newest request; the one that is being answered may be an older one."""
         self._stop_deadline()
-        self._stop_reader_check()
+        self._reader.end()
         self._disconnect(self._running)
         super().connection_lost(exc)
         self.tally.connection_count = len(self.connections)
@@ -215,7 +136,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if body is not None and body is self._body:
             self._count_framing(body, len(received) - (body.accounted - before))
         if self._body is not None and self._deadline is None and not self._is_deaf:
-            self._deadline = self.loop.call_later(BODY_S, self._check_body)
+            self._deadline = self.loop.call_later(self._body.within_s, self._check_body)
 
     def _parse(self, received: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -348,7 +269,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(left_s, self._check_body)
         else:
             self.tally.refusals["slow_body"] += 1
-            self._refuse(refusals.late_body(BODY_RATE_MIN))
+            self._refuse(refusals.late_body(self._body.rate_min))
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:
@@ -373,29 +294,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reader()
+        self._reader.begin()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_reader_check()
-
-    def _expect_reader(self) -> None:
-        """It must have taken something when we look again."""
-        self._stop_reader_check()
-        unsent = self.transport.get_write_buffer_size()
-        self._reader_check = self.loop.call_later(self.stall_s, self._check_reader, unsent)
-
-    def _check_reader(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() >= before:
-            self.tally.refusals["slow_reader"] += 1
-            self.transport.abort()
-        else:
-            self._expect_reader()
-
-    def _stop_reader_check(self) -> None:
-        if self._reader_check is not None:
-            self._reader_check.cancel()
-            self._reader_check = None
+        self._reader.end()
 
     # ---- the end
 
@@ -435,7 +338,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_deadline()
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            self._expect_reader()
+            self._reader.begin()
 
 
 def limited(

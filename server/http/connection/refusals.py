@@ -33,6 +33,14 @@ class Refusal:
         return b"\r\n".join(head) + b"\r\n\r\n" + body
 
 
+class Stop(Exception):
+    """Raised inside the parser's callbacks: the rest of the input is not read."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.sentence)
+        self.refusal = refusal
+
+
 BAD_REQUEST: Final = b"400 Bad Request"
 TOO_LONG_HEAD: Final = b"431 Request Header Fields Too Large"
 

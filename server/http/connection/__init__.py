@@ -1,0 +1,1 @@
+"""A connection: uvicorn's protocol, bounded in memory and in time."""
