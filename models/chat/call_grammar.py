@@ -141,8 +141,8 @@ def parameters_of(tool: Mapping[str, Any]) -> list[Parameter] | None:
 
 
 def root_of(tool: Mapping[str, Any]) -> Schema:
-    found = tool.get("parameters")
-    return resolved(found, found) if isinstance(found, Mapping) else {}
+    schema = tool.get("parameters")
+    return resolved(schema, schema) if isinstance(schema, Mapping) else {}
 
 
 def is_strict(tool: Mapping[str, Any]) -> bool:
@@ -155,13 +155,13 @@ def resolved(schema: Any, root: Schema) -> Schema:
         path = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(path, str) or not path.startswith("#/"):
             break
-        found: Any = root
+        meant: Any = root
         for step in path[2:].split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
+            meant = meant.get(step) if isinstance(meant, Mapping) else None
+        if not isinstance(meant, Mapping):
             break
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        schema = {**shared, **found}
+        schema = {**shared, **meant}
     return schema if isinstance(schema, Mapping) else {}
 
 

@@ -89,10 +89,10 @@ class DeepSeekParser(StreamParser):
 
     def _tag(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         self._text = self._text.lstrip()
-        found = pattern.match(self._text)
-        if found is not None:
-            self._text = self._text[found.end() :]
-        return found
+        matched = pattern.match(self._text)
+        if matched is not None:
+            self._text = self._text[matched.end() :]
+        return matched
 
     def _may_become(self, *openings: str) -> bool:
         """May the text still grow into a tag that begins so?"""

@@ -45,12 +45,12 @@ class GlmParser(StreamParser):
 
     def _call_name(self) -> bool:
         """Up to the first key or the end of the call, which both stay."""
-        found = first_mark(self._text, (KEY, CALL_END))
-        if found is None or found[0] > _NAME_CHARS_MAX:
+        first = first_mark(self._text, (KEY, CALL_END))
+        if first is None or first[0] > _NAME_CHARS_MAX:
             too_long = len(self._text) > _NAME_CHARS_MAX + len(CALL_END)
-            return (found is not None or too_long) and self._give_up(KEY, CALL_END)
-        self._name = self._text[: found[0]].strip()
-        self._text = self._text[found[0] :]
+            return (first is not None or too_long) and self._give_up(KEY, CALL_END)
+        self._name = self._text[: first[0]].strip()
+        self._text = self._text[first[0] :]
         self._call += 1
         self._parameter_count = 0
         self._events.append(CallBegin(self._call, self._name))
@@ -99,11 +99,11 @@ class GlmParser(StreamParser):
 
 def _string_parameters(tools: Sequence[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
     """(tool, parameter) pairs whose schema says plainly "string"."""
-    found = set()
+    pairs = set()
     for tool in tools:
         schema = tool.get("parameters")
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         for name, described in properties.items() if isinstance(properties, Mapping) else ():
             if isinstance(described, Mapping) and described.get("type") == "string":
-                found.add((str(tool.get("name")), str(name)))
-    return frozenset(found)
+                pairs.add((str(tool.get("name")), str(name)))
+    return frozenset(pairs)

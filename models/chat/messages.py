@@ -99,13 +99,13 @@ def _tools(where: str, raw: Any) -> tuple[Mapping[str, Any], ...]:
     """The function descriptions out of {"type": "function", "function": {...}}."""
     if not isinstance(raw, Sequence) or isinstance(raw, str):
         raise BadInput(f"{where} is not a list")
-    found = []
+    functions = []
     for index, tool in enumerate(raw):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadInput(f"{where}[{index}] is not a function with a name")
-        found.append(function)
-    return tuple(found)
+        functions.append(function)
+    return tuple(functions)
 
 
 def _tool_calls(where: str, raw: Any) -> tuple[ToolCall, ...]:
@@ -141,15 +141,15 @@ def _text(value: Any, where: str) -> str:
 def arguments_of(call: ToolCall) -> dict[str, Any]:
     """A call's arguments as an object, or BadInput that names the call."""
     try:
-        found = json.loads(call.arguments)
+        arguments = json.loads(call.arguments)
     except (ValueError, RecursionError) as error:
         shown = str(error)[:100]
         raise BadInput(
             f"the call of {call.name!r} has arguments that are not JSON: {shown}"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise BadInput(f"the call of {call.name!r} has arguments that are not a JSON object")
-    return found
+    return arguments
 
 
 def write_json(value: object) -> str:

@@ -99,14 +99,14 @@ class StreamParser:
 
     def _say_up_to(self, marks: tuple[str, ...]) -> str | None:
         """Say the text before the first mark and drop both; None if no mark is complete yet."""
-        found = first_mark(self._text, marks)
-        cut = len(self._text) - held_chars(self._text, marks) if found is None else found[0]
+        first = first_mark(self._text, marks)
+        cut = len(self._text) - held_chars(self._text, marks) if first is None else first[0]
         self._say(self._text[:cut])
-        if found is None:
+        if first is None:
             self._text = self._text[cut:]
             return None
-        self._text = self._text[cut + len(found[1]) :]
-        return found[1]
+        self._text = self._text[cut + len(first[1]) :]
+        return first[1]
 
     def _value_up_to(self, mark: str, *, is_string: bool) -> bool:
         """A parameter's value. A string streams, escaped as JSON; any other is held to its end,
@@ -132,9 +132,9 @@ class StreamParser:
     def _literal(self, text: str) -> bool:
         """Skip white space, then take `text` if it is next."""
         self._text = self._text.lstrip()
-        found = self._text.startswith(text)
+        is_next = self._text.startswith(text)
         self._text = self._text.removeprefix(text)
-        return found
+        return is_next
 
     def _give_up(self, *expected: str) -> bool:
         """The markup is broken: the rest passes as content."""

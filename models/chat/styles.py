@@ -173,12 +173,12 @@ def _template_source(folder: Folder) -> str | None:
 
 def _as_openai(message: Message) -> Mapping[str, Any]:
     """The form that templates expect: arguments as an object."""
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
-        found["reasoning_content"] = message.reasoning
+        turn["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        found["tool_calls"] = [
+        turn["tool_calls"] = [
             {"type": "function", "function": {"name": c.name, "arguments": arguments_of(c)}}
             for c in message.tool_calls
         ]
-    return found
+    return turn

@@ -126,10 +126,10 @@ def _exchange(child: subprocess.Popen[bytes], raw: bytes, *, deadline: float) ->
     count = int.from_bytes(_read(child.stdout, 8, deadline), "little")
     if count > _ANSWER_BYTES_MAX:
         raise BadInput(f"{count:,} bytes, too many")
-    found = json.loads(_read(child.stdout, count, deadline))
-    if not isinstance(found, dict):
+    answer = json.loads(_read(child.stdout, count, deadline))
+    if not isinstance(answer, dict):
         raise BadInput("what is no object")
-    return found
+    return answer
 
 
 def _write(stream: IO[bytes], raw: bytes, deadline: float) -> None:
@@ -144,13 +144,13 @@ def _write(stream: IO[bytes], raw: bytes, deadline: float) -> None:
 
 
 def _read(stream: IO[bytes], count: int, deadline: float) -> bytes:
-    found = bytearray()
-    while len(found) < count:
+    received = bytearray()
+    while len(received) < count:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not select.select([stream], [], [], left_s)[0]:
             raise TimeoutError("the child was held")
-        piece = os.read(stream.fileno(), count - len(found))
+        piece = os.read(stream.fileno(), count - len(received))
         if not piece:
             raise EOFError("the child has ended")
-        found += piece
-    return bytes(found)
+        received += piece
+    return bytes(received)

@@ -29,8 +29,8 @@ def receive(stream: BinaryIO) -> dict[str, Any] | None:
     prefix = stream.read(8)
     if len(prefix) < 8:
         return None
-    found: dict[str, Any] = json.loads(stream.read(int.from_bytes(prefix, "little")))
-    return found
+    asked: dict[str, Any] = json.loads(stream.read(int.from_bytes(prefix, "little")))
+    return asked
 
 
 def send(stream: BinaryIO, answer: dict[str, str]) -> None:

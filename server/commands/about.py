@@ -55,7 +55,7 @@ def version(*, json: bool = False) -> None:
     json
         Print one JSON document.
     """
-    found = {
+    versions = {
         "ess": ess.__version__,
         "python": platform.python_version(),
         "numpy": metadata.version("numpy"),
@@ -63,9 +63,9 @@ def version(*, json: bool = False) -> None:
         "native": native.isa() if native.available() else None,
     }
     if json:
-        console.print_json(found)
+        console.print_json(versions)
         return
-    for name, value in found.items():
+    for name, value in versions.items():
         print(f"{name:<7} {value or 'missing'}")
 
 

@@ -86,10 +86,10 @@ class CompletionShape:
         return self.service.tokenizer.decode(self.prompts[index // self.choices])
 
     def usage(self) -> dict[str, Any]:
-        found = usage(self.prompts, self.grown.generations)
+        counted = usage(self.prompts, self.grown.generations)
         if is_echo_alone(self.ask):
-            found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
-        return found
+            counted |= {"completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
+        return counted
 
     def logprobs(
         self, tokens: Sequence[int], chances: Sequence[Chance | None], offset: int

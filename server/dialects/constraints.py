@@ -47,13 +47,13 @@ def of_sglang(asked: SglangSampling, tokenizer: Tokenizer) -> Grammar | None:
     )
 
 
-def _only(found: Sequence[Grammar]) -> Grammar | None:
-    if len(found) > 1:
+def _only(grammars: Sequence[Grammar]) -> Grammar | None:
+    if len(grammars) > 1:
         raise BadInput(
-            f"{len(found)} constraints on the form of the answer: give only one of "
+            f"{len(grammars)} constraints on the form of the answer: give only one of "
             "response_format, structured_outputs, guided_json and its like, regex, ebnf"
         )
-    return found[0] if found else None
+    return grammars[0] if grammars else None
 
 
 def _of_format(asked: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Iterable[Grammar]:
@@ -162,9 +162,9 @@ def _structure(where: str, asked: Any, rules: Rules) -> tuple[str, str]:
 
 def _object(where: str, asked: str | Mapping[str, Any]) -> Mapping[str, Any]:
     try:
-        found = json.loads(asked) if isinstance(asked, str) else asked
+        parsed = json.loads(asked) if isinstance(asked, str) else asked
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, Mapping):
+        parsed = None
+    if not isinstance(parsed, Mapping):
         raise BadInput(f"{where} must be an object, or the text of one")
-    return found
+    return parsed

@@ -109,8 +109,8 @@ class GenerateShape:
         self.is_many = is_many
 
     def whole(self) -> Any:
-        found = [self.answer(index) for index in range(len(self.grown.generations))]
-        return found if self.is_many else found[0]
+        answers = [self.answer(index) for index in range(len(self.grown.generations))]
+        return answers if self.is_many else answers[0]
 
     def answer(self, index: int) -> dict[str, Any]:
         """SGLang's form: the whole text so far, in every chunk."""

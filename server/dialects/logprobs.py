@@ -59,13 +59,13 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """vLLM's form: for each token of the prompt, by id, itself and the likeliest in its place; as
     far as it came, if it was aborted."""
-    found: list[dict[str, Any] | None] = [None]
+    entries: list[dict[str, Any] | None] = [None]
     for token, chance in zip(prompt[1:], chances, strict=False):
         ranked = [
             (token, logprob, rank) for rank, (token, logprob) in enumerate(chance.top, start=1)
         ]
         shown = [(token, chance.logprob, chance.rank), *ranked]
-        found.append(
+        entries.append(
             {
                 str(token): {
                     "logprob": logprob,
@@ -75,7 +75,7 @@ def prompt_logprobs(
                 for token, logprob, rank in reversed(shown)
             }
         )
-    return found
+    return entries
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:

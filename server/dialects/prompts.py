@@ -89,35 +89,36 @@ class PromptReader:
     def _read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
         ask = schemas.read(raw, kind)
         _check_counts(ask)
-        found: Prepared[Ask] = Prepared(ask=ask)
+        prepared: Prepared[Ask] = Prepared(ask=ask)
         match ask:
             case schemas.CompletionAsk():
-                add_special = ask.add_special_tokens is not False
-                given = schemas.read_texts(ask.prompt, where="prompt")
-                is_cut = ask.truncate_prompt_tokens is not None
-                found.prompts = self._encoded(
-                    given, where="prompt", add_special=add_special, is_cut=is_cut
-                )
+                prepared.prompts = self._completion(ask)
             case schemas.ChatAsk():
-                found.prompts = [self._chat(ask)]
+                prepared.prompts = [self._chat(ask)]
             case schemas.ResponsesAsk():
-                found.prompts = [self._response(ask)]
+                prepared.prompts = [self._response(ask)]
             case schemas.GenerateAsk():
-                found.prompts, found.is_many = self._generate(ask)
+                prepared.prompts, prepared.is_many = self._generate(ask)
             case schemas.TokensAsk():
-                found.prompts = [ask.token_ids]
+                prepared.prompts = [ask.token_ids]
             case schemas.TokenizeAsk():
-                found.document = self._tokenize(ask)
+                prepared.document = self._tokenize(ask)
             case schemas.DetokenizeAsk():
-                found.document = self._detokenize(ask)
+                prepared.document = self._detokenize(ask)
         asked = ask.sampling_params if isinstance(ask, SAMPLED_ASIDE) else ask
-        found.prompts = self._truncated(asked, found.prompts)
-        for prompt in found.prompts:
+        prepared.prompts = self._truncated(asked, prepared.prompts)
+        for prompt in prepared.prompts:
             self._check_prompt(prompt, name=NAMES.get(kind, "the prompt"))
         _drop_prompt(ask)
-        return found
+        return prepared
 
     # ---- by form
+
+    def _completion(self, ask: schemas.CompletionAsk) -> list[list[int]]:
+        given = schemas.read_texts(ask.prompt, where="prompt")
+        add_special = ask.add_special_tokens is not False
+        is_cut = ask.truncate_prompt_tokens is not None
+        return self._encoded(given, where="prompt", add_special=add_special, is_cut=is_cut)
 
     def _generate(self, ask: schemas.GenerateAsk) -> tuple[list[list[int]], bool]:
         has_ids = bytes(ask.input_ids) != b"null"
@@ -131,8 +132,8 @@ class PromptReader:
             raise BadInput("text is an empty list")
         asked = ask.sampling_params
         is_cut = asked is not None and asked.truncate_prompt_tokens is not None
-        found = self._encoded(texts, where="text", add_special=True, is_cut=is_cut)
-        return found, isinstance(ask.text, list)
+        prompts = self._encoded(texts, where="text", add_special=True, is_cut=is_cut)
+        return prompts, isinstance(ask.text, list)
 
     def _chat(self, ask: schemas.ChatAsk) -> list[int]:
         tools = offered_tools(ask.tools, ask.tool_choice)
@@ -164,8 +165,8 @@ class PromptReader:
             )
         text = self._style.encode(conversation, thinking=thinking, goes_on=goes_on)
         if not quoting.separator:
-            where = "messages"
-            return self._encoded([text], where=where, add_special=False, is_cut=is_cut)[0]
+            [ids] = self._encoded([text], where="messages", add_special=False, is_cut=is_cut)
+            return ids
         self._check_texts([text], where="messages", is_cut=is_cut)
         return self._tokenizer.encode_quoted(text, quoting.separator)
 
@@ -182,14 +183,14 @@ class PromptReader:
         if isinstance(ask.prompt, list):
             return _json({"tokens": lists, "count": [len(ids) for ids in lists]})
         [ids] = lists
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._length_max,
             "tokens": ids,
         }
         if ask.return_token_strs:
-            found["token_strs"] = [token_text(self._tokenizer, token) for token in ids]
-        return _json(found)
+            document["token_strs"] = [token_text(self._tokenizer, token) for token in ids]
+        return _json(document)
 
     def _detokenize(self, ask: schemas.DetokenizeAsk) -> bytes:
         keep_special = ask.skip_special_tokens is not True
@@ -219,15 +220,15 @@ class PromptReader:
             raise BadInput(f"{where} has {len(given):,} prompts; at most {PROMPTS_MAX} are read")
         texts = [text for text in given if isinstance(text, str)]
         self._check_texts(texts, where=where, is_cut=is_cut)
-        found, left = [], PROMPT_IDS_MAX
+        prompts, left = [], PROMPT_IDS_MAX
         for prompt in given:
             if isinstance(prompt, str):
                 prompt = self._tokenizer.encode(prompt, add_special=add_special)
             left -= len(prompt)
             if left < 0:
                 raise BadInput(f"{where} has more than {PROMPT_IDS_MAX:,} tokens, the most read")
-            found.append(prompt)
-        return found
+            prompts.append(prompt)
+        return prompts
 
     def _check_texts(self, texts: Sequence[str], *, where: str, is_cut: bool) -> None:
         """Before anything is encoded: a text this long has too many tokens, whatever they are.

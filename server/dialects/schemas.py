@@ -273,10 +273,10 @@ def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:
     _count_ids(bytes(raw), where=where)
     for kind, many in ((list[int], False), (list[list[int]], True)):
         try:
-            found: Any = msgspec.json.decode(raw, type=kind)
+            ids: Any = msgspec.json.decode(raw, type=kind)
         except (msgspec.MsgspecError, RecursionError):
             continue
-        return found if many else [found]
+        return ids if many else [ids]
     raise BadInput(f"{where} must be a list of token ids or a list of such lists")
 
 
@@ -296,11 +296,11 @@ def is_many(raw: msgspec.Raw) -> bool:
 def read_texts(raw: msgspec.Raw, *, where: str) -> list[str] | list[list[int]]:
     """A prompt as OpenAI has it: a text, texts, ids, or several lists of ids."""
     try:
-        found = msgspec.json.decode(raw, type=str | list[str])
+        texts = msgspec.json.decode(raw, type=str | list[str])
     except (msgspec.MsgspecError, RecursionError):
         pass
     else:
-        return [found] if isinstance(found, str) else found
+        return [texts] if isinstance(texts, str) else texts
     if bytes(raw).startswith(b"["):
         _count_ids(bytes(raw), where=where)
     try:

@@ -144,14 +144,14 @@ async def read(request: Request, kind: type[Ask]) -> Prepared[Ask]:
     raw = b"".join([chunk async for chunk in request.stream()])
     if service.texts.is_short(raw, kind):
         return service.texts.read(raw, kind)
-    found: list[Prepared[Ask]] = []
+    results: list[Prepared[Ask]] = []
 
     async def work() -> None:
-        found.append(await service.texts.read_apart(raw, kind))
+        results.append(await service.texts.read_apart(raw, kind))
 
     if not await first_of(work(), gone(request.receive)):
         raise ClientDisconnect
-    return found[0]
+    return results[0]
 
 
 async def gone(receive: Receive) -> None:

@@ -55,14 +55,14 @@ def goes_on(ask: schemas.ChatAsk) -> bool:
 
 def tools_of_responses(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
     """The functions in the form of a chat."""
-    found: list[Tool] = []
+    offered: list[Tool] = []
     for place, tool in enumerate(given or ()):
         if tool.get("type") != "function":
             kind = tool.get("type")
             raise BadInput(f"tools[{place}].type is {kind!r:.40}; only function is served")
         function = {name: value for name, value in tool.items() if name != "type"}
-        found.append({"type": "function", "function": function})
-    return found
+        offered.append({"type": "function", "function": function})
+    return offered
 
 
 def choice_of_responses(given: ToolChoice) -> ToolChoice:

@@ -57,10 +57,10 @@ def _page() -> tuple[bytes, str]:
 
 async def recording(request: Request) -> Response:
     name: str = request.path_params["recording"]
-    found = resources.files("ess.server.http") / "recordings" / name
-    if not NAME.fullmatch(name) or not found.is_file():
+    file = resources.files("ess.server.http") / "recordings" / name
+    if not NAME.fullmatch(name) or not file.is_file():
         raise Absent(f"there is no recording {name[:100]!r}")
-    return Response(found.read_bytes(), media_type=JSON)
+    return Response(file.read_bytes(), media_type=JSON)
 
 
 DOORS: Final = (

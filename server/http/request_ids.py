@@ -28,7 +28,7 @@ PARENT: Final = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-(
 def address(headers: Mapping[bytes, bytes]) -> dict[str, Any]:
     """Id, session and trace from a request's headers; malformed values are ignored."""
     request_id, session_id = headers.get(b"x-request-id", b""), headers.get(b"x-session-id", b"")
-    found: dict[str, Any] = {
+    state: dict[str, Any] = {
         "request_id": request_id.decode() if NAME.fullmatch(request_id) else secrets.token_hex(16),
         "session_id": session_id.decode() if NAME.fullmatch(session_id) else "",
         "trace": "",
@@ -36,8 +36,8 @@ def address(headers: Mapping[bytes, bytes]) -> dict[str, Any]:
     parent = PARENT.fullmatch(headers.get(b"traceparent", b""))
     if parent is not None:
         trace, flags = parent[1].decode(), parent[2].decode()
-        found["trace"] = f"00-{trace}-{secrets.token_hex(8)}-{flags}"
-    return found
+        state["trace"] = f"00-{trace}-{secrets.token_hex(8)}-{flags}"
+    return state
 
 
 def headers_of(state: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:

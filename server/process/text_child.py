@@ -93,12 +93,12 @@ def answered(reader: PromptReader, kind: str, raw: bytes) -> Done | Failed:
         return Failed(sentence=f"{type(error).__name__} in a text process", is_refusal=False)
 
 
-def packed(found: Prepared[Any]) -> Done:
+def packed(prepared: Prepared[Any]) -> Done:
     return Done(
-        ask=_rest(found.ask),
-        prompts=[array.array("i", prompt).tobytes() for prompt in found.prompts],
-        is_many=found.is_many,
-        document=found.document,
+        ask=_rest(prepared.ask),
+        prompts=[array.array("i", prompt).tobytes() for prompt in prepared.prompts],
+        is_many=prepared.is_many,
+        document=prepared.document,
     )
 
 

@@ -146,10 +146,10 @@ class Lane:
 
     async def _in_turn(self, raw: bytes, kind: str) -> Done:
         async with self._turn:
-            found = await self._tried_twice(raw, kind)
-        if isinstance(found, Failed):
-            raise BadInput(found.sentence) if found.is_refusal else EssError(found.sentence)
-        return found
+            said = await self._tried_twice(raw, kind)
+        if isinstance(said, Failed):
+            raise BadInput(said.sentence) if said.is_refusal else EssError(said.sentence)
+        return said
 
     async def _tried_twice(self, raw: bytes, kind: str) -> Done | Failed:
         for _ in range(2):

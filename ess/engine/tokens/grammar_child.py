@@ -55,13 +55,13 @@ class Channel:
         return json.loads(raw), list(files)
 
     def _read(self, count: int) -> bytes:
-        found = bytearray()
-        while len(found) < count:
-            piece = self.socket.recv(count - len(found))
+        received = bytearray()
+        while len(received) < count:
+            piece = self.socket.recv(count - len(received))
             if not piece:
                 return b""
-            found += piece
-        return bytes(found)
+            received += piece
+        return bytes(received)
 
     def send(self, answer: dict[str, Any], raw: bytes = b"") -> None:
         head = json.dumps({**answer, "raw": len(raw)}).encode()
@@ -203,12 +203,12 @@ def _on_deep_stack(work: Any) -> Any:
     """The compiler recurses from rule to rule, and a chain of some thousand rules overruns an
     ordinary stack, which ends the process. This one is deeper than the longest text needs; only
     what is used of it takes memory."""
-    found: list[Any] = []
+    results: list[Any] = []
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=lambda: found.append(work()))
+    thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 class Vocabulary:

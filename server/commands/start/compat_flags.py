@@ -88,7 +88,7 @@ def is_of_cluster(variable: str, value: str) -> bool:
 
 def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Our settings that their variables set, and a sentence for each variable that sets none."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     notes = []
     for variable, value in sorted(environment.items()):
         if not variable.startswith(FAMILY) or value == "" or variable in ALWAYS_SO:
@@ -98,12 +98,12 @@ def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[s
         if variable in SAME:
             name, form = SAME[variable]
             given = form.format(value)
-            if found.setdefault(name, given) != given:
+            if settings.setdefault(name, given) != given:
                 raise BadInput(f"{variable} gives {name} another value than another variable does")
         else:
             why = WHY_NOT.get(variable, "nothing here has that name")
             notes.append(f"the variable {variable} has no effect: {why}")
-    return found, notes
+    return settings, notes
 
 
 @Parameter(name="*", show=False)

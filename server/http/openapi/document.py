@@ -84,15 +84,15 @@ _REQUEST_ID: Final = {
 
 def _parameters(path: str, door: Door) -> list[dict[str, Any]]:
     text = {"type": "string"}
-    found: list[dict[str, Any]] = [
+    parameters: list[dict[str, Any]] = [
         {"name": name, "in": "query", "schema": text} for name in door.queries
     ]
-    found += [
+    parameters += [
         {"name": part.strip("{}").partition(":")[0], "in": "path", "required": True, "schema": text}
         for part in path.split("/")
         if part.startswith("{")
     ]
-    return [*found, {"name": "x-request-id", "in": "header", "schema": text}]
+    return [*parameters, {"name": "x-request-id", "in": "header", "schema": text}]
 
 
 def _good(door: Door) -> dict[str, Any]:
