@@ -34,10 +34,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     life: int = 0
 
-    @property
-    def endpoint(self) -> str:
-        return endpoint_of(self.folder, self.front)
-
 
 def endpoint_of(folder: str, front: int) -> str:
     return f"ipc://{folder}/engine-{front}"

@@ -16,6 +16,7 @@ from ess.layout import ModelLayout
 from ess.server.commands import cli
 from ess.server.commands.serve import shown_default
 from ess.server.commands.start import launch
+from ess.server.commands.start.checkpoint import read_checkpoint
 from ess.server.commands.start.compat_flags import (
     CHUNKS,
     FLAGS,
@@ -27,7 +28,6 @@ from ess.server.commands.start.compat_flags import (
     ForeignFlags,
     check_foreign,
 )
-from ess.server.commands.start.launch import read_checkpoint
 from ess.server.commands.start.settings import FIELDS, SECTIONS, Settings, resolve, size_of
 from ess.server.commands.start.sizing import plan_memory
 from ess.server.process.memory import memory_free

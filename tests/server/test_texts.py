@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ess.models.chat.styles import style_of
-from ess.server.commands.start.launch import embedded_path
+from ess.server.commands.start.checkpoint import embedded_path
 from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
 from tests.attacks.processes import children, peak_bytes
 from tests.attacks.wire import MIB, listed

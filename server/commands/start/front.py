@@ -17,17 +17,16 @@ import sys
 import msgspec
 import uvicorn
 import uvloop
-import zmq.asyncio
 
 from ess.clock import Clock, RealClock
 from ess.engine.process.lifeline import die_with_parent
 from ess.errors import EssError
-from ess.server.commands.start.launch import Told, make_service, uvicorn_config
+from ess.server.commands.start.launch import Told, engine_link, make_service, uvicorn_config
 from ess.server.http import telemetry
 from ess.server.process.board import Board
 from ess.server.process.fronts import Start
 from ess.server.process.lifecycle import QuietServer, let_out, settled, tell
-from ess.server.process.link import EngineLink, Place
+from ess.server.process.link import Place
 from ess.server.process.service import Service
 from ess.server.process.tally import Shelf
 
@@ -78,11 +77,10 @@ class Front:
 
 async def serve(start: Start) -> None:
     told = msgspec.json.decode(start.told, type=Told)
-    clock, context = RealClock(), zmq.asyncio.Context()
+    clock = RealClock()
     board = Board(clock)
     place = Place(front=start.front, count=start.count, life=start.life)
-    link = EngineLink(context, start.endpoint, board=board, clock=clock, place=place)
-    try:
+    with engine_link(start.folder, board, clock, place) as link:
         service = make_service(told, link=link, board=board)
         service.shelf = Shelf(start.folder, count=start.count, front=start.front, life=start.life)
         settings = told.resolved.settings
@@ -91,9 +89,6 @@ async def serve(start: Start) -> None:
             listener = socket.socket(fileno=start.listener)
             async with service.texts:
                 await Front(service, server, clock).run(listener, await _orders())
-    finally:
-        link.close()
-        context.destroy(linger=200)
 
 
 async def _orders() -> asyncio.StreamReader:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import resource
 import socket
 import ssl
@@ -29,13 +28,16 @@ from ess.layout import ModelLayout
 from ess.models.chat.messages import Message
 from ess.models.chat.reply import PlainParser
 from ess.models.chat.styles import TemplateStyle, style_of
-from ess.models.config import ModelConfig
-from ess.models.registry import read_config
 from ess.models.text.tokenizer import Tokenizer
-from ess.models.weights.folder import Folder
-from ess.models.weights.header import read_header
 from ess.overlap import calibration
 from ess.server.commands.start import banner
+from ess.server.commands.start.checkpoint import (
+    EMBEDDED,
+    Checkpoint,
+    check_ends,
+    check_weights,
+    read_checkpoint,
+)
 from ess.server.commands.start.settings import Resolved, Settings, resolve, size_of
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory
 from ess.server.http import telemetry
@@ -51,7 +53,7 @@ from ess.server.process.lifecycle import QuietServer, Running, end_in_time
 from ess.server.process.link import EngineLink, Place
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
-from ess.server.process.service import Limits, SamplingDefaults, Service
+from ess.server.process.service import Limits, Service
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
 from ess.server.process.texts import Texts
@@ -61,22 +63,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from starlette.types import ASGIApp
 
-EMBEDDED: Final = "ess-embedded"
 FRONT: Final = "ess.server.commands.start.front"
 FILES_OF_OURS: Final = 128
 PROGRAM: Final = {"model": "ess.engine.process.worker", "paced": "ess.engine.process.fake_engine"}
-
-
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server needs of a model's folder: no tensor."""
-
-    path: str
-    name: str
-    config: ModelConfig
-    architecture: str
-    eos_ids: tuple[int, ...]
-    defaults: SamplingDefaults
-    weight_bytes: int
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,45 +74,6 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     resolved: Resolved
     checkpoint: Checkpoint
     plan: MemoryPlan
-
-
-def read_checkpoint(model: str) -> Checkpoint:
-    path = Path(model) if model and model != EMBEDDED else embedded_path()
-    if not path.is_dir():
-        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not path.parent.exists()
-        how = f"; fetch it: `hf download {model} --local-dir DIR`, then `ess serve DIR`"
-        sentence = f"the model {model!r} is not a folder with config.json and weights"
-        raise BadInput(sentence + (how if is_name else ""))
-    folder = Folder(path)
-    try:
-        raw = folder.read_json("config.json")
-        has_defaults = "generation_config.json" in folder.names()
-        recommended = folder.read_json("generation_config.json") if has_defaults else {}
-    finally:
-        folder.close()
-    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return Checkpoint(
-        path=str(path),
-        name=EMBEDDED if path == embedded_path() else path.resolve().name,
-        config=read_config(raw),
-        architecture=str((raw.get("architectures") or ["unknown"])[0]),
-        eos_ids=_eos_ids(raw.get("eos_token_id"), recommended.get("eos_token_id")),
-        defaults=_defaults(recommended),
-        weight_bytes=weights,
-    )
-
-
-def check_weights(path: Path) -> None:
-    """Every file is as long as its header says: before an engine is started that would fail."""
-    folder = Folder(path)
-    try:
-        for name in folder.names():
-            if name.endswith(".safetensors"):
-                file = folder.open(name, where=str(path))
-                with contextlib.closing(os.fdopen(file, "rb")):
-                    read_header(file, file=name)
-    finally:
-        folder.close()
 
 
 def chat_template(settings: Settings) -> str | None:
@@ -168,29 +118,6 @@ def check_tls(settings: Settings) -> None:
             f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} are no certificate and"
             f" key in PEM form, the key without a password: {error.reason or error}"
         ) from None
-
-
-def embedded_path() -> Path:
-    from ess import models
-
-    return Path(models.__file__).parent / "tiny" / "checkpoint"
-
-
-def _eos_ids(*given: Any) -> tuple[int, ...]:
-    listed = [id for ids in given for id in (ids if isinstance(ids, list) else [ids])]
-    return tuple(sorted({id for id in listed if isinstance(id, int)}))
-
-
-def _defaults(recommended: Mapping[str, Any]) -> SamplingDefaults:
-    """What the checkpoint recommends; a checkpoint that says not to sample is greedy."""
-    if recommended.get("do_sample") is False:
-        return SamplingDefaults(temperature=0.0)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {name: recommended[name] for name in names if recommended.get(name) is not None}
-    try:
-        return msgspec.convert(given, SamplingDefaults)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"generation_config.json: {error}") from None
 
 
 def serve_with(resolved: Resolved, *, json: bool = False) -> int:
@@ -354,7 +281,7 @@ def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
     tokenizer = Tokenizer(checkpoint.path)
     style = style_of(checkpoint.path, tokenizer, template=chat_template(settings))
     vocabulary = min(len(tokenizer), checkpoint.config.vocab_size)
-    _check_ends(checkpoint, vocabulary)
+    check_ends(checkpoint, vocabulary)
     desk = Desk(model=checkpoint.path, length_max=plan.length_max, vocabulary=vocabulary)
     return Service(
         names=settings.names,
@@ -385,16 +312,6 @@ def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
         weight_bytes=plan.weight_bytes,
         compat=settings.compat,
     )
-
-
-def _check_ends(checkpoint: Checkpoint, vocabulary: int) -> None:
-    """Each request stops at these ids: with a wrong id among them none would be taken."""
-    for end in checkpoint.eos_ids:
-        if not 0 <= end < vocabulary:
-            raise BadInput(
-                f"eos_token_id {end} of config.json or generation_config.json of {checkpoint.name}:"
-                f" its vocabulary has {vocabulary} ids"
-            )
 
 
 def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Launch:

@@ -1,0 +1,105 @@
+"""What a server reads of its model's folder before anything is loaded: no tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.registry import read_config
+from ess.models.weights.folder import Folder
+from ess.models.weights.header import read_header
+from ess.server.process.service import SamplingDefaults
+
+EMBEDDED: Final = "ess-embedded"
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server needs of a model's folder: no tensor."""
+
+    path: str
+    name: str
+    config: ModelConfig
+    architecture: str
+    eos_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+    weight_bytes: int
+
+
+def read_checkpoint(model: str) -> Checkpoint:
+    path = Path(model) if model and model != EMBEDDED else embedded_path()
+    if not path.is_dir():
+        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not path.parent.exists()
+        how = f"; fetch it: `hf download {model} --local-dir DIR`, then `ess serve DIR`"
+        sentence = f"the model {model!r} is not a folder with config.json and weights"
+        raise BadInput(sentence + (how if is_name else ""))
+    folder = Folder(path)
+    try:
+        raw = folder.read_json("config.json")
+        has_defaults = "generation_config.json" in folder.names()
+        recommended = folder.read_json("generation_config.json") if has_defaults else {}
+    finally:
+        folder.close()
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return Checkpoint(
+        path=str(path),
+        name=EMBEDDED if path == embedded_path() else path.resolve().name,
+        config=read_config(raw),
+        architecture=str((raw.get("architectures") or ["unknown"])[0]),
+        eos_ids=_eos_ids(raw.get("eos_token_id"), recommended.get("eos_token_id")),
+        defaults=_defaults(recommended),
+        weight_bytes=weights,
+    )
+
+
+def check_weights(path: Path) -> None:
+    """Every file is as long as its header says: before an engine is started that would fail."""
+    folder = Folder(path)
+    try:
+        for name in folder.names():
+            if name.endswith(".safetensors"):
+                file = folder.open(name, where=str(path))
+                with contextlib.closing(os.fdopen(file, "rb")):
+                    read_header(file, file=name)
+    finally:
+        folder.close()
+
+
+def check_ends(checkpoint: Checkpoint, vocabulary: int) -> None:
+    """Each request stops at these ids: with a wrong id among them none would be taken."""
+    for end in checkpoint.eos_ids:
+        if not 0 <= end < vocabulary:
+            raise BadInput(
+                f"eos_token_id {end} of config.json or generation_config.json of {checkpoint.name}:"
+                f" its vocabulary has {vocabulary} ids"
+            )
+
+
+def embedded_path() -> Path:
+    from ess import models
+
+    return Path(models.__file__).parent / "tiny" / "checkpoint"
+
+
+def _eos_ids(*given: Any) -> tuple[int, ...]:
+    listed = [id for ids in given for id in (ids if isinstance(ids, list) else [ids])]
+    return tuple(sorted({id for id in listed if isinstance(id, int)}))
+
+
+def _defaults(recommended: Mapping[str, Any]) -> SamplingDefaults:
+    """What the checkpoint recommends; a checkpoint that says not to sample is greedy."""
+    if recommended.get("do_sample") is False:
+        return SamplingDefaults(temperature=0.0)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: recommended[name] for name in names if recommended.get(name) is not None}
+    try:
+        return msgspec.convert(given, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"generation_config.json: {error}") from None
