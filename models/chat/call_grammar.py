@@ -12,7 +12,7 @@ or not.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -138,6 +138,33 @@ def parameters_of(tool: Mapping[str, Any]) -> list[Parameter] | None:
         for name, part in (properties or {}).items()
         if part is not False
     ]
+
+
+def call_parameters(
+    rules: Rules,
+    rule: str,
+    tool: Mapping[str, Any],
+    *,
+    bound: bool,
+    listed: Callable[..., str],
+    free: Callable[[Rules], str],
+) -> str:
+    """The parameters of a call, `bound` to the tool's schema if that lists them: the format writes
+    a rule for each that is `listed`, and a rule for any that is `free`."""
+    parts = parameters_of(tool) if bound else None
+    if parts is None:
+        return f"{free(rules)}*"
+    root, lenient = root_of(tool), not is_strict(tool)
+    return " ".join(
+        listed(rules, f"{rule}_{place}", part, root, lenient=lenient)
+        + ("" if part.is_required else "?")
+        for place, part in enumerate(parts)
+    )
+
+
+def any_name(rules: Rules) -> str:
+    """The name of a parameter that no schema lists."""
+    return rules.add("ANY_NAME", r'/[^"<>\n]{1,256}/')
 
 
 def root_of(tool: Mapping[str, Any]) -> Schema:

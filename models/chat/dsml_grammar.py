@@ -11,15 +11,15 @@ from ess.models.chat.call_grammar import (
     Parameter,
     Rules,
     Schema,
+    any_name,
     any_of,
     branches,
+    call_parameters,
     checked_name,
     is_strict,
     json_of,
     listed_values,
     literal,
-    parameters_of,
-    root_of,
     string_values,
 )
 from ess.models.chat.dsml import (
@@ -53,16 +53,9 @@ def write(tokenizer: Tokenizer, calls: Calls) -> str:
 
 def _invoke(rules: Rules, rule: str, tool: Mapping[str, Any], *, bound: bool) -> str:
     name = literal(f' name="{checked_name(str(tool["name"]))}">\n')
-    listed = parameters_of(tool) if bound else None
-    if listed is None:
-        parameters = f"{_any_parameter(rules)}*"
-    else:
-        lenient = not is_strict(tool)
-        parameters = " ".join(
-            _parameter(rules, f"{rule}_{place}", part, root_of(tool), lenient=lenient)
-            + ("" if part.is_required else "?")
-            for place, part in enumerate(listed)
-        )
+    parameters = call_parameters(
+        rules, rule, tool, bound=bound, listed=_parameter, free=_any_parameter
+    )
     return rules.add(rule, f"{rules.mark(INVOKE)} {name} {parameters} {rules.mark(INVOKE_END)}")
 
 
@@ -108,7 +101,7 @@ def _without_strings(schema: Schema, kinds: list[Any] | None) -> Schema | None:
 
 
 def _any_parameter(rules: Rules) -> str:
-    name = rules.add("ANY_NAME", r'/[^"<>\n]{1,256}/')
+    name = any_name(rules)
     free, end = rules.until("value", PARAMETER_END), rules.mark(PARAMETER_END)
     written = json_of({}, {}, lenient=True)
     opening = f'{rules.mark(PARAMETER)} " name=\\"" {name}'

@@ -13,13 +13,13 @@ from ess.models.chat.call_grammar import (
     Parameter,
     Rules,
     Schema,
+    any_name,
     any_of,
+    call_parameters,
     checked_name,
     is_strict,
     json_of,
     literal,
-    parameters_of,
-    root_of,
     string_values,
 )
 from ess.models.chat.glm_reply import (
@@ -58,16 +58,9 @@ def write(tokenizer: Tokenizer, calls: Calls) -> str:
 
 def _body(rules: Rules, rule: str, tool: Mapping[str, Any], *, bound: bool) -> str:
     """A call from its name on."""
-    listed = parameters_of(tool) if bound else None
-    if listed is None:
-        parameters = f"{_any_parameter(rules)}*"
-    else:
-        lenient = not is_strict(tool)
-        parameters = " ".join(
-            _parameter(rules, f"{rule}_{place}", part, root_of(tool), lenient=lenient)
-            + ("" if part.is_required else "?")
-            for place, part in enumerate(listed)
-        )
+    parameters = call_parameters(
+        rules, rule, tool, bound=bound, listed=_parameter, free=_any_parameter
+    )
     name = literal(checked_name(str(tool["name"])))
     return rules.add(rule, f"{name} line {parameters} {rules.mark(CALL_END)}")
 
@@ -86,7 +79,7 @@ def _parameter(rules: Rules, rule: str, part: Parameter, root: Schema, *, lenien
 
 
 def _any_parameter(rules: Rules) -> str:
-    name = rules.add("ANY_NAME", r'/[^"<>\n]{1,256}/')
+    name = any_name(rules)
     key = f"{rules.mark(KEY)} {name} {rules.mark(KEY_END)}"
     value = f"{rules.mark(VALUE)} {rules.until('value', VALUE_END)}"
     return rules.add("any_parameter", f"{key} line {value} line")
