@@ -5,7 +5,7 @@
     parent = FastAPI()
     parent.mount("/llm", create_app(service, keys=["secret"]))
 
-It keeps its state in itself and needs no lifespan: whoever makes the service runs the service's
+It keeps its state in itself and needs no lifespan: the caller that makes the service runs its
 link. Below a prefix its document, its pages and its errors name the right addresses. Middleware in
 front of it sees every byte: events go straight to the socket only where nothing is in between.
 """

@@ -74,7 +74,7 @@ class Gate:
     async def _admit(
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive
     ) -> bytes | None:
-        """The body; None if the client left. What everybody may call needs none."""
+        """The body; None if the client left. An open path gets no body."""
         is_open = scope["path"] in OPEN_PATHS
         if self._keys and not is_open:
             self._check_key(headers)
@@ -101,7 +101,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class Bodies:
-    """The bodies that are being received: each has a most, and all together."""
+    """The bodies that are being received, bounded each and all together."""
 
     def __init__(self, body_max: int, tally: Tally) -> None:
         self._body_max = body_max
@@ -113,7 +113,7 @@ class Bodies:
             raise self._too_large()
 
     async def take(self, receive: Receive) -> bytes | None:
-        """All of a body, as one; None if the client left before its end."""
+        """A whole body; None if the client left before its end."""
         body = bytearray()
         try:
             while True:
@@ -143,7 +143,7 @@ class Bodies:
 
 
 class Received:
-    """A body that is here, then whatever else the connection has to say."""
+    """Gives a body that has been received, then what else comes from the connection."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body

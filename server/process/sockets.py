@@ -16,7 +16,8 @@ BACKLOG: Final = 2048
 
 def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
     """`count` listeners at one port; the kernel divides connections among them. Listeners that
-    share a port let others of the same user join, so first one that shares nothing must get it."""
+    share a port let others of the same user join, so a listener that shares nothing must get it
+    first."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -45,8 +46,8 @@ def _listening(family: int, address: Any, *, shares: bool) -> socket.socket:
 
 
 def listen_at(path: Path, count: int = 1) -> list[socket.socket]:
-    """`count` times the same listener; who is idle takes the next connection. Only this user may
-    connect. A socket file that a dead server left is replaced.
+    """`count` times the same listener; an idle process takes the next connection. Only this user
+    may connect. A socket file that a dead server left is replaced.
 
     The file never has wider rights, not even for a moment: it is made under a strict umask.
     """

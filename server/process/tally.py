@@ -108,7 +108,7 @@ class Shelf:
         return self._folder / f"{front}-{life}.tally"
 
     def _close(self, path: Path) -> None:
-        """The one before us has ended, and its connections with it."""
+        """The process before this one has ended, and its connections with it."""
         before = _read(path)
         if before is not None:
             before.connection_count = 0
@@ -116,7 +116,7 @@ class Shelf:
 
 
 def _write(path: Path, tally: Tally) -> None:
-    """A reader sees the whole of it or the whole of the one before."""
+    """A reader sees the whole new file or the whole old one."""
     fresh = path.with_suffix(".new")
     fresh.write_bytes(msgspec.msgpack.encode(tally))
     fresh.replace(path)

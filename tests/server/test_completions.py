@@ -78,7 +78,7 @@ def test_a_stop_string_ends_it_and_the_engine_hears(served: Served, stream, stop
     )
     if stream:
         chunks = list(made)
-        assert "".join(one.choices[0].text for one in chunks) == expected
+        assert "".join(chunk.choices[0].text for chunk in chunks) == expected
         assert chunks[-1].choices[0].finish_reason == "stop"
     else:
         assert made.choices[0].text == expected
@@ -198,7 +198,9 @@ def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):
     assert [len(top) for top in found.top_logprobs[1:]] == [2] * (count + 2)
     assert "".join(found.tokens) == whole.text
     assert whole.text.startswith("hello there")
-    assert [whole.text[at:][:1] for at in found.text_offset] == [one[:1] for one in found.tokens]
+    assert [whole.text[at:][:1] for at in found.text_offset] == [
+        token[:1] for token in found.tokens
+    ]
     chunks = [
         chunk.choices[0]
         for chunk in client(served).completions.create(**asked, max_tokens=3, stream=True)
@@ -206,7 +208,9 @@ def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):
     assert "".join(chunk.text for chunk in chunks) == whole.text
     said = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [one for part in said for one in getattr(part, name)] == getattr(found, name), name
+        assert [value for part in said for value in getattr(part, name)] == getattr(found, name), (
+            name
+        )
 
 
 def test_an_echo_alone_scores_a_prompt(served: Served):
@@ -231,13 +235,13 @@ def test_prompt_logprobs_as_vllm_has_them(served: Served):
     first, again, other, _ = [choice.prompt_logprobs for choice in made.choices]
     assert first == again
     assert first[0] is None
-    assert [list(one) for one in first[1:]] == [["6"], ["7"]]
+    assert [list(top) for top in first[1:]] == [["6"], ["7"]]
     assert first[1]["6"] == {
         "logprob": -0.5,
         "rank": 1,
         "decoded_token": TOKENIZER.decode([6]),
     }
-    assert [one and list(one) for one in other] == [None, ["9"]]
+    assert [top and list(top) for top in other] == [None, ["9"]]
 
 
 @pytest.mark.parametrize(

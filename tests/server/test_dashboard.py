@@ -115,7 +115,9 @@ def check_numbers(page: Browser, url: str) -> None:
     assert sum(shown["rows"]) == shown["made"] > 0
     slots = [value for (name, _), value in after.items() if name == "ess_slots"]
     assert shown["slots_most"] == sum(slots)
-    used = [sum(v for (n, _), v in one.items() if n == "ess_slots_used") for one in (before, after)]
+    used = [
+        sum(v for (n, _), v in read.items() if n == "ess_slots_used") for read in (before, after)
+    ]
     assert used[0] <= shown["slots"] <= used[1]
 
 
@@ -142,18 +144,20 @@ def check_trace(page: Browser) -> None:
     page.value("document.getElementById('trace').click()")
     page.until("document.getElementById('trace').dataset.events", within_s=30)
     events = json.loads(page.downloaded("ess-trace.json"))["traceEvents"]
-    lanes = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    lanes = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     assert {"steps", "stages"} <= set(lanes.values())
-    timed = [one for one in events if one["ph"] == "X"]
-    steps = [one for one in timed if lanes[one["tid"]] == "steps"]
-    stages = [one for one in timed if lanes[one["tid"]] == "stages"]
+    timed = [event for event in events if event["ph"] == "X"]
+    steps = [event for event in timed if lanes[event["tid"]] == "steps"]
+    stages = [event for event in timed if lanes[event["tid"]] == "stages"]
     assert steps
-    assert len({one["name"] for one in steps}) == len(steps), "a step was recorded twice"
-    for one in stages:
+    assert len({step["name"] for step in steps}) == len(steps), "a step was recorded twice"
+    for stage in stages:
         assert any(
-            step["ts"] <= one["ts"] and one["ts"] + one["dur"] <= step["ts"] + step["dur"]
+            step["ts"] <= stage["ts"] and stage["ts"] + stage["dur"] <= step["ts"] + step["dur"]
             for step in steps
-        ), f"{one} is in no step"
+        ), f"{stage} is in no step"
 
 
 def check_abort(page: Browser, crowd: Crowd) -> None:
@@ -187,8 +191,8 @@ def test_a_server_with_a_key_asks_for_it_once(page: Browser):
                 page.until("document.getElementById('ask-title').textContent.includes('not known')")
         page.until("+document.body.dataset.frames > 2")
         assert page.value("document.getElementById('state').textContent") == "ready"
-    errors = [one for one in page.errors() if "401" not in one]
-    assert all("ERR_" in one for one in errors), errors
+    errors = [error for error in page.errors() if "401" not in error]
+    assert all("ERR_" in error for error in errors), errors
 
 
 @pytest.mark.slow
@@ -274,7 +278,7 @@ def test_events_begin_with_the_past_and_go_on():
         moments = [frame["at_s"] for _, frame in rest]
         assert moments[0] >= past[-1]["at_s"]
         assert moments == sorted(set(moments)), "a frame came twice"
-        assert {(one["running"], one["waiting"]) for one in past} == {(0, 0)}
+        assert {(frame["running"], frame["waiting"]) for frame in past} == {(0, 0)}
         until(lambda: not served.service.board._subscribers, "the viewer's leaving")
 
 
@@ -323,10 +327,10 @@ def test_a_trace_s_form():
     document = trace_document(
         Traced((*spans, TraceSpan("steps", "step 2", 9.5, 1.0)), 3), title="x"
     )
-    named = [one["args"]["name"] for one in document["traceEvents"] if one["ph"] == "M"]
+    named = [event["args"]["name"] for event in document["traceEvents"] if event["ph"] == "M"]
     assert named == ["x", "steps", "stages"]
-    timed = [one for one in document["traceEvents"] if one["ph"] == "X"]
-    assert [(one["tid"], one["ts"], one["dur"]) for one in timed] == [
+    timed = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert [(event["tid"], event["ts"], event["dur"]) for event in timed] == [
         (0, 0.0, 9.5),
         (1, 1.5, 2.0),
         (0, 9.5, 1.0),

@@ -241,9 +241,10 @@ def test_silence_is_broken_by_comments():
     with Served(engine, limits=LIMITS) as served:
         engine.hold()
         with opened(served, completion(stream=True)) as made:
-            time.sleep(0.5)
-            engine.held.set()
             told = b""
+            while told.count(b": keep-alive\n\n") < 2:
+                told += made.recv(4096)
+            engine.held.set()
             while b"[DONE]" not in told:
                 told += made.recv(4096)
     assert told.count(b": keep-alive\n\n") >= 2

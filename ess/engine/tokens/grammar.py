@@ -110,7 +110,7 @@ class Grammars:
         self.close = weakref.finalize(self, _close, self._sandbox, self._rooms)
 
     def want(self, grammar: Grammar) -> None:
-        """One more asks for it, and then asks `matcher` until there is one, or calls `leave`."""
+        """Another request wants it and calls `matcher` until it gets a matcher, or `leave`."""
         self._wanted[grammar] = self._wanted.get(grammar, 0) + 1
 
     def leave(self, grammar: Grammar) -> None:
@@ -143,9 +143,9 @@ class Grammars:
         if self._rooms.get(room.grammar) is room:
             self._blame(room, f"takes more than {grammar_child.STEP_CPU_S:g} s for one token")
         self.want(room.grammar)
-        while (found := self._settled(room.grammar)) is None:
+        while (fresh := self._settled(room.grammar)) is None:
             self.wait()
-        return found
+        return fresh
 
     def check(self) -> None:
         assert len(self._rooms) <= ROOMS_MAX, f"{len(self._rooms)} grammars have a process"

@@ -46,7 +46,7 @@ class Outlet:
         self.close = close
 
     def stop(self) -> None:
-        """What is said now comes too late, as the 100 that a client was promised."""
+        """Nothing is written from now on, not even the 100 that a client waits for."""
         self.write = _dropped
 
 

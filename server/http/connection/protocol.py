@@ -4,10 +4,10 @@ Everything here holds before a key has been looked at, so each connection is bou
 in time, whatever it sends:
 
     head      bytes, headers, seconds; requests that wait behind one that is being answered
-    body      a deadline that grows with what has come; extensions and trailers are dropped, and
-              there is a most of them. How long a body may be is for the gate to say
+    body      a deadline that grows with the bytes received; extensions and trailers are bounded
+              and dropped. The gate bounds the length of the body itself
     answer    a reader that takes nothing is cut off, also while the connection closes
-    between   blank lines do not make an unused connection a used one
+    between   blank lines do not keep an idle connection open
 
 Beyond `connections_max` a few more are taken for probes, so that a crowd, or an attack, does not
 look like a dead server.
@@ -83,7 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def _has_room(self) -> bool:
-        """For one more than the most. The extra one that has kept us waiting longest gives way."""
+        """For an extra connection. If there is none, the oldest idle extra connection is closed."""
         if len(self.connections) <= self.connections_max + PROBE_CONNECTIONS:
             return True
         others = cast("Iterable[LimitedProtocol]", self.connections - {self})
@@ -157,7 +157,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return None
 
     def _parse_again(self, rest: bytes) -> None:
-        """An offer to upgrade that we pass over: the same head without it, then the body.
+        """Ignores an offer to upgrade: parses the same head without it, then the body.
 
         The parser reads no body behind such an offer. Java's client makes it with every first
         request.
@@ -235,7 +235,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _count_framing(self, body: Body, count: int) -> None:
-        """Of a read that was nothing but this body; never less than 0, so nobody saves up."""
+        """Of a read that held this body only; never below 0: plain chunks earn no credit."""
         body.framing_count = max(0, body.framing_count + count)
         if body.framing_count > FRAMING_BYTES_MAX and not self._is_deaf:
             self._refuse(refusals.long_framing(FRAMING_BYTES_MAX))
@@ -259,7 +259,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._close()
 
     def _check_body(self) -> None:
-        """Nobody is late while we do not read."""
+        """Time in which we do not read does not count."""
         assert self._body is not None, "the end of a body stops its deadline"
         now_s = self.loop.time()
         if self.flow.read_paused:
