@@ -25,6 +25,7 @@ from ess.kernels.served import refuse_cuda
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.pool.ledger import Promise
+from ess.pool.prefix import PrefixListener
 from ess.units import parse_size
 
 MakePlacement: TypeAlias = Callable[[Slots], Placement]
@@ -199,6 +200,14 @@ class Offload:
         if latent.prefix.held_count:
             raise BadState(f"{latent.prefix.held_count} cached pages are held by open sequences")
         return latent.forget()
+
+    def follow_prefixes(self, listener: PrefixListener) -> None:
+        """From now on `listener` is told of every page that the prefix cache learns or forgets."""
+        self._owner.require()
+        prefix = self._pools.latent.prefix
+        if prefix.listener is not None:
+            raise BadState("the prefix cache is followed already; it has one listener")
+        prefix.listener = listener
 
     # ---- steps, and what happens between them
 

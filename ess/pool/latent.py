@@ -80,7 +80,7 @@ class LatentPool:
 
     def forget(self) -> int:
         """All idle pages are free again, no longer findable; returns how many."""
-        idle = [self.prefix.forget_oldest() for _ in range(self.prefix.idle_count)]
+        idle = self.prefix.forget_idle()
         self._clear(np.array(idle, np.int32))
         assert self.prefix.idle_count == 0, "an idle page was not forgotten"
         return len(idle)
@@ -127,10 +127,12 @@ class LatentPool:
         """All 64 rows stored in all layers, MTP and index keys included."""
         return bool((self.stored[:, page] == FULL).all() and (self.keyed[:, page] == FULL).all())
 
-    def publish(self, page: int, content: bytes) -> bool:
+    def publish(
+        self, page: int, content: bytes, *, parent: bytes = b"", text: Sequence[int] = ()
+    ) -> bool:
         assert self.pages.hold_count(page) > 0, "only a held page is published"
         assert self.is_complete(page), "a page is published when all of it is stored"
-        return self.prefix.publish(page, content)
+        return self.prefix.publish(page, content, parent=parent, text=text)
 
     def copy_page(self, source: int, target: int) -> None:
         """A fork's own copy of a partial page."""

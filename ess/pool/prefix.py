@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -42,8 +43,21 @@ def page_hashes(tokens: Sequence[int], *, salt: bytes = b"") -> list[bytes]:
     return hashes
 
 
+class PrefixListener(Protocol):
+    """Told what the index knows, in the order in which it learns and forgets."""
+
+    def published(self, content: bytes, *, parent: bytes, text: Sequence[int]) -> None: ...
+
+    def forgotten(self, contents: Sequence[bytes]) -> None: ...
+
+    def emptied(self) -> None: ...
+
+
 class PrefixIndex:
+    """`listener` is told of every change; a publisher then gives the page's text too."""
+
     def __init__(self) -> None:
+        self.listener: PrefixListener | None = None
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -71,14 +85,21 @@ class PrefixIndex:
         assert len(set(pages)) == len(pages), "a page stands twice in one prefix"
         return pages
 
-    def publish(self, page: int, content: bytes) -> bool:
+    def publish(
+        self, page: int, content: bytes, *, parent: bytes = b"", text: Sequence[int] = ()
+    ) -> bool:
         """False when this text is already published on another page: the earlier page stays."""
         assert page not in self._idle, "an idle page is complete and was published before"
         if self._page_of.get(content, page) != page:
             return False
         assert self._hash_of.get(page, content) == content, "a page cannot change its text"
+        if page in self._hash_of:
+            return True
         self._page_of[content] = page
         self._hash_of[page] = content
+        if self.listener is not None:
+            assert len(text) == PAGE_ROWS, f"a page of {len(text)} tokens was published"
+            self.listener.published(content, parent=parent, text=text)
         return True
 
     def idle(self, page: int) -> None:
@@ -94,12 +115,27 @@ class PrefixIndex:
 
     def forget_oldest(self) -> int:
         """The idle page that was used longest ago; from now on no prefix leads to it."""
+        page, content = self._forget()
+        if self.listener is not None:
+            self.listener.forgotten([content])
+        return page
+
+    def forget_idle(self) -> list[int]:
+        """All idle pages, the one used longest ago first."""
+        forgotten = [self._forget() for _ in range(self.idle_count)]
+        if self.listener is not None and not self._hash_of:
+            self.listener.emptied()
+        elif self.listener is not None and forgotten:
+            self.listener.forgotten([content for _, content in forgotten])
+        return [page for page, _ in forgotten]
+
+    def _forget(self) -> tuple[int, bytes]:
         assert self._idle, "no page is idle, so none can be forgotten"
         page, _ = self._idle.popitem(last=False)
         content = self._hash_of.pop(page)
         assert self._page_of[content] == page, f"the text of page {page} leads to another page"
         del self._page_of[content]
-        return page
+        return page, content
 
     def check(self) -> None:
         assert len(self._page_of) == len(self._hash_of), "two texts share a page, or two pages one"

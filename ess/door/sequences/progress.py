@@ -102,6 +102,6 @@ class Progress:
             if not latent.is_complete(host_page):
                 return
             text = self.tokens[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
-            self.text_hash = page_hash(self.text_hash, text)
+            parent, self.text_hash = self.text_hash, page_hash(self.text_hash, text)
             self.published_count = page + 1
-            latent.publish(host_page, self.text_hash)
+            latent.publish(host_page, self.text_hash, parent=parent, text=text)
