@@ -123,6 +123,21 @@ class ProcessConfig(EngineConfig):
     threads: int = setting(
         0, "engine", "Compute threads; 0 leaves a core to the machine.", (0, 1024)
     )
+    kv_events: str = setting(
+        "",
+        "telemetry",
+        "Where routers hear which prompts' pages are kept, as tcp://127.0.0.1:5557.",
+    )
+    kv_events_replay: str = setting(
+        "", "telemetry", "Where the last KV events are sent again to who asks for them."
+    )
+    kv_events_topic: str = setting("", "telemetry", "The topic of KV events.")
+    kv_events_form: Literal["sglang", "vllm"] = setting(
+        "sglang", "telemetry", "Whose KV events to write: arrays, or maps as vLLM of 2026 does."
+    )
+    kv_events_public: bool = setting(
+        False, "telemetry", "Publish KV events where other machines reach them: prompts, no key."
+    )
     pace_ms: float = setting(
         0.0, "trials", "Milliseconds of a step of the paced engine.", (0.0, 60_000.0)
     )

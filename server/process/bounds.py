@@ -11,6 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from ess.engine.process.kv_events import (
+    BATCH_PAGES_MAX,
+    KEPT_BYTES_MAX,
+    KEPT_MAX,
+    REPLAYS_MAX,
+    UNREAD_MAX,
+)
 from ess.engine.tokens import grammar
 from ess.engine.tokens.grammar_child import COMPILE_CPU_S, MEMORY_BYTES_MAX, STEP_CPU_S
 from ess.engine.tokens.sampling import ALLOWED_IDS_MAX
@@ -214,6 +221,16 @@ BOUNDS: Final = (
         beyond="400",
     ),
     Bound(what="allowed_token_ids", most=f"{ALLOWED_IDS_MAX:,}", beyond="400"),
+    Bound(
+        what="KV events that a subscriber has not taken",
+        most=f"{UNREAD_MAX:,} batches of {BATCH_PAGES_MAX} pages",
+        beyond="it misses batches, which their numbers show",
+    ),
+    Bound(
+        what="KV events kept to be sent again; to how many at once",
+        most=f"{KEPT_MAX:,} batches, {KEPT_BYTES_MAX >> 20} MiB; {REPLAYS_MAX}",
+        beyond="the oldest is dropped",
+    ),
 )
 
 

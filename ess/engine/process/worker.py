@@ -22,9 +22,11 @@ import zmq
 from ess.clock import Clock, RealClock
 from ess.door import Offload
 from ess.door.stats import Stats
+from ess.engine.config import ProcessConfig
 from ess.engine.engine import Engine
 from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
+from ess.engine.process.kv_events import KvEvents
 from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.messages import (
     Abort,
@@ -78,8 +80,13 @@ class Live:
 class EngineLoop:
     """Owns the engine."""
 
-    def __init__(self, engine: Engine, wire: Wire, clock: Clock) -> None:
+    def __init__(
+        self, engine: Engine, wire: Wire, clock: Clock, *, events: KvEvents | None = None
+    ) -> None:
         self._engine = engine
+        self._events = events
+        if events is not None:
+            engine.offload.follow_prefixes(events)
         self._wire = wire
         self._clock = clock
         self._live: dict[int, Live] = {}
@@ -106,6 +113,8 @@ class EngineLoop:
         if not self.is_stopped and not self._engine.is_idle:
             self._step()
             self._settle()
+        if self._events is not None:
+            self._events.flush()
         self._report()
 
     def _settle(self) -> None:
@@ -116,6 +125,8 @@ class EngineLoop:
     def close(self) -> None:
         self._engine.close()
         self._engine.offload.close()
+        if self._events is not None:
+            self._events.close()
 
     # ---- what arrives
 
@@ -357,13 +368,27 @@ def build(launch: Launch) -> tuple[Engine, int]:
     return engine, config.vocab_size
 
 
-def serve(launch: Launch, wire: Wire, clock: Clock) -> None:
+def events_of(config: ProcessConfig, context: zmq.Context[zmq.Socket[bytes]]) -> KvEvents | None:
+    if not config.kv_events:
+        return None
+    return KvEvents(
+        context,
+        config.kv_events,
+        replay=config.kv_events_replay,
+        topic=config.kv_events_topic,
+        form=config.kv_events_form,
+    )
+
+
+def serve(
+    launch: Launch, wire: Wire, clock: Clock, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
     """Loads, sends Ready and runs until Stop comes. A failure is sent as Fault before it ends the
     process."""
     began_s = time.monotonic()
     try:
         engine, vocabulary = build(launch)
-        loop = EngineLoop(engine, wire, clock)
+        loop = EngineLoop(engine, wire, clock, events=events_of(launch.config, context))
         layout = loop.layout
         wire.give(
             Ready(
@@ -389,7 +414,7 @@ def main(arguments: list[str]) -> int:
     wire = SocketWire(context, endpoints)
     wire.watch(sys.stdin.fileno())
     try:
-        serve(launch, wire, RealClock())
+        serve(launch, wire, RealClock(), context)
     except KeyboardInterrupt:
         return 130
     finally:

@@ -38,7 +38,7 @@ from ess.server.commands.start.checkpoint import (
     check_weights,
     read_checkpoint,
 )
-from ess.server.commands.start.settings import Resolved, Settings, resolve, size_of
+from ess.server.commands.start.settings import Resolved, Settings, check_events, resolve, size_of
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory
 from ess.server.http import telemetry
 from ess.server.http.app import create_app
@@ -125,6 +125,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     checkpoint = read_checkpoint(resolved.settings.model)
     chat_template(resolved.settings)
     check_tls(resolved.settings)
+    check_events(resolved.settings)
     if resolved.settings.engine == "model":
         check_weights(Path(checkpoint.path))
     resolved = derived(resolved, checkpoint)

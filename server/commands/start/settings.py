@@ -170,6 +170,31 @@ def _check_keys(settings: Settings) -> None:
         )
 
 
+def check_events(settings: Settings) -> None:
+    """They hold the tokens of prompts, and no key guards them."""
+    given = {name: getattr(settings, name) for name in ("kv_events", "kv_events_replay")}
+    if given["kv_events_replay"] and not given["kv_events"]:
+        raise BadInput("kv_events_replay is given without kv_events: there is nothing to replay")
+    if given["kv_events"] and settings.engine == "paced":
+        raise BadInput("kv_events is given, but the paced engine keeps no pages to tell of")
+    for name, address in given.items():
+        if address and not _is_near(name, address) and not settings.kv_events_public:
+            raise BadInput(
+                f"{name} is {address!r}, which other machines reach: events hold the tokens of"
+                " prompts and need no key; give --kv-events-public to publish them all the same"
+            )
+
+
+def _is_near(name: str, address: str) -> bool:
+    kind, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if kind == "ipc" and rest:
+        return True
+    if kind != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise BadInput(f"{name} is {address!r}, must be tcp://HOST:PORT or ipc://PATH")
+    return is_loopback(host.strip("[]"))
+
+
 def is_loopback(host: str) -> bool:
     """
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "box")]
