@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from ess import console
@@ -240,7 +241,22 @@ def _shown(client: Client) -> Table:
     for name, pool in load["memory"].items():
         share = pool["used"] / max(pool["capacity"], 1)
         table.add_row(name.replace("_", " "), f"{share:.1%}", f"of {pool['capacity']:,}")
+    if load.get("handoff") is not None:
+        _add_handoff(table, load["handoff"])
     return table
+
+
+def _add_handoff(table: Table, handoff: Mapping[str, Any]) -> None:
+    under_way = handoff["open_arrival"] + handoff["open_departure"]
+    table.add_row("handoffs", f"{under_way}", f"{handoff['gb_per_s']:.2f} GB/s")
+    good, bad = (
+        handoff["landed"] + handoff["sent"],
+        handoff["missed"] + handoff["lapsed"],
+    )
+    table.add_row("handed over", f"{good:,}", f"{bad:,} came to nothing")
+    for peer in handoff["peers"]:
+        heard = f"heard {peer['heard_s']:.1f} s ago" if peer["is_up"] else "not heard"
+        table.add_row(escape(peer["address"]), "up" if peer["is_up"] else "down", heard)
 
 
 def _limited(load: Mapping[str, Any]) -> str:

@@ -20,8 +20,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 import ess
+from ess.engine.process.messages import HandoffStatus
 from ess.engine.tpot_control import TPOT
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS
+from ess.server.process.handoffs import moved_bytes
 from ess.server.process.service import Service
 from ess.server.process.tally import WAIT_BOUNDS_S, Waits
 from ess.units import PAGE_ROWS
@@ -46,6 +48,7 @@ class Written(Collector):
         yield from _pools(service)
         yield from _groups(service)
         yield from _waits(service)
+        yield from _handoffs(service)
         for name in service.compat:
             yield from COMPAT[name](service)
 
@@ -138,6 +141,48 @@ def _waits(service: Service) -> Iterator[Metric]:
         yield _histogram(name, sentence, waits)
 
 
+def _handoffs(service: Service) -> Iterator[Metric]:
+    said = service.board.status.handoff
+    if said is None:
+        return
+    ended = {
+        "landed": said.landed_count,
+        "missed": said.missed_count,
+        "sent": said.sent_count,
+        "lapsed": said.lapsed_count,
+    }
+    yield _by_name("ess_handoffs", "handoffs ended", "how", ended)
+    under_way = [
+        (("arrival",), float(said.open_arrival_count)),
+        (("departure",), float(said.open_departure_count)),
+    ]
+    yield _labelled("ess_handoffs_open", "handoffs under way", ["way"], under_way)
+    moved = {"received": said.received_bytes, "sent": said.sent_bytes}
+    yield _by_name("ess_kv_transfer_bytes", "bytes of rows, keys and windows", "way", moved)
+    yield _count("ess_handoff_pieces_again", "pieces asked for again", said.again_count)
+    yield _count("ess_handoff_refused", "messages refused", said.refused_count)
+    ups = [((peer.address,), float(peer.is_up)) for peer in said.peers]
+    yield _labelled("ess_peer_up", "1 while the other worker is heard", ["address"], ups)
+    silent = [((peer.address,), peer.heard_s) for peer in said.peers]
+    yield _labelled("ess_peer_silent_seconds", "since its last sign", ["address"], silent)
+    yield from _transfers(service, said, "ess_", {})
+
+
+def _transfers(
+    service: Service, said: HandoffStatus, prefix: str, labels: dict[str, str]
+) -> Iterator[Metric]:
+    """Under SGLang's names: speed of late, and what each handoff that went well took."""
+    seen, count = service.board.handoffs, said.landed_count + said.sent_count
+    speed = [(tuple(labels.values()), seen.gb_per_s)]
+    yield _labelled(f"{prefix}kv_transfer_speed_gb_s", "of late", list(labels), speed)
+    for name, waits in (("latency_ms", seen.latency), ("bootstrap_ms", seen.bootstrap)):
+        yield _histogram(
+            f"{prefix}kv_transfer_{name}", "milliseconds", waits, labels=labels, scale=1e3
+        )
+    size = moved_bytes(said) / 1e6
+    yield _summed(f"{prefix}kv_transfer_total_mb", "megabytes", count, size, labels)
+
+
 def _as_vllm(service: Service) -> Iterator[Metric]:
     status, tally, name = service.board.status, service.tally_of_all, service.name
     for metric, sentence, value in (
@@ -164,6 +209,24 @@ def _as_vllm(service: Service) -> Iterator[Metric]:
         ("vllm:e2e_request_latency_seconds", tally.whole),
     ):
         yield _histogram(metric, "seconds", waits, labels={"model_name": name})
+    yield from _transfers_as_vllm(service, {"model_name": name})
+
+
+def _transfers_as_vllm(service: Service, labels: dict[str, str]) -> Iterator[Metric]:
+    said = service.board.status.handoff
+    if said is None:
+        return
+    latency = service.board.handoffs.latency
+    yield _histogram("vllm:nixl_xfer_time_seconds", "seconds", latency, labels=labels)
+    count, size = said.landed_count + said.sent_count, moved_bytes(said)
+    yield _summed("vllm:nixl_bytes_transferred", "bytes", count, size, labels)
+    for metric, sentence, value in (
+        ("vllm:nixl_num_failed_transfers", "handoffs missed", said.missed_count),
+        ("vllm:nixl_num_kv_expired_reqs", "handoffs lapsed", said.lapsed_count),
+    ):
+        family = CounterMetricFamily(metric, sentence, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        yield family
 
 
 def _as_sglang(service: Service) -> Iterator[Metric]:
@@ -179,6 +242,17 @@ def _as_sglang(service: Service) -> Iterator[Metric]:
     pages = str(service.token_capacity // PAGE_ROWS)
     sizes = [((str(PAGE_ROWS), pages), 1.0)]
     yield _labelled("sglang:cache_config_info", "pages", ["page_size", "num_pages"], sizes)
+    said = status.handoff
+    if said is None:
+        return
+    for metric, value in (
+        ("sglang:num_prefill_inflight_queue_reqs", said.open_departure_count),
+        ("sglang:num_decode_transfer_queue_reqs", said.open_arrival_count),
+    ):
+        yield _labelled(metric, "SGLang's name", ["model_name"], [((name,), float(value))])
+    failed = {name: said.missed_count + said.lapsed_count}
+    yield _by_name("sglang:num_transfer_failed_reqs", "SGLang's name", "model_name", failed)
+    yield from _transfers(service, said, "sglang:", {"model_name": name})
 
 
 COMPAT: Final = {"vllm": _as_vllm, "sglang": _as_sglang}
@@ -209,12 +283,25 @@ def _by_name(name: str, sentence: str, label: str, counts: dict[str, int]) -> Me
 
 
 def _histogram(
-    name: str, sentence: str, waits: Waits, *, labels: dict[str, str] | None = None
+    name: str,
+    sentence: str,
+    waits: Waits,
+    *,
+    labels: dict[str, str] | None = None,
+    scale: float = 1.0,
 ) -> Metric:
     running, buckets = 0, []
-    for bound, count in zip((*map(str, WAIT_BOUNDS_S), "+Inf"), waits.counts, strict=True):
+    bounds = (*(f"{scale * bound:.12g}" for bound in WAIT_BOUNDS_S), "+Inf")
+    for bound, count in zip(bounds, waits.counts, strict=True):
         running += count
         buckets.append((bound, running))
     metric = HistogramMetricFamily(name, sentence, labels=list(labels or ()))
-    metric.add_metric(list((labels or {}).values()), buckets, waits.total_s)
+    metric.add_metric(list((labels or {}).values()), buckets, scale * waits.total_s)
+    return metric
+
+
+def _summed(name: str, sentence: str, count: int, total: float, labels: dict[str, str]) -> Metric:
+    """A histogram of which only the count and the sum are known."""
+    metric = HistogramMetricFamily(name, sentence, labels=list(labels))
+    metric.add_metric(list(labels.values()), [("+Inf", count)], total)
     return metric

@@ -21,6 +21,7 @@ from ess.server.http.metrics import CONTENT_TYPE, MODES, exposition
 from ess.server.http.openapi.door import Door
 from ess.server.http.responses import Refused, answer, error_answer
 from ess.server.process.bounds import in_force
+from ess.server.process.handoffs import view
 from ess.server.process.service import Service
 
 
@@ -174,7 +175,7 @@ async def loads(request: Request) -> Response:
     """SGLang's load report, limited to the sections asked for."""
     service = _service(request)
     wanted = request.query_params.get("include", "all").split(",")
-    sections = {"memory": _memory, "queues": _queues}
+    sections = {"memory": _memory, "queues": _queues, "handoff": _handoff}
     load = _load(service)
     for name, section in sections.items():
         if name in wanted or "all" in wanted:
@@ -243,6 +244,11 @@ def _memory(service: Service) -> dict[str, Any]:
         pool.name.replace(" ", "_"): {"used": pool.used, "capacity": pool.capacity}
         for pool in service.board.status.pools
     }
+
+
+def _handoff(service: Service) -> dict[str, Any] | None:
+    """What SGLang has no names for: counts, peers and the last handoffs."""
+    return view(service.board.status, service.board.handoffs)
 
 
 def _queues(service: Service) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import msgspec
 
 from ess.clock import Clock
 from ess.engine.process.messages import Status
+from ess.server.process.handoffs import Handoffs
 
 SUBSCRIBERS_MAX: Final = 8
 RATE_OVER_S: Final = 1.0
@@ -25,6 +26,7 @@ class Board:
     def __init__(self, clock: Clock) -> None:
         self.status = Status()
         self.tokens_per_s = 0.0
+        self.handoffs = Handoffs()
         self._clock = clock
         self._rated = (clock.now_s(), 0)
         self.published_s = clock.now_s()
@@ -37,6 +39,8 @@ class Board:
         while self.published_s - self.recent[0][0] > RECENT_S:
             self.recent.popleft()
         self._rate(status)
+        if status.handoff is not None:
+            self.handoffs.take(status.handoff, self.recent)
         for fresh in self._subscribers:
             fresh.set()
 

@@ -417,7 +417,7 @@ def test_answers_survive_the_wire_and_noise_is_refused():
     piece = Piece(1, (2, 3), "stop", 4, (Chance(-0.5, 1, ((2, -0.5),)),), "why")
     traced = Traced((TraceSpan("steps", "step 1", 0.5, 2.0),), 3)
     met = Met("http://127.0.0.1:8001", (1 << 63) - 1, b"\x00\xff", "why", 1)
-    line = HandoffLine(7, 8, "take", "missed", (("reserved", 0.5),), "why")
+    line = HandoffLine(7, "take", "missed", (("reserved", 0.5),), "why")
     handoff = HandoffStatus(landed_count=1, peers=(PeerLine("x", 8),), recent=(line,))
     told = Status(hits=(1, 2), handoff=handoff)
     for message in (Progress((piece,)), told, Flushed("x"), traced, met, Ready(**READY)):

@@ -6,12 +6,13 @@ takes a bounded amount of memory; `left_out` says how many spans came after.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from ess.clock import Clock
 from ess.engine.engine import Engine
 from ess.engine.plan import StepResult
-from ess.engine.process.messages import Traced, TraceSpan
+from ess.engine.process.messages import HandoffLine, Traced, TraceSpan
 
 SPANS_MAX: Final = 200_000
 STEPS: Final = "steps"
@@ -31,8 +32,12 @@ class Recorder:
         self.is_on, self._spans, self._left_out = True, [], 0
         self._began_ns = self._clock.now_ns()
 
-    def stop(self) -> Traced:
+    def stop(self, handoffs: Sequence[HandoffLine] = ()) -> Traced:
+        """With these handoffs, each on a lane of its own, as far as they began since the start."""
         self.is_on = False
+        for line in handoffs[::-1]:
+            if line.began_s * 1e9 >= self._began_ns:
+                self._handoff(line)
         assert not self._left_out or len(self._spans) == SPANS_MAX, "a span was left out early"
         spans, self._spans = self._spans, []
         return Traced(tuple(spans), self._left_out)
@@ -53,6 +58,16 @@ class Recorder:
             self._keep(STAGES, f"{span.stage} L{span.layer}", span.started_ns, span.finished_ns)
         for layer, started_ns, finished_ns in engine.offload.timings.spans:
             self._keep(FETCHES, f"fetch L{layer}", started_ns, finished_ns)
+
+    def _handoff(self, line: HandoffLine) -> None:
+        """A span up to each of its moments, named by it."""
+        lane = f"handoff {line.uid} {line.kind}: {line.outcome}"
+        since_ns = round(line.began_s * 1e9)
+        for name, at_s in sorted(line.marks, key=lambda mark: mark[1]):
+            until_ns = max(since_ns, round((line.began_s + at_s) * 1e9))
+            if until_ns > since_ns:
+                self._keep(lane, name, since_ns, until_ns)
+            since_ns = until_ns
 
     def _keep(self, lane: str, name: str, started_ns: int, finished_ns: int) -> None:
         assert started_ns <= finished_ns, f"{name} ends before it starts"

@@ -169,15 +169,15 @@ class PeerLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandoffLine(msgspec.Struct, frozen=True, array_like=True):
-    """A handoff that has ended. `marks` are its moments by name, in seconds since its beginning;
-    `sentence` says why it came to nothing, if that is so."""
+    """A handoff that has ended. `marks` are its moments by name, in seconds since its beginning at
+    `began_s` of the engine's clock; `sentence` says why it came to nothing, if that is so."""
 
     uid: int
-    peer: int
     kind: Literal["give", "take"]
     outcome: Literal["landed", "missed", "sent", "lapsed"]
     marks: tuple[tuple[str, float], ...] = ()
     sentence: str = ""
+    began_s: float = 0.0
 
 
 class HandoffStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

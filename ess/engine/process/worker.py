@@ -174,7 +174,9 @@ class EngineLoop:
             self._recorder.start()
             self._wire.give(Tracing("", front))
         elif self._recorder.is_on:
-            self._wire.give(msgspec.structs.replace(self._recorder.stop(), front=front))
+            handoff = self.status().handoff
+            traced = self._recorder.stop(() if handoff is None else handoff.recent)
+            self._wire.give(msgspec.structs.replace(traced, front=front))
         else:
             self._wire.give(Tracing("no trace is being taken; start one first", front))
 
