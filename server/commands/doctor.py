@@ -23,6 +23,7 @@ from rich.table import Table
 
 from ess import console
 from ess.kernels.cpu import native
+from ess.server.commands.transports import tried
 from ess.server.process.memory import memory_free
 from ess.units import format_bytes
 
@@ -47,18 +48,20 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
 
 
-def doctor(*, port: int = 8000, json: bool = False) -> int:
+def doctor(*, port: int = 8000, transfer_host: str = "127.0.0.1", json: bool = False) -> int:
     """Check this machine and end with a decode, offloaded against resident.
 
     Parameters
     ----------
     port
         The port that a server would take.
+    transfer_host
+        The address that rows of handoffs would come to.
     json
         Print one JSON document.
     """
     checks = []
-    for check in examined(port):
+    for check in examined(port, transfer_host):
         checks.append(check)
         if not json:
             _print(check)
@@ -77,7 +80,7 @@ def _summary(checks: Sequence[Check]) -> str:
     return f"ess: this machine can serve, `ess serve` starts{note}"
 
 
-def examined(port: int) -> Iterator[Check]:
+def examined(port: int, transfer_host: str) -> Iterator[Check]:
     yield _python()
     for package in PACKAGES:
         yield _package(package)
@@ -85,7 +88,9 @@ def examined(port: int) -> Iterator[Check]:
         yield from _placeholder(package)
     checks: tuple[Callable[[], Check], ...] = (
         *(_native, _memory, _locked, _shared, _huge_pages, _gpu),
-        *(lambda: _port(port), _decode),
+        *(lambda: _port(port), lambda: _transport("tcp", transfer_host)),
+        *(lambda: _transport("shared", transfer_host), lambda: _transport("nixl", transfer_host)),
+        _decode,
     )
     for check in checks:
         yield check()
@@ -199,6 +204,11 @@ def _port(port: int) -> Check:
             hint = "stop what listens there, or serve with --port"
             return Check(name="port", grade="warn", found=f"{port}: {error.strerror}", hint=hint)
     return Check(name="port", grade="ok", found=f"{port} is free")
+
+
+def _transport(kind: str, host: str) -> Check:
+    trial = tried(kind, host)
+    return Check(name=f"handoff by {kind}", grade=trial.grade, found=trial.found, hint=trial.hint)
 
 
 def _decode() -> Check:

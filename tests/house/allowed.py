@@ -25,9 +25,6 @@ KEPT: Final = {
         (
             "ess.transfer.inprocess:Exchange",
             "ess.transfer.inprocess:InProcessTransport",
-            "ess.transfer.nixl:NixlTransport",
-            "ess.transfer.shared:SharedTransport",
-            "ess.transfer.shared:shared_region",
         ),
         "ways between workers that no command starts yet",
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ess.engine.process.messages import PoolUse, Status
-from ess.server.commands import chat_cli, cli, doctor
+from ess.server.commands import chat_cli, cli, doctor, transports
 from ess.server.commands.client import Client
 from ess.server.commands.doctor import Check
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
@@ -145,18 +145,33 @@ def test_doctor_s_code_says_whether_something_failed(
     good = Check(name="a", grade="ok", found="1")
     poor = Check(name="b", grade="warn", found="2", hint="do this")
     bad = Check(name="c", grade="fail", found="3", hint="do that")
-    monkeypatch.setattr(doctor, "examined", lambda port: iter((good, poor)))
+    monkeypatch.setattr(doctor, "examined", lambda port, host: iter((good, poor)))
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr()
     assert "-> do this" in said.out
     assert "can serve, `ess serve` starts; worth a look: b" in said.err
-    monkeypatch.setattr(doctor, "examined", lambda port: iter((good, poor, bad)))
+    monkeypatch.setattr(doctor, "examined", lambda port, host: iter((good, poor, bad)))
     assert cli.main(["doctor", "--json"]) == 3
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert found["ok"] is False
     assert "cannot serve yet: c" in said.err
     assert [check["grade"] for check in found["checks"]] == ["ok", "warn", "fail"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tcp", "shared", "nixl"])
+def test_a_transport_is_tried_between_two_processes(kind: str):
+    """GB/s beside a copy's; where NIXL is not installed, that is said and is no fault."""
+    trial = transports.tried(kind, "127.0.0.1")
+    assert trial.grade == "ok", trial
+    assert "GB/s between two processes, a copy in memory" in trial.found or kind == "nixl"
+
+
+def test_an_address_that_is_not_ours_is_said():
+    trial = transports.tried("tcp", "192.0.2.1")
+    assert (trial.grade, trial.hint) == ("warn", transports.HINTS["tcp"])
+    assert "transfers cannot listen on 192.0.2.1 port 0" in trial.found
 
 
 def test_another_token_is_a_failure():
