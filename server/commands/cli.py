@@ -23,6 +23,11 @@ COMMANDS: Final = (
         summary="Talk to a running server.",
     ),
     Command(
+        name="decode",
+        home="ess.server.commands.serve:decode",
+        summary="Answer the prompts that prefill workers make.",
+    ),
+    Command(
         name="doctor",
         home="ess.server.commands.doctor:doctor",
         summary="What this machine can do, and what keeps it from more.",
@@ -36,6 +41,11 @@ COMMANDS: Final = (
         name="plan",
         home="ess.server.commands.plan:plan",
         summary="What fits on given GPUs, how fast, and what limits it.",
+    ),
+    Command(
+        name="prefill",
+        home="ess.server.commands.serve:prefill",
+        summary="Make prompts for decode workers.",
     ),
     Command(
         name="serve",

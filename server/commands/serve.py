@@ -1,9 +1,10 @@
-"""The command line of `ess serve`: a flag for every setting, made from its definition."""
+"""The command lines of `ess serve`, `ess prefill` and `ess decode`: a flag for every setting, made
+from its definition. The last two are the first with a role."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from cyclopts import Group, Parameter
 
@@ -42,18 +43,27 @@ def _flag(known: Setting) -> Any:
     return Annotated[kind, parameter]
 
 
+def _flags_but(*absent: str) -> dict[str, Any]:
+    return {name: _flag(known) for name, known in FIELDS.items() if name not in absent}
+
+
+NOT_OF_PREFILL: Final = ("model", "role", "peers", "fake_prefill", "handoff_failure")
+NOT_OF_DECODE: Final = ("model", "role", "bootstrap_port")
+
 if TYPE_CHECKING:
     ServeFlags = dict[str, Any]
+    PrefillFlags = dict[str, Any]
+    DecodeFlags = dict[str, Any]
 else:
-    ServeFlags = TypedDict(
-        "ServeFlags",
-        {name: _flag(known) for name, known in FIELDS.items() if name != "model"},
-        total=False,
-    )
+    ServeFlags = TypedDict("ServeFlags", _flags_but("model"), total=False)
+    PrefillFlags = TypedDict("PrefillFlags", _flags_but(*NOT_OF_PREFILL), total=False)
+    DecodeFlags = TypedDict("DecodeFlags", _flags_but(*NOT_OF_DECODE), total=False)
+
+Model = Annotated[str | None, Parameter(name=FLAGS["model"], help=FIELDS["model"].help)]
 
 
 def serve(
-    model: Annotated[str | None, Parameter(name=FLAGS["model"], help=FIELDS["model"].help)] = None,
+    model: Model = None,
     *,
     flags: Annotated[ServeFlags | None, Parameter(name="*")] = None,
     foreign: ForeignFlags | None = None,
@@ -71,10 +81,62 @@ def serve(
     json
         Print what is served as one JSON document.
     """
+    return _serve({**(flags or {}), "model": model}, foreign, config=config, json=json)
+
+
+def prefill(
+    model: Model = None,
+    *,
+    flags: Annotated[PrefillFlags | None, Parameter(name="*")] = None,
+    foreign: ForeignFlags | None = None,
+    config: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Make prompts for decode workers, which fetch the rows: `ess serve --role prefill`.
+
+    Behind a router for prefill and decode, which sends it every request. Needs --peer-secret-file.
+
+    Parameters
+    ----------
+    config
+        A TOML or JSON file of settings; the environment and flags override it.
+    json
+        Print what is served as one JSON document.
+    """
+    given = {**(flags or {}), "model": model, "role": "prefill"}
+    return _serve(given, foreign, config=config, json=json)
+
+
+def decode(
+    model: Model = None,
+    *,
+    flags: Annotated[DecodeFlags | None, Parameter(name="*")] = None,
+    foreign: ForeignFlags | None = None,
+    config: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Answer prompts that prefill workers have made: `ess serve --role decode`.
+
+    --peers are the prefill workers, as the router names them. Needs --peer-secret-file.
+
+    Parameters
+    ----------
+    config
+        A TOML or JSON file of settings; the environment and flags override it.
+    json
+        Print what is served as one JSON document.
+    """
+    given = {**(flags or {}), "model": model, "role": "decode"}
+    return _serve(given, foreign, config=config, json=json)
+
+
+def _serve(
+    flags: dict[str, Any], foreign: ForeignFlags | None, *, config: Path | None, json: bool
+) -> int:
     for sentence in check_foreign(foreign or ForeignFlags()):
         console.note(f"ess: {sentence}")
     try:
         from ess.server.commands.start.launch import serve_flags
     except ModuleNotFoundError as error:
         raise Unavailable(f"{error.name} is missing: install ess[serve]") from None
-    return serve_flags({**(flags or {}), "model": model}, config=config, json=json)
+    return serve_flags(flags, config=config, json=json)

@@ -34,6 +34,7 @@ from ess.server.dialects import chat, completions, generate, openai_responses
 from ess.server.http import (
     dashboard,
     events,
+    peer_routes,
     status_routes,
     telemetry,
     text_routes,
@@ -57,6 +58,7 @@ ROOMS: Final[Mapping[str, Sequence[Door]]] = MappingProxyType(
         "text": text_routes.DOORS,
         "status": status_routes.DOORS,
         "events": events.DOORS,
+        "peers": peer_routes.DOORS,
         "trace": trace_routes.DOORS,
         "dashboard": dashboard.DOORS,
         "document": pages.DOORS,

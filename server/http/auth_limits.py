@@ -7,6 +7,9 @@ asks the user for the key and sends it with its own requests.
 
 A body is received here, once the key has been checked, and handed on whole: a route never sees half
 of one, and a client that leaves in its middle is counted and forgotten.
+
+Workers that hand prompts over to one another have a secret of their own and no key: what they send
+is short, sealed, and checked by its route.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from ess.server.http.openapi import pages
 from ess.server.http.origins import check_page
 from ess.server.http.request_ids import address, headers_of
 from ess.server.http.responses import Denied, Refused, TooLarge, error_answer
-from ess.server.process.bounds import BODIES_MAX
+from ess.server.process.bounds import BODIES_MAX, METADATA_BYTES_MAX
 from ess.server.process.tally import Tally
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/dashboard", *pages.PATHS})
+SEALED_PATHS: Final = frozenset({"/peers"})
 
 
 class Gate:
@@ -43,6 +47,7 @@ class Gate:
         self._keys = [_digest(key.encode()) for key in keys]
         self._names = frozenset(name.lower() for name in names)
         self._bodies = Bodies(body_max, tally)
+        self._sealed = Bodies(METADATA_BYTES_MAX, tally)
         self._tally = tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,14 +80,15 @@ class Gate:
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive
     ) -> bytes | None:
         """The body; None if the client left. An open path gets no body."""
-        is_open = scope["path"] in OPEN_PATHS
-        if self._keys and not is_open:
+        is_open, is_sealed = scope["path"] in OPEN_PATHS, scope["path"] in SEALED_PATHS
+        if self._keys and not (is_open or is_sealed):
             self._check_key(headers)
-        elif not is_open:
+        elif not (is_open or is_sealed):
             check_page(scope["headers"], self._names)
-        self._bodies.check_length(headers.get(b"content-length", b"0"))
+        bodies = self._sealed if is_sealed else self._bodies
+        bodies.check_length(headers.get(b"content-length", b"0"))
         has_body = b"transfer-encoding" in headers or b"content-length" in headers
-        return await self._bodies.take(receive) if has_body and not is_open else b""
+        return await bodies.take(receive) if has_body and not is_open else b""
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         """All keys are compared, each in constant time: their digests, so that no length shows."""
@@ -139,7 +145,7 @@ class Bodies:
 
     def _too_large(self) -> TooLarge:
         sentence = f"the body is longer than the {self._body_max:,} bytes that are read here"
-        return TooLarge(f"{sentence}; the server's --body-bytes says how many")
+        return TooLarge(f"{sentence}; the server's --body-bytes says how many, but for /peers")
 
 
 class Received:

@@ -95,7 +95,7 @@ def _model(service: Service) -> dict[str, Any]:
 def _server(service: Service) -> dict[str, Any]:
     return {
         "version": ess.__version__,
-        "disaggregation_mode": "null",
+        **_split(service),
         "tp_size": 1,
         "dp_size": 1,
         "load_balance_method": "round_robin",
@@ -105,6 +105,17 @@ def _server(service: Service) -> dict[str, Any]:
         "internal_states": [_load(service)],
         "engine": _engine(service),
     }
+
+
+def _split(service: Service) -> dict[str, Any]:
+    """As SGLang says it; `peers` are a decode worker's."""
+    split = service.split
+    found: dict[str, Any] = {"disaggregation_mode": "null" if split.role == "both" else split.role}
+    if split.role == "prefill":
+        found["disaggregation_bootstrap_port"] = split.port
+    if split.peers is not None:
+        found["peers"] = split.peers.lines()
+    return found
 
 
 def _engine(service: Service) -> dict[str, Any]:
@@ -126,7 +137,8 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 when requests are welcome: not while the model loads or the server drains."""
+    """200 when requests are welcome: not while the model loads or the server drains. A decode
+    worker computes prompts itself too, so it is ready when prefill workers are `missing`."""
     service = _service(request)
     try:
         service.check_state()
@@ -134,7 +146,8 @@ async def ready(request: Request) -> Response:
         if not isinstance(error, ess.EssError):
             raise
         return error_answer(error)
-    return answer({"status": "ready"})
+    peers = service.split.peers
+    return answer({"status": "ready", **({} if peers is None else {"missing": peers.missing})})
 
 
 async def health_generate(request: Request) -> Response:
@@ -177,6 +190,8 @@ async def loads(request: Request) -> Response:
     wanted = request.query_params.get("include", "all").split(",")
     sections = {"memory": _memory, "queues": _queues, "handoff": _handoff}
     load = _load(service)
+    if "disagg" in wanted or "all" in wanted:
+        load |= _disagg(service)
     for name, section in sections.items():
         if name in wanted or "all" in wanted:
             load[name] = section(service)
@@ -259,6 +274,28 @@ def _queues(service: Service) -> dict[str, Any]:
         "retracted": service.board.status.preempted_count,
         "prealloc_ready": 0,
     }
+
+
+def _disagg(service: Service) -> dict[str, Any]:
+    """Requests of a pair that wait for rows or for their takers, and how fast the last rows came.
+    Nothing in a worker of no pair, as in SGLang."""
+    handoff, role = service.board.status.handoff, service.split.role
+    if role == "both":
+        return {"disagg_mode": "null"}
+    found: dict[str, Any] = {"disagg_mode": role}
+    if handoff is None:
+        return found
+    found |= {
+        "prefill_queue_reqs": handoff.open_departure_count,
+        "decode_queue_reqs": handoff.open_arrival_count,
+        "kv_transfer_sent_bytes": handoff.sent_bytes,
+        "kv_transfer_received_bytes": handoff.received_bytes,
+        "kv_transfer_failed_reqs": handoff.missed_count + handoff.lapsed_count,
+    }
+    took_s = [max((at_s for _, at_s in line.marks), default=0.0) for line in handoff.recent]
+    if any(took_s):
+        found["kv_transfer_latency_ms"] = 1e3 * sum(took_s) / len(took_s)
+    return found
 
 
 async def metrics(request: Request) -> Response:

@@ -52,6 +52,8 @@ CHUNK_LINE_BYTES: Final = 20
 CHUNKS_MAX: Final = 4096
 CHUNK_BYTES_MEAN: Final = 32
 
+METADATA_BYTES_MAX: Final = 64 << 10
+
 PROBE_CONNECTIONS: Final = 16
 PROBE_HEAD_S: Final = 2.0
 LINGER_S: Final = 5.0
@@ -117,7 +119,7 @@ BOUNDS: Final = (
     Bound(
         what="connections",
         most="1,024",
-        beyond=f"503; {PROBE_CONNECTIONS} more are taken for /health, /ping, /ready and /metrics, "
+        beyond=f"503; {PROBE_CONNECTIONS} more are taken for probes, /metrics and /peers, "
         f"and have {PROBE_HEAD_S:g} s to ask",
         setting="--max-connections",
     ),
@@ -219,6 +221,11 @@ BOUNDS: Final = (
         what="bad_words",
         most=f"{BAD_WORDS_MAX} words of {BAD_WORD_CHARS_MAX} characters",
         beyond="400",
+    ),
+    Bound(
+        what="what another worker says of itself at /peers",
+        most=f"{METADATA_BYTES_MAX >> 10} KiB, sealed; {BODIES_MAX} of these at once",
+        beyond="413; without the seal 403; 503",
     ),
     Bound(what="allowed_token_ids", most=f"{ALLOWED_IDS_MAX:,}", beyond="400"),
     Bound(

@@ -87,6 +87,12 @@ async def settled(service: Service) -> None:
     gc.freeze()
 
 
+async def keep_meeting(service: Service) -> None:
+    """A decode worker's prefill workers; each process of the server knows them by itself."""
+    if service.split.peers is not None:
+        await service.split.peers.run()
+
+
 class Running:
     """Owns the listener, the engine process and the order in which they end."""
 
@@ -115,20 +121,26 @@ class Running:
     def _link(self) -> EngineLink:
         return self._service.link
 
-    async def run(self, listener: socket.socket) -> int:
+    async def run(self, listeners: list[socket.socket]) -> int:
         """0 if it was asked to end, 1 if the engine was lost."""
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         watching = [
             asyncio.ensure_future(task)
-            for task in (self._hear(), self._watch_child(), self._watch_dog(), self._greet())
+            for task in (
+                self._hear(),
+                self._watch_child(),
+                self._watch_dog(),
+                self._greet(),
+                keep_meeting(self._service),
+            )
         ]
         if self._service.shelf is not None:
             watching.append(asyncio.ensure_future(tell(self._service)))
         self._fronts.start()
         try:
-            await self._server.serve(sockets=[listener])
+            await self._server.serve(sockets=listeners)
             return 1 if self._link.state == "lost" and not self._service.draining else 0
         finally:
             for task in watching:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import zmq
 import zmq.asyncio
@@ -29,7 +29,9 @@ from ess.engine.process.messages import (
     Flush,
     Flushed,
     FromEngine,
+    Handoff,
     Lost,
+    Meet,
     Met,
     Packer,
     Piece,
@@ -50,8 +52,8 @@ from ess.server.process.tally import Waits
 
 State = Literal["starting", "ready", "lost"]
 Reader = Callable[[list[Piece]], bool]
-Answered = Flushed | Tracing | Traced | Aborted
-Question = Literal["flush", "trace", "abort"]
+Answered = Flushed | Tracing | Traced | Aborted | Met
+Question = Literal["flush", "trace", "abort", "meet"]
 LIVES: Final = 1 << 32
 
 
@@ -78,6 +80,7 @@ ALONE: Final = Place()
 class Call:
     """The engine's requests of one HTTP request.
 
+    `params` are what its answer has beside the text: kv_transfer_params of a prefill leg.
     `pending` are those that have not ended; the oldest piece of those taken last arrived at
     `heard_at_s`. A task that waits in `take` may name a reader, which gets pieces in the link's own
     turn, without the task being woken for them; an end, and what the reader does not want, wake it.
@@ -87,6 +90,7 @@ class Call:
         self, request_id: str, numbers: range, *, started_s: float, prompt_count: int = 0
     ) -> None:
         self.prompt_count = prompt_count
+        self.params: Mapping[str, Any] | None = None
         self.made_count = 0
         self.first_at_s = 0.0
         self.request_id = request_id
@@ -187,6 +191,7 @@ class EngineLink:
             "flush": deque(),
             "trace": deque(),
             "abort": deque(),
+            "meet": deque(),
         }
         self.state: State = "starting"
         self.why_lost = ""
@@ -220,9 +225,10 @@ class EngineLink:
         *,
         priority: int = 0,
         salt: str = "",
+        handoffs: Sequence[Handoff] = (),
     ) -> Call:
         """One engine request per prompt, all in one call; a prompt that comes again, the same list,
-        is another choice."""
+        is another choice. `handoffs` are none, or one for each prompt: its first choice has it."""
         if self.state == "lost":
             raise Unavailable(self.why_lost)
         step, first = self.place.count, self._next_number
@@ -236,10 +242,14 @@ class EngineLink:
         )
         try:
             leaders: dict[int, int] = {}
+            left = iter(handoffs)
             for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
                 first = leaders.setdefault(id(prompt), number)
                 leader = None if first == number else first
-                self._send(Add(number, prompt, sampling, priority, leader, request_id, salt))
+                handoff = next(left, None) if leader is None else None
+                self._send(
+                    Add(number, prompt, sampling, priority, leader, request_id, salt, handoff)
+                )
                 self._calls[number] = call
         except Unavailable:
             self.abort(call)
@@ -288,6 +298,14 @@ class EngineLink:
         answer = await self._ask("flush", Flush(self.place.front))
         assert isinstance(answer, Flushed), f"{answer} answers a flush"
         return answer.sentence
+
+    async def meet(self, address: str, metadata: bytes) -> Met:
+        """What the engine makes of another worker, and our own metadata for that one."""
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}: it meets nobody")
+        answer = await self._ask("meet", Meet(address, metadata, self.place.front))
+        assert isinstance(answer, Met), f"{answer} answers a meeting"
+        return answer
 
     async def start_trace(self) -> None:
         """A single trace at a time, for all clients of all fronts."""
@@ -379,7 +397,7 @@ class EngineLink:
             case Aborted():
                 self._answer("abort", message)
             case Met():
-                pass
+                self._answer("meet", message)
             case Cut(front):
                 self.on_cut(front)
             case Fault(sentence):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ess.clock import Clock
+from ess.engine.process.messages import Handoff
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import TPOT
 from ess.errors import Unavailable
@@ -18,6 +19,7 @@ from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.server.http.responses import Absent, Refused
 from ess.server.process.board import SUBSCRIBERS_MAX, Board
 from ess.server.process.link import Call, EngineLink
+from ess.server.process.peers import WHOLE, Split
 from ess.server.process.tally import Shelf, Tally, together
 from ess.server.process.texts import Texts
 
@@ -81,6 +83,7 @@ class Service:
     weight_bytes: int = 0
     started_unix: int = field(default_factory=lambda: int(time.time()))
     compat: tuple[str, ...] = ("vllm", "sglang")
+    split: Split = WHOLE
     draining: bool = False
     shelf: Shelf | None = None
 
@@ -91,6 +94,13 @@ class Service:
     def tally_of_all(self) -> Tally:
         """Of all the server's processes; the others' is a moment old."""
         return together([self.tally, *([] if self.shelf is None else self.shelf.others())])
+
+    @property
+    def epoch(self) -> int:
+        """Of this boot of the engine, as other workers know it."""
+        assert self.split.seal is not None, "a worker of a pair has a secret"
+        assert self.link.ready is not None, "the engine is there"
+        return self.split.seal.opened(self.link.ready.metadata).sender
 
     @property
     def name(self) -> str:
@@ -122,17 +132,18 @@ class Service:
         *,
         priority: int = 0,
         salt: str = "",
+        handoffs: Sequence[Handoff] = (),
     ) -> Call:
         """Hand the prompts to the engine, or say why not."""
         self.check_state()
         self._check_room(len(prompts))
-        return self.link.start(request_id, prompts, priority=priority, salt=salt)
+        return self.link.start(request_id, prompts, priority=priority, salt=salt, handoffs=handoffs)
 
     def watch(self) -> asyncio.Event:
         """A place before the board, for as long as `board.leave` is not called."""
         if self.board.is_full:
             sentence = f"{SUBSCRIBERS_MAX} viewers are watching, and no more are served"
-            raise self._refused(sentence, "viewers", 5.0)
+            raise self.refused(sentence, "viewers", 5.0)
         return self.board.enter()
 
     def check_state(self) -> None:
@@ -140,9 +151,15 @@ class Service:
             raise Unavailable(self.link.why_lost)
         if self.draining:
             sentence = "the server is shutting down; send the request to another"
-            raise self._refused(sentence, "draining", 5.0)
+            raise self.refused(sentence, "draining", 5.0)
+        self.check_loaded()
+
+    def check_loaded(self) -> None:
+        """Other workers are met while this one drains, too."""
+        if self.link.state == "lost":
+            raise Unavailable(self.link.why_lost)
         if self.link.state == "starting" or not (self.shelf is None or self.shelf.has_all()):
-            raise self._refused("the model is being loaded; try again soon", "starting", 2.0)
+            raise self.refused("the model is being loaded; try again soon", "starting", 2.0)
 
     def _check_room(self, count: int) -> None:
         room = self.limits.running_max + self.limits.waiting_max
@@ -156,8 +173,9 @@ class Service:
         if limiter:
             sentence += f"; those that wait are short of {limiter}"
         again_s = min(30.0, max(1.0, self.tally.whole.mean_s))
-        raise self._refused(f"{sentence}; try again in {again_s:.0f} s", reason, again_s)
+        raise self.refused(f"{sentence}; try again in {again_s:.0f} s", reason, again_s)
 
-    def _refused(self, sentence: str, reason: str, retry_after_s: float) -> Refused:
+    def refused(self, sentence: str, reason: str, retry_after_s: float) -> Refused:
+        """The error for it, counted; the caller raises it."""
         self.tally.refusals[reason] += 1
         return Refused(sentence, reason=reason, retry_after_s=retry_after_s)

@@ -72,7 +72,7 @@ def told(*words: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
     flags: dict[str, object] = {}
     monkeypatch.setattr(launch, "serve_flags", lambda given, **_: flags.update(given))
     assert cli.main(["serve", *words]) == 0
-    found = resolve(flags, environment={})
+    found = resolve(flags, environment={"ESS_PEER_SECRET": "sixteen bytes are enough"})
     message = launch.launch_of(found.settings, read_checkpoint(""), planned(max_model_len="2k"))
     return msgspec.json.decode(msgspec.json.encode(message), type=Launch)
 
@@ -235,10 +235,10 @@ def test_a_cluster_s_own_variables_are_no_settings():
 
 
 def test_a_key_is_never_shown():
-    found = resolve({"api_key": "secret"}, environment={})
+    found = resolve({"api_key": "hushed"}, environment={})
     assert found.shown()["api_key"] == {"value": "set", "from": "flag"}
-    assert "secret" not in repr(found.shown())
-    assert found.settings.keys == ("secret",)
+    assert "hushed" not in repr(found.shown())
+    assert found.settings.keys == ("hushed",)
     several = resolve({"api_key": " a, b ,"}, environment={})
     assert several.settings.keys == ("a", "b")
 
@@ -411,11 +411,11 @@ def test_an_address_of_this_machine_needs_no_key():
 
 def test_keys_from_a_file_are_as_secret(tmp_path: Path):
     path = tmp_path / "keys"
-    path.write_text("secret-1\n secret-2 \n\n")
+    path.write_text("hushed-1\n hushed-2 \n\n")
     found = resolve({"host": "0.0.0.0", "api_key_file": str(path)}, environment={})
-    assert found.settings.keys == ("secret-1", "secret-2")
+    assert found.settings.keys == ("hushed-1", "hushed-2")
     assert found.shown()["api_key"] == {"value": "set", "from": "flag"}
-    assert "secret" not in repr(found)
+    assert "hushed" not in repr(found)
     for empty in (b"", b"\n", b"\xff\xfe"):
         path.write_bytes(empty)
         with pytest.raises(BadInput, match=r"keys (has no key|is not text)"):

@@ -10,8 +10,6 @@ from another worker is there at once: no rows move. Needs no torch.
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +47,9 @@ from ess.engine.process.messages import (
 from ess.engine.process.wire import SocketWire, Wire, open_counts
 from ess.engine.request import Reason
 from ess.engine.tokens.chance import Chance
+from ess.errors import BadInput
+from ess.transfer.endpoint import Identity
+from ess.transfer.messages import Seal, new_epoch
 
 IDLE_S: Final = 0.02
 STATUS_EVERY_S: Final = 0.1
@@ -84,7 +85,7 @@ class PacedEngine:
         per_step: int = 1,
         running_max: int = 1 << 20,
         cached_count: int = 0,
-        metadata: bytes = b"",
+        identity: Identity | None = None,
     ) -> None:
         self.is_stopped = False
         self._script = script
@@ -97,7 +98,7 @@ class PacedEngine:
         self._told_at_s = 0.0
         self._is_tracing = False
         self._front_count = 1
-        self._metadata = metadata
+        self._identity = identity
 
     def run(self, wire: Wire) -> None:
         while not self.is_stopped:
@@ -142,11 +143,13 @@ class PacedEngine:
                 self.is_stopped = True
 
     def _meet(self, address: str, metadata: bytes, front: int) -> Met:
-        """The same metadata is the same boot of that worker, and gives the same epoch."""
-        if not metadata:
-            return Met(address, 0, sentence="the other worker says nothing of itself", front=front)
-        epoch = int.from_bytes(hashlib.blake2b(metadata, digest_size=8).digest()) >> 1
-        return Met(address, epoch, self._metadata, front=front)
+        if self._identity is None:
+            return Met(address, 0, sentence="there is no secret to meet with", front=front)
+        try:
+            epoch = self._identity.greeted(metadata)[0].sender
+        except BadInput as error:
+            return Met(address, 0, sentence=str(error), front=front)
+        return Met(address, epoch, self._identity.hello(), front=front)
 
     def _trace(self, is_on: bool, front: int) -> Tracing | Traced:
         if is_on == self._is_tracing:
@@ -239,6 +242,11 @@ def walking(vocabulary: int) -> Script:
     return script
 
 
+def identity_of(secret: str) -> Identity:
+    """Without rows there is no layout to agree on."""
+    return Identity(epoch=new_epoch(), seal=Seal(secret.encode()), layout=bytes(32))
+
+
 def main(arguments: list[str]) -> int:
     endpoints = arguments
     die_with_parent()
@@ -247,18 +255,18 @@ def main(arguments: list[str]) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     wire = SocketWire(context, endpoints)
     wire.watch(sys.stdin.fileno())
-    metadata = secrets.token_bytes(16) if launch.secret else b""
+    identity = identity_of(launch.secret) if launch.secret else None
     wire.give(
         Ready(
             vocabulary=raw["vocab_size"],
             length_max=launch.length_max,
             load_s=0.0,
-            metadata=metadata,
+            metadata=b"" if identity is None else identity.hello(),
         )
     )
     engine = PacedEngine(
         walking(raw["vocab_size"]),
-        metadata=metadata,
+        identity=identity,
         pace_s=launch.config.pace_ms / 1e3,
         running_max=launch.config.max_running,
     )

@@ -21,6 +21,8 @@ FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
 # Our setting, and their flags for it.
 FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("--model", "--model-path"),
+    "role": ("--disaggregation-mode",),
+    "bootstrap_port": ("--disaggregation-bootstrap-port",),
     "tls_cert": ("--ssl-certfile",),
     "tls_key": ("--ssl-keyfile",),
     "server_processes": ("--api-server-count",),
@@ -56,6 +58,7 @@ SAME: Final[Mapping[str, tuple[str, str]]] = {
 VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "backend": {"auto": "cpu"},
     "form": {"auto": "bf16", "bfloat16": "bf16", "float32": "f32"},
+    "role": {"null": "both"},
     "row": {"auto": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8", "bfloat16": "bf16"},
 }
 
@@ -68,8 +71,8 @@ WHY_NOT: Final[Mapping[str, str]] = {
     "SGLANG_PP_LAYER_PARTITION": LAYERS,
     "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": CHUNKS,
     "SGLANG_DISABLE_HISPARSE_PREFETCH": "--modes none fetches without anything beside it",
-    "SGLANG_BOOTSTRAP_PORT": "this server has no prefill tier to meet",
-    "VLLM_NIXL_SIDE_CHANNEL_PORT": "this server has no prefill tier to meet",
+    "SGLANG_BOOTSTRAP_PORT": "--bootstrap-port of ess prefill says it",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "--transfer-port of ess prefill and ess decode says it",
     "VLLM_LOGGING_LEVEL": "only errors are logged",
     "VLLM_ATTENTION_BACKEND": "ess doctor shows the kernels, which are chosen by the machine",
 }

@@ -25,7 +25,7 @@ from ess.server.commands.start.launch import Told, engine_link, make_service, uv
 from ess.server.http import telemetry
 from ess.server.process.board import Board
 from ess.server.process.fronts import Start
-from ess.server.process.lifecycle import QuietServer, let_out, settled, tell
+from ess.server.process.lifecycle import QuietServer, keep_meeting, let_out, settled, tell
 from ess.server.process.link import Place
 from ess.server.process.service import Service
 from ess.server.process.tally import Shelf
@@ -45,6 +45,7 @@ class Front:
                 self._obey(orders),
                 tell(self._service),
                 settled(self._service),
+                keep_meeting(self._service),
             )
         ]
         try:

@@ -53,10 +53,12 @@ from ess.server.process.lifecycle import QuietServer, Running, end_in_time
 from ess.server.process.link import EngineLink, Place
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
+from ess.server.process.peers import Peers, Split
 from ess.server.process.service import Limits, Service
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
 from ess.server.process.texts import Texts
+from ess.transfer.messages import Seal
 from ess.units import div_ceil, format_bytes
 
 if TYPE_CHECKING:
@@ -69,11 +71,12 @@ PROGRAM: Final = {"model": "ess.engine.process.worker", "paced": "ess.engine.pro
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What every process of the server knows."""
+    """What every process of the server knows; `port` is where other workers meet it."""
 
     resolved: Resolved
     checkpoint: Checkpoint
     plan: MemoryPlan
+    port: int = 0
 
 
 def chat_template(settings: Settings) -> str | None:
@@ -140,11 +143,16 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     resolved = sized(resolved, plan)
     settings = resolved.settings
     allow_files(settings.max_connections)
-    with listening(settings) as listeners, unblocked_stderr(), end_in_time():
+    with (
+        listening(settings) as listeners,
+        bootstrapping(settings, listeners[0]) as further,
+        unblocked_stderr(),
+        end_in_time(),
+    ):
         banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(resolved, checkpoint, plan, listeners))
+            return runner.run(_serve(resolved, checkpoint, plan, listeners, further))
 
 
 @contextlib.contextmanager
@@ -154,6 +162,24 @@ def listening(settings: Settings) -> Iterator[Sequence[socket.socket]]:
         yield listeners
     finally:
         sockets.close(listeners, settings.uds)
+
+
+@contextlib.contextmanager
+def bootstrapping(settings: Settings, main: socket.socket) -> Iterator[Sequence[socket.socket]]:
+    """The further port of a prefill worker, with the same routes; the first process serves it."""
+    if settings.bootstrap_port in (0, port_of(main)):
+        yield []
+        return
+    listeners = sockets.listen(settings.host, settings.bootstrap_port)
+    try:
+        yield listeners
+    finally:
+        sockets.close(listeners, "")
+
+
+def port_of(listener: socket.socket) -> int:
+    """0 of a Unix socket."""
+    return 0 if listener.family == socket.AF_UNIX else int(listener.getsockname()[1])
 
 
 def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
@@ -231,9 +257,12 @@ async def _serve(
     checkpoint: Checkpoint,
     plan: MemoryPlan,
     listeners: Sequence[socket.socket],
+    further: Sequence[socket.socket],
 ) -> int:
     settings, clock, count = resolved.settings, RealClock(), len(listeners)
-    told, board = Told(resolved=resolved, checkpoint=checkpoint, plan=plan), Board(clock)
+    port = port_of(further[0] if further else listeners[0])
+    told = Told(resolved=resolved, checkpoint=checkpoint, plan=plan, port=port)
+    board = Board(clock)
     place = Place(count=count)
     with own_folder() as folder, engine_link(folder, board, clock, place) as link:
         fronts = Fronts(FRONT, starts_of(told, folder, listeners), link)
@@ -246,7 +275,7 @@ async def _serve(
             child = await Child.start(PROGRAM[settings.engine], launch, *endpoints)
             running = Running(service, server, child, fronts, settings=settings, clock=clock)
             async with service.texts:
-                return await running.run(listeners[0])
+                return await running.run([listeners[0], *further])
 
 
 @contextlib.contextmanager
@@ -312,6 +341,20 @@ def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
         described=resolved.shown(),
         weight_bytes=plan.weight_bytes,
         compat=settings.compat,
+        split=split_of(settings, told.port, link),
+    )
+
+
+def split_of(settings: Settings, port: int, link: EngineLink) -> Split:
+    secret = settings.peer_secret.encode()
+    return Split(
+        role=settings.role,
+        host=settings.host,
+        port=port,
+        has_own_port=bool(settings.bootstrap_port),
+        peers=Peers(settings.peer_list, link, RealClock()) if settings.role == "decode" else None,
+        seal=Seal(secret) if settings.role != "both" else None,
+        allows_fake=settings.fake_prefill,
     )
 
 
@@ -327,6 +370,7 @@ def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> L
         slot_bytes=plan.slot_bytes,
         host_bytes=plan.host_bytes,
         index_bytes=plan.index_bytes,
+        secret=settings.peer_secret if settings.role != "both" else "",
     )
 
 

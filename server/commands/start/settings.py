@@ -24,6 +24,8 @@ from ess.config import Setting, setting, settings_of
 from ess.engine.config import ProcessConfig
 from ess.errors import BadInput
 from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
+from ess.server.process.addresses import Named, read_peers
+from ess.transfer.messages import SECRET_BYTES_MIN
 from ess.units import parse_size
 
 Origin = Literal["default", "file", "environment", "flag", "derived"]
@@ -74,6 +76,20 @@ class Settings(ProcessConfig):
     )
     tls_cert: str = setting("", "listening", "Certificate file; with it the server speaks HTTPS.")
     tls_key: str = setting("", "listening", "The certificate's key.")
+    peers: str = setting(
+        "",
+        "handoff",
+        "For decode: prefill workers as routers name them, HOST:PORT,... or NAME:PORT=HOST:PORT.",
+    )
+    bootstrap_port: int = setting(
+        0, "handoff", "For prefill: a further port to be met at; 0: the main one.", (0, 65535)
+    )
+    peer_secret: str = setting(
+        "", "handoff", "The secret of all workers of a split, 16 bytes or more.", is_secret=True
+    )
+    peer_secret_file: str = setting(
+        "", "handoff", "A file with it: who lists processes does not see it."
+    )
     max_connections: int = setting(1024, "listening", "Connections open at a time.", (1, 1 << 20))
     body_bytes: str = setting("32MiB", "listening", "The longest request body.")
     header_bytes: str = setting("32KiB", "listening", "The longest request line with its headers.")
@@ -132,6 +148,7 @@ class Settings(ProcessConfig):
                 f"root_path is {self.root_path!r}, must begin with / and not end with it"
             )
         _check_keys(self)
+        _check_role(self)
         unknown = {*self.compat} - {"vllm", "sglang"}
         if unknown:
             raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
@@ -139,6 +156,10 @@ class Settings(ProcessConfig):
     @property
     def hosts(self) -> tuple[str, ...]:
         return (self.host, *_listed(self.allowed_hosts))
+
+    @property
+    def peer_list(self) -> tuple[Named, ...]:
+        return read_peers(self.peers)
 
     @property
     def compat(self) -> tuple[str, ...]:
@@ -193,6 +214,29 @@ def _is_near(name: str, address: str) -> bool:
     if kind != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise BadInput(f"{name} is {address!r}, must be tcp://HOST:PORT or ipc://PATH")
     return is_loopback(host.strip("[]"))
+
+
+def _check_role(settings: Settings) -> None:
+    """What belongs to one role says nothing in another, and would mislead there."""
+    if settings.peers and settings.role != "decode":
+        raise BadInput(f"peers is for a decode worker, and role is {settings.role}")
+    if settings.bootstrap_port and settings.role != "prefill":
+        raise BadInput(f"bootstrap_port is for a prefill worker, and role is {settings.role}")
+    read_peers(settings.peers)
+    if settings.role == "both":
+        return
+    count = len(settings.peer_secret.encode())
+    if not count:
+        raise BadInput(
+            f"peer_secret_file is missing: a {settings.role} worker meets no others without the"
+            " secret that they share; ESS_PEER_SECRET may have it too"
+        )
+    if count < SECRET_BYTES_MIN:
+        raise BadInput(f"peer_secret has {count} bytes; at least {SECRET_BYTES_MIN} are needed")
+    if settings.role == "prefill" and settings.tls_cert:
+        raise BadInput("tls_cert is not for a prefill worker: others meet it over plain HTTP")
+    if settings.role == "prefill" and settings.uds and not settings.bootstrap_port:
+        raise BadInput("uds is given without bootstrap_port: no other worker could meet this one")
 
 
 def is_loopback(host: str) -> bool:
@@ -276,17 +320,33 @@ def resolve(
             raise BadInput("api_key and api_key_file are both given; one of them says the keys")
         values["api_key"] = read_keys(Path(values["api_key_file"]))
         origins["api_key"] = origins["api_key_file"]
+    if values.get("peer_secret_file"):
+        if values.get("peer_secret"):
+            raise BadInput("peer_secret and peer_secret_file are both given; one of them says it")
+        values["peer_secret"] = read_secret(Path(values["peer_secret_file"]))
+        origins["peer_secret"] = origins["peer_secret_file"]
     return Resolved(settings=Settings(**values), origins=origins, notes=tuple(notes))
 
 
-def read_keys(path: Path) -> str:
+def _read_hidden(path: Path, name: str) -> str:
     """What no sentence may show: neither do those about the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"api_key_file {path} cannot be read: {error.strerror}") from None
+        raise BadInput(f"{name} {path} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise BadInput(f"api_key_file {path} is not text in UTF-8") from None
+        raise BadInput(f"{name} {path} is not text in UTF-8") from None
+
+
+def read_secret(path: Path) -> str:
+    secret = _read_hidden(path, "peer_secret_file").strip()
+    if not secret:
+        raise BadInput(f"peer_secret_file {path} has no secret in it")
+    return secret
+
+
+def read_keys(path: Path) -> str:
+    text = _read_hidden(path, "api_key_file")
     keys = _listed(",".join(text.splitlines()))
     if not keys:
         raise BadInput(f"api_key_file {path} has no key in it")

@@ -9,8 +9,8 @@ in time, whatever it sends:
     answer    a reader that takes nothing is cut off, also while the connection closes
     between   blank lines do not keep an idle connection open
 
-Beyond `connections_max` a few more are taken for probes, so that a crowd, or an attack, does not
-look like a dead server.
+Beyond `connections_max` a few more are taken for probes and for our other workers, so that a crowd,
+or an attack, does not look like a dead server.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ess.server.process.bounds import (
 )
 from ess.server.process.tally import Tally
 
-PROBE_PATHS: Final = frozenset({b"/health", b"/ping", b"/ready", b"/metrics"})
+PROBE_PATHS: Final = frozenset({b"/health", b"/ping", b"/ready", b"/metrics", b"/peers"})
 
 
 class LimitedProtocol(HttpToolsProtocol):

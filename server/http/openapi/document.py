@@ -60,6 +60,9 @@ def operation(door: Door, path: str) -> dict[str, Any]:
     if door.asks is not None:
         content = {"schema": {"$ref": SCHEMAS + door.asks.__name__}, "example": door.example}
         made["requestBody"] = {"required": True, "content": {JSON: content}}
+    if door.takes:
+        content = {"schema": {"type": "string", "format": "binary"}}
+        made["requestBody"] = {"required": True, "content": {door.takes: content}}
     if path in OPEN_PATHS:
         made["security"] = []
     return made

@@ -28,7 +28,8 @@ EVENTS: Final = "text/event-stream"
 
 
 class Door(msgspec.Struct, frozen=True):
-    """`asks` is read from the body, `gives` are the media types of a good answer.
+    """`asks` is read from the body, or the body is bytes of the type `takes`; `gives` are the media
+    types of a good answer.
 
     A door that is not `listed` serves what only another route's answer asks for.
     """
@@ -42,6 +43,7 @@ class Door(msgspec.Struct, frozen=True):
     example: dict[str, Any] | None = None
     queries: tuple[str, ...] = ()
     listed: bool = True
+    takes: str = ""
 
 
 class DirectRoute(APIRoute):
