@@ -66,9 +66,16 @@ def samplings(
     """One sampling per prompt and choice: the choices of a prompt beside each other, each its own
     seed. The prompt is scored once, by its first choice."""
     try:
-        return _samplings(service, wanted, prompts)
+        made, ending = _samplings(service, wanted, prompts)
     except BadInput as error:
         raise BadInput(_in_words_of_client(str(error), wanted.names)) from None
+    return (_prompts_alone(made) if service.split.role == "prefill" else made), ending
+
+
+def _prompts_alone(made: Sequence[tuple[list[int], Sampling]]) -> list[tuple[list[int], Sampling]]:
+    """A prefill worker makes each prompt once, whatever is to be drawn and scored after it."""
+    prompts = {id(prompt): prompt for prompt, _ in made}
+    return [(prompt, Sampling(tokens_max=1)) for prompt in prompts.values()]
 
 
 def _in_words_of_client(sentence: str, names: Mapping[str, str]) -> str:

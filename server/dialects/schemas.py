@@ -46,8 +46,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 class Addressed(msgspec.Struct, kw_only=True):
     """Id, session and priority of a request; a lower priority runs earlier, as in vLLM. Requests
-    of different `cache_salt` (SGLang has `extra_key`) share no cached prefix."""
+    of different `cache_salt` (SGLang has `extra_key`) share no cached prefix. The other four are
+    of routers for prefill and decode: `handoffs` reads them, where they have an effect."""
 
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    kv_transfer_params: Any = None
     priority: int | None = None
     session_id: str | None = None
     cache_salt: str | None = None
@@ -77,6 +82,10 @@ class Sampled(msgspec.Struct, kw_only=True):
 class Common(Sampled, kw_only=True):
     """What completions and chat completions share, the fields of Addressed included."""
 
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    kv_transfer_params: Any = None
     priority: int | None = None
     session_id: str | None = None
     cache_salt: str | None = None
@@ -133,6 +142,10 @@ class ChatAsk(Common, kw_only=True):
 class ResponsesAsk(Sampled, kw_only=True):
     """/v1/responses: OpenAI's fields, the sampling parameters and the fields of Addressed."""
 
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    kv_transfer_params: Any = None
     priority: int | None = None
     session_id: str | None = None
     cache_salt: str | None = None
@@ -156,6 +169,10 @@ class ResponsesAsk(Sampled, kw_only=True):
     prompt: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     request_id: str | None = None
+
+
+Generated = Addressed | Common | ResponsesAsk
+"""What a route that generates reads."""
 
 
 class TokenSampling(Sampled, kw_only=True):

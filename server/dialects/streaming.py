@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -257,11 +257,20 @@ async def respond(
         if writer is not None:
             return await _stream(grown, receive, writer)
         if await first_of(grown.collect(), gone(receive)):
-            return answer(whole())
+            return answer(_with_params(whole(), grown.call.params))
     except BaseException:
         grown.give_up()
         raise
     return _lost(grown)
+
+
+def _with_params(document: Any, params: Mapping[str, Any] | None) -> Any:
+    """Several answers of /generate are a list; each has them."""
+    if params is None:
+        return document
+    if isinstance(document, list):
+        return [_with_params(each, params) for each in document]
+    return {**document, "kv_transfer_params": params}
 
 
 async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:

@@ -6,10 +6,9 @@ in the wrong place is refused too, because it would be dropped in silence.
 
 Every other key is ignored. Known ones among those change no answer: `user`, `metadata`, `store`,
 `service_tier`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`
-(OpenAI); `kv_transfer_params`, `bootstrap_host`, `bootstrap_port`, `bootstrap_room`,
-`data_parallel_rank`, `routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (what routers add);
-`log_metrics`, `no_logs`, `spaces_between_special_tokens`, `custom_params`,
-`guided_decoding_backend` (vLLM, SGLang).
+(OpenAI); `data_parallel_rank`, `routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (what
+routers add; the rest of that is read in `handoffs`); `log_metrics`, `no_logs`, `custom_params`,
+`spaces_between_special_tokens`, `guided_decoding_backend` (vLLM, SGLang).
 """
 
 from __future__ import annotations
@@ -116,10 +115,17 @@ IN_SAMPLING_PARAMS: Final = frozenset(
 )
 
 
+# A router of vLLM writes these into the prefill leg of every body, also where they are not read.
+BY_ROUTER: Final = frozenset(("max_tokens", "min_tokens"))
+
+
 def check(raw: bytes, kind: type[msgspec.Struct]) -> None:
     """BadInput for the first key of a JSON object that wishes for what is not served."""
+    keys = _keys(raw)
     served = set(kind.__struct_encode_fields__)
-    for name, value in _keys(raw).items():
+    if b'"do_remote_decode"' in bytes(keys.get("kv_transfer_params", b"")):
+        served |= BY_ROUTER
+    for name, value in keys.items():
         if name in served or (name not in UNSERVED and name not in IN_SAMPLING_PARAMS):
             continue
         wish = msgspec.json.decode(value)

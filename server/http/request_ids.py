@@ -16,7 +16,8 @@ from starlette.requests import Request
 from ess.engine.request import PRIORITY_MAX
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.server.dialects.schemas import Addressed, Common, ResponsesAsk
+from ess.server.dialects.handoffs import leg_of
+from ess.server.dialects.schemas import Generated
 from ess.server.process.bounds import NAME_CHARS_MAX
 from ess.server.process.link import Call
 from ess.server.process.service import Service
@@ -52,12 +53,13 @@ def headers_of(state: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
 
 def begin(
     request: Request,
-    ask: Addressed | Common | ResponsesAsk,
+    ask: Generated,
     prompts: Sequence[tuple[list[int], Sampling]],
     *,
     named: str | None,
 ) -> Call:
-    """Hand the prompts to the engine under the name that the body gives, or the header's."""
+    """Hand the prompts to the engine under the name that the body gives, or the header's; with the
+    rows' destination or origin, if a router has said so."""
     service: Service = request.app.state.service
     priority = ask.priority or 0
     if abs(priority) > PRIORITY_MAX:
@@ -68,7 +70,15 @@ def begin(
         request.state.session_id = ask.session_id
     if named:
         request.state.request_id = named
-    call = service.begin(request.state.request_id, prompts, priority=priority, salt=_salt(ask))
+    leg = leg_of(request, ask, len({id(prompt) for prompt, _ in prompts}))
+    call = service.begin(
+        request.state.request_id,
+        prompts,
+        priority=priority,
+        salt=_salt(ask),
+        handoffs=leg.handoffs,
+    )
+    call.params = leg.params
     request.state.call = call
     return call
 
@@ -80,7 +90,7 @@ def _check_names(field: str, given: str | Sequence[str] | None) -> None:
             raise BadInput(f"{field} must be 1 to {NAME_CHARS_MAX} visible ASCII characters")
 
 
-def _salt(ask: Addressed | Common | ResponsesAsk) -> str:
+def _salt(ask: Generated) -> str:
     given = (("cache_salt", ask.cache_salt), ("extra_key", ask.extra_key))
     for name, salt in given:
         if salt is not None and not 0 < len(salt) <= NAME_CHARS_MAX:

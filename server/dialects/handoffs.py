@@ -1,0 +1,267 @@
+"""What PD routers add to a body: to whom a prompt's rows go, or from whom they come.
+
+    A, SGLang   bootstrap_host, bootstrap_port, bootstrap_room: the same in both legs, at once
+    B, vLLM     kv_transfer_params: do_remote_decode in the prefill leg; its answer has what the
+                decode leg brings back, with do_remote_prefill
+    B, Mooncake both legs at once have the same transfer_id, and the decode leg an address
+
+A worker of role both ignores all of it. A prefill worker serves only such requests: its answer has
+no text, and ends when the prompt is made. A decode worker without them computes the prompt itself.
+Nothing that a request says is ever dialled: an address is looked up among the configured peers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+
+from ess.engine.process.messages import Handoff
+from ess.errors import BadInput
+from ess.server.dialects.schemas import Generated
+from ess.server.process.addresses import HOST_CHARS_MAX, Address, address_of, read_address
+from ess.server.process.peers import Peer, engine_id
+from ess.server.process.service import Service
+
+ROOM_BITS: Final = 63
+ROOMS: Final = 1 << ROOM_BITS
+FAKE_HOST: Final = "2.2.2.2"
+TRANSFER_ID_CHARS_MAX: Final = 256
+EPOCH: Final = re.compile(r"[0-9a-f]{16}")
+PARAMS: Final = "kv_transfer_params"
+BY_TOKENS: Final = (
+    *("echo", "logprobs", "top_logprobs", "prompt_logprobs"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """`handoffs` has one per prompt, or none; `params` go into the answer."""
+
+    handoffs: tuple[Handoff, ...] = ()
+    params: Mapping[str, Any] | None = None
+
+
+def leg_of(request: Request, ask: Generated, prompt_count: int) -> Leg:
+    service: Service = request.app.state.service
+    if service.split.role == "both":
+        return Leg()
+    service.check_state()
+    if service.split.role == "prefill":
+        return _prefill_leg(service, request, ask, prompt_count)
+    return _decode_leg(service, ask, prompt_count)
+
+
+# ---- the prefill leg
+
+
+def _prefill_leg(service: Service, request: Request, ask: Generated, prompt_count: int) -> Leg:
+    params = _params(ask)
+    if ask.bootstrap_room is not None:
+        rooms = _rooms(ask, prompt_count)
+        made = None
+    elif params.get("do_remote_decode") is True:
+        given = params.get("transfer_id")
+        rooms = _new_rooms(prompt_count) if given is None else _rooms_of(given, prompt_count)
+        made = _answer_params(service, request, rooms)
+    else:
+        raise BadInput(
+            "bootstrap_room is missing, and kv_transfer_params.do_remote_decode too: this prefill"
+            " worker serves the requests that a router for prefill and decode sends, no others"
+        )
+    _drop_wishes(ask)
+    return Leg(tuple(Handoff(room, kind="give") for room in rooms), made)
+
+
+def _drop_wishes(ask: Generated) -> None:
+    """Their wishes have been checked; an answer without tokens has nothing to fulfil them with."""
+    for asked in (ask, getattr(ask, "sampling_params", None)):
+        for name in BY_TOKENS:
+            if hasattr(asked, name):
+                setattr(asked, name, None)
+
+
+def _new_rooms(count: int) -> list[int]:
+    return [secrets.randbits(ROOM_BITS) for _ in range(count)]
+
+
+def _answer_params(service: Service, request: Request, rooms: Sequence[int]) -> dict[str, Any]:
+    """The decode leg brings this back unchanged, but perhaps with its numbers as doubles: rooms
+    and epochs are texts. We are called what the router has called us."""
+    called = service.split.called(request.headers.get("host", ""))
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine_id(service.epoch),
+        "remote_block_ids": [],
+        "remote_request_id": request.state.request_id,
+        "remote_host": called.host,
+        "remote_port": called.port,
+        "tp_size": 1,
+        "ess_rooms": [f"{room:016x}" for room in rooms],
+    }
+
+
+# ---- the decode leg
+
+
+def _decode_leg(service: Service, ask: Generated, prompt_count: int) -> Leg:
+    params = _params(ask)
+    if ask.bootstrap_room is not None:
+        return _leg_of_sglang(service, ask, prompt_count)
+    if ask.bootstrap_host is not None:
+        raise BadInput("bootstrap_room is missing: bootstrap_host alone names no rows")
+    if params.get("do_remote_prefill") is True:
+        return _leg_of_vllm(service, params, prompt_count)
+    return Leg()
+
+
+def _leg_of_sglang(service: Service, ask: Generated, prompt_count: int) -> Leg:
+    rooms = _rooms(ask, prompt_count)
+    hosts = _per_prompt("bootstrap_host", ask.bootstrap_host, prompt_count)
+    if FAKE_HOST in hosts:
+        return _fake_leg(service, rooms)
+    ports = _per_prompt("bootstrap_port", ask.bootstrap_port, prompt_count)
+    addresses = [
+        _address(host, port, "bootstrap_host", "bootstrap_port")
+        for host, port in zip(hosts, ports, strict=True)
+    ]
+    found = {address: _peer(service, address, "bootstrap_host") for address in addresses}
+    return Leg(
+        tuple(
+            Handoff(room, found[address].epoch, "take")
+            for room, address in zip(rooms, addresses, strict=True)
+        )
+    )
+
+
+def _fake_leg(service: Service, rooms: Sequence[int]) -> Leg:
+    if not service.split.allows_fake:
+        raise BadInput(
+            f"bootstrap_host is {FAKE_HOST!r}, which asks for invented rows: this server was not"
+            " started with --fake-prefill"
+        )
+    return Leg(tuple(Handoff(room, kind="fake") for room in rooms))
+
+
+def _leg_of_vllm(service: Service, params: Mapping[str, Any], prompt_count: int) -> Leg:
+    given = params.get("transfer_id")
+    if given is not None:
+        peer = _peer(service, _bootstrap_address(params), f"{PARAMS}.remote_bootstrap_addr")
+        return _taking(peer, _rooms_of(given, prompt_count))
+    named = (f"{PARAMS}.remote_host", f"{PARAMS}.remote_port")
+    address = _address(params.get("remote_host"), params.get("remote_port"), *named)
+    peer = _peer(service, address, named[0])
+    _check_epoch(service, peer, params.get("remote_engine_id"))
+    return _taking(peer, _read_rooms(params.get("ess_rooms"), prompt_count))
+
+
+def _taking(peer: Peer, rooms: Sequence[int]) -> Leg:
+    return Leg(tuple(Handoff(room, peer.epoch, "take") for room in rooms))
+
+
+def _bootstrap_address(params: Mapping[str, Any]) -> Address:
+    where, given = f"{PARAMS}.remote_bootstrap_addr", params.get("remote_bootstrap_addr")
+    if not isinstance(given, str):
+        raise BadInput(f"{where} must be a text such as http://10.0.0.1:8998")
+    return read_address(given.removeprefix("http://").removesuffix("/"), where=where)
+
+
+def _peer(service: Service, address: Address, where: str) -> Peer:
+    """What is not in the table is refused; nothing is resolved and nobody is asked."""
+    peers = service.split.peers
+    peer = None if peers is None else peers.find(address)
+    if peer is None:
+        raise BadInput(f"{where} is {str(address)!r:.300}: this server has no such one in --peers")
+    if not peer.is_up:
+        sentence = f"the prefill worker {address} is not up: {peer.why}"
+        raise service.refused(sentence, "peer_down", 2.0)
+    return peer
+
+
+def _check_epoch(service: Service, peer: Peer, given: object) -> None:
+    where = f"{PARAMS}.remote_engine_id"
+    if not isinstance(given, str) or EPOCH.fullmatch(given) is None:
+        raise BadInput(f"{where} must be the id that a prefill worker of ESS gave")
+    if given != engine_id(peer.epoch):
+        sentence = f"{where} is {given}, but the prefill worker there was started again since then"
+        raise service.refused(sentence, "peer_restarted", 1.0)
+
+
+# ---- fields
+
+
+def _params(ask: Generated) -> Mapping[str, Any]:
+    given = ask.kv_transfer_params
+    if given is not None and not isinstance(given, dict):
+        raise BadInput(f"{PARAMS} must be an object")
+    return given or {}
+
+
+def _per_prompt(name: str, given: Any, count: int) -> list[Any]:
+    """A value for each prompt: the one that was given for all, or a list of as many."""
+    if not isinstance(given, list):
+        return [given] * count
+    if len(given) != count:
+        raise BadInput(f"{name} has {len(given):,} entries for {count} prompts")
+    return given
+
+
+def _rooms(ask: Generated, count: int) -> list[int]:
+    """A single room for several prompts counts up, on both sides alike."""
+    given = ask.bootstrap_room
+    rooms = given if isinstance(given, list) else [given]
+    for room in rooms:
+        if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room < ROOMS:
+            raise BadInput(f"bootstrap_room has {room!r:.40}, not a number of {ROOM_BITS} bits")
+    if isinstance(given, list):
+        return _unique(_per_prompt("bootstrap_room", rooms, count), "bootstrap_room")
+    return [(rooms[0] + place) % ROOMS for place in range(count)]
+
+
+def _rooms_of(transfer_id: object, count: int) -> list[int]:
+    """What both legs make of the router's id for the pair of them."""
+    if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= TRANSFER_ID_CHARS_MAX:
+        raise BadInput(f"{PARAMS}.transfer_id must be 1 to {TRANSFER_ID_CHARS_MAX} characters")
+    key = transfer_id.encode(errors="replace")
+    return [
+        int.from_bytes(hashlib.blake2b(b"%d %b" % (place, key), digest_size=8).digest()) % ROOMS
+        for place in range(count)
+    ]
+
+
+def _read_rooms(given: object, count: int) -> list[int]:
+    where = f"{PARAMS}.ess_rooms"
+    try:
+        texts = msgspec.convert(given, list[str])
+    except msgspec.ValidationError:
+        texts = []
+    if len(texts) != count or not all(EPOCH.fullmatch(text) for text in texts):
+        raise BadInput(f"{where} must have the {count} rooms that a prefill worker of ESS gave")
+    rooms = [int(text, 16) for text in texts]
+    if max(rooms) >= ROOMS:
+        raise BadInput(f"{where} has a room of more than {ROOM_BITS} bits")
+    return _unique(rooms, where)
+
+
+def _unique(rooms: list[int], where: str) -> list[int]:
+    if len(set(rooms)) < len(rooms):
+        raise BadInput(f"{where} has the same room for two prompts")
+    return rooms
+
+
+def _address(host: object, port: object, named_host: str, named_port: str) -> Address:
+    if not isinstance(host, str) or not 0 < len(host) <= HOST_CHARS_MAX:
+        raise BadInput(f"{named_host} must be a text of 1 to {HOST_CHARS_MAX} characters")
+    if isinstance(port, float) and port.is_integer():
+        port = int(port)
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port <= 65535:
+        raise BadInput(f"{named_port} is {port!r:.40}, not a port")
+    return address_of(host, port)
