@@ -5,9 +5,11 @@
                 decode leg brings back, with do_remote_prefill
     B, Mooncake both legs at once have the same transfer_id, and the decode leg an address
 
-A worker of role both ignores all of it. A prefill worker serves only such requests: its answer has
-no text, and ends when the prompt is made. A decode worker without them computes the prompt itself.
-Nothing that a request says is ever dialled: an address is looked up among the configured peers.
+A router of one kind passes on what a client has sent of the other's: A counts when it is whole, for
+its routers overwrite it, then B. A worker of role both ignores all of it. A
+prefill worker serves only such requests: its answer has no text, and ends when the prompt is made.
+A decode worker without them computes the prompt itself. Nothing that a request says is ever
+dialled: an address is looked up among the configured peers.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def leg_of(request: Request, ask: Generated, prompt_count: int) -> Leg:
 
 def _prefill_leg(service: Service, request: Request, ask: Generated, prompt_count: int) -> Leg:
     params = _params(ask)
-    if ask.bootstrap_room is not None:
+    if _is_bootstrapped(ask):
         rooms = _rooms(ask, prompt_count)
         made = None
     elif params.get("do_remote_decode") is True:
@@ -73,8 +75,8 @@ def _prefill_leg(service: Service, request: Request, ask: Generated, prompt_coun
         made = _answer_params(service, request, rooms)
     else:
         raise BadInput(
-            "bootstrap_room is missing, and kv_transfer_params.do_remote_decode too: this prefill"
-            " worker serves the requests that a router for prefill and decode sends, no others"
+            "bootstrap_room is missing, and kv_transfer_params.do_remote_decode too: a prefill"
+            " worker serves what a router for prefill and decode sends it; send this to the router"
         )
     _drop_wishes(ask)
     return Leg(tuple(Handoff(room, kind="give") for room in rooms), made)
@@ -114,12 +116,13 @@ def _answer_params(service: Service, request: Request, rooms: Sequence[int]) -> 
 
 def _decode_leg(service: Service, ask: Generated, prompt_count: int) -> Leg:
     params = _params(ask)
-    if ask.bootstrap_room is not None:
+    if _is_bootstrapped(ask):
         return _leg_of_sglang(service, ask, prompt_count)
-    if ask.bootstrap_host is not None:
-        raise BadInput("bootstrap_room is missing: bootstrap_host alone names no rows")
     if params.get("do_remote_prefill") is True:
         return _leg_of_vllm(service, params, prompt_count)
+    for name in ("bootstrap_host", "bootstrap_room"):
+        if getattr(ask, name) is not None and params.get("do_remote_decode") is not True:
+            raise BadInput(f"{name} is given alone: bootstrap_host and bootstrap_room say the rows")
     return Leg()
 
 
@@ -196,6 +199,10 @@ def _check_epoch(service: Service, peer: Peer, given: object) -> None:
 
 
 # ---- fields
+
+
+def _is_bootstrapped(ask: Generated) -> bool:
+    return ask.bootstrap_host is not None and ask.bootstrap_room is not None
 
 
 def _params(ask: Generated) -> Mapping[str, Any]:

@@ -32,12 +32,14 @@ from ess.server.commands.start.checkpoint import embedded_path
 from ess.server.http.app import create_app
 from ess.server.http.connection.protocol import LimitedProtocol, limited
 from ess.server.process.board import Board
-from ess.server.process.lifecycle import QuietServer
+from ess.server.process.lifecycle import QuietServer, keep_meeting
 from ess.server.process.link import EngineLink
+from ess.server.process.peers import WHOLE, Split
 from ess.server.process.service import Limits, SamplingDefaults, Service
 from ess.server.process.tally import Tally
 from ess.server.process.text_child import Desk
 from ess.server.process.texts import Texts
+from ess.transfer.endpoint import Identity
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -72,6 +74,8 @@ class PacedEngine(fake_engine.PacedEngine):
         self.adds: list[Add] = []
         self.aborted: list[int] = []
         self.flushes = 0
+        identity = given.get("identity")
+        self.metadata = identity.hello() if isinstance(identity, Identity) else b""
         self.held = threading.Event()
         self.held.set()
         self._shown = status
@@ -85,7 +89,10 @@ class PacedEngine(fake_engine.PacedEngine):
         context = zmq.Context()
         wire = SocketWire(context, [endpoint])
         if self.says_ready:
-            wire.give(Ready(vocabulary=VOCABULARY, length_max=4096, load_s=0.0))
+            ready = Ready(
+                vocabulary=VOCABULARY, length_max=4096, load_s=0.0, metadata=self.metadata
+            )
+            wire.give(ready)
         while not self.is_stopped:
             if self.held.is_set():
                 self.turn(wire)
@@ -132,8 +139,10 @@ class Served:
         within: Callable[[ASGIApp], ASGIApp] = lambda app: app,
         context_of: Callable[[], zmq.asyncio.Context] = zmq.asyncio.Context,
         read_s: float = 60.0,
+        split_of: Callable[[EngineLink], Split] = lambda link: WHOLE,
     ) -> None:
         self._read_s = read_s
+        self._split_of = split_of
         self.engine = engine
         self._root_path = root_path
         self._within = within
@@ -228,6 +237,7 @@ class Served:
             board=board,
             clock=clock,
             tally=self._tally,
+            split=self._split_of(link),
         )
         app = create_app(service, keys=self._keys, spans=self._spans, root_path=self._root_path)
         config = uvicorn.Config(
@@ -242,7 +252,7 @@ class Served:
             timeout_graceful_shutdown=1,
         )
         self._server = QuietServer(config)
-        hearing = asyncio.ensure_future(link.run())
+        hearing = asyncio.gather(link.run(), keep_meeting(service))
         self._up.set()
         await self._server.serve(sockets=[self._listener])
         hearing.cancel()

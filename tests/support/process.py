@@ -27,19 +27,20 @@ SMALL = {
 
 
 class Process:
-    """`ess serve` on a free port, of this tree or another."""
+    """`ess serve`, or another command that serves, on a free port, of this tree or another."""
 
     def __init__(
         self,
         *flags: str,
         stderr: int = subprocess.PIPE,
         tree: Path = ROOT,
+        command: str = "serve",
         **environment: str,
     ) -> None:
         given = {name: value for name, value in SMALL.items() if name not in flags}
         small = [word for pair in given.items() for word in pair]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, "serve", "--json", *small, *flags],
+            [sys.executable, "-c", RUN, command, "--json", *small, *flags],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree), **environment},
             stdout=subprocess.PIPE,
