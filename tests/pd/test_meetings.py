@@ -1,0 +1,236 @@
+"""Workers meet: with the secret or not at all, again after a restart, whoever answers."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from ess.engine.process.fake_engine import identity_of
+from ess.errors import BadInput
+from ess.server.commands.start.settings import resolve
+from ess.server.process.bounds import METADATA_BYTES_MAX
+from ess.transfer.endpoint import Identity
+from ess.transfer.messages import Heartbeat, Seal, new_epoch
+from tests.pd.pairs import SECRET, Half, until
+from tests.pd.test_dialects import PROMPT, decode, pair, post, prefill, rooms_at
+from tests.server.harness import Served, raw
+from tests.support.routers import ask
+
+
+def meet(served: Served, content: bytes, *more: bytes) -> int:
+    with raw(served.port) as made:
+        head = (b"POST /peers HTTP/1.1", b"host: evil.example", *more)
+        length = b"content-length: %d" % len(content)
+        made.sendall(b"\r\n".join((*head, length, b"connection: close", b"\r\n")) + content)
+        return int(made.makefile("rb").readline().split()[1])
+
+
+def test_only_who_has_the_secret_is_met():
+    """Under any name, and with no API key: what counts is the seal."""
+    ours, foreign = identity_of(SECRET), identity_of("another secret, long enough")
+    layout = Identity(epoch=new_epoch(), seal=Seal(SECRET.encode()), layout=b"x" * 32)
+    good = ours.hello()
+    flipped = bytes([*good[:50], good[50] ^ 1, *good[51:]])
+    with prefill() as left:
+        assert meet(left, good) == 200
+        for content in (b"", b"{}", good[:-1], good + b"x", flipped, foreign.hello(), bytes(99)):
+            assert meet(left, content) == 403
+        assert meet(left, layout.hello()) == 400
+        beat = ours.seal.sealed(Heartbeat(1), sender=ours.epoch, receiver=0)
+        assert meet(left, beat) == 400
+        assert meet(left, bytes(METADATA_BYTES_MAX)) == 403
+        assert meet(left, bytes(METADATA_BYTES_MAX + 1)) == 413
+        assert meet(left, good, b"sec-fetch-site: cross-site") == 200
+
+
+def test_a_decode_worker_that_has_no_peers_is_healthy():
+    with decode("127.0.0.1:9,10.255.255.1:9") as served:
+        assert ask(served.url + "/health").status == 200
+        told = ask(served.url + "/ready")
+        assert (told.status, told.document["status"]) == (200, "ready")
+        assert told.document["missing"] == ["127.0.0.1:9", "10.255.255.1:9"]
+        assert post(served, PROMPT).status == 200
+
+
+ANSWERS = {
+    b"": "HTTP",
+    b"garbage\r\n\r\n": "HTTP",
+    b"HTTP/1.1 200 OK\r\n\r\n": "with a length",
+    b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n": "with a length",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 99999999\r\n\r\n": "99,999,999 bytes",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nab": "HTTP",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nab": "a frame of 2 bytes",
+    b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n": "302",
+    b"HTTP/1.1 403 No\r\ncontent-length: 3\r\n\r\nbad": "403: bad",
+    b"HTTP/1.1 200 OK\r\nx: " + b"y" * 20_000: "HTTP",
+}
+
+
+@contextmanager
+def answering(content: bytes) -> Iterator[int]:
+    """Whoever is at a peer's address, and what comes of it."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(content)
+            self.request.shutdown(socket.SHUT_WR)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_whatever_answers_at_a_peer_s_address_is_no_peer():
+    with ExitStack() as held:
+        ports = {held.enter_context(answering(each)): says for each, says in ANSWERS.items()}
+        served = held.enter_context(decode(",".join(f"127.0.0.1:{port}" for port in ports)))
+
+        def told() -> dict[str, str]:
+            lines = served.service.split.peers.lines()
+            return {line["address"]: line["why"] for line in lines}
+
+        until(lambda: not any("not been met" in why for why in told().values()), "an answer each")
+        for port, says in ports.items():
+            assert says in told()[f"127.0.0.1:{port}"]
+        assert len(served.service.split.peers.missing) == len(ports)
+        assert ask(served.url + "/health").status == 200
+
+
+def test_a_key_protects_all_but_the_meeting():
+    with prefill(keys=("right",)) as left:
+        assert meet(left, identity_of(SECRET).hello()) == 200
+        assert [ask(left.url + path).status for path in ("/route", "/query")] == [401, 401]
+        assert ask(left.url + "/query", Authorization="Bearer right").status == 200
+
+
+def test_workers_meet_when_all_connections_are_taken():
+    with (
+        prefill(connections_max=2) as left,
+        raw(left.port) as one_client,
+        raw(left.port) as another,
+    ):
+        until(lambda: len(left.connections) == 2, "a full server")
+        assert meet(left, identity_of(SECRET).hello()) == 200
+        assert ask(left.url + "/query").status == 503
+        assert one_client.fileno() != another.fileno()
+
+
+def test_a_prefill_worker_that_drains_is_still_met():
+    with pair() as (left, _):
+        left.service.draining = True
+        assert meet(left, identity_of(SECRET).hello()) == 200
+        assert post(left, {**PROMPT, **rooms_at(left, 3)}).status == 503
+
+
+@pytest.mark.slow
+def test_a_restarted_prefill_worker_is_met_again_under_its_new_epoch():
+    with Half("prefill") as left:
+        port = str(left.port)
+        with Half("decode", "--peers", f"127.0.0.1:{port}") as right:
+            [before] = right.wait_met().peers
+            given = left.ask("/v1/completions", {**PROMPT, **first_leg()}).document
+            left.process.kill()
+            left.process.wait()
+            until(lambda: right.ask("/ready").document["missing"], "the loss")
+            assert right.ask("/health").status == 200
+            rooms = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(port)}
+            lost = right.ask("/v1/completions", {**PROMPT, **rooms, "bootstrap_room": 1})
+            assert (lost.status, lost.headers["x-ess-reason"]) == (503, "peer_down")
+            with Half("prefill", "--port", port) as again:
+                [after] = right.wait_met().peers
+                assert after["engine_id"] != before["engine_id"]
+                stale = {**PROMPT, "kv_transfer_params": given["kv_transfer_params"]}
+                late = right.ask("/v1/completions", stale)
+                assert (late.status, late.headers["x-ess-reason"]) == (503, "peer_restarted")
+                fresh = again.ask("/v1/completions", {**PROMPT, **first_leg()}).document
+                params = {"kv_transfer_params": fresh["kv_transfer_params"]}
+                assert right.ask("/v1/completions", {**PROMPT, **params}).status == 200
+
+
+def first_leg() -> dict[str, object]:
+    return {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+
+
+@pytest.mark.slow
+def test_a_wrong_secret_keeps_workers_apart():
+    with Half("prefill") as left:
+        peers = ("--peers", f"127.0.0.1:{left.port}")
+        with Half("decode", *peers, secret="another secret, long enough") as right:
+            until(lambda: "403" in right.peers[0]["why"], "the refusal")
+            assert right.ask("/ready").document["missing"] == [f"127.0.0.1:{left.port}"]
+            assert right.peers[0]["engine_id"] is None
+            assert right.ask("/v1/completions", PROMPT).status == 200
+
+
+@pytest.mark.slow
+def test_every_process_of_a_server_knows_the_peers_and_a_further_port_is_served():
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        further = held.getsockname()[1]
+    with Half("prefill", "--server-processes", "2", "--bootstrap-port", str(further)) as left:
+        told = left.ask("/server_info").document
+        assert told["disaggregation_bootstrap_port"] == further
+        assert told["settings"]["peer_secret"] == {"value": "set", "from": "environment"}
+        assert SECRET not in left.ask("/server_info").text + str(left.greeting)
+        assert ask(f"http://127.0.0.1:{further}/health").status == 200
+        peers = ("--peers", f"127.0.0.1:{further}")
+        with Half("decode", *peers, "--server-processes", "2") as right:
+            for _ in range(12):
+                until(lambda: not right.ask("/ready").document["missing"], "this process")
+            params = left.ask("/v1/completions", {**PROMPT, **first_leg()}).document
+            assert params["kv_transfer_params"]["remote_port"] == further
+            for room in range(12):
+                rooms = {"bootstrap_host": "127.0.0.1", "bootstrap_port": further}
+                body = {**PROMPT, **rooms, "bootstrap_room": room}
+                until(
+                    lambda body=body: right.ask("/v1/completions", body).status == 200,
+                    "an answer of every process",
+                )
+
+
+KEY = {"ESS_PEER_SECRET": SECRET}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "says"),
+    [
+        ({"role": "decode"}, {}, "peer_secret_file is missing: a decode worker"),
+        ({"role": "prefill"}, {"ESS_PEER_SECRET": "fifteen bytes.."}, "peer_secret has 15 bytes"),
+        ({"role": "prefill", "peers": "a:1"}, KEY, "peers is for a decode worker"),
+        ({"role": "decode", "bootstrap_port": 1}, KEY, "bootstrap_port is for a prefill worker"),
+        ({"peers": "a:1"}, KEY, "role is both"),
+        ({"role": "decode", "peers": "a"}, KEY, "no HOST:PORT"),
+        ({"role": "prefill", "tls_cert": "a", "tls_key": "b"}, KEY, "over plain HTTP"),
+        ({"role": "prefill", "uds": "a"}, KEY, "uds is given without bootstrap_port"),
+        ({"role": "decode", "peer_secret_file": "nowhere"}, {}, "peer_secret_file nowhere cannot"),
+    ],
+)
+def test_what_a_role_needs_is_said_at_the_start(flags: dict, environment: dict, says: str):
+    with pytest.raises(BadInput, match=says) as raised:
+        resolve(flags, environment=environment)
+    assert SECRET not in str(raised.value)
+
+
+def test_the_secret_comes_from_a_file_and_is_never_shown(tmp_path: Path):
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    found = resolve({"role": "decode", "peer_secret_file": str(path)}, environment={})
+    assert found.settings.peer_secret == SECRET
+    assert SECRET not in repr(found)
+    assert SECRET not in repr(found.shown())
+    with pytest.raises(BadInput, match="one of them says it"):
+        resolve({"role": "decode", "peer_secret_file": str(path)}, environment=KEY)
+    path.write_text(" \n")
+    with pytest.raises(BadInput, match="has no secret in it"):
+        resolve({"role": "decode", "peer_secret_file": str(path)}, environment={})
