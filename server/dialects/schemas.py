@@ -47,7 +47,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 class Addressed(msgspec.Struct, kw_only=True):
     """Id, session and priority of a request; a lower priority runs earlier, as in vLLM. Requests
     of different `cache_salt` (SGLang has `extra_key`) share no cached prefix. The other four are
-    of routers for prefill and decode: `handoffs` reads them, where they have an effect."""
+    of routers for prefill and decode: `legs` reads them, where they have an effect."""
 
     bootstrap_host: Any = None
     bootstrap_port: Any = None

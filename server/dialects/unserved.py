@@ -7,7 +7,7 @@ in the wrong place is refused too, because it would be dropped in silence.
 Every other key is ignored. Known ones among those change no answer: `user`, `metadata`, `store`,
 `service_tier`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`
 (OpenAI); `data_parallel_rank`, `routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (what
-routers add; the rest of that is read in `handoffs`); `log_metrics`, `no_logs`, `custom_params`,
+routers add; the rest of that is read in `legs`); `log_metrics`, `no_logs`, `custom_params`,
 `spaces_between_special_tokens`, `guided_decoding_backend` (vLLM, SGLang).
 """
 

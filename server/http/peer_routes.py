@@ -15,7 +15,7 @@ from starlette.responses import Response
 from ess.errors import BadInput
 from ess.server.http.openapi.door import Door
 from ess.server.http.responses import Absent, Foreign, answer
-from ess.server.process.peers import engine_id
+from ess.server.process.pair.peers import engine_id
 from ess.server.process.service import Service
 from ess.units import PAGE_ROWS
 

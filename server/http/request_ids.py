@@ -16,7 +16,7 @@ from starlette.requests import Request
 from ess.engine.request import PRIORITY_MAX
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.server.dialects.handoffs import leg_of
+from ess.server.dialects.legs import leg_of
 from ess.server.dialects.schemas import Generated
 from ess.server.process.bounds import NAME_CHARS_MAX
 from ess.server.process.link import Call

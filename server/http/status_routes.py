@@ -277,25 +277,21 @@ def _queues(service: Service) -> dict[str, Any]:
 
 
 def _disagg(service: Service) -> dict[str, Any]:
-    """Requests of a pair that wait for rows or for their takers, and how fast the last rows came.
-    Nothing in a worker of no pair, as in SGLang."""
-    handoff, role = service.board.status.handoff, service.split.role
-    if role == "both":
-        return {"disagg_mode": "null"}
-    found: dict[str, Any] = {"disagg_mode": role}
-    if handoff is None:
-        return found
-    found |= {
-        "prefill_queue_reqs": handoff.open_departure_count,
-        "decode_queue_reqs": handoff.open_arrival_count,
-        "kv_transfer_sent_bytes": handoff.sent_bytes,
-        "kv_transfer_received_bytes": handoff.received_bytes,
-        "kv_transfer_failed_reqs": handoff.missed_count + handoff.lapsed_count,
+    """What routers of SGLang read: the role, who waits for rows or to be fetched, how rows came."""
+    status, handoffs, role = (
+        service.board.status.handoff,
+        service.board.handoffs,
+        service.split.role,
+    )
+    if role == "both" or status is None:
+        return {"disagg_mode": "null" if role == "both" else role}
+    return {
+        "disagg_mode": role,
+        "prefill_queue_reqs": status.open_departure_count,
+        "decode_queue_reqs": status.open_arrival_count,
+        "kv_transfer_latency_ms": 1e3 * handoffs.latency.mean_s,
+        "kv_transfer_speed_gb_s": handoffs.gb_per_s,
     }
-    took_s = [max((at_s for _, at_s in line.marks), default=0.0) for line in handoff.recent]
-    if any(took_s):
-        found["kv_transfer_latency_ms"] = 1e3 * sum(took_s) / len(took_s)
-    return found
 
 
 async def metrics(request: Request) -> Response:

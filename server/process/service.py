@@ -19,7 +19,7 @@ from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.server.http.responses import Absent, Refused
 from ess.server.process.board import SUBSCRIBERS_MAX, Board
 from ess.server.process.link import Call, EngineLink
-from ess.server.process.peers import WHOLE, Split
+from ess.server.process.pair.peers import WHOLE, Split
 from ess.server.process.tally import Shelf, Tally, together
 from ess.server.process.texts import Texts
 

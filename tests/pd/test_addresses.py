@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from ess.errors import BadInput
-from ess.server.process.addresses import read_peers
+from ess.server.process.pair.addresses import read_peers
 from tests.pd.pairs import Half
 from tests.pd.test_dialects import GIVES, PROMPT, decode, pair, post
 

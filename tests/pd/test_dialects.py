@@ -11,9 +11,9 @@ import pytest
 from ess.engine.process.fake_engine import identity_of
 from ess.engine.process.messages import Add, Handoff, Piece, Progress, ToEngine
 from ess.engine.process.wire import SocketWire
-from ess.server.process.addresses import read_peers
 from ess.server.process.link import EngineLink
-from ess.server.process.peers import Peers, Split
+from ess.server.process.pair.addresses import read_peers
+from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.service import Limits
 from ess.transfer.messages import Seal
 from tests.server import harness

@@ -34,7 +34,7 @@ from ess.server.http.connection.protocol import LimitedProtocol, limited
 from ess.server.process.board import Board
 from ess.server.process.lifecycle import QuietServer, keep_meeting
 from ess.server.process.link import EngineLink
-from ess.server.process.peers import WHOLE, Split
+from ess.server.process.pair.peers import WHOLE, Split
 from ess.server.process.service import Limits, SamplingDefaults, Service
 from ess.server.process.tally import Tally
 from ess.server.process.text_child import Desk

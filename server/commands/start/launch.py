@@ -53,7 +53,7 @@ from ess.server.process.lifecycle import QuietServer, Running, end_in_time
 from ess.server.process.link import EngineLink, Place
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
-from ess.server.process.peers import Peers, Split
+from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.service import Limits, Service
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk

@@ -24,7 +24,7 @@ from ess.config import Setting, setting, settings_of
 from ess.engine.config import ProcessConfig
 from ess.errors import BadInput
 from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
-from ess.server.process.addresses import Named, read_peers
+from ess.server.process.pair.addresses import Named, read_peers
 from ess.transfer.messages import SECRET_BYTES_MIN
 from ess.units import parse_size
 

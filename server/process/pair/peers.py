@@ -17,9 +17,9 @@ from typing import Any, Final, Literal
 
 from ess.clock import Clock
 from ess.errors import BadInput, Unavailable
-from ess.server.process.addresses import Address, Named, read_address
 from ess.server.process.bounds import METADATA_BYTES_MAX
 from ess.server.process.link import EngineLink
+from ess.server.process.pair.addresses import Address, Named, read_address
 from ess.transfer.messages import Seal
 
 Role = Literal["both", "prefill", "decode"]

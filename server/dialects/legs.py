@@ -27,8 +27,8 @@ from starlette.requests import Request
 from ess.engine.process.messages import Handoff
 from ess.errors import BadInput
 from ess.server.dialects.schemas import Generated
-from ess.server.process.addresses import HOST_CHARS_MAX, Address, address_of, read_address
-from ess.server.process.peers import Peer, engine_id
+from ess.server.process.pair.addresses import HOST_CHARS_MAX, Address, address_of, read_address
+from ess.server.process.pair.peers import Peer, engine_id
 from ess.server.process.service import Service
 
 ROOM_BITS: Final = 63
