@@ -56,7 +56,7 @@ class Offload:
         self._budgets = Budgets(pools)
         self._slots = Slots(pools, self._counters, self.timings)
         made = self._slots if make_placement is None else make_placement(self._slots)
-        self._owner = Owner(pools, made)
+        self.owner = Owner(pools, made)
 
     @classmethod
     def create(
@@ -119,15 +119,15 @@ class Offload:
     def memory(self, layer: int) -> LayerMemory:
         """Where this layer's slots, host rows and index keys lie."""
         self.layout.check_layer(layer)
-        return self._owner.placement.memory(layer)
+        return self.owner.placement.memory(layer)
 
     def stats(self) -> Stats:
         return self._counters.read(self._pools, self.timings)
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
         """Every row of these sequences is in a slot, in every layer of the main model."""
-        self._owner.require()
-        return not self._resident.lacking(self._owner.own(sequences))
+        self.owner.require()
+        return not self._resident.lacking(self.owner.own(sequences))
 
     @property
     def is_scarce(self) -> bool:
@@ -142,7 +142,7 @@ class Offload:
 
     def check(self) -> None:
         """Audits every pool; raises AssertionError with coordinates."""
-        keepers = (self._owner, self._slots, self._resident, self._refill, self._budgets)
+        keepers = (self.owner, self._slots, self._resident, self._refill, self._budgets)
         for part in (self._pools, *keepers):
             part.check()
 
@@ -156,6 +156,7 @@ class Offload:
         promise: Promise = "all",
         salt: bytes = b"",
         reuse_max: int | None = None,
+        on_device: bool = True,
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
@@ -163,11 +164,13 @@ class Offload:
         (`cached_count`); import the rest. With `length_max` all of its growth is promised now;
         without, growth may meet PoolFull later. `promise="some"` promises the growth on the host
         only: device pages may meet PoolFull. Sequences with different `salt` never share rows.
+        With `on_device=False` it begins preempted, with host pages only, all of its growth promised
+        there: for rows that are still to come. `resume` takes it onto the device.
         A page of 64 rows becomes cached prefix when its tokens are known and the host has its rows
         and index keys of all layers; the sequence takes notice of imports when it is next used, at
         the latest when it is closed.
         """
-        self._owner.require()
+        self.owner.require()
         ids, longest = token_ids("tokens", tokens), self.sizes.length_max
         in_list("promise", promise, ("all", "some"))
         if not isinstance(salt, bytes):
@@ -181,12 +184,13 @@ class Offload:
                 f"1 <= tokens <= length_max <= {longest}"
             )
         return open_sequence(
-            self._owner,
+            self.owner,
             ids,
             length_max=length_max,
             salt=salt,
             promise=promise,
             reuse_max=reuse_max,
+            on_device=on_device,
         )
 
     def forget_prefixes(self) -> int:
@@ -194,7 +198,7 @@ class Offload:
 
         BadState while a sequence holds a cached page: it reads these rows.
         """
-        self._owner.require()
+        self.owner.require()
         self.drain()
         latent = self._pools.latent
         if latent.prefix.held_count:
@@ -228,20 +232,20 @@ class Offload:
         rows begin; where rows were imported for a part of the known tokens only, a step without it
         is refused.
         """
-        self._owner.require_between_steps()
-        if len(self._owner.sealed) > 1:
-            raise BadState(f"learn step {self._owner.sealed[0].number} first")
-        batch = self._owner.own(sequences)
+        self.owner.require_between_steps()
+        if len(self.owner.sealed) > 1:
+            raise BadState(f"learn step {self.owner.sealed[0].number} first")
+        batch = self.owner.own(sequences)
         listed = counts("query_counts", query_counts, len(batch))
         first = None if starts is None else counts("starts", starts, len(batch))
-        step = begin(self._owner, batch, listed, first)
+        step = begin(self.owner, batch, listed, first)
         self._counters.step_count += 1
         return step
 
     def refill(self, sequences: Many[Sequence]) -> int:
         """Behind a step: some absent rows of one of these into free slots; returns how many."""
-        self._owner.require_between_steps()
-        plans = self._refill.go_on(self._owner.own(sequences))
+        self.owner.require_between_steps()
+        plans = self._refill.go_on(self.owner.own(sequences))
         for plan in plans:
             self._counters.moved(plan)
         return sum(len(plan.rows) for plan in plans)
@@ -251,22 +255,22 @@ class Offload:
 
         Decided from what has happened since the last call, so call it every some dozen steps.
         """
-        self._owner.require_between_steps()
-        if self._owner.sealed:
-            raise BadState(f"learn step {self._owner.sealed[0].number} before budgets move")
+        self.owner.require_between_steps()
+        if self.owner.sealed:
+            raise BadState(f"learn step {self.owner.sealed[0].number} before budgets move")
         self._pools.inflight.settle()
         return self._budgets.rebalance(self._counters.misses())
 
     def drain(self) -> None:
         """Waits until every copy under way has landed."""
-        self._owner.require_thread()
+        self.owner.require_thread()
         self._pools.inflight.drain()
 
     def close(self) -> None:
         """Ends the lane, behind what is under way. A second call does nothing."""
-        if self._owner.is_open:
-            self._owner.require_thread()
-            self._owner.is_open = False
+        if self.owner.is_open:
+            self.owner.require_thread()
+            self.owner.is_open = False
             self._pools.inflight.drain()
             self._lane.close()
 

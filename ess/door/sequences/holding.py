@@ -1,5 +1,8 @@
 """What a sequence holds of the pools: host pages and, while it is active, a line of active pages.
 
+A sequence that was never on the device keeps the host pages of its growth promised, so that it can
+always enter; one that has left the device promises itself nothing.
+
 Pages leave the device behind the copies that may still touch them (`InFlight.after`), so nothing in
 here waits, except to make room when a reservation falls short. A call that raises PoolFull has
 changed nothing.
@@ -65,6 +68,23 @@ class Holding:
             latent.drop(shared)
             raise
 
+    def open_on_host(self, shared: PageIds, page_count: int) -> None:
+        """As `open`, but it takes nothing of the device until it resumes."""
+        assert not self.page_count, "a holding is opened once"
+        pools, fresh_count = self._pools, page_count - len(shared)
+        assert fresh_count >= 0, f"{len(shared)} shared pages of {page_count}"
+        pools.latent.hold(shared)
+        try:
+            needs = self._needs(shared, fresh_count)
+            pools.ledger.require(needs)
+            self._reservation = _reserve(pools, {HOST_PAGES: needs[HOST_PAGES]})
+        except PoolFull:
+            pools.latent.drop(shared)
+            raise
+        fresh = pools.latent.take(fresh_count)
+        pools.ledger.draw(self._reservation, HOST_PAGES, fresh_count)
+        self.host_pages = np.concatenate([shared, fresh])
+
     def resume(self, *, length: int) -> None:
         assert self.line == NONE, f"line {self.line} is on the device already"
         assert self.page_count, "a holding that was let go cannot resume"
@@ -73,7 +93,7 @@ class Holding:
     def _enter(self, held: PageIds, fresh_count: int, length: int) -> None:
         """Reserve, take `fresh_count` host pages behind the `held` ones, become active."""
         pools = self._pools
-        assert self._reservation is None, "what enters the device has no reservation yet"
+        assert self.line == NONE, f"line {self.line} is on the device already"
         if pools.tables.free_count == 0:
             raise PoolFull(
                 limiter=SEQUENCES,
@@ -82,7 +102,7 @@ class Holding:
                 sentence=f"all {pools.sizes.sequence_max} sequences are active; raise "
                 f"sequence_max, or preempt or close a sequence",
             )
-        self._reservation = _reserve(pools, self._needs(held, fresh_count))
+        self._reservation = _reserve(pools, self._needs(held, fresh_count), self._reservation)
         fresh = pools.latent.take(fresh_count)
         pools.ledger.draw(self._reservation, HOST_PAGES, fresh_count)
         self.host_pages = np.concatenate([held, fresh])
@@ -129,7 +149,9 @@ class Holding:
     def let_go(self) -> None:
         """The host pages too: published ones stay as prefix cache while there is room."""
         assert self.line == NONE, f"line {self.line} is still on the device"
-        assert self._reservation is None, "what has left the device reserves nothing"
+        if self._reservation is not None:
+            self._pools.ledger.release(self._reservation)
+            self._reservation = None
         self._pools.latent.drop(self.host_pages)
         self.host_pages = NO_PAGES
 
@@ -157,7 +179,9 @@ class Holding:
     def check(self) -> None:
         """On the device its line names the active page of each host page, and nothing else."""
         if self.line == NONE:
-            assert self._reservation is None, "it left the device and reserves pages"
+            promised = {} if self._reservation is None else dict(self._reservation.promised)
+            promised.pop(HOST_PAGES, None)
+            assert not any(promised.values()), f"it is not on the device and reserves {promised}"
             return
         tables, count = self._pools.tables, self.page_count
         assert self._reservation is not None, f"line {self.line} has no reservation"
@@ -181,12 +205,21 @@ def grow(pools: Pools, growths: Iterable[tuple[Holding, int]]) -> None:
         held.add(count, short)
 
 
-def _reserve(pools: Pools, needs: dict[str, int]) -> Reservation:
+def _reserve(pools: Pools, needs: dict[str, int], held: Reservation | None = None) -> Reservation:
     """Pages still leaving may be the room that is missing: let them land before refusing."""
     try:
-        return pools.ledger.reserve(needs)
+        return _reserved(pools, needs, held)
     except PoolFull:
         if pools.inflight.pending_count == 0:
             raise
     pools.inflight.drain()
-    return pools.ledger.reserve(needs)
+    return _reserved(pools, needs, held)
+
+
+def _reserved(pools: Pools, needs: dict[str, int], held: Reservation | None) -> Reservation:
+    """A reservation of `needs`, or the `held` one with what it lacks of them."""
+    if held is None:
+        return pools.ledger.reserve(needs)
+    lacking = {name: max(0, count - held.promised[name]) for name, count in needs.items()}
+    pools.ledger.extend(held, lacking)
+    return held

@@ -1,12 +1,13 @@
 """One request's rows: where they come from, what is known of them, and the life of their sequence.
 
-    open --> active <--> preempted        closed is final
+    open --> active <--> preempted <-- open(on_device=False)        closed is final
                |  `--fork--> active
                `--> closed <-- preempted
 
 An active sequence is on the device, with slots, active pages and a line in the page tables. A
-preempted one keeps its host pages only: resuming it needs no recompute. A closed one leaves its
-full pages as prefix cache, as far as their rows have arrived and their text is known.
+preempted one keeps its host pages only: resuming it needs no recompute. One that waits for rows
+begins so. A closed one leaves its full pages as prefix cache, as far as their rows have arrived and
+their text is known.
 """
 
 from __future__ import annotations
@@ -337,6 +338,7 @@ def open_sequence(
     salt: bytes,
     promise: Promise,
     reuse_max: int | None,
+    on_device: bool,
 ) -> Sequence:
     """The last token is never cached: a step must compute from it what comes next."""
     owner.pools.inflight.settle()
@@ -351,7 +353,11 @@ def open_sequence(
         published_count=len(prefix),
     )
     page_count = div_ceil(len(tokens), PAGE_ROWS)
-    sequence.holding.open(prefix, page_count, length=sequence.length)
+    if on_device:
+        sequence.holding.open(prefix, page_count, length=sequence.length)
+    else:
+        sequence.holding.open_on_host(prefix, page_count)
+        sequence.state = "preempted"
     return sequence
 
 

@@ -1,0 +1,136 @@
+"""A sequence that waits for its rows: host pages at once, the device when it resumes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ess.door import Offload
+from ess.errors import BadState, PoolFull
+from tests.unit.test_door import LAYOUT, make
+
+TOKENS = list(range(150))
+
+
+def filled(offload: Offload, tokens: list[int], *, on_device: bool, **more):
+    """Opened, with rows and keys of all tokens but the last, from what is cached on."""
+    sequence = offload.open(tokens, on_device=on_device, **more)
+    count = len(tokens) - 1 - sequence.cached_count
+    draw = np.random.default_rng(len(tokens))
+    for layer in range(LAYOUT.layer_total):
+        rows = draw.integers(0, 255, (count, LAYOUT.row_bytes), np.uint8)
+        sequence.import_rows(layer, sequence.cached_count, rows)
+    for group in LAYOUT.groups:
+        keys = draw.integers(0, 255, (count, LAYOUT.index.key_bytes), np.uint8)
+        sequence.import_keys(group[0], sequence.cached_count, keys)
+    return sequence
+
+
+def free(offload: Offload) -> dict[str, int]:
+    ledger = offload._pools.ledger
+    return {name: ledger.free(name) for name in ("slots", "index pages", "host pages")}
+
+
+def test_it_takes_host_pages_only_and_promises_their_growth() -> None:
+    with make() as offload:
+        before = free(offload)
+        sequence = offload.open(TOKENS, length_max=256, on_device=False)
+        assert (sequence.state, sequence.line, sequence.page_count) == ("preempted", -1, 3)
+        assert free(offload) == {**before, "host pages": before["host pages"] - 4}
+        offload.check()
+        sequence.holding.check()
+        sequence.resume()
+        assert free(offload)["host pages"] == before["host pages"] - 4
+        assert free(offload)["index pages"] == before["index pages"] - 4
+        sequence.preempt()
+        sequence.resume()
+        sequence.close()
+        assert free(offload) == before
+        offload.check()
+
+
+def test_closed_before_it_resumed_it_leaves_nothing_promised() -> None:
+    with make() as offload:
+        before = free(offload)
+        offload.open(TOKENS, length_max=256, on_device=False).close()
+        assert free(offload) == before
+        offload.check()
+
+
+def test_resumed_it_holds_what_one_opened_on_the_device_holds() -> None:
+    tables = []
+    for on_device in (True, False):
+        with make() as offload:
+            sequence = filled(offload, TOKENS, on_device=on_device)
+            if not on_device:
+                sequence.resume()
+            sequence.fill()
+            pools = offload._pools
+            keys = pools.index.keys.read(0, sequence.holding.row_ids(0, 149)).tobytes()
+            rows = pools.latent.rows[:, sequence.holding.host_rows(0, 149)].tobytes()
+            tables.append((sequence.length, keys, rows, sequence.page_table.tolist()))
+            offload.check()
+            assert offload.verify(0) == []
+    assert tables[0] == tables[1]
+
+
+def test_it_begins_behind_what_is_cached() -> None:
+    with make() as offload:
+        filled(offload, TOKENS, on_device=True).close()
+        sequence = offload.open([*TOKENS, 7, 8], on_device=False)
+        assert sequence.cached_count == 64, "two pages are cached, with MTP one of them counts"
+        offload.check()
+        sequence.close()
+        offload.check()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limiter"),
+    [
+        ({"host_bytes": 3 * LAYOUT.host_page_bytes, "index_bytes": "1MB"}, "host pages"),
+        ({"index_bytes": 3 * LAYOUT.index_page_bytes}, "index pages"),
+    ],
+)
+def test_what_never_fits_is_refused_at_once(sizes, limiter) -> None:
+    for on_device in (True, False):
+        with make(**sizes) as offload:
+            before = free(offload)
+            with pytest.raises(PoolFull) as full:
+                offload.open(TOKENS, length_max=256, on_device=on_device)
+            assert (full.value.limiter, full.value.permanent) == (limiter, True)
+            assert free(offload) == before
+            offload.check()
+
+
+def test_a_full_device_refuses_resume_and_changes_nothing() -> None:
+    with make(index_bytes=4 * LAYOUT.index_page_bytes) as offload:
+        active = offload.open(TOKENS, length_max=192)
+        waiting = offload.open(TOKENS, length_max=256, on_device=False)
+        before = free(offload)
+        with pytest.raises(PoolFull, match="index pages"):
+            waiting.resume()
+        assert (waiting.state, free(offload)) == ("preempted", before)
+        offload.check()
+        active.close()
+        waiting.resume()
+        offload.check()
+
+
+def test_host_pages_of_its_growth_are_nobody_elses() -> None:
+    with make(host_bytes=5 * LAYOUT.host_page_bytes) as offload:
+        waiting = offload.open(TOKENS, length_max=256, on_device=False)
+        with pytest.raises(PoolFull, match="host pages"):
+            offload.open(list(range(65)))
+        offload.open(list(range(60)), length_max=64)
+        waiting.resume()
+        offload.check()
+
+
+def test_it_is_in_no_step_before_it_resumed() -> None:
+    with make() as offload:
+        sequence = filled(offload, TOKENS, on_device=False)
+        with pytest.raises(BadState, match="preempted, not active"):
+            offload.begin([sequence], query_counts=[1])
+        sequence.resume()
+        offload.begin([sequence], query_counts=[1]).abandon()
+        offload.check()
