@@ -120,7 +120,8 @@ def answer(prefill: FaultyTransport, rows: Region) -> None:
             again = envelope.message
             assert isinstance(again, Again)
             pages = range(again.page_begin, again.page_end)
-            push(prefill, rows, envelope.sender, again.layer_begin, pages)
+            for layer in range(again.layer_begin, again.layer_end):
+                push(prefill, rows, envelope.sender, layer, pages)
 
 
 def report(prefill: FaultyTransport, receiver: Receiver) -> None:

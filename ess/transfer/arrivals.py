@@ -2,8 +2,8 @@
 
 A handoff exists here because the receiver reserved room for it, never because a message named it;
 so a million unknown uids cost a million refusals and no memory. What must come is fixed at that
-moment as shares: for each kind of piece, which layers, how many pages, how many bytes a unit.
-A unit is one page of one layer.
+moment as shares: for each kind of piece, which layers, which pages, how many bytes a unit. A unit
+is one page of one layer.
 
 A piece is taken when it is of this handoff, from the peer and the boot it was promised to, inside a
 share, of the size that its range has, and when the bytes that lie in our memory give its checksum.
@@ -18,15 +18,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ess.clock import Clock
 from ess.errors import BadInput
 from ess.transfer.messages import Again, Count, Piece, PieceKind, Reason, checksum
 
 HANDOFFS_MAX: Final = 4096
+
+Units = NDArray[np.bool_]
+"""[layers, pages] of a share: whether each has come."""
 
 ReadPiece = Callable[[Piece], Iterable[memoryview]]
 """The bytes of a piece where they landed, layer by layer and page by page."""
@@ -43,7 +48,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What must come of one kind: `page_count` units in each layer from `layer_begin` on.
+    """What must come of one kind: in each of the layers, `page_count` units from `page_begin` on.
 
     Windows are of any size up to `unit_bytes`: how much room they need depends on what they name.
     """
@@ -51,16 +56,22 @@ class Share:
     kind: PieceKind
     layer_begin: int
     layer_end: int
+    page_begin: int = 0
     page_count: int
     unit_bytes: int
 
+    @property
+    def page_end(self) -> int:
+        return self.page_begin + self.page_count
+
     def holds(self, piece: Piece) -> bool:
         layers = self.layer_begin <= piece.layer_begin and piece.layer_end <= self.layer_end
+        pages = self.page_begin <= piece.page_begin and piece.page_end <= self.page_end
         unit_count = (piece.layer_end - piece.layer_begin) * (piece.page_end - piece.page_begin)
         size = unit_count * self.unit_bytes
         is_windows = self.kind is PieceKind.WINDOWS
         right_size = piece.byte_count <= size if is_windows else piece.byte_count == size
-        return layers and piece.page_end <= self.page_count and right_size
+        return layers and pages and right_size
 
 
 class Arrival:
@@ -80,16 +91,16 @@ class Arrival:
             for share in shares
         }
         self._wanted = sum(taken.size for taken in self._taken.values())
+        self._arrived = 0
         self.window_bytes = 0
 
     @property
     def count(self) -> Count:
-        arrived = sum(int(taken.sum()) for taken in self._taken.values())
-        return Count(self.uid, arrived, self._wanted)
+        return Count(self.uid, self._arrived, self._wanted)
 
     @property
     def is_complete(self) -> bool:
-        return all(bool(taken.all()) for taken in self._taken.values())
+        return self._arrived == self._wanted
 
     def take(self, piece: Piece, *, sender: int, read: ReadPiece) -> Verdict:
         assert piece.uid == self.uid
@@ -99,25 +110,35 @@ class Arrival:
         if share is None or not share.holds(piece):
             return Verdict.OUTSIDE
         units = self._units(share, piece)
-        is_new = not units.all()
+        before = int(units.sum())
         units[:] = checksum(read(piece)) == piece.checksum
+        self._arrived += int(units.sum()) - before
         if piece.kind is PieceKind.WINDOWS:
             self.window_bytes = piece.byte_count
         if not units.all():
             return Verdict.CORRUPT
-        return Verdict.TAKEN if is_new else Verdict.DUPLICATE
+        return Verdict.TAKEN if before < units.size else Verdict.DUPLICATE
 
     def missing(self) -> Iterator[Again]:
-        """What to ask for again: runs of pages, layer by layer."""
+        """What to ask for again: runs of pages, neighbouring layers together where they lack the
+        same."""
         for kind, share in self._shares.items():
-            for layer, taken in enumerate(self._taken[kind], share.layer_begin):
-                for begin, end in _gaps(taken):
-                    yield Again(self.uid, kind, layer, layer + 1, begin, end)
+            taken, first = self._taken[kind], share.layer_begin
+            for begin, end in _alike(taken):
+                for page, page_end in _gaps(taken[begin]):
+                    layers = (first + begin, first + end)
+                    pages = (share.page_begin + page, share.page_begin + page_end)
+                    yield Again(self.uid, kind, *layers, *pages)
 
-    def _units(self, share: Share, piece: Piece) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-        first = share.layer_begin
-        layers = slice(piece.layer_begin - first, piece.layer_end - first)
-        return self._taken[share.kind][layers, piece.page_begin : piece.page_end]
+    def check(self) -> None:
+        arrived = sum(int(taken.sum()) for taken in self._taken.values())
+        assert arrived == self._arrived, f"request {self.uid}: {arrived} units, {self._arrived}"
+
+    def _units(self, share: Share, piece: Piece) -> Units:
+        layer, page = share.layer_begin, share.page_begin
+        layers = slice(piece.layer_begin - layer, piece.layer_end - layer)
+        pages = slice(piece.page_begin - page, piece.page_end - page)
+        return self._taken[share.kind][layers, pages]
 
 
 class Arrivals:
@@ -191,7 +212,9 @@ class Arrivals:
     def check(self) -> None:
         assert self._open.keys() == self._deadlines_s.keys() == self._waits_s.keys()
         assert len(self._open) <= self._handoffs_max
-        assert all(uid == arrival.uid for uid, arrival in self._open.items())
+        for uid, arrival in self._open.items():
+            assert uid == arrival.uid, f"request {arrival.uid} is listed as {uid}"
+            arrival.check()
 
     def _closed(self, uids: list[int]) -> list[Arrival]:
         arrivals = [self._open[uid] for uid in uids]
@@ -200,7 +223,14 @@ class Arrivals:
         return arrivals
 
 
-def _gaps(taken: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Iterator[tuple[int, int]]:
+def _alike(taken: Units) -> Iterator[tuple[int, int]]:
+    """Runs of layers of which the same pages have come, as begin and end."""
+    changes = np.flatnonzero((taken[1:] != taken[:-1]).any(axis=1)) + 1
+    edges = [0, *changes.tolist(), len(taken)]
+    yield from pairwise(edges)
+
+
+def _gaps(taken: Units) -> Iterator[tuple[int, int]]:
     """Runs of what is not taken, as begin and end."""
     edges = np.diff(np.concatenate(([0], ~taken, [0])).astype(np.int8))
     begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)

@@ -128,10 +128,17 @@ class Channel:
             if frame is not None:
                 yield frame
 
+    def is_landing(self, ticket: int) -> bool:
+        """The payload of a write under this ticket is under way to memory."""
+        frame = self._landing
+        if frame is None or frame.refusal is not None:
+            return False
+        return frame.kind is Kind.WRITE and frame.ticket == ticket
+
     def stop_landing(self, ticket: int) -> None:
         """What is still to come of a payload under way goes nowhere."""
         frame = self._landing
-        if frame is not None and frame.ticket == ticket and frame.kind is Kind.WRITE:
+        if frame is not None and self.is_landing(ticket):
             frame.refusal = f"ticket {ticket} has ended"
             self._targets = self._nowhere(sum(map(len, self._targets)))
 

@@ -147,6 +147,9 @@ class Endpoint(ABC):
     def forbid(self, ticket: int) -> None:
         self._tickets.discard(ticket)
 
+    def is_landing(self, ticket: int) -> bool:
+        return False
+
     def post(self, transfer: Transfer) -> int:
         self._check_open()
         _check(transfer)

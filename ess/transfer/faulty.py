@@ -102,6 +102,9 @@ class FaultyTransport:
     def forbid(self, ticket: int) -> None:
         self._inner.forbid(ticket)
 
+    def is_landing(self, ticket: int) -> bool:
+        return self._inner.is_landing(ticket)
+
     def post(self, transfer: Transfer) -> int:
         self._posted += 1
         fault = self._drawn(transfer)

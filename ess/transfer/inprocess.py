@@ -63,6 +63,9 @@ class InProcessTransport(Endpoint):
         with self._exchange.lock:
             super().forbid(ticket)
 
+    def is_landing(self, ticket: int) -> bool:
+        return bool(self._inbox)
+
     def poll(self) -> list[Event]:
         self._check_open()
         self._watch()

@@ -95,6 +95,9 @@ class StreamTransport(Endpoint):
             if ticket in (answer.ticket for answer in link.answers):
                 self._lose(link.peer, f"ticket {ticket} ended while it was reading")
 
+    def is_landing(self, ticket: int) -> bool:
+        return any(link.channel.is_landing(ticket) for link in self._links)
+
     def poll(self) -> list[Event]:
         self._check_open()
         self._accept()

@@ -94,6 +94,10 @@ class Transport(Protocol):
 
     def forbid(self, ticket: int) -> None: ...
 
+    def is_landing(self, ticket: int) -> bool:
+        """Bytes may have come under the ticket that no event has told of. Where `guards` is false
+        nobody can know, and the answer says nothing."""
+
     def post(self, transfer: Transfer) -> int:
         """A handle, found again in Completed or Failed. BadInput where `here` is not ours."""
 

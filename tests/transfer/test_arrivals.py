@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,10 +109,12 @@ def test_random_holes_are_named_exactly(landed: Landed) -> None:
         named = np.zeros_like(came)
         for again in coming.missing():
             if again.kind is PieceKind.ROWS:
-                assert not named[again.layer_begin, again.page_begin : again.page_end].any()
-                named[again.layer_begin, again.page_begin : again.page_end] = True
+                layers = slice(again.layer_begin, again.layer_end)
+                assert not named[layers, again.page_begin : again.page_end].any()
+                named[layers, again.page_begin : again.page_end] = True
         assert np.array_equal(named, ~came)
         assert coming.count.arrived == came.sum()
+        coming.check()
 
 
 @pytest.mark.parametrize(
@@ -157,6 +160,30 @@ def test_a_corrupt_second_copy_takes_the_first_back(landed: Landed) -> None:
     assert coming.take(again, sender=PREFILL, read=landed.read) is Verdict.CORRUPT
     assert not coming.is_complete
     assert list(coming.missing()) == [Again(9, PieceKind.ROWS, 0, 1, 2, 6)]
+
+
+def test_neighbouring_layers_that_lack_the_same_are_asked_for_together(landed: Landed) -> None:
+    coming = arrival()
+    for layer, pages in ((0, (0, 4)), (1, (0, 4)), (2, (0, 3))):
+        piece = landed.piece(PieceKind.ROWS, (layer, layer + 1), pages)
+        coming.take(piece, sender=PREFILL, read=landed.read)
+    rows = [again for again in coming.missing() if again.kind is PieceKind.ROWS]
+    assert rows == [
+        Again(9, PieceKind.ROWS, 0, 2, 4, PAGES),
+        Again(9, PieceKind.ROWS, 2, 3, 3, PAGES),
+        Again(9, PieceKind.ROWS, 3, 5, 0, PAGES),
+    ]
+
+
+def test_pages_that_the_receiver_has_are_outside(landed: Landed) -> None:
+    share = replace(SHARES[0], page_begin=4, page_count=PAGES - 4)
+    coming = Arrival(uid=9, sender=PREFILL, shares=[share])
+    early = landed.piece(PieceKind.ROWS, (0, 5), (3, PAGES))
+    assert coming.take(early, sender=PREFILL, read=landed.read) is Verdict.OUTSIDE
+    assert list(coming.missing()) == [Again(9, PieceKind.ROWS, 0, 5, 4, PAGES)]
+    due = landed.piece(PieceKind.ROWS, (0, 5), (4, PAGES))
+    assert coming.take(due, sender=PREFILL, read=landed.read) is Verdict.TAKEN
+    assert coming.is_complete
 
 
 def test_windows_are_of_any_size_that_fits(landed: Landed) -> None:

@@ -1,0 +1,7 @@
+"""Rows that move from the worker that made them to the worker that decodes with them.
+
+geometry     where pages and windows lie in registered memory
+receiver     room for a prompt, and the count of what has come
+sender       pages as they are made, layer by layer
+port         both behind one transport
+"""

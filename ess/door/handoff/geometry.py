@@ -1,0 +1,98 @@
+"""Where the units of a handoff lie in registered memory. A unit is a page of a layer.
+
+    ROWS      rows of the host pool, [layer][page]; MTP layers are the last ones
+    KEYS      its index keys, [key layer][page]
+    WINDOWS   windows that have come: a slot for each handoff
+    PACKED    windows that are to leave
+
+The numbers of the regions are the same on both sides, the places in them are each side's own: they
+depend on its pages and on how many its pool has.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ess.door.pools import Pools
+from ess.layout import ModelLayout
+from ess.pool.latent import LatentPool
+from ess.transfer.arrivals import Share
+from ess.transfer.messages import Piece, PieceKind, Reserved
+from ess.transfer.runs import Region, Runs, page_runs
+from ess.transfer.windows import window_bytes_max
+from ess.units import PAGE_ROWS, align_up, div_ceil
+
+ROWS: Final = 1
+KEYS: Final = 2
+WINDOWS: Final = 3
+PACKED: Final = 4
+
+SLOT_ALIGN: Final = 4096
+
+
+def pool_regions(latent: LatentPool) -> list[Region]:
+    """Rows [layer][host row] and index keys [key layer][page], flat."""
+    keys = latent.keys.pages.reshape(-1)
+    regions = [Region(ROWS, latent.rows.reshape(-1)), Region(KEYS, keys)]
+    return [region for region in regions if region.memory.size]
+
+
+def window_slot_bytes(pools: Pools) -> int:
+    """Room for the windows of any prompt, to the next page of memory."""
+    layout = pools.layout
+    size = window_bytes_max(layout.group_count, pools.sizes.length_max, layout.top_k)
+    return align_up(size, SLOT_ALIGN)
+
+
+def unit_bytes(layout: ModelLayout, kind: PieceKind) -> int:
+    if kind is PieceKind.ROWS:
+        return layout.page_bytes
+    assert kind is PieceKind.INDEX_KEYS, f"{kind.name} have no units of equal size"
+    return layout.index.page_bytes if layout.index is not None else 0
+
+
+def shares(layout: ModelLayout, *, first_page: int, token_count: int) -> list[Share]:
+    """All that a handoff brings, of the positions behind the pages that are there already."""
+    page_count = div_ceil(token_count, PAGE_ROWS) - first_page
+    layers = {PieceKind.ROWS: layout.layer_total, PieceKind.INDEX_KEYS: layout.key_layer_count}
+    paged = [
+        Share(
+            kind=kind,
+            layer_begin=0,
+            layer_end=count,
+            page_begin=first_page,
+            page_count=page_count,
+            unit_bytes=unit_bytes(layout, kind),
+        )
+        for kind, count in layers.items()
+        if count and page_count
+    ]
+    size = window_bytes_max(layout.group_count, token_count, layout.top_k)
+    windows = Share(
+        kind=PieceKind.WINDOWS, layer_begin=0, layer_end=1, page_count=1, unit_bytes=size
+    )
+    return [*paged, windows]
+
+
+def unit_runs(
+    layout: ModelLayout, kind: PieceKind, layers: range, pages: NDArray[np.int64], pool_pages: int
+) -> Runs:
+    """These pages in each of the layers, layer by layer, in a pool of so many pages."""
+    region = ROWS if kind is PieceKind.ROWS else KEYS
+    first = np.arange(layers.start, layers.stop, dtype=np.int64) * pool_pages
+    places = (first[:, None] + pages).reshape(-1)
+    return page_runs(region, places, page_bytes=unit_bytes(layout, kind))
+
+
+def piece_runs(layout: ModelLayout, piece: Piece, room: Reserved) -> Runs:
+    """Where a piece lies in the room that was reserved for it."""
+    if piece.kind is PieceKind.WINDOWS:
+        return np.array([[WINDOWS, room.window_at, piece.byte_count]], np.int64)
+    begin, end = piece.page_begin - room.first_page, piece.page_end - room.first_page
+    assert 0 <= begin < end <= len(room.pages), f"{piece} is outside of {len(room.pages)} pages"
+    layers = range(piece.layer_begin, piece.layer_end)
+    pages = np.array(room.pages[begin:end], np.int64)
+    return unit_runs(layout, piece.kind, layers, pages, room.pool_pages)
