@@ -1,0 +1,207 @@
+"""One handoff that leaves: whose rows, how far they are made, and where the receiver wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ess.door.handoff import geometry
+from ess.door.handoff.endings import Timeline
+from ess.door.handoff.units import Part, Units
+from ess.door.sequences.sequence import Sequence
+from ess.pool.latent import FULL
+from ess.transfer.messages import PieceKind, Reason, Reserved, text_digest
+from ess.transfer.runs import Region, Runs
+from ess.units import PAGE_ROWS, div_ceil
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A Reserved as it is kept: pages take four bytes each, however many there are."""
+
+    peer: int
+    token_count: int
+    text: bytes
+    first_page: int
+    pool_pages: int
+    window_at: int
+    pages: NDArray[np.uint32]
+    came_s: float
+
+    @classmethod
+    def of(cls, message: Reserved, *, peer: int, now_s: float) -> Target:
+        return cls(
+            peer=peer,
+            token_count=message.token_count,
+            text=message.text,
+            first_page=message.first_page,
+            pool_pages=message.pool_pages,
+            window_at=message.window_at,
+            pages=np.array(message.pages, np.uint32),
+            came_s=now_s,
+        )
+
+    def equals(self, other: Target) -> bool:
+        """Another copy of the same message."""
+        mine, theirs = (
+            (each.peer, each.token_count, each.text, each.first_page, each.pool_pages)
+            for each in (self, other)
+        )
+        same_place = self.window_at == other.window_at and np.array_equal(self.pages, other.pages)
+        return mine == theirs and same_place
+
+
+@dataclass(slots=True, eq=False)
+class Departure:
+    """`ending` is why the handoff is over; what is under way for it may still be. `fault` is why a
+    transfer of it failed last."""
+
+    uid: int
+    sequence: Sequence
+    text: bytes
+    row_count: int
+    offered_s: float
+    units: dict[PieceKind, Units]
+    host_pages: NDArray[np.int64]
+    target: Target | None = None
+    windows: bytes = b""
+    made_s: float | None = None
+    ending: Reason | None = None
+    fault: str = ""
+    underway_count: int = 0
+    sent_most: int = 0
+    deadline_s: float = float("inf")
+    told_s: float = float("-inf")
+    paused_until_s: float = float("-inf")
+    regions: dict[int, Region] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, uid: int, sequence: Sequence, *, prompt: Many[int], salt: bytes, now_s: float
+    ) -> Departure:
+        latent, row_count = sequence.owner.pools.latent, len(prompt) - 1
+        layout, page_count = latent.layout, div_ceil(row_count, PAGE_ROWS)
+        departure = cls(
+            uid=uid,
+            sequence=sequence,
+            text=text_digest(prompt[:row_count], salt),
+            row_count=row_count,
+            offered_s=now_s,
+            units={
+                kind: Units(kind, layers, page_count, geometry.unit_bytes(layout, kind))
+                for kind, layers in (
+                    (PieceKind.ROWS, layout.layer_total),
+                    (PieceKind.INDEX_KEYS, layout.key_layer_count),
+                )
+            },
+            host_pages=sequence.holding.host_pages[:page_count].astype(np.int64),
+            regions={region.number: region for region in geometry.pool_regions(latent)},
+        )
+        departure.units[PieceKind.WINDOWS] = Units(PieceKind.WINDOWS, 1, 1, 0)
+        departure.make(range(layout.layer_total), sequence.cached_count)
+        return departure
+
+    @property
+    def is_made(self) -> bool:
+        return self.made_s is not None
+
+    @property
+    def sent_count(self) -> int:
+        return sum(units.sent_count for units in self.units.values())
+
+    @property
+    def posted_count(self) -> int:
+        return sum(units.posted_count for units in self.units.values())
+
+    @property
+    def wanted_count(self) -> int:
+        return sum(units.wanted_count for units in self.units.values())
+
+    def fault_of(self, target: Target) -> Reason | None:
+        """Why rows of ours may not go there."""
+        if target.token_count != self.row_count or target.text != self.text:
+            return Reason.WRONG_TEXT
+        pages = target.pages
+        is_whole = target.first_page + len(pages) == len(self.host_pages)
+        if not is_whole or (len(pages) and int(pages.max()) >= target.pool_pages):
+            return Reason.WRONG_LAYOUT
+        return None
+
+    def aim(self, target: Target) -> None:
+        assert self.target is None, f"handoff {self.uid} has its target"
+        self.target = target
+        for kind in (PieceKind.ROWS, PieceKind.INDEX_KEYS):
+            self.units[kind].want(target.first_page)
+
+    def make(self, layers: range, stop: int) -> None:
+        """Rows and keys before `stop` of these layers are made; the last page leaves when full."""
+        assert 0 <= stop <= self.row_count, f"{stop} of {self.row_count} rows"
+        self._make_pages(layers, stop // PAGE_ROWS)
+
+    def make_all(self, windows: bytes, *, now_s: float) -> None:
+        layout = self.sequence.owner.pools.layout
+        self.made_s, self.windows = now_s, windows
+        self._make_pages(range(layout.layer_total), len(self.host_pages))
+        self.units[PieceKind.WINDOWS].make(range(1), 1)
+
+    def _make_pages(self, layers: range, page_count: int) -> None:
+        layout = self.sequence.owner.pools.layout
+        self.units[PieceKind.ROWS].make(layers, page_count)
+        for layer in layers if layout.key_layer_count else ():
+            group, member = layout.place_of(layer)
+            if member == 0:
+                self.units[PieceKind.INDEX_KEYS].make(range(group, group + 1), page_count)
+
+    def next_part(self, *, windows: bool) -> Part | None:
+        """What may leave now; windows only if there is room to pack them."""
+        for kind, units in self.units.items():
+            part = units.next_part() if windows or kind is not PieceKind.WINDOWS else None
+            if part is not None:
+                return part
+        return None
+
+    def runs(self, part: Part) -> tuple[Runs, Runs]:
+        """Where these pages lie here and there."""
+        latent, target = self.sequence.owner.pools.latent, self.target
+        assert target is not None, f"handoff {self.uid} has no target"
+        assert self._is_stored(part), f"handoff {self.uid}: {part} is not stored"
+        pages = slice(part.pages.start, part.pages.stop)
+        there = slice(pages.start - target.first_page, pages.stop - target.first_page)
+        layout, kind, layers = latent.layout, part.kind, part.layers
+        return (
+            geometry.unit_runs(
+                layout, kind, layers, self.host_pages[pages], latent.pages.page_count
+            ),
+            geometry.unit_runs(
+                layout, kind, layers, target.pages[there].astype(np.int64), target.pool_pages
+            ),
+        )
+
+    def _is_stored(self, part: Part) -> bool:
+        """Every row, or key, of the prompt in these pages has been written."""
+        latent = self.sequence.owner.pools.latent
+        masks = latent.stored if part.kind is PieceKind.ROWS else latent.keyed
+        pages = self.host_pages[part.pages.start : part.pages.stop]
+        wanted = np.full(len(pages), FULL)
+        if part.pages.stop * PAGE_ROWS > self.row_count:
+            wanted[-1] = (1 << self.row_count % PAGE_ROWS) - 1
+        there = masks[part.layers.start : part.layers.stop, pages] & wanted
+        return bool((there == wanted).all())
+
+    def timeline(self, now_s: float) -> Timeline:
+        reserved_s = None if self.target is None else self.target.came_s
+        return Timeline(
+            offered_s=self.offered_s, reserved_s=reserved_s, made_s=self.made_s, ended_s=now_s
+        )
+
+    def check(self) -> None:
+        for units in self.units.values():
+            units.check()
+            assert self.target is not None or not units.posted_count, f"{self.uid} left to nowhere"
+        assert self.underway_count >= 0, f"handoff {self.uid}: {self.underway_count} under way"
+        if self.is_made:
+            state = self.sequence.state
+            assert state == "preempted", f"handoff {self.uid}: {self.sequence!r} is not kept"
