@@ -12,15 +12,6 @@ KEPT: Final = {
     "ess.kernels.cuda.triton.rows:encode_rows": "an op, called as ops.encode_rows",
     "ess.kernels.cuda.triton.rows:store_keys": "for an engine on CUDA: keys to pages in one launch",
     "ess.pool.lru.cuda:Residency.clear_blocks": "the twin of SparsePool.move_chunk on a device",
-    "ess.transfer.messages:text_digest": "what both ends of a handoff compare first",
-    **dict.fromkeys(
-        (
-            "ess.transfer.windows:packed_windows",
-            "ess.transfer.windows:unpacked_windows",
-            "ess.transfer.windows:window_bytes_max",
-        ),
-        "how windows travel: the two ends of a handoff come next",
-    ),
     **dict.fromkeys(
         (
             "ess.transfer.inprocess:Exchange",

@@ -1,0 +1,481 @@
+"""The sender of handoffs: pages of a layer leave as they are made, to where they are awaited.
+
+    offer --> made, made, ... --> finish --> Release(DONE): Sent
+      `-- Reserved comes at any time --'       `--> lease, lost peer, given up: Lapsed
+
+What was made before the receiver's Reserved came leaves at once, in few big transfers; after that a
+layer's full pages leave as it is made, and the last, partial page when the prompt is. Each transfer
+carries a sealed Piece with the checksum of its bytes as they were when it was posted. A peer has at
+most `UNDERWAY_BYTES_MAX` under way; what else is due waits, that of the oldest handoff the least.
+
+`finish` takes the sequence: it gives up its device pages at once, and its host pages when the
+receiver has released it, or it is over for another reason and nothing of it is under way any more.
+Before that the sequence is its engine's, which also closes it if the handoff is given up.
+
+The lease begins anew whenever more has been sent than ever before: a slow network does not end a
+handoff that goes on, and a receiver that asks for the same again and again does not keep it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ess.clock import Clock
+from ess.door.handoff import geometry
+from ess.door.handoff.departure import Departure, Target
+from ess.door.handoff.endings import Lapsed, SenderStats, Sent
+from ess.door.handoff.orphans import Orphans
+from ess.door.handoff.packed import Packed
+from ess.door.handoff.units import Part
+from ess.door.offload import Offload
+from ess.door.sequences.sequence import Sequence
+from ess.errors import BadInput, PoolFull
+from ess.transfer.messages import (
+    Again,
+    Count,
+    CountQuery,
+    Message,
+    Piece,
+    PieceKind,
+    Reason,
+    Refused,
+    Release,
+    Reserved,
+    Seal,
+    checksum,
+)
+from ess.transfer.runs import Runs, byte_count, merged, views
+from ess.transfer.transport import Transfer, Transport
+from ess.transfer.windows import packed_windows, window_bytes_max
+
+UNDERWAY_BYTES_MAX: Final = 64 << 20
+LOOK_S: Final = 0.05
+TELL_S: Final = 1.0
+RETRY_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A transfer under way. `place` is where its windows are packed, -1 for pages."""
+
+    departure: Departure
+    part: Part
+    peer: int
+    byte_count: int
+    place: int
+
+
+class Sender:
+    def __init__(
+        self,
+        offload: Offload,
+        transport: Transport,
+        seal: Seal,
+        *,
+        clock: Clock,
+        lease_s: float = 30.0,
+        wait_s: float = 30.0,
+        departures_max: int = 4096,
+    ) -> None:
+        self._layout = offload.layout
+        self._transport = transport
+        self._seal = seal
+        self._clock = clock
+        self._lease_s = lease_s
+        self._wait_s = wait_s
+        self._departures_max = departures_max
+        self._open: dict[int, Departure] = {}
+        self._ended: set[Departure] = set()
+        self._orphans = Orphans(wait_s=wait_s)
+        self._looked_s = float("-inf")
+        self._due: dict[int, dict[int, Departure]] = {}
+        self._jobs: dict[int, Job] = {}
+        self._underway_bytes: Counter[int] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._outcomes: list[Sent | Lapsed] = []
+        longest, layout = offload.sizes.length_max, offload.layout
+        self._packed = Packed(window_bytes_max(layout.group_count, longest, layout.top_k))
+        transport.register([self._packed.region])
+
+    def __len__(self) -> int:
+        """Handoffs that are not over, and sequences that are still kept for one that is."""
+        return len(self._open) + len(self._ended)
+
+    # ---- what the engine says
+
+    def offer(self, uid: int, sequence: Sequence, *, prompt: Many[int], salt: bytes) -> None:
+        """The request is admitted; its cached pages are made. PoolFull when too many are open."""
+        if uid in self._open:
+            raise BadInput(f"handoff {uid} is open already")
+        if len(self) >= self._departures_max:
+            raise PoolFull(
+                limiter="handoffs",
+                needed=1,
+                free=0,
+                sentence=f"all {self._departures_max} handoffs are open; wait until one has ended",
+            )
+        now_s = self._clock.now_s()
+        departure = Departure.of(uid, sequence, prompt=prompt, salt=salt, now_s=now_s)
+        self._open[uid] = departure
+        target = self._orphans.adopt(uid)
+        if target is not None:
+            self._aim(departure, target)
+
+    def made(self, uid: int, layer: int, stop: int) -> None:
+        """Rows and keys of the positions before `stop` are stored in this layer. Nothing happens
+        where the handoff is over: the engine need not know."""
+        departure = self._open.get(uid)
+        if departure is None or departure.ending is not None:
+            return
+        departure.make(range(layer, layer + 1), stop)
+        self._go_on(departure)
+
+    def finish(self, uid: int, windows: NDArray[np.int32] | None) -> None:
+        """The prompt is made: takes the sequence over. `windows` [groups, w, k] or None."""
+        departure = self._open.get(uid)
+        assert departure is not None, f"handoff {uid} is not open"
+        assert not departure.is_made, f"handoff {uid} is finished twice"
+        if departure.sequence.state == "active":
+            departure.sequence.preempt()
+        if windows is None:
+            windows = np.empty((self._layout.group_count, 0, 0), np.int32)
+        now_s = self._clock.now_s()
+        departure.make_all(packed_windows(windows, departure.row_count), now_s=now_s)
+        self._extend(departure)
+        if departure.ending is None:
+            self._go_on(departure)
+        else:
+            self._retire(departure)
+
+    def give_up(self, uid: int, reason: Reason = Reason.ABORTED) -> None:
+        """Before `finish` the engine closes the sequence; behind it, this does when it is safe."""
+        departure = self._open.get(uid)
+        if departure is None:
+            return
+        self._end(departure, reason, f"given up: {reason.name}", tell=True)
+        if not departure.is_made:
+            del self._open[uid]
+
+    def is_underway(self, uid: int, *, peer: int) -> bool:
+        """A transfer of this handoff may still touch the peer's pages."""
+        return any(job.departure.uid == uid and job.peer == peer for job in self._jobs.values())
+
+    def outcomes(self) -> list[Sent | Lapsed]:
+        """What has ended since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def stats(self) -> SenderStats:
+        counts = self._counts
+        return SenderStats(
+            sent=counts["sent"],
+            lapsed=counts["lapsed"],
+            refused=counts["refused"],
+            again_count=counts["again"],
+            failed_count=counts["failed"],
+            sent_bytes=counts["bytes"],
+        )
+
+    # ---- what a peer says
+
+    def take(self, message: Message, *, peer: int) -> None:
+        match message:
+            case Reserved():
+                self._reserved(message, peer)
+            case Again():
+                self._again(message, peer)
+            case CountQuery():
+                self._counted(message, peer)
+            case Release():
+                self._released(message, peer)
+
+    def _reserved(self, message: Reserved, peer: int) -> None:
+        target = Target.of(message, peer=peer, now_s=self._clock.now_s())
+        departure = self._open.get(message.uid)
+        if departure is None or departure.ending is not None:
+            fault = self._orphans.keep(message.uid, target)
+            if fault is not None:
+                self._refuse(message.uid, peer, fault)
+        elif departure.target is None:
+            self._aim(departure, target)
+        elif departure.target.equals(target):
+            self._tell_count(departure)
+        else:
+            self._refuse(message.uid, peer, Reason.DUPLICATE)
+
+    def _aim(self, departure: Departure, target: Target) -> None:
+        fault = departure.fault_of(target)
+        if fault is not None:
+            self._refuse(departure.uid, target.peer, fault)
+            return
+        departure.aim(target)
+        self._extend(departure)
+        self._tell_count(departure)
+        self._go_on(departure)
+
+    def _again(self, message: Again, peer: int) -> None:
+        departure = self._of_peer(message.uid, peer)
+        if departure is None:
+            return
+        layers = range(message.layer_begin, message.layer_end)
+        part = Part(message.kind, layers, range(message.page_begin, message.page_end))
+        self._counts["again"] += departure.units[message.kind].again(part)
+        self._go_on(departure)
+
+    def _counted(self, message: CountQuery, peer: int) -> None:
+        departure = self._of_peer(message.uid, peer)
+        if departure is not None:
+            self._tell_count(departure)
+        elif message.uid not in self._open and message.uid not in self._orphans:
+            self._refuse(message.uid, peer, Reason.UNKNOWN)
+
+    def _released(self, message: Release, peer: int) -> None:
+        self._orphans.released(message.uid, peer)
+        departure = self._of_peer(message.uid, peer)
+        if departure is not None:
+            is_done = message.reason is Reason.DONE and departure.is_made
+            ending = Reason.DONE if is_done else Reason.ABORTED
+            sentence = f"the receiver gave it up: {message.reason.name}"
+            self._end(departure, ending, sentence, tell=False)
+
+    def _of_peer(self, uid: int, peer: int) -> Departure | None:
+        """Only for the peer that it goes to: others learn nothing and change nothing."""
+        departure = self._open.get(uid)
+        if departure is None or departure.target is None or departure.ending is not None:
+            return None
+        return departure if departure.target.peer == peer else None
+
+    # ---- what the transport says
+
+    def completed(self, handle: int) -> None:
+        job = self._ended_job(handle)
+        if job is None:
+            return
+        departure = job.departure
+        departure.units[job.part.kind].landed(job.part)
+        self._counts["bytes"] += job.byte_count
+        if departure.sent_count > departure.sent_most:
+            departure.sent_most = departure.sent_count
+            self._extend(departure)
+        self._settle(job)
+
+    def failed(self, handle: int, reason: str) -> None:
+        """It is posted again after a pause: why it failed may last."""
+        job = self._ended_job(handle)
+        if job is None:
+            return
+        self._counts["failed"] += 1
+        job.departure.units[job.part.kind].failed(job.part)
+        job.departure.fault = reason
+        job.departure.paused_until_s = self._clock.now_s() + RETRY_S
+        self._settle(job)
+
+    def peer_lost(self, peer: int) -> None:
+        """Its transfers have failed: the transport says so before it says that the peer is lost."""
+        self._orphans.lost(peer)
+        for departure in list(self._open.values()):
+            if self._of_peer(departure.uid, peer) is not None:
+                self._end(departure, Reason.ABORTED, f"peer {peer:016x} is lost", tell=False)
+        self._due.pop(peer, None)
+        for handle in [handle for handle, job in self._jobs.items() if job.peer == peer]:
+            self.failed(handle, "its peer is lost")
+
+    def _ended_job(self, handle: int) -> Job | None:
+        job = self._jobs.pop(handle, None)
+        if job is None:
+            return None
+        self._underway_bytes[job.peer] -= job.byte_count
+        if not self._underway_bytes[job.peer]:
+            del self._underway_bytes[job.peer]
+        job.departure.underway_count -= 1
+        if job.place >= 0:
+            self._packed.free(job.place)
+        return job
+
+    def _settle(self, job: Job) -> None:
+        if job.departure.ending is not None:
+            self._retire(job.departure)
+        else:
+            self._mark_due(job.departure)
+        self._push(job.peer)
+
+    # ---- time
+
+    def _extend(self, departure: Departure) -> None:
+        """The lease begins when the prompt is made; before that its engine answers for it."""
+        if departure.is_made:
+            departure.deadline_s = self._clock.now_s() + self._lease_s
+
+    def expire(self) -> None:
+        """Leases, Reserved without a request, signs of life, pauses that are over."""
+        now_s = self._clock.now_s()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        for departure in list(self._open.values()):
+            if departure.ending is not None:
+                continue
+            if departure.deadline_s <= now_s:
+                self._end(departure, Reason.DEADLINE, self._lapse(departure), tell=True)
+            elif departure.target is not None and now_s - departure.told_s >= TELL_S:
+                self._tell_count(departure)
+        for uid, peer in self._orphans.expired(now_s):
+            self._refuse(uid, peer, Reason.UNKNOWN)
+        for peer in list(self._due):
+            self._push(peer)
+
+    def _lapse(self, departure: Departure) -> str:
+        sentence = f"nothing more was sent for {self._lease_s} s behind its prompt"
+        if departure.target is None:
+            return f"{sentence}: no receiver has asked for it"
+        counted = f"{departure.sent_count} of {departure.wanted_count} pages of a layer sent"
+        return f"{sentence}: {counted}{f', {departure.fault}' if departure.fault else ''}"
+
+    # ---- pages leave
+
+    def _go_on(self, departure: Departure) -> None:
+        if departure.target is not None:
+            self._mark_due(departure)
+            self._push(departure.target.peer)
+
+    def _mark_due(self, departure: Departure) -> None:
+        assert departure.target is not None, f"handoff {departure.uid} has no target"
+        self._due.setdefault(departure.target.peer, {})[departure.uid] = departure
+
+    def _push(self, peer: int) -> None:
+        """Posts what may leave to this peer, as far as its share of bytes under way goes."""
+        due, now_s = self._due.get(peer, {}), self._clock.now_s()
+        for departure in list(due.values()):
+            if departure.paused_until_s > now_s:
+                continue
+            while self._underway_bytes[peer] < UNDERWAY_BYTES_MAX:
+                part = departure.next_part(windows=self._packed.has_room)
+                if part is None:
+                    break
+                self._post(departure, part)
+            else:
+                return
+            if departure.next_part(windows=True) is None:
+                del due[departure.uid]
+        if not due:
+            self._due.pop(peer, None)
+
+    def _post(self, departure: Departure, part: Part) -> None:
+        target, place = departure.target, -1
+        assert target is not None, f"handoff {departure.uid} has no target"
+        if part.kind is PieceKind.WINDOWS:
+            place, here = self._packed.put(departure.windows)
+            there = np.array([[geometry.WINDOWS, target.window_at, len(departure.windows)]])
+        else:
+            here, there = departure.runs(part)
+        size = byte_count(here)
+        departure.units[part.kind].posted(part)
+        handle = self._transport.post(
+            Transfer(
+                peer=target.peer,
+                here=here,
+                there=there,
+                notification=self._sealed(self._piece(departure, part, here), target.peer),
+                ticket=departure.uid,
+                within_s=self._wait_s,
+            )
+        )
+        self._jobs[handle] = Job(departure, part, target.peer, size, place)
+        self._underway_bytes[target.peer] += size
+        departure.underway_count += 1
+
+    def _piece(self, departure: Departure, part: Part, here: Runs) -> Piece:
+        regions = {**departure.regions, geometry.PACKED: self._packed.region}
+        return Piece(
+            uid=departure.uid,
+            kind=part.kind,
+            layer_begin=part.layers.start,
+            layer_end=part.layers.stop,
+            page_begin=part.pages.start,
+            page_end=part.pages.stop,
+            byte_count=byte_count(here),
+            checksum=checksum(views(merged(here, here)[0], regions)),
+        )
+
+    # ---- words to a peer
+
+    def _tell_count(self, departure: Departure) -> None:
+        assert departure.target is not None, f"handoff {departure.uid} has no target"
+        departure.told_s = self._clock.now_s()
+        count = Count(departure.uid, departure.posted_count, departure.wanted_count)
+        self._say(count, departure.target.peer)
+
+    def _refuse(self, uid: int, peer: int, reason: Reason) -> None:
+        self._counts["refused"] += 1
+        retry_ms = 1000 if reason is Reason.FULL else 0
+        self._say(Refused(uid, reason, retry_ms), peer)
+
+    def _say(self, message: Message, peer: int) -> None:
+        """Words may be lost; what matters is said again, or ends by a deadline."""
+        notification = self._sealed(message, peer)
+        self._transport.post(Transfer(peer=peer, notification=notification, within_s=self._wait_s))
+
+    def _sealed(self, message: Message, peer: int) -> bytes:
+        return self._seal.sealed(message, sender=self._transport.epoch, receiver=peer)
+
+    # ---- the end
+
+    def _end(self, departure: Departure, reason: Reason, sentence: str, *, tell: bool) -> None:
+        if departure.ending is not None:
+            return
+        departure.ending = reason
+        timeline = departure.timeline(self._clock.now_s())
+        if reason is Reason.DONE:
+            self._outcomes.append(Sent(departure.uid, timeline))
+        else:
+            self._outcomes.append(Lapsed(departure.uid, reason, sentence, timeline))
+        self._counts["sent" if reason is Reason.DONE else "lapsed"] += 1
+        if departure.target is not None:
+            self._due.get(departure.target.peer, {}).pop(departure.uid, None)
+            if tell:
+                self._say(Release(departure.uid, reason), departure.target.peer)
+        self._retire(departure)
+
+    def _retire(self, departure: Departure) -> None:
+        """It is over. Once the prompt is made its uid is free, and its sequence is closed as soon
+        as nothing reads its pages any more."""
+        if not departure.is_made:
+            return
+        if self._open.get(departure.uid) is departure:
+            del self._open[departure.uid]
+        if departure.underway_count:
+            self._ended.add(departure)
+            return
+        self._ended.discard(departure)
+        departure.sequence.close()
+
+    def close(self) -> None:
+        """Gives everything up without a word. The transport must move nothing after this."""
+        for departure in list(self._open.values()):
+            self._end(departure, Reason.ABORTED, "this worker ends", tell=False)
+        for job in [self._ended_job(handle) for handle in list(self._jobs)]:
+            assert job is not None, "a job ended twice"
+            self._retire(job.departure)
+        self._open.clear()
+
+    def check(self) -> None:
+        jobs = Counter(job.departure for job in self._jobs.values())
+        for uid, departure in self._open.items():
+            assert departure.uid == uid, f"handoff {departure.uid} stands under {uid}"
+            assert departure.ending is None or not departure.is_made, f"{uid} is over and kept"
+        for departure in (*self._open.values(), *self._ended):
+            departure.check()
+            assert departure.underway_count == jobs[departure], f"{departure.uid} miscounts"
+        assert all(departure.underway_count for departure in self._ended), "kept without a reason"
+        under_way: Counter[int] = Counter()
+        for job in self._jobs.values():
+            under_way[job.peer] += job.byte_count
+        assert under_way == self._underway_bytes, "bytes under way are miscounted"
+        self._packed.check([job.place for job in self._jobs.values() if job.place >= 0])
+        self._orphans.check()
