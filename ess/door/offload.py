@@ -207,7 +207,7 @@ class Offload:
 
     def follow_prefixes(self, listener: PrefixListener) -> None:
         """From now on `listener` is told of every page that the prefix cache learns or forgets."""
-        self._owner.require()
+        self.owner.require()
         prefix = self._pools.latent.prefix
         if prefix.listener is not None:
             raise BadState("the prefix cache is followed already; it has one listener")
