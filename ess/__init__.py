@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ess.door import Offload, Resolution, Sequence, Step
+    from ess.door.handoff.port import Port
     from ess.errors import BadInput, BadState, EssError, PoolFull, Unavailable
     from ess.kernels.merge import merge
     from ess.layout import IndexCodec, ModelLayout, RowCodec
@@ -24,6 +25,7 @@ _HOME = {
     "ModelLayout": "ess.layout",
     "Offload": "ess.door",
     "PoolFull": "ess.errors",
+    "Port": "ess.door.handoff.port",
     "Resolution": "ess.door",
     "RowCodec": "ess.layout",
     "Sequence": "ess.door",
@@ -40,6 +42,7 @@ __all__ = [
     "ModelLayout",
     "Offload",
     "PoolFull",
+    "Port",
     "Resolution",
     "RowCodec",
     "Sequence",

@@ -31,7 +31,7 @@ class Unavailable(EssError, RuntimeError):
 class PoolFull(EssError):
     """A reservation does not fit; nothing was taken. The sentence says what would make room.
 
-    limiter          what is short: "slots", "index pages", "host pages" or "sequences"
+    limiter          what is short: "slots", "index pages", "host pages", "sequences", "handoffs"
     needed, free     counts of it; slots are counted in each layer group, pages hold 64 tokens
     permanent        it can never fit, not even when everything else has been closed
     retry_after_s    seconds after which to try again, None where it is permanent

@@ -1,7 +1,8 @@
-"""Pages of a prompt go from one worker to another over a network that loses and alters them.
+"""A prompt's rows go from one worker to another over a network that loses and alters them.
 
-The sender pushes a layer at a time; the receiver takes what its own count and the checksums allow,
-asks for the rest again, and is done when nothing is missing.
+The prefill worker tells its port of each layer of a chunk that it has made; the decode worker's
+port takes what its own count and the checksums allow, and asks for the rest again. When nothing is
+missing the sequence goes on at the decode worker as if it had made the prompt itself.
 
     python docs/examples/handoff.py
 """
@@ -10,154 +11,100 @@ from __future__ import annotations
 
 import numpy as np
 
-from ess import ModelLayout
+from ess import ModelLayout, Offload, Port, Sequence
 from ess.clock import RealClock
-from ess.errors import BadInput
-from ess.transfer.arrivals import Arrivals, Share
 from ess.transfer.endpoint import Identity
 from ess.transfer.faulty import Fault, FaultyTransport
-from ess.transfer.messages import Again, Piece, PieceKind, Seal, checksum, layout_hash, new_epoch
-from ess.transfer.runs import Region, page_runs, views
+from ess.transfer.messages import Seal, layout_hash, new_epoch
+from ess.transfer.runs import Region
 from ess.transfer.tcp import TcpTransport
-from ess.transfer.transport import Notification, Transfer
+from ess.transfer.transport import Transport
 
 LAYOUT = ModelLayout.embedded()
 SEAL = Seal(b"both workers were started with it")
-PAGES = np.array([17, 3, 4, 5, 11, 0, 19])  # where the receiver has room: pages of its host pool
-POOL_PAGES = 20
+PROMPT = list(range(1000))
 UID = 1
-WITHIN_S = 10.0
+CHUNK = 256
+ODDS = {Fault.CORRUPT: 0.15, Fault.GARBLE: 0.15, Fault.DUPLICATE: 0.15, Fault.DELAY: 0.15}
 
 
-def worker() -> TcpTransport:
-    who = Identity(epoch=new_epoch(), seal=SEAL, layout=layout_hash(LAYOUT))
-    return TcpTransport(who)
+def offload() -> Offload:
+    return Offload.create(LAYOUT, slot_bytes="32MB", host_bytes="16MB", length_max=2048)
+
+
+def transport() -> TcpTransport:
+    return TcpTransport(Identity(epoch=new_epoch(), seal=SEAL, layout=layout_hash(LAYOUT)))
 
 
 def unreliable(inner: TcpTransport) -> FaultyTransport:
-    scratch = Region(9, np.zeros(POOL_PAGES * LAYOUT.page_bytes, np.uint8))
+    scratch = Region(99, np.zeros(16 << 20, np.uint8))
     inner.register([scratch])
-    odds = {Fault.CORRUPT: 0.2, Fault.GARBLE: 0.2, Fault.DUPLICATE: 0.2, Fault.DELAY: 0.2}
-    return FaultyTransport(inner, clock=RealClock(), odds=odds, scratch=scratch, seed=0)
+    return FaultyTransport(inner, clock=RealClock(), odds=ODDS, scratch=scratch, seed=0)
 
 
-def pool(pages_of_a_layer: int) -> Region:
-    size = LAYOUT.layer_count * pages_of_a_layer * LAYOUT.page_bytes
-    return Region(1, np.zeros(size, np.uint8))
+def port(pools: Offload, way: Transport) -> Port:
+    return Port(pools, way, SEAL, clock=RealClock())
 
 
-def runs(layer: int, pages: np.ndarray, pages_of_a_layer: int) -> np.ndarray:
-    return page_runs(1, layer * pages_of_a_layer + pages, page_bytes=LAYOUT.page_bytes)
+def make(sequence: Sequence, layer: int, start: int, stop: int) -> None:
+    """Rows and index keys of a layer of a chunk: here of noise, elsewhere of a model."""
+    draw = np.random.default_rng((layer, start))
+    shape = (stop - start, LAYOUT.row_bytes)
+    sequence.import_rows(layer, start, draw.integers(0, 256, shape, np.uint8))
+    keys = (stop - start, LAYOUT.index.key_bytes)
+    sequence.import_keys(layer, start, draw.integers(0, 256, keys, np.uint8))
 
 
-def push(end: FaultyTransport, memory: Region, peer: int, layer: int, pages: range) -> None:
-    here = runs(layer, np.array(pages), len(PAGES))
-    size = len(pages) * LAYOUT.page_bytes
-    made = checksum(views(here, {1: memory}))
-    piece = Piece(
-        *(UID, PieceKind.ROWS, layer, layer + 1, pages.start, pages.stop, size, made),
-    )
-    end.post(
-        Transfer(
-            peer=peer,
-            here=here,
-            there=runs(layer, PAGES[pages.start : pages.stop], POOL_PAGES),
-            notification=SEAL.sealed(piece, sender=end.epoch, receiver=peer),
-            ticket=UID,
-            within_s=WITHIN_S,
-        )
-    )
+def prefill(here: Port, there: Port, sequence: Sequence) -> None:
+    """The last token is left out: the decode worker runs it, and samples what follows. Each worker
+    pumps its own port; here are two in one process."""
+    here.sender.offer(UID, sequence, prompt=PROMPT, salt=b"")
+    last = len(PROMPT) - 1
+    for start in range(0, last, CHUNK):
+        stop = min(start + CHUNK, last)
+        for layer in range(LAYOUT.layer_total):
+            make(sequence, layer, start, stop)
+            here.sender.made(UID, layer, stop)
+            here.pump()
+            there.pump()
+    late = np.arange(last - 32 - LAYOUT.top_k, last - LAYOUT.top_k, dtype=np.int32)[:, None]
+    windows = late + np.arange(LAYOUT.top_k, dtype=np.int32)
+    here.sender.finish(UID, np.broadcast_to(windows, (LAYOUT.group_count, *windows.shape)))
 
 
-class Receiver:
-    """The decode worker's side: room for one request, and the count of what has come."""
-
-    def __init__(self, end: TcpTransport, sender: int) -> None:
-        self.end = end
-        self.sender = sender
-        self.memory = pool(POOL_PAGES)
-        end.register([self.memory])
-        self.arrivals = Arrivals(clock=RealClock())
-        share = Share(
-            kind=PieceKind.ROWS,
-            layer_begin=0,
-            layer_end=LAYOUT.layer_count,
-            page_count=len(PAGES),
-            unit_bytes=LAYOUT.page_bytes,
-        )
-        self.arrivals.expect(uid=UID, sender=sender, shares=[share], within_s=WITHIN_S)
-        handoff = self.arrivals.find(UID, sender=sender)
-        assert handoff is not None
-        self.handoff = handoff
-        end.allow(UID)
-
-    def read(self, piece: Piece) -> list[memoryview]:
-        pages = PAGES[piece.page_begin : piece.page_end]
-        return views(runs(piece.layer_begin, pages, POOL_PAGES), {1: self.memory})
-
-    def poll(self) -> None:
-        for event in self.end.poll():
-            if not isinstance(event, Notification):
-                continue
-            try:
-                envelope = SEAL.opened(event.content)
-            except BadInput:
-                continue
-            if isinstance(envelope.message, Piece):
-                self.arrivals.take(envelope.message, sender=envelope.sender, read=self.read)
-
-    def ask_again(self) -> None:
-        for again in self.handoff.missing():
-            note = SEAL.sealed(again, sender=self.end.epoch, receiver=self.sender)
-            self.end.post(Transfer(peer=self.sender, notification=note, within_s=WITHIN_S))
-
-
-def answer(prefill: FaultyTransport, rows: Region) -> None:
-    """The prefill worker's side, after it has pushed everything once."""
-    for event in prefill.poll():
-        if isinstance(event, Notification):
-            envelope = SEAL.opened(event.content)
-            again = envelope.message
-            assert isinstance(again, Again)
-            pages = range(again.page_begin, again.page_end)
-            for layer in range(again.layer_begin, again.layer_end):
-                push(prefill, rows, envelope.sender, layer, pages)
-
-
-def report(prefill: FaultyTransport, receiver: Receiver) -> None:
-    faults = {fault.value: count for fault, count in prefill.injected.items()}
-    verdicts = {verdict.value: count for verdict, count in receiver.arrivals.verdicts.items()}
-    count = receiver.handoff.count
-    print(f"{count.arrived} of {count.wanted} pages of a layer arrived, all right")
-    print(f"the network did: {faults}")
-    print(f"the receiver said: {verdicts}")
+def rows_of(sequence: Sequence, pools: Offload) -> list[bytes]:
+    at = sequence.host_rows(0, len(PROMPT) - 1)
+    return [pools.memory(layer).host[at].numpy().tobytes() for layer in range(LAYOUT.layer_total)]
 
 
 def main() -> None:
-    prefill, decode = unreliable(worker()), worker()
-    rows = pool(len(PAGES))
-    rows.memory[:] = np.random.default_rng(0).integers(0, 256, rows.memory.size, np.uint8)
-    prefill.register([rows])
-    receiver = Receiver(decode, prefill.epoch)
-    prefill.connect(decode.metadata())
-    decode.connect(prefill.metadata())
+    with offload() as made, offload() as served:
+        way = unreliable(transport())
+        here, there = port(made, way), port(served, transport())
+        here.meet(there.metadata())
+        peer = there.meet(here.metadata())
 
-    for layer in range(LAYOUT.layer_count):
-        push(prefill, rows, decode.epoch, layer, range(len(PAGES)))
-    polls = 0
-    while not receiver.handoff.is_complete and not receiver.arrivals.expired():
-        polls += 1
-        answer(prefill, rows)
-        receiver.poll()
-        if polls % 500 == 0:
-            receiver.ask_again()
-    decode.forbid(UID)
+        awaited = served.open(PROMPT, on_device=False)
+        there.receiver.expect(awaited, uid=UID, peer=peer)
+        sequence = made.open(PROMPT)
+        prefill(here, there, sequence)
+        expected = rows_of(sequence, made)
 
-    came = receiver.memory.memory.reshape(LAYOUT.layer_count, POOL_PAGES, -1)[:, PAGES]
-    assert np.array_equal(came.reshape(-1), rows.memory)
-    report(prefill, receiver)
-    prefill.close()
-    decode.close()
+        while here.is_busy or there.is_busy:
+            here.pump()
+            there.pump()
+        (landed,) = there.receiver.outcomes()
+        awaited.resume()
+        awaited.warm_from(*landed.windows)
+        assert rows_of(awaited, served) == expected
+
+        print(f"{awaited.length} rows of {LAYOUT.layer_total} layers landed, all right")
+        print("the network did:", {fault.value: count for fault, count in way.injected.items()})
+        stats = there.stats()
+        print(f"refused were {stats.refused}, asked for again {stats.again_count}")
+        print("on its way:", ", ".join(f"{name} {at:.3f} s" for name, at in landed.timeline))
+        here.close()
+        there.close()
 
 
 if __name__ == "__main__":

@@ -102,6 +102,25 @@ class LatentPool:
     def mark_keys(self, key_layers: Layers, host_rows: RowIds) -> None:
         _mark(self.keyed, key_layers, host_rows)
 
+    def mark_arrived(self, pages: PageIds, row_count: int) -> None:
+        """The first `row_count` rows of these pages lie there in all layers, with their keys; what
+        came behind them is nobody's."""
+        full_count, rest = divmod(row_count, PAGE_ROWS)
+        assert len(pages) == full_count + (rest > 0), f"{row_count} rows on {len(pages)} pages"
+        assert not self.stored[:, pages].any(), "a page that arrives had rows before"
+        for mask in (self.stored, self.keyed):
+            mask[:, pages[:full_count]] = FULL
+            mask[:, pages[full_count:]] = np.uint64((1 << rest) - 1)
+        if rest and self._poison:
+            self._poison_rows(int(pages[-1]), rest)
+
+    def _poison_rows(self, page: int, first: int) -> None:
+        rows = np.arange(page * PAGE_ROWS + first, (page + 1) * PAGE_ROWS, dtype=np.int32)
+        self.rows[:, rows] = POISON
+        poison = np.full((len(rows), self.keys.key_bytes), POISON, np.uint8)
+        for layer in range(self.keys.layer_count):
+            self.keys.write(layer, rows, poison)
+
     def is_stored(self, layer: int, host_rows: RowIds) -> npt.NDArray[np.bool_]:
         assert 0 <= layer < len(self.stored), f"layer {layer} of {len(self.stored)}"
         return _is_marked(self.stored[layer], host_rows)

@@ -54,7 +54,8 @@ class PieceKind(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why a reservation was refused or a handoff given up."""
+    """Why a reservation was refused or a handoff given up. SETTLED is no reason but the answer to
+    one: of this handoff the sender has nothing under way any more."""
 
     FULL = 1
     DUPLICATE = 2
@@ -64,6 +65,7 @@ class Reason(IntEnum):
     DONE = 6
     WRONG_TEXT = 7
     UNKNOWN = 8
+    SETTLED = 9
 
 
 @dataclass(frozen=True, slots=True)

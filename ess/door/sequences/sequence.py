@@ -40,7 +40,7 @@ class Sequence:
     them.
 
     `number` counts the sequences that this offload has opened. `state` is "active", "preempted" or
-    "closed". `length_max` and `promise` are what it was opened with.
+    "closed". `salt`, `length_max` and `promise` are what it was opened with.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Sequence:
         owner: Owner,
         tokens: list[int],
         *,
+        salt: bytes,
         text_hash: bytes,
         length: int,
         length_max: int | None,
@@ -56,6 +57,7 @@ class Sequence:
     ) -> None:
         self.owner = owner
         self.number = owner.next_number()
+        self.salt = salt
         self.length_max = length_max
         self.promise = promise
         self.state: State = "active"
@@ -273,6 +275,7 @@ class Sequence:
         child = Sequence(
             self.owner,
             self.tokens[: self.length],
+            salt=self.salt,
             text_hash=self.progress.text_hash,
             length=self.length,
             length_max=self.length_max,
@@ -346,6 +349,7 @@ def open_sequence(
     sequence = Sequence(
         owner,
         tokens,
+        salt=salt,
         text_hash=text_hash,
         length=len(prefix) * PAGE_ROWS,
         length_max=length_max,

@@ -1,0 +1,201 @@
+"""All handoffs of a worker, in both directions, behind one transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ess.clock import Clock
+from ess.door.handoff.receiver import MESSAGE_S, Receiver
+from ess.door.handoff.sender import Sender
+from ess.door.offload import Offload
+from ess.errors import BadInput
+from ess.transfer.messages import (
+    Again,
+    Count,
+    CountQuery,
+    Message,
+    Piece,
+    Reason,
+    Refused,
+    Release,
+    Reserved,
+    Seal,
+)
+from ess.transfer.transport import (
+    Completed,
+    Event,
+    Failed,
+    Notification,
+    PeerLost,
+    Transfer,
+    Transport,
+)
+
+PEERS_MAX: Final = 1024
+RELEASED_MAX: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLine:
+    """A worker that has been met, and how long ago it gave a sign of life."""
+
+    epoch: int
+    heard_s_ago: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortStats:
+    """Handoffs by their end, bytes of what was taken and sent, ranges that were asked for again,
+    pieces and messages that were refused."""
+
+    landed: int
+    missed: int
+    sent: int
+    lapsed: int
+    received_bytes: int
+    sent_bytes: int
+    again_count: int
+    refused: int
+
+
+class Port:
+    """Owns the transport. Everything happens inside `pump`, which waits for nothing: the thread of
+    the offload calls it between layers and between steps, and then asks both for `outcomes`."""
+
+    def __init__(
+        self,
+        offload: Offload,
+        transport: Transport,
+        seal: Seal,
+        *,
+        clock: Clock,
+        wait_s: float = 30.0,
+        lease_s: float = 30.0,
+        arrivals_max: int = 64,
+    ) -> None:
+        self.receiver = Receiver(
+            *(offload, transport, seal), clock=clock, wait_s=wait_s, arrivals_max=arrivals_max
+        )
+        self.sender = Sender(
+            *(offload, transport, seal), clock=clock, lease_s=lease_s, wait_s=wait_s
+        )
+        self._transport = transport
+        self._seal = seal
+        self._clock = clock
+        self._heard_s: dict[int, float] = {}
+        self._released: dict[tuple[int, int], None] = {}
+        self._strange_count = 0
+        self._is_open = True
+
+    @property
+    def epoch(self) -> int:
+        return self._transport.epoch
+
+    def metadata(self) -> bytes:
+        """What another worker needs to `meet` this one: sealed, to be sent by any other way."""
+        return self._transport.metadata()
+
+    def meet(self, metadata: bytes) -> int:
+        """The peer's epoch. Both workers meet each other; to meet again does nothing but to take
+        up a connection that was lost. BadInput where the metadata is not of a peer of ours."""
+        if len(self._heard_s) >= PEERS_MAX:
+            raise BadInput(f"{len(self._heard_s)} peers are met, at most {PEERS_MAX}")
+        peer = self._transport.connect(metadata)
+        self._heard_s[peer] = self._clock.now_s()
+        self.receiver.peer_met(peer)
+        return peer
+
+    def pump(self) -> None:
+        for event in self._transport.poll():
+            self._handle(event)
+        self.receiver.expire()
+        self.sender.expire()
+        self._answer()
+
+    @property
+    def is_busy(self) -> bool:
+        """Handoffs are under way: what they wait for comes by `pump`."""
+        return len(self.receiver) + len(self.sender) > 0
+
+    def peers(self) -> list[PeerLine]:
+        now_s = self._clock.now_s()
+        return [PeerLine(epoch, now_s - heard_s) for epoch, heard_s in self._heard_s.items()]
+
+    def stats(self) -> PortStats:
+        receiver, sent = self.receiver, self.sender.stats()
+        return PortStats(
+            landed=receiver.landed_count,
+            missed=receiver.missed_count,
+            sent=sent.sent,
+            lapsed=sent.lapsed,
+            received_bytes=receiver.received_bytes,
+            sent_bytes=sent.sent_bytes,
+            again_count=receiver.again_count,
+            refused=receiver.refused_count + sent.refused + self._strange_count,
+        )
+
+    def close(self) -> None:
+        """Ends all handoffs; a second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._transport.close()
+            self.receiver.close()
+            self.sender.close()
+
+    def check(self) -> None:
+        self.receiver.check()
+        self.sender.check()
+        assert len(self._heard_s) <= PEERS_MAX, f"{len(self._heard_s)} peers"
+        assert len(self._released) <= RELEASED_MAX, f"{len(self._released)} releases"
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Completed(handle):
+                self.sender.completed(handle)
+            case Failed(handle, reason):
+                self.sender.failed(handle, reason)
+            case Notification(peer, content):
+                self._read(peer, content)
+            case PeerLost(peer, reason):
+                self._heard_s.pop(peer, None)
+                self._released = {key: None for key in self._released if key[0] != peer}
+                self.receiver.peer_lost(peer, reason)
+                self.sender.peer_lost(peer)
+
+    def _read(self, peer: int, content: bytes) -> None:
+        """A message counts when it is sealed, and its peer sent it, to this boot of this worker."""
+        try:
+            envelope = self._seal.opened(content)
+        except BadInput:
+            self._strange_count += 1
+            return
+        if (envelope.sender, envelope.receiver) != (peer, self.epoch):
+            self._strange_count += 1
+            return
+        if peer in self._heard_s:
+            self._heard_s[peer] = self._clock.now_s()
+        self._pass_on(envelope.message, peer)
+
+    def _pass_on(self, message: Message, peer: int) -> None:
+        match message:
+            case Piece() | Count() | Refused():
+                self.receiver.take(message, peer=peer)
+            case Reserved() | Again() | CountQuery():
+                self.sender.take(message, peer=peer)
+            case Release(uid) if self.receiver.knows(uid, peer=peer):
+                self.receiver.take(message, peer=peer)
+            case Release(uid, reason) if reason is not Reason.SETTLED:
+                self.sender.take(message, peer=peer)
+                if len(self._released) < RELEASED_MAX and not self._transport.guards:
+                    self._released[peer, uid] = None
+
+    def _answer(self) -> None:
+        """The pages of a handoff that a peer has ended are its own again, once none of our
+        transfers may still touch them. It asks until it is told."""
+        for peer, uid in list(self._released):
+            if not self.sender.is_underway(uid, peer=peer):
+                del self._released[peer, uid]
+                settled = Release(uid, Reason.SETTLED)
+                frame = self._seal.sealed(settled, sender=self.epoch, receiver=peer)
+                self._transport.post(Transfer(peer=peer, notification=frame, within_s=MESSAGE_S))
