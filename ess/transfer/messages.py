@@ -85,9 +85,11 @@ class Reserved:
 
     `pages[i]` is its host page, of `pool_pages`, for page `first_page + i` of the prompt; pages
     before that it has already. `window_at` is the byte at which the windows land in their region.
+    `ticket` is that of this room alone: what is late for a former room of the uid lands nowhere.
     """
 
     uid: int
+    ticket: int
     token_count: int
     text: bytes
     first_page: int
@@ -171,7 +173,7 @@ Message = Hello | Reserved | Refused | Piece | Again | CountQuery | Count | Rele
 
 _FORMS: Final[dict[type[Message], tuple[int, Struct]]] = {
     Hello: (1, Struct("<32sI16s16sI")),
-    Reserved: (2, Struct("<QI16sIIQI")),
+    Reserved: (2, Struct("<QQI16sIIQI")),
     Refused: (3, Struct("<QHI")),
     Piece: (4, Struct("<QBHHIIQI")),
     Again: (5, Struct("<QBHHII")),
@@ -329,13 +331,13 @@ def _hello(values: tuple[bytes, int, bytes, bytes, int], tail: bytes) -> Hello:
     return Hello(layout, page_rows, nonce, answer, tail)
 
 
-def _reserved(values: tuple[int, int, bytes, int, int, int, int], tail: bytes) -> Reserved:
-    uid, token_count, text, first_page, pool_pages, window_at, count = values
+def _reserved(values: tuple[int, int, int, bytes, int, int, int, int], tail: bytes) -> Reserved:
+    uid, ticket, token_count, text, first_page, pool_pages, window_at, count = values
     if count > PAGES_MAX:
         raise BadInput(f"a Reserved names {count} pages, at most {PAGES_MAX}")
     _check_tail(Reserved, 4 * count, tail)
     pages = Struct(f"<{count}I").unpack(tail)
-    return Reserved(uid, token_count, text, first_page, pool_pages, window_at, pages)
+    return Reserved(uid, ticket, token_count, text, first_page, pool_pages, window_at, pages)
 
 
 def _check_tail(form: type[Message], size: int, tail: bytes) -> None:

@@ -200,7 +200,7 @@ class Peer:
                 here=here,
                 there=there,
                 notification=SEAL.sealed(piece, sender=self.transport.epoch, receiver=self.peer),
-                ticket=room.uid,
+                ticket=room.ticket,
                 within_s=WAIT_S,
             )
         )

@@ -86,7 +86,9 @@ class Receiver:
         page_count = div_ceil(len(prompt) - 1, PAGE_ROWS)
         pages = random.Random(uid).sample(range(POOL_PAGES), page_count - first_page)
         text = text_digest(prompt[:-1], b"")
-        return Reserved(uid, len(prompt) - 1, text, first_page, POOL_PAGES, WINDOW_AT, tuple(pages))
+        size = len(prompt) - 1
+        places = (first_page, POOL_PAGES, WINDOW_AT, tuple(pages))
+        return Reserved(uid, uid, size, text, *places)
 
     def reserve(self, prompt: list[int], uid: int = UID, first_page: int = 0) -> Reserved:
         message = self.room(prompt, uid, first_page)

@@ -257,7 +257,7 @@ def test_a_second_copy_that_has_come_in_part_is_waited_for() -> None:
         rows[0, row, 0] ^= 1
         pair.peer.poll()
         is_landing = pair.port._transport.is_landing
-        pair.turn(lambda: is_landing(UID) or bool(pair.outcomes), polls=False)
+        pair.turn(lambda: is_landing(room.ticket) or bool(pair.outcomes), polls=False)
         assert pair.outcomes == []
         entry = pair.receiver._entries[UID]
         assert entry.arrival.is_complete

@@ -16,6 +16,7 @@ from ess.transfer.messages import (
     Reason,
     Refused,
     Release,
+    Reserved,
 )
 from ess.transfer.transport import Transfer
 from tests.handoff.receiving import KINDS, LAYOUT, UID, WAIT_S, Pair, content, fill, paired
@@ -128,6 +129,27 @@ def test_given_up_in_the_middle_its_pages_serve_others_at_once(guarded: Pair) ->
     assert guarded.outcomes == []
     guarded.turn(lambda: Release(UID, Reason.ABORTED) in guarded.peer.heard)
     guarded.receiver.give_up(UID)
+    guarded.check()
+
+
+def test_what_is_late_for_a_former_room_of_the_uid_lands_nowhere(guarded: Pair) -> None:
+    sequence = guarded.open(TOKENS)
+    former = guarded.expect(sequence)
+    guarded.peer.push_all(former)
+    guarded.receiver.give_up(UID)
+    sequence.close()
+    other = guarded.offload.open([token + 7 for token in TOKENS])
+    fill(other, seed=3)
+    expected = content(other)
+    sequence = guarded.open(TOKENS)
+    guarded.receiver.expect(sequence, uid=UID, peer=guarded.peer.transport.epoch)
+    guarded.turn(lambda: guarded.peer.failed_count == 6 and len(guarded.peer.of(Reserved)) == 2)
+    assert content(other) == expected
+    room = guarded.peer.room
+    assert not set(room.pages) & set(former.pages)
+    guarded.peer.push_all(room)
+    assert isinstance(guarded.ended(), Landed)
+    assert content(sequence) == content(guarded.peer.sequence)
     guarded.check()
 
 
@@ -292,6 +314,15 @@ def test_a_count_of_a_handoff_that_is_none_is_answered(pair: Pair) -> None:
     pair.peer.tell_count(0, uid=123)
     pair.turn(lambda: Release(123, Reason.UNKNOWN) in pair.peer.heard)
     assert len(pair.receiver) == 0
+
+
+def test_a_count_that_comes_before_its_handoff_begins_does_not_end_it(guarded: Pair) -> None:
+    guarded.receiver.take(Count(UID, 0, 1), peer=guarded.peer.transport.epoch)
+    room = guarded.expect(guarded.open(TOKENS))
+    guarded.settle()
+    assert guarded.peer.of(Release) == []
+    guarded.peer.push_all(room)
+    assert isinstance(guarded.ended(), Landed)
 
 
 def test_unknown_uids_cost_no_memory(guarded: Pair) -> None:

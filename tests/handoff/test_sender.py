@@ -311,14 +311,16 @@ def test_a_hundred_thousand_reserved_without_a_request() -> None:
         made.checks = False
         reasons: Counter[Reason] = Counter()
         made.sender._say = lambda message, peer: reasons.update([message.reason])
-        room = Reserved(0, 64, bytes(16), 0, POOL, 0, tuple(range(7)))
+        room = Reserved(0, 0, 64, bytes(16), 0, POOL, 0, tuple(range(7)))
         pages = room.pages
         tracemalloc.start()
         for uid in range(100_000):
             if uid == 2 * ORPHANS_MAX:
                 kept = tracemalloc.get_traced_memory()[0]
                 tracemalloc.stop()
-            made.sender.take(Reserved(uid, 64, room.text, 0, POOL, 0, pages[: uid % 7]), peer=9)
+            made.sender.take(
+                Reserved(uid, uid, 64, room.text, 0, POOL, 0, pages[: uid % 7]), peer=9
+            )
         made.sender.check()
         assert len(made.sender._orphans) == ORPHANS_MAX
         assert kept < 8 << 20, f"{kept} bytes are kept"
@@ -335,7 +337,7 @@ POOL = 4000
 def test_the_pages_of_waiting_reserved_are_bounded() -> None:
     with world() as made:
         made.sender._say = lambda message, peer: None
-        room = Reserved(0, 64, bytes(16), 0, 1 << 20, 0, tuple(range(1 << 15)))
+        room = Reserved(0, 0, 64, bytes(16), 0, 1 << 20, 0, tuple(range(1 << 15)))
         for uid in range(200):
             made.sender.take(replace(room, uid=uid), peer=9)
         made.sender.check()

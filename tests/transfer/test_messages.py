@@ -60,7 +60,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         st.binary(max_size=300),
     ),
     st.builds(
-        *(Reserved, u64, u32, sixteen, u32, u32, u64),
+        *(Reserved, u64, u64, u32, sixteen, u32, u32, u64),
         st.lists(u32, max_size=100).map(tuple),
     ),
     st.builds(Refused, u64, reasons, u32),
@@ -76,7 +76,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
 
 EACH = [
     Hello(bytes(32), 64, bytes(16), bytes(16), b"4000 10.0.0.1"),
-    Reserved(1, 131_071, bytes(range(16)), 2, 4_000, 1 << 20, (5, 6, 9)),
+    Reserved(1, 7, 131_071, bytes(range(16)), 2, 4_000, 1 << 20, (5, 6, 9)),
     Refused(1, Reason.FULL, 1_000),
     Piece(1, PieceKind.ROWS, 0, 1, 0, 16, 16 * 41_984, 0xDEADBEEF),
     Again(1, PieceKind.INDEX_KEYS, 3, 4, 0, 1),
@@ -167,13 +167,13 @@ def test_nonsense_by_a_holder_of_the_secret_is_refused_as_well() -> None:
 
 
 def reserved(pages: tuple[int, ...]) -> Reserved:
-    return Reserved(1, 64 * len(pages), bytes(16), 0, 1 << 20, 0, pages)
+    return Reserved(1, 7, 64 * len(pages), bytes(16), 0, 1 << 20, 0, pages)
 
 
 def test_a_frame_that_promises_much_costs_nothing() -> None:
     frame = bytearray(SEAL.sealed(reserved(()), sender=1, receiver=2))
     frame[8:12] = (2**32 - 1).to_bytes(4, "little")
-    with pytest.raises(BadInput, match="names 4294967295 bytes of body and has 48"):
+    with pytest.raises(BadInput, match="names 4294967295 bytes of body and has 56"):
         SEAL.opened(bytes(frame))
     tracemalloc.start()
     with pytest.raises(BadInput):
@@ -188,7 +188,7 @@ def test_the_largest_messages_fit_and_larger_ones_are_refused() -> None:
     with pytest.raises(BadInput, match=f"{PAGES_MAX + 1} pages, at most {PAGES_MAX}"):
         SEAL.sealed(reserved((0,) * (PAGES_MAX + 1)), sender=1, receiver=2)
     with pytest.raises(BadInput, match="a text digest of 15 bytes"):
-        SEAL.sealed(Reserved(1, 1, bytes(15), 0, 1, 0, ()), sender=1, receiver=2)
+        SEAL.sealed(Reserved(1, 7, 1, bytes(15), 0, 1, 0, ()), sender=1, receiver=2)
     long = Hello(bytes(32), 64, bytes(16), bytes(16), bytes(ADDRESS_BYTES_MAX + 1))
     with pytest.raises(BadInput, match="address"):
         SEAL.sealed(long, sender=1, receiver=2)

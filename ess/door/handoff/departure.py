@@ -23,6 +23,7 @@ class Target:
     """A Reserved as it is kept: pages take four bytes each, however many there are."""
 
     peer: int
+    ticket: int
     token_count: int
     text: bytes
     first_page: int
@@ -35,6 +36,7 @@ class Target:
     def of(cls, message: Reserved, *, peer: int, now_s: float) -> Target:
         return cls(
             peer=peer,
+            ticket=message.ticket,
             token_count=message.token_count,
             text=message.text,
             first_page=message.first_page,
@@ -47,7 +49,7 @@ class Target:
     def equals(self, other: Target) -> bool:
         """Another copy of the same message."""
         mine, theirs = (
-            (each.peer, each.token_count, each.text, each.first_page, each.pool_pages)
+            (each.peer, each.ticket, each.token_count, each.text, each.first_page, each.pool_pages)
             for each in (self, other)
         )
         same_place = self.window_at == other.window_at and np.array_equal(self.pages, other.pages)

@@ -109,6 +109,7 @@ class Receiver:
         self._entries: dict[int, Arriving] = {}
         self._slot_bytes = window_slot_bytes(self._pools)
         self._free_slots = [slot * self._slot_bytes for slot in range(arrivals_max)][::-1]
+        self._ticket = 0
         self._strays: dict[tuple[int, int], None] = {}
         self._outcomes: list[Landed | Missed] = []
         slots = Region(WINDOWS, np.zeros(arrivals_max * self._slot_bytes, np.uint8))
@@ -146,7 +147,7 @@ class Receiver:
         self._free_slots.pop()
         self._pools.latent.hold(pages)
         self._entries[uid] = entry
-        self._transport.allow(uid)
+        self._transport.allow(room.ticket)
         self._say(room, peer)
         return entry
 
@@ -210,7 +211,8 @@ class Receiver:
             elif now_s >= entry.nag_s:
                 self._nag(entry, now_s)
         for peer, uid in self._strays:
-            self._say(Release(uid, Reason.UNKNOWN), peer)
+            if uid not in self._entries:
+                self._say(Release(uid, Reason.UNKNOWN), peer)
         self._strays.clear()
 
     def close(self) -> None:
@@ -263,8 +265,10 @@ class Receiver:
         page_end = div_ceil(len(tokens), PAGE_ROWS)
         if page_end - first > PAGES_MAX:
             raise BadInput(f"handoff {uid} has {page_end - first} pages, at most {PAGES_MAX}")
+        self._ticket += 1
         return Reserved(
             uid=uid,
+            ticket=self._ticket,
             token_count=len(tokens),
             text=text_digest(tokens, sequence.salt),
             first_page=first,
@@ -287,7 +291,7 @@ class Receiver:
             entry.mark("first piece", now_s)
             entry.moved(now_s)
         elif entry.ending is None:
-            self._transport.allow(entry.uid)
+            self._transport.allow(entry.room.ticket)
 
     def _read(self, piece: Piece) -> list[memoryview]:
         room = self._entries[piece.uid].room
@@ -352,10 +356,10 @@ class Receiver:
             entry.moved(now_s)
             self._say(Release(entry.uid, Reason.DONE), entry.peer)
             return
-        if self._transport.is_landing(entry.uid):
+        if self._transport.is_landing(entry.room.ticket):
             return
-        self._transport.forbid(entry.uid)
-        if not self._transport.is_landing(entry.uid):
+        self._transport.forbid(entry.room.ticket)
+        if not self._transport.is_landing(entry.room.ticket):
             self._land(entry)
 
     def _land(self, entry: Arriving) -> None:
@@ -393,7 +397,7 @@ class Receiver:
     def _end(self, entry: Arriving, reason: Reason) -> None:
         """It will not land: its pages are free now, or when the peer has answered."""
         self._arrivals.close(entry.uid)
-        self._transport.forbid(entry.uid)
+        self._transport.forbid(entry.room.ticket)
         if self._transport.guards:
             self._remove(entry, told=reason)
             return
@@ -404,7 +408,7 @@ class Receiver:
     def _remove(self, entry: Arriving, *, told: Reason | None = None) -> None:
         """Nothing lands on its pages any more."""
         self._arrivals.close(entry.uid)
-        self._transport.forbid(entry.uid)
+        self._transport.forbid(entry.room.ticket)
         del self._entries[entry.uid]
         self._pools.latent.drop(entry.pages)
         self._free_slots.append(entry.room.window_at)

@@ -382,7 +382,7 @@ class Sender:
                 here=here,
                 there=there,
                 notification=self._sealed(self._piece(departure, part, here), target.peer),
-                ticket=departure.uid,
+                ticket=target.ticket,
                 within_s=self._wait_s,
             )
         )
