@@ -12,15 +12,13 @@ run, and a growing request may find no free page. Then the engine preempts the r
 is last in rank: it gives up its slots and pages, and goes on later without recompute. No livelock:
 the first request in rank is never preempted, admission refuses a request that could not run alone,
 and host pages, which preemption does not free, are promised in full. So the first request in rank
-always makes its tokens and ends. No thrashing: after a shortage a preempted request comes back only
-when `PAUSE_STEPS` steps have passed, or when nothing else runs.
+always makes its tokens and ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,37 +26,36 @@ from torch import Tensor
 from ess.clock import Clock, RealClock
 from ess.door import Offload
 from ess.door.checks import token_ids
+from ess.door.handoff.port import Port
 from ess.engine import scheduler, tpot_control
+from ess.engine.admission import Admission
 from ess.engine.config import EngineConfig
 from ess.engine.entry import Entry
 from ess.engine.followers import Followers
-from ess.engine.layers.verifier import Verifier
+from ess.engine.handoff import Ended, Handoffs
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
-from ess.engine.request import Reason, Request
+from ess.engine.request import Reason, Request, Take
 from ess.engine.roster import Roster
 from ess.engine.step import prompt
 from ess.engine.step.audit import check_flights, check_waiting
 from ess.engine.step.decode import Flight, launch
 from ess.engine.step.future import FutureMap, Outcome, depth_reasons
-from ess.engine.step.runner import Runner
-from ess.engine.step.tuning import Tuning
+from ess.engine.step.runner import made_runner
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.chance import Chance
-from ess.engine.tokens.determinism import require_alike
 from ess.engine.tokens.sampling import Sampling
-from ess.engine.tpot_control import TPOT, Seen, drafts_of
-from ess.errors import BadInput, BadState, PoolFull
-from ess.kernels.backend import ops
+from ess.engine.tpot_control import Seen, drafts_of
+from ess.errors import BadInput, BadState, PoolFull, Unavailable
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
+from ess.pool.warmup import WindowSet
 
 __all__ = ["Engine", "EngineConfig"]
 
-PAUSE_STEPS: Final = 16
-
 
 class Engine:
-    """A tokenizer is needed by requests with stop strings or a grammar, and by no others."""
+    """A tokenizer is needed by requests with stop strings or a grammar, and by no others; a `port`
+    by those whose rows go to other workers or come from them."""
 
     def __init__(
         self,
@@ -68,11 +65,11 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
+        port: Port | None = None,
     ) -> None:
         if config.mtp > 1 and not (model.mtp and offload.layout.mtp_layer_count):
             raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")
         self.offload = offload
-        self.refusal: PoolFull | None = None
         self.step_count = 0
         self.preempted_count = 0
         self.moved_count = 0
@@ -85,34 +82,20 @@ class Engine:
         )
         self._clock = clock or RealClock()
         self._config = config
-        self.verifier = Verifier(every=config.verify_every, is_fatal=config.verify_fatal)
-        computes = ops(config.backend)
-        if config.deterministic:
-            require_alike(computes, config.backend)
-        self.tuning = Tuning(
-            offload,
-            "none" if config.deterministic else config.modes,
-            calibration=config.calibration,
-            tbo=config.tbo,
-            sbo=config.sbo,
-        )
-        self.runner = Runner(
-            model,
-            offload,
-            computes,
-            tuning=self.tuning,
-            verifier=self.verifier,
-            deterministic=config.deterministic,
-        )
+        self.runner = made_runner(model, offload, config)
+        self.tuning = self.runner.tuning
+        self.verifier = self.runner.verifier
         self._entry = Entry(model.config, tokenizer)
         self._roster: Roster[Request] = Roster()
+        self._admission = Admission(
+            self._roster, opens=self._open, resumes=self._resume, tpot_ms=config.tpot_ms
+        )
+        self._handoffs = Handoffs(port, self.runner, config, on_end=self._admission.ask_again)
         self._followers = Followers()
         self._future = FutureMap(line_max=offload.sizes.sequence_max, token_max=config.mtp)
         self._flights: deque[Flight] = deque()
         self._made: list[Made] = []
         self._added_count = 0
-        self._resume_step = 0
-        self._is_full = False
 
     # ---- requests
 
@@ -124,10 +107,14 @@ class Engine:
         priority: int = 0,
         leader: Request | None = None,
         salt: bytes = b"",
+        give: int | None = None,
+        take: Take | None = None,
     ) -> Request:
         """Requests of a lower `priority` value are admitted and resumed first, and preempted last.
 
-        With a `leader`, a request of the same prompt and length, the prompt is prefilled once.
+        With a `leader`, a request of the same prompt and length, the prompt is prefilled once. In
+        the handoff `give` the prompt's rows go to another worker, and the request ends when they
+        are made; with `take` they come from another worker.
         """
         if leader is not None:
             self._require_own(leader)
@@ -138,17 +125,12 @@ class Engine:
             priority=priority,
             leader=leader,
             salt=salt,
+            gives=give,
+            takes=take,
             owner=self,
         )
-        vocabulary = self.runner.model.config.vocab_size
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
-            raise BadInput(f"prompt ids must be 0..{vocabulary - 1}")
-        longest = self.offload.sizes.length_max
-        if request.length_max > longest:
-            raise BadInput(
-                f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
-            )
-        may_enter = self._entry.equip(request)
+        self._handoffs.equip(request)
+        may_enter = self._entry.equip(request, longest=self.offload.sizes.length_max)
         self._added_count += 1
         if may_enter:
             self._enter(request)
@@ -162,7 +144,7 @@ class Engine:
         if request.refusal is not None:
             self._finish(request, "refused")
         elif self._roster.first_waiting() is request:
-            self._is_full = False
+            self._admission.ask_again()
 
     def cancel(self, request: Request) -> None:
         """May be called at any moment; the tokens of steps under way are dropped."""
@@ -186,6 +168,7 @@ class Engine:
             request.is_held = True
 
     def resume(self, request: Request) -> None:
+        """A preempted request goes on; PoolFull if there is no room."""
         self._require_own(request)
         if request.state != "preempted":
             raise BadState(f"request {request.number} is {request.state}, not preempted")
@@ -196,11 +179,17 @@ class Engine:
             raise BadInput(f"request {request.number} was added to another engine")
 
     @property
+    def refusal(self) -> PoolFull | None:
+        """What the first request that must come in later is short of."""
+        return self._admission.refusal
+
+    @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits, compiles or is under way. Requests that the caller preempted, and
-        has not resumed, may be left."""
+        """Nothing runs, waits, lands, compiles or is under way. Requests that the caller preempted,
+        and has not resumed, may be left."""
         is_told = not self._flights and not self._made and self._entry.is_empty
-        is_left = self._running_count or self._roster.count("waiting") or self._displaced()
+        waiting_count = self._roster.count("waiting") + self._roster.count("landing")
+        is_left = self._admission.running_count or waiting_count or self._admission.displaced()
         return is_told and not is_left
 
     def depth_reasons(self) -> tuple[str, ...]:
@@ -217,6 +206,7 @@ class Engine:
         for owner in (self.offload, self._roster, self._entry, self._followers, self._future):
             owner.check()
         self.runner.check()
+        self._handoffs.check(self._roster)
         check_waiting(self._roster, self._entry, self._followers)
         check_flights(self._flights, self._future, self._roster)
         assert len(self._flights) <= self._config.depth, f"{len(self._flights)} steps are under way"
@@ -228,9 +218,10 @@ class Engine:
         depth = self.depth
         self._learn(depth)
         self._rebalance()
+        self.pump()
         for request in self._entry.compiled():
             self._enter(request)
-        self._admit()
+        self._admission.admit(step_count=self.step_count, limit=self.pace.batch_limit)
         plan = self._launch()
         scored = self._prefill(plan.chunks) if plan.chunks else ()
         self._learn(depth if plan.turns else 0)
@@ -239,13 +230,34 @@ class Engine:
         made, self._made = tuple(self._made), []
         return StepResult(made, plan.chunks, len(plan.turns), scored)
 
+    def pump(self) -> None:
+        """Moves what can be moved of handoffs, as every step does; requests whose rows have come go
+        on as preempted ones do."""
+        for request, fault in self._handoffs.heard():
+            if fault and self._config.handoff_failure == "refuse":
+                request.refusal = Unavailable(fault)
+                self._finish(request, "refused")
+            else:
+                self._roster.move(request, "preempted")
+                request.has_landed = not fault
+
+    @property
+    def ended_handoffs(self) -> Iterable[Ended]:
+        """The last ones, the newest last."""
+        return self._handoffs.ended
+
+    @property
+    def is_handing_over(self) -> bool:
+        """The next `pump` should come soon, whatever else there is to do."""
+        return self._handoffs.is_busy
+
     def run(self) -> Iterable[StepResult]:
-        """Steps until nothing can run: all is done, preempted, or waits for room."""
+        """Steps until nothing can run: all is done, preempted, or waits for room or for rows."""
         while not self.is_idle:
             result = self.step()
             if not result.is_empty:
                 yield result
-            elif not self._entry.wait():
+            elif not (self._handoffs.has_told or self._entry.wait()):
                 return
 
     def close(self) -> None:
@@ -258,51 +270,11 @@ class Engine:
             self._learn(0)
             self.moved_count += self.offload.rebalance()
 
-    def _admit(self) -> None:
-        """Resumes preempted requests, then admits waiting ones, by rank, while the ledger has room.
-
-        `refusal` says what the first request that must wait is short of. A request that can never
-        fit ends as refused and keeps the reason. Asking the ledger costs a pass over
-        the prompt; so after a refusal it is asked again only when a request has ended, was
-        preempted, or has become the first that waits.
-        """
-        if self._is_full and self._running_count:
-            return
-        self._is_full, self.refusal = False, None
-        try:
-            if self._resume_displaced():
-                while (request := self._roster.first_waiting()) is not None:
-                    self._refuse_if_slow()
-                    self._open(request)
-        except PoolFull as refusal:
-            self.refusal = refusal
-            self._is_full = refusal.limiter != TPOT
-
-    def _resume_displaced(self) -> bool:
-        """Whether all that the engine preempted run again; before that no request is admitted."""
-        for request in self._displaced():
-            if self._running_count and self.step_count < self._resume_step:
-                return False
-            self._resume(request)
-        assert not self._displaced(), "a request is admitted before a preempted one is resumed"
-        return True
-
-    def _displaced(self) -> list[Request]:
-        """By rank, the requests that the engine preempted for lack of room; the caller's not."""
-        return [request for request in self._roster.by_rank("preempted") if not request.is_held]
-
-    @property
-    def _running_count(self) -> int:
-        return self._roster.count("decoding") + self._roster.count("prefilling")
-
-    def _refuse_if_slow(self) -> None:
-        """PoolFull if one more request would make every request slower than `tpot_ms`."""
-        limit = self.pace.batch_limit
-        if self._config.tpot_ms and self._running_count >= limit:
-            sentence = f"{limit} requests fit into {self._config.tpot_ms} ms per token"
-            raise PoolFull(limiter=TPOT, needed=1, free=0, sentence=sentence)
-
     def _open(self, request: Request) -> None:
+        """Admits the request if the ledger has room: PoolFull says what it must wait for. One that
+        can never fit ends as refused and keeps the reason."""
+        assert request.sequence is None, f"request {request.number} was opened twice"
+        lands = request.lands
         try:
             opened = self.offload.open(
                 request.prompt,
@@ -310,27 +282,48 @@ class Engine:
                 promise=self._config.promise,
                 salt=request.salt,
                 reuse_max=request.reuse_max,
+                on_device=not lands,
             )
-        except PoolFull as refusal:
-            if refusal.retry_after_s is not None:
+            self._handoffs.begin(request, opened)
+        except (PoolFull, BadInput) as refusal:
+            if isinstance(refusal, PoolFull) and refusal.retry_after_s is not None:
                 raise
             request.refusal = refusal
             self._finish(request, "refused")
             return
-        assert request.sequence is None, f"request {request.number} was opened twice"
         request.sequence = opened
-        request.prefilled_count = opened.cached_count
-        self._roster.move(request, "prefilling")
-        if request.is_prefilled:
-            self._land(request, None)
+        request.cached_count = request.prefilled_count = opened.cached_count
+        self._roster.move(request, "landing" if lands else "prefilling")
+        if request.is_prefilled and not lands:
+            self._arrive(request, None)
 
-    def _land(self, request: Request, windows: Tensor | None) -> None:
-        """The prompt is there: the request and its followers start to decode."""
+    def _arrive(self, request: Request, windows: Tensor | None) -> None:
+        """The prompt is there."""
+        if request.gives is None:
+            self._land(request, windows)
+        else:
+            self._send(request, windows)
+
+    def _send(self, request: Request, windows: Tensor | None) -> None:
+        """The request has ended, and so have its followers to the same place."""
+        self._handoffs.send(request, windows)
+        followers = self._followers.release(request)
+        for follower in followers:
+            self._roster.add(follower)
+        for ended in (request, *followers):
+            if ended.gives == request.gives:
+                self._finish(ended, "sent")
+
+    def _land(self, request: Request, windows: Tensor | tuple[list[WindowSet], int] | None) -> None:
+        """The request and its followers start to decode."""
         for landed in (request, *self._fork(request)):
             assert landed.sequence is not None, f"request {landed.number} has no rows"
             assert not landed.output, f"request {landed.number} lands twice"
             if windows is not None and self._config.warm:
-                landed.sequence.warm(windows)
+                if isinstance(windows, Tensor):
+                    landed.sequence.warm(windows)
+                else:
+                    landed.sequence.warm_from(*windows)
                 landed.sequence.fill()
             self._roster.move(landed, "decoding")
             self._future.stash(landed.sequence.line, [landed.tokens[-1]])
@@ -342,14 +335,15 @@ class Engine:
         forked = []
         for follower in self._followers.release(leader):
             self._roster.add(follower)
-            if self._roster.first_waiting() is not follower or self._displaced():
+            if self._roster.first_waiting() is not follower or self._admission.displaced():
                 continue
             try:
-                self._refuse_if_slow()
+                self._admission.refuse_if_slow(self.pace.batch_limit)
                 follower.sequence = leader.sequence.fork()
             except PoolFull:
                 continue
             follower.prefilled_count = leader.prefilled_count
+            follower.cached_count = follower.sequence.cached_count
             self._roster.move(follower, "prefilling")
             forked.append(follower)
         return forked
@@ -397,19 +391,20 @@ class Engine:
         """Learns the steps under way, which may end a request; without any, preempts the last in
         rank. A request that runs alone lacks room only if another user of the offload holds the
         pages: preempted, it waits for them."""
-        self.refusal = refusal
+        self._admission.fell_short(refusal)
         if self._flights:
             self._learn(0)
             return
         running = self._roster.by_rank("decoding", "prefilling")
         assert running, "no request runs, and pages are short"
         self._preempt(running[-1])
-        self._resume_step = self.step_count + PAUSE_STEPS
+        self._admission.pause(self.step_count)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[tuple[Chance, ...], ...]:
         """Runs the chunks as one pack; then the prompts that are there land, in order of rank."""
         started_s = self._clock.now_s()
-        prefilled = prompt.run_chunks(self.runner, [prompt.span_of(chunk) for chunk in chunks])
+        spans = [prompt.span_of(chunk) for chunk in chunks]
+        prefilled = prompt.run_chunks(self.runner, spans, self._handoffs.while_made(chunks))
         scored = tuple(prompt.score(*each) for each in zip(prefilled, chunks, strict=True))
         seconds = self._clock.now_s() - started_s
         tokens = sum(chunk.count for chunk in chunks)
@@ -417,7 +412,7 @@ class Engine:
         for chunk, made in zip(chunks, prefilled, strict=True):
             chunk.request.prefilled_count = chunk.stop
             if chunk.is_last:
-                self._land(chunk.request, made.windows)
+                self._arrive(chunk.request, made.windows)
         return scored
 
     # ---- what the host learns, and what follows from it
@@ -461,13 +456,19 @@ class Engine:
         request.draft_count = 0
         self._roster.move(request, "preempted")
         self.preempted_count += 1
-        self._is_full = False
+        self._admission.ask_again()
 
     def _resume(self, request: Request) -> None:
         assert request.sequence is not None, f"request {request.number} has no rows"
         assert request.draft_count == 0, f"request {request.number} has drafts without a line"
         request.sequence.resume()
         request.is_held = False
+        if request.has_landed:
+            windows, request.windows = request.windows, None
+            request.has_landed, request.prefilled_count = False, request.prefill_count
+            self._roster.move(request, "prefilling")
+            self._land(request, windows)
+            return
         self._roster.move(request, "decoding" if request.is_prefilled else "prefilling")
         if request.is_prefilled:
             self._future.stash(request.sequence.line, [request.tokens[-1]])
@@ -477,6 +478,7 @@ class Engine:
         request.reason = reason
         self._roster.move(request, "finished")
         self._entry.release(request)
+        self._handoffs.give_up(request)
         self._close(request)
         heir = self._followers.succeed(request)
         if heir is not None:
@@ -485,7 +487,7 @@ class Engine:
     def _close(self, request: Request) -> None:
         """Frees the rows of an ended request once the host has learned its last step."""
         assert request.state == "finished", f"request {request.number} is {request.state}"
-        self._is_full = False
+        self._admission.ask_again()
         if request.sequence is None or request.flight_count:
             return
         if request.sequence.line >= 0:

@@ -29,11 +29,17 @@ class Entry:
     def is_empty(self) -> bool:
         return not self._compiling
 
-    def equip(self, request: Request) -> bool:
+    def equip(self, request: Request, *, longest: int) -> bool:
         """Whether the request may enter; else it waits here for its grammar. BadInput if the
         request asks for what this model or this engine cannot do."""
         assert request not in self._compiling, f"request {request.number} was equipped before"
         assert request.matcher is None, f"request {request.number} has a matcher already"
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._vocabulary:
+            raise BadInput(f"prompt ids must be 0..{self._vocabulary - 1}")
+        if request.length_max > longest:
+            raise BadInput(
+                f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
+            )
         sampling = request.sampling
         sampling.check_ids(self._vocabulary)
         request.ends = sampling.stop_ids | (frozenset() if sampling.ignore_eos else self._ends)

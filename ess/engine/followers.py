@@ -21,7 +21,7 @@ class Followers:
         leader."""
         while leader is not None and leader.leader is not None:
             leader = leader.leader
-        if leader is None or leader.reason is not None or leader.is_prefilled:
+        if leader is None or leader.reason is not None or leader.has_prompt:
             return False
         if (request.prompt, request.length_max) != (leader.prompt, leader.length_max):
             return False
@@ -66,7 +66,7 @@ class Followers:
         assert not self._of.keys() & set(followers), "a follower leads others"
         for leader, held in self._of.items():
             assert leader.reason is None, f"leader {leader.number} has ended and holds followers"
-            assert not leader.is_prefilled, f"leader {leader.number} has its prompt: none may wait"
+            assert not leader.has_prompt, f"leader {leader.number} has its prompt: none may wait"
             for request in held:
                 name = f"follower {request.number} of {leader.number}"
                 assert request.state == "waiting", f"{name} is {request.state}"

@@ -1,12 +1,20 @@
 """A request's life: its states, the legal moves between them, and why it ended.
 
 waiting --> prefilling --> decoding --> finished
-                ^  |        |   ^
-                |  v        v   |
-                `- preempted ---'
+   |            ^  |        |   ^
+   |            |  v        v   |
+   |            `- preempted ---'
+   v                 ^
+landing -------------'
 
-From every state to finished: cancelled, or refused while it waits. A step that was launched before
-the host knew of an ending still runs; its sequence is closed when that step is learned.
+From every state to finished: cancelled, or refused while it waits or lands. A step that was
+launched before the host knew of an ending still runs; its sequence is closed when that step is
+learned.
+
+A request lands whose prompt's rows come from another worker: into pages of the host, while it needs
+nothing of the device. When they are there it goes on as one that was preempted; where they do not
+come its prompt is prefilled here. A request that gives its rows to another worker has ended when
+its prompt is there.
 """
 
 from __future__ import annotations
@@ -23,15 +31,19 @@ if TYPE_CHECKING:
     from ess.engine.tokens.counts import Tally
     from ess.engine.tokens.grammar import Matcher
     from ess.engine.tokens.stops import Reader
+    from ess.pool.warmup import WindowSet
 
-State = Literal["waiting", "prefilling", "decoding", "preempted", "finished"]
+State = Literal["waiting", "landing", "prefilling", "decoding", "preempted", "finished"]
 Reason = Literal["length", "stop", "cancelled", "refused", "failed", "sent"]
 
 PRIORITY_MAX: Final = (1 << 31) - 1
 MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
     {
+        ("waiting", "landing"),
         ("waiting", "prefilling"),
         ("waiting", "finished"),
+        ("landing", "preempted"),
+        ("landing", "finished"),
         ("prefilling", "decoding"),
         ("prefilling", "preempted"),
         ("prefilling", "finished"),
@@ -44,10 +56,23 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Where a prompt's rows come from: from the worker of the boot epoch `peer`. Rows that are
+    `fake` are invented here, to measure decoding by itself."""
+
+    uid: int
+    peer: int = 0
+    fake: bool = False
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`prompt`, `sampling`, `priority`, `leader` and `salt` come from outside; everything else is
-    the engine's, which is its `owner`. Requests of different `salt` share no cached prefix.
+    """`prompt`, `sampling`, `priority`, `leader`, `salt`, `gives` and `takes` come from outside;
+    everything else is the engine's, which is its `owner`. Requests of different `salt` share no
+    cached prefix. `gives` is the number of the handoff in which its prompt's rows leave. It
+    `has_landed` from the moment when all rows have come, with their `windows`, until the request is
+    on the device.
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
     when its grammar could not be followed to the end: `matcher.failure` says why. `refusal` says
@@ -64,12 +89,17 @@ class Request:
     priority: int = 0
     leader: Request | None = None
     salt: bytes = b""
+    gives: int | None = None
+    takes: Take | None = None
     owner: object = None
     output: list[int] = field(default_factory=list)
     state: State = "waiting"
     reason: Reason | None = None
     sequence: Sequence | None = None
+    cached_count: int = 0
     prefilled_count: int = 0
+    has_landed: bool = False
+    windows: tuple[list[WindowSet], int] | None = None
     ends: frozenset[int] = frozenset()
     ended_by: int | str | None = None
     reader: Reader | None = None
@@ -111,6 +141,11 @@ class Request:
         return None if sampling.prompt_logprobs is None else sampling.prompt_start
 
     @property
+    def lands(self) -> bool:
+        """Whether its rows come from elsewhere. A prompt that is scored is computed here."""
+        return self.takes is not None and self.sampling.prompt_logprobs is None
+
+    @property
     def left_count(self) -> int:
         """Tokens that may still be made."""
         return self.sampling.tokens_max - len(self.output)
@@ -123,6 +158,11 @@ class Request:
     @property
     def is_prefilled(self) -> bool:
         return self.prefilled_count == self.prefill_count
+
+    @property
+    def has_prompt(self) -> bool:
+        """Its prompt's rows are where it goes on from."""
+        return self.is_prefilled and self.state != "landing" and not self.has_landed
 
     def take(self, made: list[int]) -> list[int]:
         """Append new tokens up to the first that ends the request; returns those kept."""
@@ -163,6 +203,9 @@ class Request:
         assert self.state != "decoding" or self.is_prefilled, f"{name} lacks rows of its prompt"
         assert self.state != "prefilling" or not self.is_prefilled, f"{name} has its whole prompt"
         assert not self.is_held or self.state in ("preempted", "finished"), f"{name} is held"
+        assert self.state != "landing" or self.takes is not None, f"{name} takes no rows"
+        assert not self.has_landed or self.state in ("preempted", "finished"), f"{name} has landed"
+        assert self.windows is None or self.has_landed, f"{name} has windows without rows"
         assert self.refusal is None or self.reason == "refused", f"{name} goes on when refused"
         assert self.ended_by is None or self.reason == "stop", f"{name} ended by {self.ended_by!r}"
         self._check_counts(name)
@@ -177,6 +220,6 @@ class Request:
         assert bool(self.flight_count) == bool(self.ahead_count), f"{name}: tokens without a step"
         assert 0 <= self.hit_count <= self.asked_count, f"{name}: more hits than rows asked for"
         assert self.draft_count >= 0, f"{name}: {self.draft_count} drafts"
-        if self.state in ("waiting", "prefilling", "preempted"):
+        if self.state in ("waiting", "landing", "prefilling", "preempted"):
             assert self.flight_count == 0, f"{name} is in a step under way"
             assert self.draft_count == 0, f"{name} has drafts"

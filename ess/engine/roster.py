@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar, get_args
 
 from ess.engine.request import MOVES, State
 
@@ -39,8 +39,8 @@ AnyRequest = TypeVar("AnyRequest", bound=Runnable)
 
 class Roster(Generic[AnyRequest]):
     def __init__(self) -> None:
-        states: tuple[State, ...] = ("waiting", "prefilling", "decoding", "preempted")
-        self._by_state: dict[State, dict[int, AnyRequest]] = {state: {} for state in states}
+        here = (state for state in get_args(State) if state != "finished")
+        self._by_state: dict[State, dict[int, AnyRequest]] = {state: {} for state in here}
         self._ranks: list[tuple[int, int]] = []
 
     def add(self, request: AnyRequest) -> None:

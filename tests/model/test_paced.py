@@ -34,9 +34,9 @@ class LoadClock(Clock):
     def prefilling(self, run_chunks, *, token_s: float):
         """`run_chunks` with the time that the tokens of all its spans take."""
 
-        def timed(runner, spans):
+        def timed(runner, spans, on_layer=None):
             self._passed_s += token_s * sum(len(span.tokens) for span in spans)
-            return run_chunks(runner, spans)
+            return run_chunks(runner, spans, on_layer)
 
         return timed
 

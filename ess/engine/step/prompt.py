@@ -19,7 +19,7 @@ last states, for some tokens at a time: never more than `LOGITS_MAX` logits are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -110,20 +110,26 @@ Chosen = Sequence[Tensor | None]
 """The selections of each span's queries; None while they cover every position."""
 
 
-def run_chunks(runner: Runner, spans: Sequence[Span]) -> list[Prefilled]:
-    """Runs the spans as one pack."""
+def run_chunks(
+    runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None
+) -> list[Prefilled]:
+    """Runs the spans as one pack. `on_layer` is told of each layer when its rows are stored."""
     pack = packed(runner, spans)
     run_layer = _layer_alike if runner.is_deterministic else _layer
     hidden = runner.model.embed(_joined([span.tokens for span in spans]))
     chosen: Chosen = [None] * len(spans)
     for layer in runner.model.layers:
         hidden, chosen = run_layer(pack, layer, hidden, chosen)
+        if on_layer is not None:
+            on_layer(layer.number)
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"
         embedded = runner.model.embed(_joined([span.following for span in spans]))
         joined = mtp.join(embedded, runner.model.finish(hidden))
         run_layer(pack, mtp.layer, joined, [None] * len(spans))
+        if on_layer is not None:
+            on_layer(mtp.layer.number)
     return [
         Prefilled(pack, span, _windows(pack, span), hidden[place]) for _, span, place in pack.each()
     ]

@@ -1,7 +1,7 @@
 """The runner runs a model over an offload: decode batches and prompt chunks.
 
 It owns the weights. Which schedule a layer runs, and whether the batch runs in two halves, is
-decided per step by `tuning`.
+decided per step by `tuning`. `on_layer` is called between the layers of a decode step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ess.door import Offload, Step
+from ess.engine.config import EngineConfig
 from ess.engine.layers.attention import LayerStep
 from ess.engine.layers.batch import Batch, back, ended
 from ess.engine.layers.experts import ExpertStep
@@ -23,6 +24,8 @@ from ess.engine.layers.verifier import Verifier
 from ess.engine.step.half import Half, halves, whole
 from ess.engine.step.tuning import Tuning
 from ess.engine.step.warmth import StepWarmth
+from ess.engine.tokens.determinism import require_alike
+from ess.kernels.backend import ops
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
@@ -68,6 +71,7 @@ class Runner:
         self.verifier = verifier
         self.verified_layer: int | None = None
         self.tuning = tuning
+        self.on_layer: Callable[[], None] | None = None
         self._runs = layer_runs(model.layers, offload.layout)
         self._vector: Vector = ()
 
@@ -136,6 +140,8 @@ class Runner:
     def _stages(
         self, half: Half, layer: DecoderLayer, hidden: Tensor, *, in_stages: bool = False
     ) -> Run[Tensor]:
+        if self.on_layer is not None:
+            self.on_layer()
         timeline, mode = self.tuning.timeline, self._vector[layer.number]
         waits = mode <= Mode.NONE and not in_stages
         stages = LayerStep(half, layer, hidden, timeline, waits=waits)
@@ -162,6 +168,27 @@ class Runner:
         verified = self.verified_layer
         assert verified is None or 0 <= verified < layout.layer_total, f"layer {verified}"
         self.tuning.check()
+
+
+def made_runner(model: Model, offload: Offload, config: EngineConfig) -> Runner:
+    """As it is configured."""
+    computes = ops(config.backend)
+    if config.deterministic:
+        require_alike(computes, config.backend)
+    return Runner(
+        model,
+        offload,
+        computes,
+        tuning=Tuning(
+            offload,
+            "none" if config.deterministic else config.modes,
+            calibration=config.calibration,
+            tbo=config.tbo,
+            sbo=config.sbo,
+        ),
+        verifier=Verifier(every=config.verify_every, is_fatal=config.verify_fatal),
+        deterministic=config.deterministic,
+    )
 
 
 def layer_runs(

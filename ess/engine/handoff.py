@@ -1,0 +1,190 @@
+"""What an engine does for handoffs: rows of prompts that leave for other workers or come from them.
+
+    give   offered when the request is admitted, told layer by layer what is made, and taken over by
+           the port when the prompt is there: rows that were not fetched by then wait there
+    take   expected when the request is admitted; then the port says once that it landed or missed
+
+The port moves the bytes, inside `pump` alone: between steps and between the layers of a step. The
+engine says what becomes of a request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from torch import Tensor
+
+from ess.door import Sequence as Opened
+from ess.door.handoff.endings import Lapsed, Sent
+from ess.door.handoff.port import Port
+from ess.door.handoff.receiver import UID_MAX, Landed, Missed
+from ess.engine.config import EngineConfig
+from ess.engine.plan import Chunk
+from ess.engine.request import Request
+from ess.engine.roster import Roster
+from ess.engine.step.invented import invent
+from ess.engine.step.runner import Runner
+from ess.errors import BadInput, PoolFull
+
+Ended = tuple[float, Landed | Missed | Sent | Lapsed]
+"""A handoff, and when it was told of, by the offload's clock."""
+ENDED_MAX: Final = 32
+SALT_BYTES: Final = 16
+
+
+class Handoffs:
+    """`_coming` are requests whose rows are awaited, by the number of the handoff; `_told` those of
+    which the engine has still to hear, each with the fault if its rows do not come. `ended` are the
+    last handoffs that the port has told of, the newest last. `on_end` is called when one has ended:
+    there may be room."""
+
+    def __init__(
+        self,
+        port: Port | None,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._port = port
+        self._runner = runner
+        self._serves_fakes = config.fake_prefill
+        self._on_end = on_end
+        self._coming: dict[int, Request] = {}
+        self._told: deque[tuple[Request, str]] = deque()
+        self.ended: deque[Ended] = deque(maxlen=ENDED_MAX)
+        if port is not None:
+            runner.on_layer = port.pump
+
+    @property
+    def is_busy(self) -> bool:
+        """Rows are under way, or wait to be fetched: the port is to be pumped soon."""
+        return self.has_told or (self._port is not None and self._port.is_busy)
+
+    @property
+    def has_told(self) -> bool:
+        """A request goes on in the next step."""
+        return bool(self._told)
+
+    def equip(self, request: Request) -> None:
+        """BadInput if there is no such handoff here. A follower takes nothing: it is forked. Rows
+        that are invented are found by no other request: their salt is."""
+        takes = request.takes
+        if request.gives is not None and takes is not None:
+            raise BadInput(f"handoff {request.gives} gives the rows that {takes.uid} takes")
+        if takes is not None and takes.fake and not self._serves_fakes:
+            raise BadInput("invented rows are asked for, and fake_prefill is off")
+        uid = request.gives if takes is None else takes.uid
+        if uid is not None and not 0 < uid <= UID_MAX:
+            raise BadInput(f"handoff {uid}: its number must be 1 to {UID_MAX}")
+        if self._port is None and (request.gives is not None or (takes and not takes.fake)):
+            raise BadInput("this engine takes part in no handoffs")
+        if takes is not None and takes.fake:
+            leader = request.leader
+            request.salt = leader.salt if leader else secrets.token_bytes(SALT_BYTES)
+
+    def begin(self, request: Request, opened: Opened) -> None:
+        """The request is admitted. Where the offer of its rows raises, `opened` is closed again."""
+        try:
+            if request.gives is not None:
+                self._offer(request.gives, request, opened)
+            elif request.lands:
+                self._expect(request, opened)
+        except (BadInput, PoolFull):
+            opened.close()
+            raise
+
+    def _offer(self, uid: int, request: Request, opened: Opened) -> None:
+        assert self._port is not None, f"request {request.number} gives rows without a port"
+        self._port.sender.offer(uid, opened, prompt=request.prompt, salt=request.salt)
+
+    def _expect(self, request: Request, opened: Opened) -> None:
+        """What can never come is a fault at once."""
+        takes = request.takes
+        assert takes is not None, f"request {request.number} takes no rows"
+        if takes.fake:
+            invent(self._runner, opened)
+            self._told.append((request, ""))
+            return
+        assert self._port is not None, f"request {request.number} takes rows without a port"
+        try:
+            self._port.receiver.expect(opened, uid=takes.uid, peer=takes.peer)
+        except BadInput as error:
+            self._told.append((request, f"handoff {takes.uid}: {error}"))
+        else:
+            self._coming[takes.uid] = request
+
+    def heard(self) -> Iterator[tuple[Request, str]]:
+        """Moves what can be moved; then each request whose rows have come, with an empty text, or
+        will not come, with the reason."""
+        if self._port is not None:
+            self._port.pump()
+            sent, came = self._port.sender.outcomes(), self._port.receiver.outcomes()
+            now_s = self._runner.offload.clock.now_s()
+            self.ended += ((now_s, outcome) for outcome in (*sent, *map(_without_windows, came)))
+            for outcome in came:
+                self._hear(outcome)
+            if sent or came:
+                self._on_end()
+        while self._told:
+            request, fault = self._told.popleft()
+            yield request, "" if request.is_prefilled else fault
+
+    def _hear(self, outcome: Landed | Missed) -> None:
+        request = self._coming.pop(outcome.uid, None)
+        if request is None:
+            return
+        if isinstance(outcome, Landed):
+            request.windows = outcome.windows
+            self._told.append((request, ""))
+        else:
+            self._told.append((request, f"handoff {outcome.uid}: {outcome.sentence}"))
+
+    def while_made(self, chunks: Sequence[Chunk]) -> Callable[[int], None] | None:
+        """What is to be called with each layer whose rows of these chunks are stored."""
+        port = self._port
+        if port is None:
+            return None
+        given = [(chunk.request.gives, chunk.stop) for chunk in chunks]
+
+        def stored(layer: int) -> None:
+            for uid, stop in given:
+                if uid is not None:
+                    port.sender.made(uid, layer, stop)
+            port.pump()
+
+        return stored
+
+    def send(self, request: Request, windows: Tensor | None) -> None:
+        """The prompt is there, and is the port's from now on."""
+        assert self._port is not None, f"request {request.number} gives rows without a port"
+        assert request.gives is not None, f"request {request.number} gives no rows"
+        self._port.sender.finish(request.gives, None if windows is None else windows.numpy())
+        request.sequence = None
+
+    def give_up(self, request: Request) -> None:
+        """The request ends before its handoff has."""
+        if request.takes is not None and self._coming.get(request.takes.uid) is request:
+            assert self._port is not None, f"request {request.number} takes rows without a port"
+            del self._coming[request.takes.uid]
+            self._port.receiver.give_up(request.takes.uid)
+        if request.gives is not None and request.sequence is not None:
+            assert self._port is not None, f"request {request.number} gives rows without a port"
+            self._port.sender.give_up(request.gives)
+        self._told = deque(told for told in self._told if told[0] is not request)
+
+    def check(self, roster: Roster[Request]) -> None:
+        landing = {*self._coming.values(), *(request for request, _ in self._told)}
+        assert landing == {*roster.of("landing")}, "a request lands that awaits no rows"
+        for uid, request in self._coming.items():
+            assert request.takes is not None, f"request {request.number} takes no rows"
+            assert request.takes.uid == uid, f"handoff {uid} is request {request.number}'s"
+
+
+def _without_windows(outcome: Landed | Missed) -> Landed | Missed:
+    """What is kept for a while is small."""
+    return replace(outcome, windows=([], 0)) if isinstance(outcome, Landed) else outcome

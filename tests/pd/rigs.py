@@ -1,0 +1,160 @@
+"""Engines that hand prompts over to one another, in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from ess.clock import Clock
+from ess.door import Offload
+from ess.door.handoff.port import Port
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.request import Request, Take
+from ess.engine.tokens.sampling import Sampling
+from ess.transfer.endpoint import Identity
+from ess.transfer.inprocess import Exchange, InProcessTransport
+from ess.transfer.messages import Seal
+from tests.support.checkpoints import V32, model
+from tests.support.manual_clock import ManualClock
+
+SEAL = Seal(b"a secret of all workers")
+LAYOUT = bytes(range(32))
+STEP_S = 0.002
+STEPS_MAX = 4000
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "index_topk": 24,
+    "index_n_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@functools.cache
+def small():
+    torch.set_num_threads(1)
+    return model({**V32, **SMALL})
+
+
+def offload_of(
+    *,
+    mtp: int = 1,
+    host_pages: int = 96,
+    index_pages: int | None = None,
+    lines: int = 4,
+    slot_pages: int = 8,
+) -> Offload:
+    config = small().config
+    if mtp == 1:
+        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    layout = config.layout(row="f32", index="f32")
+    return Offload.create(
+        layout,
+        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * slot_pages,
+        host_bytes=host_pages * layout.host_page_bytes,
+        index_bytes=None if index_pages is None else index_pages * layout.index_page_bytes,
+        length_max=1024,
+        slot_floor=24,
+        sequence_max=lines,
+        poison=True,
+    )
+
+
+class Worker:
+    """An engine with a port. `offload` has the pools named by `pools`."""
+
+    def __init__(self, exchange, epoch, clock, *, config, pools, arrivals_max=64, lease_s=30.0):
+        self.offload = offload_of(mtp=config.mtp, **pools)
+        identity = Identity(epoch=epoch, seal=SEAL, layout=LAYOUT)
+        self.transport = InProcessTransport(
+            identity, exchange=exchange, name=f"worker {epoch}", clock=clock
+        )
+        self.port = Port(
+            self.offload,
+            self.transport,
+            SEAL,
+            clock=clock,
+            wait_s=5.0,
+            lease_s=lease_s,
+            arrivals_max=arrivals_max,
+        )
+        self.engine = Engine(small(), self.offload, config, port=self.port)
+
+    def step(self) -> None:
+        self.engine.step()
+        self.engine.check()
+        self.port.receiver.check()
+        self.port.sender.check()
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.engine.is_idle and not self.engine.is_handing_over
+
+
+class Pair:
+    """A worker that prefills and one that decodes, which have met. `decode_pools` are small."""
+
+    def __init__(self, *, pools=None, prefill_pools=None, arrivals_max=64, lease_s=30.0, **config):
+        settings = EngineConfig(**{"chunk_tokens": 64, "promise": "some", **config})
+        self.clock, self.exchange = ManualClock(), Exchange()
+        self.prefill = self._worker(1, settings, prefill_pools or {}, arrivals_max, lease_s)
+        self.decode = self._worker(2, settings, pools or {}, arrivals_max, lease_s)
+        self.meet()
+        self.uid = 0
+
+    def _worker(self, epoch, config, pools, arrivals_max, lease_s):
+        return Worker(
+            self.exchange,
+            epoch,
+            self.clock,
+            config=config,
+            pools=pools,
+            arrivals_max=arrivals_max,
+            lease_s=lease_s,
+        )
+
+    def meet(self) -> None:
+        self.prefill.port.meet(self.decode.port.metadata())
+        self.decode.port.meet(self.prefill.port.metadata())
+
+    def give(self, prompt: Sequence[int], **more) -> Request:
+        return self.prefill.engine.add(prompt, Sampling(tokens_max=1), give=self.uid, **more)
+
+    def take(self, prompt: Sequence[int], sampling: Sampling, **more) -> Request:
+        return self.decode.engine.add(prompt, sampling, take=Take(self.uid, 1), **more)
+
+    def add(self, prompt: Sequence[int], sampling: Sampling, **more) -> tuple[Request, Request]:
+        self.uid += 1
+        return self.give(prompt), self.take(prompt, sampling, **more)
+
+    def step(self) -> None:
+        self.clock.advance(STEP_S)
+        self.prefill.step()
+        self.decode.step()
+
+    def run(self) -> None:
+        self.until(lambda: self.prefill.is_quiet and self.decode.is_quiet)
+
+    def until(self, is_so) -> None:
+        for _ in range(STEPS_MAX):
+            if is_so():
+                return
+            self.step()
+        raise AssertionError(f"not so after {STEPS_MAX} steps")
+
+
+def alone(asked, *, mtp: int = 1, clock: Clock | None = None) -> list[list[int]]:
+    """What an engine says that prefills and decodes itself."""
+    eng = Engine(small(), offload_of(mtp=mtp), EngineConfig(mtp=mtp, chunk_tokens=64), clock=clock)
+    requests = [eng.add(prompt, sampling) for prompt, sampling in asked]
+    for _ in eng.run():
+        pass
+    return [request.output for request in requests]
