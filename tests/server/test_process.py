@@ -473,3 +473,17 @@ def test_prompts_of_one_step_leave_with_their_own_chances():
     [traced] = (message for message in together.given if isinstance(message, Traced))
     names = [span.name for span in traced.spans if span.lane == "steps"]
     assert names[0] == "step 1, 0 requests, 48 prompt tokens of 2 requests"
+
+
+@pytest.mark.parametrize("kind", ["give", "take", "fake"])
+def test_an_engine_without_peers_refuses_handoffs_with_a_sentence(kind: str):
+    add = Add(0, [1, 2, 3], Sampling(), handoff=Handoff(5, 6, kind))
+    wire = Script(t1=[add, Meet("x", b"y")])
+    loop = run(wire, 1)
+    [piece] = wire.pieces(0)
+    assert piece.reason == "refused"
+    assert ("fake_prefill is off" if kind == "fake" else "no handoffs") in piece.sentence
+    [met] = [message for message in wire.given if isinstance(message, Met)]
+    assert (met.address, met.epoch, met.metadata) == ("x", 0, b"")
+    assert "no handoffs" in met.sentence
+    loop.close()

@@ -14,13 +14,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, TypedDict
 
 import msgspec
 import zmq
 
 from ess.clock import Clock, RealClock
 from ess.door import Offload
+from ess.door.handoff.port import Port
 from ess.door.stats import Stats
 from ess.engine.config import ProcessConfig
 from ess.engine.engine import Engine
@@ -36,10 +37,10 @@ from ess.engine.process.messages import (
     Fault,
     Flush,
     Flushed,
+    Handoff,
     Launch,
     Lost,
     Meet,
-    Met,
     Piece,
     PoolUse,
     Progress,
@@ -51,10 +52,11 @@ from ess.engine.process.messages import (
     Trace,
     Tracing,
 )
+from ess.engine.process.peers import Peers, open_port
 from ess.engine.process.wire import SocketWire, Wire, open_counts
-from ess.engine.request import Request
+from ess.engine.request import Request, Take
 from ess.engine.tokens.chance import Chance
-from ess.errors import EssError, Unavailable
+from ess.errors import BadState, EssError, Unavailable
 from ess.layout import ModelLayout
 from ess.models.load import load_model
 from ess.models.text.tokenizer import Tokenizer
@@ -64,6 +66,7 @@ STATUS_EVERY_S: Final = 0.25
 SHOWN_MAX: Final = 64
 IDLE_S: Final = 0.25
 BLOCKED_S: Final = 0.01
+BUSY_S: Final = 0.001
 
 
 @dataclass(slots=True, eq=False)
@@ -81,9 +84,17 @@ class EngineLoop:
     """Owns the engine."""
 
     def __init__(
-        self, engine: Engine, wire: Wire, clock: Clock, *, events: KvEvents | None = None
+        self,
+        engine: Engine,
+        wire: Wire,
+        clock: Clock,
+        *,
+        port: Port | None = None,
+        events: KvEvents | None = None,
     ) -> None:
+        self.peers = Peers(port)
         self._engine = engine
+        self._port = port
         self._events = events
         if events is not None:
             engine.offload.follow_prefixes(events)
@@ -107,15 +118,20 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Obey the messages that have arrived, run a step if a request needs one, report."""
-        wait_s = IDLE_S if self._engine.is_idle else BLOCKED_S if self._is_blocked else 0.0
-        for message in self._wire.take(timeout_s=wait_s):
+        for message in self._wire.take(timeout_s=self._wait_s()):
             self._obey(message)
-        if not self.is_stopped and not self._engine.is_idle:
+        if self._engine.is_idle:
+            self._engine.pump()
+        elif not self.is_stopped:
             self._step()
             self._settle()
         if self._events is not None:
             self._events.flush()
         self._report()
+
+    def _wait_s(self) -> float:
+        wait_s = IDLE_S if self._engine.is_idle else BLOCKED_S if self._is_blocked else 0.0
+        return min(wait_s, BUSY_S) if self._engine.is_handing_over else wait_s
 
     def _settle(self) -> None:
         """When idle, wait for outstanding copies."""
@@ -124,6 +140,8 @@ class EngineLoop:
 
     def close(self) -> None:
         self._engine.close()
+        if self._port is not None:
+            self._port.close()
         self._engine.offload.close()
         if self._events is not None:
             self._events.close()
@@ -145,9 +163,8 @@ class EngineLoop:
                 self._wire.give(Flushed(self._flush(), front))
             case Trace(is_on, front):
                 self._trace(is_on, front)
-            case Meet(address, _, front):
-                why = "this engine takes part in no handoffs"
-                self._wire.give(Met(address, 0, sentence=why, front=front))
+            case Meet():
+                self._wire.give(self.peers.meet(message))
             case Stop():
                 self.is_stopped = True
 
@@ -190,6 +207,7 @@ class EngineLoop:
                 priority=message.priority,
                 leader=None if leader is None else leader.request,
                 salt=message.salt.encode(),
+                **_handed_over(message.handoff),
             )
         except EssError as error:
             refused = Piece(message.number, reason="refused", sentence=str(error))
@@ -202,7 +220,10 @@ class EngineLoop:
     def _flush(self) -> str:
         if self._live:
             return f"{len(self._live)} requests are running or waiting"
-        self._engine.offload.forget_prefixes()
+        try:
+            self._engine.offload.forget_prefixes()
+        except BadState as error:
+            return str(error)
         return ""
 
     # ---- what leaves
@@ -257,8 +278,7 @@ class EngineLoop:
         if live.is_admitted or request.state == "waiting" or request.reason == "refused":
             return None
         live.is_admitted = True
-        sequence = request.sequence
-        count = request.prefilled_count if sequence is None else sequence.cached_count
+        count = request.cached_count
         assert 0 <= count <= len(request.prompt), f"{count} cached tokens of request {live.number}"
         self._cached_count += count
         return count
@@ -297,7 +317,7 @@ class EngineLoop:
             turn_count=self._turn_count,
             step_s=self._step_s,
             running_count=states.count("prefilling") + states.count("decoding"),
-            waiting_count=states.count("waiting"),
+            waiting_count=states.count("waiting") + states.count("landing"),
             preempted_count=states.count("preempted"),
             made_count=self._made_count,
             prompt_count=self._prompt_count,
@@ -323,6 +343,7 @@ class EngineLoop:
             depth=engine.depth,
             depth_reasons=engine.depth_reasons(),
             open_counts=open_counts(self._live, self._wire.front_count),
+            handoff=self.peers.status(engine.ended_handoffs),
         )
 
     def _lines(self) -> Iterator[RequestLine]:
@@ -347,8 +368,28 @@ def _line(live: Live, now_s: float) -> RequestLine:
     )
 
 
-def build(launch: Launch) -> tuple[Engine, int]:
-    """The engine over the loaded weights, and the vocabulary's size."""
+class Wishes(TypedDict):
+    give: int | None
+    take: Take | None
+
+
+def _handed_over(handoff: Handoff | None) -> Wishes:
+    if handoff is None:
+        return Wishes(give=None, take=None)
+    if handoff.kind == "give":
+        return Wishes(give=handoff.uid, take=None)
+    return Wishes(give=None, take=Take(handoff.uid, handoff.peer, fake=handoff.kind == "fake"))
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    engine: Engine
+    port: Port | None
+    vocabulary: int
+
+
+def build(launch: Launch, clock: Clock) -> Built:
+    """The engine over the loaded weights."""
     import torch
 
     chosen = launch.config
@@ -366,8 +407,9 @@ def build(launch: Launch) -> tuple[Engine, int]:
         sequence_max=chosen.max_running,
         query_max=chosen.query_max,
     )
-    engine = Engine(model, offload, chosen, tokenizer=Tokenizer(launch.model))
-    return engine, config.vocab_size
+    port = open_port(launch, offload, clock)
+    engine = Engine(model, offload, chosen, tokenizer=Tokenizer(launch.model), port=port)
+    return Built(engine, port, config.vocab_size)
 
 
 def events_of(config: ProcessConfig, context: zmq.Context[zmq.Socket[bytes]]) -> KvEvents | None:
@@ -389,16 +431,18 @@ def serve(
     process."""
     began_s = time.monotonic()
     try:
-        engine, vocabulary = build(launch)
-        loop = EngineLoop(engine, wire, clock, events=events_of(launch.config, context))
+        built = build(launch, clock)
+        events = events_of(launch.config, context)
+        loop = EngineLoop(built.engine, wire, clock, port=built.port, events=events)
         layout = loop.layout
         wire.give(
             Ready(
-                vocabulary=vocabulary,
+                vocabulary=built.vocabulary,
                 length_max=launch.length_max,
                 load_s=time.monotonic() - began_s,
                 groups=layout.groups,
                 row_bytes=layout.row_bytes,
+                metadata=loop.peers.metadata,
             )
         )
         loop.run()

@@ -1,0 +1,134 @@
+"""Two engine processes and the sockets between them: what their servers see of a handoff."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ess.engine.process.messages import Abort, Add, Fault, Flush, Flushed, Handoff, Status
+from ess.engine.tokens.sampling import Sampling
+from tests.pd.processes import SECRET, EngineProcess, adds, engines, handed_over, introduce
+from tests.support.checkpoints import tokens
+
+TEXT = tokens(1200, 512, seed=5)
+WISH = Sampling(tokens_max=16, ignore_eos=True)
+LENGTHS = (1, 2, 63, 64, 65, 66, 129, 600, 1100)
+PREFILL, DECODE = {"role": "prefill"}, {"role": "decode"}
+
+
+def met(prefill: EngineProcess, decode: EngineProcess) -> int:
+    theirs, ours = prefill.ready().metadata, decode.ready().metadata
+    assert theirs
+    assert ours
+    return introduce(prefill, decode, theirs, ours)
+
+
+def expected(folder: Path, asked: list[Add], mtp: int) -> list[list[int]]:
+    with engines(folder, {"secret": "", "mtp": mtp}) as [alone]:
+        assert not alone.ready().metadata
+        for add in asked:
+            alone.say(add)
+        alone.ended(*(add.number for add in asked))
+        return [alone.tokens(add.number) for add in asked]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mtp", [1, 2])
+def test_tokens_of_two_processes_are_those_of_one(tmp_path: Path, mtp: int):
+    asked = adds([TEXT[:count] for count in LENGTHS], WISH)
+    (tmp_path / "alone").mkdir()
+    single = expected(tmp_path / "alone", asked, mtp)
+    with engines(tmp_path, {**PREFILL, "mtp": mtp}, {**DECODE, "mtp": mtp}) as [prefill, decode]:
+        peer = met(prefill, decode)
+        for add in asked:
+            handed_over(add, prefill, decode, uid=add.number + 1, peer=peer)
+        numbers = [add.number for add in asked]
+        decode.ended(*numbers)
+        prefill.ended(*numbers)
+        assert [decode.tokens(number) for number in numbers] == single
+        assert {prefill.reason(number) for number in numbers} == {"sent"}
+        assert not any(prefill.tokens(number) for number in numbers)
+        decode.until(lambda _: counts(decode) == (len(asked), 0, 0, 0))
+        prefill.until(lambda _: counts(prefill) == (0, 0, len(asked), 0))
+        told = decode.status.handoff
+        assert [peer.is_up for peer in told.peers] == [True]
+        assert {line.outcome for line in told.recent} == {"landed"}
+        assert told.received_bytes > 0
+        assert [prefill.stop(), decode.stop()] == [0, 0]
+
+
+def counts(engine: EngineProcess) -> tuple[int, int, int, int]:
+    told = engine.status.handoff
+    assert told is not None
+    return told.landed_count, told.missed_count, told.sent_count, told.lapsed_count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["recompute", "refuse"])
+def test_a_prefill_worker_that_is_killed(tmp_path: Path, policy: str):
+    """While it holds a prompt that the decode worker waits for."""
+    with engines(tmp_path, PREFILL, {**DECODE, "handoff_failure": policy}) as [prefill, decode]:
+        peer = met(prefill, decode)
+        decode.say(Add(0, TEXT[:600], WISH, handoff=Handoff(1, peer, "take")))
+        decode.until(lambda _: arriving(decode) == 1)
+        prefill.process.send_signal(signal.SIGKILL)
+        decode.ended(0)
+        [last] = [piece for piece in decode.said[0] if piece.reason]
+        if policy == "refuse":
+            assert (last.reason, last.is_ours) == ("refused", True)
+            assert "handoff 1" in last.sentence
+            assert "is lost" in last.sentence
+        else:
+            assert last.reason == "length"
+            assert len(decode.tokens(0)) == WISH.tokens_max
+
+
+def arriving(engine: EngineProcess) -> int:
+    told = engine.status.handoff
+    return 0 if told is None else told.open_arrival_count
+
+
+@pytest.mark.slow
+def test_an_abort_while_rows_are_awaited_frees_both_sides(tmp_path: Path):
+    with engines(tmp_path, PREFILL, DECODE) as [prefill, decode]:
+        peer = met(prefill, decode)
+        decode.say(Add(0, TEXT[:600], WISH, handoff=Handoff(1, peer, "take")))
+        decode.until(lambda _: arriving(decode) == 1)
+        decode.say(Abort(0))
+        decode.say(Flush())
+        flushed = decode.until(lambda message: isinstance(message, Flushed))
+        assert flushed == Flushed()
+        decode.until(lambda message: isinstance(message, Status) and arriving(decode) == 0)
+
+
+@pytest.mark.slow
+def test_workers_that_must_not_meet(tmp_path: Path):
+    """Another row format, another secret, and noise."""
+    configs = (DECODE, {**PREFILL, "mtp": 2}, {**PREFILL, "secret": "some other secret"})
+    with engines(tmp_path, *configs) as [decode, drafting, foreign]:
+        decode.ready()
+        assert "another model" in decode.meet(drafting.ready().metadata).sentence
+        assert "not made with our secret" in decode.meet(foreign.ready().metadata).sentence
+        assert decode.meet(b"noise").sentence
+        assert decode.meet(b"").sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"role": "decode", "secret": ""}, "role is 'decode'"),
+        ({"role": "decode", "secret": SECRET[:5]}, "the secret has 5 bytes"),
+        ({"role": "decode", "transport": "shared"}, "transport is 'shared'"),
+        ({"role": "decode", "transfer_host": "203.0.113.9"}, "cannot listen on 203.0.113.9"),
+    ],
+)
+def test_what_an_engine_cannot_be_ends_it_with_a_sentence(
+    tmp_path: Path, config: dict[str, str], said: str
+):
+    with engines(tmp_path, config) as [engine]:
+        while not isinstance(message := engine.hear(), Fault):
+            pass
+        assert said in message.sentence
