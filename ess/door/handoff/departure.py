@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ess.door.handoff import geometry
 from ess.door.handoff.endings import Timeline
+from ess.door.handoff.pages import Pages
 from ess.door.handoff.units import Part, Units
-from ess.door.sequences.sequence import Sequence
-from ess.pool.latent import FULL
 from ess.transfer.messages import PieceKind, Reason, Reserved, text_digest
-from ess.transfer.runs import Region, Runs
+from ess.transfer.runs import Runs, byte_count
 from ess.units import PAGE_ROWS, div_ceil
 
 
@@ -62,12 +61,12 @@ class Departure:
     transfer of it failed last."""
 
     uid: int
-    sequence: Sequence
+    pages: Pages
     text: bytes
     row_count: int
     offered_s: float
     units: dict[PieceKind, Units]
-    host_pages: NDArray[np.int64]
+    page_count: int
     target: Target | None = None
     windows: bytes = b""
     made_s: float | None = None
@@ -78,17 +77,16 @@ class Departure:
     deadline_s: float = float("inf")
     told_s: float = float("-inf")
     paused_until_s: float = float("-inf")
-    regions: dict[int, Region] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, uid: int, sequence: Sequence, *, prompt: Many[int], salt: bytes, now_s: float
+        cls, uid: int, pages: Pages, *, prompt: Many[int], salt: bytes, now_s: float
     ) -> Departure:
-        latent, row_count = sequence.owner.pools.latent, len(prompt) - 1
-        layout, page_count = latent.layout, div_ceil(row_count, PAGE_ROWS)
+        layout, row_count = pages.layout, len(prompt) - 1
+        page_count = div_ceil(row_count, PAGE_ROWS)
         departure = cls(
             uid=uid,
-            sequence=sequence,
+            pages=pages,
             text=text_digest(prompt[:row_count], salt),
             row_count=row_count,
             offered_s=now_s,
@@ -99,11 +97,10 @@ class Departure:
                     (PieceKind.INDEX_KEYS, layout.key_layer_count),
                 )
             },
-            host_pages=sequence.holding.host_pages[:page_count].astype(np.int64),
-            regions={region.number: region for region in geometry.pool_regions(latent)},
+            page_count=page_count,
         )
         departure.units[PieceKind.WINDOWS] = Units(PieceKind.WINDOWS, 1, 1, 0)
-        departure.make(range(layout.layer_total), sequence.cached_count)
+        departure.make(range(layout.layer_total), pages.cached_count)
         return departure
 
     @property
@@ -127,7 +124,7 @@ class Departure:
         if target.token_count != self.row_count or target.text != self.text:
             return Reason.WRONG_TEXT
         pages = target.pages
-        is_whole = target.first_page + len(pages) == len(self.host_pages)
+        is_whole = target.first_page + len(pages) == self.page_count
         if not is_whole or (len(pages) and int(pages.max()) >= target.pool_pages):
             return Reason.WRONG_LAYOUT
         return None
@@ -144,13 +141,13 @@ class Departure:
         self._make_pages(layers, stop // PAGE_ROWS)
 
     def make_all(self, windows: bytes, *, now_s: float) -> None:
-        layout = self.sequence.owner.pools.layout
+        layout = self.pages.layout
         self.made_s, self.windows = now_s, windows
-        self._make_pages(range(layout.layer_total), len(self.host_pages))
+        self._make_pages(range(layout.layer_total), self.page_count)
         self.units[PieceKind.WINDOWS].make(range(1), 1)
 
     def _make_pages(self, layers: range, page_count: int) -> None:
-        layout = self.sequence.owner.pools.layout
+        layout = self.pages.layout
         self.units[PieceKind.ROWS].make(layers, page_count)
         for layer in layers if layout.key_layer_count else ():
             group, member = layout.place_of(layer)
@@ -165,33 +162,15 @@ class Departure:
                 return part
         return None
 
-    def runs(self, part: Part) -> tuple[Runs, Runs]:
-        """Where these pages lie here and there."""
-        latent, target = self.sequence.owner.pools.latent, self.target
+    def there(self, part: Part) -> Runs:
+        """Where the receiver wants these pages."""
+        target = self.target
         assert target is not None, f"handoff {self.uid} has no target"
-        assert self._is_stored(part), f"handoff {self.uid}: {part} is not stored"
-        pages = slice(part.pages.start, part.pages.stop)
-        there = slice(pages.start - target.first_page, pages.stop - target.first_page)
-        layout, kind, layers = latent.layout, part.kind, part.layers
-        return (
-            geometry.unit_runs(
-                layout, kind, layers, self.host_pages[pages], latent.pages.page_count
-            ),
-            geometry.unit_runs(
-                layout, kind, layers, target.pages[there].astype(np.int64), target.pool_pages
-            ),
+        first = target.first_page
+        pages = target.pages[part.pages.start - first : part.pages.stop - first].astype(np.int64)
+        return geometry.unit_runs(
+            self.pages.layout, part.kind, part.layers, pages, target.pool_pages
         )
-
-    def _is_stored(self, part: Part) -> bool:
-        """Every row, or key, of the prompt in these pages has been written."""
-        latent = self.sequence.owner.pools.latent
-        masks = latent.stored if part.kind is PieceKind.ROWS else latent.keyed
-        pages = self.host_pages[part.pages.start : part.pages.stop]
-        wanted = np.full(len(pages), FULL)
-        if part.pages.stop * PAGE_ROWS > self.row_count:
-            wanted[-1] = (1 << self.row_count % PAGE_ROWS) - 1
-        there = masks[part.layers.start : part.layers.stop, pages] & wanted
-        return bool((there == wanted).all())
 
     def timeline(self, now_s: float) -> Timeline:
         reserved_s = None if self.target is None else self.target.came_s
@@ -205,5 +184,19 @@ class Departure:
             assert self.target is not None or not units.posted_count, f"{self.uid} left to nowhere"
         assert self.underway_count >= 0, f"handoff {self.uid}: {self.underway_count} under way"
         if self.is_made:
-            state = self.sequence.state
-            assert state == "preempted", f"handoff {self.uid}: {self.sequence!r} is not kept"
+            assert self.pages.is_kept, f"handoff {self.uid}: its pages are not kept"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A transfer under way. `place` is where its windows are packed, -1 for pages."""
+
+    departure: Departure
+    part: Part
+    peer: int
+    here: Runs
+    place: int
+
+    @property
+    def byte_count(self) -> int:
+        return byte_count(self.here)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -28,12 +27,12 @@ from numpy.typing import NDArray
 
 from ess.clock import Clock
 from ess.door.handoff import geometry
-from ess.door.handoff.departure import Departure, Target
+from ess.door.handoff.departure import Departure, Job, Target
 from ess.door.handoff.endings import Lapsed, SenderStats, Sent
 from ess.door.handoff.orphans import Orphans
 from ess.door.handoff.packed import Packed
+from ess.door.handoff.pages import Pages, SequencePages, Worker
 from ess.door.handoff.units import Part
-from ess.door.offload import Offload
 from ess.door.sequences.sequence import Sequence
 from ess.errors import BadInput, PoolFull
 from ess.transfer.messages import (
@@ -60,21 +59,10 @@ TELL_S: Final = 1.0
 RETRY_S: Final = 0.25
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """A transfer under way. `place` is where its windows are packed, -1 for pages."""
-
-    departure: Departure
-    part: Part
-    peer: int
-    byte_count: int
-    place: int
-
-
 class Sender:
     def __init__(
         self,
-        offload: Offload,
+        offload: Worker,
         transport: Transport,
         seal: Seal,
         *,
@@ -111,6 +99,11 @@ class Sender:
 
     def offer(self, uid: int, sequence: Sequence, *, prompt: Many[int], salt: bytes) -> None:
         """The request is admitted; its cached pages are made. PoolFull when too many are open."""
+        pages = SequencePages(sequence, row_count=len(prompt) - 1)
+        self.offer_pages(uid, pages, prompt=prompt, salt=salt)
+
+    def offer_pages(self, uid: int, pages: Pages, *, prompt: Many[int], salt: bytes) -> None:
+        """The same, of pages that are not a sequence's."""
         if uid in self._open:
             raise BadInput(f"handoff {uid} is open already")
         if len(self) >= self._departures_max:
@@ -121,7 +114,7 @@ class Sender:
                 sentence=f"all {self._departures_max} handoffs are open; wait until one has ended",
             )
         now_s = self._clock.now_s()
-        departure = Departure.of(uid, sequence, prompt=prompt, salt=salt, now_s=now_s)
+        departure = Departure.of(uid, pages, prompt=prompt, salt=salt, now_s=now_s)
         self._open[uid] = departure
         target = self._orphans.adopt(uid)
         if target is not None:
@@ -141,8 +134,7 @@ class Sender:
         departure = self._open.get(uid)
         assert departure is not None, f"handoff {uid} is not open"
         assert not departure.is_made, f"handoff {uid} is finished twice"
-        if departure.sequence.state == "active":
-            departure.sequence.preempt()
+        departure.pages.keep()
         if windows is None:
             windows = np.empty((self._layout.group_count, 0, 0), np.int32)
         now_s = self._clock.now_s()
@@ -296,6 +288,8 @@ class Sender:
         job.departure.underway_count -= 1
         if job.place >= 0:
             self._packed.free(job.place)
+        else:
+            job.departure.pages.give_back(job.here)
         return job
 
     def _settle(self, job: Job) -> None:
@@ -356,9 +350,8 @@ class Sender:
                 continue
             while self._underway_bytes[peer] < UNDERWAY_BYTES_MAX:
                 part = departure.next_part(windows=self._packed.has_room)
-                if part is None:
+                if part is None or not self._post(departure, part):
                     break
-                self._post(departure, part)
             else:
                 return
             if departure.next_part(windows=True) is None:
@@ -366,14 +359,18 @@ class Sender:
         if not due:
             self._due.pop(peer, None)
 
-    def _post(self, departure: Departure, part: Part) -> None:
+    def _post(self, departure: Departure, part: Part) -> bool:
+        """Whether there was room for the pages to leave from."""
         target, place = departure.target, -1
         assert target is not None, f"handoff {departure.uid} has no target"
         if part.kind is PieceKind.WINDOWS:
             place, here = self._packed.put(departure.windows)
             there = np.array([[geometry.WINDOWS, target.window_at, len(departure.windows)]])
         else:
-            here, there = departure.runs(part)
+            lent = departure.pages.lend(part)
+            if lent is None:
+                return False
+            here, there = lent, departure.there(part)
         size = byte_count(here)
         departure.units[part.kind].posted(part)
         handle = self._transport.post(
@@ -386,12 +383,13 @@ class Sender:
                 within_s=self._wait_s,
             )
         )
-        self._jobs[handle] = Job(departure, part, target.peer, size, place)
+        self._jobs[handle] = Job(departure, part, target.peer, here, place)
         self._underway_bytes[target.peer] += size
         departure.underway_count += 1
+        return True
 
     def _piece(self, departure: Departure, part: Part, here: Runs) -> Piece:
-        regions = {**departure.regions, geometry.PACKED: self._packed.region}
+        regions = {**departure.pages.regions, geometry.PACKED: self._packed.region}
         return Piece(
             uid=departure.uid,
             kind=part.kind,
@@ -453,7 +451,7 @@ class Sender:
             self._ended.add(departure)
             return
         self._ended.discard(departure)
-        departure.sequence.close()
+        departure.pages.close()
 
     def close(self) -> None:
         """Gives everything up without a word. The transport must move nothing after this."""
