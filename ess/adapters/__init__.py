@@ -1,0 +1,1 @@
+"""Engines of others that feed ESS workers, or run over ESS pools."""

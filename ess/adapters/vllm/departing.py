@@ -1,0 +1,178 @@
+"""In each of vLLM's workers: what is made goes to the decode worker, layer by layer.
+
+vLLM's thread says what each step brings (`begin`), which layer is made (`layer_made`) and that the
+step is over (`step_made`). Of layers these calls only take notes: on a device a layer is not there
+yet, its kernels are queued. A thread of ours waits for them, copies pages into staging and lets
+them go; it also hears the decode workers when vLLM has nothing to do. One lock guards all of it.
+
+A request leaves from one rank: latents are the same on all of them. The others say at once that
+they have sent it.
+
+Blocks are read under the lock, and not any more when `begin` has said that they are given up, which
+is before vLLM writes into them again. What has been sent stays right: rows of the same prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ess.adapters.vllm.blocks import BlockReader, place_of
+from ess.adapters.vllm.meeting import MeetingPlace
+from ess.adapters.vllm.outbox import Leaving, Outbox
+from ess.adapters.vllm.requests import Order, Reached, StepOrders
+from ess.adapters.vllm.settings import Ranks, Settings
+from ess.errors import BadState
+from ess.layout import ModelLayout
+
+BUSY_S: Final = 0.001
+IDLE_S: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """These layers of these requests, each up to a token, once the device has come to the event.
+    `finished` requests are made, and vLLM keeps their blocks."""
+
+    layers: range = range(0)
+    stops: tuple[tuple[Leaving, int], ...] = ()
+    event: torch.cuda.Event | None = None
+    finished: str = ""
+
+    @property
+    def is_there(self) -> bool:
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+class Departing:
+    def __init__(
+        self, layout: ModelLayout, settings: Settings, ranks: Ranks, *, rank: int, block_rows: int
+    ) -> None:
+        self._layout = layout
+        self._settings = settings
+        self._ranks = ranks
+        self._rank = rank
+        self._block_rows = block_rows
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._outbox: Outbox | None = None
+        self._meeting: MeetingPlace | None = None
+        self._thread: threading.Thread | None = None
+        self._device: torch.device | None = None
+        self._stops: tuple[tuple[Leaving, int], ...] = ()
+        self._notes: deque[_Note] = deque()
+        self._sent: set[str] = set()
+
+    # ---- vLLM's thread
+
+    def register(self, tensors: Mapping[str, Tensor]) -> None:
+        """From here on decode workers can meet us."""
+        if self._outbox is not None:
+            raise BadState("vLLM registers its caches a second time")
+        settings = self._settings
+        reader = BlockReader(self._layout, tensors)
+        port = self._ranks.port(settings.transfer_port, self._rank)
+        self._outbox = Outbox(reader, settings, port=port, block_rows=self._block_rows)
+        device = next(iter(tensors.values())).device
+        self._device = device if device.type == "cuda" else None
+        self._meeting = MeetingPlace(
+            host=settings.peers_host,
+            port=self._ranks.port(settings.peers_port, self._rank),
+            meet=self._met,
+        )
+        self._thread = threading.Thread(target=self._run, name="ess-departing", daemon=True)
+        self._thread.start()
+
+    @property
+    def reached(self) -> Reached:
+        assert self._meeting is not None, "vLLM registers its caches before it asks for us"
+        return Reached(epoch=self._open.epoch, port=self._meeting.port)
+
+    def begin(self, step: StepOrders) -> None:
+        """What the steps before have brought is on its way; what is given up is read no more."""
+        self._note(range(self._layout.layer_total))
+        with self._lock:
+            for name in (*step.given_up, *step.preempted):
+                self._open.give_up(name)
+            mine = [(self._open.order(order), order.stop) for order in self._mine(step)]
+            self._stops = tuple((leaving, stop) for leaving, stop in mine if leaving is not None)
+            for name in step.finished:
+                if self._open.has(name):
+                    self._notes.append(_Note(finished=name))
+                else:
+                    self._sent.add(name)
+
+    def layer_made(self, name: str) -> None:
+        layer = place_of(name, self._layout).layer
+        self._note(range(layer, layer + 1))
+
+    def step_made(self) -> None:
+        """Some versions say so before the MTP layers run: these wait for the next step."""
+        self._note(range(self._layout.layer_count))
+
+    def ended(self) -> set[str]:
+        """Finished requests whose blocks vLLM may have back, each said once."""
+        with self._lock:
+            gone, self._sent = self._sent, set()
+        return gone
+
+    def close(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._meeting is not None:
+            self._meeting.close()
+        if self._outbox is not None:
+            self._outbox.close()
+
+    def _note(self, layers: range) -> None:
+        """Without the lock: vLLM does not wait for copies of ours while it queues its kernels."""
+        if self._stops:
+            event = None
+            if self._device is not None:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+            self._notes.append(_Note(layers, self._stops, event))
+
+    def _mine(self, step: StepOrders) -> list[Order]:
+        return [order for order in step.orders if self._ranks.source(order.uid) == self._rank]
+
+    @property
+    def _open(self) -> Outbox:
+        assert self._outbox is not None, "vLLM registers its caches before its first step"
+        return self._outbox
+
+    # ---- threads of ours
+
+    def _met(self, metadata: bytes) -> bytes:
+        with self._lock:
+            return self._open.met(metadata)
+
+    def _run(self) -> None:
+        """Copies run on a stream of their own, behind the event of what they copy."""
+        with contextlib.ExitStack() as stack:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+                side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(side))
+            while not self._over.wait(BUSY_S if self._open.is_busy else IDLE_S):
+                self.pump()
+
+    def pump(self) -> None:
+        """What is noted and there may leave; what peers say is heard."""
+        with self._lock:
+            while self._notes and self._notes[0].is_there:
+                note = self._notes.popleft()
+                for leaving, stop in note.stops:
+                    self._open.made(leaving, note.layers, stop)
+                if note.finished:
+                    self._open.finish(note.finished)
+            self._open.pump()
+            self._sent |= self._open.gone()
