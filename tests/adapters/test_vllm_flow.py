@@ -135,7 +135,7 @@ class Node:
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
-    monkeypatch.setenv("ESS_SECRET", SECRET)
+    monkeypatch.setenv("ESS_PEER_SECRET", SECRET)
     workers: list[Any] = []
 
     def build(version: Any, rank_count: int = 1) -> Node:
@@ -203,7 +203,7 @@ class Decode:
         shares = geometry.shares(self.offload.layout, first_page=0, token_count=TOKENS - 1)
         self.arrivals.expect(uid=uid, sender=peer, shares=shares, within_s=GUARD_S)
         text, pool_pages = text_digest(PROMPT[:-1], salt), self.latent.pages.page_count
-        room = Reserved(uid, TOKENS - 1, text, 0, pool_pages, 0, tuple(pages.tolist()))
+        room = Reserved(uid, uid, TOKENS - 1, text, 0, pool_pages, 0, tuple(pages.tolist()))
         self.room = room
         self.say(room, peer)
 

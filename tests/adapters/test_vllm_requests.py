@@ -188,11 +188,11 @@ def test_settings_are_checked_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyP
         read_settings({"peer_port": 1})
     with pytest.raises(BadInput, match="peers_port"):
         read_settings({"peers_port": 70000})
-    monkeypatch.delenv("ESS_SECRET", raising=False)
+    monkeypatch.delenv("ESS_PEER_SECRET", raising=False)
     with pytest.raises(BadInput, match="no secret: set secret_file"):
         read_settings({}).seal()
     secret = tmp_path / "secret"
     secret.write_text("sixteen bytes and more\n")
-    monkeypatch.setenv("ESS_SECRET", "sixteen bytes and more")
+    monkeypatch.setenv("ESS_PEER_SECRET", "sixteen bytes and more")
     from_file, from_variable = read_settings({"secret_file": str(secret)}).seal(), Settings().seal()
     assert from_file._secret == from_variable._secret

@@ -27,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `weights` names the checkpoint where the decode workers name it too."""
 
     secret_file: str = ""
-    secret_variable: str = "ESS_SECRET"
+    secret_variable: str = "ESS_PEER_SECRET"
     peers_host: str = "127.0.0.1"
     peers_port: Port = 8998
     transfer_host: str = "127.0.0.1"
