@@ -128,10 +128,10 @@ def _decode_leg(service: Service, ask: Generated, prompt_count: int) -> Leg:
 
 def _leg_of_sglang(service: Service, ask: Generated, prompt_count: int) -> Leg:
     rooms = _rooms(ask, prompt_count)
-    hosts = _per_prompt("bootstrap_host", ask.bootstrap_host, prompt_count)
+    hosts = _per_prompt("bootstrap_host", ask, prompt_count)
     if FAKE_HOST in hosts:
         return _fake_leg(service, rooms)
-    ports = _per_prompt("bootstrap_port", ask.bootstrap_port, prompt_count)
+    ports = _per_prompt("bootstrap_port", ask, prompt_count)
     addresses = [
         _address(host, port, "bootstrap_host", "bootstrap_port")
         for host, port in zip(hosts, ports, strict=True)
@@ -212,13 +212,21 @@ def _params(ask: Generated) -> Mapping[str, Any]:
     return given or {}
 
 
-def _per_prompt(name: str, given: Any, count: int) -> list[Any]:
-    """A value for each prompt: the one that was given for all, or a list of as many."""
+def _per_prompt(name: str, ask: Generated, count: int) -> list[Any]:
+    """A value for each prompt: the one that was given for all, or a list of as many. Of a chat
+    request routers write one for each of its `n` answers, which share the rows of the first."""
+    given = getattr(ask, name)
     if not isinstance(given, list):
         return [given] * count
-    if len(given) != count:
+    if len(given) not in (count, count * _answer_count(ask)):
         raise BadInput(f"{name} has {len(given):,} entries for {count} prompts")
-    return given
+    return given[:count]
+
+
+def _answer_count(ask: Generated) -> int:
+    """Of each prompt; it is checked elsewhere."""
+    count = getattr(getattr(ask, "sampling_params", ask), "n", 1)
+    return count if isinstance(count, int) else 1
 
 
 def _rooms(ask: Generated, count: int) -> list[int]:
@@ -229,7 +237,7 @@ def _rooms(ask: Generated, count: int) -> list[int]:
         if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room < ROOMS:
             raise BadInput(f"bootstrap_room has {room!r:.40}, not a number of {ROOM_BITS} bits")
     if isinstance(given, list):
-        return _unique(_per_prompt("bootstrap_room", rooms, count), "bootstrap_room")
+        return _unique(_per_prompt("bootstrap_room", ask, count), "bootstrap_room")
     return [(rooms[0] + place) % ROOMS for place in range(count)]
 
 

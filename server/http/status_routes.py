@@ -49,7 +49,8 @@ def _listed(service: Service, name: str) -> dict[str, Any]:
         "id": name,
         "object": "model",
         "created": service.started_unix,
-        "owned_by": "ess",
+        # smg takes a worker for one of vLLM, and sends it no handoffs, unless this says otherwise.
+        "owned_by": "ess" if service.split.role == "both" else "sglang",
         "root": service.name,
         "parent": None,
         "max_model_len": service.limits.length_max,

@@ -107,6 +107,27 @@ def test_choices_keep_one_room_and_only_their_first_has_it():
         assert handed(right) == [Handoff(9, left.service.epoch, "take"), None, None]
 
 
+def test_a_chat_request_with_a_room_for_each_choice_keeps_the_first():
+    """So sglang-router and smg write them, hosts and ports too."""
+    with pair() as (left, right):
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "n": 3}
+        body = {**chat, **rooms_at(left, [9, 8, 7])}
+        for served in (left, right):
+            assert post(served, body, "/v1/chat/completions").status == 200
+        assert handed(left) == [Handoff(9, kind="give")]
+        assert handed(right) == [Handoff(9, left.service.epoch, "take"), None, None]
+        wrong = {**chat, **rooms_at(left, [9, 8])}
+        assert post(right, wrong, "/v1/chat/completions").status == 400
+
+
+def test_workers_of_a_pair_are_taken_for_those_of_sglang():
+    """Or smg sends no handoffs: it asks who owns a model to learn whose words a worker knows."""
+    with pair() as (left, right):
+        for served in (left, right):
+            [model] = ask(f"{served.url}/v1/models").document["data"]
+            assert model["owned_by"] == "sglang"
+
+
 def test_the_first_leg_of_vllm_names_what_the_second_takes():
     with pair() as (left, right):
         two = {**PROMPT, "prompt": ["abc", "def"]}
