@@ -10,7 +10,8 @@ from cyclopts import Group, Parameter
 
 from ess import console
 from ess.config import Setting
-from ess.errors import Unavailable
+from ess.errors import BadInput, Unavailable
+from ess.server.commands.pd.routers import RouterName
 from ess.server.commands.start.compat_flags import FLAGS, ForeignFlags, check_foreign
 from ess.server.commands.start.settings import FIELDS, SECTIONS
 
@@ -44,6 +45,8 @@ def _flag(known: Setting) -> Any:
 
 
 def _flags_but(*absent: str) -> dict[str, Any]:
+    """The key for a router's control plane has no flag: processes are listed with theirs."""
+    absent = (*absent, "register_key")
     return {name: _flag(known) for name, known in FIELDS.items() if name not in absent}
 
 
@@ -69,6 +72,8 @@ def serve(
     foreign: ForeignFlags | None = None,
     config: Path | None = None,
     json: bool = False,
+    pd: str | None = None,
+    router: RouterName | None = None,
 ) -> int:
     """Serve a model over HTTP: prompts and answers in one process pair.
 
@@ -80,8 +85,17 @@ def serve(
         A TOML or JSON file of settings; the environment and flags override it.
     json
         Print what is served as one JSON document.
+    pd
+        As 1p3d: 1 worker for prompts and 3 for answers, with a stock router before them.
+    router
+        Which of them; by default the first that is installed.
     """
-    return _serve({**(flags or {}), "model": model}, foreign, config=config, json=json)
+    given = {**(flags or {}), "model": model}
+    if pd is not None:
+        return _serve_pd(pd, router, given, foreign, config=config, json=json)
+    if router is not None:
+        raise BadInput("router is for --pd: an `ess serve` without it has none")
+    return _serve(given, foreign, config=config, json=json)
 
 
 def prefill(
@@ -128,6 +142,24 @@ def decode(
     """
     given = {**(flags or {}), "model": model, "role": "decode"}
     return _serve(given, foreign, config=config, json=json)
+
+
+def _serve_pd(
+    pd: str,
+    router: RouterName | None,
+    flags: dict[str, Any],
+    foreign: ForeignFlags | None,
+    *,
+    config: Path | None,
+    json: bool,
+) -> int:
+    for sentence in check_foreign(foreign or ForeignFlags()):
+        console.note(f"ess: {sentence}")
+    try:
+        from ess.server.commands.pd.crew import serve_pd
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"{error.name} is missing: install ess[serve]") from None
+    return serve_pd(pd, router, flags, config=config, json=json)
 
 
 def _serve(

@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Final
 
 import msgspec
+
+LINE_BYTES_MAX: Final = 4096
 
 
 class Child:
@@ -25,13 +28,20 @@ class Child:
         told: msgspec.Struct,
         *arguments: str,
         descriptors: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+        is_heard: bool = False,
     ) -> Child:
+        """`is_heard`: what it prints and logs comes to us, by `printed` and `logged`."""
+        piped = asyncio.subprocess.PIPE if is_heard else None
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             program,
             *arguments,
             stdin=asyncio.subprocess.PIPE,
+            stdout=piped,
+            stderr=piped,
+            env=environment,
             start_new_session=True,
             pass_fds=descriptors,
         )
@@ -50,6 +60,12 @@ class Child:
         if not self._process.stdin.is_closing():
             self._process.stdin.write(line.encode() + b"\n")
 
+    def printed(self) -> AsyncIterator[str]:
+        return lines_of(self._process.stdout)
+
+    def logged(self) -> AsyncIterator[str]:
+        return lines_of(self._process.stderr)
+
     async def ended(self) -> str:
         """Waits until the process has ended and says how."""
         code = await self._process.wait()
@@ -66,6 +82,24 @@ class Child:
         self.kill()
         await self._process.wait()
 
+    def ask_to_end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+
+
+async def lines_of(stream: asyncio.StreamReader | None) -> AsyncIterator[str]:
+    """Until it ends. A line that does not end is given in pieces: nobody may fill our memory."""
+    assert stream is not None, "its output is not heard"
+    rest = b""
+    while piece := await stream.read(LINE_BYTES_MAX):
+        *whole, rest = (rest + piece).split(b"\n")
+        if len(rest) > LINE_BYTES_MAX:
+            whole, rest = [*whole, rest], b""
+        for line in whole:
+            yield line.decode("utf-8", "replace")
+    if rest:
+        yield rest.decode("utf-8", "replace")

@@ -89,7 +89,7 @@ def ask(url: str, body: object = None, **headers: str) -> Answer:
             return Answer(answer.status, answer.headers, answer.read().decode())
     except urllib.error.HTTPError as error:
         return Answer(error.code, error.headers, error.read().decode())
-    except (urllib.error.URLError, ConnectionError) as error:
+    except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
         return Answer(0, Message(), repr(error))
 
 
@@ -133,8 +133,15 @@ class Router:
     """A router on a free port, which has found every worker healthy."""
 
     def __init__(
-        self, kind: Kind, workers: Sequence[str], log: Path, *flags: str, key: str = ""
+        self,
+        kind: Kind,
+        workers: Sequence[str],
+        log: Path,
+        *flags: str,
+        key: str = "",
+        where: Sequence[str] = (),
     ) -> None:
+        """`where` says in the router's words who the workers are, if they are not all alike."""
         if importlib.util.find_spec(kind.package) is None:
             pytest.skip(f"{kind.package} is not installed: extra `router`, Linux on x86-64 only")
         port, metrics_port = _free_ports(2)
@@ -142,12 +149,12 @@ class Router:
         self._log = log
         self._given = {"Authorization": f"Bearer {key}"} if key else {}
         keyed = ("--api-key", key) if key else ()
-        words = ["--host", "127.0.0.1", "--port", port, "--policy", "round_robin"]
+        words = ["--host", "127.0.0.1", "--port", port]
         words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port]
-        words += ["--worker-urls", *workers]
+        words += where or ["--policy", "round_robin", *SOON, "--worker-urls", *workers]
         with log.open("w") as lines:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *kind.words, *words, *keyed, *SOON, *flags],
+                [sys.executable, "-m", *kind.words, *words, *keyed, *flags],
                 env={**os.environ, "NO_COLOR": "1"},
                 stdout=lines,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,173 @@
+"""A worker or a router as a process that is started again when it ends.
+
+Pauses between starts grow. A program whose first start does not make it ready is not started again:
+what kept it from that would keep it again. Later, `STARTS_MAX` such starts in a row are the last.
+`why_lost` then says how it ended, with its last words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from ess import console
+from ess.clock import Clock
+from ess.server.commands.pd.leashed import Program
+from ess.server.process.child import Child
+from ess.server.process.fronts import AGAIN_MAX_S, AGAIN_S
+
+LEASHED: Final = "ess.server.commands.pd.leashed"
+STARTS_MAX: Final = 5
+CALM_S: Final = 60.0  # after so long a life the next pause is short again
+LAST_LINES: Final = 5
+LAST_S: Final = 1.0
+POLL_S: Final = 0.05
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run. Without a `url` it takes `--port`, and says its URL in a JSON document first."""
+
+    name: str
+    home: str
+    words: tuple[str, ...]
+    url: str = ""
+
+
+class Keeper:
+    """`ready` is set while its program is: `is_ready` is asked for its URL until it says so. What
+    the program logs is passed on under its name; of a router, which starts with a poster, only what
+    it says once it is ready."""
+
+    def __init__(
+        self,
+        order: Order,
+        *,
+        environment: Mapping[str, str],
+        is_ready: Callable[[str], Awaitable[bool]],
+        clock: Clock,
+    ) -> None:
+        self.name = order.name
+        self.url = order.url
+        self.pid = 0
+        self.why_lost = ""
+        self.listens = asyncio.Event()
+        self.ready = asyncio.Event()
+        self._order = order
+        self._environment = environment
+        self._is_ready = is_ready
+        self._clock = clock
+        self._child: Child | None = None
+        self._is_ending = False
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self._keeping: asyncio.Task[None] | None = None
+
+    def start(self) -> asyncio.Task[None]:
+        """A task that is done when the program is given up, or has been ended."""
+        self._keeping = asyncio.ensure_future(self._keep())
+        return self._keeping
+
+    async def end(self, *, within_s: float) -> None:
+        """Asks it to end and waits; past the time it is killed. A pause has nothing to wait for."""
+        self._is_ending = True
+        if self._keeping is None:
+            return
+        if self._child is not None:
+            self._child.ask_to_end()
+            await asyncio.wait([self._keeping], timeout=within_s)
+        if self._child is not None:
+            self._child.kill()
+            await asyncio.wait([self._keeping], timeout=within_s)
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+
+    def kill(self) -> None:
+        self._is_ending = True
+        if self._child is not None:
+            self._child.kill()
+
+    async def _keep(self) -> None:
+        failed_count, wait_s = STARTS_MAX - 1, AGAIN_S
+        while True:
+            began_s = self._clock.now_s()
+            how = await self._live()
+            if self._is_ending:
+                return
+            failed_count = 0 if self.ready.is_set() else failed_count + 1
+            self.ready.clear()
+            sentence = f"{self.name} is gone: {how}{self._last_words()}"
+            if failed_count == STARTS_MAX:
+                self.why_lost = sentence
+                return
+            wait_s = AGAIN_S if self._clock.now_s() - began_s > CALM_S else wait_s
+            console.note(f"ess: {sentence}\ness: {self.name} starts again in {wait_s:g} s")
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, AGAIN_MAX_S)
+
+    async def _live(self) -> str:
+        """From its start to its end; how it ended."""
+        self._last_lines.clear()
+        self.listens.clear()
+        program = Program(home=self._order.home, words=self._words(), parent=os.getpid())
+        child = self._child = await Child.start(
+            LEASHED, program, environment=self._environment, is_heard=True
+        )
+        self.pid = child.pid
+        hearing = [
+            asyncio.ensure_future(heard)
+            for heard in (self._pass_on(child.logged()), self._read(child.printed()))
+        ]
+        watching = asyncio.ensure_future(self._watch())
+        try:
+            how = await child.ended()
+            await asyncio.wait(hearing, timeout=LAST_S)
+            return how
+        finally:
+            self._child = None
+            for task in (*hearing, watching):
+                task.cancel()
+            await asyncio.gather(*hearing, watching, return_exceptions=True)
+
+    def _words(self) -> tuple[str, ...]:
+        """Started again it listens where it did: routers know it by its address."""
+        if self._order.url:
+            return self._order.words
+        port = self.url.rpartition(":")[2] or "0"
+        return (*self._order.words, "--port", port)
+
+    async def _read(self, printed: AsyncIterator[str]) -> None:
+        if not self._order.url:
+            self.url = (await document(printed))["url"]
+            console.note(f"ess: {self.name} listens at {self.url}, process {self.pid}")
+        self.listens.set()
+        await self._pass_on(printed)
+
+    async def _pass_on(self, lines: AsyncIterator[str]) -> None:
+        async for line in lines:
+            self._last_lines.append(line)
+            if not self._order.url or self.ready.is_set():
+                console.note(f"{self.name}: {line}")
+
+    async def _watch(self) -> None:
+        await self.listens.wait()
+        while not await self._is_ready(self.url):
+            await asyncio.sleep(POLL_S)
+        self.ready.set()
+
+    def _last_words(self) -> str:
+        return "".join(f"\n    {line}" for line in self._last_lines)
+
+
+async def document(lines: AsyncIterator[str]) -> dict[str, Any]:
+    """The first that is printed; its last line is a brace."""
+    text = ""
+    async for line in lines:
+        text += line
+        if line == "}":
+            break
+    found: dict[str, Any] = msgspec.json.decode(text or "{}")
+    return found

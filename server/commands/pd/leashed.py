@@ -1,0 +1,40 @@
+"""A console script of Python's that ends with us, whatever happens to us.
+
+    python -m ess.server.commands.pd.leashed             (a Program as one JSON line on stdin)
+
+Its words come over stdin and not on the command line: who lists processes sees no key in them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import msgspec
+
+from ess.engine.process.lifeline import die_with_parent
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """`home` is "module:function", a function of a console script; `parent` is who starts it."""
+
+    home: str
+    words: tuple[str, ...]
+    parent: int
+
+
+def main() -> int:
+    die_with_parent()
+    with open(0, "rb", buffering=0, closefd=False) as told:
+        program = msgspec.json.decode(told.readline(), type=Program)
+    if os.getppid() != program.parent:  # it ended before the system knew whose end is ours
+        return 1
+    module, _, name = program.home.partition(":")
+    sys.argv = [module.partition(".")[0], *program.words]
+    function = getattr(importlib.import_module(module), name)
+    return function() or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""From `ess serve --pd 1p3d` and its settings to what each worker is told, and what it gets of the
+machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.server.commands.start.checkpoint import Checkpoint, check_weights, read_checkpoint
+from ess.server.commands.start.compat_flags import FAMILY
+from ess.server.commands.start.launch import chat_template, derived, layout_of, sized
+from ess.server.commands.start.settings import PREFIX, Resolved, Settings
+from ess.server.commands.start.sizing import MemoryPlan, plan_memory
+
+Role = Literal["prefill", "decode"]
+WORKERS_MAX: Final = 64
+SHAPE: Final = re.compile(r"(\d{1,3})p(\d{1,3})d", re.IGNORECASE)
+
+# Settings that make no sense here, each with the reason.
+WHY_NOT: Final[Mapping[str, str]] = {
+    "uds": "a router listens at a host and a port",
+    "root_path": "a router knows no other path",
+    "tls_cert": "a router of this kind is reached by HTTP; let a proxy speak HTTPS",
+    "tls_key": "a router of this kind is reached by HTTP; let a proxy speak HTTPS",
+    "allowed_hosts": "a router lets every host name in; set a key, or let a proxy check names",
+    "transfer_port": "each worker takes a free one",
+    "register": "the router is told of all workers when it starts",
+    **dict.fromkeys(
+        ("role", "peers", "bootstrap_port", "peer_secret", "peer_secret_file"),
+        "each worker is told its own",
+    ),
+}
+OF_ROUTER: Final = frozenset({"host", "port"})
+OF_KEYS: Final = frozenset({"api_key_file"})
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    prefill: int
+    decode: int
+
+    @property
+    def count(self) -> int:
+        return self.prefill + self.decode
+
+    def names(self, role: Role) -> list[str]:
+        count = self.prefill if role == "prefill" else self.decode
+        return [f"{role}-{number + 1}" for number in range(count)]
+
+
+def shape_of(text: str) -> Shape:
+    """
+    >>> shape_of("1p3d")
+    Shape(prefill=1, decode=3)
+    """
+    if (found := SHAPE.fullmatch(text)) is None:
+        raise BadInput(f"--pd is {text!r:.40}; write 1p3d for 1 prefill and 3 decode workers")
+    shape = Shape(prefill=int(found[1]), decode=int(found[2]))
+    if not (shape.prefill and shape.decode and shape.count <= WORKERS_MAX):
+        raise BadInput(
+            f"--pd is {text!r}: it takes 1 worker of each kind at least, and {WORKERS_MAX} at most"
+        )
+    return shape
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker has: all have the same."""
+
+    settings: dict[str, Any]
+    plan: MemoryPlan
+    threads: int
+    served: str
+
+
+def share_of(resolved: Resolved, shape: Shape) -> Share:
+    """What `ess serve` would take, divided by the number of workers. All is checked here that a
+    worker would check: a start that must fail starts nothing."""
+    check_settings(resolved)
+    settings = resolved.settings
+    checkpoint = read_checkpoint(settings.model)
+    chat_template(settings)
+    if settings.engine == "model":
+        check_weights(Path(checkpoint.path))
+    resolved = derived(resolved, checkpoint)
+    layout = layout_of(resolved.settings, checkpoint)
+    divided = _divided(resolved, layout, checkpoint, shape.count)
+    plan = _plan(divided.settings, layout, checkpoint, weights=1)
+    divided = sized(divided, plan)
+    return Share(
+        settings=_told(divided),
+        plan=plan,
+        threads=divided.settings.threads,
+        served=divided.settings.names[0],
+    )
+
+
+def check_settings(resolved: Resolved) -> None:
+    for name, why in WHY_NOT.items():
+        origin = resolved.origins.get(name, "default")
+        if origin != "default":
+            raise BadInput(f"{name} from {origin} makes no sense with --pd: {why}")
+
+
+def _divided(
+    resolved: Resolved, layout: ModelLayout, checkpoint: Checkpoint, count: int
+) -> Resolved:
+    """Slots that are sized by the machine are enough for one request, however many workers."""
+    settings = resolved.settings
+    whole = _plan(settings, layout, checkpoint, weights=count)
+    slots = whole.slot_bytes // count
+    if resolved.origins["slot_bytes"] == "default":
+        alone = resolved.deriving(max_running=1).settings
+        slots = max(slots, _plan(alone, layout, checkpoint, weights=count).slot_bytes)
+    given: dict[str, Any] = {
+        "host_bytes": str(whole.host_bytes // count),
+        "slot_bytes": str(slots),
+        "threads": max(1, settings.threads // count),
+    }
+    if resolved.origins["index_bytes"] != "default":
+        given["index_bytes"] = str(whole.index_bytes // count)
+    return resolved.deriving(**given)
+
+
+def _plan(
+    settings: Settings, layout: ModelLayout, checkpoint: Checkpoint, *, weights: int
+) -> MemoryPlan:
+    """With as many copies of the weights."""
+    return plan_memory(
+        settings,
+        layout,
+        positions_max=checkpoint.config.positions_max,
+        weight_bytes=checkpoint.weight_bytes * weights,
+    )
+
+
+def _told(resolved: Resolved) -> dict[str, Any]:
+    """All that is not a default, as a worker's file has it; keys are in it, not their file."""
+    return {
+        name: getattr(resolved.settings, name)
+        for name, origin in resolved.origins.items()
+        if origin != "default" and name not in OF_ROUTER | OF_KEYS
+    }
+
+
+def clean(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what the settings were read from, since the worker's file says it all, and without a
+    key that a router would send to workers."""
+    families = (PREFIX, *FAMILY, "OPENAI_API_KEY")
+    return {name: value for name, value in environment.items() if not name.startswith(families)}

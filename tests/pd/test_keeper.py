@@ -1,0 +1,167 @@
+"""Processes that are kept: started again at the same address, given up, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from ess.clock import RealClock
+from ess.server.commands.pd import keeper as keepers
+from ess.server.commands.pd.keeper import STARTS_MAX, Keeper, Order
+from ess.server.process.child import LINE_BYTES_MAX, lines_of
+from tests.server.harness import until
+from tests.server.test_fronts import is_running
+from tests.support.process import ROOT
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+KEY = "a-key-that-nobody-may-see"
+
+
+async def at_once(url: str) -> bool:
+    return True
+
+
+def made(program: str, *words: str, is_ready: Callable[[str], Awaitable[bool]] = at_once) -> Keeper:
+    order = Order(name="worker-1", home=f"tests.pd.programs:{program}", words=words)
+    return Keeper(order, environment=ENVIRONMENT, is_ready=is_ready, clock=RealClock())
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await work()
+
+    asyncio.run(bounded())
+
+
+def test_what_never_was_ready_is_started_once(capsys: pytest.CaptureFixture[str]):
+    async def work() -> None:
+        kept = made("fails")
+        await kept.start()
+        last = "".join(f"\n    line {number}" for number in range(4, 9))
+        assert kept.why_lost == f"worker-1 is gone: its process ended with code 7{last}"
+        assert not kept.ready.is_set()
+
+    run(work)
+    assert capsys.readouterr().err.count("worker-1: line 0\n") == 1
+
+
+def test_a_killed_program_is_back_at_its_port(capsys: pytest.CaptureFixture[str]):
+    async def work() -> None:
+        kept = made("listens")
+        kept.start()
+        for _ in range(2):
+            await kept.ready.wait()
+            url, pid = kept.url, kept.pid
+            os.kill(pid, signal.SIGKILL)
+            while kept.pid == pid or not kept.ready.is_set():
+                await asyncio.sleep(0.01)
+            assert kept.url == url
+        await kept.end(within_s=30)
+        assert not is_running(kept.pid)
+
+    run(work)
+    said = capsys.readouterr().err
+    gone = "ess: worker-1 is gone: its process was ended by SIGKILL\n    it has begun\n"
+    assert said.count(gone) == 2
+    again = "ess: worker-1 starts again in"
+    assert said.index(f"{again} 0.5 s") < said.index(f"{again} 1 s"), "pauses grow"
+
+
+def test_the_last_start_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(keepers, "AGAIN_S", 0.01)
+
+    async def work() -> None:
+        kept = made("listens_once")
+        keeping = kept.start()
+        await kept.ready.wait()
+        os.kill(kept.pid, signal.SIGKILL)
+        await keeping
+        assert kept.why_lost == "worker-1 is gone: its process ended with code 9\n    not again"
+
+    run(work)
+    assert capsys.readouterr().err.count("starts again") == STARTS_MAX
+
+
+def test_who_does_not_end_is_killed():
+    async def work() -> None:
+        kept = made("is_deaf")
+        kept.start()
+        await kept.ready.wait()
+        await kept.end(within_s=0.2)
+        assert not is_running(kept.pid)
+
+    run(work)
+
+
+def test_an_end_in_a_pause_needs_no_wait():
+    async def work() -> None:
+        kept = made("listens")
+        keeping = kept.start()
+        await kept.ready.wait()
+        os.kill(kept.pid, signal.SIGKILL)
+        while kept.ready.is_set():
+            await asyncio.sleep(0.01)
+        await kept.end(within_s=600)
+        assert keeping.done()
+
+    run(work)
+
+
+PARENT = """
+import asyncio, os, sys
+from ess.clock import RealClock
+from ess.server.commands.pd.keeper import Keeper, Order
+
+async def at_once(url):
+    return True
+
+async def main():
+    home, words = "tests.pd.programs:hangs", (sys.argv[1],)
+    order = Order(name="worker-1", home=home, words=words, url="http://x:1")
+    kept = Keeper(order, environment=dict(os.environ), is_ready=at_once, clock=RealClock())
+    keeping = kept.start()
+    await kept.ready.wait()
+    print(kept.pid, flush=True)
+    await keeping
+
+asyncio.run(main())
+"""
+
+
+def test_who_lists_processes_sees_no_words_and_nothing_outlives_us():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, KEY], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    shown = Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert b"leashed" in shown
+    assert KEY.encode() not in shown
+    parent.kill()
+    until(lambda: not is_running(pid), "its end")
+    parent.communicate()
+
+
+def test_a_line_without_an_end_comes_in_pieces():
+    """Or a program could fill our memory."""
+
+    async def work() -> None:
+        stream = asyncio.StreamReader(limit=1 << 20)
+        stream.feed_data(b"short\n" + b"x" * (3 * LINE_BYTES_MAX) + b"\nlast")
+        stream.feed_eof()
+        found = [line async for line in lines_of(stream)]
+        assert (found[0], found[-1]) == ("short", "last")
+        assert max(map(len, found)) <= 2 * LINE_BYTES_MAX
+        assert sum(map(len, found)) == 3 * LINE_BYTES_MAX + len("shortlast")
+
+    run(work)

@@ -1,0 +1,178 @@
+"""`ess serve --pd`: real workers and a real router, from the start to the end of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ess.server.commands.pd.routers import ROUTERS
+from tests.pd.stand import PACED
+from tests.server.harness import until
+from tests.server.test_fronts import is_running
+from tests.support.crowd import Crowd
+from tests.support.process import READY_S, ROOT, RUN, SMALL, Process
+from tests.support.routers import ask
+
+pytestmark = pytest.mark.slow
+
+ASKED = {"model": "ess-embedded", "prompt": "The server is", "max_tokens": 5}
+LONG = {**ASKED, "max_tokens": 400, "ignore_eos": True}
+
+
+class Pd(Process):
+    """Ready when it greets."""
+
+    def __init__(self, log: Path, shape: str, *flags: str, **environment: str) -> None:
+        self._log = log
+        with log.open("w") as lines:
+            words = ("--pd", shape, *PACED, "--host-bytes", "192MiB", *flags)
+            super().__init__(*words, stderr=lines.fileno(), **environment)
+        self.pids = {line["name"]: line["pid"] for line in self.greeting["processes"]}
+        self.urls = {line["name"]: line["url"] for line in self.greeting["processes"]}
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def serves(self) -> bool:
+        return ask(f"{self.url}/v1/completions", ASKED).status == 200
+
+
+def family(pid: int) -> set[int]:
+    """The process and all below it."""
+    found = {pid}
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in path.read_text().split():
+                found |= family(int(child))
+    return found
+
+
+@contextlib.contextmanager
+def served(tmp_path: Path, *flags: str, **environment: str) -> Iterator[Pd]:
+    """Afterwards nothing of it is left, however it has ended."""
+    with Pd(tmp_path / "log", "1p2d", *flags, **environment) as pd:
+        everybody = family(pd.process.pid)
+        yield pd
+    until(lambda: not any(map(is_running, everybody)), "the end of everybody")
+
+
+@pytest.fixture(params=ROUTERS, ids=lambda router: router.name)
+def name(request: pytest.FixtureRequest) -> str:
+    if importlib.util.find_spec(request.param.name) is None:
+        pytest.skip(f"{request.param.name} is not installed: extra `router`")
+    return request.param.name
+
+
+def test_it_serves_and_ends_with_all_its_processes(name: str, tmp_path: Path):
+    with served(tmp_path, "--router", name) as pd:
+        assert [*pd.pids] == ["prefill-1", "decode-1", "decode-2", "router"]
+        asked = [ask(f"{pd.url}/v1/completions", ASKED) for _ in range(6)]
+        assert [answer.document["usage"]["completion_tokens"] for answer in asked] == [5] * 6
+        for worker in ("prefill-1", "decode-1", "decode-2"):
+            mode = ask(f"{pd.urls[worker]}/server_info").document["disaggregation_mode"]
+            assert mode == worker.partition("-")[0]
+        with Crowd(pd.url, [LONG] * 2) as going:
+            until(lambda: all(b'"text"' in text for text in going.texts), "two streams")
+            pd.process.send_signal(signal.SIGTERM)
+            assert pd.ended(60) == 0
+        assert all(b'"length"' in text and b"[DONE]" in text for text in going.texts)
+    assert "Traceback" not in pd.said
+
+
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "second-signal"])
+def test_nothing_outlives_it(ends: signal.Signals, tmp_path: Path):
+    with served(tmp_path, "--drain-grace-s", "60", "--drain-s", "60") as pd:
+        if ends is signal.SIGKILL:
+            pd.process.kill()
+            return
+        pd.process.send_signal(signal.SIGINT)
+        until(lambda: "draining" in pd.said, "draining")
+        pd.process.send_signal(signal.SIGINT)
+        assert pd.ended(60) == 0
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill", "router"])
+def test_what_is_killed_is_back_at_its_address(role: str, tmp_path: Path):
+    with served(tmp_path) as pd:
+        killed = "router" if role == "router" else f"{role}-1"
+        os.kill(pd.pids[killed], signal.SIGKILL)
+        until(
+            lambda: f"ess: {killed} is gone: its process was ended by SIGKILL" in pd.said, "a word"
+        )
+        until(lambda: pd.said.count(f"{killed}: ess: ready") == 2 or role == "router", "readiness")
+        until(pd.serves, "service")
+        assert f"ess: {killed} starts again in 0.5 s" in pd.said
+        if role != "router":
+            assert pd.said.count(f"ess: {killed} listens at {pd.urls[killed]}, process") == 2
+            until(lambda: ask(f"{pd.urls[killed]}/ready").status == 200, "readiness")
+        pd.process.send_signal(signal.SIGTERM)
+        assert pd.ended(60) == 0
+
+
+def test_keys_hold_for_everybody(tmp_path: Path):
+    """In front and behind; no table of processes shows one."""
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\nsecond-key\n")
+    with served(tmp_path, "--api-key-file", str(keys)) as pd:
+        for url in (pd.url, pd.urls["prefill-1"], pd.urls["decode-1"]):
+            assert ask(f"{url}/v1/completions", ASKED).status == 401
+        first = ask(f"{pd.url}/v1/completions", ASKED, Authorization="Bearer first-key")
+        assert first.status == 200
+        for pid in family(pd.process.pid):
+            assert b"first-key" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pd.process.send_signal(signal.SIGTERM)
+        assert pd.ended(60) == 0
+
+
+def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path):
+    """The workers read their calibration; their parent does not."""
+    small = [word for pair in SMALL.items() for word in pair]
+    words = [sys.executable, "-c", RUN, "serve", "--pd", "1p1d", *PACED, *small]
+    ended = subprocess.run(
+        [*words, "--calibration", str(tmp_path / "none")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=READY_S,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "prefill-1 is gone: its process ended with code 2\n    ess: " in ended.stderr
+
+
+def test_the_table_and_its_example(tmp_path: Path):
+    """As a person sees it; the example is one that works."""
+    small = [word for pair in SMALL.items() for word in pair]
+    words = [sys.executable, "-c", RUN, "serve", "--pd", "1p1d", *PACED, *small]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            words,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        lines = []
+        while not (lines and lines[-1].startswith("curl ")):
+            lines.append(process.stdout.readline())
+            assert lines[-1], (tmp_path / "log").read_text()
+        assert [line.split()[0] for line in lines[:3]] == ["prefill-1", "decode-1", "router"]
+        answer = subprocess.run(lines[-1], shell=True, capture_output=True, text=True, check=True)
+        assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 16
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,146 @@
+"""What workers of `ess serve --pd` are told and get, and what is refused before any starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ess.errors import BadInput, Unavailable
+from ess.server.commands.pd import routers
+from ess.server.commands.pd.crew import serve_pd
+from ess.server.commands.pd.routers import ROUTERS, Place
+from ess.server.commands.pd.shares import Share, clean, shape_of, share_of
+from ess.server.commands.start.settings import resolve
+from tests.support.process import ROOT, RUN
+
+
+def share(text: str, **flags: Any) -> Share:
+    return share_of(resolve(flags, environment={}), shape_of(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1p", "p3d", "0p1d", "1p0d", "60p5d", "1p3d ", "1d3p", "-1p3d"]
+)
+def test_a_shape_that_is_none(text: str):
+    with pytest.raises(BadInput, match="--pd is"):
+        shape_of(text)
+
+
+def test_workers_divide_what_one_server_would_take():
+    alone = share_of(resolve({}, environment={}), shape_of("1p1d"))
+    for text, count in (("1p3d", 4), ("2P6D", 8)):
+        each = share(text, host_bytes="1GiB", slot_bytes="256MiB", threads=8)
+        assert each.plan.host_bytes == (1 << 30) // count
+        assert each.plan.slot_bytes == (256 << 20) // count
+        assert each.threads == 8 // count
+        assert each.settings["host_bytes"] == str((1 << 30) // count)
+    assert share("1p3d").plan.host_bytes * 2 == alone.plan.host_bytes
+
+
+def test_each_worker_has_a_thread_and_slots_for_a_request():
+    each = share("2p6d", threads=2, max_running=1)
+    assert each.threads == 1
+    assert each.plan.rooms[-1].count == 1
+    with pytest.raises(BadInput, match=r"slot_bytes is .*: not one request of"):
+        share("2p6d", slot_bytes="1MiB")
+
+
+def test_what_each_of_them_would_refuse_is_refused_at_once():
+    with pytest.raises(BadInput, match=r"host_bytes is .*: not one request of 8,192 tokens fits"):
+        share("1p3d", host_bytes="96MiB", max_model_len="8k")
+    with pytest.raises(BadInput, match="are free on this machine"):
+        share("1p3d", host_bytes="100TiB")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"uds": "/tmp/x"}, "a router listens at a host and a port"),
+        ({"root_path": "/llm"}, "a router knows no other path"),
+        ({"tls_cert": "a", "tls_key": "b"}, "let a proxy speak HTTPS"),
+        ({"allowed_hosts": "a"}, "a router lets every host name in"),
+        ({"role": "decode", "peer_secret": "x" * 16}, "each worker is told its own"),
+        ({"transfer_port": 7}, "each worker takes a free one"),
+        ({"peer_secret": "x" * 16}, "each worker is told its own"),
+    ],
+)
+def test_settings_that_make_no_sense(flags: dict[str, Any], why: str):
+    name = next(iter(flags))
+    with pytest.raises(BadInput, match=f"^{name} from flag makes no sense with --pd: .*{why}"):
+        share("1p1d", **flags)
+
+
+def test_workers_get_all_settings_and_no_place_to_listen():
+    each = share("1p1d", mtp=4, host="127.0.0.1", port=9, api_key="a,b", pace_ms=3.0, row="f32")
+    told = each.settings
+    assert (told["mtp"], told["api_key"], told["pace_ms"], told["row"]) == (4, "a,b", 3.0, "f32")
+    assert not {"host", "port", "role"} & {*told}
+
+
+def test_workers_do_not_read_the_environment_again():
+    """A share of host_bytes would give way to ESS_HOST_BYTES, which is for all."""
+    given = {"PATH": "/bin", "ESS_HOST_BYTES": "1GiB", "VLLM_API_KEY": "k", "OPENAI_API_KEY": "k"}
+    assert clean(given) == {"PATH": "/bin"}
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in names else None)
+
+
+def test_the_router_that_streams_at_once_is_preferred(monkeypatch: pytest.MonkeyPatch):
+    everything = [router.name for router in ROUTERS]
+    for first in range(len(everything)):
+        installed(monkeypatch, *everything[first:])
+        assert routers.choose(None, has_keys=False).name == everything[first]
+        assert routers.choose("sglang_router", has_keys=False).name == "sglang_router"
+    installed(monkeypatch, "sglang_router")
+    with pytest.raises(Unavailable, match=r"^smg is not installed: pip install 'ess\[router\]'"):
+        routers.choose("smg", has_keys=False)
+    installed(monkeypatch)
+    with pytest.raises(Unavailable, match=r"^no router is installed: pip install"):
+        routers.choose(None, has_keys=False)
+
+
+def test_a_router_that_hides_keys_is_none_for_keys(monkeypatch: pytest.MonkeyPatch):
+    """It would ask the workers with its own key for whoever asks it."""
+    installed(monkeypatch, "vllm_router", "sglang_router")
+    assert routers.choose(None, has_keys=True).name == "sglang_router"
+    with pytest.raises(BadInput, match=r"api_key and --router vllm_router: .* serve everybody"):
+        routers.choose("vllm_router", has_keys=True)
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router.name)
+def test_a_router_is_told_of_all_workers(router: routers.Router):
+    place = Place(host="0.0.0.0", port=8000, metrics_port=9000)
+    words = routers.words_for(
+        router, place, prefills=["http://a:1"], decodes=["http://b:2", "http://c:3"], key="k"
+    )
+    text = " ".join(words)
+    met = "" if router.name == "vllm_router" else " 1"
+    assert f"--prefill http://a:1{met} --decode http://b:2 --decode http://c:3" in text
+    assert "--host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1" in text
+    assert text.endswith("--api-key k")
+
+
+def test_a_taken_port_is_said_before_anything_starts():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Unavailable, match=f"cannot listen on 127.0.0.1:{port}: Address"):
+            serve_pd("1p1d", None, {"port": port}, config=None, json=False)
+
+
+def test_a_router_without_a_split():
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, "serve", "--router", "smg"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "ess: router is for --pd: an `ess serve` without it has none\n"
