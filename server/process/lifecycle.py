@@ -32,6 +32,7 @@ from ess.server.process.child import Child
 from ess.server.process.fronts import Fronts
 from ess.server.process.link import EngineLink
 from ess.server.process.log_pipe import STDERR
+from ess.server.process.pair.registration import Registration
 from ess.server.process.service import Service
 
 FLUSH_S: Final = 2.0
@@ -112,6 +113,7 @@ class Running:
         self._fronts = fronts
         self._settings = settings
         self._clock = clock
+        self.registration: Registration | None = None
         self._began_s = clock.now_s()
         self._signals = 0
         self._draining: asyncio.Task[None] | None = None
@@ -134,6 +136,7 @@ class Running:
                 self._watch_dog(),
                 self._greet(),
                 keep_meeting(self._service),
+                self._register(),
             )
         ]
         if self._service.shelf is not None:
@@ -193,6 +196,7 @@ class Running:
         """Streams finish; after `drain_s` the rest end with an error."""
         began_s = self._clock.now_s()
         self._fronts.drain()
+        leaving = asyncio.ensure_future(self._leave())
         console.note(f"ess: draining, {requests_are(self._service.open_count)} open")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:
             if self._service.open_count == 0 and passed_s >= grace_s:
@@ -201,6 +205,7 @@ class Running:
         if self._service.open_count:
             left = requests_are(self._service.open_count)
             console.note(f"ess: {left} still open after {self._settings.drain_s:g} s and end here")
+        await leaving
         self._lose("the server is shutting down")
         await let_out(self._server, self._clock)
 
@@ -243,6 +248,15 @@ class Running:
         if self._link.ready is not None:
             await let_out(self._server, self._clock)
             await asyncio.sleep(FLUSH_S)
+
+    async def _register(self) -> None:
+        await self._link.became_ready.wait()
+        if self.registration is not None and self._link.ready is not None:
+            await self.registration.run()
+
+    async def _leave(self) -> None:
+        if self.registration is not None:
+            await self.registration.leave()
 
     async def _greet(self) -> None:
         await settled(self._service)

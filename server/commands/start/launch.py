@@ -54,6 +54,7 @@ from ess.server.process.link import EngineLink, Place
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
 from ess.server.process.pair.peers import Peers, Split
+from ess.server.process.pair.registration import registration_of
 from ess.server.process.service import Limits, Service
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
@@ -274,6 +275,7 @@ async def _serve(
             endpoints = [endpoint_of(folder, front) for front in range(count)]
             child = await Child.start(PROGRAM[settings.engine], launch, *endpoints)
             running = Running(service, server, child, fronts, settings=settings, clock=clock)
+            running.registration = registration_of(settings, url_of(settings, listeners[0]), port)
             async with service.texts:
                 return await running.run([listeners[0], *further])
 

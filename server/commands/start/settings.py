@@ -24,7 +24,7 @@ from ess.config import Setting, setting, settings_of
 from ess.engine.config import ProcessConfig
 from ess.errors import BadInput
 from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
-from ess.server.process.pair.addresses import Named, read_peers
+from ess.server.process.pair.addresses import Named, check_router, read_peers
 from ess.transfer.messages import SECRET_BYTES_MIN
 from ess.units import parse_size
 
@@ -89,6 +89,12 @@ class Settings(ProcessConfig):
     )
     peer_secret_file: str = setting(
         "", "handoff", "A file with it: who lists processes does not see it."
+    )
+    register: str = setting(
+        "", "handoff", "The router that is told of this worker: sglang-router or smg."
+    )
+    register_key: str = setting(
+        "", "handoff", "What that router asks for; in the environment only.", is_secret=True
     )
     max_connections: int = setting(1024, "listening", "Connections open at a time.", (1, 1 << 20))
     body_bytes: str = setting("32MiB", "listening", "The longest request body.")
@@ -223,6 +229,10 @@ def _check_role(settings: Settings) -> None:
     if settings.bootstrap_port and settings.role != "prefill":
         raise BadInput(f"bootstrap_port is for a prefill worker, and role is {settings.role}")
     read_peers(settings.peers)
+    if settings.register and settings.role == "both":
+        raise BadInput("register is for a prefill or a decode worker, and role is both")
+    if settings.register:
+        check_router(settings.register)
     if settings.role == "both":
         return
     count = len(settings.peer_secret.encode())
@@ -320,6 +330,8 @@ def resolve(
             raise BadInput("api_key and api_key_file are both given; one of them says the keys")
         values["api_key"] = read_keys(Path(values["api_key_file"]))
         origins["api_key"] = origins["api_key_file"]
+    if origins["register_key"] not in ("default", "environment"):
+        raise BadInput(f"register_key from {origins['register_key']}: ESS_REGISTER_KEY says it")
     if values.get("peer_secret_file"):
         if values.get("peer_secret"):
             raise BadInput("peer_secret and peer_secret_file are both given; one of them says it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -68,3 +69,14 @@ def read_peers(text: str) -> tuple[Named, ...]:
     if len(found) > PEERS_MAX:
         raise BadInput(f"peers has {len(found):,} addresses; at most {PEERS_MAX} are met")
     return tuple(found.values())
+
+
+def check_router(url: str) -> None:
+    """What is wrong with a router's address is said without the name and password in it."""
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fits = False
+    if not fits or parts.username is not None or parts.query or parts.fragment:
+        raise BadInput(f"register is {url.rpartition('@')[2]!r:.100}; write http://HOST:PORT")

@@ -1,0 +1,164 @@
+"""A worker tells a router that it is there, and that it leaves: sglang-router and smg take that.
+
+    GET /workers                every `SEE_EVERY_S`: a router that was started again knows nobody
+    POST /workers               if we are not in it: {url, worker_type, bootstrap_port}
+    DELETE /workers/{id}        when we drain
+
+Whatever the router does, we serve: it is asked in a thread, within a time, and tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from ess import console
+from ess.errors import Unavailable
+from ess.server.commands.start.settings import Settings
+
+SEE_EVERY_S: Final = 5.0
+ASK_S: Final = 2.0
+ANSWER_BYTES_MAX: Final = 4 << 20
+ANY: Final = frozenset({"0.0.0.0", "::"})
+HTTP_PORT: Final = 80
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a router keeps of a worker."""
+
+    url: str
+    worker_type: str
+    bootstrap_port: int | None = None
+
+
+class Router:
+    """As its control plane is asked. `key` is what it asks for, if anything."""
+
+    def __init__(self, url: str, key: str) -> None:
+        parts = urlsplit(url)
+        self.url = url.rstrip("/")
+        self.host, self.port = parts.hostname or "", parts.port or HTTP_PORT
+        self._path = parts.path.rstrip("/")
+        self._headers = {"content-type": "application/json", "connection": "close"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Its document; Unavailable if there is no good answer."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=ASK_S)
+        sent = None if body is None else msgspec.json.encode(body)
+        try:
+            connection.request(method, self._path + path, sent, self._headers)
+            answer = connection.getresponse()
+            content = answer.read(ANSWER_BYTES_MAX)
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(str(error) or type(error).__name__) from None
+        finally:
+            connection.close()
+        if not 200 <= answer.status < 300:
+            said = content[:200].decode(errors="replace")
+            raise Unavailable(f"it answers {answer.status}: {said}")
+        try:
+            return msgspec.json.decode(content or b"{}")
+        except msgspec.DecodeError:
+            raise Unavailable("its answer is not JSON") from None
+
+
+class Registration:
+    """The router is asked in threads, one at a time: nothing that was begun before `leave` puts us
+    back on its list afterwards."""
+
+    def __init__(self, router: Router, entry: Entry) -> None:
+        self._router = router
+        self._entry = entry
+        self._asks = threading.Lock()
+        self._began = False
+        self._leaves = False
+        self._said = ""
+
+    async def run(self) -> None:
+        """For as long as we serve."""
+        self._began = True
+        while not self._leaves:
+            try:
+                known = await asyncio.to_thread(self._see)
+                self._say(f"knows this worker as {known}")
+            except Unavailable as error:
+                self._say(f"is not told of this worker: {error}")
+            await asyncio.sleep(SEE_EVERY_S)
+
+    async def leave(self) -> None:
+        """Nothing new is sent here any more, if the router is there to be told."""
+        self._leaves = True
+        if not self._began:
+            return
+        try:
+            await asyncio.to_thread(self._withdraw)
+        except Unavailable as error:
+            self._say(f"cannot be told that this worker leaves: {error}")
+
+    def _see(self) -> str:
+        with self._asks:
+            entry = self._reachable()
+            if not self._leaves and not self._ids(entry.url):
+                self._router.ask("POST", "/workers", entry)
+            return entry.url
+
+    def _withdraw(self) -> None:
+        with self._asks:
+            for name in self._ids(self._reachable().url):
+                self._router.ask("DELETE", f"/workers/{quote(name, safe='')}")
+
+    def _reachable(self) -> Entry:
+        return msgspec.structs.replace(self._entry, url=seen_from(self._router, self._entry.url))
+
+    def _ids(self, url: str) -> list[str]:
+        """Those under which it lists us."""
+        listed = self._router.ask("GET", "/workers")
+        workers = listed.get("workers") if isinstance(listed, Mapping) else None
+        if not isinstance(workers, list):
+            raise Unavailable("it does not list its workers")
+        found = [worker for worker in workers if isinstance(worker, Mapping)]
+        return [str(w.get("id")) for w in found if w.get("url") == url]
+
+    def _say(self, what: str) -> None:
+        """What has changed since it was last said."""
+        if what != self._said:
+            console.note(f"ess: the router {self._router.url} {what}")
+        self._said = what
+
+
+def seen_from(router: Router, url: str) -> str:
+    """Our URL with a host that the router can reach: a worker that listens everywhere is known by
+    the address from which it would reach the router."""
+    parts = urlsplit(url)
+    if parts.hostname not in ANY:
+        return url
+    family = socket.AF_INET6 if ":" in parts.hostname else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((router.host, router.port))
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise Unavailable(f"no way to the router {router.url}: {error.strerror}") from None
+    shown = f"[{own}]" if ":" in own else own
+    return f"{parts.scheme}://{shown}:{parts.port}{parts.path}"
+
+
+def registration_of(settings: Settings, url: str, port: int) -> Registration | None:
+    """`port` is where decode workers meet a prefill worker."""
+    if not settings.register:
+        return None
+    entry = Entry(
+        url=url,
+        worker_type=settings.role,
+        bootstrap_port=port if settings.role == "prefill" else None,
+    )
+    return Registration(Router(settings.register, settings.register_key), entry)
