@@ -1,0 +1,146 @@
+"""The stock routers before one prefill and three decode workers, each with its own command line.
+
+What clients get is what a single server gives them, whoever made the prompt. Failures are shown by
+`python -m tests.pd.failures`, with times; here only what happens, and that everybody recovers.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.pd.mixed import MODEL, Asked, Result, mixed, results
+from tests.pd.stand import EXACT, PACED, Stand
+from tests.server import harness
+from tests.support.process import Process
+from tests.support.routers import SGLANG, SMG, VLLM, Kind, Router
+
+pytestmark = pytest.mark.slow
+
+until = partial(harness.until, within_s=60.0)
+KINDS = [SGLANG, SMG, VLLM]
+COUNT = 200
+FEW = 100
+SHORT = {"model": MODEL, "prompt": "The server is", "max_tokens": 5}
+ROOM = ("--max-running", "16", "--max-waiting", "64", "--host-bytes", "192MiB")
+PROBES = {
+    "/ready",
+    "/health",
+    "/v1/models",
+    "/version",
+    "/server_info",
+    "/model_info",
+    "/loads",
+    "/metrics",
+}
+
+
+@pytest.fixture(scope="module", params=["1", "2", "4"], ids=lambda mtp: f"mtp{mtp}")
+def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    folder = tmp_path_factory.mktemp("stand")
+    with Stand(folder, *EXACT, *ROOM, "--mtp", request.param, "--request-log") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Result]:
+    """What a single server answers, which verifies one token a step."""
+    with Process(*EXACT, *ROOM, "--mtp", "1", stderr=2).wait_ready() as alone:
+        return results(alone.url, mixed(COUNT))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
+def test_answers_are_those_of_a_single_server(stand: Stand, expected: list[Result], kind: Kind):
+    asked = mixed(COUNT)
+    before = landed(stand)
+    with stand.behind(kind) as router:
+        check_equal(asked, results(router.url, asked), expected)
+    until(lambda: landed(stand) - before == sum(each.prompt_count for each in asked), "all landing")
+    assert not any(worker.handoffs["missed"] for worker in stand.decodes)
+    until(lambda: stand.prefill.handoffs["sent"] == landed(stand), "the prefill worker's word")
+    assert not stand.prefill.handoffs["lapsed"]
+
+
+def landed(stand: Stand) -> int:
+    return sum(worker.handoffs["landed"] for worker in stand.decodes)
+
+
+def check_equal(asked: list[Asked], made: list[Result], expected: list[Result]) -> None:
+    different = [each for each in zip(asked, made, expected, strict=True) if each[1] != each[2]]
+    assert not different, f"{len(different)} of {len(asked)}, such as {different[:2]}"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
+def test_each_worker_gets_what_its_role_can_answer(paced: Stand, kind: Kind):
+    with paced.behind(kind) as router:
+        results(router.url, mixed(24))
+    for worker in paced.workers.values():
+        posts = [asked for asked in worker.asked if asked.method == "POST"]
+        assert {asked.status for asked in posts} == {"200"}
+        routes = {asked.route for asked in worker.asked if asked.method == "GET"}
+        assert routes <= PROBES
+        assert {asked.status for asked in worker.asked if asked.route in PROBES} <= {"200", "503"}
+
+
+@pytest.fixture(scope="module")
+def paced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    with Stand(tmp_path_factory.mktemp("paced"), *PACED, *ROOM, "--request-log") as made:
+        yield made
+
+
+def served(router: Router, times: int = 6) -> bool:
+    """Each decode worker twice, in turn."""
+    return all(router.ask("/v1/completions", SHORT).status == 200 for _ in range(times))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
+@pytest.mark.parametrize("name", ["decode-2", "prefill-1"])
+def test_a_killed_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, name: str):
+    """At its port; whom a prefill worker served, they meet its successor."""
+    with paced.behind(kind) as router:
+        everybody = {worker.url for worker in paced.workers.values()}
+        dead = paced.workers[name]
+        dead.process.kill()
+        until(lambda: router.healthy() == everybody - {dead.url}, "its being left out")
+        if name.startswith("decode"):
+            assert served(router)
+        else:
+            status = router.ask("/v1/completions", SHORT).status
+            assert status >= 500
+        paced.put_back(name)
+        until(lambda: router.healthy() == everybody, "its being taken back")
+        until(lambda: all(worker.peers_up for worker in paced.decodes), "all having met")
+        until(lambda: served(router), "service")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
+@pytest.mark.parametrize("name", ["decode-2", "prefill-1"])
+def test_a_stopped_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, name: str):
+    with paced.behind(kind, "--health-check-timeout-secs", "1") as router:
+        everybody = {worker.url for worker in paced.workers.values()}
+        stopped = paced.workers[name]
+        stopped.signal_all(signal.SIGSTOP)
+        try:
+            until(lambda: router.healthy() == everybody - {stopped.url}, "its being left out")
+            if name.startswith("decode"):
+                assert served(router)
+        finally:
+            stopped.signal_all(signal.SIGCONT)
+        until(lambda: router.healthy() == everybody, "its being taken back")
+        until(lambda: all(worker.peers_up for worker in paced.decodes), "all having met")
+        until(lambda: served(router), "service")
+
+
+def test_answers_behind_serve_pd_are_those_of_a_single_server(
+    expected: list[Result], tmp_path: Path
+):
+    flags = (*EXACT, *ROOM[:-1], "768MiB", "--mtp", "2")
+    with Process("--pd", "1p3d", *flags, stderr=2) as pd:
+        asked = mixed(COUNT)[:FEW]
+        check_equal(asked, results(pd.url, asked), expected[:FEW])
+        pd.process.send_signal(signal.SIGTERM)
+        assert pd.ended(60) == 0
