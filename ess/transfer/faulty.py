@@ -18,16 +18,9 @@ import numpy as np
 
 from ess.clock import Clock
 from ess.errors import BadInput
+from ess.transfer.around import Around
 from ess.transfer.runs import Region, views
-from ess.transfer.transport import (
-    Completed,
-    Event,
-    Failed,
-    PeerLost,
-    Transfer,
-    TransferStats,
-    Transport,
-)
+from ess.transfer.transport import Event, Failed, PeerLost, Transfer, Transport
 
 HELD_POLLS_MAX: Final = 8
 
@@ -50,7 +43,7 @@ class _Held:
     transfer: Transfer
 
 
-class FaultyTransport:
+class FaultyTransport(Around):
     """`odds` are chances per transfer. `scratch` is memory of the inner transport, registered by
     the caller, in which corrupted copies are made."""
 
@@ -65,55 +58,32 @@ class FaultyTransport:
     ) -> None:
         if sum(odds.values()) > 1:
             raise BadInput(f"the odds of faults add up to {sum(odds.values())}, more than 1")
-        self._inner = inner
+        super().__init__(inner)
         self._clock = clock
         self._odds = dict(odds)
         self._scratch = scratch
         self._random = random.Random(seed)
         self._regions = {scratch.number: scratch}
-        self._handle_of: dict[int, int] = {}
         self._dropped: dict[int, tuple[float, int]] = {}
         self._held: list[_Held] = []
-        self._cut: list[PeerLost] = []
-        self._posted = 0
+        self._told: list[Event] = []
         self.injected: Counter[Fault] = Counter()
-
-    @property
-    def guards(self) -> bool:
-        return self._inner.guards
-
-    @property
-    def epoch(self) -> int:
-        return self._inner.epoch
 
     def register(self, regions: Sequence[Region]) -> None:
         self._regions |= {region.number: region for region in regions}
-        self._inner.register(regions)
-
-    def metadata(self) -> bytes:
-        return self._inner.metadata()
-
-    def connect(self, metadata: bytes) -> int:
-        return self._inner.connect(metadata)
-
-    def allow(self, ticket: int) -> None:
-        self._inner.allow(ticket)
-
-    def forbid(self, ticket: int) -> None:
-        self._inner.forbid(ticket)
+        super().register(regions)
 
     def is_landing(self, ticket: int) -> bool:
         return self._inner.is_landing(ticket)
 
     def post(self, transfer: Transfer) -> int:
-        self._posted += 1
-        fault = self._drawn(transfer)
+        handle, fault = self._next_handle(), self._drawn(transfer)
         if fault is None:
-            self._pass_on(self._posted, transfer)
+            self._pass_on(handle, transfer)
         else:
             self.injected[fault] += 1
-            self._strike(fault, self._posted, transfer)
-        return self._posted
+            self._strike(fault, handle, transfer)
+        return handle
 
     def poll(self) -> list[Event]:
         for held in self._held:
@@ -122,19 +92,18 @@ class FaultyTransport:
         self._held = [held for held in self._held if held.polls > 0]
         for held in due:
             self._pass_on(held.handle, held.transfer)
-        events = [self._renamed(event) for event in self._inner.poll()]
-        cut, self._cut = self._cut, []
-        return [*(event for event in events if event is not None), *cut, *self._late()]
+        events = self._polled()
+        for event in events:
+            if isinstance(event, PeerLost):
+                self._give_up(event.peer)
+        told, self._told = self._told, []
+        lost = [event for event in events if isinstance(event, PeerLost)]
+        others = [event for event in events if not isinstance(event, PeerLost)]
+        return [*others, *told, *self._late(), *lost]
 
     def disconnect(self, peer: int) -> None:
-        self._forget(peer)
-        self._inner.disconnect(peer)
-
-    def stats(self) -> TransferStats:
-        return self._inner.stats()
-
-    def close(self) -> None:
-        self._inner.close()
+        self._give_up(peer)
+        super().disconnect(peer)
 
     def _drawn(self, transfer: Transfer) -> Fault | None:
         draw = self._random.random()
@@ -143,9 +112,6 @@ class FaultyTransport:
             if draw < 0:
                 return fault if _can_strike(fault, transfer) else None
         return None
-
-    def _pass_on(self, handle: int, transfer: Transfer) -> None:
-        self._handle_of[self._inner.post(transfer)] = handle
 
     def _strike(self, fault: Fault, handle: int, transfer: Transfer) -> None:
         match fault:
@@ -161,8 +127,8 @@ class FaultyTransport:
                 self._held.append(_Held(polls, handle, transfer))
             case Fault.CUT:
                 self._pass_on(handle, transfer)
-                self._inner.disconnect(transfer.peer)
-                self._cut.append(PeerLost(transfer.peer, "the network was cut"))
+                self.disconnect(transfer.peer)
+                self._told.append(PeerLost(transfer.peer, "the network was cut"))
             case Fault.CORRUPT:
                 self._pass_on(handle, self._corrupted(transfer))
             case Fault.GARBLE:
@@ -189,19 +155,6 @@ class FaultyTransport:
         flipped[self._random.randrange(len(flipped))] ^= 1 << self._random.randrange(8)
         return bytes(flipped)
 
-    def _renamed(self, event: Event) -> Event | None:
-        """Events of copies that we made ourselves are nobody's."""
-        match event:
-            case Completed(inner):
-                handle = self._handle_of.pop(inner, None)
-                return None if handle is None else Completed(handle)
-            case Failed(inner, reason):
-                handle = self._handle_of.pop(inner, None)
-                return None if handle is None else Failed(handle, reason)
-            case PeerLost(peer):
-                self._held = [held for held in self._held if held.transfer.peer != peer]
-        return event
-
     def _late(self) -> list[Event]:
         now_s = self._clock.now_s()
         late = [handle for handle, (due_s, _) in self._dropped.items() if due_s <= now_s]
@@ -209,10 +162,14 @@ class FaultyTransport:
             del self._dropped[handle]
         return [Failed(handle, "not done in time: the network dropped it") for handle in late]
 
-    def _forget(self, peer: int) -> None:
+    def _give_up(self, peer: int) -> None:
+        """What was kept back for this peer fails."""
+        held = [held.handle for held in self._held if held.transfer.peer == peer]
+        dropped = [handle for handle, (_, to) in self._dropped.items() if to == peer]
         self._held = [held for held in self._held if held.transfer.peer != peer]
-        kept = {handle: entry for handle, entry in self._dropped.items() if entry[1] != peer}
-        self._dropped = kept
+        for handle in dropped:
+            del self._dropped[handle]
+        self._told += [Failed(handle, f"peer {peer:016x} is gone") for handle in held + dropped]
 
 
 def _can_strike(fault: Fault, transfer: Transfer) -> bool:
