@@ -87,6 +87,11 @@ BENCHMARKS: Final = (
         summary="The HTTP server alone: events per core, and from the engine to the socket.",
     ),
     Command(
+        name="handoff",
+        home="ess.bench.handoff.handoff:handoff_benchmark",
+        summary="Prefill in one worker, decode in another: what is hidden, missed and gained.",
+    ),
+    Command(
         name="paper",
         home="ess.bench.paper.published:paper_benchmark",
         summary="The published tables and figures, ours beside theirs.",

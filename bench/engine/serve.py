@@ -114,14 +114,14 @@ def served(arm: Arm) -> Iterator[tuple[str, list[int]]]:
                 raise BadState(f"ess serve ended with code {process.wait()}")
             text += line
         url = str(json.loads(text)["url"])
-        _wait_ready(url)
+        wait_ready(url)
         yield url, _pids(process.pid)
     finally:
         process.terminate()
         process.communicate(timeout=20)
 
 
-def _wait_ready(url: str) -> None:
+def wait_ready(url: str) -> None:
     deadline_s = time.monotonic() + READY_S
     while True:
         with contextlib.suppress(OSError):

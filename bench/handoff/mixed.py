@@ -1,0 +1,228 @@
+"""Two workers that do both against one that prefills and one that decodes, under the same load.
+
+Either way two engines of one thread each behind `ess serve`'s own server, so both have the same two
+cores. Requests arrive at random moments, the same in both arms, with prompts of many lengths. The
+client spreads them itself: in turn over two servers of role both; or both legs of each to the
+prefill and the decode worker, as a router of SGLang's dialect does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from ess.bench.engine.serve import RUN, wait_ready
+from ess.bench.harness.report import Row, compare
+from ess.bench.harness.text import token_ids
+from ess.errors import BadState
+
+FLAGS: Final = ("--port", "0", "--json", "--threads", "1", "--drain-grace-s", "0", "--drain-s", "1")
+ANSWER_S: Final = 600.0
+ROOM_BITS: Final = 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """`gap_s` between arrivals on average; prompts have from `shortest` to `longest` tokens."""
+
+    requests: int
+    gap_s: float
+    shortest: int
+    longest: int
+    output: int
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Seen:
+    """Of one request: seconds to its first event, and between its events."""
+
+    first_s: float
+    gaps_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    seen: list[Seen]
+    took_s: float
+
+    def tokens_per_s(self, load: Load) -> float:
+        return load.requests * load.output / self.took_s
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return sorted(1e3 * gap for each in self.seen for gap in each.gaps_s)
+
+    @property
+    def firsts_ms(self) -> list[float]:
+        return sorted(1e3 * each.first_s for each in self.seen)
+
+
+Measure = Callable[[Arm], float]
+
+
+def mixed_rows(load: Load) -> list[Row]:
+    with both_roles() as urls:
+        together = asyncio.run(_run(load, [[(url, {})] for url in urls]))
+    with split_roles() as (prefill, decode):
+        apart = asyncio.run(_run(load, [[(prefill, _leg(prefill)), (decode, _leg(prefill))]]))
+    config = {
+        "requests": load.requests,
+        "prompt": f"{load.shortest}..{load.longest}",
+        "output": load.output,
+        "gap_s": load.gap_s,
+    }
+    pairs: tuple[tuple[str, str, Measure], ...] = (
+        ("between tokens, p99", "ms", lambda arm: _p99(arm.gaps_ms)),
+        ("between tokens, median", "ms", lambda arm: statistics.median(arm.gaps_ms)),
+        ("first token, median", "ms", lambda arm: statistics.median(arm.firsts_ms)),
+        ("first token, p99", "ms", lambda arm: _p99(arm.firsts_ms)),
+        ("throughput", "tokens/s", lambda arm: arm.tokens_per_s(load)),
+    )
+    return [
+        compare(
+            name=f"1p1d, {name}",
+            unit=unit,
+            ours=[measure(apart)],
+            baseline=("two that do both", [measure(together)]),
+            better="higher" if unit == "tokens/s" else "lower",
+            config=config,
+        )
+        for name, unit, measure in pairs
+    ]
+
+
+def _p99(values: Sequence[float]) -> float:
+    return values[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+# ---- the servers
+
+
+@contextlib.contextmanager
+def both_roles() -> Iterator[list[str]]:
+    with _server("serve") as first, _server("serve") as second:
+        yield [first, second]
+
+
+@contextlib.contextmanager
+def split_roles() -> Iterator[tuple[str, str]]:
+    secret = {"ESS_PEER_SECRET": secrets.token_hex(16)}
+    with (
+        _server("prefill", environment=secret) as prefill,
+        _server("decode", "--peers", urlsplit(prefill).netloc, environment=secret) as decode,
+    ):
+        yield prefill, decode
+
+
+@contextlib.contextmanager
+def _server(
+    command: str, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, command, *FLAGS, *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    )
+    try:
+        assert process.stdout is not None, "stdout is a pipe"
+        text = ""
+        while not text.endswith("\n}\n"):
+            line = process.stdout.readline()
+            if not line:
+                raise BadState(f"ess {command} ended with code {process.wait()}")
+            text += line
+        url = str(json.loads(text)["url"])
+        wait_ready(url)
+        yield url
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def _leg(prefill: str) -> dict[str, Any]:
+    address = urlsplit(prefill)
+    return {"bootstrap_host": address.hostname, "bootstrap_port": address.port}
+
+
+# ---- the load
+
+Ways = Sequence[Sequence[tuple[str, Mapping[str, Any]]]]
+"""Where requests go in turn: to one server, or to several at once, with these fields. The last of
+them answers with the text."""
+
+
+async def _run(load: Load, ways: Ways) -> Arm:
+    draw = random.Random(load.seed)
+    prompts = _prompts(load, draw)
+    begun_s = time.monotonic()
+    tasks = []
+    for prompt, way in zip(prompts, itertools.cycle(ways), strict=False):
+        tasks.append(asyncio.ensure_future(_ask(prompt, load.output, way)))
+        await asyncio.sleep(draw.expovariate(1 / load.gap_s))
+    seen = await asyncio.gather(*tasks)
+    return Arm(list(seen), time.monotonic() - begun_s)
+
+
+def _prompts(load: Load, draw: random.Random) -> list[list[int]]:
+    """Parts of the text that begin anywhere: no two share a prefix."""
+    ids, _ = token_ids()
+    lengths = [draw.randint(load.shortest, load.longest) for _ in range(load.requests)]
+    starts = [draw.randrange(len(ids) - length) for length in lengths]
+    return [ids[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+
+
+async def _ask(
+    prompt: list[int], output: int, way: Sequence[tuple[str, Mapping[str, Any]]]
+) -> Seen:
+    asked = {"prompt": prompt, "max_tokens": output, "ignore_eos": True, "stream": True}
+    room = {"bootstrap_room": secrets.randbits(ROOM_BITS)} if len(way) > 1 else {}
+    legs = [_stream(url, {**asked, **fields, **room}) for url, fields in way]
+    return (await asyncio.gather(*legs))[-1]
+
+
+async def _stream(url: str, asked: Mapping[str, Any]) -> Seen:
+    address, body = urlsplit(url), json.dumps(asked).encode()
+    begun_s = time.monotonic()
+    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    )
+    try:
+        return await asyncio.wait_for(_read(reader, begun_s), ANSWER_S)
+    finally:
+        writer.close()
+
+
+async def _read(reader: asyncio.StreamReader, begun_s: float) -> Seen:
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b" 200 " not in head.split(b"\r\n", 1)[0]:
+        raise BadState(f"a server answered {head[:200]!r} {(await reader.read(2000))!r}")
+    seen, last_s = Seen(0.0), begun_s
+    while piece := await reader.readline():
+        if not piece.startswith(b"data: ") or b"[DONE]" in piece:
+            continue
+        now_s = time.monotonic()
+        if piece.startswith(b'data: {"error"'):
+            raise BadState(f"a stream broke off: {piece[:300]!r}")
+        if not seen.first_s:
+            seen.first_s = now_s - begun_s
+        else:
+            seen.gaps_s.append(now_s - last_s)
+        last_s = now_s
+    return seen

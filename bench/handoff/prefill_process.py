@@ -1,0 +1,54 @@
+"""The prefill worker of `ess-bench handoff`, in a process of its own. Lines of JSON, both ways.
+
+{"meet": hex}                                 the decode worker's metadata, first of all
+{"uid", "prompt", "bytes_per_s"}              hand this prompt over, on a link of this speed
+-> {"uid", "made_s", "took_s", "sent_bytes"}  its rows are made; the monotonic clock says when
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from io import FileIO
+from typing import Any
+
+import msgspec
+
+from ess.bench.handoff.workers import Shape, Worker
+from ess.engine.tokens.sampling import Sampling
+
+
+def main() -> None:
+    worker = Worker(msgspec.json.decode(sys.argv[1], type=Shape))
+    print(json.dumps({"metadata": worker.port.metadata().hex()}), flush=True)
+    asked = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
+    while line := _next_line(worker, asked):
+        wish = json.loads(line)
+        if "meet" in wish:
+            worker.port.meet(bytes.fromhex(wish["meet"]))
+        else:
+            print(json.dumps(_made(worker, wish)), flush=True)
+
+
+def _next_line(worker: Worker, asked: FileIO) -> bytes:
+    """Rows go on leaving while nothing is asked. A line that was read ahead would not show here, so
+    none is."""
+    while not select.select([asked], [], [], 0.0005)[0]:
+        worker.engine.pump()
+    return asked.readline()
+
+
+def _made(worker: Worker, wish: dict[str, Any]) -> dict[str, Any]:
+    worker.link.bytes_per_s = wish["bytes_per_s"]
+    begun_s, uid = worker.clock.now_s(), wish["uid"]
+    request = worker.engine.add(wish["prompt"], Sampling(tokens_max=1), give=uid)
+    while request.state != "finished":
+        worker.engine.step()
+    made_s = worker.clock.now_s()
+    return {"uid": uid, "made_s": made_s, "took_s": made_s - begun_s, "reason": request.reason}
+
+
+if __name__ == "__main__":
+    main()
