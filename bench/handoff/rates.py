@@ -195,6 +195,10 @@ def _read_all(sock: socket.socket, size: int) -> None:
         sock.sendall(b"x")
 
 
+def main() -> None:
+    name, size = sys.argv[1:]
+    _serve(next(kind for kind in get_args(Kind) if kind == name), int(size))
+
+
 if __name__ == "__main__":
-    _kind = next(kind for kind in get_args(Kind) if kind == sys.argv[1])
-    _serve(_kind, int(sys.argv[2]))
+    main()
