@@ -13,7 +13,7 @@ from ess.bench.harness.report import Row
 
 PAGES: Final = 1536
 TOKENS: Final = 3 * 4096
-LOAD: Final = Load(requests=48, gap_s=1.0, shortest=256, longest=2048, output=96)
+LOAD: Final = Load(requests=48, gap_s=2.0, shortest=256, longest=2048, output=96)
 FEW: Final = Load(requests=3, gap_s=0.1, shortest=80, longest=200, output=8)
 
 
