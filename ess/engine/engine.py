@@ -325,6 +325,7 @@ class Engine:
                 else:
                     landed.sequence.warm_from(*windows)
                 landed.sequence.fill()
+                self._handoffs.mark(landed, "warmed")
             self._roster.move(landed, "decoding")
             self._future.stash(landed.sequence.line, [landed.tokens[-1]])
 
@@ -444,6 +445,8 @@ class Engine:
         choice = outcome.choice
         kept = tuple(request.take(list(choice.tokens)))
         self._made.append(Made(request, kept, outcome.drafts, choice.chances[: len(kept)]))
+        self._handoffs.mark(request, "first step")
+        self._handoffs.close(request)
         if request.reason is not None:
             self._finish(request, request.reason)
 

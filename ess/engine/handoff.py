@@ -39,8 +39,9 @@ SALT_BYTES: Final = 16
 class Handoffs:
     """`_coming` are requests whose rows are awaited, by the number of the handoff; `_told` those of
     which the engine has still to hear, each with the fault if its rows do not come. `ended` are the
-    last handoffs that the port has told of, the newest last. `on_end` is called when one has ended:
-    there may be room."""
+    last handoffs that are over, the newest last; one that has landed is over with its request's
+    first step, and waits for it in `_landed`, by the number of the request. `on_end` is called when
+    the port has told of an end: there may be room."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Handoffs:
         self._on_end = on_end
         self._coming: dict[int, Request] = {}
         self._told: deque[tuple[Request, str]] = deque()
+        self._landed: dict[int, tuple[float, Landed]] = {}
         self.ended: deque[Ended] = deque(maxlen=ENDED_MAX)
         if port is not None:
             runner.on_layer = port.pump
@@ -124,8 +126,7 @@ class Handoffs:
         if self._port is not None:
             self._port.pump()
             sent, came = self._port.sender.outcomes(), self._port.receiver.outcomes()
-            now_s = self._runner.offload.clock.now_s()
-            self.ended += ((now_s, outcome) for outcome in (*sent, *map(_without_windows, came)))
+            self.ended += ((self._now_s, outcome) for outcome in sent)
             for outcome in came:
                 self._hear(outcome)
             if sent or came:
@@ -136,13 +137,32 @@ class Handoffs:
 
     def _hear(self, outcome: Landed | Missed) -> None:
         request = self._coming.pop(outcome.uid, None)
-        if request is None:
-            return
-        if isinstance(outcome, Landed):
+        if request is not None and isinstance(outcome, Landed):
             request.windows = outcome.windows
+            self._landed[request.number] = self._now_s, replace(outcome, windows=([], 0))
             self._told.append((request, ""))
-        else:
+            return
+        self.ended.append((self._now_s, outcome))
+        if request is not None and isinstance(outcome, Missed):
             self._told.append((request, f"handoff {outcome.uid}: {outcome.sentence}"))
+
+    @property
+    def _now_s(self) -> float:
+        return self._runner.offload.clock.now_s()
+
+    def mark(self, request: Request, moment: str) -> None:
+        """What has happened to the request whose rows have landed, for the handoff's time line."""
+        if request.number in self._landed:
+            at_s, landed = self._landed[request.number]
+            now_s, (_, last_s) = self._now_s, landed.timeline[-1]
+            timeline = (*landed.timeline, (moment, last_s + now_s - at_s))
+            self._landed[request.number] = now_s, replace(landed, timeline=timeline)
+
+    def close(self, request: Request) -> None:
+        """The request has made its first tokens, or will make none."""
+        landed = self._landed.pop(request.number, None)
+        if landed is not None:
+            self.ended.append(landed)
 
     def while_made(self, chunks: Sequence[Chunk]) -> Callable[[int], None] | None:
         """What is to be called with each layer whose rows of these chunks are stored."""
@@ -167,7 +187,8 @@ class Handoffs:
         request.sequence = None
 
     def give_up(self, request: Request) -> None:
-        """The request ends before its handoff has."""
+        """The request ends, perhaps before its handoff has."""
+        self.close(request)
         if request.takes is not None and self._coming.get(request.takes.uid) is request:
             assert self._port is not None, f"request {request.number} takes rows without a port"
             del self._coming[request.takes.uid]
@@ -183,8 +204,3 @@ class Handoffs:
         for uid, request in self._coming.items():
             assert request.takes is not None, f"request {request.number} takes no rows"
             assert request.takes.uid == uid, f"handoff {uid} is request {request.number}'s"
-
-
-def _without_windows(outcome: Landed | Missed) -> Landed | Missed:
-    """What is kept for a while is small."""
-    return replace(outcome, windows=([], 0)) if isinstance(outcome, Landed) else outcome

@@ -38,7 +38,8 @@ class Handoffs:
         """A sender's begins with the request: what it waits for its target is no transfer."""
         marks = dict(line.marks)
         if line.outcome in ENDED_WELL and marks:
-            self.latency.add(max(marks.values()) - marks.get("reserved", 0.0))
+            end_s = marks.get("landed", max(marks.values()))
+            self.latency.add(end_s - marks.get("reserved", 0.0))
         if line.kind == "give" and "reserved" in marks:
             self.bootstrap.add(max(0.0, marks["reserved"]))
 

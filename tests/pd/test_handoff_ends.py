@@ -77,6 +77,24 @@ def test_a_request_that_gives_may_be_cancelled_at_any_time(state: str):
     assert_free(pair.prefill, pair.decode)
 
 
+def test_a_time_line_goes_on_to_the_first_step():
+    """One that is cancelled before has no such moment, and is told of all the same."""
+    pair = Pair(pools={"lines": 1})
+    blocker = pair.decode.engine.add(TEXT[600:640], Sampling(tokens_max=300, ignore_eos=True))
+    _, goes = pair.add(TEXT[:200], WISH)
+    walk(pair, goes, "preempted")
+    for request in (goes, blocker):
+        pair.decode.engine.cancel(request)
+    _, stays = pair.add(TEXT[200:400], WISH)
+    pair.run()
+    assert len(stays.output) == 6
+    cut, whole = [outcome.timeline for _, outcome in pair.decode.engine.ended_handoffs]
+    assert [name for name, _ in whole][-3:] == ["landed", "warmed", "first step"]
+    assert cut[-1][0] == "landed"
+    assert [at_s for _, at_s in whole] == sorted(at_s for _, at_s in whole)
+    pair.decode.engine.check()
+
+
 def test_a_lease_ends_what_nobody_fetches():
     pair = Pair(lease_s=3.0)
     pair.uid = 1

@@ -66,7 +66,7 @@ def test_metrics_have_our_names_and_those_of_both_engines():
     assert found["ess_kv_transfer_bytes_total", "received"] == 4e6
     for prefix, label in (("ess_", ""), ("sglang:", name)):
         assert found[f"{prefix}kv_transfer_latency_ms_count", label] == 2
-        assert found[f"{prefix}kv_transfer_latency_ms_sum", label] == pytest.approx(60 + 250)
+        assert found[f"{prefix}kv_transfer_latency_ms_sum", label] == pytest.approx(50 + 250)
         assert found[f"{prefix}kv_transfer_bootstrap_ms_sum", label] == pytest.approx(200)
         assert found[f"{prefix}kv_transfer_total_mb_count", label] == 8
         assert found[f"{prefix}kv_transfer_total_mb_sum", label] == 6
