@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -99,36 +99,54 @@ def _row(arm: Arm, value: float, target: float, *, unit: str, config: dict[str, 
 @contextlib.contextmanager
 def served(arm: Arm) -> Iterator[tuple[str, list[int]]]:
     """`ess serve` with the paced engine on a free port; gives the URL and its processes' pids."""
-    flags = ["--engine", "paced", "--pace-ms", str(arm.pace_ms), "--port", "0", "--json"]
-    flags += ["--max-running", str(arm.stream_count), "--drain-grace-s", "0", "--drain-s", "1"]
+    flags = ["--engine", "paced", "--pace-ms", str(arm.pace_ms)]
+    flags += ["--max-running", str(arm.stream_count)]
     flags += ["--server-processes", str(arm.process_count)]
+    with started("serve", *flags) as (process, url):
+        yield url, _pids(process.pid)
+
+
+@contextlib.contextmanager
+def started(
+    command: str, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """An `ess serve`, `prefill` or `decode` on a free port, when it is ready, and its URL."""
+    flags = ("--port", "0", "--json", "--drain-grace-s", "0", "--drain-s", "1", *flags)
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, "serve", *flags], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", RUN, command, *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
     )
     try:
-        assert process.stdout is not None, "stdout is a pipe"
-        text = ""
-        while not text.endswith("\n}\n"):
-            line = process.stdout.readline()
-            if not line:
-                raise BadState(f"ess serve ended with code {process.wait()}")
-            text += line
-        url = str(json.loads(text)["url"])
-        wait_ready(url)
-        yield url, _pids(process.pid)
+        url = _url(process)
+        _wait_ready(url)
+        yield process, url
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=30)
 
 
-def wait_ready(url: str) -> None:
+def _url(process: subprocess.Popen[str]) -> str:
+    """From what it prints: one JSON document."""
+    assert process.stdout is not None, "stdout is a pipe"
+    text = ""
+    while not text.endswith("\n}\n"):
+        line = process.stdout.readline()
+        if not line:
+            raise BadState(f"a server ended with code {process.wait()}")
+        text += line
+    return str(json.loads(text)["url"])
+
+
+def _wait_ready(url: str) -> None:
     deadline_s = time.monotonic() + READY_S
     while True:
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{url}/ready", timeout=5).close()
             return
         if time.monotonic() > deadline_s:
-            raise BadState(f"ess serve was not ready within {READY_S:g} s")
+            raise BadState(f"a server was not ready within {READY_S:g} s")
         time.sleep(0.05)
 
 

@@ -12,24 +12,21 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import secrets
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from ess.bench.engine.serve import RUN, wait_ready
+from ess.bench.engine.serve import started
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import token_ids
 from ess.errors import BadState
 
-FLAGS: Final = ("--port", "0", "--json", "--threads", "1", "--drain-grace-s", "0", "--drain-s", "1")
+THREADS: Final = ("--threads", "1")
 ANSWER_S: Final = 600.0
 ROOM_BITS: Final = 63
 
@@ -114,44 +111,17 @@ def _p99(values: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def both_roles() -> Iterator[list[str]]:
-    with _server("serve") as first, _server("serve") as second:
+    with started("serve", *THREADS) as (_, first), started("serve", *THREADS) as (_, second):
         yield [first, second]
 
 
 @contextlib.contextmanager
 def split_roles() -> Iterator[tuple[str, str]]:
     secret = {"ESS_PEER_SECRET": secrets.token_hex(16)}
-    with (
-        _server("prefill", environment=secret) as prefill,
-        _server("decode", "--peers", urlsplit(prefill).netloc, environment=secret) as decode,
-    ):
-        yield prefill, decode
-
-
-@contextlib.contextmanager
-def _server(
-    command: str, *flags: str, environment: Mapping[str, str] | None = None
-) -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, command, *FLAGS, *flags],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environment or {})},
-    )
-    try:
-        assert process.stdout is not None, "stdout is a pipe"
-        text = ""
-        while not text.endswith("\n}\n"):
-            line = process.stdout.readline()
-            if not line:
-                raise BadState(f"ess {command} ended with code {process.wait()}")
-            text += line
-        url = str(json.loads(text)["url"])
-        wait_ready(url)
-        yield url
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
+    with started("prefill", *THREADS, environment=secret) as (_, prefill):
+        named = ("--peers", urlsplit(prefill).netloc)
+        with started("decode", *THREADS, *named, environment=secret) as (_, decode):
+            yield prefill, decode
 
 
 def _leg(prefill: str) -> dict[str, Any]:

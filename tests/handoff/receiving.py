@@ -37,6 +37,9 @@ from tests.support.manual_lane import ManualLane
 from tests.transfer.rigs import identity
 
 SEAL = Seal(b"a secret of sixteen bytes or more")
+TOKENS = tuple(range(200))
+WANTED = 4 * 4 + 3 * 4 + 1
+GUARDED = ("inprocess", "tcp")
 KINDS = ("inprocess", "tcp", "unguarded")
 GUARD_S = 60.0
 UID = 77

@@ -18,30 +18,15 @@ from ess.transfer.messages import (
     Reserved,
     text_digest,
 )
-from tests.handoff.receiving import KINDS, LAYOUT, UID, Pair, content, paired
-
-TOKENS = tuple(range(200))
-WANTED = 4 * 4 + 3 * 4 + 1
-GUARDED = ("inprocess", "tcp")
-
-
-@pytest.fixture(params=KINDS)
-def pair(request: pytest.FixtureRequest):
-    with paired(request.param) as made:
-        yield made
-
-
-@pytest.fixture(params=GUARDED)
-def guarded(request: pytest.FixtureRequest):
-    with paired(request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def unguarded():
-    with paired("unguarded") as made:
-        yield made
-
+from tests.handoff.receiving import (
+    LAYOUT,
+    TOKENS,
+    UID,
+    WANTED,
+    Pair,
+    content,
+    paired,
+)
 
 # ---- all is well
 

@@ -19,30 +19,16 @@ from ess.transfer.messages import (
     Reserved,
 )
 from ess.transfer.transport import Transfer
-from tests.handoff.receiving import KINDS, LAYOUT, UID, WAIT_S, Pair, content, fill, paired
-
-TOKENS = tuple(range(200))
-WANTED = 4 * 4 + 3 * 4 + 1
-GUARDED = ("inprocess", "tcp")
-
-
-@pytest.fixture(params=KINDS)
-def pair(request: pytest.FixtureRequest):
-    with paired(request.param) as made:
-        yield made
-
-
-@pytest.fixture(params=GUARDED)
-def guarded(request: pytest.FixtureRequest):
-    with paired(request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def unguarded():
-    with paired("unguarded") as made:
-        yield made
-
+from tests.handoff.receiving import (
+    LAYOUT,
+    TOKENS,
+    UID,
+    WAIT_S,
+    Pair,
+    content,
+    fill,
+    paired,
+)
 
 # ---- it is not to be
 
