@@ -17,7 +17,7 @@ from tests.pd.mixed import MODEL, Asked, Result, mixed, results
 from tests.pd.stand import EXACT, PACED, Stand
 from tests.server import harness
 from tests.support.process import Process
-from tests.support.routers import SGLANG, SMG, VLLM, Kind, Router
+from tests.support.routers import SGLANG, SMG, VLLM, Kind, Router, ask
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +26,10 @@ KINDS = [SGLANG, SMG, VLLM]
 COUNT = 200
 FEW = 100
 SHORT = {"model": MODEL, "prompt": "The server is", "max_tokens": 5}
+NATIVE = {
+    "text": "The server is a process that answers",
+    "sampling_params": {"max_new_tokens": 6, "temperature": 0},
+}
 ROOM = ("--max-running", "16", "--max-waiting", "64", "--host-bytes", "192MiB")
 PROBES = {
     "/ready",
@@ -59,7 +63,11 @@ def test_answers_are_those_of_a_single_server(stand: Stand, expected: list[Resul
     before = landed(stand)
     with stand.behind(kind) as router:
         check_equal(asked, results(router.url, asked), expected)
-    until(lambda: landed(stand) - before == sum(each.prompt_count for each in asked), "all landing")
+        native = router.ask("/generate", NATIVE)
+    alone = ask(stand.decodes[0].url + "/generate", NATIVE)
+    assert native.document["output_ids"] == alone.document["output_ids"]
+    prompt_count = sum(each.prompt_count for each in asked) + 1
+    until(lambda: landed(stand) - before == prompt_count, "all landing")
     assert not any(worker.handoffs["missed"] for worker in stand.decodes)
     until(lambda: stand.prefill.handoffs["sent"] == landed(stand), "the prefill worker's word")
     assert not stand.prefill.handoffs["lapsed"]
