@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ess.door import Offload, row_copies
+from ess.door import Offload
+from ess.door.residency import row_copies
 from ess.flashtrans import InlineLane, WorkerLane
 from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
