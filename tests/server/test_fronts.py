@@ -8,6 +8,7 @@ import os
 import signal
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,9 @@ def test_a_process_that_is_killed_costs_its_own_streams_and_is_replaced():
         os.kill(victim, signal.SIGKILL)
         until(lambda: any(map(going.is_over, range(STREAMS))), "the streams that it had")
         until(lambda: running(process) < STREAMS, "the engine's giving up of its requests")
-        left = [number for number in range(STREAMS) if not going.is_over(number)]
+        over = partial(map, going.is_over, range(STREAMS))
+        until(lambda: sum(over()) == STREAMS - running(process), "the end of all that it had")
+        left = [number for number, is_over in enumerate(over()) if not is_over]
         assert 0 < len(left) < STREAMS
         before = [len(going.texts[number]) for number in left]
         until(
