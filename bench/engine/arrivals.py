@@ -24,7 +24,8 @@ from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.step.prompt import Span, run_chunks
+from ess.engine.prompt.pack import Span
+from ess.engine.prompt.run import run_chunks
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
 from ess.models.load import load_model

@@ -29,7 +29,8 @@ from ess.bench.harness.text import token_ids
 from ess.bench.harness.threads import compute_threads
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.step.prompt import Span, run_chunks
+from ess.engine.prompt.pack import Span
+from ess.engine.prompt.run import run_chunks
 from ess.errors import BadInput
 from ess.models.load import load_model
 from ess.models.model import Model

@@ -34,9 +34,10 @@ from ess.engine.entry import Entry
 from ess.engine.followers import Followers
 from ess.engine.handoff import Ended, Handoffs
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
+from ess.engine.prompt import run as prompts
+from ess.engine.prompt.scores import score
 from ess.engine.request import Reason, Request, Take
 from ess.engine.roster import Roster
-from ess.engine.step import prompt
 from ess.engine.step.audit import check_flights, check_waiting
 from ess.engine.step.decode import Flight, launch
 from ess.engine.step.future import FutureMap, Outcome, depth_reasons
@@ -404,9 +405,9 @@ class Engine:
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[tuple[Chance, ...], ...]:
         """Runs the chunks as one pack; then the prompts that are there land, in order of rank."""
         started_s = self._clock.now_s()
-        spans = [prompt.span_of(chunk) for chunk in chunks]
-        prefilled = prompt.run_chunks(self.runner, spans, self._handoffs.while_made(chunks))
-        scored = tuple(prompt.score(*each) for each in zip(prefilled, chunks, strict=True))
+        spans = [prompts.span_of(chunk) for chunk in chunks]
+        prefilled = prompts.run_chunks(self.runner, spans, self._handoffs.while_made(chunks))
+        scored = tuple(score(*each) for each in zip(prefilled, chunks, strict=True))
         seconds = self._clock.now_s() - started_s
         tokens = sum(chunk.count for chunk in chunks)
         self._observe(Seen(chunk_tokens=tokens, chunk_seconds=seconds))

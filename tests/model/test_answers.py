@@ -19,8 +19,8 @@ from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.process.messages import Add
 from ess.engine.process.worker import EngineLoop
+from ess.engine.prompt import scores
 from ess.engine.request import Request
-from ess.engine.step import prompt as prompts
 from ess.engine.tokens import sandbox
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar
@@ -243,7 +243,7 @@ def truth() -> torch.Tensor:
 def test_a_prompt_s_chances_are_those_of_a_full_forward(config, start, monkeypatch):
     """Over several chunks, and logits of a few tokens at a time; also where the prefix is cached:
     what lies before `start` may come from there, the rest is computed again."""
-    monkeypatch.setattr(prompts, "LOGITS_MAX", 7 * model().config.vocab_size)
+    monkeypatch.setattr(scores, "LOGITS_MAX", 7 * model().config.vocab_size)
     made = engine(**config, chunk_tokens=64)
     tokens = ids(LONG)
     assert len(tokens) > 160

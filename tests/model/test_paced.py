@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ess.clock import Clock
-from ess.engine.step import prompt as prompts
+from ess.engine.prompt import run as prompts
 from ess.engine.tokens.sampling import Sampling
 from tests.model.test_engine import engine, expected, prompt, run
 

@@ -1,0 +1,1 @@
+"""Prompt chunks: from tokens to rows, keys, windows and the chances of tokens."""

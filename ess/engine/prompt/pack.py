@@ -1,0 +1,87 @@
+"""What runs through the model together: spans of prompts, packed one behind the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ess.door import Sequence as Opened
+from ess.engine.step.runner import Runner
+from ess.kernels.ops import Ops
+from ess.layout import ModelLayout
+from ess.models.layers import Rotation
+from ess.pool.warmup import WINDOW_MAX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span:
+    """`tokens` of an open sequence, from position `start` on, that run through the model together.
+
+    `following[i]` is the token behind `tokens[i]`: what the MTP module pairs with i. `windows` are
+    found on the way, one for each layer group.
+    """
+
+    sequence: Opened
+    start: int
+    tokens: Sequence[int]
+    following: Sequence[int]
+    windows: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        count = len(self.tokens)
+        assert count == len(self.following) > 0, f"{len(self.following)} tokens behind {count}"
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Spans, one behind the other. `places[i]` are the tokens of span i among those of all."""
+
+    runner: Runner
+    spans: tuple[Span, ...]
+    places: tuple[slice, ...]
+    rotation: Rotation
+
+    @property
+    def layout(self) -> ModelLayout:
+        return self.runner.offload.layout
+
+    @property
+    def ops(self) -> Ops:
+        return self.runner.ops
+
+    def each(self) -> Iterator[tuple[int, Span, slice]]:
+        return zip(range(len(self.spans)), self.spans, self.places, strict=True)
+
+
+Chosen = Sequence[Tensor | None]
+"""The selections of each span's queries; None while they cover every position."""
+
+
+def packed(runner: Runner, spans: Sequence[Span]) -> Pack:
+    assert len({span.sequence for span in spans}) == len(spans) > 0, "a sequence has two spans"
+    ends = list(itertools.accumulate(len(span.tokens) for span in spans))
+    positions = [torch.arange(span.start, span.stop) for span in spans]
+    return Pack(
+        runner=runner,
+        spans=tuple(spans),
+        places=tuple(itertools.starmap(slice, itertools.pairwise([0, *ends]))),
+        rotation=runner.model.rotation(torch.cat(positions)),
+    )
+
+
+def window_of(span: Span, chosen: Tensor | None, top_k: int) -> Tensor:
+    """The selections of the last queries, oldest first."""
+    count = min(WINDOW_MAX, len(span.tokens))
+    if chosen is not None:
+        return chosen[-count:]
+    positions = torch.arange(top_k, dtype=torch.int32).expand(count, top_k)
+    lengths = torch.arange(span.stop - count, span.stop)[:, None] + 1
+    return torch.where(positions < lengths, positions, -1).int()

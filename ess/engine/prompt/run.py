@@ -1,0 +1,84 @@
+"""Prompt chunks through the model: rows and keys are made, stored as the truth and read back.
+
+Rows are encoded and then attended decoded, also within their own chunk, so that a chunk boundary
+or a prefix hit changes no value. The attention of a chunk reads the host's rows layer by layer; no
+slot is touched. What the working set needs is the selections of the last queries: the windows.
+
+The chunks of a step run as one pack: what is done token by token, the products and the experts, is
+done once for all their tokens; the indexer and the attention run span by span, each over its own
+sequence. No span reads what another one of its pack writes.
+
+Products over many tokens at once are fast, and their rounding depends on how many these are. In a
+deterministic engine chunks run through the stages of a decode step instead, which treat every token
+alike however the prompt is cut, whatever prefix was there and whatever else is in the pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ess.engine.plan import Chunk
+from ess.engine.prompt.layer import run_layer, run_layer_alike
+from ess.engine.prompt.pack import Chosen, Pack, Span, packed
+from ess.engine.step.runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A span's windows int32 [groups, w, k], and its last layer's output, a state per token."""
+
+    pack: Pack
+    span: Span
+    windows: Tensor
+    hidden: Tensor
+
+
+def run_chunks(
+    runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None
+) -> list[Prefilled]:
+    """Runs the spans as one pack. `on_layer` is told of each layer when its rows are stored."""
+    pack = packed(runner, spans)
+    through = run_layer_alike if runner.is_deterministic else run_layer
+    hidden = runner.model.embed(_joined([span.tokens for span in spans]))
+    chosen: Chosen = [None] * len(spans)
+    for layer in runner.model.layers:
+        hidden, chosen = through(pack, layer, hidden, chosen)
+        if on_layer is not None:
+            on_layer(layer.number)
+    if runner.offload.layout.mtp_layer_count:
+        mtp = runner.model.mtp
+        assert mtp is not None, "the layout has an MTP layer, the model has none"
+        embedded = runner.model.embed(_joined([span.following for span in spans]))
+        joined = mtp.join(embedded, runner.model.finish(hidden))
+        through(pack, mtp.layer, joined, [None] * len(spans))
+        if on_layer is not None:
+            on_layer(mtp.layer.number)
+    return [
+        Prefilled(pack, span, _windows(pack, span), hidden[place]) for _, span, place in pack.each()
+    ]
+
+
+def span_of(chunk: Chunk) -> Span:
+    request, sequence = chunk.request, chunk.request.sequence
+    assert sequence is not None, f"request {request.number} has no rows"
+    assert request.state == "prefilling", f"request {request.number} is {request.state}"
+    assert chunk.start == request.prefilled_count, f"a chunk from {chunk.start} on"
+    return Span(
+        sequence=sequence,
+        start=chunk.start,
+        tokens=request.prompt[chunk.start : chunk.stop],
+        following=request.prompt[chunk.start + 1 : chunk.stop + 1],
+    )
+
+
+def _joined(lines: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor([token for line in lines for token in line])
+
+
+def _windows(pack: Pack, span: Span) -> Tensor:
+    assert len(span.windows) == pack.layout.group_count, "a group without a window"
+    return torch.stack([span.windows[group] for group in sorted(span.windows)]).int().contiguous()
