@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ess.door.handoff import sender as sending
-from ess.door.handoff import units
+from ess.door.handoff import transfers, units
 from ess.door.handoff.orphans import ORPHANS_MAX
 from ess.door.handoff.packed import PLACES
 from ess.errors import BadInput, PoolFull
@@ -142,7 +141,7 @@ def test_cached_pages_leave_at_once_and_those_that_the_receiver_has_never() -> N
 
 def test_big_prompts_go_in_transfers_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "PART_BYTES_MAX", 3 * LAYOUT.page_bytes)
-    monkeypatch.setattr(sending, "UNDERWAY_BYTES_MAX", 4 * LAYOUT.page_bytes)
+    monkeypatch.setattr(transfers, "UNDERWAY_BYTES_MAX", 4 * LAYOUT.page_bytes)
     with world() as made:
         sequence = made.whole(PROMPT)
         pages = sequence.holding.host_pages.copy()
@@ -150,7 +149,7 @@ def test_big_prompts_go_in_transfers_of_bounded_size(monkeypatch: pytest.MonkeyP
         posted: list[int] = []
 
         def few_underway() -> bool:
-            posted.append(sum(made.sender._underway_bytes.values()))
+            posted.append(sum(made.sender._transfers._underway_bytes.values()))
             return made.receiver.has_all()
 
         made.until(few_underway)
@@ -208,7 +207,7 @@ def test_transfers_that_failed_are_posted_again() -> None:
         made.settle()
         assert made.sender.stats().failed_count == failed, "it tried again without a pause"
         made.receiver.end.allow(UID)
-        made.clock.advance(sending.RETRY_S)
+        made.clock.advance(transfers.RETRY_S)
         made.until(made.receiver.has_all)
         made.same_rows(pages)
         landed(made)
@@ -373,7 +372,7 @@ def test_more_handoffs_at_once_than_places_to_pack_windows() -> None:
             made.receiver.rooms[uid] = made.receiver.room(prompt, uid)
             made.receiver.end.allow(uid)
             made.sender.take(made.receiver.rooms[uid], peer=made.receiver.end.epoch)
-        assert not made.sender._packed.has_room, "every place is taken"
+        assert made.sender._transfers._packed.lend(b"") is None, "a place is left"
         made.until(lambda: all(made.receiver.units(WINDOWS, uid) for uid in prompts))
         for uid in prompts:
             made.done(uid)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ess.door.handoff import sender as sending
-from ess.door.handoff import units
+from ess.door.handoff import transfers, units
 from ess.door.handoff.endings import Lapsed
 from ess.transfer.messages import Again, Count, PieceKind, Reason, Release
 from tests.handoff.sending import LAYERS, LAYOUT, PROMPT, UID, WANTED, landed, prompt_of, world
@@ -55,7 +54,7 @@ def test_a_slow_network_does_not_end_a_handoff_that_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(units, "PART_BYTES_MAX", LAYOUT.page_bytes)
-    monkeypatch.setattr(sending, "UNDERWAY_BYTES_MAX", 1)
+    monkeypatch.setattr(transfers, "UNDERWAY_BYTES_MAX", 1)
     with world(lease_s=7.0) as made:
         made.receiver.reserve(PROMPT)
         made.whole(PROMPT)
@@ -150,7 +149,7 @@ def test_a_lost_peer_ends_its_handoffs(kind: str, is_made: bool) -> None:
             made.sender.finish(UID, None)
         made.until(lambda: not len(made.sender))
         assert sequence.state == "closed"
-        assert not made.sender._jobs
+        assert not made.sender._transfers._jobs
 
 
 def test_given_up_before_the_prompt_is_made_the_engine_keeps_its_sequence() -> None:

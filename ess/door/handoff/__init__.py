@@ -3,5 +3,6 @@
 geometry     where pages and windows lie in registered memory
 receiver     room for a prompt, and the count of what has come
 sender       pages as they are made, layer by layer
+transfers    which of them leave next, and what is under way
 port         both behind one transport
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,46 +13,28 @@ from ess.door.handoff.endings import Timeline
 from ess.door.handoff.pages import Pages
 from ess.door.handoff.units import Part, Units
 from ess.transfer.messages import PieceKind, Reason, Reserved, text_digest
-from ess.transfer.runs import Runs, byte_count
+from ess.transfer.runs import Runs
 from ess.units import PAGE_ROWS, div_ceil
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A Reserved as it is kept: pages take four bytes each, however many there are."""
+    """A Reserved as it is kept: its `pages` take four bytes each, and `room` is the rest of it."""
 
     peer: int
-    ticket: int
-    token_count: int
-    text: bytes
-    first_page: int
-    pool_pages: int
-    window_at: int
+    room: Reserved
     pages: NDArray[np.uint32]
     came_s: float
 
     @classmethod
     def of(cls, message: Reserved, *, peer: int, now_s: float) -> Target:
-        return cls(
-            peer=peer,
-            ticket=message.ticket,
-            token_count=message.token_count,
-            text=message.text,
-            first_page=message.first_page,
-            pool_pages=message.pool_pages,
-            window_at=message.window_at,
-            pages=np.array(message.pages, np.uint32),
-            came_s=now_s,
-        )
+        room = replace(message, pages=())
+        return cls(peer, room, np.array(message.pages, np.uint32), came_s=now_s)
 
     def equals(self, other: Target) -> bool:
         """Another copy of the same message."""
-        mine, theirs = (
-            (each.peer, each.ticket, each.token_count, each.text, each.first_page, each.pool_pages)
-            for each in (self, other)
-        )
-        same_place = self.window_at == other.window_at and np.array_equal(self.pages, other.pages)
-        return mine == theirs and same_place
+        is_alike = (self.peer, self.room) == (other.peer, other.room)
+        return is_alike and np.array_equal(self.pages, other.pages)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +90,17 @@ class Departure:
         return self.made_s is not None
 
     @property
+    def peer(self) -> int:
+        """Of a handoff that has its target."""
+        assert self.target is not None, f"handoff {self.uid} has no target"
+        return self.target.peer
+
+    @property
+    def ticket(self) -> int:
+        assert self.target is not None, f"handoff {self.uid} has no target"
+        return self.target.room.ticket
+
+    @property
     def sent_count(self) -> int:
         return sum(units.sent_count for units in self.units.values())
 
@@ -121,11 +114,11 @@ class Departure:
 
     def fault_of(self, target: Target) -> Reason | None:
         """Why rows of ours may not go there."""
-        if target.token_count != self.row_count or target.text != self.text:
+        room, pages = target.room, target.pages
+        if room.token_count != self.row_count or room.text != self.text:
             return Reason.WRONG_TEXT
-        pages = target.pages
-        is_whole = target.first_page + len(pages) == self.page_count
-        if not is_whole or (len(pages) and int(pages.max()) >= target.pool_pages):
+        is_whole = room.first_page + len(pages) == self.page_count
+        if not is_whole or (len(pages) and int(pages.max()) >= room.pool_pages):
             return Reason.WRONG_LAYOUT
         return None
 
@@ -133,7 +126,7 @@ class Departure:
         assert self.target is None, f"handoff {self.uid} has its target"
         self.target = target
         for kind in (PieceKind.ROWS, PieceKind.INDEX_KEYS):
-            self.units[kind].want(target.first_page)
+            self.units[kind].want(target.room.first_page)
 
     def make(self, layers: range, stop: int) -> None:
         """Rows and keys before `stop` of these layers are made; the last page leaves when full."""
@@ -154,22 +147,23 @@ class Departure:
             if member == 0:
                 self.units[PieceKind.INDEX_KEYS].make(range(group, group + 1), page_count)
 
-    def next_part(self, *, windows: bool) -> Part | None:
-        """What may leave now; windows only if there is room to pack them."""
-        for kind, units in self.units.items():
-            part = units.next_part() if windows or kind is not PieceKind.WINDOWS else None
-            if part is not None:
-                return part
-        return None
+    def next_part(self) -> Part | None:
+        """What may leave now; windows are the last."""
+        parts = (units.next_part() for units in self.units.values())
+        return next((part for part in parts if part is not None), None)
 
     def there(self, part: Part) -> Runs:
         """Where the receiver wants these pages."""
         target = self.target
         assert target is not None, f"handoff {self.uid} has no target"
-        first = target.first_page
+        if part.kind is PieceKind.WINDOWS:
+            return np.array(
+                [[geometry.WINDOWS, target.room.window_at, len(self.windows)]], np.int64
+            )
+        first = target.room.first_page
         pages = target.pages[part.pages.start - first : part.pages.stop - first].astype(np.int64)
         return geometry.unit_runs(
-            self.pages.layout, part.kind, part.layers, pages, target.pool_pages
+            self.pages.layout, part.kind, part.layers, pages, target.room.pool_pages
         )
 
     def timeline(self, now_s: float) -> Timeline:
@@ -185,18 +179,3 @@ class Departure:
         assert self.underway_count >= 0, f"handoff {self.uid}: {self.underway_count} under way"
         if self.is_made:
             assert self.pages.is_kept, f"handoff {self.uid}: its pages are not kept"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """A transfer under way. `place` is where its windows are packed, -1 for pages."""
-
-    departure: Departure
-    part: Part
-    peer: int
-    here: Runs
-    place: int
-
-    @property
-    def byte_count(self) -> int:
-        return byte_count(self.here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -18,21 +19,21 @@ class Packed:
         self._free = list(range(PLACES))
         self.region = Region(geometry.PACKED, np.zeros(PLACES * place_bytes, np.uint8))
 
-    @property
-    def has_room(self) -> bool:
-        return bool(self._free)
-
-    def put(self, content: bytes) -> tuple[int, Runs]:
-        """The place that is taken now, and where the content lies."""
-        size, place = len(content), self._free.pop()
+    def lend(self, content: bytes) -> Runs | None:
+        """Where the content lies until it is given back; None if every place is taken."""
+        if not self._free:
+            return None
+        size, begin = len(content), self._free.pop() * self._place_bytes
         assert size <= self._place_bytes, f"{size} bytes for a place of {self._place_bytes}"
-        begin = place * self._place_bytes
         self.region.memory[begin : begin + size] = np.frombuffer(content, np.uint8)
-        return place, np.array([[geometry.PACKED, begin, size]], np.int64)
+        return np.array([[geometry.PACKED, begin, size]], np.int64)
 
-    def free(self, place: int) -> None:
-        assert 0 <= place < PLACES, f"place {place} of {PLACES}"
-        self._free.append(place)
+    def give_back(self, here: Runs) -> None:
+        self._free.append(self._place_of(here))
 
-    def check(self, taken: list[int]) -> None:
-        assert sorted([*taken, *self._free]) == list(range(PLACES)), "a place is lost"
+    def check(self, lent: Iterable[Runs]) -> None:
+        places = [*map(self._place_of, lent), *self._free]
+        assert sorted(places) == list(range(PLACES)), "a place is lost"
+
+    def _place_of(self, here: Runs) -> int:
+        return int(here[0, 1]) // self._place_bytes

@@ -5,8 +5,7 @@
 
 What was made before the receiver's Reserved came leaves at once, in few big transfers; after that a
 layer's full pages leave as it is made, and the last, partial page when the prompt is. Each transfer
-carries a sealed Piece with the checksum of its bytes as they were when it was posted. A peer has at
-most `UNDERWAY_BYTES_MAX` under way; what else is due waits, that of the oldest handoff the least.
+carries a sealed Piece with the checksum of its bytes as they were when it was posted (`transfers`).
 
 `finish` takes the sequence: it gives up its device pages at once, and its host pages when the
 receiver has released it, or it is over for another reason and nothing of it is under way any more.
@@ -26,12 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ess.clock import Clock
-from ess.door.handoff import geometry
-from ess.door.handoff.departure import Departure, Job, Target
+from ess.door.handoff.departure import Departure, Target
 from ess.door.handoff.endings import Lapsed, SenderStats, Sent
 from ess.door.handoff.orphans import Orphans
-from ess.door.handoff.packed import Packed
 from ess.door.handoff.pages import Pages, SequencePages, Worker
+from ess.door.handoff.transfers import Transfers
 from ess.door.handoff.units import Part
 from ess.door.sequences.sequence import Sequence
 from ess.errors import BadInput, PoolFull
@@ -40,23 +38,17 @@ from ess.transfer.messages import (
     Count,
     CountQuery,
     Message,
-    Piece,
-    PieceKind,
     Reason,
     Refused,
     Release,
     Reserved,
     Seal,
-    checksum,
 )
-from ess.transfer.runs import Runs, byte_count, merged, views
 from ess.transfer.transport import Transfer, Transport
 from ess.transfer.windows import packed_windows, window_bytes_max
 
-UNDERWAY_BYTES_MAX: Final = 64 << 20
 LOOK_S: Final = 0.05
 TELL_S: Final = 1.0
-RETRY_S: Final = 0.25
 
 
 class Sender:
@@ -82,14 +74,15 @@ class Sender:
         self._ended: set[Departure] = set()
         self._orphans = Orphans(wait_s=wait_s)
         self._looked_s = float("-inf")
-        self._due: dict[int, dict[int, Departure]] = {}
-        self._jobs: dict[int, Job] = {}
-        self._underway_bytes: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
         self._outcomes: list[Sent | Lapsed] = []
         longest, layout = offload.sizes.length_max, offload.layout
-        self._packed = Packed(window_bytes_max(layout.group_count, longest, layout.top_k))
-        transport.register([self._packed.region])
+        self._transfers = Transfers(
+            *(transport, seal),
+            clock=clock,
+            within_s=wait_s,
+            place_bytes=window_bytes_max(layout.group_count, longest, layout.top_k),
+        )
 
     def __len__(self) -> int:
         """Handoffs that are not over, and sequences that are still kept for one that is."""
@@ -156,7 +149,7 @@ class Sender:
 
     def is_underway(self, uid: int, *, peer: int) -> bool:
         """A transfer of this handoff may still touch the peer's pages."""
-        return any(job.departure.uid == uid and job.peer == peer for job in self._jobs.values())
+        return self._transfers.is_underway(uid, peer=peer)
 
     def outcomes(self) -> list[Sent | Lapsed]:
         """What has ended since the last call."""
@@ -170,8 +163,8 @@ class Sender:
             lapsed=counts["lapsed"],
             refused=counts["refused"],
             again_count=counts["again"],
-            failed_count=counts["failed"],
-            sent_bytes=counts["bytes"],
+            failed_count=self._transfers.failed_count,
+            sent_bytes=self._transfers.sent_bytes,
         )
 
     # ---- what a peer says
@@ -211,6 +204,11 @@ class Sender:
         self._tell_count(departure)
         self._go_on(departure)
 
+    def _go_on(self, departure: Departure) -> None:
+        """More may leave, if the receiver has said where to."""
+        if departure.target is not None:
+            self._transfers.go_on(departure)
+
     def _again(self, message: Again, peer: int) -> None:
         departure = self._of_peer(message.uid, peer)
         if departure is None:
@@ -246,27 +244,19 @@ class Sender:
     # ---- what the transport says
 
     def completed(self, handle: int) -> None:
-        job = self._ended_job(handle)
-        if job is None:
+        departure = self._transfers.completed(handle)
+        if departure is None:
             return
-        departure = job.departure
-        departure.units[job.part.kind].landed(job.part)
-        self._counts["bytes"] += job.byte_count
         if departure.sent_count > departure.sent_most:
             departure.sent_most = departure.sent_count
             self._extend(departure)
-        self._settle(job)
+        self._settle(departure)
 
     def failed(self, handle: int, reason: str) -> None:
-        """It is posted again after a pause: why it failed may last."""
-        job = self._ended_job(handle)
-        if job is None:
-            return
-        self._counts["failed"] += 1
-        job.departure.units[job.part.kind].failed(job.part)
-        job.departure.fault = reason
-        job.departure.paused_until_s = self._clock.now_s() + RETRY_S
-        self._settle(job)
+        """It is posted again after a pause."""
+        departure = self._transfers.failed(handle, reason)
+        if departure is not None:
+            self._settle(departure)
 
     def peer_lost(self, peer: int) -> None:
         """Its transfers have failed: the transport says so before it says that the peer is lost."""
@@ -274,30 +264,16 @@ class Sender:
         for departure in list(self._open.values()):
             if self._of_peer(departure.uid, peer) is not None:
                 self._end(departure, Reason.ABORTED, f"peer {peer:016x} is lost", tell=False)
-        self._due.pop(peer, None)
-        for handle in [handle for handle, job in self._jobs.items() if job.peer == peer]:
+        for handle in self._transfers.lost(peer):
             self.failed(handle, "its peer is lost")
 
-    def _ended_job(self, handle: int) -> Job | None:
-        job = self._jobs.pop(handle, None)
-        if job is None:
-            return None
-        self._underway_bytes[job.peer] -= job.byte_count
-        if not self._underway_bytes[job.peer]:
-            del self._underway_bytes[job.peer]
-        job.departure.underway_count -= 1
-        if job.place >= 0:
-            self._packed.free(job.place)
+    def _settle(self, departure: Departure) -> None:
+        """A transfer of it has ended, and its peer has room for another."""
+        if departure.ending is None:
+            self._transfers.go_on(departure)
         else:
-            job.departure.pages.give_back(job.here)
-        return job
-
-    def _settle(self, job: Job) -> None:
-        if job.departure.ending is not None:
-            self._retire(job.departure)
-        else:
-            self._mark_due(job.departure)
-        self._push(job.peer)
+            self._retire(departure)
+            self._transfers.push(departure.peer)
 
     # ---- time
 
@@ -321,8 +297,7 @@ class Sender:
                 self._tell_count(departure)
         for uid, peer in self._orphans.expired(now_s):
             self._refuse(uid, peer, Reason.UNKNOWN)
-        for peer in list(self._due):
-            self._push(peer)
+        self._transfers.push_all()
 
     def _lapse(self, departure: Departure) -> str:
         sentence = f"nothing more was sent for {self._lease_s} s behind its prompt"
@@ -331,83 +306,12 @@ class Sender:
         counted = f"{departure.sent_count} of {departure.wanted_count} pages of a layer sent"
         return f"{sentence}: {counted}{f', {departure.fault}' if departure.fault else ''}"
 
-    # ---- pages leave
-
-    def _go_on(self, departure: Departure) -> None:
-        if departure.target is not None:
-            self._mark_due(departure)
-            self._push(departure.target.peer)
-
-    def _mark_due(self, departure: Departure) -> None:
-        assert departure.target is not None, f"handoff {departure.uid} has no target"
-        self._due.setdefault(departure.target.peer, {})[departure.uid] = departure
-
-    def _push(self, peer: int) -> None:
-        """Posts what may leave to this peer, as far as its share of bytes under way goes."""
-        due, now_s = self._due.get(peer, {}), self._clock.now_s()
-        for departure in list(due.values()):
-            if departure.paused_until_s > now_s:
-                continue
-            while self._underway_bytes[peer] < UNDERWAY_BYTES_MAX:
-                part = departure.next_part(windows=self._packed.has_room)
-                if part is None or not self._post(departure, part):
-                    break
-            else:
-                return
-            if departure.next_part(windows=True) is None:
-                del due[departure.uid]
-        if not due:
-            self._due.pop(peer, None)
-
-    def _post(self, departure: Departure, part: Part) -> bool:
-        """Whether there was room for the pages to leave from."""
-        target, place = departure.target, -1
-        assert target is not None, f"handoff {departure.uid} has no target"
-        if part.kind is PieceKind.WINDOWS:
-            place, here = self._packed.put(departure.windows)
-            there = np.array([[geometry.WINDOWS, target.window_at, len(departure.windows)]])
-        else:
-            lent = departure.pages.lend(part)
-            if lent is None:
-                return False
-            here, there = lent, departure.there(part)
-        size = byte_count(here)
-        departure.units[part.kind].posted(part)
-        handle = self._transport.post(
-            Transfer(
-                peer=target.peer,
-                here=here,
-                there=there,
-                notification=self._sealed(self._piece(departure, part, here), target.peer),
-                ticket=target.ticket,
-                within_s=self._wait_s,
-            )
-        )
-        self._jobs[handle] = Job(departure, part, target.peer, here, place)
-        self._underway_bytes[target.peer] += size
-        departure.underway_count += 1
-        return True
-
-    def _piece(self, departure: Departure, part: Part, here: Runs) -> Piece:
-        regions = {**departure.pages.regions, geometry.PACKED: self._packed.region}
-        return Piece(
-            uid=departure.uid,
-            kind=part.kind,
-            layer_begin=part.layers.start,
-            layer_end=part.layers.stop,
-            page_begin=part.pages.start,
-            page_end=part.pages.stop,
-            byte_count=byte_count(here),
-            checksum=checksum(views(merged(here, here)[0], regions)),
-        )
-
     # ---- words to a peer
 
     def _tell_count(self, departure: Departure) -> None:
-        assert departure.target is not None, f"handoff {departure.uid} has no target"
         departure.told_s = self._clock.now_s()
         count = Count(departure.uid, departure.posted_count, departure.wanted_count)
-        self._say(count, departure.target.peer)
+        self._say(count, departure.peer)
 
     def _refuse(self, uid: int, peer: int, reason: Reason) -> None:
         self._counts["refused"] += 1
@@ -416,11 +320,8 @@ class Sender:
 
     def _say(self, message: Message, peer: int) -> None:
         """Words may be lost; what matters is said again, or ends by a deadline."""
-        notification = self._sealed(message, peer)
-        self._transport.post(Transfer(peer=peer, notification=notification, within_s=self._wait_s))
-
-    def _sealed(self, message: Message, peer: int) -> bytes:
-        return self._seal.sealed(message, sender=self._transport.epoch, receiver=peer)
+        frame = self._seal.sealed(message, sender=self._transport.epoch, receiver=peer)
+        self._transport.post(Transfer(peer=peer, notification=frame, within_s=self._wait_s))
 
     # ---- the end
 
@@ -435,9 +336,9 @@ class Sender:
             self._outcomes.append(Lapsed(departure.uid, reason, sentence, timeline))
         self._counts["sent" if reason is Reason.DONE else "lapsed"] += 1
         if departure.target is not None:
-            self._due.get(departure.target.peer, {}).pop(departure.uid, None)
+            self._transfers.stop(departure)
             if tell:
-                self._say(Release(departure.uid, reason), departure.target.peer)
+                self._say(Release(departure.uid, reason), departure.peer)
         self._retire(departure)
 
     def _retire(self, departure: Departure) -> None:
@@ -457,23 +358,17 @@ class Sender:
         """Gives everything up without a word. The transport must move nothing after this."""
         for departure in list(self._open.values()):
             self._end(departure, Reason.ABORTED, "this worker ends", tell=False)
-        for job in [self._ended_job(handle) for handle in list(self._jobs)]:
-            assert job is not None, "a job ended twice"
-            self._retire(job.departure)
+        for departure in self._transfers.abandon():
+            self._retire(departure)
         self._open.clear()
 
     def check(self) -> None:
-        jobs = Counter(job.departure for job in self._jobs.values())
         for uid, departure in self._open.items():
             assert departure.uid == uid, f"handoff {departure.uid} stands under {uid}"
             assert departure.ending is None or not departure.is_made, f"{uid} is over and kept"
-        for departure in (*self._open.values(), *self._ended):
+        departures = [*self._open.values(), *self._ended]
+        for departure in departures:
             departure.check()
-            assert departure.underway_count == jobs[departure], f"{departure.uid} miscounts"
         assert all(departure.underway_count for departure in self._ended), "kept without a reason"
-        under_way: Counter[int] = Counter()
-        for job in self._jobs.values():
-            under_way[job.peer] += job.byte_count
-        assert under_way == self._underway_bytes, "bytes under way are miscounted"
-        self._packed.check([job.place for job in self._jobs.values() if job.place >= 0])
+        self._transfers.check(departures)
         self._orphans.check()
