@@ -1,4 +1,5 @@
-"""Who may come in: preempted requests resume, then waiting ones are admitted, by rank.
+"""Who may come in: preempted requests resume, then waiting ones are admitted, by rank. Followers
+are forked from a leader whose prompt is there.
 
 The ledger says when there is room; asking it costs a pass over the prompt. So after a refusal it is
 asked again only when a request has ended, was preempted, has landed, or has become the first that
@@ -10,7 +11,7 @@ passed, or when nothing else runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -59,12 +60,6 @@ class Admission:
         """A request was preempted in this step, for lack of room."""
         self._resume_step = step_count + PAUSE_STEPS
 
-    def refuse_if_slow(self, limit: int) -> None:
-        """PoolFull if one more request would make every request slower than `tpot_ms`."""
-        if self._tpot_ms and self.running_count >= limit:
-            sentence = f"{limit} requests fit into {self._tpot_ms} ms per token"
-            raise PoolFull(limiter=TPOT, needed=1, free=0, sentence=sentence)
-
     def admit(self, *, step_count: int, limit: int) -> None:
         """Of the pace, `limit` requests may run."""
         if self._is_full and self.running_count:
@@ -73,12 +68,37 @@ class Admission:
         try:
             if self._resume_displaced(step_count, limit):
                 while (request := self._roster.first_waiting()) is not None:
-                    self.refuse_if_slow(limit)
+                    self._refuse_if_slow(limit)
                     self._open(request)
         except PoolFull as refusal:
             self.refusal = refusal
             self._is_full = refusal.limiter != TPOT
             self._expect_ahead()
+
+    def fork(self, leader: Request, followers: Iterable[Request], *, limit: int) -> list[Request]:
+        """The followers that run now, as far as there is room; the others wait."""
+        assert leader.sequence is not None, f"request {leader.number} has no rows"
+        forked = []
+        for follower in followers:
+            self._roster.add(follower)
+            if self._roster.first_waiting() is not follower or self.displaced():
+                continue
+            try:
+                self._refuse_if_slow(limit)
+                follower.sequence = leader.sequence.fork()
+            except PoolFull:
+                continue
+            follower.prefilled_count = leader.prefilled_count
+            follower.cached_count = follower.sequence.cached_count
+            self._roster.move(follower, "prefilling")
+            forked.append(follower)
+        return forked
+
+    def _refuse_if_slow(self, limit: int) -> None:
+        """PoolFull if one more request would make every request slower than `tpot_ms`."""
+        if self._tpot_ms and self.running_count >= limit:
+            sentence = f"{limit} requests fit into {self._tpot_ms} ms per token"
+            raise PoolFull(limiter=TPOT, needed=1, free=0, sentence=sentence)
 
     def _resume_displaced(self, step_count: int, limit: int) -> bool:
         """Whether all that wait for the device run again; before that no request is admitted."""
@@ -86,7 +106,7 @@ class Admission:
             if self.running_count and step_count < self._resume_step:
                 return False
             if request.has_landed:
-                self.refuse_if_slow(limit)
+                self._refuse_if_slow(limit)
             self._resume(request)
         assert not self.displaced(), "a request is admitted before a preempted one is resumed"
         return True

@@ -17,7 +17,6 @@ always makes its tokens and ends.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -38,9 +37,9 @@ from ess.engine.prompt import run as prompts
 from ess.engine.prompt.scores import score
 from ess.engine.request import Reason, Request, Take
 from ess.engine.roster import Roster
-from ess.engine.step.audit import check_flights, check_waiting
-from ess.engine.step.decode import Flight, launch
-from ess.engine.step.future import FutureMap, Outcome, depth_reasons
+from ess.engine.step.audit import check_waiting
+from ess.engine.step.flights import Flights
+from ess.engine.step.future import Outcome, depth_reasons
 from ess.engine.step.runner import made_runner
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.chance import Chance
@@ -74,7 +73,6 @@ class Engine:
         self.step_count = 0
         self.preempted_count = 0
         self.moved_count = 0
-        self.warmth = Warmth()
         self.pace = tpot_control.start(
             target_ms=config.tpot_ms or None,
             verified_max=config.mtp,
@@ -93,8 +91,7 @@ class Engine:
         )
         self._handoffs = Handoffs(port, self.runner, config, on_end=self._admission.ask_again)
         self._followers = Followers()
-        self._future = FutureMap(line_max=offload.sizes.sequence_max, token_max=config.mtp)
-        self._flights: deque[Flight] = deque()
+        self._flights = Flights(self.runner, clock=self._clock, verified_max=config.mtp)
         self._made: list[Made] = []
         self._added_count = 0
 
@@ -193,6 +190,10 @@ class Engine:
         is_left = self._admission.running_count or waiting_count or self._admission.displaced()
         return is_told and not is_left
 
+    @property
+    def warmth(self) -> Warmth:
+        return self._flights.warmth
+
     def depth_reasons(self) -> tuple[str, ...]:
         """Why the next step runs at depth 0, whatever is configured; none if it need not."""
         return depth_reasons(self._roster.of("decoding"))
@@ -204,12 +205,12 @@ class Engine:
 
     def check(self) -> None:
         """Audits all that lasts from step to step; an AssertionError names the fault."""
-        for owner in (self.offload, self._roster, self._entry, self._followers, self._future):
+        for owner in (self.offload, self._roster, self._entry, self._followers):
             owner.check()
         self.runner.check()
         self._handoffs.check(self._roster)
         check_waiting(self._roster, self._entry, self._followers)
-        check_flights(self._flights, self._future, self._roster)
+        self._flights.check(self._roster)
         assert len(self._flights) <= self._config.depth, f"{len(self._flights)} steps are under way"
 
     # ---- the step
@@ -317,7 +318,7 @@ class Engine:
 
     def _land(self, request: Request, windows: Tensor | tuple[list[WindowSet], int] | None) -> None:
         """The request and its followers start to decode."""
-        for landed in (request, *self._fork(request)):
+        for landed in (request, *self._forked(request)):
             assert landed.sequence is not None, f"request {landed.number} has no rows"
             assert not landed.output, f"request {landed.number} lands twice"
             if windows is not None and self._config.warm:
@@ -328,27 +329,12 @@ class Engine:
                 landed.sequence.fill()
                 self._handoffs.mark(landed, "warmed")
             self._roster.move(landed, "decoding")
-            self._future.stash(landed.sequence.line, [landed.tokens[-1]])
+            self._flights.enter(landed)
 
-    def _fork(self, leader: Request) -> list[Request]:
-        """The leader's followers as far as there is room; the others wait for admission."""
-        assert leader.sequence is not None, f"request {leader.number} has no rows"
+    def _forked(self, leader: Request) -> list[Request]:
         assert leader.is_prefilled, f"request {leader.number} has not all of its prompt"
-        forked = []
-        for follower in self._followers.release(leader):
-            self._roster.add(follower)
-            if self._roster.first_waiting() is not follower or self._admission.displaced():
-                continue
-            try:
-                self._admission.refuse_if_slow(self.pace.batch_limit)
-                follower.sequence = leader.sequence.fork()
-            except PoolFull:
-                continue
-            follower.prefilled_count = leader.prefilled_count
-            follower.cached_count = follower.sequence.cached_count
-            self._roster.move(follower, "prefilling")
-            forked.append(follower)
-        return forked
+        followers = self._followers.release(leader)
+        return self._admission.fork(leader, followers, limit=self.pace.batch_limit)
 
     def _launch(self) -> StepPlan:
         """Plans and launches; where a request needs a page and none is free, makes room and plans
@@ -364,25 +350,13 @@ class Engine:
             if not plan.turns:
                 return plan
             draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
+            assert len(self._flights) <= self._config.depth, "a step is launched too early"
             try:
-                flight = launch(
-                    self.runner,
-                    self._future,
-                    plan.turns,
-                    draft_count=draft_count,
-                    clock=self._clock,
-                )
+                self._flights.launch(plan.turns, draft_count=draft_count)
             except PoolFull as refusal:
                 self._make_room(refusal)
-                continue
-            assert len(self._flights) <= self._config.depth, "a step is launched too early"
-            self._flights.append(flight)
-            self.warmth.stepped(plan.turns, flight.step.firsts, flight.warmth)
-            for turn in plan.turns:
-                turn.request.flight_count += 1
-                turn.request.ahead_count += turn.count
-                turn.request.draft_count = draft_count
-            return plan
+            else:
+                return plan
 
     def _refill(self, plan: StepPlan) -> None:
         if self._config.warm:
@@ -422,11 +396,8 @@ class Engine:
     def _learn(self, flight_max: int) -> None:
         """Learns the oldest steps until at most `flight_max` are under way."""
         while len(self._flights) > flight_max:
-            flight = self._flights.popleft()
-            outcomes = self._future.learn(flight.step.number)
-            kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
-            flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
-            self._observe(flight.seen([outcome.verified for outcome in outcomes]))
+            outcomes, seen = self._flights.learn()
+            self._observe(seen)
             for outcome in outcomes:
                 self._take(outcome)
 
@@ -436,9 +407,6 @@ class Engine:
 
     def _take(self, outcome: Outcome) -> None:
         request = outcome.feed.request
-        request.flight_count -= 1
-        request.ahead_count -= len(outcome.feed.tokens)
-        assert 0 <= request.flight_count <= request.ahead_count, f"request {request.number}"
         if request.state == "finished":
             self._close(request)
             return
@@ -453,9 +421,8 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         assert request.sequence is not None, f"request {request.number} has no rows"
-        assert request.flight_count == 0, f"request {request.number} is in a step under way"
         assert not request.is_held, f"request {request.number} was preempted before"
-        self._future.forget(request.sequence.line)
+        self._flights.leave(request)
         request.sequence.preempt()
         request.draft_count = 0
         self._roster.move(request, "preempted")
@@ -475,7 +442,7 @@ class Engine:
             return
         self._roster.move(request, "decoding" if request.is_prefilled else "prefilling")
         if request.is_prefilled:
-            self._future.stash(request.sequence.line, [request.tokens[-1]])
+            self._flights.enter(request)
 
     def _finish(self, request: Request, reason: Reason) -> None:
         assert request.reason in (None, reason), f"request {request.number} ended before"
@@ -494,7 +461,6 @@ class Engine:
         self._admission.ask_again()
         if request.sequence is None or request.flight_count:
             return
-        if request.sequence.line >= 0:
-            self._future.forget(request.sequence.line)
+        self._flights.leave(request)
         request.sequence.close()
         request.sequence = None

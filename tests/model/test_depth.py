@@ -48,7 +48,7 @@ def test_a_step_late_the_tokens_are_the_same(family, mode, mtp):
 @contextmanager
 def hidden(eng):
     """What the device knows and the host does not is away while this lasts."""
-    tables, future = eng.offload._pools.tables, eng._future
+    tables, future = eng.offload._pools.tables, eng._flights._future
     seen = tables.lengths, future._tokens, future._outcomes
     tables.lengths = future._tokens = future._outcomes = None
     yield

@@ -80,7 +80,7 @@ def run(eng: Engine) -> None:
     assert stats.used_slot_count.sum() == 0
     assert stats.free_host_page_count == stats.host_page_count
     assert stats.free_index_page_count == stats.index_page_count
-    assert eng._future.is_empty, "a token or an outcome was left on the device"
+    assert eng._flights._future.is_empty, "a token or an outcome was left on the device"
 
 
 @pytest.mark.parametrize("family", ["v32", "glm"])

@@ -29,7 +29,7 @@ class LoadClock(Clock):
             return step
 
         eng.offload.begin = timed
-        eng._clock = self
+        eng._clock = eng._flights._clock = self
 
     def prefilling(self, run_chunks, *, token_s: float):
         """`run_chunks` with the time that the tokens of all its spans take."""

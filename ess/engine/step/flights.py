@@ -1,0 +1,77 @@
+"""The steps under way: launched, and not yet learned by the host.
+
+enter --> launch, launch, ... --> leave        of a request
+             `-- learn --'                     of a step, the oldest first
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ess.clock import Clock
+from ess.engine.plan import Turn
+from ess.engine.request import Request
+from ess.engine.roster import Roster
+from ess.engine.step.audit import check_flights
+from ess.engine.step.decode import Flight, launch
+from ess.engine.step.future import FutureMap, Outcome
+from ess.engine.step.runner import Runner
+from ess.engine.step.warmth import Warmth
+from ess.engine.tpot_control import Seen
+
+
+class Flights:
+    """Counts for each request the steps under way that it is in, and what they may make."""
+
+    def __init__(self, runner: Runner, *, clock: Clock, verified_max: int) -> None:
+        self.warmth = Warmth()
+        self._runner = runner
+        self._clock = clock
+        line_max = runner.offload.sizes.sequence_max
+        self._future = FutureMap(line_max=line_max, token_max=verified_max)
+        self._flights: deque[Flight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def enter(self, request: Request) -> None:
+        """Its next step goes on from its last token."""
+        assert request.sequence is not None, f"request {request.number} has no rows"
+        self._future.stash(request.sequence.line, [request.tokens[-1]])
+
+    def leave(self, request: Request) -> None:
+        """No step will be launched for it, unless it enters again."""
+        assert request.sequence is not None, f"request {request.number} has no rows"
+        assert request.flight_count == 0, f"request {request.number} is in a step under way"
+        if request.sequence.line >= 0:
+            self._future.forget(request.sequence.line)
+
+    def launch(self, turns: tuple[Turn, ...], *, draft_count: int) -> None:
+        """PoolFull if there are no pages for the positions that the turns may reach: then nothing
+        has changed."""
+        flight = launch(
+            self._runner, self._future, turns, draft_count=draft_count, clock=self._clock
+        )
+        self._flights.append(flight)
+        self.warmth.stepped(turns, flight.step.firsts, flight.warmth)
+        for turn in turns:
+            turn.request.flight_count += 1
+            turn.request.ahead_count += turn.count
+            turn.request.draft_count = draft_count
+
+    def learn(self) -> tuple[tuple[Outcome, ...], Seen]:
+        """What the oldest step has made, and what it took."""
+        flight = self._flights.popleft()
+        outcomes = self._future.learn(flight.step.number)
+        kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
+        flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
+        for outcome in outcomes:
+            request = outcome.feed.request
+            request.flight_count -= 1
+            request.ahead_count -= len(outcome.feed.tokens)
+            assert 0 <= request.flight_count <= request.ahead_count, f"request {request.number}"
+        return outcomes, flight.seen([outcome.verified for outcome in outcomes])
+
+    def check(self, roster: Roster[Request]) -> None:
+        self._future.check()
+        check_flights(self._flights, self._future, roster)
