@@ -19,9 +19,9 @@ from typing import Final
 from torch import Tensor
 
 from ess.door import Sequence as Opened
-from ess.door.handoff.endings import Lapsed, Sent
+from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
 from ess.door.handoff.port import Port
-from ess.door.handoff.receiver import UID_MAX, Landed, Missed
+from ess.door.handoff.receiver import UID_MAX
 from ess.engine.config import EngineConfig
 from ess.engine.plan import Chunk
 from ess.engine.request import Request
@@ -30,8 +30,7 @@ from ess.engine.step.invented import invent
 from ess.engine.step.runner import Runner
 from ess.errors import BadInput, PoolFull
 
-Ended = tuple[float, Landed | Missed | Sent | Lapsed]
-"""A handoff, and when it was told of, by the offload's clock."""
+Ended = Landed | Missed | Sent | Lapsed
 ENDED_MAX: Final = 32
 SALT_BYTES: Final = 16
 
@@ -57,7 +56,7 @@ class Handoffs:
         self._on_end = on_end
         self._coming: dict[int, Request] = {}
         self._told: deque[tuple[Request, str]] = deque()
-        self._landed: dict[int, tuple[float, Landed]] = {}
+        self._landed: dict[int, Landed] = {}
         self.ended: deque[Ended] = deque(maxlen=ENDED_MAX)
         if port is not None:
             runner.on_layer = port.pump
@@ -126,7 +125,7 @@ class Handoffs:
         if self._port is not None:
             self._port.pump()
             sent, came = self._port.sender.outcomes(), self._port.receiver.outcomes()
-            self.ended += ((self._now_s, outcome) for outcome in sent)
+            self.ended += sent
             for outcome in came:
                 self._hear(outcome)
             if sent or came:
@@ -139,24 +138,20 @@ class Handoffs:
         request = self._coming.pop(outcome.uid, None)
         if request is not None and isinstance(outcome, Landed):
             request.windows = outcome.windows
-            self._landed[request.number] = self._now_s, replace(outcome, windows=([], 0))
+            self._landed[request.number] = replace(outcome, windows=([], 0))
             self._told.append((request, ""))
             return
-        self.ended.append((self._now_s, outcome))
+        self.ended.append(outcome)
         if request is not None and isinstance(outcome, Missed):
             self._told.append((request, f"handoff {outcome.uid}: {outcome.sentence}"))
 
-    @property
-    def _now_s(self) -> float:
-        return self._runner.offload.clock.now_s()
-
     def mark(self, request: Request, moment: str) -> None:
         """What has happened to the request whose rows have landed, for the handoff's time line."""
-        if request.number in self._landed:
-            at_s, landed = self._landed[request.number]
-            now_s, (_, last_s) = self._now_s, landed.timeline[-1]
-            timeline = (*landed.timeline, (moment, last_s + now_s - at_s))
-            self._landed[request.number] = now_s, replace(landed, timeline=timeline)
+        landed = self._landed.get(request.number)
+        if landed is not None:
+            assert self._port is not None, f"request {request.number} has landed without a port"
+            timeline = landed.timeline.marked(moment, self._port.now_s)
+            self._landed[request.number] = replace(landed, timeline=timeline)
 
     def close(self, request: Request) -> None:
         """The request has made its first tokens, or will make none."""

@@ -1,4 +1,4 @@
-"""A transport around another one: what it does not change is passed on, handles are its own."""
+"""A transport around another: what it does not change is passed on, handles are its own."""
 
 from __future__ import annotations
 

@@ -73,9 +73,6 @@ class FaultyTransport(Around):
         self._regions |= {region.number: region for region in regions}
         super().register(regions)
 
-    def is_landing(self, ticket: int) -> bool:
-        return self._inner.is_landing(ticket)
-
     def post(self, transfer: Transfer) -> int:
         handle, fault = self._next_handle(), self._drawn(transfer)
         if fault is None:

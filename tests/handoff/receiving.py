@@ -12,8 +12,8 @@ import numpy as np
 from ess.door import Offload
 from ess.door import Sequence as Opened
 from ess.door.handoff import geometry
+from ess.door.handoff.endings import Landed, Missed
 from ess.door.handoff.port import Port
-from ess.door.handoff.receiver import Landed, Missed
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.transfer.inprocess import Exchange, InProcessTransport
 from ess.transfer.messages import (

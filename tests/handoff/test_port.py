@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ess.door import Sequence as Opened
+from ess.door.handoff.endings import Landed, Missed
 from ess.door.handoff.port import Port
-from ess.door.handoff.receiver import Landed, Missed
 from ess.errors import BadInput
 from ess.transfer.faulty import Fault, FaultyTransport
 from ess.transfer.runs import Region

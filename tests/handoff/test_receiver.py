@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ess.door.handoff.receiver import Landed, Missed
+from ess.door.handoff.endings import Landed, Missed
 from ess.layout import RowCodec
 from ess.transfer.messages import (
     Again,
@@ -39,7 +39,7 @@ def test_rows_and_keys_arrive_bit_for_bit(pair: Pair) -> None:
     pair.peer.push_all(room)
     outcome = pair.finish()
     assert isinstance(outcome, Landed)
-    assert [name for name, _ in outcome.timeline] == ["first piece", "complete", "landed"]
+    assert [name for name, _ in outcome.timeline.marks] == ["first piece", "complete", "landed"]
     assert content(sequence) == content(pair.peer.sequence)
     assert (sequence.state, sequence.length) == ("preempted", 199)
     pair.check()

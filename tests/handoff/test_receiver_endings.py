@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ess.door.handoff.receiver import Landed, Missed
+from ess.door.handoff.endings import Landed, Missed
 from ess.errors import BadInput, BadState, PoolFull
 from ess.transfer.messages import (
     Count,

@@ -29,7 +29,8 @@ def test_without_a_receiver_the_lease_ends() -> None:
         assert isinstance(lapsed, Lapsed)
         assert lapsed.reason is Reason.DEADLINE
         assert "no receiver has asked" in lapsed.sentence
-        assert (lapsed.timeline.made_s, lapsed.timeline.reserved_s) == (100.0, None)
+        marks = dict(lapsed.timeline.marks)
+        assert (marks["made"], "reserved" in marks) == (100.0, False)
         assert sequence.state == "closed"
         assert len(made.sender) == 0
         assert made.latent.prefix.idle_count == 4, "its full pages stay as prefix cache"

@@ -88,7 +88,7 @@ def test_a_time_line_goes_on_to_the_first_step():
     _, stays = pair.add(TEXT[200:400], WISH)
     pair.run()
     assert len(stays.output) == 6
-    cut, whole = [outcome.timeline for _, outcome in pair.decode.engine.ended_handoffs]
+    cut, whole = [outcome.timeline.marks for outcome in pair.decode.engine.ended_handoffs]
     assert [name for name, _ in whole][-3:] == ["landed", "warmed", "first step"]
     assert cut[-1][0] == "landed"
     assert [at_s for _, at_s in whole] == sorted(at_s for _, at_s in whole)

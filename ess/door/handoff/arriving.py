@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
+from ess.door.handoff.endings import Timeline
 from ess.door.sequences.sequence import Sequence
 from ess.pool.pages import PageIds
 from ess.transfer.arrivals import Arrival
@@ -12,9 +13,6 @@ from ess.transfer.messages import Reason, Reserved
 
 NAG_S: Final = 1.0
 NAG_S_MAX: Final = 8.0
-
-Marks: TypeAlias = tuple[tuple[str, float], ...]
-"""Moments by name, in seconds since the room was reserved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +39,9 @@ class Arriving:
         return self.room.uid
 
     @property
-    def timeline(self) -> Marks:
-        return tuple(self.marks.items())
+    def timeline(self) -> Timeline:
+        """Since the room was reserved."""
+        return Timeline(self.began_s, tuple(self.marks.items()))
 
     def mark(self, name: str, now_s: float) -> None:
         self.marks.setdefault(name, now_s - self.began_s)

@@ -167,10 +167,15 @@ class Departure:
         )
 
     def timeline(self, now_s: float) -> Timeline:
-        reserved_s = None if self.target is None else self.target.came_s
-        return Timeline(
-            offered_s=self.offered_s, reserved_s=reserved_s, made_s=self.made_s, ended_s=now_s
-        )
+        """Since the offer; moments that never came are left out."""
+        moments = {
+            "offered": self.offered_s,
+            "reserved": None if self.target is None else self.target.came_s,
+            "made": self.made_s,
+            "ended": now_s,
+        }
+        since = {name: at_s - self.offered_s for name, at_s in moments.items() if at_s is not None}
+        return Timeline(self.offered_s, tuple(since.items()))
 
     def check(self) -> None:
         for units in self.units.values():

@@ -1,21 +1,45 @@
-"""How handoffs that leave have ended."""
+"""How handoffs have ended: those that arrive have landed or missed, those that leave were sent or
+have lapsed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from ess.pool.warmup import WindowSet
 from ess.transfer.messages import Reason
 
+Marks: TypeAlias = tuple[tuple[str, float], ...]
+"""Moments by name, in seconds since a beginning."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds of the clock at which it was offered, its target came, its prompt was made, and it
-    ended. None for what has not been."""
+    """When a handoff began, by the port's clock, and its moments since then, in their order."""
 
-    offered_s: float
-    reserved_s: float | None
-    made_s: float | None
-    ended_s: float
+    began_s: float
+    marks: Marks
+
+    def marked(self, name: str, now_s: float) -> Timeline:
+        return Timeline(self.began_s, (*self.marks, (name, now_s - self.began_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """The sequence has all rows but its last token's: `resume` it, then `warm_from(*windows)`."""
+
+    uid: int
+    windows: tuple[list[WindowSet], int]
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """The rows will not come; the sequence is as `open` made it."""
+
+    uid: int
+    sentence: str
+    timeline: Timeline
 
 
 @dataclass(frozen=True, slots=True)

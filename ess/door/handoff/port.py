@@ -89,6 +89,11 @@ class Port:
         self._is_open = True
 
     @property
+    def now_s(self) -> float:
+        """Of the clock by which handoffs begin and end."""
+        return self._clock.now_s()
+
+    @property
     def epoch(self) -> int:
         return self._transport.epoch
 

@@ -18,14 +18,14 @@ A message may be lost. What has not been answered is said again, less and less o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from ess.clock import Clock
 from ess.door.checks import in_range
-from ess.door.handoff.arriving import NAG_S, NAG_S_MAX, Arriving, Marks
+from ess.door.handoff.arriving import NAG_S, NAG_S_MAX, Arriving
+from ess.door.handoff.endings import Landed, Missed
 from ess.door.handoff.geometry import WINDOWS, piece_runs, pool_regions, shares, window_slot_bytes
 from ess.door.offload import Offload
 from ess.door.sequences.sequence import Sequence, require_state
@@ -54,24 +54,6 @@ MESSAGE_S: Final = 10.0
 AGAINS_MAX: Final = 64
 STRAYS_MAX: Final = 256
 HANDOFFS: Final = "handoffs"
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """The sequence has all rows but its last token's: `resume` it, then `warm_from(*windows)`."""
-
-    uid: int
-    windows: tuple[list[WindowSet], int]
-    timeline: Marks
-
-
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """The rows will not come; the sequence is as `open` made it."""
-
-    uid: int
-    sentence: str
-    timeline: Marks
 
 
 class Receiver:

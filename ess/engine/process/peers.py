@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Iterable
-from dataclasses import fields
-from typing import Final
+from typing import Final, Literal
 
 from ess.clock import Clock
 from ess.door import Offload
-from ess.door.handoff.arriving import Marks
-from ess.door.handoff.endings import Lapsed, Sent, Timeline
+from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
 from ess.door.handoff.port import Port
-from ess.door.handoff.receiver import Landed, Missed
 from ess.engine.handoff import Ended
 from ess.engine.process.messages import (
     HandoffLine,
@@ -26,12 +21,11 @@ from ess.engine.process.messages import (
 from ess.errors import BadInput, EssError, Unavailable
 from ess.models.weights.fingerprint import fingerprint
 from ess.transfer.endpoint import Identity
-from ess.transfer.messages import Seal
+from ess.transfer.messages import Seal, layout_hash, new_epoch
 from ess.transfer.nixl import NixlTransport
 from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Transport
 
-EPOCH_BITS: Final = 63
 ADDRESSES_MAX: Final = 1024
 
 
@@ -44,7 +38,7 @@ def open_port(launch: Launch, offload: Offload, clock: Clock) -> Port | None:
         return None
     seal = Seal(launch.secret.encode())
     identity = Identity(
-        epoch=1 + secrets.randbelow((1 << EPOCH_BITS) - 1),
+        epoch=new_epoch(),
         seal=seal,
         layout=_layout_digest(launch, offload),
     )
@@ -75,8 +69,8 @@ def _transport(launch: Launch, identity: Identity, clock: Clock) -> Transport:
 
 def _layout_digest(launch: Launch, offload: Offload) -> bytes:
     """Equal where rows of one worker mean the same to another."""
-    layout = repr(offload.layout).encode() + launch.config.form.encode()
-    return hashlib.blake2b(layout + fingerprint(launch.model), digest_size=32).digest()
+    weights = f"{launch.config.form} {fingerprint(launch.model).hex()}"
+    return layout_hash(offload.layout, weights=weights)
 
 
 class Peers:
@@ -136,29 +130,16 @@ class Peers:
 
 
 def _line(ended: Ended) -> HandoffLine:
-    at_s, outcome = ended
-    match outcome:
-        case Landed(uid, _, marks):
-            return HandoffLine(uid, "take", "landed", marks, began_s=_began_s(at_s, marks))
-        case Missed(uid, sentence, marks):
-            return HandoffLine(uid, "take", "missed", marks, sentence, _began_s(at_s, marks))
-        case Sent(uid, timeline):
-            return HandoffLine(uid, "give", "sent", _marks(timeline), began_s=timeline.offered_s)
-        case Lapsed(uid, _, sentence, timeline):
-            marks = _marks(timeline)
-            return HandoffLine(uid, "give", "lapsed", marks, sentence, timeline.offered_s)
-
-
-def _began_s(at_s: float, marks: Marks) -> float:
-    """The last mark was made just before the outcome was told of."""
-    return at_s - max((mark_s for _, mark_s in marks), default=0.0)
-
-
-def _marks(timeline: Timeline) -> Marks:
-    """Moments since the offer; those that never came are left out."""
-    moments = {field.name: getattr(timeline, field.name) for field in fields(timeline)}
-    return tuple(
-        (name.removesuffix("_s"), at_s - timeline.offered_s)
-        for name, at_s in moments.items()
-        if at_s is not None
-    )
+    kind: Literal["give", "take"]
+    outcome: Literal["landed", "missed", "sent", "lapsed"]
+    match ended:
+        case Landed():
+            kind, outcome, sentence = "take", "landed", ""
+        case Missed():
+            kind, outcome, sentence = "take", "missed", ended.sentence
+        case Sent():
+            kind, outcome, sentence = "give", "sent", ""
+        case Lapsed():
+            kind, outcome, sentence = "give", "lapsed", ended.sentence
+    began_s, marks = ended.timeline.began_s, ended.timeline.marks
+    return HandoffLine(ended.uid, kind, outcome, marks, sentence, began_s)
