@@ -198,6 +198,17 @@ class HandoffStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     recent: tuple[HandoffLine, ...] = ()
 
 
+class StageLine(msgspec.Struct, frozen=True, array_like=True):
+    """One stage of a pipelined worker: its main layers, the share of the last seconds in which it
+    ran chunks, how many it has run, how long ago it gave a sign of life."""
+
+    rank: int
+    layers: tuple[int, int]
+    busy_share: float = 0.0
+    chunk_count: int = 0
+    beat_s: float = 0.0
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The engine at one moment: counts since it started; lists are per layer group.
 
@@ -207,7 +218,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     step i after landing, `landed_asked[i]`, `landed_hits[i]` were resident. `requests` are the
     oldest, as many as are shown. `depth_reasons` say why the next step's `depth` is 0 whatever was
     configured. `open_counts` are the requests of each front that have not ended. `handoff` is None
-    in an engine that takes part in no handoffs.
+    in an engine that takes part in no handoffs. `stages` are those of a pipelined worker, whose
+    pools and counts above are those of its first stage.
     """
 
     step_count: int = 0
@@ -241,6 +253,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     depth_reasons: tuple[str, ...] = ()
     open_counts: tuple[int, ...] = ()
     handoff: HandoffStatus | None = None
+    stages: tuple[StageLine, ...] = ()
 
     @property
     def fullness(self) -> float:
@@ -298,9 +311,31 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sentence: str
 
 
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """Which process of a pipelined worker this one is, of `size`: `rank` is its stage times `team`
+    plus its place in the stage's team. Every process is told the same but for its rank.
+
+    `layers` are the main layers of each stage: the first, and the one behind the last. Rank 0 is
+    met at `init`, a "tcp://HOST:PORT". Processes of another `generation` are of another start of
+    the worker, and are not let in. The memory in Launch is that of all stages together: each takes
+    the share of its layers, so that all have equally many pages.
+    """
+
+    rank: int
+    size: int
+    init: str
+    layers: tuple[tuple[int, int], ...]
+    generation: int = 0
+    team: int = 1
+    dynamic: bool = False
+    smoothing: float = 0.75
+    stage_timeout_s: float = 60.0
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """All that an engine process is told at its start; the sizes are those of its pools. The
-    `secret` is that of all workers that hand over to one another; it seals what they say."""
+    `secret` is that of all workers that hand over to one another; it seals what they say. `rank`
+    is there for a process of a pipelined worker."""
 
     model: str
     config: ProcessConfig
@@ -309,6 +344,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     index_bytes: int
     secret: str = ""
+    rank: Rank | None = None
 
 
 ToEngine = Add | Abort | AbortNamed | Flush | Trace | Meet | Lost | Stop
