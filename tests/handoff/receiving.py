@@ -14,7 +14,7 @@ from ess.door import Sequence as Opened
 from ess.door.handoff import geometry
 from ess.door.handoff.endings import Landed, Missed
 from ess.door.handoff.port import Port
-from ess.layout import IndexCodec, ModelLayout, RowCodec
+from ess.layout import ModelLayout
 from ess.transfer.inprocess import Exchange, InProcessTransport
 from ess.transfer.messages import (
     Again,
@@ -32,6 +32,7 @@ from ess.transfer.runs import Region, Runs, byte_count, views
 from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Failed, Notification, Transfer, Transport
 from ess.transfer.windows import packed_windows
+from tests.handoff.layout import LAYOUT
 from tests.support.manual_clock import ManualClock
 from tests.support.manual_lane import ManualLane
 from tests.transfer.rigs import identity
@@ -44,17 +45,6 @@ KINDS = ("inprocess", "tcp", "unguarded")
 GUARD_S = 60.0
 UID = 77
 WAIT_S = 30.0
-
-LAYOUT = ModelLayout(
-    name="t",
-    layer_count=3,
-    groups=((0, 1), (2,), (3,)),
-    row=RowCodec(form="opaque", opaque_bytes=16),
-    index=IndexCodec(key_dim=8, head_count=1),
-    mtp_layer_count=1,
-    top_k=8,
-    slot_floor=8,
-)
 
 
 class Unguarded(InProcessTransport):

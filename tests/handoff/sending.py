@@ -16,7 +16,6 @@ from ess.door.handoff.endings import Sent
 from ess.door.handoff.sender import Sender
 from ess.errors import BadInput
 from ess.flashtrans.lanes import InlineLane
-from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.transfer.messages import (
     Again,
     Message,
@@ -29,22 +28,21 @@ from ess.transfer.messages import (
     text_digest,
 )
 from ess.transfer.runs import Region
-from ess.transfer.transport import Completed, Failed, Notification, PeerLost, Transfer, Transport
+from ess.transfer.transport import (
+    Completed,
+    Event,
+    Failed,
+    Notification,
+    PeerLost,
+    Transfer,
+    Transport,
+)
 from ess.transfer.windows import unpacked_windows
 from ess.units import PAGE_ROWS, div_ceil
+from tests.handoff.layout import LAYOUT
 from tests.support.manual_clock import ManualClock
 from tests.transfer.rigs import SEAL, Rig, join
 
-LAYOUT = ModelLayout(
-    name="t",
-    layer_count=3,
-    groups=((0, 1), (2,), (3,)),
-    row=RowCodec(form="opaque", opaque_bytes=16),
-    index=IndexCodec(key_dim=8, head_count=1),
-    mtp_layer_count=1,
-    top_k=8,
-    slot_floor=8,
-)
 LAYERS = LAYOUT.layer_total
 KEY_LAYERS = LAYOUT.key_layer_count
 POOL_PAGES = 23
@@ -201,20 +199,23 @@ class World:
 
     def round(self) -> None:
         for event in self.end.poll():
-            match event:
-                case Completed(handle):
-                    self.sender.completed(handle)
-                case Failed(handle, reason):
-                    self.sender.failed(handle, reason)
-                case PeerLost(peer):
-                    self.sender.peer_lost(peer)
-                case Notification(_, content):
-                    envelope = SEAL.opened(content)
-                    self.sender.take(envelope.message, peer=envelope.sender)
+            self._pass_on(event)
         self.sender.expire()
         self.receiver.poll()
         if self.checks:
             self.sender.check()
+
+    def _pass_on(self, event: Event) -> None:
+        match event:
+            case Completed(handle):
+                self.sender.completed(handle)
+            case Failed(handle, reason):
+                self.sender.failed(handle, reason)
+            case PeerLost(peer):
+                self.sender.peer_lost(peer)
+            case Notification(_, content):
+                envelope = SEAL.opened(content)
+                self.sender.take(envelope.message, peer=envelope.sender)
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Rounds until it is so; the guard only ends a hung test."""
@@ -224,19 +225,9 @@ class World:
             self.round()
 
     def round_lossy(self) -> None:
-        """A round in which a message that does not open is lost, and time goes on."""
+        """A round in time that goes on."""
         self.clock.advance(0.3)
-        for event in self.end.poll():
-            match event:
-                case Completed(handle):
-                    self.sender.completed(handle)
-                case Failed(handle, reason):
-                    self.sender.failed(handle, reason)
-        self.sender.expire()
-        self.sender.check()
-        for event in self.receiver.end.poll():
-            if isinstance(event, Notification):
-                self.receiver.note(event.content)
+        self.round()
 
     def lacking(self) -> list[Again]:
         """What has not come as its piece says, page by page."""

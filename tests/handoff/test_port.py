@@ -16,10 +16,10 @@ from ess.errors import BadInput
 from ess.transfer.faulty import Fault, FaultyTransport
 from ess.transfer.runs import Region
 from ess.transfer.transport import Transport
+from tests.handoff.layout import LAYOUT
 from tests.handoff.receiving import (
     GUARD_S,
     KINDS,
-    LAYOUT,
     SEAL,
     Ends,
     content,

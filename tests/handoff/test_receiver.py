@@ -18,8 +18,8 @@ from ess.transfer.messages import (
     Reserved,
     text_digest,
 )
+from tests.handoff.layout import LAYOUT
 from tests.handoff.receiving import (
-    LAYOUT,
     TOKENS,
     UID,
     WANTED,

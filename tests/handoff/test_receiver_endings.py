@@ -19,8 +19,8 @@ from ess.transfer.messages import (
     Reserved,
 )
 from ess.transfer.transport import Transfer
+from tests.handoff.layout import LAYOUT
 from tests.handoff.receiving import (
-    LAYOUT,
     TOKENS,
     UID,
     WAIT_S,
@@ -52,11 +52,11 @@ def test_silence_ends_it_and_signs_of_life_do_not(guarded: Pair) -> None:
         guarded.settle()
     guarded.peer.tell_count(0)
     guarded.settle()
-    live_for(guarded, WAIT_S - 1)
+    live_for(guarded, int(WAIT_S) - 1)
     assert guarded.outcomes == []
     guarded.peer.push(PieceKind.ROWS, range(1), range(4), room)
     guarded.settle()
-    live_for(guarded, WAIT_S - 1)
+    live_for(guarded, int(WAIT_S) - 1)
     assert guarded.outcomes == []
     guarded.peer.push(PieceKind.ROWS, range(1), range(4), room)
     guarded.settle()
@@ -69,10 +69,9 @@ def test_silence_ends_it_and_signs_of_life_do_not(guarded: Pair) -> None:
     guarded.check()
 
 
-def live_for(pair: Pair, seconds: float) -> None:
+def live_for(pair: Pair, seconds: int) -> None:
     """Time passes in which both transports are looked after."""
-    whole = int(seconds)
-    for _ in range(whole):
+    for _ in range(seconds):
         pair.clock.advance(1)
         pair.settle()
 
@@ -174,9 +173,10 @@ def test_unguarded_pages_rest_until_the_peer_is_lost(unguarded: Pair) -> None:
     before = unguarded.free_count
     sequence = unguarded.open(TOKENS)
     unguarded.expect(sequence)
-    unguarded.clock.advance(0.1)
     unguarded.receiver.give_up(UID)
     sequence.close()
+    unguarded.settle()
+    assert unguarded.free_count == before - 4, "pages are free while the peer may send"
     unguarded.peer.transport.close()
     unguarded.turn(lambda: unguarded.free_count == before, polls=False)
     unguarded.check()

@@ -24,10 +24,10 @@ from ess.transfer.messages import (
     Release,
     Reserved,
 )
+from tests.handoff.layout import LAYOUT
 from tests.handoff.sending import (
     KEY_LAYERS,
     LAYERS,
-    LAYOUT,
     PROMPT,
     UID,
     WANTED,

@@ -7,7 +7,8 @@ import pytest
 from ess.door.handoff import transfers, units
 from ess.door.handoff.endings import Lapsed
 from ess.transfer.messages import Again, Count, PieceKind, Reason, Release
-from tests.handoff.sending import LAYERS, LAYOUT, PROMPT, UID, WANTED, landed, prompt_of, world
+from tests.handoff.layout import LAYOUT
+from tests.handoff.sending import LAYERS, PROMPT, UID, WANTED, landed, prompt_of, world
 
 ROWS = PieceKind.ROWS
 

@@ -56,6 +56,7 @@ def test_a_link_that_was_idle_does_not_catch_up() -> None:
 def test_ends_come_under_the_handles_that_were_given() -> None:
     with rigged("inprocess") as rig:
         sender, receiver, _ = paced_pair(rig)
+        sender._inner.post(write(receiver.epoch, [3], [3], PAGE))
         handles = [sender.post(write(receiver.epoch, [page], [page], PAGE)) for page in range(2)]
         seen, told = [], []
         for _ in range(6):
@@ -63,4 +64,4 @@ def test_ends_come_under_the_handles_that_were_given() -> None:
             seen += [event.handle for event in sender.poll() if isinstance(event, Completed)]
             told += [event for event in receiver.poll() if isinstance(event, Notification)]
         assert seen == handles
-        assert len(told) == 2
+        assert len(told) == 3
