@@ -102,7 +102,7 @@ def main() -> None:
         print("the network did:", {fault.value: count for fault, count in way.injected.items()})
         stats = there.stats()
         print(f"refused were {stats.refused}, asked for again {stats.again_count}")
-        print("on its way:", ", ".join(f"{name} {at:.3f} s" for name, at in landed.timeline))
+        print("on its way:", ", ".join(f"{name} {at:.3f} s" for name, at in landed.timeline.marks))
         here.close()
         there.close()
 
