@@ -72,8 +72,8 @@ class Handoffs:
         return bool(self._told)
 
     def equip(self, request: Request) -> None:
-        """BadInput if there is no such handoff here. A follower takes nothing: it is forked. Rows
-        that are invented are found by no other request: their salt is."""
+        """BadInput if there is no such handoff here. Invented rows get a random salt, so that no
+        other request meets them in the prefix cache; followers share it and are forked."""
         takes = request.takes
         if request.gives is not None and takes is not None:
             raise BadInput(f"handoff {request.gives} gives the rows that {takes.uid} takes")
@@ -121,7 +121,7 @@ class Handoffs:
 
     def heard(self) -> Iterator[tuple[Request, str]]:
         """Moves what can be moved; then each request whose rows have come, with an empty text, or
-        will not come, with the reason."""
+        will not come, with the reason. That is no fault where the prefix cache had all rows."""
         if self._port is not None:
             self._port.pump()
             sent, came = self._port.sender.outcomes(), self._port.receiver.outcomes()

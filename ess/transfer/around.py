@@ -64,7 +64,7 @@ class Around:
         return [event for event in renamed if event is not None]
 
     def _renamed(self, event: Event) -> Event | None:
-        """The end of a transfer that the subclass posted on its own account is nobody's."""
+        """None for a transfer that the subclass posted itself: its caller knows no such handle."""
         match event:
             case Completed(inner):
                 handle = self._handle_of.pop(inner, None)

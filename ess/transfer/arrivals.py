@@ -203,11 +203,10 @@ class Arrivals:
         """Closes the handoffs whose deadline has passed."""
         now_s = self._clock.now_s()
         late = [uid for uid, deadline_s in self._deadlines_s.items() if deadline_s <= now_s]
-        return self._closed(late)
-
-    def lost(self, peer: int) -> list[Arrival]:
-        """Closes the handoffs of a peer that is gone."""
-        return self._closed([uid for uid, arrival in self._open.items() if arrival.sender == peer])
+        arrivals = [self._open[uid] for uid in late]
+        for uid in late:
+            self.close(uid)
+        return arrivals
 
     def check(self) -> None:
         assert self._open.keys() == self._deadlines_s.keys() == self._waits_s.keys()
@@ -215,12 +214,6 @@ class Arrivals:
         for uid, arrival in self._open.items():
             assert uid == arrival.uid, f"request {arrival.uid} is listed as {uid}"
             arrival.check()
-
-    def _closed(self, uids: list[int]) -> list[Arrival]:
-        arrivals = [self._open[uid] for uid in uids]
-        for uid in uids:
-            self.close(uid)
-        return arrivals
 
 
 def _alike(taken: Units) -> Iterator[tuple[int, int]]:

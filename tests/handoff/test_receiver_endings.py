@@ -286,6 +286,7 @@ def test_a_stranger_among_the_peers_moves_nothing(guarded: Pair) -> None:
         Count(UID, 0, 1),
     ):
         guarded.receiver.take(message, peer=5)
+    guarded.receiver.peer_lost(5, "it was killed")
     guarded.peer.say(Release(UID, Reason.ABORTED), sender=5)
     guarded.peer.transport.post(
         Transfer(peer=guarded.peer.peer, notification=b"no frame", within_s=WAIT_S)

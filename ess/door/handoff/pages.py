@@ -27,7 +27,7 @@ class Lengths(Protocol):
 
 
 class Worker(Protocol):
-    """An Offload, or who stands in its place: what can leave of it at most."""
+    """What a sender asks of an Offload, or of another engine: how rows lie, how many at most."""
 
     @property
     def layout(self) -> ModelLayout: ...
@@ -92,7 +92,7 @@ class SequencePages:
         return geometry.unit_runs(self.layout, part.kind, part.layers, pages, pool_pages)
 
     def give_back(self, here: Runs) -> None:
-        """The pool has them anyway."""
+        """Nothing to do: pages are lent where they lie in the pool."""
 
     def keep(self) -> None:
         if self._sequence.state == "active":

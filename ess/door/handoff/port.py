@@ -196,8 +196,8 @@ class Port:
                     self._released[peer, uid] = None
 
     def _answer(self) -> None:
-        """The pages of a handoff that a peer has ended are its own again, once none of our
-        transfers may still touch them. It asks until it is told."""
+        """Tells each peer that has ended a handoff when none of our transfers may touch its pages
+        any more. The peer asks until it is told."""
         for peer, uid in list(self._released):
             if not self.sender.is_underway(uid, peer=peer):
                 del self._released[peer, uid]

@@ -159,7 +159,8 @@ class Receiver:
         return entry is not None and entry.peer == peer
 
     def take(self, message: Message, *, peer: int) -> None:
-        """A message that this peer has sent; one about a handoff that is none is not kept."""
+        """A message that this peer has sent. Nothing is kept of unknown handoffs but their counts,
+        of which the peer is told that they are unknown."""
         match message:
             case Piece():
                 self._take_piece(message, peer)
@@ -317,7 +318,7 @@ class Receiver:
             self._remove(entry)
 
     def _settled(self, entry: Arriving) -> None:
-        """What came last may have been another copy, and a worse one."""
+        """A late second copy may have written over checked pages: then the rows are missed."""
         if not entry.arrival.is_complete:
             entry.sentence = f"a late copy from peer {entry.peer:016x} was corrupt"
             self._remove(entry)
@@ -413,8 +414,8 @@ class Receiver:
             self._ask(entry)
 
     def _repeat_room(self, entry: Arriving) -> None:
-        """Where nobody asks for tickets a second Reserved must not be under way: it could arrive
-        behind the Release and be obeyed."""
+        """Where tickets do not guard the pages no second Reserved may be under way: the peer could
+        read it after the Release and obey it."""
         if self._transport.guards or entry.is_to_repeat:
             entry.is_to_repeat = False
             self._say(entry.room, entry.peer)

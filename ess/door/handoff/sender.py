@@ -85,7 +85,7 @@ class Sender:
         )
 
     def __len__(self) -> int:
-        """Handoffs that are not over, and sequences that are still kept for one that is."""
+        """Handoffs that are not over, and those that are over while their pages are being read."""
         return len(self._open) + len(self._ended)
 
     # ---- what the engine says
@@ -139,7 +139,8 @@ class Sender:
             self._retire(departure)
 
     def give_up(self, uid: int, reason: Reason = Reason.ABORTED) -> None:
-        """Before `finish` the engine closes the sequence; behind it, this does when it is safe."""
+        """Before `finish` the sequence is its engine's to close; after it, it is closed here as
+        soon as nothing reads its pages."""
         departure = self._open.get(uid)
         if departure is None:
             return
@@ -235,7 +236,7 @@ class Sender:
             self._end(departure, ending, sentence, tell=False)
 
     def _of_peer(self, uid: int, peer: int) -> Departure | None:
-        """Only for the peer that it goes to: others learn nothing and change nothing."""
+        """None unless the handoff goes to this peer: others learn nothing and change nothing."""
         departure = self._open.get(uid)
         if departure is None or departure.target is None or departure.ending is not None:
             return None

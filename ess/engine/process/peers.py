@@ -74,7 +74,7 @@ def _layout_digest(launch: Launch, offload: Offload) -> bytes:
 
 
 class Peers:
-    """Whom we have met, by the address at which their server is reached."""
+    """The workers that this one has met, by the address of their server."""
 
     def __init__(self, port: Port | None) -> None:
         self._port = port
@@ -120,7 +120,7 @@ class Peers:
         )
 
     def _peer_lines(self) -> tuple[PeerLine, ...]:
-        """Who is met under several addresses has a line for each."""
+        """A worker that was met under several addresses has a line for each."""
         assert self._port is not None, "a worker without a port has peers"
         heard_s = {peer.epoch: peer.heard_s_ago for peer in self._port.peers()}
         return tuple(
