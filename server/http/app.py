@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 import ess
 from ess.errors import BadInput, EssError
-from ess.server.dialects import chat, completions, generate, openai_responses
+from ess.server.dialects.routes import chat, completions, generate, openai_responses
 from ess.server.http import (
     dashboard,
     events,

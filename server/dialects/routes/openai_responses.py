@@ -14,9 +14,9 @@ from ess.errors import BadInput
 from ess.models.chat.reply import ReplyParser
 from ess.server.dialects import constraints, sampling_params, schemas
 from ess.server.dialects.calls import require_calls
-from ess.server.dialects.completions import usage
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.response_items import Item, Items
+from ess.server.dialects.routes.completions import usage
 from ess.server.dialects.streaming import Answer, read, respond
 from ess.server.dialects.tools import (
     choice_of_responses,

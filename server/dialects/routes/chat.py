@@ -24,9 +24,9 @@ from ess.models.chat.reply import (
 )
 from ess.server.dialects import constraints, sampling_params, schemas
 from ess.server.dialects.calls import require_calls
-from ess.server.dialects.completions import usage, usage_of_chunk
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
+from ess.server.dialects.routes.completions import usage, usage_of_chunk
 from ess.server.dialects.streaming import Answer, event, read, respond
 from ess.server.dialects.tools import goes_on, offered_tools, wants_thinking
 from ess.server.http.openapi.door import EVENTS, Door

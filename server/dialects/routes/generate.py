@@ -11,9 +11,9 @@ from starlette.responses import Response
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.server.dialects import constraints, sampling_params, schemas
-from ess.server.dialects.completions import usage, usage_of_chunk
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
+from ess.server.dialects.routes.completions import usage, usage_of_chunk
 from ess.server.dialects.streaming import Answer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin

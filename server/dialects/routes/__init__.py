@@ -1,0 +1,1 @@
+"""What answers: a handler per form of request, and the doors at which it stands."""
