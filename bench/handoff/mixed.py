@@ -25,10 +25,10 @@ from ess.bench.engine.serve import started
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import token_ids
 from ess.errors import BadState
+from ess.transfer.messages import new_uid
 
 THREADS: Final = ("--threads", "1")
 ANSWER_S: Final = 600.0
-ROOM_BITS: Final = 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ async def _ask(
     prompt: list[int], output: int, way: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Seen:
     asked = {"prompt": prompt, "max_tokens": output, "ignore_eos": True, "stream": True}
-    room = {"bootstrap_room": secrets.randbits(ROOM_BITS)} if len(way) > 1 else {}
+    room = {"bootstrap_room": new_uid()} if len(way) > 1 else {}
     legs = [_stream(url, {**asked, **fields, **room}) for url, fields in way]
     return (await asyncio.gather(*legs))[-1]
 

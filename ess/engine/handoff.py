@@ -21,7 +21,6 @@ from torch import Tensor
 from ess.door import Sequence as Opened
 from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
 from ess.door.handoff.port import Port
-from ess.door.handoff.receiver import UID_MAX
 from ess.engine.config import EngineConfig
 from ess.engine.plan import Chunk
 from ess.engine.request import Request
@@ -29,6 +28,7 @@ from ess.engine.roster import Roster
 from ess.engine.step.invented import invent
 from ess.engine.step.runner import Runner
 from ess.errors import BadInput, PoolFull
+from ess.transfer.messages import UID_MAX
 
 Ended = Landed | Missed | Sent | Lapsed
 ENDED_MAX: Final = 32
@@ -80,8 +80,8 @@ class Handoffs:
         if takes is not None and takes.fake and not self._serves_fakes:
             raise BadInput("invented rows are asked for, and fake_prefill is off")
         uid = request.gives if takes is None else takes.uid
-        if uid is not None and not 0 < uid <= UID_MAX:
-            raise BadInput(f"handoff {uid}: its number must be 1 to {UID_MAX}")
+        if uid is not None and not 0 <= uid <= UID_MAX:
+            raise BadInput(f"handoff {uid}: its number must be 0 to {UID_MAX}")
         if self._port is None and (request.gives is not None or (takes and not takes.fake)):
             raise BadInput("this engine takes part in no handoffs")
         if takes is not None and takes.fake:

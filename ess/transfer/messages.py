@@ -40,6 +40,9 @@ DIGEST_BYTES: Final = 16
 SECRET_BYTES_MIN: Final = 16
 PAGES_MAX: Final = 1 << 15
 ADDRESS_BYTES_MAX: Final = 1 << 16
+UID_BITS: Final = 63
+UID_MAX: Final = (1 << UID_BITS) - 1
+TRANSFER_ID_CHARS_MAX: Final = 256
 
 _HEAD: Final = Struct("<4sBBHIQQ")
 _UNIT_BYTES_MAX: Final = 1 << 40
@@ -247,6 +250,23 @@ def text_digest(tokens: Sequence[int], salt: bytes) -> bytes:
     digest = hashlib.blake2b(len(salt).to_bytes(8, "little") + salt, digest_size=DIGEST_BYTES)
     digest.update(np.asarray(tokens, "<i8").tobytes())
     return digest.digest()
+
+
+def new_uid() -> int:
+    """The number of a handoff that only we name. Zero is a number like any other: routers of
+    SGLang draw from 0 to UID_MAX too."""
+    return secrets.randbits(UID_BITS)
+
+
+def uid_of(transfer_id: object, place: int = 0) -> int:
+    """The number that both workers make of a router's id for the handoff of prompt `place`."""
+    if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= TRANSFER_ID_CHARS_MAX:
+        raise BadInput(
+            f"kv_transfer_params.transfer_id must be a text of 1 to {TRANSFER_ID_CHARS_MAX}"
+            " characters"
+        )
+    named = b"%d %b" % (place, transfer_id.encode(errors="replace"))
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) & UID_MAX
 
 
 def layout_hash(layout: ModelLayout, *, weights: str = "") -> bytes:

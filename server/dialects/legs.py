@@ -14,9 +14,7 @@ dialled: an address is looked up among the configured peers.
 
 from __future__ import annotations
 
-import hashlib
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,11 +28,9 @@ from ess.server.dialects.schemas import Generated
 from ess.server.process.pair.addresses import HOST_CHARS_MAX, Address, address_of, read_address
 from ess.server.process.pair.peers import Peer, engine_id
 from ess.server.process.service import Service
+from ess.transfer.messages import UID_BITS, UID_MAX, new_uid, uid_of
 
-ROOM_BITS: Final = 63
-ROOMS: Final = 1 << ROOM_BITS
 FAKE_HOST: Final = "2.2.2.2"
-TRANSFER_ID_CHARS_MAX: Final = 256
 EPOCH: Final = re.compile(r"[0-9a-f]{16}")
 PARAMS: Final = "kv_transfer_params"
 BY_TOKENS: Final = (
@@ -71,7 +67,9 @@ def _prefill_leg(service: Service, request: Request, ask: Generated, prompt_coun
         made = None
     elif params.get("do_remote_decode") is True:
         given = params.get("transfer_id")
-        rooms = _new_rooms(prompt_count) if given is None else _rooms_of(given, prompt_count)
+        rooms = [
+            new_uid() if given is None else uid_of(given, place) for place in range(prompt_count)
+        ]
         made = _answer_params(service, request, rooms)
     else:
         raise BadInput(
@@ -88,10 +86,6 @@ def _drop_wishes(ask: Generated) -> None:
         for name in BY_TOKENS:
             if hasattr(asked, name):
                 setattr(asked, name, None)
-
-
-def _new_rooms(count: int) -> list[int]:
-    return [secrets.randbits(ROOM_BITS) for _ in range(count)]
 
 
 def _answer_params(service: Service, request: Request, rooms: Sequence[int]) -> dict[str, Any]:
@@ -158,7 +152,7 @@ def _leg_of_vllm(service: Service, params: Mapping[str, Any], prompt_count: int)
     given = params.get("transfer_id")
     if given is not None:
         peer = _peer(service, _bootstrap_address(params), f"{PARAMS}.remote_bootstrap_addr")
-        return _taking(peer, _rooms_of(given, prompt_count))
+        return _taking(peer, [uid_of(given, place) for place in range(prompt_count)])
     named = (f"{PARAMS}.remote_host", f"{PARAMS}.remote_port")
     address = _address(params.get("remote_host"), params.get("remote_port"), *named)
     peer = _peer(service, address, named[0])
@@ -234,22 +228,11 @@ def _rooms(ask: Generated, count: int) -> list[int]:
     given = ask.bootstrap_room
     rooms = given if isinstance(given, list) else [given]
     for room in rooms:
-        if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room < ROOMS:
-            raise BadInput(f"bootstrap_room has {room!r:.40}, not a number of {ROOM_BITS} bits")
+        if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room <= UID_MAX:
+            raise BadInput(f"bootstrap_room has {room!r:.40}, not a number of {UID_BITS} bits")
     if isinstance(given, list):
         return _unique(_per_prompt("bootstrap_room", ask, count), "bootstrap_room")
-    return [(rooms[0] + place) % ROOMS for place in range(count)]
-
-
-def _rooms_of(transfer_id: object, count: int) -> list[int]:
-    """What both legs make of the router's id for the pair of them."""
-    if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= TRANSFER_ID_CHARS_MAX:
-        raise BadInput(f"{PARAMS}.transfer_id must be 1 to {TRANSFER_ID_CHARS_MAX} characters")
-    key = transfer_id.encode(errors="replace")
-    return [
-        int.from_bytes(hashlib.blake2b(b"%d %b" % (place, key), digest_size=8).digest()) % ROOMS
-        for place in range(count)
-    ]
+    return [(rooms[0] + place) & UID_MAX for place in range(count)]
 
 
 def _read_rooms(given: object, count: int) -> list[int]:
@@ -261,8 +244,8 @@ def _read_rooms(given: object, count: int) -> list[int]:
     if len(texts) != count or not all(EPOCH.fullmatch(text) for text in texts):
         raise BadInput(f"{where} must have the {count} rooms that a prefill worker of ESS gave")
     rooms = [int(text, 16) for text in texts]
-    if max(rooms) >= ROOMS:
-        raise BadInput(f"{where} has a room of more than {ROOM_BITS} bits")
+    if max(rooms) > UID_MAX:
+        raise BadInput(f"{where} has a room of more than {UID_BITS} bits")
     return _unique(rooms, where)
 
 

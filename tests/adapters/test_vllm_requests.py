@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from ess.adapters.vllm.requests import Order, Reached, Requests, room_of, salt_of
+from ess.adapters.vllm.requests import Order, Reached, Requests, salt_of
 from ess.adapters.vllm.settings import Ranks, Settings, read_settings
 from ess.errors import BadInput
+from ess.transfer.messages import uid_of
 
 LEAVES = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
 
@@ -154,12 +155,18 @@ def test_requests_leave_from_all_ranks_alike() -> None:
 
 
 def test_both_legs_make_one_room_of_a_routers_id() -> None:
-    assert room_of("xfer-1") == room_of("xfer-1") != room_of("xfer-2")
+    assert room_of("xfer-1") == room_of("xfer-1") == uid_of("xfer-1") != room_of("xfer-2")
     assert room_of(None) != room_of(None)
-    assert 0 <= room_of("xfer-1") < 1 << 63
     for wrong in ("", "x" * 257, 5):
         with pytest.raises(BadInput, match="transfer_id"):
             room_of(wrong)
+
+
+def room_of(transfer_id: object) -> int:
+    requests, asked = scheduling(), request(params={**LEAVES, "transfer_id": transfer_id})
+    requests.admitted(asked)
+    [order] = requests.step(output([fresh(asked, [1, 2])], counts={"a": 100})).orders
+    return order.uid
 
 
 def test_rows_in_several_groups_are_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 from ess.engine.request import Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import Unavailable
+from ess.transfer.messages import UID_MAX
 from tests.pd.rigs import Pair, alone
 from tests.support.checkpoints import tokens
 
@@ -65,10 +66,12 @@ def test_a_prompt_that_the_receiver_has_lands_with_windows_alone():
     assert [taken.output] == alone([(TEXT[:129], taken.sampling)])
 
 
+@pytest.mark.parametrize("uid", [0, 5, UID_MAX])
 @pytest.mark.parametrize("first", ["give", "take"])
-def test_either_leg_may_come_first(first: str):
+def test_either_leg_may_come_first(first: str, uid: int):
+    """Of a handoff of any number: routers of SGLang may draw a room of 0."""
     pair, wish = Pair(), Sampling(tokens_max=6, ignore_eos=True)
-    pair.uid = 5
+    pair.uid = uid
     legs = {"give": lambda: pair.give(TEXT[:200]), "take": lambda: pair.take(TEXT[:200], wish)}
     early = legs.pop(first)()
     for _ in range(20):
@@ -78,6 +81,7 @@ def test_either_leg_may_come_first(first: str):
     pair.run()
     taken = late if first == "give" else early
     assert [taken.output] == alone([(TEXT[:200], wish)])
+    assert pair.decode.port.stats().landed == pair.prefill.port.stats().sent == 1
 
 
 def test_choices_of_one_prompt_are_handed_over_once():

@@ -165,8 +165,8 @@ def test_followers_of_a_prompt_that_does_not_come_share_its_prefill():
 def test_invented_rows_decode_and_are_found_by_nobody():
     eng = Engine(small(), offload_of(mtp=2), EngineConfig(mtp=2, fake_prefill=True))
     wish = Sampling(tokens_max=9, ignore_eos=True)
-    leader = eng.add(TEXT[:300], wish, take=Take(1, fake=True))
-    follower = eng.add(TEXT[:300], wish, leader=leader, take=Take(1, fake=True))
+    leader = eng.add(TEXT[:300], wish, take=Take(0, fake=True))
+    follower = eng.add(TEXT[:300], wish, leader=leader, take=Take(0, fake=True))
     for _ in eng.run():
         eng.check()
     assert [len(leader.output), len(follower.output)] == [9, 9]
@@ -186,8 +186,8 @@ def test_wishes_that_this_engine_has_no_part_in():
     with pytest.raises(BadInput, match="fake_prefill is off"):
         eng.add(TEXT[:10], WISH, take=Take(1, fake=True))
     pair = Pair()
-    for uid in (0, -1, 1 << 63):
-        with pytest.raises(BadInput, match=f"handoff {uid}: its number must be 1 to"):
+    for uid in (-1, 1 << 63):
+        with pytest.raises(BadInput, match=f"handoff {uid}: its number must be 0 to"):
             pair.prefill.engine.add(TEXT[:10], WISH, give=uid)
     with pytest.raises(BadInput, match="handoff 3 gives the rows that 4 takes"):
         pair.decode.engine.add(TEXT[:10], WISH, give=3, take=Take(4, 1))

@@ -17,6 +17,7 @@ from ess.transfer.messages import (
     ADDRESS_BYTES_MAX,
     FRAME_BYTES_MAX,
     PAGES_MAX,
+    UID_MAX,
     Again,
     Count,
     CountQuery,
@@ -34,6 +35,7 @@ from ess.transfer.messages import (
     checksum,
     layout_hash,
     text_digest,
+    uid_of,
 )
 
 SEAL = Seal(b"0123456789abcdef")
@@ -220,6 +222,16 @@ def test_texts_and_salts_that_differ_have_other_digests() -> None:
     assert len(digests) == len(texts + salted)
     assert {len(digest) for digest in digests} == {16}
     assert text_digest([1, 2], b"a") == text_digest((1, 2), b"a")
+
+
+def test_both_workers_make_one_number_of_a_routers_id() -> None:
+    assert uid_of("xfer-1") == uid_of("xfer-1") == 0x23A3D893F365CA03
+    named = {uid_of(text, place) for text in ("a", "b", "1 a", "\ud800") for place in range(64)}
+    assert len(named) == 4 * 64
+    assert all(0 <= uid <= UID_MAX for uid in named)
+    for wrong in ("", "x" * 257, 5, None):
+        with pytest.raises(BadInput, match=r"transfer_id must be a text of 1 to 256 characters"):
+            uid_of(wrong)
 
 
 def test_layouts_of_rows_that_differ_have_other_hashes() -> None:

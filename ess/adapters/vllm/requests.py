@@ -9,17 +9,14 @@ the blocks until a worker says that they have been sent; the answer says where t
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ess.adapters.vllm.settings import Ranks, Settings
 from ess.errors import BadInput
+from ess.transfer.messages import new_uid, uid_of
 
-ROOM_BITS: Final = 63
-TRANSFER_ID_CHARS_MAX: Final = 256
 SENT_STATES: Final = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
@@ -97,8 +94,9 @@ class Requests:
             return
         if not request.prompt_token_ids or request.num_prompt_tokens < 2:
             return
+        transfer_id = params.get("transfer_id")
         self._leaving[request.request_id] = _Leaving(
-            uid=room_of(params.get("transfer_id")),
+            uid=new_uid() if transfer_id is None else uid_of(transfer_id),
             salt=salt_of(getattr(request, "cache_salt", None)),
             prompt=tuple(request.prompt_token_ids),
         )
@@ -195,16 +193,6 @@ def only_group(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
             f"vLLM keeps this model's rows in {len(groups)} groups of layers, 1 is known"
         )
     return tuple(groups[0])
-
-
-def room_of(transfer_id: object) -> int:
-    """A room of its own, or what both legs make of the router's id for the pair of them."""
-    if transfer_id is None:
-        return secrets.randbits(ROOM_BITS)
-    if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= TRANSFER_ID_CHARS_MAX:
-        raise BadInput(f"transfer_id must be 1 to {TRANSFER_ID_CHARS_MAX} characters")
-    digest = hashlib.blake2b(b"0 " + transfer_id.encode(errors="replace"), digest_size=8)
-    return int.from_bytes(digest.digest()) % (1 << ROOM_BITS)
 
 
 def salt_of(cache_salt: str | None) -> str:

@@ -34,6 +34,7 @@ from ess.pool.warmup import WindowSet
 from ess.transfer.arrivals import Arrivals, Verdict
 from ess.transfer.messages import (
     PAGES_MAX,
+    UID_MAX,
     Count,
     Message,
     Piece,
@@ -49,7 +50,6 @@ from ess.transfer.transport import Transfer, Transport
 from ess.transfer.windows import unpacked_windows
 from ess.units import PAGE_ROWS, div_ceil
 
-UID_MAX: Final = (1 << 63) - 1
 MESSAGE_S: Final = 10.0
 AGAINS_MAX: Final = 64
 STRAYS_MAX: Final = 256
@@ -224,7 +224,7 @@ class Receiver:
     # ---- a handoff begins
 
     def _check_expected(self, sequence: Sequence, uid: int, peer: int) -> None:
-        in_range("uid", uid, 1, UID_MAX)
+        in_range("uid", uid, 0, UID_MAX)
         self._offload.owner.own([sequence])
         require_state(sequence, "preempted")
         if sequence.arrival_count or sequence.length != sequence.cached_count:
