@@ -6,40 +6,19 @@ import functools
 
 import msgspec
 import pytest
-import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
-from tests.support.checkpoints import GLM, V32, model, tokens
+from tests.support.checkpoints import small, tokens
 from tests.support.greedy import greedy
 from tests.support.manual_lane import ManualLane
-
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "index_topk": 24,
-    "index_n_heads": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-}
-FAMILIES = {"v32": V32, "glm": GLM}
-
-
-@functools.cache
-def small(family: str):
-    torch.set_num_threads(1)
-    return model({**FAMILIES[family], **SMALL})
 
 
 @functools.cache
 def expected(family: str, length: int, count: int) -> list[int]:
-    return greedy(small(family), prompt(length), count)
+    return greedy(small(family, layer_count=3), prompt(length), count)
 
 
 def prompt(length: int) -> list[int]:
@@ -56,7 +35,7 @@ def engine(
     chunk_tokens: int = 48,
     **config,
 ) -> Engine:
-    made = small(family)
+    made = small(family, layer_count=3)
     kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
     layout = kept.layout(row="f32", index="f32")
     offload = Offload.create(

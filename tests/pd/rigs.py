@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import msgspec
-import torch
 
 from ess.clock import Clock
 from ess.door import Offload
@@ -17,31 +15,13 @@ from ess.engine.tokens.sampling import Sampling
 from ess.transfer.endpoint import Identity
 from ess.transfer.inprocess import Exchange, InProcessTransport
 from ess.transfer.messages import Seal
-from tests.support.checkpoints import V32, model
+from tests.support.checkpoints import small
 from tests.support.manual_clock import ManualClock
 
 SEAL = Seal(b"a secret of all workers")
 LAYOUT = bytes(range(32))
 STEP_S = 0.002
 STEPS_MAX = 4000
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "index_topk": 24,
-    "index_n_heads": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-}
-
-
-@functools.cache
-def small():
-    torch.set_num_threads(1)
-    return model({**V32, **SMALL})
 
 
 def offload_of(

@@ -8,8 +8,8 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from tests.pd.rigs import Pair, Worker, alone, offload_of, small
-from tests.support.checkpoints import tokens
+from tests.pd.rigs import Pair, Worker, alone, offload_of
+from tests.support.checkpoints import small, tokens
 
 TEXT = tokens(700, 512, seed=3)
 WISH = Sampling(tokens_max=6, ignore_eos=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
-import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
@@ -42,28 +39,9 @@ from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from tests.support.checkpoints import V32, model, tokens
+from tests.support.checkpoints import small, tokens
 from tests.support.greedy import greedy
 from tests.support.manual_clock import ManualClock
-
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "index_topk": 24,
-    "index_n_heads": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-}
-
-
-@functools.cache
-def small():
-    torch.set_num_threads(1)
-    return model({**V32, **SMALL})
 
 
 def build(

@@ -6,6 +6,7 @@ without the weights. Every norm, bias and correction is random: a loader that sk
 
 from __future__ import annotations
 
+import functools
 import zlib
 from typing import Any, Final
 
@@ -97,6 +98,19 @@ _TINY: Final[dict[str, Any]] = {
 TINY_V32: Final = {**V32, **_TINY}
 TINY_GLM: Final = {**GLM, **_TINY}
 
+SMALL: Final[dict[str, Any]] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "index_topk": 24,
+    "index_n_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Sizes over those of V32 or GLM, for tests in which an engine runs the model."""
+
 
 def tensors(config: ModelConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Matrices have the deviation 0.8 / sqrt(hidden): 0.05 for 256, and logits of about 1."""
@@ -129,3 +143,11 @@ def model(raw: dict[str, Any], **changes: Any) -> Model:
     """The random model of `raw`; `changes` are fields of ModelConfig."""
     config = msgspec.structs.replace(read_config(raw), **changes)
     return build(config, tensors(config).__getitem__)
+
+
+@functools.cache
+def small(family: str = "v32", *, layer_count: int = 2) -> Model:
+    """The random model with sizes SMALL; from here on torch computes in one thread."""
+    torch.set_num_threads(1)
+    raw = {"v32": V32, "glm": GLM}[family]
+    return model({**raw, **SMALL, "num_hidden_layers": layer_count})
