@@ -40,11 +40,11 @@ PLACEHOLDERS: Final = ("flash-mla", "deep-gemm")
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """`hint` is what to do about it."""
+    """How something stands on this machine, and as a `hint` what to do about it."""
 
     name: str
     grade: Grade
-    found: str
+    state: str = msgspec.field(name="found")
     hint: str = ""
 
 
@@ -101,16 +101,16 @@ def _python() -> Check:
     return Check(
         name="python",
         grade="ok" if good else "fail",
-        found=platform.python_version(),
+        state=platform.python_version(),
         hint="" if good else "3.11 or newer is needed",
     )
 
 
 def _package(name: str) -> Check:
     try:
-        return Check(name=name, grade="ok", found=metadata.version(name))
+        return Check(name=name, grade="ok", state=metadata.version(name))
     except metadata.PackageNotFoundError:
-        return Check(name=name, grade="fail", found="missing", hint="pip install 'ess[serve]'")
+        return Check(name=name, grade="fail", state="missing", hint="pip install 'ess[serve]'")
 
 
 def _placeholder(name: str) -> Iterator[Check]:
@@ -121,14 +121,14 @@ def _placeholder(name: str) -> Iterator[Check]:
         return
     if version in ("1.0.0", "1.0.0.dev0"):
         hint = f"pip uninstall {name}; the working package is sgl-{name}"
-        yield Check(name=name, grade="warn", found=f"{version}, a placeholder", hint=hint)
+        yield Check(name=name, grade="warn", state=f"{version}, a placeholder", hint=hint)
 
 
 def _native() -> Check:
     if native.available():
-        return Check(name="native kernels", grade="ok", found=native.isa())
+        return Check(name="native kernels", grade="ok", state=native.isa())
     hint = "build with a C++17 compiler; until then torch does it, slower"
-    return Check(name="native kernels", grade="warn", found="missing", hint=hint)
+    return Check(name="native kernels", grade="warn", state="missing", hint=hint)
 
 
 def _memory() -> Check:
@@ -136,31 +136,31 @@ def _memory() -> Check:
     free = memory_free()
     enough = free >= HOST_BYTES_MIN
     hint = "" if enough else "give --host-bytes less than a quarter of what is free"
-    found = f"{format_bytes(free)} free"
-    return Check(name="memory", grade="ok" if enough else "warn", found=found, hint=hint)
+    state = f"{format_bytes(free)} free"
+    return Check(name="memory", grade="ok" if enough else "warn", state=state, hint=hint)
 
 
 def _locked() -> Check:
     """Pinned memory counts against this limit where a GPU driver does not lift it."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
-        return Check(name="locked memory", grade="ok", found="unlimited")
+        return Check(name="locked memory", grade="ok", state="unlimited")
     if shutil.which("nvidia-smi") is None:
-        found = f"{format_bytes(limit)}: enough without a GPU"
-        return Check(name="locked memory", grade="ok", found=found)
+        state = f"{format_bytes(limit)}: enough without a GPU"
+        return Check(name="locked memory", grade="ok", state=state)
     hint = "ulimit -l unlimited, if rows are to be pinned for a GPU"
-    return Check(name="locked memory", grade="warn", found=format_bytes(limit), hint=hint)
+    return Check(name="locked memory", grade="warn", state=format_bytes(limit), hint=hint)
 
 
 def _shared() -> Check:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        return Check(name="/dev/shm", grade="warn", found="missing", hint="mount a tmpfs there")
+        return Check(name="/dev/shm", grade="warn", state="missing", hint="mount a tmpfs there")
     small = free < 64 << 20
     hint = "docker run --shm-size 1g, if ranks are to share a pool" if small else ""
     return Check(
-        name="/dev/shm", grade="warn" if small else "ok", found=format_bytes(free), hint=hint
+        name="/dev/shm", grade="warn" if small else "ok", state=format_bytes(free), hint=hint
     )
 
 
@@ -169,12 +169,12 @@ def _huge_pages() -> Check:
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/defrag").read_text()
     except OSError:
-        return Check(name="huge pages", grade="ok", found="not configurable here")
+        return Check(name="huge pages", grade="ok", state="not configurable here")
     chosen = text.partition("[")[2].partition("]")[0]
     slow = chosen == "always"
     hint = "echo madvise > /sys/kernel/mm/transparent_hugepage/defrag" if slow else ""
     return Check(
-        name="huge pages", grade="warn" if slow else "ok", found=f"defrag {chosen}", hint=hint
+        name="huge pages", grade="warn" if slow else "ok", state=f"defrag {chosen}", hint=hint
     )
 
 
@@ -182,7 +182,7 @@ def _gpu() -> Check:
     """A server needs none: device tests and benchmarks would use it, serving does not."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Check(name="gpu", grade="ok", found="none; `ess serve` runs on the CPU")
+        return Check(name="gpu", grade="ok", state="none; `ess serve` runs on the CPU")
     done = subprocess.run(
         [program, "--query-gpu=name,driver_version", "--format=csv,noheader"],
         capture_output=True,
@@ -190,9 +190,9 @@ def _gpu() -> Check:
         timeout=30,
     )
     if done.returncode != 0:
-        return Check(name="gpu", grade="warn", found="nvidia-smi fails", hint=done.stderr[:200])
-    found = f"{done.stdout.strip().replace(chr(10), '; ')}: {GPU_TODAY}"
-    return Check(name="gpu", grade="ok", found=found)
+        return Check(name="gpu", grade="warn", state="nvidia-smi fails", hint=done.stderr[:200])
+    state = f"{done.stdout.strip().replace(chr(10), '; ')}: {GPU_TODAY}"
+    return Check(name="gpu", grade="ok", state=state)
 
 
 def _port(port: int) -> Check:
@@ -202,13 +202,13 @@ def _port(port: int) -> Check:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             hint = "stop what listens there, or serve with --port"
-            return Check(name="port", grade="warn", found=f"{port}: {error.strerror}", hint=hint)
-    return Check(name="port", grade="ok", found=f"{port} is free")
+            return Check(name="port", grade="warn", state=f"{port}: {error.strerror}", hint=hint)
+    return Check(name="port", grade="ok", state=f"{port} is free")
 
 
 def _transport(kind: str, host: str) -> Check:
     trial = tried(kind, host)
-    return Check(name=f"handoff by {kind}", grade=trial.grade, found=trial.found, hint=trial.hint)
+    return Check(name=f"handoff by {kind}", grade=trial.grade, state=trial.state, hint=trial.hint)
 
 
 def _decode() -> Check:
@@ -222,7 +222,7 @@ def _decode() -> Check:
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        return Check(name="decode", grade="fail", found="the trial failed", hint=last[:300])
+        return Check(name="decode", grade="fail", state="the trial failed", hint=last[:300])
     return judged(msgspec.json.decode(done.stdout))
 
 
@@ -230,16 +230,16 @@ def judged(trial: dict[str, Any]) -> Check:
     times = f"{trial['offload_s']:.2f} s offloaded, {trial['resident_s']:.2f} s resident"
     if not trial["same"]:
         hint = "a wrong answer: do not serve from this machine"
-        return Check(name="decode", grade="fail", found=f"other tokens; {times}", hint=hint)
-    found = f"the same tokens, {trial['miss_count']:,} rows fetched; {times}"
-    return Check(name="decode", grade="ok", found=found)
+        return Check(name="decode", grade="fail", state=f"other tokens; {times}", hint=hint)
+    state = f"the same tokens, {trial['miss_count']:,} rows fetched; {times}"
+    return Check(name="decode", grade="ok", state=state)
 
 
 def _print(check: Check) -> None:
     table = Table.grid(padding=(0, 2))
     for width in (5, 18, None):
         table.add_column(width=width)
-    table.add_row(check.grade, check.name, check.found)
+    table.add_row(check.grade, check.name, check.state)
     if check.hint:
         table.add_row("", "", f"-> {check.hint}")
     console.tables().print(table)

@@ -22,7 +22,7 @@ HINTS: Final[Mapping[str, str]] = {
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
     grade: Literal["ok", "warn"]
-    found: str
+    state: str
     hint: str = ""
 
 
@@ -31,15 +31,15 @@ def tried(kind: str, host: str) -> Tried:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TRIAL_S)
     except subprocess.TimeoutExpired:
-        return Tried(grade="warn", found=f"nothing after {TRIAL_S:g} s", hint=HINTS[kind])
+        return Tried(grade="warn", state=f"nothing after {TRIAL_S:g} s", hint=HINTS[kind])
     if done.returncode == 0:
         return judged(msgspec.json.decode(done.stdout.splitlines()[-1]))
     last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
     grade: Literal["ok", "warn"] = "ok" if "not installed" in last else "warn"
-    return Tried(grade=grade, found=last, hint=HINTS[kind])
+    return Tried(grade=grade, state=last, hint=HINTS[kind])
 
 
 def judged(trial: Mapping[str, Any]) -> Tried:
     speed, copy = trial["gb_per_s"], trial["memcpy_gb_per_s"]
-    found = f"{speed:.2f} GB/s between two processes, a copy in memory {copy:.2f} GB/s"
-    return Tried(grade="ok", found=found)
+    state = f"{speed:.2f} GB/s between two processes, a copy in memory {copy:.2f} GB/s"
+    return Tried(grade="ok", state=state)

@@ -130,10 +130,10 @@ def _leg_of_sglang(service: Service, ask: Generated, prompt_count: int) -> Leg:
         _address(host, port, "bootstrap_host", "bootstrap_port")
         for host, port in zip(hosts, ports, strict=True)
     ]
-    found = {address: _peer(service, address, "bootstrap_host") for address in addresses}
+    peers = {address: _peer(service, address, "bootstrap_host") for address in addresses}
     return Leg(
         tuple(
-            Handoff(room, found[address].epoch, "take")
+            Handoff(room, peers[address].epoch, "take")
             for room, address in zip(rooms, addresses, strict=True)
         )
     )

@@ -44,8 +44,8 @@ def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> Non
             messages[-1].setdefault("tool_calls", []).append(call)
         case "function_call_output":
             text = _text(item.get("output"), where, TEXT_PARTS)
-            found = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
-            messages.append(found)
+            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+            messages.append(result)
         case kind:
             raise BadInput(
                 f"{where}.type is {kind!r:.40}; message, reasoning, function_call and"

@@ -111,12 +111,12 @@ def _server(service: Service) -> dict[str, Any]:
 def _split(service: Service) -> dict[str, Any]:
     """As SGLang says it; `peers` are a decode worker's."""
     split = service.split
-    found: dict[str, Any] = {"disaggregation_mode": "null" if split.role == "both" else split.role}
+    facts: dict[str, Any] = {"disaggregation_mode": "null" if split.role == "both" else split.role}
     if split.role == "prefill":
-        found["disaggregation_bootstrap_port"] = split.port
+        facts["disaggregation_bootstrap_port"] = split.port
     if split.peers is not None:
-        found["peers"] = split.peers.lines()
-    return found
+        facts["peers"] = split.peers.lines()
+    return facts
 
 
 def _engine(service: Service) -> dict[str, Any]:

@@ -142,9 +142,9 @@ def test_the_server_s_own_sentence_is_passed_on(
 def test_doctor_s_code_says_whether_something_failed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    good = Check(name="a", grade="ok", found="1")
-    poor = Check(name="b", grade="warn", found="2", hint="do this")
-    bad = Check(name="c", grade="fail", found="3", hint="do that")
+    good = Check(name="a", grade="ok", state="1")
+    poor = Check(name="b", grade="warn", state="2", hint="do this")
+    bad = Check(name="c", grade="fail", state="3", hint="do that")
     monkeypatch.setattr(doctor, "examined", lambda port, host: iter((good, poor)))
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr()
@@ -153,10 +153,11 @@ def test_doctor_s_code_says_whether_something_failed(
     monkeypatch.setattr(doctor, "examined", lambda port, host: iter((good, poor, bad)))
     assert cli.main(["doctor", "--json"]) == 3
     said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert found["ok"] is False
+    printed = json.loads(said.out)
+    assert printed["ok"] is False
     assert "cannot serve yet: c" in said.err
-    assert [check["grade"] for check in found["checks"]] == ["ok", "warn", "fail"]
+    assert [check["grade"] for check in printed["checks"]] == ["ok", "warn", "fail"]
+    assert [check["found"] for check in printed["checks"]] == ["1", "2", "3"]
 
 
 @pytest.mark.slow
@@ -165,13 +166,13 @@ def test_a_transport_is_tried_between_two_processes(kind: str):
     """GB/s beside a copy's; where NIXL is not installed, that is said and is no fault."""
     trial = transports.tried(kind, "127.0.0.1")
     assert trial.grade == "ok", trial
-    assert "GB/s between two processes, a copy in memory" in trial.found or kind == "nixl"
+    assert "GB/s between two processes, a copy in memory" in trial.state or kind == "nixl"
 
 
 def test_an_address_that_is_not_ours_is_said():
     trial = transports.tried("tcp", "192.0.2.1")
     assert (trial.grade, trial.hint) == ("warn", transports.HINTS["tcp"])
-    assert "transfers cannot listen on 192.0.2.1 port 0" in trial.found
+    assert "transfers cannot listen on 192.0.2.1 port 0" in trial.state
 
 
 def test_another_token_is_a_failure():
@@ -181,20 +182,20 @@ def test_another_token_is_a_failure():
 
 
 def test_a_missing_package_is_a_failure_with_its_remedy():
-    found = doctor._package("ess-no-such-package")
-    assert (found.grade, found.found) == ("fail", "missing")
-    assert "ess[serve]" in found.hint
+    check = doctor._package("ess-no-such-package")
+    assert (check.grade, check.state) == ("fail", "missing")
+    assert "ess[serve]" in check.hint
 
 
 def test_a_gpu_is_said_to_serve_nothing_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor._gpu().found == "none; `ess serve` runs on the CPU"
+    assert doctor._gpu().state == "none; `ess serve` runs on the CPU"
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1'\n")
     program.chmod(0o755)
-    found = doctor._gpu()
-    assert found.found.startswith("NVIDIA H100, 580.1: for device tests and benchmarks only")
-    assert (found.grade, found.hint) == ("ok", "")
+    check = doctor._gpu()
+    assert check.state.startswith("NVIDIA H100, 580.1: for device tests and benchmarks only")
+    assert (check.grade, check.hint) == ("ok", "")
 
 
 @pytest.mark.slow

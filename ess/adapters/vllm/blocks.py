@@ -139,8 +139,8 @@ class BlockReader:
         whole = part.pages(slots) if len(slots) == len(pages) * PAGE_ROWS else None
         if place.kind is PieceKind.ROWS:
             if whole is None:
-                found = part.records(slots, begin=0, size=self.layout.row_bytes)
-                whole = _filled(found, len(pages))
+                rows = part.records(slots, begin=0, size=self.layout.row_bytes)
+                whole = _filled(rows, len(pages))
             return whole.cpu()
         return self._keys(part, slots, whole, len(pages)).cpu()
 

@@ -169,5 +169,5 @@ async def document(lines: AsyncIterator[str]) -> dict[str, Any]:
         text += line
         if line == "}":
             break
-    found: dict[str, Any] = msgspec.json.decode(text or "{}")
-    return found
+    printed: dict[str, Any] = msgspec.json.decode(text or "{}")
+    return printed

@@ -73,14 +73,14 @@ class Place:
 def choose(name: RouterName | None, *, has_keys: bool) -> Router:
     """The one that is asked for, or the first that is installed."""
     wanted = [router for router in ROUTERS if name in (None, router.name)]
-    found = [router for router in wanted if importlib.util.find_spec(router.name)]
-    if not found:
+    present = [router for router in wanted if importlib.util.find_spec(router.name)]
+    if not present:
         missing = f"{name} is not installed" if name else "no router is installed"
         raise Unavailable(f"{missing}: pip install 'ess[router]' (Linux on x86-64 only)")
-    fit = [router for router in found if not (has_keys and router.hides_keys)]
+    fit = [router for router in present if not (has_keys and router.hides_keys)]
     if not fit:
         raise BadInput(
-            f"api_key and --router {found[0].name}: it asks workers with a key of its own instead"
+            f"api_key and --router {present[0].name}: it asks workers with a key of its own instead"
             " of the client's, so it would serve everybody; take smg or sglang_router"
         )
     return fit[0]

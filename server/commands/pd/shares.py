@@ -58,9 +58,9 @@ def shape_of(text: str) -> Shape:
     >>> shape_of("1p3d")
     Shape(prefill=1, decode=3)
     """
-    if (found := SHAPE.fullmatch(text)) is None:
+    if (counts := SHAPE.fullmatch(text)) is None:
         raise BadInput(f"--pd is {text!r:.40}; write 1p3d for 1 prefill and 3 decode workers")
-    shape = Shape(prefill=int(found[1]), decode=int(found[2]))
+    shape = Shape(prefill=int(counts[1]), decode=int(counts[2]))
     if not (shape.prefill and shape.decode and shape.count <= WORKERS_MAX):
         raise BadInput(
             f"--pd is {text!r}: it takes 1 worker of each kind at least, and {WORKERS_MAX} at most"

@@ -59,16 +59,16 @@ def read_peers(text: str) -> tuple[Named, ...]:
     >>> [str(peer.at) for peer in read_peers("a:1, b:2=[::1]:3")]
     ['a:1', '[::1]:3']
     """
-    found: dict[Address, Named] = {}
+    peers: dict[Address, Named] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, _, at = item.partition("=")
         called = read_address(name, where="peers")
-        if called in found:
+        if called in peers:
             raise BadInput(f"peers has {called} twice")
-        found[called] = Named(called, read_address(at, where="peers") if at else called)
-    if len(found) > PEERS_MAX:
-        raise BadInput(f"peers has {len(found):,} addresses; at most {PEERS_MAX} are met")
-    return tuple(found.values())
+        peers[called] = Named(called, read_address(at, where="peers") if at else called)
+    if len(peers) > PEERS_MAX:
+        raise BadInput(f"peers has {len(peers):,} addresses; at most {PEERS_MAX} are met")
+    return tuple(peers.values())
 
 
 def check_router(url: str) -> None:

@@ -125,8 +125,8 @@ class Registration:
         workers = listed.get("workers") if isinstance(listed, Mapping) else None
         if not isinstance(workers, list):
             raise Unavailable("it does not list its workers")
-        found = [worker for worker in workers if isinstance(worker, Mapping)]
-        return [str(w.get("id")) for w in found if w.get("url") == url]
+        described = [worker for worker in workers if isinstance(worker, Mapping)]
+        return [str(w.get("id")) for w in described if w.get("url") == url]
 
     def _say(self, what: str) -> None:
         """What has changed since it was last said."""
