@@ -63,6 +63,11 @@ else:
     DecodeFlags = TypedDict("DecodeFlags", _flags_but(*NOT_OF_DECODE), total=False)
 
 Model = Annotated[str | None, Parameter(name=FLAGS["model"], help=FIELDS["model"].help)]
+ConfigFile = Annotated[
+    Path | None,
+    Parameter(help="A TOML or JSON file of settings; the environment and flags override it."),
+]
+AsJson = Annotated[bool, Parameter(help="Print what is served as one JSON document.")]
 
 
 def serve(
@@ -70,8 +75,8 @@ def serve(
     *,
     flags: Annotated[ServeFlags | None, Parameter(name="*")] = None,
     foreign: ForeignFlags | None = None,
-    config: Path | None = None,
-    json: bool = False,
+    config: ConfigFile = None,
+    json: AsJson = False,
     pd: str | None = None,
     router: RouterName | None = None,
 ) -> int:
@@ -81,10 +86,6 @@ def serve(
 
     Parameters
     ----------
-    config
-        A TOML or JSON file of settings; the environment and flags override it.
-    json
-        Print what is served as one JSON document.
     pd
         As 1p3d: 1 worker for prompts and 3 for answers, with a stock router before them.
     router
@@ -103,19 +104,12 @@ def prefill(
     *,
     flags: Annotated[PrefillFlags | None, Parameter(name="*")] = None,
     foreign: ForeignFlags | None = None,
-    config: Path | None = None,
-    json: bool = False,
+    config: ConfigFile = None,
+    json: AsJson = False,
 ) -> int:
     """Make prompts for decode workers, which fetch the rows: `ess serve --role prefill`.
 
     Behind a router for prefill and decode, which sends it every request. Needs --peer-secret-file.
-
-    Parameters
-    ----------
-    config
-        A TOML or JSON file of settings; the environment and flags override it.
-    json
-        Print what is served as one JSON document.
     """
     given = {**(flags or {}), "model": model, "role": "prefill"}
     return _serve(given, foreign, config=config, json=json)
@@ -126,19 +120,12 @@ def decode(
     *,
     flags: Annotated[DecodeFlags | None, Parameter(name="*")] = None,
     foreign: ForeignFlags | None = None,
-    config: Path | None = None,
-    json: bool = False,
+    config: ConfigFile = None,
+    json: AsJson = False,
 ) -> int:
     """Answer prompts that prefill workers have made: `ess serve --role decode`.
 
     --peers are the prefill workers, as the router names them. Needs --peer-secret-file.
-
-    Parameters
-    ----------
-    config
-        A TOML or JSON file of settings; the environment and flags override it.
-    json
-        Print what is served as one JSON document.
     """
     given = {**(flags or {}), "model": model, "role": "decode"}
     return _serve(given, foreign, config=config, json=json)
@@ -153,8 +140,7 @@ def _serve_pd(
     config: Path | None,
     json: bool,
 ) -> int:
-    for sentence in check_foreign(foreign or ForeignFlags()):
-        console.note(f"ess: {sentence}")
+    _note_foreign(foreign)
     try:
         from ess.server.commands.pd.crew import serve_pd
     except ModuleNotFoundError as error:
@@ -165,10 +151,14 @@ def _serve_pd(
 def _serve(
     flags: dict[str, Any], foreign: ForeignFlags | None, *, config: Path | None, json: bool
 ) -> int:
-    for sentence in check_foreign(foreign or ForeignFlags()):
-        console.note(f"ess: {sentence}")
+    _note_foreign(foreign)
     try:
         from ess.server.commands.start.launch import serve_flags
     except ModuleNotFoundError as error:
         raise Unavailable(f"{error.name} is missing: install ess[serve]") from None
     return serve_flags(flags, config=config, json=json)
+
+
+def _note_foreign(foreign: ForeignFlags | None) -> None:
+    for sentence in check_foreign(foreign or ForeignFlags()):
+        console.note(f"ess: {sentence}")
