@@ -79,8 +79,9 @@ class Sampled(msgspec.Struct, kw_only=True):
     n: int | None = None
 
 
-class Common(Sampled, kw_only=True):
-    """What completions and chat completions share, the fields of Addressed included."""
+class AddressedSampled(Sampled, kw_only=True):
+    """A body with the sampling parameters beside the fields of Addressed, which stand here again: a
+    Struct cannot have two bases with fields."""
 
     bootstrap_host: Any = None
     bootstrap_port: Any = None
@@ -90,6 +91,10 @@ class Common(Sampled, kw_only=True):
     session_id: str | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
+
+
+class Common(AddressedSampled, kw_only=True):
+    """What completions and chat completions share."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -139,17 +144,8 @@ class ChatAsk(Common, kw_only=True):
     modalities: list[str] | None = None
 
 
-class ResponsesAsk(Sampled, kw_only=True):
-    """/v1/responses: OpenAI's fields, the sampling parameters and the fields of Addressed."""
-
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
-    kv_transfer_params: Any = None
-    priority: int | None = None
-    session_id: str | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
+class ResponsesAsk(AddressedSampled, kw_only=True):
+    """/v1/responses, with OpenAI's fields and ours."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -171,7 +167,7 @@ class ResponsesAsk(Sampled, kw_only=True):
     request_id: str | None = None
 
 
-Generated = Addressed | Common | ResponsesAsk
+Generated = Addressed | AddressedSampled
 """What a route that generates reads."""
 
 
@@ -254,7 +250,7 @@ def read(raw: bytes, kind: type[Ask]) -> Ask:
     try:
         raw.decode("utf-8")
         ask = msgspec.json.decode(raw or b"{}", type=kind)
-        if issubclass(kind, (Common, Addressed, ResponsesAsk)):
+        if issubclass(kind, (Addressed, AddressedSampled)):
             unserved.check(raw, kind)
             for name in ("sampling_params", "structured_outputs"):
                 if getattr(ask, name, None) is not None:
