@@ -25,12 +25,12 @@ from ess.engine.process.kv_events import (
     block_name,
 )
 from ess.errors import BadInput, BadState, Unavailable
-from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.pool.latent import LatentPool
 from ess.pool.prefix import PrefixIndex, page_hash, page_hashes, root_hash
 from ess.server.commands.start.settings import Settings, check_events
 from tests.server.harness import until
 from tests.support.kv_consumer import Consumer
+from tests.support.layouts import PLAIN as LAYOUT
 from tests.support.process import Process
 
 
@@ -163,14 +163,6 @@ def test_a_subscriber_hears_its_topic_live_and_asks_for_what_it_missed(publisher
     assert {topic for topic, _, _ in consumer.frames} == {b"kv@here@model"}
 
 
-LAYOUT = ModelLayout(
-    name="t",
-    layer_count=2,
-    groups=((0,), (1,)),
-    row=RowCodec(form="opaque", opaque_bytes=8),
-    index=IndexCodec(key_dim=8, head_count=1),
-    top_k=4,
-)
 PAGES = 24
 
 

@@ -12,23 +12,14 @@ from ess.engine.request import Request
 from ess.engine.roster import Roster
 from ess.engine.step.future import FutureMap
 from ess.engine.tokens.sampling import Sampling
-from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.overlap.tbo import interleave
 from ess.overlap.timeline import Span, Timeline
 from ess.pool.index import IndexPool, PageTables
 from ess.pool.latent import LatentPool
 from ess.pool.lru.arena import Split
 from ess.pool.sparse import SparsePool
+from tests.support.layouts import PLAIN as LAYOUT
 from tests.support.manual_clock import ManualClock
-
-LAYOUT = ModelLayout(
-    name="t",
-    layer_count=2,
-    groups=((0,), (1,)),
-    row=RowCodec(form="opaque", opaque_bytes=8),
-    index=IndexCodec(key_dim=8, head_count=1),
-    top_k=4,
-)
 
 
 def ids(*numbers: int) -> np.ndarray:

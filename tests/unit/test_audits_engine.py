@@ -26,18 +26,9 @@ from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.row_lists import RowLists
 from ess.flashtrans.staging import Staging
 from ess.kernels.cpu import native
-from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.overlap.policy import Mode
+from tests.support.layouts import PLAIN as LAYOUT
 from tests.support.manual_clock import ManualClock
-
-LAYOUT = ModelLayout(
-    name="t",
-    layer_count=2,
-    groups=((0,), (1,)),
-    row=RowCodec(form="opaque", opaque_bytes=8),
-    index=IndexCodec(key_dim=8, head_count=1),
-    top_k=4,
-)
 
 
 def request(number: int = 0, **fields: Any) -> Request:

@@ -4,18 +4,9 @@ import numpy as np
 import pytest
 
 from ess.kernels.cpu import native
-from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.pool.index import IndexPool, PageTables, page_rows
 from ess.pool.latent import LatentPool
-
-LAYOUT = ModelLayout(
-    name="t",
-    layer_count=2,
-    groups=((0,), (1,)),
-    row=RowCodec(form="opaque", opaque_bytes=8),
-    index=IndexCodec(key_dim=8, head_count=1),
-    top_k=4,
-)
+from tests.support.layouts import PLAIN as LAYOUT
 
 
 @pytest.fixture

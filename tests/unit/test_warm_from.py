@@ -8,20 +8,10 @@ import pytest
 from ess.door import Offload
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import InlineLane
-from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.pool.warmup import last_windows
 from ess.transfer.windows import packed_windows, unpacked_windows
+from tests.handoff.layout import LAYOUT
 
-LAYOUT = ModelLayout(
-    name="t",
-    layer_count=3,
-    groups=((0, 1), (2,), (3,)),
-    row=RowCodec(form="opaque", opaque_bytes=16),
-    index=IndexCodec(key_dim=8, head_count=1),
-    mtp_layer_count=1,
-    top_k=8,
-    slot_floor=8,
-)
 ROWS = 200
 
 

@@ -69,8 +69,8 @@ class Receiver:
         seal: Seal,
         *,
         clock: Clock,
-        wait_s: float = 30.0,
-        arrivals_max: int = 64,
+        wait_s: float,
+        arrivals_max: int,
     ) -> None:
         if not 0 < wait_s < float("inf"):
             raise BadInput(f"wait_s is {wait_s}, must be a number of seconds above 0")
