@@ -18,7 +18,7 @@ ARCH: Final = re.compile(r"sm_\d{2,3}[af]?")
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel of one program; bytes are per thread, shared ones per block."""
+    """A kernel of a program. Bytes are per thread, those of shared memory per block."""
 
     arch: str
     program: str

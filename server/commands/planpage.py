@@ -42,7 +42,7 @@ def numbers_of(
     batches: Sequence[int] = BATCHES,
     slots: Sequence[int] = SLOTS,
 ) -> dict[str, Any]:
-    """What plan.js reads. The grid reaches as far as the memory of one GPU does."""
+    """What plan.js reads. The grid ends where the memory of a GPU ends."""
     ask, budget = planner.ask, planner.budget
     depths = sorted({*mtps, ask.queries_each})
     lengths = sorted({*contexts, ask.context})
@@ -93,7 +93,7 @@ def _grids(
 
 
 def _added(planner: Planner, whole: Point, slots: Sequence[int]) -> list[float]:
-    """A batch far beyond what fits is nobody's: it repeats what is known, unread."""
+    """For each count of slots; zeros for a batch far beyond what fits, which no plan reads."""
     if whole.batch * planner.budget.index_bytes(context=planner.ask.context, batch=1) > (
         2 * planner.device_bytes
     ):

@@ -81,7 +81,7 @@ def _prefill_leg(service: Service, request: Request, ask: Generated, prompt_coun
 
 
 def _drop_wishes(ask: Generated) -> None:
-    """Their wishes have been checked; an answer without tokens has nothing to fulfil them with."""
+    """Clears fields about the answer's tokens: they have been checked, and there are no tokens."""
     for asked in (ask, getattr(ask, "sampling_params", None)):
         for name in BY_TOKENS:
             if hasattr(asked, name):
@@ -90,7 +90,7 @@ def _drop_wishes(ask: Generated) -> None:
 
 def _answer_params(service: Service, request: Request, rooms: Sequence[int]) -> dict[str, Any]:
     """The decode leg brings this back unchanged, but perhaps with its numbers as doubles: rooms
-    and epochs are texts. We are called what the router has called us."""
+    and epochs are texts. The host is the name by which the router has reached this worker."""
     called = service.split.called(request.headers.get("host", ""))
     return {
         "do_remote_prefill": True,
@@ -172,11 +172,13 @@ def _bootstrap_address(params: Mapping[str, Any]) -> Address:
 
 
 def _peer(service: Service, address: Address, where: str) -> Peer:
-    """What is not in the table is refused; nothing is resolved and nobody is asked."""
+    """An address that --peers does not have is refused, without a look-up or a connection."""
     peers = service.split.peers
     peer = None if peers is None else peers.find(address)
     if peer is None:
-        raise BadInput(f"{where} is {str(address)!r:.300}: this server has no such one in --peers")
+        raise BadInput(
+            f"{where} is {str(address)!r:.300}: --peers of this server has no such worker"
+        )
     if not peer.is_up:
         sentence = f"the prefill worker {address} is not up: {peer.why}"
         raise service.refused(sentence, "peer_down", 2.0)
@@ -207,8 +209,8 @@ def _params(ask: Generated) -> Mapping[str, Any]:
 
 
 def _per_prompt(name: str, ask: Generated, count: int) -> list[Any]:
-    """A value for each prompt: the one that was given for all, or a list of as many. Of a chat
-    request routers write one for each of its `n` answers, which share the rows of the first."""
+    """A value for each prompt: a single value is for all prompts, a list has one for each. For a
+    chat with `n` answers routers write a list of `n`; the answers share the rows of the first."""
     given = getattr(ask, name)
     if not isinstance(given, list):
         return [given] * count
@@ -218,13 +220,13 @@ def _per_prompt(name: str, ask: Generated, count: int) -> list[Any]:
 
 
 def _answer_count(ask: Generated) -> int:
-    """Of each prompt; it is checked elsewhere."""
+    """How many answers each prompt is to have; `n` is checked elsewhere."""
     count = getattr(getattr(ask, "sampling_params", ask), "n", 1)
     return count if isinstance(count, int) else 1
 
 
 def _rooms(ask: Generated, count: int) -> list[int]:
-    """A single room for several prompts counts up, on both sides alike."""
+    """A single room for several prompts is that of the first, and both legs count up from it."""
     given = ask.bootstrap_room
     rooms = given if isinstance(given, list) else [given]
     for room in rooms:

@@ -232,7 +232,7 @@ class PromptReader:
 
     def _check_texts(self, texts: Sequence[str], *, where: str, is_cut: bool) -> None:
         """Before anything is encoded: a text this long has too many tokens, whatever they are.
-        Of one that will be cut only the end is kept."""
+        Where the prompt will be truncated, only the end of the text is kept."""
         total = sum(map(len, texts))
         if total > TEXT_CHARS_MAX:
             raise BadInput(
@@ -280,7 +280,7 @@ def _check_counts(ask: msgspec.Struct) -> None:
 
 
 def _drop_prompt(ask: msgspec.Struct) -> None:
-    """Other fields of a response have the names of prompts elsewhere."""
+    """A ResponsesAsk has its prompt in `input`; its `prompt` and `text` mean something else."""
     if isinstance(ask, schemas.ResponsesAsk):
         ask.input = ""
         return

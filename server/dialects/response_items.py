@@ -77,7 +77,7 @@ def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
 
 
 class Items:
-    """Items of one answer as they grow; `pending` is the last one, which may grow yet."""
+    """Items of one answer as they grow; `pending` is the last item, which may still grow."""
 
     def __init__(self) -> None:
         self.ended: list[Item] = []

@@ -134,7 +134,7 @@ def check(raw: bytes, kind: type[msgspec.Struct]) -> None:
 
 
 def part_of(raw: bytes, name: str) -> bytes:
-    """A JSON object inside of one; empty if it is not there."""
+    """The object under a key of a JSON object; empty if there is no such key."""
     return bytes(_keys(raw).get(name, b""))
 
 

@@ -27,7 +27,7 @@ RANKS: Final = (
 
 
 async def meet(request: Request) -> Response:
-    """Nothing reaches the engine but what a holder of the secret has sealed."""
+    """Passes on to the engine only metadata that a holder of the secret has sealed."""
     service = _prefill_service(request)
     assert service.split.seal is not None, "a worker of a pair has a secret"
     content = await request.body()

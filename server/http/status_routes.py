@@ -214,7 +214,7 @@ async def load_vllm(request: Request) -> Response:
 
 
 async def load_sglang(request: Request) -> Response:
-    """As older routers read it: one entry per rank, of which there is one."""
+    """As older routers read it: a list with an entry per rank. There is a single rank."""
     load = _load(_service(request))
     ours = {
         "dp_rank": load["dp_rank"],

@@ -31,7 +31,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         is_heard: bool = False,
     ) -> Child:
-        """`is_heard`: what it prints and logs comes to us, by `printed` and `logged`."""
+        """With `is_heard`, `printed` and `logged` give what the process prints and logs."""
         piped = asyncio.subprocess.PIPE if is_heard else None
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -54,7 +54,7 @@ class Child:
         return self._process.pid
 
     def tell(self, line: str) -> None:
-        """A line on its stdin; one that has ended hears nothing."""
+        """Writes a line to its stdin; does nothing if the process has ended."""
         assert "\n" not in line, f"{line!r} is more than a line"
         assert self._process.stdin is not None, "stdin is a pipe"
         if not self._process.stdin.is_closing():
@@ -92,7 +92,7 @@ class Child:
 
 
 async def lines_of(stream: asyncio.StreamReader | None) -> AsyncIterator[str]:
-    """Until it ends. A line that does not end is given in pieces: nobody may fill our memory."""
+    """The stream's lines until its end; a line longer than LINE_BYTES_MAX comes in pieces."""
     assert stream is not None, "its output is not heard"
     rest = b""
     while piece := await stream.read(LINE_BYTES_MAX):

@@ -57,13 +57,13 @@ class Fronts:
         self._tell("drain")
 
     def _end_stuck(self, front: int) -> None:
-        """Another takes its place when it has ended."""
+        """Kills a front that takes nothing; when it has ended, another takes its place."""
         if front in self._children:
             console.note(f"ess: server process {front} takes nothing from the engine; it is ended")
             self._children[front].kill()
 
     def end(self, sentence: str) -> None:
-        """Streams that are left end with this."""
+        """Ends all fronts, and with them the streams that they still serve."""
         self._tell(f"end {' '.join(sentence.split())}")
 
     async def stop(self, *, within_s: float) -> None:

@@ -169,7 +169,7 @@ class Running:
             self._tell(self._child.kill)
 
     def _tell(self, act: Callable[..., None], *given: object) -> None:
-        """A loop that has ended needs to be told nothing."""
+        """Passes it to the event loop, unless the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(act, *given)
 
@@ -181,7 +181,7 @@ class Running:
         self._draining = asyncio.ensure_future(self._to_the_end(work))
 
     async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Whatever goes wrong on the way, the server ends, and its engine with it."""
+        """Does the work, then ends the server and its engine, also where the work has failed."""
         try:
             await work
         finally:

@@ -228,7 +228,7 @@ class EngineLink:
         handoffs: Sequence[Handoff] = (),
     ) -> Call:
         """One engine request per prompt, all in one call; a prompt that comes again, the same list,
-        is another choice. `handoffs` are none, or one for each prompt: its first choice has it."""
+        is another choice. `handoffs` is empty, or has an entry per prompt, for its first choice."""
         if self.state == "lost":
             raise Unavailable(self.why_lost)
         step, first = self.place.count, self._next_number
@@ -300,7 +300,7 @@ class EngineLink:
         return answer.sentence
 
     async def meet(self, address: str, metadata: bytes) -> Met:
-        """What the engine makes of another worker, and our own metadata for that one."""
+        """How the engine takes another worker's metadata, with its own metadata for that worker."""
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}: it meets nobody")
         answer = await self._ask("meet", Meet(address, metadata, self.place.front))
@@ -327,7 +327,7 @@ class EngineLink:
         return await self._ask("trace", Trace(is_on, self.place.front))
 
     async def _ask(self, question: Question, message: ToEngine) -> Answered:
-        """Answers to a kind of question come in its order; one who has left is answered too."""
+        """The engine answers questions of a kind in order, also those of clients that left."""
         answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._send(message)
         self._asked[question].append(answer)

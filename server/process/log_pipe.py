@@ -1,7 +1,7 @@
-"""The server's own stderr: whatever becomes of the log, nobody who writes to it waits or fails.
+"""The server's own stderr: whatever becomes of the log, no write to it waits or fails.
 
-The reader of a log may end (EPIPE), its disk may be full (ENOSPC), a pipe may be full with nobody
-who reads (a write that never returns). So descriptor 2 is made the end of a pipe of ours that does
+The reader of a log may end (EPIPE), its disk may be full (ENOSPC), a pipe may be full and have no
+reader (a write that never returns). So descriptor 2 is made the end of a pipe of ours that does
 not block, and a thread carries what comes out of it to the stderr that was given. What that does
 not take is kept up to `KEPT_BYTES`; more is dropped and counted, and the count is written once
 there is room. Everything passes here: sentences, logging, tracebacks, what libraries print, and the
@@ -80,7 +80,7 @@ class Carrier(threading.Thread):
         return bool(piece)
 
     def _give(self) -> None:
-        """A piece; after a loss, how much was lost, once all that was kept is out."""
+        """Writes a piece of what is kept; after all of it, how many bytes were lost."""
         try:
             count = os.write(self._outside, self._waiting[:PIECE_BYTES])
         except OSError:

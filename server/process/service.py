@@ -117,7 +117,7 @@ class Service:
         return self.link.open_count + self.link.open_elsewhere_count
 
     def check_model(self, model: str | None) -> None:
-        """Routers that do not know a name send `unknown` or none."""
+        """A router that does not know the name sends `unknown`, or no name."""
         if model and model != "unknown" and model not in self.names:
             raise self.absent(model)
 
@@ -155,7 +155,7 @@ class Service:
         self.check_loaded()
 
     def check_loaded(self) -> None:
-        """Other workers are met while this one drains, too."""
+        """A worker that drains still answers other workers that meet it."""
         if self.link.state == "lost":
             raise Unavailable(self.link.why_lost)
         if self.link.state == "starting" or not (self.shelf is None or self.shelf.has_all()):

@@ -1,8 +1,8 @@
 """What the server itself counts: answers, refusals, and how long clients waited.
 
 Each of the server's processes counts by itself and writes what it has into a file that the others
-read: whichever of them is asked, it answers for all. A process that takes a lost one's place writes
-a file of its own, so no count ever falls.
+read: whichever of them is asked, it answers for all. A process that takes the place of a lost
+process writes a file of its own, so no count ever falls.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Shelf:
         return self._folder / f"{front}-{life}.tally"
 
     def _close(self, path: Path) -> None:
-        """The process before this one has ended, and its connections with it."""
+        """The former process at this place has ended, and with it its connections."""
         before = _read(path)
         if before is not None:
             before.connection_count = 0

@@ -57,7 +57,7 @@ class Texts:
         self._warming: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> None:
-        """Starts the processes; one that does not start is started when it is needed."""
+        """Starts the processes; if a start fails, it is tried again when the process is needed."""
         needed = self.lanes if self._style_waits else self.lanes[1:]
         self._warming = [asyncio.ensure_future(lane.warm()) for lane in needed]
 

@@ -209,8 +209,8 @@ def test_params_of_another_engine_are_refused_by_name():
             ({"ess_rooms": good["ess_rooms"] * 2}, "ess_rooms must have the 1 rooms"),
             ({"remote_host": 5}, "remote_host must be a text"),
             ({"remote_port": 5.5}, "remote_port is 5.5, not a port"),
-            ({"remote_port": 5}, "no such one in --peers"),
-            ({"transfer_id": ""}, "no such one"),
+            ({"remote_port": 5}, "--peers of this server has no such worker"),
+            ({"transfer_id": ""}, "no such worker"),
         ):
             answer = post(right, {**PROMPT, "kv_transfer_params": {**good, **change}})
             assert answer.status == 400, answer.text

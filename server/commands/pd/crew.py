@@ -124,7 +124,7 @@ class Crew:
             await self._end()
 
     def _on_signal(self) -> None:
-        """The first ends all in order, the second at once."""
+        """The first signal ends all processes in order, the second kills them at once."""
         if self._stop.is_set():
             for kept in self._kept.values():
                 for keeper in kept:
@@ -183,7 +183,7 @@ class Crew:
         return status == 200
 
     async def _is_router_ready(self, url: str) -> bool:
-        """It has found every worker healthy."""
+        """Whether the router calls every worker healthy."""
         status, content = await asyncio.to_thread(ask, url, "/workers", self._key)
         if status != 200:
             return False
@@ -225,7 +225,7 @@ class Crew:
         return False
 
     async def _watch(self) -> None:
-        """Until a kind of process has none left that is kept."""
+        """Returns when all processes of some kind have been given up."""
         while all(any(not k.why_lost for k in kept) for kept in self._kept.values()):
             done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -109,7 +109,7 @@ class Keeper:
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
 
     async def _live(self) -> str:
-        """From its start to its end; how it ended."""
+        """Runs the program from its start to its end, and says how it ended."""
         self._last_lines.clear()
         self.listens.clear()
         program = Program(home=self._order.home, words=self._words(), parent=os.getpid())
@@ -133,7 +133,7 @@ class Keeper:
             await asyncio.gather(*hearing, watching, return_exceptions=True)
 
     def _words(self) -> tuple[str, ...]:
-        """Started again it listens where it did: routers know it by its address."""
+        """A program started again listens at its former address, by which routers know it."""
         if self._order.url:
             return self._order.words
         port = self.url.rpartition(":")[2] or "0"
@@ -163,7 +163,7 @@ class Keeper:
 
 
 async def document(lines: AsyncIterator[str]) -> dict[str, Any]:
-    """The first that is printed; its last line is a brace."""
+    """The first JSON document that the program prints; its last line is a brace."""
     text = ""
     async for line in lines:
         text += line

@@ -71,7 +71,7 @@ class Place:
 
 
 def choose(name: RouterName | None, *, has_keys: bool) -> Router:
-    """The one that is asked for, or the first that is installed."""
+    """The router that is asked for, or the first that is installed."""
     wanted = [router for router in ROUTERS if name in (None, router.name)]
     present = [router for router in wanted if importlib.util.find_spec(router.name)]
     if not present:

@@ -69,7 +69,7 @@ def shape_of(text: str) -> Shape:
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker has: all have the same."""
+    """What each worker has; all workers have the same."""
 
     settings: dict[str, Any]
     plan: MemoryPlan
@@ -109,7 +109,7 @@ def check_settings(resolved: Resolved) -> None:
 def _divided(
     resolved: Resolved, layout: ModelLayout, checkpoint: Checkpoint, count: int
 ) -> Resolved:
-    """Slots that are sized by the machine are enough for one request, however many workers."""
+    """Slots sized by the machine are enough for a request, however many the workers are."""
     settings = resolved.settings
     whole = _plan(settings, layout, checkpoint, weights=count)
     slots = whole.slot_bytes // count
@@ -129,7 +129,7 @@ def _divided(
 def _plan(
     settings: Settings, layout: ModelLayout, checkpoint: Checkpoint, *, weights: int
 ) -> MemoryPlan:
-    """With as many copies of the weights."""
+    """Memory is planned with `weights` copies of the weights in it."""
     return plan_memory(
         settings,
         layout,

@@ -73,7 +73,7 @@ def check_weights(path: Path) -> None:
 
 
 def check_ends(checkpoint: Checkpoint, vocabulary: int) -> None:
-    """Each request stops at these ids: with a wrong id among them none would be taken."""
+    """Each request stops at these ids: with a wrong id the engine would refuse them all."""
     for end in checkpoint.eos_ids:
         if not 0 <= end < vocabulary:
             raise BadInput(

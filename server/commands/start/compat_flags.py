@@ -90,7 +90,7 @@ def is_of_cluster(variable: str, value: str) -> bool:
 
 
 def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Our settings that their variables set, and a sentence for each variable that sets none."""
+    """Settings that their variables set, and a sentence for each variable without an effect."""
     settings: dict[str, str] = {}
     notes = []
     for variable, value in sorted(environment.items()):

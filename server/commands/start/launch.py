@@ -233,7 +233,7 @@ def listeners_of(settings: Settings) -> list[socket.socket]:
 
 
 def allow_files(connections_max: int) -> None:
-    """Every connection is an open file; without one to spare not even a probe is answered."""
+    """Every connection is an open file; at the limit of open files no probe is answered."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections_max + PROBE_CONNECTIONS + FILES_OF_OURS
     if hard != resource.RLIM_INFINITY and needed > hard:

@@ -223,7 +223,7 @@ def _is_near(name: str, address: str) -> bool:
 
 
 def _check_role(settings: Settings) -> None:
-    """What belongs to one role says nothing in another, and would mislead there."""
+    """Refuses a setting of another role: it has no effect and would mislead."""
     if settings.peers and settings.role != "decode":
         raise BadInput(f"peers is for a decode worker, and role is {settings.role}")
     if settings.bootstrap_port and settings.role != "prefill":

@@ -1,1 +1,1 @@
-"""What answers: a handler per form of request, and the doors at which it stands."""
+"""Handlers of the routes that generate, with the doors that name each route and its body."""

@@ -102,7 +102,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._is_extra and is_waiting and not self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the newest request; the one that is being answered may be an older one."""
+        """uvicorn tells the newest request; an older request may be the one being answered."""
         self._stop_deadline()
         self._reader.end()
         self._disconnect(self._running)

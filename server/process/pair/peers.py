@@ -94,7 +94,7 @@ class Peers:
             await asyncio.sleep(MEET_EVERY_S)
 
     async def _meet(self, peer: Peer, metadata: bytes) -> None:
-        """A peer that is slow for once is still there; one that says no, or is gone, is not up."""
+        """A peer is down after MISSES_MAX late answers, or at once if it refuses or is gone."""
         try:
             async with asyncio.timeout(MEET_S):
                 theirs = await post(peer.named.at, "/peers", metadata)
@@ -114,7 +114,7 @@ class Peers:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """`host` and `port` are where others meet this worker; `port` alone is other than the main one
-    if `has_own_port`. A decode worker has `peers`, and who has a role has the `seal`."""
+    if `has_own_port`. A decode worker has `peers`; prefill and decode workers have the `seal`."""
 
     role: Role = "both"
     host: str = "127.0.0.1"
@@ -164,7 +164,7 @@ async def post(address: Address, path: str, body: bytes) -> bytes:
 
 
 async def _answer(reader: asyncio.StreamReader) -> bytes:
-    """No more is read than is allowed for, whatever the answer says of itself."""
+    """Its content; an answer that states no length, or too great a length, is not read."""
     first, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
     status = first.split(b" ")[1:2]
     fields = dict(line.lower().split(b":", 1) for line in lines if b":" in line)

@@ -51,7 +51,7 @@ class Router:
             self._headers["authorization"] = f"Bearer {key}"
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """Its document; Unavailable if there is no good answer."""
+        """The document that the router answers; Unavailable if it does not answer well."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=ASK_S)
         sent = None if body is None else msgspec.json.encode(body)
         try:
@@ -95,7 +95,7 @@ class Registration:
             await asyncio.sleep(SEE_EVERY_S)
 
     async def leave(self) -> None:
-        """Nothing new is sent here any more, if the router is there to be told."""
+        """Has the router send no new requests here, if it can be reached."""
         self._leaves = True
         if not self._began:
             return
@@ -120,7 +120,7 @@ class Registration:
         return msgspec.structs.replace(self._entry, url=seen_from(self._router, self._entry.url))
 
     def _ids(self, url: str) -> list[str]:
-        """Those under which it lists us."""
+        """The ids under which the router lists this worker."""
         listed = self._router.ask("GET", "/workers")
         workers = listed.get("workers") if isinstance(listed, Mapping) else None
         if not isinstance(workers, list):
@@ -129,7 +129,7 @@ class Registration:
         return [str(w.get("id")) for w in described if w.get("url") == url]
 
     def _say(self, what: str) -> None:
-        """What has changed since it was last said."""
+        """Logs how the registration stands, where that has changed since it was last logged."""
         if what != self._said:
             console.note(f"ess: the router {self._router.url} {what}")
         self._said = what
