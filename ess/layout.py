@@ -7,7 +7,8 @@ The MTP module is one more layer, the last, in a group of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ess.errors import BadInput
@@ -124,6 +125,21 @@ def shared_groups(
     return tuple(tuple(group) for group in groups)
 
 
+def check_part(groups: Sequence[Sequence[int]], layer_count: int, first: int, stop: int) -> None:
+    """May main layers first..stop-1 stand alone? Layers that share a selection stay together."""
+    _require(
+        0 <= first < stop <= layer_count,
+        f"layers {first}..{stop - 1} are no part of layers 0..{layer_count - 1}",
+    )
+    for group in groups:
+        for edge in (first, stop):
+            _require(
+                not group[0] < edge <= group[-1],
+                f"a part cannot begin at layer {edge}: layers {group[0]}..{group[-1]} share one"
+                f" selection, so a part begins at {group[0]} or {group[-1] + 1}",
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
     """A model as the pools see it. `groups` cover layers 0..layer_count-1, then the MTP layers.
@@ -132,6 +148,9 @@ class ModelLayout:
     an Offload reads only `groups`, `row`, `index` (None: index keys are not kept here), `top_k`,
     `slot_floor` and the layer counts, and names it by `name`. The other dimensions are for the
     engine and the planner.
+
+    A part of a model is a layout too, its layers and groups counted from 0; `first_layer` and
+    `first_group` say where they begin in the whole.
     """
 
     name: str
@@ -147,6 +166,8 @@ class ModelLayout:
     value_dim: int = 128
     query_rank: int = 1536
     slot_floor: int = 6400
+    first_layer: int = field(default=0, compare=False)
+    first_group: int = field(default=0, compare=False)
     _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -219,6 +240,21 @@ class ModelLayout:
     def index_page_bytes(self) -> int:
         """What an active page costs on the device: keys and the row -> slot map."""
         return self.key_page_bytes + self.group_count * PAGE_ROWS * 4
+
+    def part(self, first: int, stop: int) -> ModelLayout:
+        """Main layers first..stop-1, counted from 0; the last part has the MTP layers as well."""
+        check_part(self.groups, self.layer_count, first, stop)
+        is_last = stop == self.layer_count
+        end = self.layer_total if is_last else stop
+        mine = [group for group in self.groups if first <= group[0] < end]
+        return replace(
+            self,
+            layer_count=stop - first,
+            groups=tuple(tuple(layer - first for layer in group) for group in mine),
+            mtp_layer_count=self.mtp_layer_count if is_last else 0,
+            first_layer=self.first_layer + first,
+            first_group=self.first_group + self.group_of(first),
+        )
 
     def group_of(self, layer: int) -> int:
         return self.place_of(layer)[0]

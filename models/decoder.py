@@ -61,9 +61,11 @@ class Front(NamedTuple):
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, source: Source, number: int) -> None:
+    def __init__(self, config: ModelConfig, source: Source, number: int, *, first: int = 0) -> None:
+        """Layer `number` of the whole model. `first` is where its part begins: a layer is known by
+        its place in the part."""
         attention = source.under("self_attn")
-        self.number = number
+        self.number = number - first
         self.mla = Mla(config, attention)
         self.indexer = (
             Indexer(config, attention.under("indexer")) if config.has_indexer(number) else None

@@ -30,7 +30,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": True})
 
 
-def build(config: ModelConfig, tensor: TensorSource) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, *, layers: range | None = None) -> Model:
     from ess.models.model import Model
 
-    return Model(config, tensor)
+    return Model(config, tensor, layers=layers)

@@ -20,11 +20,13 @@ def load_model(
     *,
     form: Literal["bf16", "f32"] = "bf16",
     links: Links = "refuse",
+    layers: range | None = None,
 ) -> Model:
     """Every tensor is checked on the way; the files are closed when this returns.
 
-    Without a path it is the small model in the box.
+    Without a path it is the small model in the box. Of a part, which consists of these main layers,
+    only its own tensors are read.
     """
     with Checkpoint(path, links=links) as checkpoint:
         weights = RankWeights(checkpoint, form=form)
-        return build(checkpoint.model_config, weights.tensor)
+        return build(checkpoint.model_config, weights.tensor, layers=layers)

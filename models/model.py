@@ -1,4 +1,8 @@
-"""A whole model: embedding, decoder layers, final norm, head and the optional MTP module."""
+"""A model, or a part of it: embedding, decoder layers, final norm, head, the optional MTP module.
+
+A part is a run of consecutive layers. The first part has the embedding; the last has the final
+norm, the head, the MTP module and, for that module, the embedding once more.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ess.kernels.cpu.stage import Panels, Stage, pack
+from ess.layout import check_part
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
@@ -15,22 +20,43 @@ from ess.models.mtp import Mtp
 
 
 class Model:
-    def __init__(self, config: ModelConfig, tensor: TensorSource) -> None:
+    def __init__(
+        self, config: ModelConfig, tensor: TensorSource, *, layers: range | None = None
+    ) -> None:
+        """`config` is the whole model's, and so are the numbers in `layers`."""
         c, source = config, Source(tensor)
+        part = range(c.layer_count) if layers is None else layers
+        check_part(c.groups, c.layer_count, part.start, part.stop)
         self.config = c
-        self._embedding = source.matrix("model.embed_tokens", c.vocab_size, c.hidden_dim)
+        self.is_first, self.is_last = part.start == 0, part.stop == c.layer_count
+        self._embedding = self._embedding_of(source)
         self.layers = tuple(
-            DecoderLayer(c, source.under(f"model.layers.{number}"), number)
-            for number in range(c.layer_count)
+            DecoderLayer(c, source.under(f"model.layers.{number}"), number, first=part.start)
+            for number in part
         )
-        self._norm = source.vector("model.norm.weight", c.hidden_dim)
-        self._head = (
-            self._embedding if c.tie_head else source.matrix("lm_head", c.vocab_size, c.hidden_dim)
-        )
-        self.mtp = Mtp(c, source) if c.mtp_layer_count else None
+        self._take_ending(source)
+        has_mtp = self.is_last and c.mtp_layer_count
+        self.mtp = Mtp(c, source, first=part.start) if has_mtp else None
         self._positions = RotaryPositions(c)
 
+    def _embedding_of(self, source: Source) -> Tensor | None:
+        c = self.config
+        is_read = self.is_first or (self.is_last and (c.mtp_layer_count > 0 or c.tie_head))
+        return source.matrix("model.embed_tokens", c.vocab_size, c.hidden_dim) if is_read else None
+
+    def _take_ending(self, source: Source) -> None:
+        c = self.config
+        self._norm = self._head = None
+        if self.is_last:
+            self._norm = source.vector("model.norm.weight", c.hidden_dim)
+            self._head = (
+                self._embedding
+                if c.tie_head
+                else source.matrix("lm_head", c.vocab_size, c.hidden_dim)
+            )
+
     def embed(self, tokens: Tensor) -> Tensor:
+        assert self._embedding is not None, "this part of the model has no embedding"
         return self._embedding[tokens].float()
 
     def rotation(self, positions: Tensor) -> Rotation:
@@ -39,15 +65,15 @@ class Model:
 
     def finish(self, hidden: Tensor) -> Tensor:
         """The final norm: what the head and the MTP module read."""
-        return rms_norm(hidden, self._norm, self.config.norm_eps)
+        return rms_norm(hidden, self._last(self._norm), self.config.norm_eps)
 
     def logits(self, finished: Tensor) -> Tensor:
-        return linear(finished, self._head)
+        return linear(finished, self._last(self._head))
 
     @functools.cached_property
     def ending(self) -> Stage:
         """For a few tokens, compiled: hidden -> what `finish` and `logits` make of it."""
-        return self._ending(self._norm)
+        return self._ending(self._last(self._norm))
 
     @functools.cached_property
     def draft_ending(self) -> Stage:
@@ -64,4 +90,8 @@ class Model:
 
     @functools.cached_property
     def _panels(self) -> Panels:
-        return pack(self._head)
+        return pack(self._last(self._head))
+
+    def _last(self, weight: Tensor | None) -> Tensor:
+        assert weight is not None, "only the last part of a model has a norm and a head"
+        return weight

@@ -29,7 +29,9 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
 class Family(Protocol):
     def read(self, raw: Mapping[str, Any]) -> ModelConfig: ...
 
-    def build(self, config: ModelConfig, tensor: TensorSource) -> Model: ...
+    def build(
+        self, config: ModelConfig, tensor: TensorSource, *, layers: range | None = None
+    ) -> Model: ...
 
 
 def family(model_type: object) -> Family:
@@ -44,6 +46,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return family(raw.get("model_type")).read(raw)
 
 
-def build(config: ModelConfig, tensor: TensorSource) -> Model:
-    """The model over `tensor(name)`, which gives each weight under its checkpoint name."""
-    return family(config.family).build(config, tensor)
+def build(config: ModelConfig, tensor: TensorSource, *, layers: range | None = None) -> Model:
+    """The model over `tensor(name)`, which gives each weight under its checkpoint name; a part of
+    it, where `layers` says which."""
+    return family(config.family).build(config, tensor, layers=layers)

@@ -274,7 +274,8 @@ def layout_hash(layout: ModelLayout, *, weights: str = "") -> bytes:
 
     `weights` names what was loaded; the name under which a model is served does not matter.
     """
-    meant = {key: value for key, value in asdict(layout).items() if key not in ("name", "_places")}
+    compared = {part.name for part in fields(layout) if part.compare} - {"name"}
+    meant = {key: value for key, value in asdict(layout).items() if key in compared}
     return hashlib.sha256(
         repr((VERSION, PAGE_ROWS, weights, sorted(meant.items()))).encode()
     ).digest()

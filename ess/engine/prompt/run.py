@@ -41,9 +41,24 @@ def run_chunks(
     runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None
 ) -> list[Prefilled]:
     """Runs the spans as one pack. `on_layer` is told of each layer when its rows are stored."""
+    return run_part(runner, spans, on_layer)[0]
+
+
+def run_part(
+    runner: Runner,
+    spans: Sequence[Span],
+    on_layer: Callable[[int], None] | None = None,
+    *,
+    given: Tensor | None = None,
+) -> tuple[list[Prefilled], Tensor]:
+    """The same for a part of a model. `given` is what the part before it has made of the pack; what
+    this part makes of it comes back beside the spans."""
     pack = packed(runner, spans)
+    assert (given is None) == runner.model.is_first, "only the first part embeds"
     through = run_layer_alike if runner.is_deterministic else run_layer
-    hidden = runner.model.embed(_joined([span.tokens for span in spans]))
+    hidden = given
+    if hidden is None:
+        hidden = runner.model.embed(_joined([span.tokens for span in spans]))
     chosen: Chosen = [None] * len(spans)
     for layer in runner.model.layers:
         hidden, chosen = through(pack, layer, hidden, chosen)
@@ -57,9 +72,10 @@ def run_chunks(
         through(pack, mtp.layer, joined, [None] * len(spans))
         if on_layer is not None:
             on_layer(mtp.layer.number)
-    return [
+    made = [
         Prefilled(pack, span, _windows(pack, span), hidden[place]) for _, span, place in pack.each()
     ]
+    return made, hidden
 
 
 def span_of(chunk: Chunk) -> Span:
