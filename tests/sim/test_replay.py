@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from ess.engine.chunking.sizes import PrefillTime
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import TPOT
 from ess.errors import BadInput
@@ -13,7 +14,6 @@ from ess.layout import ModelLayout
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.pool.ledger import Account, Ledger
 from ess.sim.memory_budget import Budget
-from ess.sim.prefill.chunking import PrefillTime
 from ess.sim.prefill.prefill_time import Handoff, Tier
 from ess.sim.serving.arrivals import Arrival
 from ess.sim.serving.decode_rank import BATCH, Life, Rank, Running, mean_misses

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ess.engine.chunking.sizes import Chunking, PrefillTime, chunks, next_chunk
 from ess.errors import BadInput
-from ess.sim.prefill.chunking import Chunking, PrefillTime, chunks, next_chunk
 
 TIME = PrefillTime(quadratic=2e-9, linear=5e-5)
 

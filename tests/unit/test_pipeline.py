@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ess.engine.chunking.sizes import Chunking, PrefillTime
 from ess.errors import BadInput
 from ess.sim.prefill import published_rows
-from ess.sim.prefill.chunking import Chunking, PrefillTime
 from ess.sim.prefill.pipeline import Pipeline, autotune, chunked, exhaustive, prefill
 
 TIME = PrefillTime(quadratic=2e-9, linear=5e-5)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ess.engine.chunking.sizes import Chunking, PrefillTime, chunks
 from ess.errors import BadInput
-from ess.sim.prefill.chunking import Chunking, PrefillTime, chunks
 
 STATIC_MULTIPLES: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 STARTS: Final = 4

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ess.sim.prefill.chunking import Chunking, PrefillTime
+from ess.engine.chunking.sizes import Chunking, PrefillTime
 from ess.sim.prefill.pipeline import Pipeline, Prefill, chunked
 
 K: Final = 1024

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from ess.engine.chunking.sizes import PrefillTime
 from ess.errors import BadInput
 from ess.pool.capacity import SLOTS
 from ess.sim.locality.lru_curves import Agreed, Drawing, agreement, lru_curves
@@ -18,7 +19,6 @@ from ess.sim.locality.misses import PUBLISHED_QUERIES
 from ess.sim.operators.stages import TOP_K
 from ess.sim.plan import Planner
 from ess.sim.prefill import prefill_time
-from ess.sim.prefill.chunking import PrefillTime
 from ess.sim.prefill.prefill_time import Handoff, Tier
 from ess.sim.serving.arrivals import Arrival
 from ess.sim.serving.decode_rank import Rank

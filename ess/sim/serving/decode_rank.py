@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ess.engine import scheduler, tpot_control
+from ess.engine.chunking.sizes import PrefillTime
 from ess.engine.request import State
 from ess.engine.roster import Roster
 from ess.engine.tpot_control import TPOT, Pace, Seen
 from ess.errors import PoolFull
 from ess.pool.capacity import Needs, needs
 from ess.pool.ledger import Ledger, Reservation
-from ess.sim.prefill.chunking import PrefillTime
 from ess.sim.serving.arrivals import Arrival
 from ess.sim.step_grid import Clocked
 
