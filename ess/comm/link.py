@@ -1,0 +1,77 @@
+"""A link: frames between two ranks, in order, each complete or not at all.
+
+A frame is a head (bytes: an order, a report) and perhaps a tensor (a hidden state).
+
+- `send` does not wait for the peer while at most `AHEAD_MAX` frames have not been taken by it; a
+  frame is taken when it lies in the peer's memory, called for or not. Until `flush` has returned,
+  the sender does not change the tensor.
+- A peer holds at most `HELD_MAX` frames that it has taken and not been asked for.
+- The tensor of a received frame is lent: it is valid until the next frame is received.
+- A lost peer raises LinkLost, as does a peer that takes nothing for `PATIENCE_S`. A peer that has
+  left in order is lost when the last of its frames has been received. Links are not mended: the
+  group ends and another generation of it is joined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from ess.errors import BadInput, EssError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAD_BYTES_MAX: Final = 1 << 20
+TENSOR_BYTES_MAX: Final = 4 << 30
+DIMS_MAX: Final = 4
+AHEAD_MAX: Final = 2
+HELD_MAX: Final = 2
+PATIENCE_S: Final = 60.0
+
+
+class LinkLost(EssError):
+    """A peer is gone or silent, and the whole group with it. The sentence names it and says why.
+
+    rank    the rank that was lost first, as far as is known here
+    """
+
+    def __init__(self, rank: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.rank = rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    head: bytes
+    tensor: Tensor | None = None
+
+
+class Link(Protocol):
+    @property
+    def peer(self) -> int:
+        """The peer's rank in the group."""
+
+    def send(self, head: bytes, tensor: Tensor | None = None) -> None: ...
+
+    def flush(self) -> None:
+        """Waits until the peer has taken all that was sent."""
+
+    def receive(self, timeout_s: float | None = 0.0) -> Frame | None:
+        """The next frame; None when none has come in time. A timeout of None: however long."""
+
+    def close(self) -> None:
+        """Leaves in order: what was sent is taken, or the peer is lost."""
+
+
+def check_frame(head: bytes, tensor: Tensor | None) -> None:
+    if len(head) > HEAD_BYTES_MAX:
+        raise BadInput(f"head has {len(head)} bytes, at most {HEAD_BYTES_MAX}")
+    if tensor is None:
+        return
+    if not 1 <= tensor.dim() <= DIMS_MAX:
+        raise BadInput(f"tensor has {tensor.dim()} dimensions, 1 to {DIMS_MAX}")
+    if not tensor.is_contiguous():
+        raise BadInput(f"tensor of shape {tuple(tensor.shape)} is not contiguous")
+    if tensor.nbytes > TENSOR_BYTES_MAX:
+        raise BadInput(f"tensor has {tensor.nbytes} bytes, at most {TENSOR_BYTES_MAX}")

@@ -1,0 +1,216 @@
+"""A group in one process: queues instead of sockets, a thread or a turn per rank.
+
+Frames are copied, kept in order and bounded as between processes; a lent tensor is filled with 0xFF
+(NaN in every float) when its time is over, so that a stale read shouts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ess.comm.group import Beat, Group
+from ess.comm.link import AHEAD_MAX, HELD_MAX, PATIENCE_S, Frame, LinkLost, check_frame
+from ess.comm.team import OneTeam, Team
+from ess.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+Made = TypeVar("Made")
+
+
+@dataclass(slots=True, eq=False)
+class _House:
+    """What all ranks share: one lock, who has left, why the group has ended."""
+
+    size: int
+    patience_s: float
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    left: set[int] = field(default_factory=set)
+    lost: LinkLost | None = None
+    progress: dict[int, int] = field(default_factory=dict)
+    moved_s: dict[int, float] = field(default_factory=dict)
+    breakers: list[threading.Barrier] = field(default_factory=list)
+
+    def fail(self, rank: int, sentence: str) -> None:
+        with self.changed:
+            if self.lost is None:
+                self.lost = LinkLost(rank, sentence)
+            self.changed.notify_all()
+        for barrier in self.breakers:
+            barrier.abort()
+
+    def check(self) -> None:
+        if self.lost is not None:
+            raise LinkLost(self.lost.rank, str(self.lost))
+
+    def wait(self, until: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Under the lock. True when it holds; LinkLost when the group ends before."""
+        came = self.changed.wait_for(lambda: self.lost is not None or until(), timeout_s)
+        self.check()
+        return came
+
+
+class LocalLink:
+    def __init__(
+        self, house: _House, rank: int, peer: int, out: deque[Frame], into: deque[Frame]
+    ) -> None:
+        self.peer = peer
+        self._house = house
+        self._rank = rank
+        self._out = out
+        self._in = into
+        self._lent: Tensor | None = None
+
+    def send(self, head: bytes, tensor: Tensor | None = None) -> None:
+        check_frame(head, tensor)
+        with self._house.changed:
+            self._take(HELD_MAX + AHEAD_MAX - 1)
+            self._out.append(Frame(bytes(head), None if tensor is None else tensor.clone()))
+            self._house.changed.notify_all()
+
+    def flush(self) -> None:
+        with self._house.changed:
+            self._take(HELD_MAX)
+
+    def receive(self, timeout_s: float | None = 0.0) -> Frame | None:
+        with self._house.changed:
+            self._house.check()
+            came = self._house.wait(lambda: bool(self._in) or self._is_left(), timeout_s)
+            if not came:
+                return None
+            if not self._in:
+                raise LinkLost(self.peer, f"rank {self.peer} has left the group")
+            frame = self._in.popleft()
+            self._house.changed.notify_all()
+        if self._lent is not None:
+            self._lent.view(torch.uint8).fill_(0xFF)
+        self._lent = frame.tensor
+        return frame
+
+    def close(self) -> None:
+        with self._house.changed:
+            self._house.left.add(self._rank)
+            self._house.changed.notify_all()
+
+    def _is_left(self) -> bool:
+        return self.peer in self._house.left
+
+    def _take(self, most: int) -> None:
+        """Waits until the peer has left at most so many frames."""
+        self._house.check()
+        came = self._house.wait(
+            lambda: len(self._out) <= most or self._is_left(), self._house.patience_s
+        )
+        if self._is_left():
+            raise LinkLost(self.peer, f"rank {self.peer} has left the group")
+        if not came:
+            patience_s = self._house.patience_s
+            raise LinkLost(self.peer, f"rank {self.peer} has taken nothing for {patience_s} s")
+
+
+class LocalTeam:
+    def __init__(self, house: _House, rank: int, slots: list[object], all_of_us: threading.Barrier):
+        self.rank = rank
+        self.size = len(slots)
+        self._house = house
+        self._slots = slots
+        self._barrier = all_of_us
+
+    def barrier(self) -> None:
+        try:
+            self._barrier.wait(self._house.patience_s)
+        except threading.BrokenBarrierError:
+            sentence = f"a team of {self.size} did not meet within {self._house.patience_s} s"
+            self._house.fail(-1, sentence)
+            self._house.check()
+
+    def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return self._around(tensor, lambda slots: torch.cat(slots, dim))
+
+    def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:
+        if len(tensors) != self.size:
+            raise BadInput(f"tensors has {len(tensors)} tensors for a team of {self.size}")
+        return self._around(tensors, lambda slots: [slot[self.rank].clone() for slot in slots])
+
+    def broadcast(self, content: bytes, root: int = 0) -> bytes:
+        return self._around(content, lambda slots: bytes(slots[root]))
+
+    def _around(self, given: Any, make: Callable[[list[Any]], Made]) -> Made:
+        """Lays something down, makes something of what all have laid down, and waits for all."""
+        self._slots[self.rank] = given
+        self.barrier()
+        made = make(self._slots)
+        self.barrier()
+        return made
+
+
+class LocalGroup:
+    def __init__(self, house: _House, rank: int, team: Team, links: Mapping[str, LocalLink]):
+        self.rank = rank
+        self.size = house.size
+        self.team = team
+        self.next = links.get("next")
+        self.previous = links.get("previous")
+        reports = {link.peer: link for name, link in links.items() if name.isdigit()}
+        self.reports = MappingProxyType(reports)
+        self._house = house
+
+    def advance(self) -> None:
+        self._house.progress[self.rank] = self._house.progress.get(self.rank, 0) + 1
+        self._house.moved_s[self.rank] = time.monotonic()
+
+    def beats(self) -> Mapping[int, Beat]:
+        now_s, house = time.monotonic(), self._house
+        return {
+            rank: Beat(house.progress.get(rank, 0), 0.0, now_s - house.moved_s.get(rank, now_s))
+            for rank in self.reports
+        }
+
+    def fail(self, sentence: str) -> None:
+        self._house.fail(self.rank, sentence)
+
+    def close(self) -> None:
+        with self._house.changed:
+            self._house.left.add(self.rank)
+            self._house.changed.notify_all()
+
+
+def local_group(size: int, team: int = 1, *, patience_s: float = PATIENCE_S) -> list[Group]:
+    """The groups of all ranks, by rank. A team of several needs a thread for each member."""
+    if size < 1 or team < 1 or size % team:
+        raise BadInput(f"size is {size}, a positive multiple of the team's {team}")
+    house = _House(size, patience_s)
+    links: list[dict[str, LocalLink]] = [{} for _ in range(size)]
+
+    def connect(first: int, its_name: str, second: int, other_name: str) -> None:
+        down: deque[Frame] = deque()
+        up: deque[Frame] = deque()
+        links[first][its_name] = LocalLink(house, first, second, down, up)
+        links[second][other_name] = LocalLink(house, second, first, up, down)
+
+    for rank in range(size):
+        if rank + team < size:
+            connect(rank, "next", rank + team, "previous")
+        if rank:
+            connect(0, str(rank), rank, "0")
+    teams = [member for _ in range(size // team) for member in _team(house, team)]
+    return [LocalGroup(house, rank, teams[rank], links[rank]) for rank in range(size)]
+
+
+def _team(house: _House, size: int) -> list[Team]:
+    if size == 1:
+        return [OneTeam()]
+    barrier = threading.Barrier(size)
+    house.breakers.append(barrier)
+    slots: list[object] = [None] * size
+    return [LocalTeam(house, rank, slots, barrier) for rank in range(size)]
