@@ -53,9 +53,7 @@ class EngineConfig:
     chunk_tokens: int = setting(
         512, "engine", "Prompt tokens run beside one decode step.", (1, 1 << 20)
     )
-    deterministic: bool = setting(
-        False, "engine", "The same answer to the last bit in any batch; prompts run slower."
-    )
+    deterministic: bool = setting(False, "engine", "The same answer to the last bit in any batch.")
     depth: int = setting(
         0, "engine", "1 launches a step before the last one's tokens are known; 0 waits.", (0, 1)
     )

@@ -1,42 +1,36 @@
 """One layer of the model over a pack: rows and keys are stored, then the pack's queries attend.
 
 No span reads what another one of its pack writes: the indexer and the attention run span by span.
+
+The stages are those of a decode step, compiled where they can be: they treat every token alike,
+however the prompt is cut, whatever prefix was there and whatever else is in the pack.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ess.engine.layers.batch import back, front, key_records, queries, row_bytes, turned
+from ess.engine.layers.batch import back, front, queries
 from ess.engine.prompt.pack import Chosen, Pack, window_of
-from ess.engine.prompt.reading import attend_all, attend_chosen, top_k
-from ess.models.decoder import DecoderLayer, Entry
+from ess.engine.prompt.reading import attend_chosen, top_k
+from ess.models.decoder import DecoderLayer
 
 
 def run_layer(
     pack: Pack, layer: DecoderLayer, hidden: Tensor, given: Chosen
 ) -> tuple[Tensor, Chosen]:
-    entry = layer.enter(hidden)
-    chosen = given
-    if layer.indexer is not None:
-        chosen = _select(pack, layer, entry)
-        _keep_windows(pack, layer, chosen)
-    attended = _attend(pack, layer, entry, chosen)
-    return layer.mlp(layer.output(hidden, attended)), chosen
-
-
-def run_layer_alike(
-    pack: Pack, layer: DecoderLayer, hidden: Tensor, given: Chosen
-) -> tuple[Tensor, Chosen]:
     made, chosen = front(pack, layer, hidden), given
     if made.queries is not None and made.weights is not None:
         _import_keys(pack, layer, made.keys)
-        chosen = [
+        picked = [
             top_k(pack, span, layer.number, made.queries[place], made.weights[place])
             for _, span, place in pack.each()
         ]
-        _keep_windows(pack, layer, chosen)
+        _keep_windows(pack, layer, picked)
+        chosen = picked
     _import_rows(pack, layer, made.rows)
     asked = queries(pack, layer, made.query)
     attended = []
@@ -59,33 +53,7 @@ def _import_rows(pack: Pack, layer: DecoderLayer, rows: Tensor) -> None:
         span.sequence.import_rows(layer.number, span.start, rows[place])
 
 
-def _keep_windows(pack: Pack, layer: DecoderLayer, chosen: Chosen) -> None:
+def _keep_windows(pack: Pack, layer: DecoderLayer, chosen: Sequence[Tensor]) -> None:
     group = pack.layout.group_of(layer.number)
     for at, span, _ in pack.each():
-        span.windows[group] = window_of(span, chosen[at], pack.layout.top_k)
-
-
-def _select(pack: Pack, layer: DecoderLayer, entry: Entry) -> Chosen:
-    layout, ops = pack.layout, pack.ops
-    probe = turned(layer.index(entry, pack.rotation), layout, ops)
-    _import_keys(pack, layer, key_records(probe.keys, layout, ops))
-    return [
-        None
-        if span.stop <= layout.top_k
-        else top_k(pack, span, layer.number, probe.queries[place], probe.weights[place])
-        for _, span, place in pack.each()
-    ]
-
-
-def _attend(pack: Pack, layer: DecoderLayer, entry: Entry, chosen: Chosen) -> Tensor:
-    new = row_bytes(layer.mla.rows(entry.row, pack.rotation), pack.layout, pack.ops)
-    _import_rows(pack, layer, new)
-    asked = layer.mla.queries(entry.query, pack.rotation)
-    attended = []
-    for at, span, place in pack.each():
-        host_rows, mine = span.sequence.host_rows(0, span.stop), chosen[at]
-        if mine is None:
-            attended.append(attend_all(pack, span, layer.number, asked[place], host_rows))
-        else:
-            attended.append(attend_chosen(pack, layer.number, asked[place], host_rows, mine))
-    return torch.cat(attended)
+        span.windows[group] = window_of(span, chosen[at])

@@ -62,7 +62,7 @@ class Pack:
 
 
 Chosen = Sequence[Tensor | None]
-"""The selections of each span's queries; None while they cover every position."""
+"""The selections of each span's queries; None before the first layer has made them."""
 
 
 def packed(runner: Runner, spans: Sequence[Span]) -> Pack:
@@ -77,11 +77,6 @@ def packed(runner: Runner, spans: Sequence[Span]) -> Pack:
     )
 
 
-def window_of(span: Span, chosen: Tensor | None, top_k: int) -> Tensor:
+def window_of(span: Span, chosen: Tensor) -> Tensor:
     """The selections of the last queries, oldest first."""
-    count = min(WINDOW_MAX, len(span.tokens))
-    if chosen is not None:
-        return chosen[-count:]
-    positions = torch.arange(top_k, dtype=torch.int32).expand(count, top_k)
-    lengths = torch.arange(span.stop - count, span.stop)[:, None] + 1
-    return torch.where(positions < lengths, positions, -1).int()
+    return chosen[-min(WINDOW_MAX, len(span.tokens)) :]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ess.engine.layers.batch import compute_threads
 from ess.engine.prompt.pack import Pack, Span
-from ess.models.mla import attend_dense
 
 QUERIES: Final = 64
 
@@ -27,16 +26,6 @@ def top_k(pack: Pack, span: Span, layer: int, queries: Tensor, weights: Tensor) 
         codec,
         k=pack.layout.top_k,
         threads=compute_threads(),
-    )
-
-
-def attend_all(pack: Pack, span: Span, layer: int, asked: Tensor, host_rows: Tensor) -> Tensor:
-    codec, config = pack.layout.row, pack.runner.model.config
-    stored = pack.runner.offload.memory(layer).host[host_rows.long()]
-    rows = pack.ops.decode_rows(stored, codec, torch.empty(span.stop, config.row_dim))
-    positions = torch.arange(span.start, span.stop)
-    return attend_dense(
-        asked, rows, positions, latent_dim=codec.latent_dim, scale=config.attention_scale
     )
 
 

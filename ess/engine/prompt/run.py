@@ -8,9 +8,9 @@ The chunks of a step run as one pack: what is done token by token, the products 
 done once for all their tokens; the indexer and the attention run span by span, each over its own
 sequence. No span reads what another one of its pack writes.
 
-Products over many tokens at once are fast, and their rounding depends on how many these are. In a
-deterministic engine chunks run through the stages of a decode step instead, which treat every token
-alike however the prompt is cut, whatever prefix was there and whatever else is in the pack.
+Chunks run through the compiled stages of a decode step, which treat every token alike however the
+prompt is cut, whatever prefix was there and whatever else is in the pack. Where there are none,
+torch multiplies many tokens at once, and its rounding depends on how many these are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ess.engine.plan import Chunk
-from ess.engine.prompt.layer import run_layer, run_layer_alike
+from ess.engine.prompt.layer import run_layer
 from ess.engine.prompt.pack import Chosen, Pack, Span, packed
 from ess.engine.step.runner import Runner
 
@@ -55,13 +55,12 @@ def run_part(
     this part makes of it comes back beside the spans."""
     pack = packed(runner, spans)
     assert (given is None) == runner.model.is_first, "only the first part embeds"
-    through = run_layer_alike if runner.is_deterministic else run_layer
     hidden = given
     if hidden is None:
         hidden = runner.model.embed(_joined([span.tokens for span in spans]))
     chosen: Chosen = [None] * len(spans)
     for layer in runner.model.layers:
-        hidden, chosen = through(pack, layer, hidden, chosen)
+        hidden, chosen = run_layer(pack, layer, hidden, chosen)
         if on_layer is not None:
             on_layer(layer.number)
     if runner.offload.layout.mtp_layer_count:
@@ -69,7 +68,7 @@ def run_part(
         assert mtp is not None, "the layout has an MTP layer, the model has none"
         embedded = runner.model.embed(_joined([span.following for span in spans]))
         joined = mtp.join(embedded, runner.model.finish(hidden))
-        through(pack, mtp.layer, joined, [None] * len(spans))
+        run_layer(pack, mtp.layer, joined, [None] * len(spans))
         if on_layer is not None:
             on_layer(mtp.layer.number)
     made = [

@@ -62,12 +62,10 @@ class Runner:
         *,
         tuning: Tuning,
         verifier: Verifier,
-        deterministic: bool = False,
     ) -> None:
         self.model = model
         self.offload = offload
         self.ops = ops
-        self.is_deterministic = deterministic
         self.verifier = verifier
         self.verified_layer: int | None = None
         self.tuning = tuning
@@ -187,7 +185,6 @@ def made_runner(model: Model, offload: Offload, config: EngineConfig) -> Runner:
             sbo=config.sbo,
         ),
         verifier=Verifier(every=config.verify_every, is_fatal=config.verify_fatal),
-        deterministic=config.deterministic,
     )
 
 
