@@ -75,6 +75,7 @@ class Offload:
         lane: Lane | None = None,
         clock: Clock | None = None,
         poison: bool = False,
+        shared: bool = False,
         placement: MakePlacement | None = None,
     ) -> Offload:
         """Allocates everything it will ever use.
@@ -88,6 +89,7 @@ class Offload:
         `query_max` bounds the queries of one step, `part_max` the parts under way at once.
         Copies run beside compute unless another `lane` is given; waits for them are timed on
         `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
+        `shared` puts the host's rows and keys into memory that other processes can map.
         `placement` is given the slots and returns what a step uses in their place.
         """
         for name, value in {
@@ -110,6 +112,7 @@ class Offload:
             part_max=part_max,
             slot_floor=layout.slot_floor if slot_floor is None else slot_floor,
             poison=poison,
+            shared=shared,
         )
         opened = open_lane(device=device) if lane is None else lane
         return cls(build_pools(layout, sizes, opened), opened, clock or RealClock(), placement)

@@ -8,12 +8,12 @@ from typing import Final
 from ess.door.inflight import InFlight
 from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.views import known
-from ess.kernels.memory import host_memory
+from ess.kernels.memory import host_memory, memory_file
 from ess.kernels.streams import Known, Lane
 from ess.layout import ModelLayout
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, Capacity, whole_count
 from ess.pool.index import IndexPool, PageTables
-from ess.pool.latent import LatentPool
+from ess.pool.latent import Bytes, LatentPool
 from ess.pool.ledger import Ledger
 from ess.pool.sparse import SparsePool
 from ess.units import PAGE_ROWS, div_ceil
@@ -38,6 +38,7 @@ class PoolSizes:
     part_max: int
     slot_floor: int
     poison: bool
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +83,15 @@ def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
     chunk_count = whole_count(
         "slot_bytes", sizes.slot_bytes, layout.chunk_bytes, count_min=layout.group_count
     )
-    latent = LatentPool(
-        layout, host_memory(host_page_count * layout.host_page_bytes), poison=sizes.poison
-    )
+    rows, rows_fd = _memory(sizes, "host", host_page_count * layout.host_page_bytes)
+    keys, keys_fd = _memory(sizes, "index", max(index_page_count * layout.key_page_bytes, 1))
+    latent = LatentPool(layout, rows, fd=rows_fd, poison=sizes.poison)
     index = IndexPool(
         layout,
-        host_memory(max(index_page_count * layout.key_page_bytes, 1)),
+        keys,
         page_count=index_page_count,
         host_page_count=host_page_count,
+        fd=keys_fd,
     )
     sparse = SparsePool(
         layout,
@@ -114,6 +116,14 @@ def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
         host_layers=tuple(known(rows) for rows in latent.rows),
         at_once_bytes=lane.at_once_bytes if isinstance(lane, WorkerLane) else 0,
     )
+
+
+def _memory(sizes: PoolSizes, name: str, byte_count: int) -> tuple[Bytes, int | None]:
+    """And the memory file that it lies in, where other processes map it."""
+    if not sizes.shared:
+        return host_memory(byte_count), None
+    made = memory_file(byte_count, name=name)
+    return made.memory, made.fd
 
 
 def _ledger(latent: LatentPool, index: IndexPool, sparse: SparsePool) -> Ledger:

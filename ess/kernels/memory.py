@@ -1,13 +1,22 @@
-"""Host memory for pools: anonymous, zeroed, on huge pages where the system has them.
+"""Host memory for pools: zeroed, on huge pages where the system has them.
 
 Rows scattered over gigabytes miss the address translation caches on 4 KiB pages; on 2 MiB pages the
 same gather runs about half as fast again.
+
+Memory of one process is anonymous. Memory that other processes map is a memory file: it has no path
+and no name in a file system, so it is gone when the last process that has it open or mapped has
+ended, however that ended. Others open it through its owner's entry in /proc, which asks for the
+same user and one process namespace. The file is sealed, it cannot shrink under those who map it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
+import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,21 +32,71 @@ def host_memory(byte_count: int, *, touch_threads: int = 0) -> npt.NDArray[np.ui
 
     Pages arrive at first touch. With `touch_threads` they are all there when this returns.
     """
-    if byte_count <= 0:
-        raise BadInput(f"byte_count is {byte_count}, must be positive")
+    _check_size(byte_count)
     try:
         region = mmap.mmap(
             -1, align_up(byte_count, _HUGE_PAGE) + _HUGE_PAGE, flags=mmap.MAP_PRIVATE
         )
     except OSError as error:
         raise Unavailable(f"no {format_bytes(byte_count)} of host memory: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(region, np.uint8)
+    whole = _on_huge_pages(region)
     start = -whole.__array_interface__["data"][0] % _HUGE_PAGE
     memory = whole[start : start + byte_count]
     _touch(memory, touch_threads)
     return memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryFile:
+    """Memory that other processes can map. `fd` stays open while a view of `memory` lives."""
+
+    memory: npt.NDArray[np.uint8]
+    fd: int
+
+
+def memory_file(byte_count: int, *, name: str = "memory", touch_threads: int = 0) -> MemoryFile:
+    """Fresh memory in a file; `name` is for those who look into /proc."""
+    _check_size(byte_count)
+    if not hasattr(os, "memfd_create"):
+        raise Unavailable("memory that processes share needs memory files, which Linux has")
+    fd = os.memfd_create(f"ess-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, byte_count)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        region = mmap.mmap(fd, byte_count)
+    except OSError as error:
+        os.close(fd)
+        raise Unavailable(f"no {format_bytes(byte_count)} of shared memory: {error}") from error
+    weakref.finalize(region, os.close, fd)
+    memory = _on_huge_pages(region)
+    _touch(memory, touch_threads)
+    return MemoryFile(memory, fd)
+
+
+def map_memory_file(pid: int, fd: int, byte_count: int, *, begin: int = 0) -> npt.NDArray[np.uint8]:
+    """`byte_count` bytes from `begin` on of a file that process `pid` has open. OSError where
+    there is no such file, or no longer."""
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        file_bytes = os.fstat(opened).st_size
+        if not 0 <= begin < begin + byte_count <= file_bytes:
+            raise OSError(f"{byte_count} bytes at {begin} of a file of {file_bytes}")
+        first = begin - begin % mmap.ALLOCATIONGRANULARITY
+        region = mmap.mmap(opened, begin + byte_count - first, offset=first)
+    finally:
+        os.close(opened)
+    return _on_huge_pages(region)[begin - first :]
+
+
+def _check_size(byte_count: int) -> None:
+    if byte_count <= 0:
+        raise BadInput(f"byte_count is {byte_count}, must be positive")
+
+
+def _on_huge_pages(region: mmap.mmap) -> npt.NDArray[np.uint8]:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(region, np.uint8)
 
 
 def _touch(memory: npt.NDArray[np.uint8], threads: int) -> None:

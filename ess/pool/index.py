@@ -26,9 +26,18 @@ NONE = -1
 
 
 class IndexPool:
+    """`fd` is the memory file that the keys lie in, where they lie in one."""
+
     def __init__(
-        self, layout: ModelLayout, memory: Bytes, *, page_count: int, host_page_count: int
+        self,
+        layout: ModelLayout,
+        memory: Bytes,
+        *,
+        page_count: int,
+        host_page_count: int,
+        fd: int | None = None,
     ) -> None:
+        self.fd = fd
         self.pages = PagePool(page_count)
         self.keys = KeyPages(layout, memory, page_count)
         self.host_page_of = np.full(page_count, NONE, np.int32)

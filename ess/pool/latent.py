@@ -34,10 +34,16 @@ FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 class LatentPool:
-    def __init__(self, layout: ModelLayout, memory: Bytes, *, poison: bool = False) -> None:
+    """`fd` is the memory file that the pool lies in from its first byte on, where it lies in one:
+    other processes can map it."""
+
+    def __init__(
+        self, layout: ModelLayout, memory: Bytes, *, fd: int | None = None, poison: bool = False
+    ) -> None:
         page_count = len(memory) // layout.host_page_bytes
         assert page_count > 0, f"{len(memory)} bytes hold no page of {layout.host_page_bytes}"
         self.layout = layout
+        self.fd = fd
         self.pages = PagePool(page_count)
         self.prefix = PrefixIndex()
         self._poison = poison

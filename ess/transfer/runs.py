@@ -23,11 +23,13 @@ REGION_NUMBER_MAX: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Memory that peers may read and write, under a number. `fd` where it is a file of ours."""
+    """Memory that peers may read and write, under a number. Where it lies in a memory file of ours,
+    that is `fd`, and the memory begins at its byte `begin`."""
 
     number: int
     memory: NDArray[np.uint8]
     fd: int | None = None
+    begin: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < REGION_NUMBER_MAX:

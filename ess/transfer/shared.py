@@ -1,7 +1,8 @@
 """Between processes of one machine: the sender copies into the peer's own memory.
 
-Registered memory is memory files (`shared_region`), which a peer maps when it connects, through the
-descriptors under the owner's entry in /proc; this asks for the same user and one process namespace.
+Registered memory lies in memory files (`ess.kernels.memory`), which a peer maps when it connects,
+through the descriptors under the owner's entry in /proc. What lies elsewhere can leave, and nothing
+comes there.
 A Unix socket carries the Hellos, the notifications and the heartbeats. A copy is cut into slices of
 one `poll`.
 
@@ -11,8 +12,6 @@ the notification away, not the bytes.
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import socket
 from collections import deque
@@ -20,11 +19,9 @@ from collections.abc import Iterator
 from struct import Struct, error
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ess.clock import Clock
 from ess.errors import BadInput
+from ess.kernels.memory import map_memory_file, memory_file
 from ess.transfer.channel import Kind
 from ess.transfer.endpoint import Identity
 from ess.transfer.runs import Region, Runs, fault_of, views
@@ -34,18 +31,16 @@ from ess.transfer.transport import Event, Transfer
 SLICE_BYTES: Final = 16 << 20
 
 _OWNER: Final = Struct("<QI")
-_REGION: Final = Struct("<IIQ")
+_REGION: Final = Struct("<IIQQ")
 
 Copy = Iterator[int]
 """Copies as it is asked for more, and says how many bytes each time."""
 
 
 def shared_region(number: int, size: int) -> Region:
-    """Fresh memory that other processes can map. The file never shrinks under them."""
-    fd = os.memfd_create(f"ess-region-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    return Region(number, _mapped(fd, size), fd)
+    """Fresh memory that other processes can map."""
+    made = memory_file(size, name=f"region-{number}")
+    return Region(number, made.memory, made.fd)
 
 
 class SharedTransport(StreamTransport):
@@ -93,13 +88,13 @@ class SharedTransport(StreamTransport):
         return super().poll()
 
     def _address(self) -> bytes:
-        missing = [number for number, region in self._regions.items() if region.fd is None]
-        if missing:
-            raise BadInput(f"region {missing[0]} is not shared memory: see shared_region")
         name: bytes = self._listener.getsockname()
-        regions = [(each.number, each.fd, each.memory.size) for each in self._regions.values()]
-        table = b"".join(_REGION.pack(*region) for region in regions)
-        return _OWNER.pack(os.getpid(), len(regions)) + table + name
+        ours = [region for region in self._regions.values() if region.fd is not None]
+        if self._regions and not ours:
+            raise BadInput(f"region {min(self._regions)} is not shared memory: see shared_region")
+        rows = [(each.number, each.fd, each.begin, each.memory.size) for each in ours]
+        table = b"".join(_REGION.pack(*row) for row in rows)
+        return _OWNER.pack(os.getpid(), len(rows)) + table + name
 
     def _dial(self, address: bytes) -> socket.socket:
         _, count = _OWNER.unpack_from(address)
@@ -146,18 +141,7 @@ def _regions_of(address: bytes) -> dict[int, Region]:
         rows = list(_REGION.iter_unpack(table))
     except error:
         raise BadInput(f"{address[:80]!r} is no address of shared memory") from None
-    return {number: _region_of(pid, number, fd, size) for number, fd, size in rows}
-
-
-def _region_of(pid: int, number: int, fd: int, size: int) -> Region:
-    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        if os.fstat(opened).st_size != size:
-            raise OSError(f"region {number} is not of {size} bytes")
-        return Region(number, _mapped(opened, size))
-    finally:
-        os.close(opened)
-
-
-def _mapped(fd: int, size: int) -> NDArray[np.uint8]:
-    return np.frombuffer(mmap.mmap(fd, size), np.uint8)
+    return {
+        number: Region(number, map_memory_file(pid, fd, size, begin=begin))
+        for number, fd, begin, size in rows
+    }

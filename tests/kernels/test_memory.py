@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels.memory import host_memory
+from ess.kernels.memory import host_memory, map_memory_file, memory_file
 
 
 def resident_bytes() -> int:
@@ -53,3 +57,73 @@ def test_bad_sizes() -> None:
         host_memory(0)
     with pytest.raises(Unavailable, match="host memory"):
         host_memory(1 << 55)
+
+
+SIZE = (3 << 20) + 17
+
+
+def test_a_memory_file_is_zeroed_and_seen_through_every_map():
+    made = memory_file(SIZE, touch_threads=2)
+    assert not made.memory.any()
+    made.memory[-1] = 7
+    theirs = map_memory_file(os.getpid(), made.fd, SIZE)
+    assert theirs[-1] == 7
+    begin = 8192 + 5
+    part = map_memory_file(os.getpid(), made.fd, 100, begin=begin)
+    part[:] = 3
+    assert (made.memory[begin : begin + 100] == 3).all()
+    assert made.memory[begin - 1] == made.memory[begin + 100] == 0
+
+
+def test_a_memory_file_does_not_shrink():
+    made = memory_file(SIZE)
+    with pytest.raises(PermissionError):
+        os.ftruncate(made.fd, SIZE - 1)
+
+
+def test_a_memory_file_is_closed_with_its_last_view():
+    made = memory_file(SIZE)
+    fd, rows = made.fd, made.memory[: 1 << 20].reshape(-1, 4096)
+    del made
+    os.fstat(fd)
+    theirs = map_memory_file(os.getpid(), fd, SIZE)
+    del rows
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    theirs[-1] = 1
+    with pytest.raises(OSError, match="No such file"):
+        map_memory_file(os.getpid(), fd, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("size", "begin"), [(SIZE + 1, 0), (SIZE, 1), (0, 0), (8, -8), (1, 1 << 60)]
+)
+def test_only_what_is_in_the_file_is_mapped(size: int, begin: int):
+    made = memory_file(SIZE)
+    with pytest.raises(OSError, match=f"of a file of {SIZE}"):
+        map_memory_file(os.getpid(), made.fd, size, begin=begin)
+
+
+OWNER = """
+import os, sys
+from ess.kernels.memory import memory_file
+made = memory_file(1 << 20)
+made.memory[:] = 5
+print(os.getpid(), made.fd, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_of_a_killed_process_lives_as_long_as_it_is_mapped():
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        pid, fd = map(int, process.stdout.readline().split())
+        theirs = map_memory_file(pid, fd, 1 << 20)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert (theirs == 5).all()
+    with pytest.raises(OSError, match="No such"):
+        map_memory_file(pid, fd, 1 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -35,12 +36,13 @@ def expected(folder: Path, asked: list[Add], mtp: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mtp", [1, 2])
-def test_tokens_of_two_processes_are_those_of_one(tmp_path: Path, mtp: int):
+@pytest.mark.parametrize(("mtp", "transport"), [(1, "tcp"), (2, "tcp"), (2, "shared")])
+def test_tokens_of_two_processes_are_those_of_one(tmp_path: Path, mtp: int, transport: str):
     asked = adds([TEXT[:count] for count in LENGTHS], WISH)
     (tmp_path / "alone").mkdir()
     single = expected(tmp_path / "alone", asked, mtp)
-    with engines(tmp_path, {**PREFILL, "mtp": mtp}, {**DECODE, "mtp": mtp}) as [prefill, decode]:
+    alike = {"mtp": mtp, "transport": transport}
+    with engines(tmp_path, {**PREFILL, **alike}, {**DECODE, **alike}) as [prefill, decode]:
         peer = met(prefill, decode)
         for add in asked:
             handed_over(add, prefill, decode, uid=add.number + 1, peer=peer)
@@ -66,10 +68,14 @@ def counts(engine: EngineProcess) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["recompute", "refuse"])
-def test_a_prefill_worker_that_is_killed(tmp_path: Path, policy: str):
+@pytest.mark.parametrize(
+    ("policy", "transport"), [("recompute", "tcp"), ("refuse", "tcp"), ("recompute", "shared")]
+)
+def test_a_prefill_worker_that_is_killed(tmp_path: Path, policy: str, transport: str):
     """While it holds a prompt that the decode worker waits for."""
-    with engines(tmp_path, PREFILL, {**DECODE, "handoff_failure": policy}) as [prefill, decode]:
+    way = {"transport": transport}
+    configs = ({**PREFILL, **way}, {**DECODE, **way, "handoff_failure": policy})
+    with engines(tmp_path, *configs) as [prefill, decode]:
         peer = met(prefill, decode)
         decode.say(Add(0, TEXT[:600], WISH, handoff=Handoff(1, peer, "take")))
         decode.until(lambda _: arriving(decode) == 1)
@@ -121,7 +127,6 @@ def test_workers_that_must_not_meet(tmp_path: Path):
     [
         ({"role": "decode", "secret": ""}, "role is 'decode'"),
         ({"role": "decode", "secret": SECRET[:5]}, "the secret has 5 bytes"),
-        ({"role": "decode", "transport": "shared"}, "transport is 'shared'"),
         ({"role": "decode", "transfer_host": "203.0.113.9"}, "cannot listen on 203.0.113.9"),
     ],
 )
@@ -132,3 +137,36 @@ def test_what_an_engine_cannot_be_ends_it_with_a_sentence(
         while not isinstance(message := engine.hear(), Fault):
             pass
         assert said in message.sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["prefill", "decode"])
+def test_shared_memory_is_gone_with_its_process(tmp_path: Path, killed: str):
+    """A worker maps the memory of another one, and lets go of it when that one is killed or stops;
+    nothing stays in a file system."""
+    named = set(os.listdir("/dev/shm"))
+    shared = {"transport": "shared"}
+    with engines(tmp_path, {**PREFILL, **shared}, {**DECODE, **shared}) as [prefill, decode]:
+        peer = met(prefill, decode)
+        [add] = adds([TEXT[:600]], WISH)
+        handed_over(add, prefill, decode, uid=1, peer=peer)
+        decode.ended(0)
+        prefill.ended(0)
+        victim, other = (prefill, decode) if killed == "prefill" else (decode, prefill)
+        assert mapped_files(other) > own_files(other)
+        victim.process.send_signal(signal.SIGKILL)
+        other.until(lambda _: mapped_files(other) == own_files(other))
+        assert other.stop() == 0
+    assert set(os.listdir("/dev/shm")) == named
+
+
+def mapped_files(engine: EngineProcess) -> int:
+    """Memory files of ours that the process maps, its own and others'."""
+    lines = Path(f"/proc/{engine.process.pid}/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if "memfd:ess-" in line})
+
+
+def own_files(engine: EngineProcess) -> int:
+    folder = Path(f"/proc/{engine.process.pid}/fd")
+    links = [os.readlink(entry) for entry in folder.iterdir()]
+    return len({link for link in links if link.startswith("/memfd:ess-")})

@@ -22,6 +22,7 @@ from ess.pool.latent import LatentPool
 from ess.transfer.arrivals import Share
 from ess.transfer.messages import Piece, PieceKind, Reserved
 from ess.transfer.runs import Region, Runs, page_runs
+from ess.transfer.shared import shared_region
 from ess.transfer.windows import window_bytes_max
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
@@ -35,9 +36,16 @@ SLOT_ALIGN: Final = 4096
 
 def pool_regions(latent: LatentPool) -> list[Region]:
     """Rows [layer][host row] and index keys [key layer][page], flat."""
-    keys = latent.keys.pages.reshape(-1)
-    regions = [Region(ROWS, latent.rows.reshape(-1)), Region(KEYS, keys)]
+    rows, keys = latent.rows.reshape(-1), latent.keys.pages.reshape(-1)
+    regions = [Region(ROWS, rows, latent.fd), Region(KEYS, keys, latent.fd, begin=rows.size)]
     return [region for region in regions if region.memory.size]
+
+
+def fresh_region(number: int, size: int, latent: LatentPool) -> Region:
+    """More registered memory, of the pool's kind: of a memory file or of this process alone."""
+    if latent.fd is None:
+        return Region(number, np.zeros(size, np.uint8))
+    return shared_region(number, size)
 
 
 def window_slot_bytes(pools: Pools) -> int:

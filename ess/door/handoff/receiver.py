@@ -26,7 +26,14 @@ from ess.clock import Clock
 from ess.door.checks import in_range
 from ess.door.handoff.arriving import NAG_S, NAG_S_MAX, Arriving
 from ess.door.handoff.endings import Landed, Missed
-from ess.door.handoff.geometry import WINDOWS, piece_runs, pool_regions, shares, window_slot_bytes
+from ess.door.handoff.geometry import (
+    WINDOWS,
+    fresh_region,
+    piece_runs,
+    pool_regions,
+    shares,
+    window_slot_bytes,
+)
 from ess.door.offload import Offload
 from ess.door.sequences.sequence import Sequence, require_state
 from ess.errors import BadInput, BadState, PoolFull
@@ -45,7 +52,7 @@ from ess.transfer.messages import (
     Seal,
     text_digest,
 )
-from ess.transfer.runs import Region, views
+from ess.transfer.runs import views
 from ess.transfer.transport import Transfer, Transport
 from ess.transfer.windows import unpacked_windows
 from ess.units import PAGE_ROWS, div_ceil
@@ -94,8 +101,9 @@ class Receiver:
         self._ticket = 0
         self._strays: dict[tuple[int, int], None] = {}
         self._outcomes: list[Landed | Missed] = []
-        slots = Region(WINDOWS, np.zeros(arrivals_max * self._slot_bytes, np.uint8))
-        listed = [*pool_regions(self._pools.latent), slots]
+        latent = self._pools.latent
+        slots = fresh_region(WINDOWS, arrivals_max * self._slot_bytes, latent)
+        listed = [*pool_regions(latent), slots]
         self._regions = {region.number: region for region in listed}
         transport.register(listed)
 

@@ -18,11 +18,12 @@ from ess.engine.process.messages import (
     Met,
     PeerLine,
 )
-from ess.errors import BadInput, EssError, Unavailable
+from ess.errors import BadInput, EssError
 from ess.models.weights.fingerprint import fingerprint
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, layout_hash, new_epoch
 from ess.transfer.nixl import NixlTransport
+from ess.transfer.shared import SharedTransport
 from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Transport
 
@@ -61,10 +62,7 @@ def _transport(launch: Launch, identity: Identity, clock: Clock) -> Transport:
         case "nixl":
             return NixlTransport(identity, clock=clock)
         case "shared":
-            raise Unavailable(
-                "transport is 'shared': an engine's host pool is not in shared memory yet; take "
-                "'tcp' or 'nixl'"
-            )
+            return SharedTransport(identity, clock=clock)
 
 
 def _layout_digest(launch: Launch, offload: Offload) -> bytes:

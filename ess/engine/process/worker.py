@@ -406,6 +406,7 @@ def build(launch: Launch, clock: Clock) -> Built:
         length_max=launch.length_max,
         sequence_max=chosen.max_running,
         query_max=chosen.query_max,
+        shared=chosen.transport == "shared",
     )
     port = open_port(launch, offload, clock)
     engine = Engine(model, offload, chosen, tokenizer=Tokenizer(launch.model), port=port)
