@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 from rich.table import Table
 
 from ess import console
+from ess.engine.chunking.partition import counted_costs, explained, partition, read_partition
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.models.registry import read_config as parse_config
+from ess.models.weights.dry_run import read_config
 from ess.server.commands import planpage
 from ess.sim.locality import misses
 from ess.sim.operators.gpus import check_planned, operators_of
@@ -36,6 +40,8 @@ def plan(
     ratio: float | None = None,
     perf_db: Path | None = None,
     html: Path | None = None,
+    pp_size: int | None = None,
+    pp_layer_partition: str | None = None,
     json: bool = False,
 ) -> None:
     """Batch, slots and time for a model on given GPUs, and what limits them.
@@ -68,34 +74,77 @@ def plan(
         An unpacked measurement package to use in place of the tables that ship.
     html
         Also write a page that plans in a browser, without a server, to this file.
+    pp_size
+        Stages of a prefill tier's pipeline: says which layers each of them has, and why.
+    pp_layer_partition
+        Layers of each stage, such as 15,15,15,16, in place of the choice.
     json
         Print one JSON document.
     """
     console.check_folder("--html", html)
     check_planned(model, gpu)
-    ask = Ask(
-        context=parse_size(ctx),
+    ask = replace(
+        _asked(ctx, gpus, device_bytes, ram, tpot),
         queries_each=mtp,
         accepted=accepted,
-        gpu_count=gpus,
-        device_bytes=None if device_bytes is None else parse_size(device_bytes),
-        host_bytes=None if ram is None else parse_size(ram),
-        token_us_max=None if tpot is None else parse_duration(tpot),
         batch=batch,
         ratio=ratio,
     )
+    cut = cut_of(model, ask, pp_size, pp_layer_partition)
     planner = planner_of(ask, gpu, perf_db)
     if html is not None:
-        html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
-        console.note(f"written: {html}")
-    _present(planner.plan(), ask, json=json)
+        _write_page(html, planner, model, gpu)
+    _present(planner.plan(), ask, cut, json=json)
 
 
-def _present(plan: Plan, ask: Ask, *, json: bool) -> None:
+def _asked(ctx: str, gpus: int, device_bytes: str | None, ram: str | None, tpot: str | None) -> Ask:
+    return Ask(
+        gpu_count=gpus,
+        context=parse_size(ctx),
+        device_bytes=None if device_bytes is None else parse_size(device_bytes),
+        host_bytes=None if ram is None else parse_size(ram),
+        token_us_max=None if tpot is None else parse_duration(tpot),
+    )
+
+
+def _write_page(html: Path, planner: Planner, model: str, gpu: str) -> None:
+    html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
+    console.note(f"written: {html}")
+
+
+def _present(plan: Plan, ask: Ask, cut: Cut | None, *, json: bool) -> None:
     if json:
-        console.print_json(msgspec.to_builtins(plan))
-    else:
-        _print(plan, ask)
+        stages = {} if cut is None else {"pipeline": msgspec.to_builtins(cut)}
+        console.print_json({**msgspec.to_builtins(plan), **stages})
+        return
+    _print(plan, ask)
+    if cut is not None:
+        lines = [f"\nprefill in a pipeline of {len(cut.layers)}", *cut.explained]
+        console.tables().print("\n".join(lines), highlight=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A model over the stages of a pipeline: how many layers each has, and what that means."""
+
+    layers: tuple[int, ...]
+    explained: tuple[str, ...]
+
+
+def cut_of(model: str, ask: Ask, pp_size: int | None, given: str | None) -> Cut | None:
+    """None where neither says that there are stages. MTP is part of the work where it drafts."""
+    counts = None if given is None else read_partition(given)
+    if pp_size is None and counts is None:
+        return None
+    config = parse_config(read_config(model))
+    config = msgspec.structs.replace(config, mtp_layer_count=int(ask.queries_each > 1))
+    layout, costs = config.layout(name=model), counted_costs(config, context=ask.context)
+    stages = len(counts or ()) if pp_size is None else pp_size
+    parts = partition(layout, stages, given=counts, costs=costs)
+    return Cut(
+        layers=tuple(len(part) for part in parts),
+        explained=tuple(explained(layout, parts, costs)),
+    )
 
 
 def planner_of(ask: Ask, gpu: str, perf_db: Path | None) -> Planner:
