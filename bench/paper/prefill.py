@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from typing import Final
 
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.report import Row, compare
-from ess.sim.prefill.pipeline import autotune, exhaustive
+from ess.engine.chunking.sizer import ChunkSizer
+from ess.sim.prefill.pipeline import autotune, exhaustive, prefill
 from ess.sim.prefill.published_rows import PROMPT, Fitted, Prediction, fit_all, predictions
 
 TOLERANCE: Final = 0.05
 TUNER_TARGET: Final = 0.99
 SMOKE_PROMPT: Final = PROMPT // 4
+NOISE: Final = 0.05
+FOLLOWED_PROMPTS: Final = 20
 
 
 def prefill_benchmark(*, smoke: bool) -> list[Row]:
@@ -29,6 +33,7 @@ def prefill_benchmark(*, smoke: bool) -> list[Row]:
     ]
     models = fit_all()
     rows += [_overhead(model) for model in models]
+    rows += [_followed(model) for model in models]
     return rows + [_tuner(model, smoke=smoke) for model in models]
 
 
@@ -50,6 +55,33 @@ def _overhead(model: Fitted) -> Row:
             "bubble_share_static": round(model.run(static, 0.0).bubble_share, 3),
             "bubble_share_dynamic": round(model.run(*model.published.dynamic).bubble_share, 3),
         },
+    )
+
+
+def _followed(model: Fitted) -> Row:
+    """Time to the first token with the sizes of an engine that does not know its times: it profiles
+    them at the start and observes them later, each with noise."""
+    time, (first, smoothing) = model.published.time, model.published.dynamic
+    sizer = ChunkSizer(first, context=PROMPT, dynamic=True, smoothing=smoothing)
+    rand = random.Random(0)
+
+    def seconds(done: int, count: int) -> float:
+        return time.of(count, after=done) * rand.uniform(1 - NOISE, 1 + NOISE)
+
+    sizer.profiled([(size, seconds(0, size)) for size in sizer.profile_sizes()])
+    sizes: list[int] = []
+    for _ in range(FOLLOWED_PROMPTS):
+        sizes = []
+        while (done := sum(sizes)) < PROMPT:
+            sizes.append(sizer.next(done, PROMPT - done))
+            sizer.observe(done, sizes[-1], seconds(done, sizes[-1]))
+    return compare(
+        name=f"{model.published.name} TTFT with fitted chunks",
+        unit="s",
+        ours=[prefill(time, model.pipeline(), sizes).ttft_s],
+        baseline=("chunks of the true time", [model.run(first, smoothing).ttft_s]),
+        target=TUNER_TARGET,
+        config={"noise": NOISE, "prompts": FOLLOWED_PROMPTS, "chunks": len(sizes)},
     )
 
 

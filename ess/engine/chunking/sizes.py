@@ -77,12 +77,19 @@ def next_chunk(time: PrefillTime, chunking: Chunking, *, done: int) -> int:
     if not 0 <= done < chunking.context:
         raise BadInput(f"{done} tokens are done of a context of {chunking.context}: no chunk fits")
     left, unit = chunking.context - done, chunking.unit
+    whole = left // unit * unit if left >= unit else left
+    chunk = min(wanted_chunk(time, chunking, done=done), whole)
+    assert 0 < chunk <= left, f"a chunk of {chunk} where {left} are left"
+    return chunk
+
+
+def wanted_chunk(time: PrefillTime, chunking: Chunking, *, done: int) -> int:
+    """The same without an end of the context: always a multiple of the unit."""
     smooth = chunking.first + chunking.smoothing * (
         _strict(time, chunking.first, done) - chunking.first
     )
-    wanted = max(int(smooth), chunking.floor) // unit * unit
-    chunk = min(max(wanted, unit), left // unit * unit if left >= unit else left)
-    assert 0 < chunk <= left, f"a chunk of {chunk} where {left} are left"
+    wanted = max(int(smooth), chunking.floor) // chunking.unit * chunking.unit
+    chunk = max(wanted, chunking.unit)
     assert chunk <= chunking.first, f"a chunk of {chunk} is longer than the first"
     return chunk
 
