@@ -55,13 +55,16 @@ class Written(Collector):
 
 def _own(service: Service) -> Iterator[Metric]:
     status, tally = service.board.status, service.tally_of_all
-    yield _gauge("ess_up", "1 while the engine is there", service.link.state != "lost")
+    link = service.link
+    yield _gauge("ess_up", "1 while the engine is there", not link.why_lost)
+    yield _count("ess_engine_restarts", "engines that were lost and replaced", link.restart_count)
     yield _gauge("ess_draining", "1 while the server drains", service.draining)
     yield _labelled("ess_build_info", "the version", ["version"], [((ess.__version__,), 1)])
     yield _gauge("ess_requests_running", "requests in the engine's batch", status.running_count)
     yield _gauge("ess_requests_waiting", "requests that wait", service.waiting_count)
-    oldest_s = service.link.oldest_wait_s
-    yield _gauge("ess_oldest_wait_seconds", "how long the oldest has had nothing", oldest_s)
+    yield _gauge(
+        "ess_oldest_wait_seconds", "how long the oldest has had nothing", link.oldest_wait_s
+    )
     yield _gauge("ess_connections", "HTTP connections held", tally.connection_count)
     yield _gauge("ess_requests_preempted", "requests set aside", status.preempted_count)
     yield _gauge("ess_tokens_per_second", "tokens made, of late", service.board.tokens_per_s)

@@ -31,6 +31,12 @@ class Refused(EssError):
         self.retry_after_s = retry_after_s
 
 
+class Interrupted(Unavailable):
+    """The engine that had the request is gone, and another may be asked in a while."""
+
+    retry_after_s: float = 5.0
+
+
 class Denied(EssError):
     """The API key is missing or wrong."""
 
@@ -100,9 +106,9 @@ def error_answer(error: EssError) -> Response:
     headers = {}
     if isinstance(error, Refused):
         headers["x-ess-reason"] = error.reason
-        if error.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-            headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
+    if isinstance(error, Refused | Interrupted) and error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return answer(body, status=status, headers=headers)

@@ -19,7 +19,7 @@ from ess.server.dialects.generation import Ending, Generation
 from ess.server.dialects.streaming import Answer
 from ess.server.http.metrics import CONTENT_TYPE, MODES, exposition
 from ess.server.http.openapi.door import Door
-from ess.server.http.responses import Refused, answer, error_answer
+from ess.server.http.responses import Interrupted, Refused, answer, error_answer
 from ess.server.process.bounds import in_force
 from ess.server.process.handoffs import view
 from ess.server.process.service import Service
@@ -130,10 +130,11 @@ def _engine(service: Service) -> dict[str, Any]:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine loads or runs, 503 once it is lost."""
+    """200 while the first engine loads and while one runs, 503 when it is lost, until another is
+    there."""
     service = _service(request)
-    if service.link.state == "lost":
-        return error_answer(Unavailable(service.link.why_lost))
+    if service.link.why_lost:
+        return error_answer(Interrupted(service.link.why_lost))
     return answer({"status": "draining" if service.draining else service.link.state})
 
 

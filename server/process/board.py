@@ -44,6 +44,15 @@ class Board:
         for fresh in self._subscribers:
             fresh.set()
 
+    def forget(self) -> None:
+        """The engine is lost; the next one counts from 0."""
+        self.status = Status()
+        self.tokens_per_s = 0.0
+        self.recent.clear()
+        self._rated = (self._clock.now_s(), 0)
+        for fresh in self._subscribers:
+            fresh.set()
+
     def _rate(self, status: Status) -> None:
         """Tokens per second over the last second or so."""
         now_s, (since_s, since_count) = self._clock.now_s(), self._rated

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 LINE_BYTES_MAX: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a process has ended; `is_by_code` where no signal ended it."""
+
+    how: str
+    is_by_code: bool
 
 
 class Child:
@@ -66,12 +76,21 @@ class Child:
     def logged(self) -> AsyncIterator[str]:
         return lines_of(self._process.stderr)
 
-    async def ended(self) -> str:
-        """Waits until the process has ended and says how."""
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or SIGTSTP, and not continued since."""
+        try:
+            wanted = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self.pid, wanted) is not None
+        except ChildProcessError:
+            return False
+
+    async def ended(self) -> End:
+        """Waits until the process has ended."""
         code = await self._process.wait()
         if code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process ended with code {code}"
+            return End(f"its process was ended by {signal.Signals(-code).name}", is_by_code=False)
+        return End(f"its process ended with code {code}", is_by_code=True)
 
     async def stop(self, *, within_s: float) -> None:
         """Wait for its end, which it has been told to come to; kill it if it takes longer."""

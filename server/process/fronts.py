@@ -2,7 +2,8 @@
 
 Each serves HTTP from a listener of its own on the same address, with its own socket to the engine;
 the kernel divides connections among them. The first process is one of them too. It starts the
-others, hands on when to drain and when to end, and starts another where one has ended. They end
+others, hands on when to drain, when to end and when to hear another engine, and starts another
+front where one has ended. They end
 when it does: their stdin closes.
 """
 
@@ -35,8 +36,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     life: int = 0
 
 
-def endpoint_of(folder: str, front: int) -> str:
-    return f"ipc://{folder}/engine-{front}"
+def endpoint_of(folder: str, front: int, engine: int = 0) -> str:
+    """Where a front hears the server's first engine, or one that took the place of another."""
+    return f"ipc://{folder}/engine-{front}-{engine}"
 
 
 class Fronts:
@@ -48,6 +50,7 @@ class Fronts:
         self._children: dict[int, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._last_words: list[str] = []
+        self._succession: list[str] = []
         link.on_cut = self._end_stuck
 
     def start(self) -> None:
@@ -61,6 +64,11 @@ class Fronts:
         if front in self._children:
             console.note(f"ess: server process {front} takes nothing from the engine; it is ended")
             self._children[front].kill()
+
+    def succeed(self, engine: int, sentence: str) -> None:
+        """An engine is lost, as the sentence says, and this one is heard next."""
+        self._succession = [f"succeed {engine} {' '.join(sentence.split())}"]
+        self._say(*self._succession)
 
     def end(self, sentence: str) -> None:
         """Ends all fronts, and with them the streams that they still serve."""
@@ -77,9 +85,9 @@ class Fronts:
         while True:
             child = await Child.start(self._program, start, descriptors=[start.listener])
             self._children[start.front] = child
-            for line in self._last_words:
+            for line in (*self._succession, *self._last_words):
                 child.tell(line)
-            how = await child.ended()
+            how = (await child.ended()).how
             if self._last_words:
                 return
             console.note(f"ess: server process {start.front} is gone: {how}; another starts")
@@ -90,6 +98,9 @@ class Fronts:
 
     def _tell(self, line: str) -> None:
         self._last_words.append(line)
+        self._say(line)
+
+    def _say(self, line: str) -> None:
         for child in self._children.values():
             with contextlib.suppress(OSError):
                 child.tell(line)

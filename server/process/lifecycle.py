@@ -1,11 +1,20 @@
 """The life of a server: listen, load, serve, drain, end.
 
     listen --> starting --Ready--> ready --SIGTERM--> draining --> ended (0)
-                  |                  |                    |
-                  `------ engine lost: streams end with an error, /health fails ---> ended (1)
+                  |                 |  ^                  |
+                  |     engine lost |  | Ready            | engine lost: the rest end with an error
+                  |                 v  |                  v
+                  `-----------> restarting --SIGTERM--> ended (0)
+                                    |
+                                    `-- lost too often --> ended (1)
 
-The listener is open in every state but the last: while the model loads and while the server drains
-a probe meets 503, never a refused connection. uvicorn would close it at the first signal, so
+The server outlives its engine: `engines.succession` starts another in its place, and requests fail
+meanwhile, each with a sentence that says how the engine was lost. The server gives up where that
+does not help: `--engine-restarts` many were lost within ten minutes, or the first engine has ended
+by itself while it loaded.
+
+The listener is open in every state but the last: while a model loads and while the server drains a
+probe meets 503, never a refused connection. uvicorn would close it at the first signal, so
 signals are ours.
 
 The end comes whatever hangs. From its beginning on two timers run that need neither the event loop
@@ -28,7 +37,7 @@ import uvicorn
 from ess import console
 from ess.clock import Clock
 from ess.server.commands.start.settings import Settings
-from ess.server.process.child import Child
+from ess.server.process.engines.succession import Succession
 from ess.server.process.fronts import Fronts
 from ess.server.process.link import EngineLink
 from ess.server.process.log_pipe import STDERR
@@ -75,7 +84,7 @@ async def let_out(server: uvicorn.Server, clock: Clock) -> None:
 async def tell(service: Service) -> None:
     """The server's other processes learn what this one counts."""
     assert service.shelf is not None, "a process of several has a shelf"
-    await service.link.became_ready.wait()
+    await service.link.until_ready()
     while True:
         service.shelf.put(service.tally)
         await asyncio.sleep(TELL_EVERY_S)
@@ -83,7 +92,7 @@ async def tell(service: Service) -> None:
 
 async def settled(service: Service) -> None:
     """What is loaded now stays: no garbage collection need walk it while streams wait."""
-    await service.link.became_ready.wait()
+    await service.link.until_ready()
     gc.collect()
     gc.freeze()
 
@@ -95,13 +104,13 @@ async def keep_meeting(service: Service) -> None:
 
 
 class Running:
-    """Owns the listener, the engine process and the order in which they end."""
+    """Owns the listener, the engine and the order in which they end."""
 
     def __init__(
         self,
         service: Service,
         server: uvicorn.Server,
-        child: Child,
+        engines: Succession,
         fronts: Fronts,
         *,
         settings: Settings,
@@ -109,12 +118,11 @@ class Running:
     ) -> None:
         self._service = service
         self._server = server
-        self._child = child
+        self._engines = engines
         self._fronts = fronts
         self._settings = settings
         self._clock = clock
         self.registration: Registration | None = None
-        self._began_s = clock.now_s()
         self._signals = 0
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -131,10 +139,8 @@ class Running:
         watching = [
             asyncio.ensure_future(task)
             for task in (
-                self._hear(),
-                self._watch_child(),
-                self._watch_dog(),
-                self._greet(),
+                self._keep_engine(),
+                settled(self._service),
                 keep_meeting(self._service),
                 self._register(),
             )
@@ -166,7 +172,7 @@ class Running:
         else:
             limit_end(HANG_S)
             self._server.should_exit = self._server.force_exit = True
-            self._tell(self._child.kill)
+            self._tell(self._engines.kill)
 
     def _tell(self, act: Callable[..., None], *given: object) -> None:
         """Passes it to the event loop, unless the loop has ended."""
@@ -176,7 +182,8 @@ class Running:
     def _begin_drain(self, number: int) -> None:
         """Probes are told for a while before the listener closes, unless they never saw 200."""
         self._service.draining = True
-        is_told = number == signal.SIGTERM and self._link.ready is not None
+        self._engines.end()
+        is_told = number == signal.SIGTERM and self._engines.was_ready
         work = self._drain(self._settings.drain_grace_s if is_told else 0.0)
         self._draining = asyncio.ensure_future(self._to_the_end(work))
 
@@ -189,8 +196,7 @@ class Running:
             await self._end_engine()
 
     async def _end_engine(self) -> None:
-        self._link.stop()
-        await self._child.stop(within_s=ENGINE_STOP_S)
+        await self._engines.stop(within_s=ENGINE_STOP_S)
 
     async def _drain(self, grace_s: float) -> None:
         """Streams finish; after `drain_s` the rest end with an error."""
@@ -213,56 +219,31 @@ class Running:
         self._fronts.end(sentence)
         self._link.lose(sentence)
 
-    async def _hear(self) -> None:
-        """A message that we cannot read is an engine that we cannot use."""
-        try:
-            await self._link.run()
-        except Exception as error:
-            self._child.kill()
-            await self._give_up(f"what it said cannot be read: {error}")
-
-    async def _watch_child(self) -> None:
-        how = await self._child.ended()
+    async def _keep_engine(self) -> None:
+        sentence = await self._engines.run()
         if not self._service.draining:
-            await self._give_up(how)
+            await self._give_up(sentence)
         elif self._link.state != "lost":
-            self._lose(f"the engine is gone: {how}")
+            self._lose(sentence)
 
-    async def _watch_dog(self) -> None:
-        """A stuck engine does not end by itself; it is known by its silence."""
-        limit_s = self._settings.watchdog_s
-        while True:
-            await asyncio.sleep(min(1.0, limit_s / 4))
-            silent_s = self._clock.now_s() - self._link.heard_at_s
-            if self._link.state == "ready" and silent_s > limit_s:
-                self._child.kill()
-                await self._give_up(f"it has sent nothing for {silent_s:.1f} s")
-
-    async def _give_up(self, how: str) -> None:
+    async def _give_up(self, sentence: str) -> None:
         limit_end(2 * FLUSH_S + HANG_S)
-        await self._to_the_end(self._say_lost(how))
+        await self._to_the_end(self._say_lost(sentence))
 
-    async def _say_lost(self, how: str) -> None:
-        self._lose(f"the engine is gone: {how}")
-        console.note(f"ess: {self._link.why_lost}")
-        if self._link.ready is not None:
+    async def _say_lost(self, sentence: str) -> None:
+        self._lose(sentence)
+        console.note(f"ess: {sentence}")
+        if self._engines.was_ready:
             await let_out(self._server, self._clock)
             await asyncio.sleep(FLUSH_S)
 
     async def _register(self) -> None:
-        await self._link.became_ready.wait()
-        if self.registration is not None and self._link.ready is not None:
+        if self.registration is not None and await self._link.until_ready() is not None:
             await self.registration.run()
 
     async def _leave(self) -> None:
         if self.registration is not None:
             await self.registration.leave()
-
-    async def _greet(self) -> None:
-        await settled(self._service)
-        if self._link.ready is not None:
-            took = f"after {self._clock.now_s() - self._began_s:.1f} s"
-            console.note(f"ess: ready {took}, {self._link.ready.load_s:.1f} s of them loading")
 
 
 def requests_are(count: int) -> str:

@@ -4,6 +4,12 @@ A `Call` is what one HTTP request wants of the engine: one or several requests t
 arrive in one mailbox. The link numbers requests, hands pieces out, and is the only place that
 knows whether the engine is loading, ready or lost. A server of several processes, its fronts, has a
 link in each: what concerns the requests of all fronts is asked of the engine.
+
+    starting --Ready--> ready --interrupt--> restarting --Ready--> ready ...
+                 each of them --lose--> lost, which is the end
+
+An engine that is started in the place of a lost one is heard at an endpoint of its own, so that
+nothing the lost one has said is taken for the new one's word. Numbers of requests go on.
 """
 
 from __future__ import annotations
@@ -47,10 +53,11 @@ from ess.engine.process.messages import (
 from ess.engine.process.wire import UNREAD_MAX
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadState, Unavailable
+from ess.server.http.responses import Interrupted
 from ess.server.process.board import Board
 from ess.server.process.tally import Waits
 
-State = Literal["starting", "ready", "lost"]
+State = Literal["starting", "ready", "restarting", "lost"]
 Reader = Callable[[list[Piece]], bool]
 Answered = Flushed | Tracing | Traced | Aborted | Met
 Question = Literal["flush", "trace", "abort", "meet"]
@@ -149,7 +156,7 @@ class Call:
     async def take(self, reader: Reader | None = None) -> list[Piece]:
         """All pieces that have come; waits for the first that no reader takes, or for a nudge.
 
-        What came before a failure is given out first, then Unavailable is raised.
+        What came before a failure is given out first, then Interrupted is raised.
         """
         if not self._pieces and self.error is None:
             self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
@@ -160,7 +167,7 @@ class Call:
         if self._broken is not None:
             raise self._broken
         if not self._pieces and self.error is not None:
-            raise Unavailable(self.error)
+            raise Interrupted(self.error)
         taken, self._pieces = self._pieces, []
         return taken
 
@@ -177,14 +184,12 @@ class EngineLink:
     ) -> None:
         self.place = place
         self.on_cut: Callable[[int], None] = lambda front: None
+        self.on_fault: Callable[[str], None] = lambda sentence: None
         self._packer = Packer()
         self._board = board
         self._clock = clock
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, UNREAD_MAX)
-        self._socket.bind(endpoint)
+        self._context = context
+        self._socket = self._bound(endpoint)
         self._calls: dict[int, Call] = {}
         self._next_number = place.first_number
         self._asked: dict[Question, deque[asyncio.Future[Answered]]] = {
@@ -197,6 +202,7 @@ class EngineLink:
         self.why_lost = ""
         self.ready: Ready | None = None
         self.became_ready = asyncio.Event()
+        self.restart_count = 0
         self.heard_at_s = clock.now_s()
         self.to_socket = Waits()
 
@@ -229,8 +235,8 @@ class EngineLink:
     ) -> Call:
         """One engine request per prompt, all in one call; a prompt that comes again, the same list,
         is another choice. `handoffs` is empty, or has an entry per prompt, for its first choice."""
-        if self.state == "lost":
-            raise Unavailable(self.why_lost)
+        if self.state in ("restarting", "lost"):
+            raise Interrupted(self.why_lost)
         step, first = self.place.count, self._next_number
         numbers = range(first, first + step * len(prompts), step)
         self._next_number = numbers.stop
@@ -349,17 +355,41 @@ class EngineLink:
             self._hear(self._packer.for_server(raw))
             await asyncio.sleep(0)
 
+    async def until_ready(self) -> Ready | None:
+        """What the engine has said of itself, once it can be used; None if there will be none."""
+        while self.ready is None and self.state != "lost":
+            await self.became_ready.wait()
+        return self.ready
+
+    def interrupt(self, sentence: str) -> None:
+        """The engine is lost, and another will take its place: every call ends with the sentence,
+        and no other may start before that one is ready."""
+        if self.state in ("starting", "ready"):
+            self._end("restarting", sentence)
+            self.became_ready.clear()
+
+    def renew(self, endpoint: str) -> None:
+        """Hears another engine from now on. Nobody is in `run` meanwhile."""
+        assert self.state == "restarting", f"the engine is {self.state}, another comes"
+        self._socket.close(linger=0)
+        self._socket = self._bound(endpoint)
+        self.heard_at_s = self._clock.now_s()
+        self.restart_count += 1
+
     def lose(self, sentence: str) -> None:
         """From now on there is no engine for us, as the sentence says to all who ask: every call
         ends with it, and no other may start."""
-        if self.state == "lost":
-            return
-        self.state, self.why_lost = "lost", sentence
-        self.became_ready.set()
+        if self.state != "lost":
+            self._end("lost", sentence)
+            self.became_ready.set()
+
+    def _end(self, state: State, sentence: str) -> None:
+        self.state, self.why_lost, self.ready = state, sentence, None
+        self._board.forget()
         for call in set(self._calls.values()):
             call.fail(sentence)
         self._calls.clear()
-        gone = Unavailable(sentence)
+        gone = Interrupted(sentence)
         for answers in self._asked.values():
             for answer in answers:
                 if not answer.done():
@@ -373,13 +403,21 @@ class EngineLink:
     def close(self) -> None:
         self._socket.close()
 
+    def _bound(self, endpoint: str) -> zmq.asyncio.Socket:
+        made = self._context.socket(zmq.DEALER)
+        made.setsockopt(zmq.LINGER, 200)
+        made.setsockopt(zmq.SNDHWM, 0)
+        made.setsockopt(zmq.RCVHWM, UNREAD_MAX)
+        made.bind(endpoint)
+        return made
+
     def _send(self, message: ToEngine) -> None:
         """The queue is unbounded, so this never waits; without a peer there is no queue."""
         sent = cast(
             "asyncio.Future[None]", self._socket.send(self._packer.pack(message), zmq.NOBLOCK)
         )
         if sent.done() and sent.exception() is not None:
-            raise Unavailable("the engine does not listen")
+            raise Interrupted("the engine does not listen")
 
     def _hear(self, message: FromEngine) -> None:
         match message:
@@ -388,7 +426,7 @@ class EngineLink:
             case Status():
                 self._board.publish(message)
             case Ready():
-                self.ready, self.state = message, "ready"
+                self.ready, self.state, self.why_lost = message, "ready", ""
                 self.became_ready.set()
             case Flushed():
                 self._answer("flush", message)
@@ -401,7 +439,8 @@ class EngineLink:
             case Cut(front):
                 self.on_cut(front)
             case Fault(sentence):
-                self.lose(f"the engine is gone: {sentence}")
+                self.interrupt(f"the engine is gone: {sentence}")
+                self.on_fault(sentence)
 
     def _answer(self, question: Question, answer: Answered) -> None:
         asker = self._asked[question].popleft() if self._asked[question] else None

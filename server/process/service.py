@@ -12,11 +12,10 @@ from ess.clock import Clock
 from ess.engine.process.messages import Handoff
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import TPOT
-from ess.errors import Unavailable
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
-from ess.server.http.responses import Absent, Refused
+from ess.server.http.responses import Absent, Interrupted, Refused
 from ess.server.process.board import SUBSCRIBERS_MAX, Board
 from ess.server.process.link import Call, EngineLink
 from ess.server.process.pair.peers import WHOLE, Split
@@ -147,8 +146,7 @@ class Service:
         return self.board.enter()
 
     def check_state(self) -> None:
-        if self.link.state == "lost":
-            raise Unavailable(self.link.why_lost)
+        self._check_engine()
         if self.draining:
             sentence = "the server is shutting down; send the request to another"
             raise self.refused(sentence, "draining", 5.0)
@@ -156,10 +154,16 @@ class Service:
 
     def check_loaded(self) -> None:
         """A worker that drains still answers other workers that meet it."""
-        if self.link.state == "lost":
-            raise Unavailable(self.link.why_lost)
+        self._check_engine()
         if self.link.state == "starting" or not (self.shelf is None or self.shelf.has_all()):
             raise self.refused("the model is being loaded; try again soon", "starting", 2.0)
+
+    def _check_engine(self) -> None:
+        if self.link.state == "lost":
+            raise Interrupted(self.link.why_lost)
+        if self.link.state == "restarting":
+            sentence = f"{self.link.why_lost}; it is being started again"
+            raise self.refused(sentence, "restarting", Interrupted.retry_after_s)
 
     def _check_room(self, count: int) -> None:
         room = self.limits.running_max + self.limits.waiting_max

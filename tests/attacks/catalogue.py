@@ -269,7 +269,8 @@ def long_bodies() -> Iterator[Attack]:
 def ends() -> Iterator[Attack]:
     for name, log in BROKEN_LOGS.items():
         yield Attack(name=f"log-{name}", act=nothing, log=log)
-        yield Attack(name=f"log-{name}-engine", act=killed_engine, log=log, ends=True)
+        alone = ("--engine-restarts", "0")
+        yield Attack(name=f"log-{name}-engine", act=killed_engine, flags=alone, log=log, ends=True)
     yield Attack(name="grammar", act=endless_grammar, needs_model=True, all_mib=GRAMMAR_MIB)
     yield Attack(
         name="grammar-kill",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import socketserver
 import threading
@@ -157,6 +159,22 @@ def test_a_restarted_prefill_worker_is_met_again_under_its_new_epoch():
                 fresh = again.ask("/v1/completions", {**PROMPT, **first_leg()}).document
                 params = {"kv_transfer_params": fresh["kv_transfer_params"]}
                 assert right.ask("/v1/completions", {**PROMPT, **params}).status == 200
+
+
+@pytest.mark.slow
+def test_engines_that_are_replaced_meet_again():
+    """Under the epochs of the new engines, while the servers stay."""
+    with Half("prefill") as left, Half("decode", "--peers", f"127.0.0.1:{left.port}") as right:
+        [before] = right.wait_met().peers
+        os.kill(left.engine_pid, signal.SIGKILL)
+        until(lambda: right.peers[0]["engine_id"] != before["engine_id"], "the next engine's epoch")
+        os.kill(right.engine_pid, signal.SIGKILL)
+        until(lambda: "restarts_total 1.0" in right.ask("/metrics").text, "another engine")
+        right.wait_ready()
+        right.wait_met()
+        given = left.ask("/v1/completions", {**PROMPT, **first_leg()}).document
+        params = {"kv_transfer_params": given["kv_transfer_params"]}
+        assert right.ask("/v1/completions", {**PROMPT, **params}).status == 200
 
 
 def first_leg() -> dict[str, object]:

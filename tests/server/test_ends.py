@@ -44,7 +44,8 @@ def test_sigterm_ends_a_server_whose_log_is_broken(log):
 @pytest.mark.slow
 @BROKEN
 def test_a_lost_engine_ends_a_server_whose_log_is_broken(log):
-    with log() as stderr, Process(*PACED, stderr=stderr).wait_ready() as process:
+    flags = (*PACED, "--engine-restarts", "0")
+    with log() as stderr, Process(*flags, stderr=stderr).wait_ready() as process:
         os.kill(process.engine_pid, signal.SIGKILL)
         assert process.ended(END_S) == 1
 

@@ -172,7 +172,7 @@ def test_streams_that_do_not_finish_in_time_end_with_an_error():
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["engine", "server"])
 def test_nothing_outlives_the_engine_or_the_first_process(lost: str):
-    with several() as process, crowd(process) as going:
+    with several("--engine-restarts", "0") as process, crowd(process) as going:
         all_have_begun(going)
         pids = children(process.process.pid)
         [engine] = [pid for pid, words in pids.items() if "ess.engine" in words]

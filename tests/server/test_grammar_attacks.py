@@ -72,7 +72,7 @@ def test_a_killed_child_is_replaced(served: Process):
 
 @pytest.mark.parametrize("whom", ["server", "engine"])
 def test_nothing_outlives_a_killed_process_with_a_grammar_in_flight(whom: str):
-    with Process().wait_ready() as process:
+    with Process("--engine-restarts", "0").wait_ready() as process:
         engine = process.engine_pid
         bad = {**ASKED, "structured_outputs": {"json": ENDLESS}}
         with Crowd(process.url, [bad]):

@@ -199,7 +199,7 @@ def test_a_drain_has_an_end_and_says_so():
 
 @pytest.mark.slow
 def test_a_killed_engine_fails_health_ends_streams_and_the_server():
-    with Process().wait_ready() as process:
+    with Process("--engine-restarts", "0").wait_ready() as process:
         stream = process.stream()
         next(stream)
         os.kill(process.engine_pid, signal.SIGKILL)
@@ -213,7 +213,7 @@ def test_a_killed_engine_fails_health_ends_streams_and_the_server():
 
 @pytest.mark.slow
 def test_a_stuck_engine_is_noticed():
-    with Process("--watchdog-s", "1").wait_ready() as process:
+    with Process("--watchdog-s", "1", "--engine-restarts", "0").wait_ready() as process:
         engine = process.engine_pid
         os.kill(engine, signal.SIGSTOP)
         until(lambda: process.status("/health") in (503, 0), "the watchdog")

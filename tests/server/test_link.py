@@ -159,9 +159,43 @@ def test_a_fault_ends_every_call_after_what_it_had(tmp_path: Path):
             await call.take()
         with pytest.raises(Unavailable, match="it broke"):
             link.start("b", [([1], Sampling())])
+        assert (link.state, link.why_lost) == ("restarting", "the engine is gone: it broke")
+        link.lose("too often")
         link.lose("again")
-        assert link.why_lost == "the engine is gone: it broke"
+        assert (link.state, link.why_lost) == ("lost", "too often")
         hearing.cancel()
+
+    linked(tmp_path, act)
+
+
+def test_another_engine_is_heard_elsewhere_and_numbers_go_on(tmp_path: Path):
+    """The first is not heard any more, though it says that it is ready."""
+
+    async def act(link: EngineLink, peer: Peer) -> None:
+        hearing = asyncio.ensure_future(link.run())
+        packer = Packer()
+        await peer.send(packer.pack(READY))
+        assert await link.until_ready() == READY
+        link.start("a", [([1], Sampling())])
+        link.interrupt("it broke")
+        assert not link.became_ready.is_set()
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        await peer.send(packer.pack(READY))
+        link.renew(f"ipc://{tmp_path}/next")
+        hearing = asyncio.ensure_future(link.run())
+        context = zmq.asyncio.Context()
+        after = context.socket(zmq.DEALER)
+        after.connect(f"ipc://{tmp_path}/next")
+        assert link.state == "restarting"
+        await after.send(packer.pack(READY))
+        assert await link.until_ready() == READY
+        call = link.start("b", [([1], Sampling())])
+        assert [*call.numbers] == [1]
+        assert (await told(after)).number == 1
+        assert link.restart_count == 1
+        hearing.cancel()
+        context.destroy(linger=0)
 
     linked(tmp_path, act)
 

@@ -123,7 +123,7 @@ class Keeper:
         ]
         watching = asyncio.ensure_future(self._watch())
         try:
-            how = await child.ended()
+            how = (await child.ended()).how
             await asyncio.wait(hearing, timeout=LAST_S)
             return how
         finally:

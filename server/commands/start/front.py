@@ -3,7 +3,8 @@
     python -m ess.server.commands.start.front            (a Start as one JSON line on stdin)
 
 The first process reads the settings, starts the engine and says on stdin when to drain and when to
-end; that stdin closes says that it is gone. Signals are its business.
+end, and where to hear an engine that takes the place of a lost one; that stdin closes says that it
+is gone. Signals are its business.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ess.errors import EssError
 from ess.server.commands.start.launch import Told, engine_link, make_service, uvicorn_config
 from ess.server.http import telemetry
 from ess.server.process.board import Board
-from ess.server.process.fronts import Start
+from ess.server.process.fronts import Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, keep_meeting, let_out, settled, tell
 from ess.server.process.link import Place
 from ess.server.process.service import Service
@@ -32,16 +33,19 @@ from ess.server.process.tally import Shelf
 
 
 class Front:
-    def __init__(self, service: Service, server: uvicorn.Server, clock: Clock) -> None:
+    def __init__(
+        self, service: Service, server: uvicorn.Server, clock: Clock, *, folder: str
+    ) -> None:
+        self._folder = folder
         self._service = service
         self._server = server
         self._clock = clock
 
     async def run(self, listener: socket.socket, orders: asyncio.StreamReader) -> None:
+        self._hearing = asyncio.ensure_future(self._hear())
         watching = [
             asyncio.ensure_future(task)
             for task in (
-                self._hear(),
                 self._obey(orders),
                 tell(self._service),
                 settled(self._service),
@@ -51,9 +55,9 @@ class Front:
         try:
             await self._server.serve(sockets=[listener])
         finally:
-            for task in watching:
+            for task in (self._hearing, *watching):
                 task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
+            await asyncio.gather(self._hearing, *watching, return_exceptions=True)
 
     async def _hear(self) -> None:
         try:
@@ -66,9 +70,20 @@ class Front:
             order, _, sentence = line.partition(" ")
             if order == "drain":
                 self._service.draining = True
+            elif order == "succeed":
+                engine, _, why = sentence.partition(" ")
+                await self._succeed(int(engine), why)
             else:
                 await self._end(sentence)
         await self._end("the server has ended")
+
+    async def _succeed(self, engine: int, why: str) -> None:
+        link = self._service.link
+        link.interrupt(why)
+        self._hearing.cancel()
+        await asyncio.gather(self._hearing, return_exceptions=True)
+        link.renew(endpoint_of(self._folder, link.place.front, engine))
+        self._hearing = asyncio.ensure_future(self._hear())
 
     async def _end(self, sentence: str) -> None:
         self._service.link.lose(sentence)
@@ -89,7 +104,9 @@ async def serve(start: Start) -> None:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))
             listener = socket.socket(fileno=start.listener)
             async with service.texts:
-                await Front(service, server, clock).run(listener, await _orders())
+                await Front(service, server, clock, folder=start.folder).run(
+                    listener, await _orders()
+                )
 
 
 async def _orders() -> asyncio.StreamReader:

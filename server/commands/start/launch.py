@@ -47,7 +47,9 @@ from ess.server.http.request_log import RequestLog
 from ess.server.process import sockets
 from ess.server.process.board import Board
 from ess.server.process.bounds import PROBE_CONNECTIONS
-from ess.server.process.child import Child
+from ess.server.process.engines.group import EngineGroup
+from ess.server.process.engines.restarts import Restarts
+from ess.server.process.engines.succession import EngineStart, Succession
 from ess.server.process.fronts import Fronts, Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, Running, end_in_time
 from ess.server.process.link import EngineLink, Place
@@ -68,7 +70,6 @@ if TYPE_CHECKING:
 
 FRONT: Final = "ess.server.commands.start.front"
 FILES_OF_OURS: Final = 128
-PROGRAM: Final = {"model": "ess.engine.process.worker", "paced": "ess.engine.process.fake_engine"}
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,13 +272,29 @@ async def _serve(
         service.shelf = Shelf(folder, count=count) if count > 1 else None
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))
-            launch = launch_of(settings, checkpoint, plan)
-            endpoints = [endpoint_of(folder, front) for front in range(count)]
-            child = await Child.start(PROGRAM[settings.engine], launch, *endpoints)
-            running = Running(service, server, child, fronts, settings=settings, clock=clock)
+            engines = Succession(start_of(told, folder, count), link, fronts, clock)
+            running = Running(service, server, engines, fronts, settings=settings, clock=clock)
             running.registration = registration_of(settings, url_of(settings, listeners[0]), port)
             async with service.texts:
                 return await running.run([listeners[0], *further])
+
+
+def start_of(told: Told, folder: str, count: int) -> EngineStart:
+    """How the engine of a server with `count` processes is started, and started again."""
+    settings = told.resolved.settings
+    launch = launch_of(settings, told.checkpoint, told.plan)
+
+    async def start(engine: int) -> EngineGroup:
+        endpoints = [endpoint_of(folder, front, engine) for front in range(count)]
+        is_paced = settings.engine == "paced"
+        return await EngineGroup.start([launch], endpoints, is_paced=is_paced)
+
+    return EngineStart(
+        folder=folder,
+        start=start,
+        watchdog_s=settings.watchdog_s,
+        restarts=Restarts(settings.engine_restarts, RealClock()),
+    )
 
 
 @contextlib.contextmanager

@@ -132,6 +132,9 @@ class Settings(ProcessConfig):
     watchdog_s: float = setting(
         120.0, "times", "Seconds of silence after which the engine counts as stuck.", (0.1, 86400)
     )
+    engine_restarts: int = setting(
+        3, "limits", "Lost engines replaced within 10 minutes; 0: the server ends too.", (0, 1000)
+    )
     metrics_compat: str = setting(
         "vllm,sglang", "telemetry", "Whose metric names /metrics has beside ours."
     )

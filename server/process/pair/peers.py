@@ -83,14 +83,13 @@ class Peers:
         ]
 
     async def run(self) -> None:
-        await self._link.became_ready.wait()
         async with asyncio.TaskGroup() as group:
             for peer in self._table.values():
                 group.create_task(self._keep(peer))
 
     async def _keep(self, peer: Peer) -> None:
-        while self._link.ready is not None and self._link.state == "ready":
-            await self._meet(peer, self._link.ready.metadata)
+        while (ready := await self._link.until_ready()) is not None:
+            await self._meet(peer, ready.metadata)
             await asyncio.sleep(MEET_EVERY_S)
 
     async def _meet(self, peer: Peer, metadata: bytes) -> None:

@@ -1,0 +1,100 @@
+"""The processes of one engine on this machine, which live and end together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ess.engine.process.messages import Launch, Rank
+from ess.server.process.child import Child
+
+ALONE: Final = "ess.engine.process.worker"
+PACED: Final = "ess.engine.process.fake_engine"
+STAGE: Final = "ess.prefill.worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How an engine was lost. `is_said` if it said so itself, or ended with an exit code: started
+    in the same way, it may well end in the same way."""
+
+    how: str
+    is_said: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """`name` is empty where the engine has a single process."""
+
+    name: str
+    child: Child
+
+    def lost(self, how: str) -> str:
+        """
+        >>> Member("stage 1", None).lost("it hangs"), Member("", None).lost("it hangs")
+        ('stage 1 is lost: it hangs', 'it hangs')
+        """
+        return f"{self.name} is lost: {how}" if self.name else how
+
+
+class EngineGroup:
+    def __init__(self, members: Sequence[Member]) -> None:
+        assert members, "an engine has a process"
+        self._members = tuple(members)
+        self._ends = {asyncio.ensure_future(m.child.ended()): m for m in members}
+
+    @classmethod
+    async def start(
+        cls, launches: Sequence[Launch], endpoints: Sequence[str], *, is_paced: bool
+    ) -> EngineGroup:
+        """A process per launch. Rank 0, or the engine's only process, speaks to the server at the
+        endpoints."""
+        members: list[Member] = []
+        try:
+            for launch in launches:
+                program = PACED if is_paced else STAGE if launch.rank is not None else ALONE
+                leads = launch.rank is None or launch.rank.rank == 0
+                child = await Child.start(program, launch, *(endpoints if leads else ()))
+                members.append(Member(name_of(launch.rank), child))
+        except BaseException:
+            for member in members:
+                member.child.kill()
+            raise
+        return cls(members)
+
+    async def lost(self) -> Loss:
+        """Waits until a process has ended. Of several that have, one that was ended by a signal is
+        named: the others ended because of it."""
+        done, _ = await asyncio.wait(self._ends, return_when=asyncio.FIRST_COMPLETED)
+        losses = [Loss(self._ends[t].lost(t.result().how), t.result().is_by_code) for t in done]
+        return min(losses, key=lambda loss: loss.is_said)
+
+    def stopped(self) -> Member | None:
+        """A process that somebody has stopped, and that does nothing until it is continued."""
+        return next((m for m in self._members if m.child.is_stopped), None)
+
+    def kill(self) -> None:
+        for member in self._members:
+            member.child.kill()
+
+    async def stop(self, *, within_s: float) -> None:
+        """Waits for their ends, and kills those that have not ended by then."""
+        await asyncio.gather(*(m.child.stop(within_s=within_s) for m in self._members))
+        await asyncio.gather(*self._ends)
+
+
+def name_of(rank: Rank | None) -> str:
+    """
+    >>> name_of(Rank(rank=1, size=2, init="", layers=((0, 4), (4, 8))))
+    'stage 1 (layers 4 to 7)'
+    >>> name_of(Rank(rank=3, size=4, init="", layers=((0, 4), (4, 8)), team=2))
+    'stage 1 (layers 4 to 7), member 1'
+    """
+    if rank is None:
+        return ""
+    stage, member = divmod(rank.rank, rank.team)
+    first, stop = rank.layers[stage]
+    name = f"stage {stage} (layers {first} to {stop - 1})"
+    return f"{name}, member {member}" if rank.team > 1 else name

@@ -1,0 +1,150 @@
+"""The engine as the server keeps it: started, watched, and started again when it is lost.
+
+An engine is lost when one of its processes ends, when it says so itself (Fault), when what it says
+cannot be read, and when it is silent: a loaded one for `watchdog_s`, one that loads if it has been
+stopped for as long. In this order then, in each of the server's processes:
+
+    all open requests end with a sentence, and others are refused with it
+    all processes of the engine are killed, and have ended
+    another engine starts, heard at another endpoint, unless there were too many
+
+So two engines never share memory or ports, and nothing of the first is heard by the second. The
+listener, the connections and the counts of the server stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ess import console
+from ess.clock import Clock
+from ess.server.process.engines.group import EngineGroup, Loss
+from ess.server.process.engines.restarts import Restarts
+from ess.server.process.fronts import Fronts, endpoint_of
+from ess.server.process.link import EngineLink
+
+LOOK_S: Final = 1.0
+LAST_WORDS_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStart:
+    """How the n-th engine is started, whose front f it meets at `endpoint_of(folder, f, n)`."""
+
+    folder: str
+    start: Callable[[int], Awaitable[EngineGroup]]
+    watchdog_s: float
+    restarts: Restarts
+
+
+class Succession:
+    def __init__(self, start: EngineStart, link: EngineLink, fronts: Fronts, clock: Clock) -> None:
+        self._given = start
+        self._link = link
+        self._fronts = fronts
+        self._clock = clock
+        self._number = 0
+        self._group: EngineGroup | None = None
+        self._lost: asyncio.Future[Loss]
+        self._ends = False
+        self.was_ready = False
+
+    def end(self) -> None:
+        """Whatever is lost from now on has no successor."""
+        self._ends = True
+
+    def kill(self) -> None:
+        if self._group is not None:
+            self._group.kill()
+
+    async def stop(self, *, within_s: float) -> None:
+        self.end()
+        self._link.stop()
+        if self._group is not None:
+            await self._group.stop(within_s=within_s)
+
+    async def run(self) -> str:
+        """Until an engine is lost and no other follows; how that one was lost."""
+        while True:
+            loss = await self._life()
+            sentence = f"the engine is gone: {loss.how}"
+            if self._ends:
+                return sentence
+            if why_not := self._given.restarts.why_not(loss, was_ready=self.was_ready):
+                sentence += why_not
+                await self._bury(loss, sentence)
+                return sentence
+            await self._succeed(loss, sentence)
+
+    async def _succeed(self, loss: Loss, sentence: str) -> None:
+        restarts = self._given.restarts
+        restarts.add()
+        self._number += 1
+        console.note(f"ess: {sentence}; another starts ({restarts.count} of {restarts.most})")
+        self._fronts.succeed(self._number, sentence)
+        await self._bury(loss, sentence)
+        self._link.renew(endpoint_of(self._given.folder, self._link.place.front, self._number))
+
+    async def _bury(self, loss: Loss, sentence: str) -> None:
+        """One that said that it ends has a moment to say why on stderr."""
+        assert self._group is not None, "it has been started"
+        self._link.interrupt(sentence)
+        await self._group.stop(within_s=LAST_WORDS_S if loss.is_said else 0.0)
+
+    async def _life(self) -> Loss:
+        """One engine, until it is lost; its processes may still be there."""
+        self._lost = asyncio.get_running_loop().create_future()
+        self._link.on_fault = lambda sentence: self._lose(Loss(sentence, is_said=True))
+        if self._ends:
+            return Loss("the server ends")
+        self._group = group = await self._given.start(self._number)
+        tasks = [
+            asyncio.ensure_future(task)
+            for task in (self._hear(), self._watch(group), self._look(group), self._greet())
+        ]
+        try:
+            return await self._lost
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _lose(self, loss: Loss) -> None:
+        """The first word counts: what else is seen of a lost engine follows from that."""
+        if not self._lost.done():
+            self._lost.set_result(loss)
+
+    async def _greet(self) -> None:
+        began_s, word = self._clock.now_s(), "ready again" if self.was_ready else "ready"
+        if (ready := await self._link.until_ready()) is not None:
+            self.was_ready = True
+            took = f"after {self._clock.now_s() - began_s:.1f} s"
+            console.note(f"ess: {word} {took}, {ready.load_s:.1f} s of them loading")
+
+    async def _hear(self) -> None:
+        """A message that we cannot read is an engine that we cannot use."""
+        try:
+            await self._link.run()
+        except Exception as error:
+            self._lose(Loss(f"what it said cannot be read: {error}", is_said=True))
+
+    async def _watch(self, group: EngineGroup) -> None:
+        self._lose(await group.lost())
+
+    async def _look(self, group: EngineGroup) -> None:
+        """A stuck engine does not end by itself; it is known by its silence."""
+        limit_s = self._given.watchdog_s
+        stopped_s = 0.0
+        every_s = min(LOOK_S, limit_s / 4)
+        while True:
+            await asyncio.sleep(every_s)
+            silent_s = self._clock.now_s() - self._link.heard_at_s
+            stopped = group.stopped()
+            stopped_s = 0.0 if stopped is None else stopped_s + every_s
+            if self._link.state == "ready" and silent_s > limit_s:
+                self._lose(Loss(f"it has sent nothing for {silent_s:.1f} s"))
+            elif stopped is not None and stopped_s > limit_s:
+                self._lose(Loss(stopped.lost(f"it has been stopped for {stopped_s:.1f} s")))

@@ -1,0 +1,256 @@
+"""The server outlives its engine: real processes, real signals, and what clients see of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ess.server.process.engines.group import Loss
+from ess.server.process.engines.restarts import OVER_S, Restarts
+from tests.server.harness import until
+from tests.server.test_dashboard import metrics
+from tests.server.test_fronts import COUNT, all_have_begun, children, crowd, is_running, several
+from tests.support.manual_clock import ManualClock
+from tests.support.process import Process
+
+PACED = ("--engine", "paced", "--pace-ms", "20")
+KILLED = "the engine is gone: its process was ended by SIGKILL"
+
+
+def kill(process: Process) -> int:
+    """The pid of the engine that was killed."""
+    pid = process.engine_pid
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def has_engine(process: Process, *others: int) -> bool:
+    found = [
+        pid for pid, words in children(process.process.pid).items() if "ess.engine.process" in words
+    ]
+    return bool(set(found) - {*others})
+
+
+def succeeded(process: Process, lost: int) -> None:
+    until(lambda: not is_running(lost), "the lost engine's end")
+    until(lambda: has_engine(process, lost), "another engine")
+    process.wait_ready()
+
+
+def answered(process: Process, path: str, body: bytes | None = None) -> tuple[int, dict, dict]:
+    """Status, headers, document."""
+    made = http.client.HTTPConnection("127.0.0.1", process.port, timeout=60)
+    try:
+        headers = {"content-type": "application/json"}
+        made.request("GET" if body is None else "POST", path, body, headers)
+        answer = made.getresponse()
+        return answer.status, dict(answer.getheaders()), json.load(answer)
+    finally:
+        made.close()
+
+
+def stopped_said(process: Process) -> str:
+    """What the server has logged when it was told to end."""
+    process.process.terminate()
+    assert process.process.wait(60) == 0
+    return process.process.communicate()[1]
+
+
+@pytest.mark.slow
+def test_a_killed_engine_ends_its_streams_and_another_answers():
+    with Process(*PACED).wait_ready() as process, crowd(process, 4) as going:
+        all_have_begun(going)
+        server = process.process.pid
+        lost = kill(process)
+        until(lambda: all(map(going.is_over, range(4))), "the streams' end", within_s=5)
+        assert all(f'"message":"{KILLED}"'.encode() in text for text in going.texts)
+        succeeded(process, lost)
+        assert process.status("/health") == 200
+        assert len("".join(c.choices[0].text for c in process.stream(max_tokens=9))) > 0
+        assert metrics(process.url)["ess_engine_restarts_total", ""] == 1
+        assert process.process.pid == server
+        said = stopped_said(process)
+        assert f"ess: {KILLED}; another starts (1 of 3)" in said
+        assert "ess: ready again after" in said
+
+
+@pytest.mark.slow
+def test_between_two_engines_everything_is_503_with_the_reason_and_a_time():
+    """The next engine is stopped as soon as it is there, so that it does not get ready."""
+    with Process(*PACED).wait_ready() as process:
+        lost = kill(process)
+        until(lambda: has_engine(process, lost), "another engine")
+        os.kill(process.engine_pid, signal.SIGSTOP)
+        for path, body in (
+            ("/health", None),
+            ("/ready", None),
+            ("/v1/completions", b'{"prompt": "x", "max_tokens": 3}'),
+        ):
+            status, headers, document = answered(process, path, body)
+            assert status == 503
+            assert document["error"]["message"].startswith(KILLED)
+            assert headers["retry-after"] == "5"
+        found = metrics(process.url)
+        assert found["ess_up", ""] == 0
+        os.kill(process.engine_pid, signal.SIGCONT)
+        process.wait_ready()
+        assert answered(process, "/v1/completions", b'{"prompt": "x", "max_tokens": 3}')[0] == 200
+
+
+@pytest.mark.slow
+def test_a_whole_answer_that_was_under_way_is_503_with_a_time():
+    body = b'{"prompt": "x", "max_tokens": 1900}'
+    with Process(*PACED).wait_ready() as process, ThreadPoolExecutor() as beside:
+        whole = beside.submit(answered, process, "/v1/completions", body)
+        until(lambda: metrics(process.url)["ess_requests_running", ""] == 1, "its running")
+        kill(process)
+        status, headers, document = whole.result(60)
+        assert (status, headers["retry-after"]) == (503, "5")
+        assert document["error"]["message"] == KILLED
+
+
+@pytest.mark.slow
+def test_a_stopped_engine_is_replaced_whether_it_runs_or_loads():
+    with Process(*PACED, "--watchdog-s", "1").wait_ready() as process, crowd(process, 2) as going:
+        all_have_begun(going)
+        first = process.engine_pid
+        os.kill(first, signal.SIGSTOP)
+        until(lambda: all(map(going.is_over, range(2))), "the streams' end")
+        assert all(b"it has sent nothing for" in text for text in going.texts)
+        until(lambda: has_engine(process, first) and not is_running(first), "another engine")
+        second = process.engine_pid
+        os.kill(second, signal.SIGSTOP)
+        until(lambda: has_engine(process, second) and not is_running(second), "the third engine")
+        process.wait_ready()
+        said = stopped_said(process)
+        assert "its process" not in said
+        assert "ess: the engine is gone: it has been stopped for" in said
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_while_the_first_model_loads_is_replaced():
+    with Process() as process:
+        until(lambda: has_engine(process), "an engine")
+        assert process.status("/ready") == 503
+        lost = kill(process)
+        succeeded(process, lost)
+        before = "".join(c.choices[0].text for c in process.stream(max_tokens=24, temperature=0))
+        lost = kill(process)
+        succeeded(process, lost)
+        after = "".join(c.choices[0].text for c in process.stream(max_tokens=24, temperature=0))
+        assert before == after
+        assert len(after) > 20
+
+
+@pytest.mark.slow
+def test_one_that_is_lost_while_the_server_drains_has_no_successor():
+    with Process(*PACED, "--drain-s", "60").wait_ready() as process, crowd(process, 2) as going:
+        all_have_begun(going)
+        process.process.terminate()
+        until(lambda: process.status("/ready") == 503, "the drain")
+        kill(process)
+        until(lambda: all(map(going.is_over, range(2))), "the streams' end")
+        assert all(KILLED.encode() in text for text in going.texts)
+        assert process.ended(30) == 0
+        assert "another starts" not in process.process.communicate()[1]
+
+
+@pytest.mark.slow
+def test_sigterm_between_two_engines_ends_the_server():
+    with Process(*PACED).wait_ready() as process:
+        lost = kill(process)
+        until(lambda: has_engine(process, lost), "another engine")
+        second = process.engine_pid
+        os.kill(second, signal.SIGSTOP)
+        process.process.terminate()
+        assert process.ended(30) == 0
+        assert not is_running(second)
+
+
+@pytest.mark.slow
+def test_beyond_the_limit_the_server_ends_and_says_so():
+    with Process(*PACED, "--engine-restarts", "2").wait_ready() as process:
+        for _ in range(2):
+            succeeded(process, kill(process))
+        kill(process)
+        assert process.ended(30) == 1
+        last = process.process.communicate()[1].strip().splitlines()[-1]
+        most = "it was started again 2 times within 10 minutes, which is the most"
+        assert last == f"ess: {KILLED}; {most}"
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_engines_that_were_lost():
+    with Process(*PACED, "--engine-restarts", "9").wait_ready() as process:
+        pid = process.process.pid
+        descriptors, kin = [], []
+        for _ in range(5):
+            with crowd(process, 2) as going:
+                all_have_begun(going)
+                succeeded(process, kill(process))
+            until(
+                lambda: metrics(process.url)["ess_connections", ""] <= 1, "their connections' end"
+            )
+            descriptors.append(len(os.listdir(f"/proc/{pid}/fd")))
+            kin.append(len(children(pid)))
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+        assert descriptors[0] == descriptors[-1]
+        assert kin[0] == kin[-1]
+        assert threads < 64
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_server_hear_the_next_engine():
+    with several() as process, crowd(process) as going:
+        all_have_begun(going)
+        [engine] = [
+            pid for pid, words in children(process.process.pid).items() if "ess.engine" in words
+        ]
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: all(map(going.is_over, range(len(going.texts)))), "the streams' end")
+        assert all(KILLED.encode() in text for text in going.texts)
+        until(lambda: all(process.status("/ready") == 200 for _ in range(4 * COUNT)), "readiness")
+        with crowd(process) as more:
+            all_have_begun(more)
+        victim = next(p for p, words in children(process.process.pid).items() if "front" in words)
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: not is_running(victim), "its end")
+        until(lambda: all(process.status("/ready") == 200 for _ in range(4 * COUNT)), "readiness")
+        with crowd(process) as more:
+            all_have_begun(more)
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_load_is_not_started_again():
+    """What it said is the last word, and the code is 1."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with Process("--kv-events", address) as process:
+            assert process.process.wait(60) == 1
+            said = process.process.communicate()[1]
+    assert said.strip().splitlines()[-1].endswith("; it is not started again")
+    assert "another starts" not in said
+
+
+def test_restarts_are_counted_over_a_time():
+    clock = ManualClock()
+    restarts = Restarts(2, clock)
+    killed, said = Loss("killed"), Loss("no memory", is_said=True)
+    assert restarts.why_not(said, was_ready=False) == "; it is not started again"
+    for _ in range(2):
+        assert restarts.why_not(killed, was_ready=False) == ""
+        restarts.add()
+        clock.advance(OVER_S / 3)
+    assert "2 times within 10 minutes" in restarts.why_not(killed, was_ready=True)
+    clock.advance(OVER_S / 2)
+    assert restarts.count == 1
+    assert restarts.why_not(said, was_ready=True) == ""
+    assert Restarts(0, clock).why_not(killed, was_ready=True) == "; it is not started again"
+    others = Restarts(2, clock, waits_for_others=True)
+    assert others.why_not(said, was_ready=False) == ""
