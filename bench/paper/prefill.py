@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Final
 
@@ -10,12 +11,17 @@ from ess.bench.harness.report import Row, compare
 from ess.engine.chunking.sizer import ChunkSizer
 from ess.sim.prefill.pipeline import autotune, exhaustive, prefill
 from ess.sim.prefill.published_rows import PROMPT, Fitted, Prediction, fit_all, predictions
+from ess.sim.prefill.stage_clock import Clocked, Links, clocked
 
 TOLERANCE: Final = 0.05
 TUNER_TARGET: Final = 0.99
 SMOKE_PROMPT: Final = PROMPT // 4
 NOISE: Final = 0.05
 FOLLOWED_PROMPTS: Final = 20
+STATE_BYTES: Final = 7168 * 4
+SLOW_LINK: Final = 10e9 / 8
+SLOW_LATENCY_S: Final = 1e-3
+EQUAL_CHUNKS: Final = 32
 
 
 def prefill_benchmark(*, smoke: bool) -> list[Row]:
@@ -34,6 +40,7 @@ def prefill_benchmark(*, smoke: bool) -> list[Row]:
     models = fit_all()
     rows += [_overhead(model) for model in models]
     rows += [_followed(model) for model in models]
+    rows += [_sends(models[0]), _bubbles(models[0])]
     return rows + [_tuner(model, smoke=smoke) for model in models]
 
 
@@ -82,6 +89,55 @@ def _followed(model: Fitted) -> Row:
         baseline=("chunks of the true time", [model.run(first, smoothing).ttft_s]),
         target=TUNER_TARGET,
         config={"noise": NOISE, "prompts": FOLLOWED_PROMPTS, "chunks": len(sizes)},
+    )
+
+
+def _sends(model: Fitted) -> Row:
+    """Time to the first token over slow links, hidden states in float32."""
+    ways = [
+        _on_links(model, Links(latency_s=SLOW_LATENCY_S, bytes_per_s=SLOW_LINK, is_async=is_async))
+        for is_async in (True, False)
+    ]
+    return compare(
+        name=f"{model.published.name} TTFT over 10 Gbit/s",
+        unit="s",
+        ours=[ways[0].span_s],
+        baseline=("synchronous sends", [ways[1].span_s]),
+        config={
+            "bubble_share": round(ways[0].bubble_share, 3),
+            "bubble_share_synchronous": round(ways[1].bubble_share, 3),
+        },
+    )
+
+
+def _on_links(model: Fitted, links: Links) -> Clocked:
+    sizes = model.run(*model.published.dynamic).chunk_sizes
+    pipeline, ends = model.pipeline(), list(itertools.accumulate(sizes))
+    seconds = [
+        [
+            model.published.time.of(size, after=end - size) * share + pipeline.chunk_overhead_s
+            for share in pipeline.shares
+        ]
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    return clocked(
+        seconds,
+        under_way_max=len(pipeline.shares) + 2,
+        links=links,
+        sent_bytes=[size * STATE_BYTES for size in sizes],
+    )
+
+
+def _bubbles(model: Fitted) -> Row:
+    stages = model.published.stages
+    ran = clocked([[1.0] * stages] * EQUAL_CHUNKS, under_way_max=stages + 2)
+    return compare(
+        name=f"bubbles of {stages} equal stages",
+        unit="",
+        ours=[ran.bubble_share],
+        baseline=("(P - 1) / (P - 1 + M)", [(stages - 1) / (stages - 1 + EQUAL_CHUNKS)]),
+        target=1.0 - 1e-9,
+        config={"chunks": EQUAL_CHUNKS},
     )
 
 
