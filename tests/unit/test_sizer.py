@@ -61,11 +61,11 @@ def run_prompts(made: ChunkSizer, seconds: Took, count: int, *, longest: int = C
     return taken_count
 
 
-def noisy(seconds: Took, *, spread: float, stalls: float = 0.0) -> Took:
+def noisy(seconds: Took, *, spread: float, stalls: float = 0.0, longer: float = 100.0) -> Took:
     rand = random.Random(3)
 
     def drawn(done: int, count: int) -> float:
-        stall = 100.0 if rand.random() < stalls else 1.0
+        stall = longer if rand.random() < stalls else 1.0
         return seconds(done, count) * rand.uniform(1 - spread, 1 + spread) * stall
 
     return drawn
@@ -163,6 +163,15 @@ def test_an_exact_profile_is_never_replaced_by_what_runs_as_it_said():
         before = made.time
         assert run_prompts(made, seconds, 150) == 0
         assert made.time is before
+
+
+def test_stalls_of_a_third_of_all_chunks_are_outvoted():
+    """Three times as slow is not far enough to be left out; of each kind the middle one counts."""
+    made = sizer()
+    profile(made, took(TIME))
+    before = cut(made, CONTEXT)
+    run_prompts(made, noisy(took(TIME), spread=0.02, stalls=0.3, longer=3.0), 150)
+    assert cut(made, CONTEXT) == before
 
 
 @pytest.mark.parametrize("wrong", [(2e-10, 5e-5), (2e-8, 5e-5), (2e-9, 1e-6)])

@@ -139,7 +139,7 @@ class ChunkSizer:
             return
         expected = [self._expected(done, count) for done, count, _ in middles]
         fit = fitted_robustly(middles, expected)
-        if fit is None or fit.quadratic <= CLEAR * fit.quadratic_error:
+        if fit is None or not fit.quadratic > CLEAR * fit.quadratic_error:
             self._side_before = 0
             return
         side = self._side(fit.time())
