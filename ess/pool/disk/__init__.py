@@ -1,0 +1,1 @@
+"""Pages on disk: the prefix cache's third tier."""

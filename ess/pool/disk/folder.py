@@ -1,0 +1,79 @@
+"""The folder of a disk tier: one process at a time, its files, and when they begin anew."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+from ess.errors import BadState, Unavailable
+from ess.pool.disk.catalogue import Catalogue, Entry, Unusable
+from ess.pool.disk.slab import Slab
+
+LOCK: Final = "lock"
+SLAB: Final = "pages.slab"
+CATALOGUE: Final = "pages.sqlite"
+SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
+
+
+class DiskFolder:
+    """`opened` says in a sentence why it starts empty, where it could have held pages."""
+
+    def __init__(self, path: Path, *, identity: bytes, page_bytes: int, record_max: int) -> None:
+        self.opened = ""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = _locked(path)
+        except OSError as error:
+            raise Unavailable(f"{path} takes no pages: {error.strerror}") from error
+        try:
+            self.slab = Slab(path / SLAB, record_bytes=page_bytes)
+            self.catalogue, self.entries = self._begun(path, identity, record_max)
+        except (OSError, Unusable) as error:
+            os.close(self._lock)
+            raise Unavailable(f"{path} takes no pages: {error}") from error
+
+    def _begun(self, path: Path, identity: bytes, record_max: int) -> tuple[Catalogue, list[Entry]]:
+        """Rows whose records the slab has lost are forgotten; what lies behind the last record, or
+        belongs to no catalogue, is cut off."""
+        if (path / CATALOGUE).exists():
+            try:
+                return self._read(path, identity, record_max)
+            except Unusable as why:
+                self.opened = f"{path} starts empty: {why}"
+        for suffix in SUFFIXES:
+            (path / f"{CATALOGUE}{suffix}").unlink(missing_ok=True)
+        return self._read(path, identity, 0)
+
+    def _read(self, path: Path, identity: bytes, record_max: int) -> tuple[Catalogue, list[Entry]]:
+        self.slab.keep(record_max)
+        catalogue = Catalogue(
+            path / CATALOGUE, identity=identity, page_bytes=self.slab.record_bytes
+        )
+        try:
+            return catalogue, catalogue.entries(self.slab.record_count)
+        except Unusable:
+            catalogue.close()
+            raise
+
+    def close(self) -> None:
+        self.catalogue.close()
+        self.slab.close()
+        os.close(self._lock)
+
+
+def _locked(path: Path) -> int:
+    """A file that this process alone holds, until it ends in whatever way."""
+    held = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(held, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(held)
+        raise BadState(
+            f"{path} is in use by process {holder}: every engine needs a folder of its own"
+        ) from error
+    os.ftruncate(held, 0)
+    os.pwrite(held, str(os.getpid()).encode(), 0)
+    return held

@@ -1,0 +1,250 @@
+"""Pages by the hash of their text, on disk: what the host pool has forgotten, and what it had when
+the process ended.
+
+The tier knows bytes, not pools. It never waits for the disk in the caller's thread, except where a
+method says so, and no failure of the disk leaves it: a page that cannot be read whole is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ess.errors import BadState
+from ess.pool.capacity import whole_count
+from ess.pool.disk.folder import DiskFolder
+from ess.pool.disk.records import Records
+from ess.pool.disk.slab import Parts, checksum
+from ess.pool.disk.writer import Copy, Writer
+
+READERS: Final = 2
+READ_MAX: Final = 8
+"""Pages that a reader takes at a time."""
+CLOSE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUse:
+    """Since the start: pages and seconds that reading and writing took; `damaged_count` pages were
+    found broken, `dropped_count` were not stored. `fault` says why none is stored any more."""
+
+    page_count: int
+    page_max: int
+    page_bytes: int
+    queue_count: int
+    stored_count: int
+    dropped_count: int
+    loaded_count: int
+    damaged_count: int
+    store_s: float
+    load_s: float
+    fault: str
+
+
+class DiskTier:
+    """`opened` says why a folder that held pages starts empty."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        identity: bytes,
+        page_bytes: int,
+        capacity_bytes: int,
+    ) -> None:
+        """`identity` is of all that a page's bytes depend on beside its text."""
+        stride = page_bytes + -page_bytes % 4096
+        record_max = whole_count("prefix_cache_disk", capacity_bytes, stride)
+        self.page_bytes = page_bytes
+        self._folder = DiskFolder(
+            Path(folder), identity=identity, page_bytes=page_bytes, record_max=record_max
+        )
+        self.opened = self._folder.opened
+        self._records = Records(self._folder.entries, record_max=record_max)
+        self._writer = Writer(self._folder.slab, self._folder.catalogue, self._records)
+        self._lock = self._writer.lock
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ess-disk-reader")
+        self._loaded_count = self._damaged_count = 0
+        self._load_s = 0.0
+
+    # ---- pages that are here
+
+    def __contains__(self, content: bytes) -> bool:
+        with self._lock:
+            return content in self._records
+
+    def leading_count(self, contents: Sequence[bytes]) -> int:
+        """Of these texts in their order, how many are here before the first that is not."""
+        with self._lock:
+            return len(self._records.leading(contents))
+
+    def claim(self, contents: Sequence[bytes]) -> Claim:
+        """Those leading ones stay until the claim is released, and are used now."""
+        with self._lock:
+            held = tuple(self._records.leading(contents))
+            self._records.use(reversed(held))
+            self._records.hold(held)
+        return Claim(self, held)
+
+    def use(self, contents: Iterable[bytes]) -> None:
+        """Where these are here they are used now, the last of them last."""
+        with self._lock:
+            self._records.use(contents)
+
+    def release(self, contents: Iterable[bytes]) -> None:
+        with self._lock:
+            self._records.drop(contents)
+
+    def load(self, content: bytes, parts: Parts) -> bool:
+        """Reads the page into `parts`; False where it is not here or not whole: then nobody knows
+        what they hold. In any thread."""
+        began_s = time.monotonic()
+        with self._lock:
+            entry = self._records.find(content)
+        if entry is None:
+            return False
+        try:
+            is_read = self._folder.slab.read(entry.record, parts)
+        except OSError:
+            is_read = False
+        is_whole = is_read and checksum(content, parts) == entry.crc
+        with self._lock:
+            self._load_s += time.monotonic() - began_s
+            self._loaded_count += is_whole
+            if not is_whole and self._records.find(content) is entry:
+                self._damaged_count += 1
+                self._writer.remove(entry)
+        return is_whole
+
+    def begin_load(self, contents: Sequence[bytes], parts_of: Callable[[int], Parts]) -> Loading:
+        """Beside the caller, the first of `contents` first; `parts_of` says where each goes."""
+
+        def load(first: int) -> int:
+            last = min(first + READ_MAX, len(contents))
+            for place in range(first, last):
+                if not self.load(contents[place], parts_of(place)):
+                    return place - first
+            return last - first
+
+        starts = range(0, len(contents), READ_MAX)
+        return Loading([self._readers.submit(load, first) for first in starts])
+
+    # ---- pages that come and go
+
+    def store(self, content: bytes, copy: Copy) -> None:
+        """Behind the caller: `copy` is called in another thread, soon or late, or never."""
+        with self._lock:
+            if content in self._records:
+                self._records.use([content])
+            else:
+                self._writer.add(content, copy)
+
+    def lose(self, contents: Iterable[bytes]) -> None:
+        """The pages of these texts are about to be other ones': what was not stored is dropped."""
+        with self._lock:
+            for content in contents:
+                self._writer.lose(content)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until all that was to be stored is on the disk; False where that took too long."""
+        return self._writer.flush(timeout_s)
+
+    def forget(self) -> int:
+        """Nothing is found any more, nor after a restart; returns how many pages that were. It
+        waits for the disk."""
+        with self._lock:
+            if self._records.is_held:
+                raise BadState("pages on disk are held by sequences that wait there")
+            self._writer.clear_queue()
+        self._writer.flush()
+        with self._lock:
+            count = len(self._records)
+            self._writer.remove_all()
+        with suppress(OSError):
+            self._folder.slab.keep(0)
+        self._writer.flush()
+        return count
+
+    # ---- the whole of it
+
+    @property
+    def uses(self) -> DiskUse:
+        with self._lock:
+            return DiskUse(
+                page_count=len(self._records),
+                page_max=self._records.record_max,
+                page_bytes=self.page_bytes,
+                queue_count=self._writer.queue_count,
+                stored_count=self._writer.stored_count,
+                dropped_count=self._writer.dropped_count,
+                loaded_count=self._loaded_count,
+                damaged_count=self._damaged_count,
+                store_s=self._writer.seconds,
+                load_s=self._load_s,
+                fault=self._writer.fault,
+            )
+
+    def check(self) -> None:
+        self.flush()
+        with self._lock:
+            self._writer.check()
+
+    def close(self) -> None:
+        """Stores what is queued, for some seconds; the rest is dropped."""
+        self._readers.shutdown(cancel_futures=True)
+        self._writer.flush(CLOSE_S)
+        self._writer.end()
+        self._folder.close()
+
+
+class Claim:
+    """Pages that stay on disk until `release`."""
+
+    def __init__(self, tier: DiskTier, contents: tuple[bytes, ...]) -> None:
+        self.contents = contents
+        self._tier = tier
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        contents, self.contents = self.contents, ()
+        self._tier.release(contents)
+
+
+class Loading:
+    """Pages on their way to memory, several readers at once."""
+
+    def __init__(self, runs: Sequence[Future[int]]) -> None:
+        self._runs = runs
+
+    @property
+    def is_done(self) -> bool:
+        return all(run.done() for run in self._runs)
+
+    def wait(self) -> None:
+        for run in self._runs:
+            if not run.cancelled():
+                run.result()
+
+    def cancel(self) -> None:
+        """No page is written into memory any more when this returns; it waits for those that a
+        reader has begun."""
+        for run in self._runs:
+            run.cancel()
+        self.wait()
+
+    @property
+    def count(self) -> int:
+        """Leading pages that came whole, when it is done."""
+        count = 0
+        for run in self._runs:
+            assert run.done(), "pages are still on their way"
+            count += 0 if run.cancelled() else run.result()
+            if run.cancelled() or run.result() < READ_MAX:
+                break
+        return count

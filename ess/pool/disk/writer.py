@@ -1,0 +1,193 @@
+"""The thread that writes: a queue of pages in, records and rows of the catalogue out, in batches.
+
+Of a batch the order is what makes a crash harmless at any moment. The rows of the records that it
+will overwrite are deleted; then the bytes are written and synced; then the new rows are written. A
+transaction is on the disk before the next thing begins. So whatever was done when the power went, a
+row leads to its own bytes, to nothing, or to bytes that its checksum refuses.
+
+A page is not copied when it is queued, nor is it held in its pool: the thread copies it when its
+turn comes, and then asks whether it still was that text (`Copy`).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from ess.pool.disk.catalogue import Catalogue, Entry
+from ess.pool.disk.records import Records
+from ess.pool.disk.slab import Bytes, Slab, checksum
+
+Copy = Callable[[Bytes], bool]
+"""Copies a page to where it is told; False where the page was another text's before it was done."""
+
+BATCH_BYTES: Final = 64 << 20
+BATCH_MAX: Final = 256
+QUEUE_MAX: Final = 1 << 16
+
+
+class Writer:
+    """`lock` guards the records, the queue and the counts. `fault` says why nothing is stored any
+    more; it is empty while all is well."""
+
+    def __init__(self, slab: Slab, catalogue: Catalogue, records: Records) -> None:
+        self.lock = threading.Condition()
+        self.fault = ""
+        self.stored_count = self.dropped_count = 0
+        self.seconds = 0.0
+        self._slab = slab
+        self._catalogue = catalogue
+        self._records = records
+        self._queue: OrderedDict[bytes, Copy] = OrderedDict()
+        self._leaving: list[Entry] = []
+        self._taken_count = self._lost_count = 0
+        self._is_busy = self._is_ending = self._is_over = False
+        self._page = np.empty(slab.record_bytes, np.uint8)
+        self._batch_max = max(1, min(BATCH_MAX, BATCH_BYTES // slab.record_bytes))
+        self._thread = threading.Thread(target=self._run, name="ess-disk-writer", daemon=True)
+        self._thread.start()
+
+    # ---- under the lock
+
+    def add(self, content: bytes, copy: Copy) -> None:
+        if content in self._queue:
+            return
+        if self.fault or self._is_ending or len(self._queue) >= QUEUE_MAX:
+            self.dropped_count += 1
+            return
+        self._queue[content] = copy
+        self.lock.notify_all()
+
+    def lose(self, content: bytes) -> None:
+        """The page of this text is about to be another one's."""
+        if self._queue.pop(content, None) is not None:
+            self.dropped_count += 1
+
+    def remove(self, entry: Entry) -> None:
+        """The entry's record is free when the catalogue has forgotten it."""
+        self._records.remove(entry)
+        self._leaving.append(entry)
+        self.lock.notify_all()
+
+    def remove_all(self) -> None:
+        self._leaving += self._records.remove_all()
+        self.lock.notify_all()
+
+    def clear_queue(self) -> None:
+        self.dropped_count += len(self._queue)
+        self._queue.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._is_busy or self._queue or self._leaving)
+
+    @property
+    def queue_count(self) -> int:
+        return len(self._queue)
+
+    def check(self) -> None:
+        self._records.check(taken_count=len(self._leaving) + self._taken_count + self._lost_count)
+
+    # ---- the caller's thread
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until nothing is left to write; False where that took too long."""
+        with self.lock:
+            return self.lock.wait_for(lambda: self.is_idle or self._is_over, timeout_s)
+
+    def end(self) -> None:
+        """What is queued is dropped."""
+        with self.lock:
+            self._is_ending = True
+            self.clear_queue()
+            self.lock.notify_all()
+        self._thread.join()
+
+    # ---- its own thread
+
+    def _run(self) -> None:
+        try:
+            self._write_all()
+        finally:
+            with self.lock:
+                self._is_over = True
+                self.lock.notify_all()
+
+    def _write_all(self) -> None:
+        is_over = False
+        while not is_over:
+            with self.lock:
+                self.lock.wait_for(lambda: self._is_ending or not self.is_idle)
+                batch = self._next_batch()
+                leaving, self._leaving = self._leaving, []
+                is_over = self._is_ending and not batch
+                self._is_busy, self._taken_count = True, len(leaving)
+            try:
+                self._write(batch, leaving, is_last=is_over)
+            except (OSError, sqlite3.Error) as error:
+                self._stop(error, is_over=is_over)
+            finally:
+                with self.lock:
+                    self._is_busy = False
+                    self.lock.notify_all()
+
+    def _next_batch(self) -> list[tuple[bytes, Copy]]:
+        count = min(len(self._queue), self._batch_max)
+        batch = [self._queue.popitem(last=False) for _ in range(count)]
+        self._records.use(content for content, _ in batch)
+        return [wanted for wanted in batch if wanted[0] not in self._records]
+
+    def _write(
+        self, batch: list[tuple[bytes, Copy]], leaving: list[Entry], *, is_last: bool
+    ) -> None:
+        began_s = time.monotonic()
+        with self.lock:
+            records, victims = self._records.take(len(batch))
+            self._taken_count += len(records)
+        self._catalogue.change(gone=[entry.content for entry in (*leaving, *victims)])
+        written = self._write_pages(batch, records)
+        with self.lock:
+            self._records.stamp(reversed(written))
+            uses = [*self._records.uses.values()] if batch or is_last else []
+        self._catalogue.change(come=written, used=uses)
+        kept = {entry.record for entry in written}
+        with self.lock:
+            for entry in uses:
+                self._records.uses.pop(entry.content, None)
+            for entry in reversed(written):
+                self._records.add(entry)
+            self._records.put_back(record for record in records if record not in kept)
+            self._records.put_back(entry.record for entry in leaving)
+            self._taken_count = 0
+            self.stored_count += len(written)
+            self.dropped_count += len(batch) - len(written)
+            self.seconds += time.monotonic() - began_s if batch else 0.0
+
+    def _write_pages(self, batch: list[tuple[bytes, Copy]], records: list[int]) -> list[Entry]:
+        written = []
+        for (content, copy), record in zip(batch, records, strict=False):
+            if copy(self._page):
+                self._slab.write(record, self._page)
+                written.append(Entry(content, record, checksum(content, [self._page]), 0))
+        if written:
+            self._slab.sync()
+        return written
+
+    def _stop(self, error: Exception, *, is_over: bool) -> None:
+        """Records that were taken stay taken: nobody knows what they hold."""
+        with self.lock:
+            self.clear_queue()
+            self._lost_count += self._taken_count
+            self._taken_count = 0
+            if not is_over:
+                self.fault = f"the disk takes no more pages: {_why(error)}"
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,276 @@
+"""The disk tier by itself: what it finds again, what it forgets, what it never serves."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ess.errors import BadInput, BadState, Unavailable
+from ess.pool.disk import writer
+from ess.pool.disk.folder import CATALOGUE, SLAB
+from ess.pool.disk.tier import DiskTier
+from tests.disk.bytes_of import PAGE_BYTES, content, copies, fill, loaded, page_of, tier
+from tests.disk.kills import ROOT, rounds
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[DiskTier]:
+    opened = tier(tmp_path)
+    yield opened
+    opened.check()
+    opened.close()
+
+
+def texts(numbers: range) -> list[bytes]:
+    return [content(number) for number in numbers]
+
+
+def test_what_was_stored_loads_and_nothing_else(made: DiskTier) -> None:
+    fill(made, range(10))
+    assert all(loaded(made, text) for text in texts(range(10)))
+    assert not loaded(made, content(10))
+    assert made.leading_count(texts(range(12))) == 10
+    assert made.leading_count([content(11), content(0)]) == 0
+    assert made.uses.stored_count == 10
+    assert made.uses.loaded_count == 10
+
+
+def test_the_next_process_finds_the_pages(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from tests.disk.bytes_of import *; "
+        "t = tier(Path({!r})); fill(t, range(9)); t.close()"
+    )
+    subprocess.run([sys.executable, "-c", code.format(str(tmp_path))], cwd=ROOT, check=True)
+    made = tier(tmp_path)
+    assert made.opened == ""
+    assert all(loaded(made, text) for text in texts(range(9)))
+    made.close()
+
+
+def test_it_is_bounded_and_the_one_used_longest_ago_gives_way(made: DiskTier) -> None:
+    fill(made, range(24))
+    made.use([content(0)])
+    fill(made, range(24, 30))
+    here = [number for number in range(30) if content(number) in made]
+    assert len(here) == 24
+    assert 0 in here, "a page that was used just now gave way"
+    assert set(range(24, 30)) <= set(here)
+
+
+def test_the_order_of_use_outlives_the_process(tmp_path: Path) -> None:
+    made = tier(tmp_path)
+    fill(made, range(24))
+    made.use([content(5)])
+    made.close()
+    again = tier(tmp_path)
+    fill(again, range(24, 47))
+    assert content(5) in again
+    assert again.uses.page_count == 24
+    again.close()
+
+
+def test_a_claimed_page_does_not_give_way(made: DiskTier) -> None:
+    fill(made, range(24))
+    claim = made.claim(texts(range(20)))
+    fill(made, range(24, 48))
+    assert made.leading_count(texts(range(20))) == 20
+    with pytest.raises(BadState, match="held by sequences"):
+        made.forget()
+    claim.release()
+    fill(made, range(48, 72))
+    assert made.leading_count(texts(range(20))) == 0
+
+
+def test_a_smaller_tier_keeps_what_fits(tmp_path: Path) -> None:
+    made = tier(tmp_path)
+    fill(made, range(24))
+    made.close()
+    size = (tmp_path / SLAB).stat().st_size
+    again = tier(tmp_path, pages=6)
+    assert again.uses.page_count == 6
+    assert (tmp_path / SLAB).stat().st_size < size
+    assert sum(loaded(again, text) for text in texts(range(24))) == 6
+    again.check()
+    again.close()
+    with pytest.raises(BadInput, match="prefix_cache_disk is 0 B"):
+        tier(tmp_path, pages=0)
+
+
+def test_a_page_that_was_another_text_before_it_was_copied_is_dropped(made: DiskTier) -> None:
+    made.store(content(1), lambda page: False)
+    fill(made, range(2, 4))
+    assert content(1) not in made
+    assert made.uses.dropped_count == 1
+
+
+def test_what_was_lost_before_its_turn_is_not_written(made: DiskTier) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(page: np.ndarray) -> bool:
+        begun.set()
+        go_on.wait()
+        return copies(content(0))(page)
+
+    made.store(content(0), slow)
+    begun.wait()
+    made.store(content(1), copies(content(1)))
+    made.lose([content(1)])
+    go_on.set()
+    made.flush()
+    assert content(0) in made
+    assert content(1) not in made
+    assert made.uses.dropped_count == 1
+
+
+def test_a_full_queue_drops_and_counts(made: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "QUEUE_MAX", 2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(page: np.ndarray) -> bool:
+        begun.set()
+        return go_on.wait() and copies(content(0))(page)
+
+    made.store(content(0), slow)
+    begun.wait()
+    for number in range(1, 6):
+        made.store(content(number), copies(content(number)))
+    assert made.uses.queue_count == 2
+    assert made.uses.dropped_count == 3
+    go_on.set()
+
+
+def test_a_broken_page_is_dropped_counted_and_never_served(tmp_path: Path) -> None:
+    made = tier(tmp_path)
+    fill(made, range(4))
+    with (tmp_path / SLAB).open("r+b") as slab:
+        slab.seek(777)
+        slab.write(b"\0" * 64)
+    here = [loaded(made, text) for text in texts(range(4))]
+    assert here.count(False) == 1
+    assert made.uses.damaged_count == 1
+    fill(made, range(4))
+    assert all(loaded(made, text) for text in texts(range(4)))
+    made.check()
+    made.close()
+
+
+def test_a_load_counts_the_leading_pages_that_came(made: DiskTier) -> None:
+    fill(made, range(20))
+    pages = np.zeros((20, PAGE_BYTES), np.uint8)
+    loading = made.begin_load(texts(range(20)), lambda place: [pages[place]])
+    loading.wait()
+    assert loading.is_done
+    assert loading.count == 20
+    assert all((pages[n] == page_of(content(n))).all() for n in range(20))
+    asked = [*texts(range(11)), content(99), *texts(range(12, 20))]
+    loading = made.begin_load(asked, lambda place: [pages[place]])
+    loading.wait()
+    assert loading.count == 11
+
+
+def test_forgetting_empties_it_for_good(tmp_path: Path) -> None:
+    made = tier(tmp_path)
+    fill(made, range(10))
+    assert made.forget() == 10
+    assert (tmp_path / SLAB).stat().st_size == 0
+    assert made.leading_count(texts(range(10))) == 0
+    fill(made, range(3))
+    assert loaded(made, content(2))
+    made.forget()
+    made.close()
+    again = tier(tmp_path)
+    assert again.uses.page_count == 0
+    again.close()
+
+
+def test_pages_of_something_else_are_not_found(tmp_path: Path) -> None:
+    made = tier(tmp_path)
+    fill(made, range(3))
+    made.close()
+    other = tier(tmp_path, identity=b"another model")
+    assert "starts empty" in other.opened
+    assert "another model, row form, layout or version" in other.opened
+    assert other.uses.page_count == 0
+    other.close()
+
+
+def test_a_damaged_catalogue_starts_empty(tmp_path: Path) -> None:
+    made = tier(tmp_path)
+    fill(made, range(3))
+    made.close()
+    (tmp_path / CATALOGUE).write_bytes(b"no catalogue at all" * 500)
+    again = tier(tmp_path)
+    assert "its catalogue is damaged" in again.opened
+    assert "\n" not in again.opened
+    fill(again, range(3))
+    assert loaded(again, content(1))
+    again.close()
+
+
+def test_a_folder_is_of_one_process(made: DiskTier, tmp_path: Path) -> None:
+    with pytest.raises(BadState, match=r"is in use by process \d+: every engine needs a folder"):
+        tier(tmp_path)
+
+
+def test_a_folder_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unavailable, match="takes no pages"):
+        tier(tmp_path / "file")
+
+
+def test_a_full_disk_ends_storing_and_nothing_else(tmp_path: Path) -> None:
+    made = tier(tmp_path)
+    fill(made, range(6))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (7 * PAGE_BYTES, before[1]))
+    try:
+        fill(made, range(6, 12))
+        assert "the disk takes no more pages" in made.uses.fault
+        made.store(content(20), copies(content(20)))
+        assert made.flush(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert made.uses.dropped_count >= 1
+    assert all(loaded(made, text) for text in texts(range(6)))
+    made.check()
+    made.close()
+    again = tier(tmp_path)
+    assert all(loaded(again, text) for text in texts(range(6)))
+    again.close()
+
+
+def test_stores_and_loads_at_once_never_mix(made: DiskTier) -> None:
+    stop = threading.Event()
+    seen: list[int] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.append(sum(loaded(made, text) for text in texts(range(60))))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for first in range(0, 240, 20):
+        fill(made, range(first % 60, first % 60 + 20))
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert made.uses.damaged_count == 0 or made.uses.stored_count > 24
+    made.check()
+
+
+def test_killed_and_damaged_it_never_serves_a_wrong_page(tmp_path: Path) -> None:
+    told = rounds(tmp_path, count=6, seed=3)
+    assert told.kept > 0
+
+
+@pytest.mark.slow
+def test_killed_at_many_moments(tmp_path: Path) -> None:
+    assert rounds(tmp_path, count=40, seed=4).rounds == 40
