@@ -24,6 +24,7 @@ from ess.flashtrans.lanes import open_lane
 from ess.kernels.served import refuse_cuda
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
+from ess.pool.disk.tier import DiskTier
 from ess.pool.ledger import Promise
 from ess.pool.prefix import PrefixListener
 from ess.units import parse_size
@@ -57,6 +58,7 @@ class Offload:
         self._slots = Slots(pools, self._counters, self.timings)
         made = self._slots if make_placement is None else make_placement(self._slots)
         self.owner = Owner(pools, made)
+        self._is_followed = False
 
     @classmethod
     def create(
@@ -77,6 +79,7 @@ class Offload:
         poison: bool = False,
         shared: bool = False,
         placement: MakePlacement | None = None,
+        disk: DiskTier | None = None,
     ) -> Offload:
         """Allocates everything it will ever use.
 
@@ -91,6 +94,8 @@ class Offload:
         `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         `shared` puts the host's rows and keys into memory that other processes can map.
         `placement` is given the slots and returns what a step uses in their place.
+        `disk` keeps pages of the prefix cache beyond the host's memory and beyond this process; its
+        pages have `layout.host_page_bytes`, and `close` closes it too.
         """
         for name, value in {
             "sequence_max": sequence_max,
@@ -114,8 +119,14 @@ class Offload:
             poison=poison,
             shared=shared,
         )
+        if disk is not None and disk.page_bytes != layout.host_page_bytes:
+            raise BadInput(
+                f"disk has pages of {disk.page_bytes} bytes, {layout.name!r} has "
+                f"{layout.host_page_bytes}"
+            )
         opened = open_lane(device=device) if lane is None else lane
-        return cls(build_pools(layout, sizes, opened), opened, clock or RealClock(), placement)
+        pools = build_pools(layout, sizes, opened, disk)
+        return cls(pools, opened, clock or RealClock(), placement)
 
     # ---- what may be read
 
@@ -160,6 +171,7 @@ class Offload:
         salt: bytes = b"",
         reuse_max: int | None = None,
         on_device: bool = True,
+        from_disk: bool = False,
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
@@ -169,6 +181,8 @@ class Offload:
         only: device pages may meet PoolFull. Sequences with different `salt` never share rows.
         With `on_device=False` it begins preempted, with host pages only, all of its growth promised
         there: for rows that are still to come. `resume` takes it onto the device.
+        With `from_disk`, if the disk has more of the prefix than the host, it also begins preempted
+        and `is_loading`, until `load` finds that the pages have come; `resume` waits for them.
         A page of 64 rows becomes cached prefix when its tokens are known and the host has its rows
         and index keys of all layers; the sequence takes notice of imports when it is next used, at
         the latest when it is closed.
@@ -194,10 +208,19 @@ class Offload:
             promise=promise,
             reuse_max=reuse_max,
             on_device=on_device,
+            from_disk=from_disk,
         )
 
+    def load(self) -> None:
+        """Takes notice of pages that have come from the disk: sequences that still wait for some
+        are `is_loading`. Of a page that could not be read the prompt is to be computed."""
+        self.owner.require()
+        if self._pools.shelf is not None:
+            self._pools.shelf.settle()
+
     def forget_prefixes(self) -> int:
-        """Empties the prefix cache; returns how many pages it had.
+        """Empties the prefix cache, on the host and on the disk; returns how many pages the host
+        had. It waits for the disk.
 
         BadState while a sequence holds a cached page: it reads these rows.
         """
@@ -206,15 +229,18 @@ class Offload:
         latent = self._pools.latent
         if latent.prefix.held_count:
             raise BadState(f"{latent.prefix.held_count} cached pages are held by open sequences")
-        return latent.forget()
+        count = latent.forget()
+        if self._pools.shelf is not None:
+            self._pools.shelf.forget()
+        return count
 
     def follow_prefixes(self, listener: PrefixListener) -> None:
         """From now on `listener` is told of every page that the prefix cache learns or forgets."""
         self.owner.require()
-        prefix = self._pools.latent.prefix
-        if prefix.listener is not None:
+        if self._is_followed:
             raise BadState("the prefix cache is followed already; it has one listener")
-        prefix.listener = listener
+        self._is_followed = True
+        self._pools.latent.prefix.listeners.append(listener)
 
     # ---- steps, and what happens between them
 
@@ -270,11 +296,14 @@ class Offload:
         self._pools.inflight.drain()
 
     def close(self) -> None:
-        """Ends the lane, behind what is under way. A second call does nothing."""
+        """Ends the lane, behind what is under way, and the disk, behind what is to be stored in a
+        few seconds. A second call does nothing."""
         if self.owner.is_open:
             self.owner.require_thread()
             self.owner.is_open = False
             self._pools.inflight.drain()
+            if self._pools.shelf is not None:
+                self._pools.shelf.close()
             self._lane.close()
 
     def __enter__(self) -> Offload:

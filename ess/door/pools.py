@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ess.door.inflight import InFlight
+from ess.door.shelf import Shelf
 from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.views import known
 from ess.kernels.memory import host_memory, memory_file
 from ess.kernels.streams import Known, Lane
 from ess.layout import ModelLayout
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, Capacity, whole_count
+from ess.pool.disk.tier import DiskTier
 from ess.pool.index import IndexPool, PageTables
 from ess.pool.latent import Bytes, LatentPool
 from ess.pool.ledger import Ledger
@@ -54,6 +56,7 @@ class Pools:
     sparse: SparsePool
     ledger: Ledger
     inflight: InFlight
+    shelf: Shelf | None
     slabs: tuple[Known, ...]
     host: Known
     host_layers: tuple[Known, ...]
@@ -72,10 +75,14 @@ class Pools:
     def check(self) -> None:
         for owner in (self.latent, self.index, self.sparse, self.ledger, self.inflight):
             owner.check()
+        if self.shelf is not None:
+            self.shelf.check()
         self.tables.check(self.index.pages)
 
 
-def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
+def build_pools(
+    layout: ModelLayout, sizes: PoolSizes, lane: Lane, disk: DiskTier | None = None
+) -> Pools:
     host_page_count = whole_count("host_bytes", sizes.host_bytes, layout.host_page_bytes)
     index_page_count = host_page_count
     if sizes.index_bytes is not None:
@@ -111,6 +118,7 @@ def build_pools(layout: ModelLayout, sizes: PoolSizes, lane: Lane) -> Pools:
         sparse=sparse,
         ledger=_ledger(latent, index, sparse),
         inflight=InFlight(lane),
+        shelf=None if disk is None else Shelf(latent, disk),
         slabs=tuple(known(sparse.member_slab(m)) for m in range(layout.group_layers_max)),
         host=known(latent.rows.reshape(-1, layout.row_bytes)),
         host_layers=tuple(known(rows) for rows in latent.rows),

@@ -23,6 +23,7 @@ from ess.door.pools import Pools
 from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.layout import ModelLayout
+from ess.pool.disk.tier import DiskUse
 from ess.pool.lru.arena import FetchPlan
 
 Counts = npt.NDArray[np.int64]
@@ -54,6 +55,7 @@ class Stats:
     free_host_page_count: int
     index_page_count: int
     free_index_page_count: int
+    disk: DiskUse | None
 
     @property
     def hit_ratio(self) -> float:
@@ -116,6 +118,7 @@ class Counters:
             free_host_page_count=pools.latent.free_count,
             index_page_count=pools.index.pages.page_count,
             free_index_page_count=pools.index.pages.free_count,
+            disk=None if pools.shelf is None else pools.shelf.uses,
         )
 
 

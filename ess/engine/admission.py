@@ -105,7 +105,7 @@ class Admission:
         for request in self.displaced():
             if self.running_count and step_count < self._resume_step:
                 return False
-            if request.has_landed:
+            if request.has_come:
                 self._refuse_if_slow(limit)
             self._resume(request)
         assert not self.displaced(), "a request is admitted before a preempted one is resumed"
@@ -116,7 +116,7 @@ class Admission:
         requests are admitted behind those that have landed and wait for the device. Not behind a
         preempted one: it needs the host pages of its growth back."""
         with suppress(PoolFull):
-            while all(request.has_landed for request in self.displaced()):
+            while all(request.has_come for request in self.displaced()):
                 request = self._roster.first_waiting()
                 if request is None or not request.lands:
                     return

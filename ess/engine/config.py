@@ -118,6 +118,12 @@ class ProcessConfig(EngineConfig):
         "127.0.0.1", "handoff", "The address, of a private interface, that rows come to."
     )
     transfer_port: int = setting(0, "handoff", "0 takes a free port.", (0, 65535))
+    prefix_cache_dir: str = setting(
+        "", "memory", "A folder, of this engine alone, that keeps pages of prompts over restarts."
+    )
+    prefix_cache_disk: str = setting(
+        "8GiB", "memory", "The most that prefix_cache_dir takes of the disk."
+    )
     threads: int = setting(
         0, "engine", "Compute threads; 0 leaves a core to the machine.", (0, 1024)
     )

@@ -32,10 +32,11 @@ from ess.engine.config import EngineConfig
 from ess.engine.entry import Entry
 from ess.engine.followers import Followers
 from ess.engine.handoff import Ended, Handoffs
+from ess.engine.loads import Loads
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
 from ess.engine.prompt import run as prompts
 from ess.engine.prompt.scores import score
-from ess.engine.request import Reason, Request, Take
+from ess.engine.request import Reason, Request, State, Take
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_waiting
 from ess.engine.step.flights import Flights
@@ -45,7 +46,7 @@ from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import Seen, drafts_of
-from ess.errors import BadInput, BadState, PoolFull, Unavailable
+from ess.errors import BadInput, BadState, EssError, PoolFull, Unavailable
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
 from ess.pool.warmup import WindowSet
@@ -89,6 +90,7 @@ class Engine:
         self._admission = Admission(
             self._roster, opens=self._open, resumes=self._resume, tpot_ms=config.tpot_ms
         )
+        self._loads = Loads(self._roster, offload)
         self._handoffs = Handoffs(port, self.runner, config, on_end=self._admission.ask_again)
         self._followers = Followers()
         self._flights = Flights(self.runner, clock=self._clock, verified_max=config.mtp)
@@ -183,10 +185,10 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits, lands, compiles or is under way. Requests that the caller preempted,
-        and has not resumed, may be left."""
+        """Nothing runs, waits, lands, loads, compiles or is under way. Requests that the caller
+        preempted, and has not resumed, may be left."""
         is_told = not self._flights and not self._made and self._entry.is_empty
-        waiting_count = self._roster.count("waiting") + self._roster.count("landing")
+        waiting_count = self._roster.count("waiting", "landing", "loading")
         is_left = self._admission.running_count or waiting_count or self._admission.displaced()
         return is_told and not is_left
 
@@ -233,12 +235,13 @@ class Engine:
         return StepResult(made, plan.chunks, len(plan.turns), scored)
 
     def pump(self) -> None:
-        """Moves what can be moved of handoffs, as every step does; requests whose rows have come go
-        on as preempted ones do."""
+        """Moves what can be moved of handoffs, as every step does; requests whose rows have come,
+        from other workers or from the disk, go on as preempted ones do."""
+        if self._loads.settle():
+            self._admission.ask_again()
         for request, fault in self._handoffs.heard():
             if fault and self._config.handoff_failure == "refuse":
-                request.refusal = Unavailable(fault)
-                self._finish(request, "refused")
+                self._refuse(request, Unavailable(fault))
             else:
                 self._roster.move(request, "preempted")
                 request.has_landed = not fault
@@ -251,7 +254,7 @@ class Engine:
     @property
     def is_handing_over(self) -> bool:
         """The next `pump` should come soon, whatever else there is to do."""
-        return self._handoffs.is_busy
+        return self._handoffs.is_busy or self._loads.is_busy
 
     def run(self) -> Iterable[StepResult]:
         """Steps until nothing can run: all is done, preempted, or waits for room or for rows."""
@@ -259,7 +262,7 @@ class Engine:
             result = self.step()
             if not result.is_empty:
                 yield result
-            elif not (self._handoffs.has_told or self._entry.wait()):
+            elif not (self._handoffs.has_told or self._entry.wait() or self._loads.wait()):
                 return
 
     def close(self) -> None:
@@ -285,18 +288,20 @@ class Engine:
                 salt=request.salt,
                 reuse_max=request.reuse_max,
                 on_device=not lands,
+                from_disk=not lands,
             )
-            self._handoffs.begin(request, opened)
+            if not opened.is_loading:
+                self._handoffs.begin(request, opened)
         except (PoolFull, BadInput) as refusal:
             if isinstance(refusal, PoolFull) and refusal.retry_after_s is not None:
                 raise
-            request.refusal = refusal
-            self._finish(request, "refused")
-            return
+            return self._refuse(request, refusal)
         request.sequence = opened
         request.cached_count = request.prefilled_count = opened.cached_count
-        self._roster.move(request, "landing" if lands else "prefilling")
-        if request.is_prefilled and not lands:
+        is_here = not lands and not opened.is_loading
+        late: State = "landing" if lands else "loading"
+        self._roster.move(request, "prefilling" if is_here else late)
+        if request.is_prefilled and is_here:
             self._arrive(request, None)
 
     def _arrive(self, request: Request, windows: Tensor | None) -> None:
@@ -440,9 +445,27 @@ class Engine:
             self._roster.move(request, "prefilling")
             self._land(request, windows)
             return
+        if request.has_loaded:
+            self._begin(request)
+            return
         self._roster.move(request, "decoding" if request.is_prefilled else "prefilling")
         if request.is_prefilled:
             self._flights.enter(request)
+
+    def _begin(self, request: Request) -> None:
+        """It was loaded, and is on the device now: its rows may leave."""
+        try:
+            self._handoffs.offer(request)
+        except BadInput as refusal:
+            return self._refuse(request, refusal)
+        request.has_loaded = False
+        self._roster.move(request, "prefilling")
+        if request.is_prefilled:
+            self._arrive(request, None)
+
+    def _refuse(self, request: Request, refusal: EssError) -> None:
+        request.refusal = refusal
+        self._finish(request, "refused")
 
     def _finish(self, request: Request, reason: Reason) -> None:
         assert request.reason in (None, reason), f"request {request.number} ended before"

@@ -99,6 +99,18 @@ class Handoffs:
             opened.close()
             raise
 
+    def offer(self, request: Request) -> None:
+        """The request has loaded and is on the device. Where the offer of its rows raises, it is
+        not, and tries again later."""
+        assert request.sequence is not None, f"request {request.number} has no rows"
+        if request.gives is None:
+            return
+        try:
+            self._offer(request.gives, request, request.sequence)
+        except PoolFull:
+            request.sequence.preempt()
+            raise
+
     def _offer(self, uid: int, request: Request, opened: Opened) -> None:
         assert self._port is not None, f"request {request.number} gives rows without a port"
         self._port.sender.offer(uid, opened, prompt=request.prompt, salt=request.salt)

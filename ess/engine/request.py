@@ -5,16 +5,16 @@ waiting --> prefilling --> decoding --> finished
    |            |  v        v   |
    |            `- preempted ---'
    v                 ^
-landing -------------'
+landing, loading ----'
 
-From every state to finished: cancelled, or refused while it waits or lands. A step that was
+From every state to finished: cancelled, or refused while it waits, lands or loads. A step that was
 launched before the host knew of an ending still runs; its sequence is closed when that step is
 learned.
 
 A request lands whose prompt's rows come from another worker: into pages of the host, while it needs
 nothing of the device. When they are there it goes on as one that was preempted; where they do not
 come its prompt is prefilled here. A request that gives its rows to another worker has ended when
-its prompt is there.
+its prompt is there. A request loads while pages of its prompt come from the disk.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ if TYPE_CHECKING:
     from ess.engine.tokens.stops import Reader
     from ess.pool.warmup import WindowSet
 
-State = Literal["waiting", "landing", "prefilling", "decoding", "preempted", "finished"]
+State = Literal["waiting", "landing", "loading", "prefilling", "decoding", "preempted", "finished"]
 Reason = Literal["length", "stop", "cancelled", "refused", "failed", "sent"]
 
 PRIORITY_MAX: Final = (1 << 31) - 1
 MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
     {
         ("waiting", "landing"),
+        ("waiting", "loading"),
         ("waiting", "prefilling"),
         ("waiting", "finished"),
         ("landing", "preempted"),
         ("landing", "finished"),
+        ("loading", "preempted"),
+        ("loading", "finished"),
         ("prefilling", "decoding"),
         ("prefilling", "preempted"),
         ("prefilling", "finished"),
@@ -72,7 +75,7 @@ class Request:
     everything else is the engine's, which is its `owner`. Requests of different `salt` share no
     cached prefix. `gives` is the number of the handoff in which its prompt's rows leave. It
     `has_landed` from the moment when all rows have come, with their `windows`, until the request is
-    on the device.
+    on the device, and `has_loaded` as long when pages have come from the disk.
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
     when its grammar could not be followed to the end: `matcher.failure` says why. `refusal` says
@@ -99,6 +102,7 @@ class Request:
     cached_count: int = 0
     prefilled_count: int = 0
     has_landed: bool = False
+    has_loaded: bool = False
     windows: tuple[list[WindowSet], int] | None = None
     ends: frozenset[int] = frozenset()
     ended_by: int | str | None = None
@@ -146,6 +150,11 @@ class Request:
         return self.takes is not None and self.sampling.prompt_logprobs is None
 
     @property
+    def has_come(self) -> bool:
+        """It waits for the device, where it has never been."""
+        return self.has_landed or self.has_loaded
+
+    @property
     def left_count(self) -> int:
         """Tokens that may still be made."""
         return self.sampling.tokens_max - len(self.output)
@@ -162,7 +171,8 @@ class Request:
     @property
     def has_prompt(self) -> bool:
         """Its prompt's rows are where it goes on from."""
-        return self.is_prefilled and self.state != "landing" and not self.has_landed
+        is_there = self.state not in ("landing", "loading") and not self.has_come
+        return self.is_prefilled and is_there
 
     def take(self, made: list[int]) -> list[int]:
         """Append new tokens up to the first that ends the request; returns those kept."""
@@ -204,7 +214,7 @@ class Request:
         assert self.state != "prefilling" or not self.is_prefilled, f"{name} has its whole prompt"
         assert not self.is_held or self.state in ("preempted", "finished"), f"{name} is held"
         assert self.state != "landing" or self.takes is not None, f"{name} takes no rows"
-        assert not self.has_landed or self.state in ("preempted", "finished"), f"{name} has landed"
+        assert not self.has_come or self.state in ("preempted", "finished"), f"{name} has come"
         assert self.windows is None or self.has_landed, f"{name} has windows without rows"
         assert self.refusal is None or self.reason == "refused", f"{name} goes on when refused"
         assert self.ended_by is None or self.reason == "stop", f"{name} ended by {self.ended_by!r}"
@@ -220,6 +230,6 @@ class Request:
         assert bool(self.flight_count) == bool(self.ahead_count), f"{name}: tokens without a step"
         assert 0 <= self.hit_count <= self.asked_count, f"{name}: more hits than rows asked for"
         assert self.draft_count >= 0, f"{name}: {self.draft_count} drafts"
-        if self.state in ("waiting", "landing", "prefilling", "preempted"):
+        if self.state in ("waiting", "landing", "loading", "prefilling", "preempted"):
             assert self.flight_count == 0, f"{name} is in a step under way"
             assert self.draft_count == 0, f"{name} has drafts"

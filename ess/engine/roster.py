@@ -58,8 +58,8 @@ class Roster(Generic[AnyRequest]):
         if state != "finished":
             self.add(request)
 
-    def count(self, state: State) -> int:
-        return len(self._by_state[state])
+    def count(self, *states: State) -> int:
+        return sum(len(self._by_state[state]) for state in states)
 
     def first_waiting(self) -> AnyRequest | None:
         """The first in rank of those that wait."""

@@ -95,11 +95,22 @@ class LatentPool:
         assert not any(page in self.prefix for page in pages.tolist()), "a prefix leads here still"
         self.stored[:, pages] = 0
         self.keyed[:, pages] = 0
+        self.spoil(pages)
+        self.pages.give_back(pages)
+
+    def parts(self, page: int) -> list[Bytes]:
+        """Where the page's bytes lie: its rows layer by layer, then its keys."""
+        first = page * PAGE_ROWS
+        rows = [layer[first : first + PAGE_ROWS].reshape(-1) for layer in self.rows]
+        return [*rows, *(keys[page] for keys in self.keys.pages)]
+
+    def spoil(self, pages: PageIds) -> None:
+        """What lies in these pages is nobody's."""
+        assert not self.stored[:, pages].any(), "rows that are stored are somebody's"
         if self._poison:
             for page in pages.tolist():
-                self.rows[:, page * PAGE_ROWS : (page + 1) * PAGE_ROWS] = POISON
-            self.keys.fill(pages, POISON)
-        self.pages.give_back(pages)
+                for part in self.parts(page):
+                    part.fill(POISON)
 
     def mark_rows(self, layers: Layers, host_rows: RowIds) -> None:
         """These rows of these layers hold their values now."""

@@ -54,10 +54,10 @@ class PrefixListener(Protocol):
 
 
 class PrefixIndex:
-    """`listener` is told of every change; a publisher then gives the page's text too."""
+    """`listeners` are told of every change; a publisher then gives the page's text too."""
 
     def __init__(self) -> None:
-        self.listener: PrefixListener | None = None
+        self.listeners: list[PrefixListener] = []
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -85,6 +85,10 @@ class PrefixIndex:
         assert len(set(pages)) == len(pages), "a page stands twice in one prefix"
         return pages
 
+    def content_of(self, page: int) -> bytes | None:
+        """The hash of its text, if it is published."""
+        return self._hash_of.get(page)
+
     def publish(
         self, page: int, content: bytes, *, parent: bytes = b"", text: Sequence[int] = ()
     ) -> bool:
@@ -97,9 +101,9 @@ class PrefixIndex:
             return True
         self._page_of[content] = page
         self._hash_of[page] = content
-        if self.listener is not None:
-            assert len(text) == PAGE_ROWS, f"a page of {len(text)} tokens was published"
-            self.listener.published(content, parent=parent, text=text)
+        assert len(text) == PAGE_ROWS or not self.listeners, f"{len(text)} tokens were published"
+        for listener in self.listeners:
+            listener.published(content, parent=parent, text=text)
         return True
 
     def idle(self, page: int) -> None:
@@ -116,17 +120,18 @@ class PrefixIndex:
     def forget_oldest(self) -> int:
         """The idle page that was used longest ago; from now on no prefix leads to it."""
         page, content = self._forget()
-        if self.listener is not None:
-            self.listener.forgotten([content])
+        for listener in self.listeners:
+            listener.forgotten([content])
         return page
 
     def forget_idle(self) -> list[int]:
         """All idle pages, the one used longest ago first."""
         forgotten = [self._forget() for _ in range(self.idle_count)]
-        if self.listener is not None and not self._hash_of:
-            self.listener.emptied()
-        elif self.listener is not None and forgotten:
-            self.listener.forgotten([content for _, content in forgotten])
+        for listener in self.listeners:
+            if not self._hash_of:
+                listener.emptied()
+            elif forgotten:
+                listener.forgotten([content for _, content in forgotten])
         return [page for page, _ in forgotten]
 
     def _forget(self) -> tuple[int, bytes]:

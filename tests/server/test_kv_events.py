@@ -86,7 +86,7 @@ def test_both_schemas_carry_the_same_blocks(publisher, consume, at, form):
     events = publisher(*at, form=form)
     consumer = consume(*at, form=form)
     index = PrefixIndex()
-    index.listener = events
+    index.listeners.append(events)
     tokens = list(range(192))
     publish(index, 0, tokens)
     events.flush()
@@ -113,7 +113,7 @@ def test_both_schemas_carry_the_same_blocks(publisher, consume, at, form):
 def test_an_array_has_the_fields_of_sglang_and_no_more(context, publisher, at):
     events = publisher(*at)
     index = PrefixIndex()
-    index.listener = events
+    index.listeners.append(events)
     publish(index, 0, [5] * 64)
     events.flush()
     with context.socket(zmq.DEALER) as dealer:
@@ -132,7 +132,7 @@ def test_a_salted_prompt_s_pages_hang_on_another_root(publisher, consume, at):
     events = publisher(*at)
     consumer = consume(*at)
     index = PrefixIndex()
-    index.listener = events
+    index.listeners.append(events)
     publish(index, 0, [7] * 64, salt=b"tenant")
     events.flush()
     consumer.catch_up()
@@ -143,7 +143,7 @@ def test_a_salted_prompt_s_pages_hang_on_another_root(publisher, consume, at):
 def test_a_subscriber_hears_its_topic_live_and_asks_for_what_it_missed(publisher, consume, at):
     events = publisher(*at, topic="kv@here@model")
     index = PrefixIndex()
-    index.listener = events
+    index.listeners.append(events)
     publish(index, 0, [1] * 64)
     events.flush()
     consumer = consume(*at)
@@ -219,7 +219,7 @@ def test_after_any_workload_a_consumer_knows_exactly_the_index(publisher, consum
     events = publisher(*at, form="vllm" if seed % 2 else "sglang")
     consumer = consume(*at, form="vllm" if seed % 2 else "sglang")
     load = Workload(seed)
-    load.latent.prefix.listener = events
+    load.latent.prefix.listeners.append(events)
     for turn in range(300):
         load.turn()
         if load.random.random() < 0.5:

@@ -51,6 +51,13 @@ class Progress:
                 self._pools.tables.lengths[self._holding.line] = self.length
             self.publish()
 
+    def loaded(self, count: int) -> None:
+        """`count` pages more than were cached before have come from the disk."""
+        self.cached_count += count * PAGE_ROWS
+        self.arrival_count += 1
+        self._begun_count = self.arrival_count
+        self.refresh()
+
     def check_start(self, start: int | None) -> None:
         """The next step starts behind the rows that are there. Where imported rows end early that
         is most likely a mistake of the caller, who would bring the row of another position; so

@@ -21,11 +21,14 @@ from torch import Tensor
 
 from ess.door.checks import as_array, check_sets, in_range, whole
 from ess.door.owner import Owner
+from ess.door.pools import Pools
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.progress import Progress
-from ess.errors import BadInput, BadState
+from ess.door.shelf import Load, Shelf
+from ess.errors import BadInput, BadState, PoolFull
 from ess.flashtrans.rows import scatter_rows
 from ess.layout import ModelLayout
+from ess.pool.disk.tier import Claim
 from ess.pool.ledger import Promise
 from ess.pool.pages import PageIds
 from ess.pool.prefix import page_hashes, root_hash
@@ -71,6 +74,7 @@ class Sequence:
             text_hash=text_hash,
             published_count=published_count,
         )
+        self._load: Load | None = None
 
     def __repr__(self) -> str:
         return (
@@ -105,6 +109,11 @@ class Sequence:
         """How many leading rows came with full pages that were there already: from the prefix cache
         or, of a fork, from the sequence that was forked. `import_rows` starts behind them."""
         return self.progress.cached_count
+
+    @property
+    def is_loading(self) -> bool:
+        """Pages of it are on their way from the disk, as far as `Offload.load` has seen."""
+        return self._load is not None
 
     @property
     def step_numbers(self) -> tuple[int, ...]:
@@ -157,7 +166,30 @@ class Sequence:
         in_range("start", start, 0, self.page_count * PAGE_ROWS)
         in_range("count", count, 0, self.page_count * PAGE_ROWS - start)
 
-    # ---- arrival: rows made elsewhere, then the working set
+    # ---- arrival: pages from the disk, rows made elsewhere, then the working set
+
+    def load(self, claim: Claim) -> None:
+        """The claimed texts, into the pages behind the cached ones; for `open_sequence`."""
+        assert self._load is None, "a sequence is loaded once"
+        first = self.cached_count // PAGE_ROWS
+        pages = self.holding.host_pages[first : first + len(claim.contents)]
+        self._load = self._shelf.bring(claim, pages, self._loaded)
+
+    def wait(self) -> None:
+        """Until all that it waits for has come from the disk."""
+        if self._load is not None:
+            self._shelf.wait(self._load)
+
+    def _loaded(self, count: int) -> None:
+        self._load = None
+        if count:
+            self.progress.loaded(count)
+
+    @property
+    def _shelf(self) -> Shelf:
+        shelf = self.owner.pools.shelf
+        assert shelf is not None, "nothing comes from a disk that is not there"
+        return shelf
 
     def import_rows(self, layer: int, start: int, rows: Any) -> None:
         """Rows made elsewhere (prefill), any layer order: uint8 [n, row_bytes] from `start` on."""
@@ -256,6 +288,7 @@ class Sequence:
     def resume(self) -> None:
         """Takes index pages again and reloads keys: nothing is computed anew. PoolFull if there is
         no room: then it stays preempted."""
+        self.wait()
         self._require("preempted")
         self.owner.pools.inflight.drain()
         self.progress.refresh()
@@ -304,6 +337,8 @@ class Sequence:
             return
         self.owner.require_thread()
         self._require_no_step()
+        if self._load is not None:
+            self._shelf.give_up(self._load)
         self.progress.refresh()
         if self.state == "active":
             self.holding.leave_device()
@@ -311,6 +346,8 @@ class Sequence:
 
         def let_go() -> None:
             self.progress.publish()
+            if self.owner.pools.shelf is not None:
+                self.owner.pools.shelf.used(self.holding.host_pages)
             self.holding.let_go()
 
         self.owner.pools.inflight.after(let_go)
@@ -318,6 +355,8 @@ class Sequence:
     def _require(self, *states: State) -> None:
         self.owner.require()
         require_state(self, *states)
+        if self._load is not None:
+            raise BadState(f"sequence {self.number} waits for pages from the disk; resume it first")
         self._require_no_step()
 
     def _require_no_step(self) -> None:
@@ -342,40 +381,57 @@ def open_sequence(
     promise: Promise,
     reuse_max: int | None,
     on_device: bool,
+    from_disk: bool,
 ) -> Sequence:
     """The last token is never cached: a step must compute from it what comes next."""
     owner.pools.inflight.settle()
-    prefix, text_hash = _cached_prefix(owner, tokens[: len(tokens) - 1][:reuse_max], salt)
+    hashes = page_hashes(tokens[: len(tokens) - 1][:reuse_max], salt=salt)
+    prefix, claim = _cached_prefix(owner.pools, hashes, from_disk=from_disk)
     sequence = Sequence(
         owner,
         tokens,
         salt=salt,
-        text_hash=text_hash,
+        text_hash=[root_hash(salt), *hashes][len(prefix)],
         length=len(prefix) * PAGE_ROWS,
         length_max=length_max,
         promise=promise,
         published_count=len(prefix),
     )
     page_count = div_ceil(len(tokens), PAGE_ROWS)
-    if on_device:
+    if on_device and claim is None:
         sequence.holding.open(prefix, page_count, length=sequence.length)
-    else:
+        return sequence
+    try:
         sequence.holding.open_on_host(prefix, page_count)
-        sequence.state = "preempted"
+    except PoolFull:
+        if claim is not None:
+            claim.release()
+        raise
+    sequence.state = "preempted"
+    if claim is not None:
+        sequence.load(claim)
     return sequence
 
 
-def _cached_prefix(owner: Owner, tokens: list[int], salt: bytes) -> tuple[PageIds, bytes]:
-    """Pages of the longest cached prefix of `tokens`, and its hash.
+def _cached_prefix(
+    pools: Pools, hashes: list[bytes], *, from_disk: bool
+) -> tuple[PageIds, Claim | None]:
+    """Pages of the longest cached prefix, and what the disk has behind them.
 
     With MTP its last page is left out: row p of the module was made with token p + 1, and the last
     row of a prefix saw another continuation.
     """
-    hashes = page_hashes(tokens, salt=salt)
-    pages = owner.pools.latent.prefix.find(hashes)
-    if owner.pools.layout.mtp_layer_count:
-        pages = pages[:-1]
-    return np.array(pages, np.int32), [root_hash(salt), *hashes][len(pages)]
+    pages, claim = pools.latent.prefix.find(hashes), None
+    count = len(pages)
+    if from_disk and pools.shelf is not None:
+        claim = pools.shelf.claim(hashes, known_count=count)
+        count += len(claim.contents)
+    if pools.layout.mtp_layer_count:
+        count = max(0, count - 1)
+    prefix = np.array(pages[:count], np.int32)
+    if claim is not None:
+        claim.keep(count - len(prefix))
+    return prefix, claim if claim is not None and claim.contents else None
 
 
 def key_group(layout: ModelLayout, layer: int) -> int:

@@ -209,6 +209,24 @@ class StageLine(msgspec.Struct, frozen=True, array_like=True):
     beat_s: float = 0.0
 
 
+class DiskLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The prefix cache on disk: pages there are and may be, pages that wait to be stored, and since
+    the start pages and seconds of stores and loads. Of `dropped_count` pages nothing was stored,
+    `damaged_count` were found broken and forgotten. `fault` says why no page is stored any more."""
+
+    page_count: int = 0
+    page_max: int = 0
+    page_bytes: int = 0
+    queue_count: int = 0
+    stored_count: int = 0
+    dropped_count: int = 0
+    loaded_count: int = 0
+    damaged_count: int = 0
+    store_s: float = 0.0
+    load_s: float = 0.0
+    fault: str = ""
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The engine at one moment: counts since it started; lists are per layer group.
 
@@ -219,7 +237,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     oldest, as many as are shown. `depth_reasons` say why the next step's `depth` is 0 whatever was
     configured. `open_counts` are the requests of each front that have not ended. `handoff` is None
     in an engine that takes part in no handoffs. `stages` are those of a pipelined worker, whose
-    pools and counts above are those of its first stage.
+    pools and counts above are those of its first stage. `disk` is None without a disk tier.
     """
 
     step_count: int = 0
@@ -254,6 +272,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     open_counts: tuple[int, ...] = ()
     handoff: HandoffStatus | None = None
     stages: tuple[StageLine, ...] = ()
+    disk: DiskLine | None = None
 
     @property
     def fullness(self) -> float:

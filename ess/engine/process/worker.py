@@ -27,6 +27,7 @@ from ess.engine.config import ProcessConfig
 from ess.engine.engine import Engine
 from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
+from ess.engine.process.disk import disk_line, disk_of
 from ess.engine.process.kv_events import KvEvents
 from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.messages import (
@@ -275,7 +276,8 @@ class EngineLoop:
     def _admitted(self, live: Live) -> int | None:
         """Tokens found in the prefix cache, once, when the request has left the queue."""
         request = live.request
-        if live.is_admitted or request.state == "waiting" or request.reason == "refused":
+        is_early = request.state in ("waiting", "loading")
+        if live.is_admitted or is_early or request.reason == "refused":
             return None
         live.is_admitted = True
         count = request.cached_count
@@ -317,7 +319,7 @@ class EngineLoop:
             turn_count=self._turn_count,
             step_s=self._step_s,
             running_count=states.count("prefilling") + states.count("decoding"),
-            waiting_count=states.count("waiting") + states.count("landing"),
+            waiting_count=sum(state in ("waiting", "landing", "loading") for state in states),
             preempted_count=states.count("preempted"),
             made_count=self._made_count,
             prompt_count=self._prompt_count,
@@ -344,6 +346,7 @@ class EngineLoop:
             depth_reasons=engine.depth_reasons(),
             open_counts=open_counts(self._live, self._wire.front_count),
             handoff=self.peers.status(engine.ended_handoffs),
+            disk=disk_line(stats.disk),
         )
 
     def _lines(self) -> Iterator[RequestLine]:
@@ -398,8 +401,9 @@ def build(launch: Launch, clock: Clock) -> Built:
     config = model.config
     if chosen.mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
+    layout = config.layout(row=chosen.row)
     offload = Offload.create(
-        config.layout(row=chosen.row),
+        layout,
         slot_bytes=launch.slot_bytes,
         host_bytes=launch.host_bytes,
         index_bytes=launch.index_bytes,
@@ -407,6 +411,7 @@ def build(launch: Launch, clock: Clock) -> Built:
         sequence_max=chosen.max_running,
         query_max=chosen.query_max,
         shared=chosen.transport == "shared",
+        disk=disk_of(launch, layout),
     )
     port = open_port(launch, offload, clock)
     engine = Engine(model, offload, chosen, tokenizer=Tokenizer(launch.model), port=port)

@@ -25,7 +25,7 @@ def check_waiting(roster: Roster[Request], entry: Entry, followers: Followers) -
 def check_flights(flights: Collection[Flight], future: FutureMap, roster: Roster[Request]) -> None:
     """An ended request stays in the steps that were launched before the host knew of its ending,
     and keeps its line until the last of them is learned."""
-    running = roster.by_rank("landing", "prefilling", "decoding", "preempted")
+    running = roster.by_rank("landing", "loading", "prefilling", "decoding", "preempted")
     turns = [turn for flight in flights for turn in flight.turns]
     assert future.step_numbers() == [flight.step.number for flight in flights], "a step is unknown"
     steps, tokens = Counter[Request](), Counter[Request]()

@@ -210,10 +210,14 @@ class Claim:
         self.contents = contents
         self._tier = tier
 
+    def keep(self, count: int) -> None:
+        """The first `count` stay, the others need not."""
+        self._tier.release(self.contents[count:])
+        self.contents = self.contents[:count]
+
     def release(self) -> None:
         """A second call does nothing."""
-        contents, self.contents = self.contents, ()
-        self._tier.release(contents)
+        self.keep(0)
 
 
 class Loading:

@@ -1,0 +1,143 @@
+"""The disk behind the host pool: what is published there is stored, what was forgotten comes back.
+
+It follows the prefix cache. A published page is copied to the disk by the tier's thread, later, and
+nothing holds it until then: its text cannot change while it is published, so a copy is good if the
+page was published without a break from before to after (`_mark_of`). That also keeps the pools
+free of the disk's timing: no page is held, freed or taken because a write was slow.
+
+Pages that come are read into pages of their sequence that nobody else knows, beside the owner's
+thread. They are marked and published in that thread, in `settle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from functools import partial
+
+from ess.pool.disk.slab import Bytes
+from ess.pool.disk.tier import Claim, DiskTier, DiskUse, Loading
+from ess.pool.latent import LatentPool
+from ess.pool.pages import PageIds
+from ess.units import PAGE_ROWS
+
+Arrived = Callable[[int], None]
+"""Told how many pages have come, from the first on."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Pages of a sequence on their way from the disk."""
+
+    pages: PageIds
+    claim: Claim
+    loading: Loading
+    on_arrival: Arrived
+
+
+class Shelf:
+    """Calls come from the offload's thread. `_mark_of` has an object for each publication."""
+
+    def __init__(self, latent: LatentPool, tier: DiskTier) -> None:
+        self._latent = latent
+        self._tier = tier
+        self._mark_of: dict[bytes, object] = {}
+        self._loads: list[Load] = []
+        latent.prefix.listeners.append(self)
+
+    @property
+    def uses(self) -> DiskUse:
+        return self._tier.uses
+
+    # ---- what the prefix cache says
+
+    def published(self, content: bytes, *, parent: bytes, text: Many[int]) -> None:
+        [page] = self._latent.prefix.find([content])
+        mark = self._mark_of[content] = object()
+        self._tier.store(content, partial(self._copy, content, page, mark))
+
+    def forgotten(self, contents: Many[bytes]) -> None:
+        for content in contents:
+            del self._mark_of[content]
+        self._tier.lose(contents)
+
+    def emptied(self) -> None:
+        self.forgotten([*self._mark_of])
+
+    def _copy(self, content: bytes, page: int, mark: object, out: Bytes) -> bool:
+        """In the tier's thread. The last look comes behind the last byte: before the page can be
+        taken for other rows, its text is forgotten."""
+        at = 0
+        for part in self._latent.parts(page):
+            out[at : at + len(part)] = part
+            at += len(part)
+        return self._mark_of.get(content) is mark
+
+    # ---- pages that come back
+
+    def claim(self, contents: Many[bytes], *, known_count: int) -> Claim:
+        """What the disk has behind the `known_count` texts that the host has; all of them are used
+        now."""
+        claim = self._tier.claim(contents[known_count:])
+        self._tier.use(reversed(contents[:known_count]))
+        return claim
+
+    def used(self, pages: PageIds) -> None:
+        """These pages of one text, published or not, are not needed for now."""
+        contents = [self._latent.prefix.content_of(page) for page in pages.tolist()]
+        self._tier.use(content for content in reversed(contents) if content is not None)
+
+    def bring(self, claim: Claim, pages: PageIds, on_arrival: Arrived) -> Load:
+        """The claimed texts into these pages, which their sequence has taken and nothing uses."""
+        assert len(claim.contents) == len(pages) > 0, f"{len(pages)} pages are to come"
+        loading = self._tier.begin_load(
+            claim.contents, lambda place: self._latent.parts(int(pages[place]))
+        )
+        load = Load(pages, claim, loading, on_arrival)
+        self._loads.append(load)
+        return load
+
+    def settle(self) -> None:
+        """What has come is there from now on."""
+        for load in [load for load in self._loads if load.loading.is_done]:
+            self._end(load)
+
+    def wait(self, load: Load) -> None:
+        load.loading.wait()
+        self._end(load)
+
+    def give_up(self, load: Load) -> None:
+        """The pages are not wanted any more; none is written when this returns."""
+        load.loading.cancel()
+        self._end(load)
+
+    def _end(self, load: Load) -> None:
+        self._loads.remove(load)
+        load.claim.release()
+        count = load.loading.count
+        self._latent.spoil(load.pages[count:])
+        self._latent.mark_arrived(load.pages[:count], count * PAGE_ROWS)
+        load.on_arrival(count)
+
+    # ---- the whole of it
+
+    def forget(self) -> int:
+        return self._tier.forget()
+
+    def drain(self) -> None:
+        """Waits until all that is published is stored."""
+        self._tier.flush()
+
+    def check(self) -> None:
+        self._tier.check()
+        prefix = self._latent.prefix
+        for content in self._mark_of:
+            assert prefix.find([content]), "a text is filed and not published"
+        for load in self._loads:
+            assert not self._latent.stored[:, load.pages].any(), "rows lie where others will come"
+
+    def close(self) -> None:
+        for load in [*self._loads]:
+            self.give_up(load)
+        self._tier.close()

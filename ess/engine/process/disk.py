@@ -1,0 +1,34 @@
+"""An engine's disk tier: made from its settings, reported in its status."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from ess import console
+from ess.engine.process.messages import DiskLine, Launch
+from ess.layout import ModelLayout
+from ess.models.weights.fingerprint import fingerprint
+from ess.pool.disk.tier import DiskTier, DiskUse
+from ess.transfer.messages import layout_hash
+from ess.units import parse_size
+
+
+def disk_of(launch: Launch, layout: ModelLayout) -> DiskTier | None:
+    """Pages made from other weights, in another layout or by other arithmetic are other pages."""
+    chosen = launch.config
+    if not chosen.prefix_cache_dir:
+        return None
+    made = f"{chosen.form} {chosen.deterministic} {fingerprint(launch.model).hex()}"
+    tier = DiskTier(
+        chosen.prefix_cache_dir,
+        identity=layout_hash(layout, weights=made),
+        page_bytes=layout.host_page_bytes,
+        capacity_bytes=parse_size(chosen.prefix_cache_disk),
+    )
+    if tier.opened:
+        console.note(tier.opened)
+    return tier
+
+
+def disk_line(use: DiskUse | None) -> DiskLine | None:
+    return None if use is None else DiskLine(**asdict(use))
