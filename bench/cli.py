@@ -92,6 +92,11 @@ BENCHMARKS: Final = (
         summary="Prefill in one worker, decode in another: what is hidden, missed and gained.",
     ),
     Command(
+        name="links",
+        home="ess.bench.handoff.links:links_benchmark",
+        summary="Links between ranks: a hop, the bandwidth, what asynchronous sends hide.",
+    ),
+    Command(
         name="paper",
         home="ess.bench.paper.published:paper_benchmark",
         summary="The published tables and figures, ours beside theirs.",

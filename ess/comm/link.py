@@ -5,7 +5,9 @@ A frame is a head (bytes: an order, a report) and perhaps a tensor (a hidden sta
 - `send` does not wait for the peer while at most `AHEAD_MAX` frames have not been taken by it; a
   frame is taken when it lies in the peer's memory, called for or not. Until `flush` has returned,
   the sender does not change the tensor.
-- A peer holds at most `HELD_MAX` frames that it has taken and not been asked for.
+- A peer holds at most `HELD_MAX` frames that it has taken and not been asked for; of reports
+  `REPORTS_MAX`, so that a stage that reports never waits for a lead that waits for the stage.
+- Tensors go to the next stage only.
 - The tensor of a received frame is lent: it is valid until the next frame is received.
 - A lost peer raises LinkLost, as does a peer that takes nothing for `PATIENCE_S`. A peer that has
   left in order is lost when the last of its frames has been received. Links are not mended: the
@@ -27,6 +29,7 @@ TENSOR_BYTES_MAX: Final = 4 << 30
 DIMS_MAX: Final = 4
 AHEAD_MAX: Final = 2
 HELD_MAX: Final = 2
+REPORTS_MAX: Final = 1024
 PATIENCE_S: Final = 60.0
 
 
@@ -64,11 +67,26 @@ class Link(Protocol):
         """Leaves in order: what was sent is taken, or the peer is lost."""
 
 
-def check_frame(head: bytes, tensor: Tensor | None) -> None:
+def name_of(rank: int, team: int) -> str:
+    stage, member = divmod(rank, team)
+    return f"stage {stage} (rank {rank})" if team == 1 else f"member {member} of stage {stage}"
+
+
+def left(rank: int, name: str) -> LinkLost:
+    return LinkLost(rank, f"{name} has left the group")
+
+
+def took_nothing(rank: int, name: str, patience_s: float) -> LinkLost:
+    return LinkLost(rank, f"{name} has taken nothing for {patience_s:g} s")
+
+
+def check_frame(head: bytes, tensor: Tensor | None, *, has_tensors: bool) -> None:
     if len(head) > HEAD_BYTES_MAX:
         raise BadInput(f"head has {len(head)} bytes, at most {HEAD_BYTES_MAX}")
     if tensor is None:
         return
+    if not has_tensors:
+        raise BadInput(f"tensor of shape {tuple(tensor.shape)}: they go to the next stage only")
     if not 1 <= tensor.dim() <= DIMS_MAX:
         raise BadInput(f"tensor has {tensor.dim()} dimensions, 1 to {DIMS_MAX}")
     if not tensor.is_contiguous():

@@ -16,12 +16,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ess.comm.group import Beat, Group
-from ess.comm.link import AHEAD_MAX, HELD_MAX, PATIENCE_S, Frame, LinkLost, check_frame
+from ess.comm.link import (
+    AHEAD_MAX,
+    HELD_MAX,
+    PATIENCE_S,
+    REPORTS_MAX,
+    Frame,
+    LinkLost,
+    check_frame,
+    left,
+    name_of,
+    took_nothing,
+)
 from ess.comm.team import OneTeam, Team
 from ess.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -33,6 +44,7 @@ class _House:
     """What all ranks share: one lock, who has left, why the group has ended."""
 
     size: int
+    team: int
     patience_s: float
     changed: threading.Condition = field(default_factory=threading.Condition)
     left: set[int] = field(default_factory=set)
@@ -60,11 +72,27 @@ class _House:
         return came
 
 
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """One direction of a link, and what it may hold."""
+
+    ahead: int = REPORTS_MAX
+    held: int = REPORTS_MAX
+    has_tensors: bool = False
+    frames: deque[Frame] = field(default_factory=deque)
+
+
 class LocalLink:
     def __init__(
-        self, house: _House, rank: int, peer: int, out: deque[Frame], into: deque[Frame]
+        self,
+        house: _House,
+        rank: int,
+        peer: int,
+        out: _Queue,
+        into: _Queue,
     ) -> None:
         self.peer = peer
+        self._name = name_of(peer, house.team)
         self._house = house
         self._rank = rank
         self._out = out
@@ -72,25 +100,27 @@ class LocalLink:
         self._lent: Tensor | None = None
 
     def send(self, head: bytes, tensor: Tensor | None = None) -> None:
-        check_frame(head, tensor)
+        check_frame(head, tensor, has_tensors=self._out.has_tensors)
         with self._house.changed:
-            self._take(HELD_MAX + AHEAD_MAX - 1)
-            self._out.append(Frame(bytes(head), None if tensor is None else tensor.clone()))
+            self._take(self._out.held + self._out.ahead - 1)
+            if self._is_left():
+                raise left(self.peer, self._name)
+            self._out.frames.append(Frame(bytes(head), None if tensor is None else tensor.clone()))
             self._house.changed.notify_all()
 
     def flush(self) -> None:
         with self._house.changed:
-            self._take(HELD_MAX)
+            self._take(self._out.held)
 
     def receive(self, timeout_s: float | None = 0.0) -> Frame | None:
         with self._house.changed:
             self._house.check()
-            came = self._house.wait(lambda: bool(self._in) or self._is_left(), timeout_s)
+            came = self._house.wait(lambda: bool(self._in.frames) or self._is_left(), timeout_s)
             if not came:
                 return None
-            if not self._in:
-                raise LinkLost(self.peer, f"rank {self.peer} has left the group")
-            frame = self._in.popleft()
+            if not self._in.frames:
+                raise left(self.peer, self._name)
+            frame = self._in.frames.popleft()
             self._house.changed.notify_all()
         if self._lent is not None:
             self._lent.view(torch.uint8).fill_(0xFF)
@@ -109,13 +139,12 @@ class LocalLink:
         """Waits until the peer has left at most so many frames."""
         self._house.check()
         came = self._house.wait(
-            lambda: len(self._out) <= most or self._is_left(), self._house.patience_s
+            lambda: len(self._out.frames) <= most or self._is_left(), self._house.patience_s
         )
-        if self._is_left():
-            raise LinkLost(self.peer, f"rank {self.peer} has left the group")
+        if self._is_left() and len(self._out.frames) > most:
+            raise left(self.peer, self._name)
         if not came:
-            patience_s = self._house.patience_s
-            raise LinkLost(self.peer, f"rank {self.peer} has taken nothing for {patience_s} s")
+            raise took_nothing(self.peer, self._name, self._house.patience_s)
 
 
 class LocalTeam:
@@ -134,7 +163,9 @@ class LocalTeam:
             self._house.fail(-1, sentence)
             self._house.check()
 
-    def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None
+    ) -> Tensor:
         return self._around(tensor, lambda slots: torch.cat(slots, dim))
 
     def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -189,20 +220,19 @@ def local_group(size: int, team: int = 1, *, patience_s: float = PATIENCE_S) -> 
     """The groups of all ranks, by rank. A team of several needs a thread for each member."""
     if size < 1 or team < 1 or size % team:
         raise BadInput(f"size is {size}, a positive multiple of the team's {team}")
-    house = _House(size, patience_s)
+    house = _House(size, team, patience_s)
     links: list[dict[str, LocalLink]] = [{} for _ in range(size)]
 
-    def connect(first: int, its_name: str, second: int, other_name: str) -> None:
-        down: deque[Frame] = deque()
-        up: deque[Frame] = deque()
+    def connect(first: int, its_name: str, second: int, other_name: str, down: _Queue) -> None:
+        up = _Queue(down.ahead, down.held)
         links[first][its_name] = LocalLink(house, first, second, down, up)
         links[second][other_name] = LocalLink(house, second, first, up, down)
 
     for rank in range(size):
         if rank + team < size:
-            connect(rank, "next", rank + team, "previous")
+            connect(rank, "next", rank + team, "previous", _Queue(AHEAD_MAX, HELD_MAX, True))
         if rank:
-            connect(0, str(rank), rank, "0")
+            connect(0, str(rank), rank, "0", _Queue())
     teams = [member for _ in range(size // team) for member in _team(house, team)]
     return [LocalGroup(house, rank, teams[rank], links[rank]) for rank in range(size)]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -19,10 +21,13 @@ class Team(Protocol):
 
     def barrier(self) -> None: ...
 
-    def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None
+    ) -> Tensor:
         """All members' tensors joined along `dim` in rank order; only along `dim` may they differ.
 
-        The result is the caller's own.
+        The result is the caller's own. `sizes` are those of all members along `dim`: a caller who
+        knows them saves a round.
         """
 
     def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -42,7 +47,9 @@ class OneTeam:
     def barrier(self) -> None:
         return
 
-    def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None
+    ) -> Tensor:
         return tensor
 
     def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -74,7 +74,7 @@ def test_a_link_is_bounded() -> None:
     first, second = local_group(2, patience_s=0.05)
     for number in range(HELD_MAX + AHEAD_MAX):
         first.next.send(bytes([number]))
-    with pytest.raises(LinkLost, match=r"rank 1 has taken nothing for 0.05 s"):
+    with pytest.raises(LinkLost, match=r"stage 1 \(rank 1\) has taken nothing for 0.05 s"):
         first.next.send(b"one more")
     with pytest.raises(LinkLost, match="taken nothing"):
         first.next.flush()
@@ -114,7 +114,7 @@ def test_who_leaves_in_order_is_heard_to_the_end() -> None:
     first.next.send(b"stop")
     first.close()
     assert second.previous.receive().head == b"stop"
-    with pytest.raises(LinkLost, match="rank 0 has left the group"):
+    with pytest.raises(LinkLost, match=r"stage 0 \(rank 0\) has left the group"):
         second.previous.receive()
 
 

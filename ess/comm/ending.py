@@ -1,0 +1,45 @@
+"""How a group ends: once, for every rank, with the sentence of the first that saw it.
+
+Peers are told before anybody here learns of it: who then leaves at once leaves nobody guessing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ess.comm.link import LinkLost
+
+
+class Ending:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._tells: list[Callable[[LinkLost], None]] = []
+        self._wakes: list[Callable[[], None]] = []
+        self.lost: LinkLost | None = None
+
+    def register(self, *, tell: Callable[[LinkLost], None], wake: Callable[[], None]) -> None:
+        """When the group fails, the thread that sees it calls all `tell`, and then all `wake`."""
+        self._tells.append(tell)
+        self._wakes.append(wake)
+
+    def fail(self, lost: LinkLost) -> None:
+        """Returns when all have been told, whoever came first."""
+        with self._lock:
+            if self.lost is not None:
+                return
+            for tell in self._tells:
+                tell(lost)
+            self.lost = lost
+        self._ended.set()
+        for wake in self._wakes:
+            wake()
+
+    def wait(self, timeout_s: float) -> None:
+        self._ended.wait(timeout_s)
+
+    def check(self) -> None:
+        lost = self.lost
+        if lost is not None:
+            raise LinkLost(lost.rank, str(lost)) from lost.__cause__

@@ -1,0 +1,145 @@
+"""Tensors from one rank to another over torch.distributed, one process group per direction.
+
+What torch.distributed does not do, its callers do: they know the size of what comes before they
+receive, for gloo ends the process when more comes; and they never leave a rank waiting for a dead
+peer, for NCCL waits for ever, and gloo too when the peer is only stopped. `wake` ends such a wait.
+
+    on CPU   gloo. A receive that runs out of time breaks the connection of its pair and thereby
+             ends every other wait on it: this is how `wake` works, `abort` does nothing there. Not
+             so a receive whose sender died in the middle of a tensor: gloo forgets it, and only
+             its own patience ends it. It is a thread that waits there, and nobody for the thread.
+    on CUDA  NCCL, on a stream of the waiting thread's own, which asks the device whether the
+             receive has ended and asks `is_over` whether it ever will.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from struct import Struct
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ess.comm.link import DIMS_MAX, TENSOR_BYTES_MAX
+from ess.errors import BadInput, BadState, Unavailable
+
+DTYPES: Final = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+_SHAPE: Final = Struct("<BBH4Q")
+SHAPE_BYTES: Final = _SHAPE.size
+_BREAK_TAG: Final = 1
+_BREAK_WAIT: Final = timedelta(milliseconds=1)
+_POLL_S: Final = 50e-6
+
+
+def pack_shape(tensor: Tensor | None) -> bytes:
+    """A header of fixed size; no dimensions stand for no tensor."""
+    if tensor is None:
+        return _SHAPE.pack(0, 0, 0, 0, 0, 0, 0)
+    if tensor.dtype not in DTYPES:
+        raise BadInput(f"tensor has the dtype {tensor.dtype}, which no link carries")
+    sizes = [*tensor.shape, *[0] * (DIMS_MAX - tensor.dim())]
+    return _SHAPE.pack(DTYPES.index(tensor.dtype), tensor.dim(), 0, *sizes)
+
+
+def unpack_shape(header: bytes) -> tuple[torch.dtype, list[int]] | None:
+    """BadInput when no tensor of at most TENSOR_BYTES_MAX bytes is meant."""
+    kind, dims, zero, *sizes = _SHAPE.unpack(header)
+    if not dims and not any((kind, zero, *sizes)):
+        return None
+    if kind >= len(DTYPES) or not 1 <= dims <= DIMS_MAX or zero or any(sizes[dims:]):
+        raise BadInput(f"no tensor has kind {kind}, {dims} dimensions and sizes {sizes}")
+    size = math.prod(sizes[:dims]) * DTYPES[kind].itemsize
+    if size > TENSOR_BYTES_MAX:
+        raise BadInput(f"a tensor of {size} bytes, at most {TENSOR_BYTES_MAX}")
+    return DTYPES[kind], sizes[:dims]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class Way(Protocol):
+    """A direction: rank 0 of its process group sends, rank 1 receives."""
+
+    def post(self, content: Tensor) -> Callable[[], object]:
+        """Begins to send; the result waits for the end of it."""
+
+    def receive(self, content: Tensor, is_over: Callable[[], bool]) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class GlooWay:
+    def __init__(self, group: Any, *, patience_s: float) -> None:
+        self._group = group
+        self._patience = timedelta(seconds=patience_s)
+
+    def post(self, content: Tensor) -> Callable[[], object]:
+        work = self._group.send([content], 1, 0)
+        return lambda: (work.wait(), content)
+
+    def receive(self, content: Tensor, is_over: Callable[[], bool]) -> None:
+        self._group.recv([content], 0, 0).wait(self._patience)
+
+    def wake(self) -> None:
+        break_waits(self._group)
+
+
+class NcclWay:
+    """Not run by any test here: NCCL wants a GPU for every rank."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def post(self, content: Tensor) -> Callable[[], object]:
+        work = self._group.send([content], 1, 0)
+        return lambda: (work.wait(), content)
+
+    def receive(self, content: Tensor, is_over: Callable[[], bool]) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._group.recv([content], 0, 0).wait()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+            while not done.query():  # type: ignore[no-untyped-call]
+                if is_over():
+                    raise BadState("the group ended while a tensor was awaited")
+                time.sleep(_POLL_S)
+
+    def wake(self) -> None:
+        self._group.abort()
+
+
+def break_waits(group: Any) -> None:
+    """Ends all waits on a gloo group, here and at its other ranks."""
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], rank, _BREAK_TAG).wait(_BREAK_WAIT)
+
+
+def gloo_group(store: Any, rank: int, size: int, *, host: str, timeout_s: float) -> Any:
+    """All ranks of it make it at once, and reach one another at the address of `host`."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def nccl_group(store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
+    if not dist.is_nccl_available():
+        raise Unavailable("this torch has no NCCL: tensors on CUDA cannot travel between ranks")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
