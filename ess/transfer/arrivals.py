@@ -1,9 +1,9 @@
 """What has come: the receiver's own count of each handoff. No torch.
 
-A handoff exists here because the receiver reserved room for it, never because a message named it;
-so a million unknown uids cost a million refusals and no memory. What must come is fixed at that
-moment as shares: for each kind of piece, which layers, which pages, how many bytes a unit. A unit
-is one page of one layer.
+A handoff, or what one sender brings of it, exists here because the receiver reserved room for it,
+never because a message named it; so a million unknown uids cost a million refusals and no memory.
+What must come is fixed at that moment as shares: for each kind of piece, which layers, which pages,
+how many bytes a unit. A unit is one page of one layer.
 
 A piece is taken when it is of this handoff, from the peer and the boot it was promised to, inside a
 share, of the size that its range has, and when the bytes that lie in our memory give its checksum.
@@ -102,10 +102,8 @@ class Arrival:
     def is_complete(self) -> bool:
         return self._arrived == self._wanted
 
-    def take(self, piece: Piece, *, sender: int, read: ReadPiece) -> Verdict:
+    def take(self, piece: Piece, *, read: ReadPiece) -> Verdict:
         assert piece.uid == self.uid
-        if sender != self.sender:
-            return Verdict.FOREIGN
         share = self._shares.get(piece.kind)
         if share is None or not share.holds(piece):
             return Verdict.OUTSIDE
@@ -142,14 +140,16 @@ class Arrival:
 
 
 class Arrivals:
-    """All handoffs on their way to this worker, each until it has been silent for `within_s`."""
+    """What is on its way to this worker, by uid and sender: of a handoff several peers may bring
+    some each. Each is kept until it has been silent for `within_s`."""
 
     def __init__(self, *, clock: Clock, handoffs_max: int = HANDOFFS_MAX) -> None:
         self._clock = clock
         self._handoffs_max = handoffs_max
-        self._open: dict[int, Arrival] = {}
-        self._waits_s: dict[int, float] = {}
-        self._deadlines_s: dict[int, float] = {}
+        self._open: dict[tuple[int, int], Arrival] = {}
+        self._uids: Counter[int] = Counter()
+        self._waits_s: dict[tuple[int, int], float] = {}
+        self._deadlines_s: dict[tuple[int, int], float] = {}
         self._verdicts: Counter[Verdict] = Counter()
 
     def __len__(self) -> int:
@@ -162,21 +162,25 @@ class Arrivals:
     def expect(
         self, *, uid: int, sender: int, shares: Sequence[Share], within_s: float
     ) -> Reason | None:
-        """Begins a handoff for which room has been reserved, or says why it cannot begin."""
-        if uid in self._open:
+        """Begins to count what this sender brings, for which room has been reserved, or says why
+        that cannot begin."""
+        key = uid, sender
+        if key in self._open:
             return Reason.DUPLICATE
         if len(self._open) >= self._handoffs_max:
             return Reason.FULL
-        self._open[uid] = Arrival(uid=uid, sender=sender, shares=shares)
-        self._waits_s[uid] = within_s
-        self._deadlines_s[uid] = self._clock.now_s() + within_s
+        self._open[key] = Arrival(uid=uid, sender=sender, shares=shares)
+        self._uids[uid] += 1
+        self._waits_s[key] = within_s
+        self._deadlines_s[key] = self._clock.now_s() + within_s
         return None
 
     def take(self, piece: Piece, *, sender: int, read: ReadPiece) -> Verdict:
-        arrival = self._open.get(piece.uid)
-        verdict = (
-            Verdict.UNKNOWN if arrival is None else arrival.take(piece, sender=sender, read=read)
-        )
+        arrival = self.find(piece.uid, sender=sender)
+        if arrival is not None:
+            verdict = arrival.take(piece, read=read)
+        else:
+            verdict = Verdict.FOREIGN if piece.uid in self._uids else Verdict.UNKNOWN
         self._verdicts[verdict] += 1
         if verdict is Verdict.TAKEN:
             self.heard(piece.uid, sender=sender)
@@ -186,33 +190,38 @@ class Arrivals:
         """A sign of life, when it is of the handoff's own sender: the deadline begins anew."""
         is_ours = self.find(uid, sender=sender) is not None
         if is_ours:
-            self._deadlines_s[uid] = self._clock.now_s() + self._waits_s[uid]
+            self._deadlines_s[uid, sender] = self._clock.now_s() + self._waits_s[uid, sender]
         return is_ours
 
     def find(self, uid: int, *, sender: int) -> Arrival | None:
         """Only for the peer that sends it: others learn nothing, not even that it exists."""
-        arrival = self._open.get(uid)
-        return arrival if arrival is not None and arrival.sender == sender else None
+        return self._open.get((uid, sender))
 
-    def close(self, uid: int) -> None:
-        """The handoff is over: what still comes of it is unknown."""
-        for table in (self._open, self._waits_s, self._deadlines_s):
-            table.pop(uid, None)
+    def close(self, uid: int, *, sender: int) -> None:
+        """It is over: what still comes of it is unknown."""
+        key = uid, sender
+        if self._open.pop(key, None) is None:
+            return
+        del self._waits_s[key], self._deadlines_s[key]
+        self._uids[uid] -= 1
+        if not self._uids[uid]:
+            del self._uids[uid]
 
     def expired(self) -> list[Arrival]:
-        """Closes the handoffs whose deadline has passed."""
+        """Closes those whose deadline has passed."""
         now_s = self._clock.now_s()
-        late = [uid for uid, deadline_s in self._deadlines_s.items() if deadline_s <= now_s]
-        arrivals = [self._open[uid] for uid in late]
-        for uid in late:
-            self.close(uid)
+        late = [key for key, deadline_s in self._deadlines_s.items() if deadline_s <= now_s]
+        arrivals = [self._open[key] for key in late]
+        for uid, sender in late:
+            self.close(uid, sender=sender)
         return arrivals
 
     def check(self) -> None:
         assert self._open.keys() == self._deadlines_s.keys() == self._waits_s.keys()
         assert len(self._open) <= self._handoffs_max
-        for uid, arrival in self._open.items():
-            assert uid == arrival.uid, f"request {arrival.uid} is listed as {uid}"
+        assert self._uids == Counter(uid for uid, _ in self._open), "uids are miscounted"
+        for key, arrival in self._open.items():
+            assert key == (arrival.uid, arrival.sender), f"{arrival.uid} is listed as {key}"
             arrival.check()
 
 

@@ -2,7 +2,7 @@
 
     frame = head | body | tag        little endian
     head    magic, version, kind, body bytes, boot epoch of the sender, boot epoch of the receiver
-    body    one fixed struct per kind; Hello and Reserved end in a run of bytes whose length is sent
+    body    one fixed struct per kind; Hello, Reserved and Members end in a run whose length is sent
     tag     16 bytes of HMAC-SHA256 over head and body
 
 A boot epoch is a random number that a worker draws when it starts. A message names both ends by it,
@@ -32,7 +32,7 @@ from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAGIC: Final = b"ESSH"
 TAG_BYTES: Final = 16
 NONCE_BYTES: Final = 16
@@ -43,9 +43,11 @@ ADDRESS_BYTES_MAX: Final = 1 << 16
 UID_BITS: Final = 63
 UID_MAX: Final = (1 << UID_BITS) - 1
 TRANSFER_ID_CHARS_MAX: Final = 256
+MEMBERS_MAX: Final = 64
 
 _HEAD: Final = Struct("<4sBBHIQQ")
 _UNIT_BYTES_MAX: Final = 1 << 40
+_MEMBER: Final = Struct("<QHH")
 
 FRAME_BYTES_MAX: Final = _HEAD.size + 4 * PAGES_MAX + 64 + TAG_BYTES
 
@@ -172,7 +174,17 @@ class Heartbeat:
     number: int
 
 
-Message = Hello | Reserved | Refused | Piece | Again | CountQuery | Count | Release | Heartbeat
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Workers that hand prompts over together: the epoch of each and the layers that it has,
+    `layer_begin..layer_end` of the whole model. The first is their lead, and seals this."""
+
+    rows: tuple[tuple[int, int, int], ...]
+
+
+Message = (
+    Hello | Reserved | Refused | Piece | Again | CountQuery | Count | Release | Heartbeat | Members
+)
 
 _FORMS: Final[dict[type[Message], tuple[int, Struct]]] = {
     Hello: (1, Struct("<32sI16s16sI")),
@@ -184,6 +196,7 @@ _FORMS: Final[dict[type[Message], tuple[int, Struct]]] = {
     Count: (7, Struct("<QQQ")),
     Release: (8, Struct("<QH")),
     Heartbeat: (9, Struct("<Q")),
+    Members: (10, Struct("<H")),
 }
 _KINDS: Final = {number: (form, struct) for form, (number, struct) in _FORMS.items()}
 
@@ -299,6 +312,10 @@ def _body(message: Message, struct: Struct) -> bytes:
             return struct.pack(*fixed) + message.address
         case Reserved():
             return _reserved_body(message, struct)
+        case Members():
+            _check_members(message)
+            tail = b"".join(_MEMBER.pack(*row) for row in message.rows)
+            return struct.pack(len(message.rows)) + tail
     return struct.pack(*(getattr(message, field.name) for field in fields(message)))
 
 
@@ -320,6 +337,17 @@ def _check_hello(hello: Hello) -> None:
         raise BadInput(f"an address of {len(hello.address)} bytes, at most {ADDRESS_BYTES_MAX}")
 
 
+def _check_members(members: Members) -> None:
+    rows = members.rows
+    if not 0 < len(rows) <= MEMBERS_MAX:
+        raise BadInput(f"{len(rows)} workers hand over together, must be 1 to {MEMBERS_MAX}")
+    if len({epoch for epoch, _, _ in rows}) != len(rows):
+        raise BadInput(f"of {len(rows)} workers that hand over together two have one epoch")
+    for epoch, begin, end in rows:
+        if not epoch or not 0 <= begin < end:
+            raise BadInput(f"peer {epoch:016x} has layers {begin}..{end}: they are none")
+
+
 def _message(number: int, body: bytes) -> Message:
     if number not in _KINDS:
         raise BadInput(f"message kind {number} is unknown")
@@ -331,6 +359,8 @@ def _message(number: int, body: bytes) -> Message:
         return _hello(values, tail)
     if form is Reserved:
         return _reserved(values, tail)
+    if form is Members:
+        return _members(values, tail)
     _check_tail(form, 0, tail)
     return _fixed(form, values)
 
@@ -359,6 +389,16 @@ def _reserved(values: tuple[int, int, int, bytes, int, int, int, int], tail: byt
     _check_tail(Reserved, 4 * count, tail)
     pages = Struct(f"<{count}I").unpack(tail)
     return Reserved(uid, ticket, token_count, text, first_page, pool_pages, window_at, pages)
+
+
+def _members(values: tuple[int], tail: bytes) -> Members:
+    (count,) = values
+    if count > MEMBERS_MAX:
+        raise BadInput(f"a Members names {count} workers, at most {MEMBERS_MAX}")
+    _check_tail(Members, _MEMBER.size * count, tail)
+    members = Members(tuple(_MEMBER.iter_unpack(tail)))
+    _check_members(members)
+    return members
 
 
 def _check_tail(form: type[Message], size: int, tail: bytes) -> None:

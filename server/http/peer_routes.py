@@ -1,8 +1,8 @@
 """What other workers and routers ask a prefill worker about handoffs; absent from other workers.
 
-`/peers` is for our decode workers. It is authenticated by the seal of the secret that they share,
-not by the API key, and answers nobody else. `/route` and `/query` have the forms that SGLang and
-vLLM's Mooncake connector give to their bootstrap servers.
+`/peers` is for our decode workers, who learn there of all stages of the engine. It is authenticated
+by the seal of the secret that they share, not by the API key, and answers nobody else. `/route` and
+`/query` have the forms that SGLang and vLLM's Mooncake connector give to their bootstrap servers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RANKS: Final = (
     *("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
     *("engine_rank", "target_dp_group"),
 )
+STAGE_RANKS: Final = frozenset({"target_pp_rank", "engine_rank"})
 
 
 async def meet(request: Request) -> Response:
@@ -43,12 +44,13 @@ async def meet(request: Request) -> Response:
 
 
 async def route(request: Request) -> Response:
-    """One rank of each kind holds everything."""
+    """Every stage is met here; of other kinds there is one rank."""
     service = _prefill_service(request)
     service.check_loaded()
     for name in RANKS:
-        if request.query_params.get(name, "-1") not in ("-1", "0"):
-            raise Absent(f"{name} is not 0: one rank holds everything")
+        count = service.stage_count if name in STAGE_RANKS else 1
+        if request.query_params.get(name, "-1") not in ("-1", *map(str, range(count))):
+            raise Absent(f"{name} is none of 0 to {count - 1}: there are no other ranks")
     return answer(_topology(service))
 
 
@@ -58,7 +60,7 @@ def _topology(service: Service) -> dict[str, Any]:
         "attn_tp_size": 1,
         "attn_cp_size": 1,
         "dp_size": 1,
-        "pp_size": 1,
+        "pp_size": service.stage_count,
         "page_size": PAGE_ROWS,
         "kv_cache_dtype": "fp8_e4m3" if row == "fp8" else "bfloat16" if row == "bf16" else row,
         "follow_bootstrap_room": False,
@@ -72,7 +74,8 @@ async def query(request: Request) -> Response:
     service = _prefill_service(request)
     service.check_loaded()
     called = service.split.called(request.headers.get("host", ""))
-    ranks = {"engine_id": engine_id(service.epoch), "worker_addr": {"0": {"0": str(called)}}}
+    stages = {str(rank): str(called) for rank in range(service.stage_count)}
+    ranks = {"engine_id": engine_id(service.epoch), "worker_addr": {"0": stages}}
     return answer({"0": ranks})
 
 

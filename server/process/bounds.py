@@ -21,6 +21,8 @@ from ess.engine.process.kv_events import (
 from ess.engine.tokens import grammar
 from ess.engine.tokens.grammar_child import COMPILE_CPU_S, MEMORY_BYTES_MAX, STEP_CPU_S
 from ess.engine.tokens.sampling import ALLOWED_IDS_MAX
+from ess.transfer import members
+from ess.transfer.messages import MEMBERS_MAX
 
 NAME_CHARS_MAX: Final = 256
 PROMPTS_MAX: Final = 128
@@ -221,6 +223,11 @@ BOUNDS: Final = (
         what="bad_words",
         most=f"{BAD_WORDS_MAX} words of {BAD_WORD_CHARS_MAX} characters",
         beyond="400",
+    ),
+    Bound(
+        what="what a prefill worker answers at /peers, of all its stages",
+        most=f"{members.METADATA_BYTES_MAX >> 10} KiB, {MEMBERS_MAX} stages",
+        beyond="it is not met, and /server_info says why",
     ),
     Bound(
         what="what another worker says of itself at /peers",

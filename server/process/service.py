@@ -21,6 +21,7 @@ from ess.server.process.link import Call, EngineLink
 from ess.server.process.pair.peers import WHOLE, Split
 from ess.server.process.tally import Shelf, Tally, together
 from ess.server.process.texts import Texts
+from ess.transfer.members import Member, members_of
 
 REASON_OF: Final[Mapping[str, str]] = {
     HOST_PAGES: "host_pool_full",
@@ -97,9 +98,18 @@ class Service:
     @property
     def epoch(self) -> int:
         """Of this boot of the engine, as other workers know it."""
+        return self._members[0].epoch
+
+    @property
+    def stage_count(self) -> int:
+        """Of the engine: each has some of the layers, and hands their rows over."""
+        return len(self._members)
+
+    @property
+    def _members(self) -> tuple[Member, ...]:
         assert self.split.seal is not None, "a worker of a pair has a secret"
         assert self.link.ready is not None, "the engine is there"
-        return self.split.seal.opened(self.link.ready.metadata).sender
+        return members_of(self.split.seal, self.link.ready.metadata)
 
     @property
     def name(self) -> str:

@@ -200,7 +200,9 @@ class Decode:
         pages = self.offload.open(list(range(TOKENS))).holding.host_pages.astype(np.int64)
         self.pages = pages
         self.transport.allow(uid)
-        shares = geometry.shares(self.offload.layout, first_page=0, token_count=TOKENS - 1)
+        layout = self.offload.layout
+        layers, groups = range(layout.layer_total), range(layout.group_count)
+        shares = geometry.shares(layout, layers, groups, first_page=0, token_count=TOKENS - 1)
         self.arrivals.expect(uid=uid, sender=peer, shares=shares, within_s=GUARD_S)
         text, pool_pages = text_digest(PROMPT[:-1], salt), self.latent.pages.page_count
         room = Reserved(uid, uid, TOKENS - 1, text, 0, pool_pages, 0, tuple(pages.tolist()))
@@ -389,7 +391,7 @@ def test_a_preempted_prompt_is_given_up_before_its_blocks_are_written(
     for tensor in vllm.tensors[0].values():
         tensor[:] = FOREIGN
     until(lambda: decode.has_heard(Release))
-    decode.arrivals.close(uid)
+    decode.arrivals.close(uid, sender=peer)
     decode.reserve(uid, peer)
     vllm.blocks = [3, 8, 1, 6]
     again = output(later=[("a", vllm.blocks, 0)], counts={"a": TOKENS}, resumed=["a"])

@@ -29,6 +29,7 @@ from ess.transfer.messages import (
     checksum,
 )
 from ess.transfer.runs import Region, Runs, byte_count, views
+from ess.transfer.shared import SharedTransport
 from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Failed, Notification, Transfer, Transport
 from ess.transfer.windows import packed_windows
@@ -67,8 +68,11 @@ class Ends:
 
     def end(self) -> Transport:
         who = replace(identity(), seal=SEAL)
+        made: Transport
         if self.kind == "tcp":
-            made: Transport = TcpTransport(who, clock=self.clock)
+            made = TcpTransport(who, clock=self.clock)
+        elif self.kind == "shared":
+            made = SharedTransport(who, clock=self.clock)
         else:
             form = Unguarded if self.kind == "unguarded" else InProcessTransport
             made = form(who, exchange=self.exchange, name=f"{who.epoch:x}", clock=self.clock)
@@ -76,7 +80,9 @@ class Ends:
         return made
 
 
-def offload_of(layout: ModelLayout = LAYOUT, *, page_count: int = 24) -> Offload:
+def offload_of(
+    layout: ModelLayout = LAYOUT, *, page_count: int = 24, shared: bool = False
+) -> Offload:
     return Offload.create(
         layout,
         slot_bytes=8 * layout.group_layers_max * layout.page_bytes,
@@ -86,6 +92,7 @@ def offload_of(layout: ModelLayout = LAYOUT, *, page_count: int = 24) -> Offload
         query_max=8,
         lane=ManualLane(seed=1),
         poison=True,
+        shared=shared,
     )
 
 

@@ -216,7 +216,7 @@ def test_a_sender_that_gives_up_is_heard_at_once(pair: Two) -> None:
     opened = pair.decode.want(5, pair.prefill.port.epoch)
     sequence = pair.prefill.offload.open(list(TOKENS))
     pair.prefill.port.sender.offer(5, sequence, prompt=list(TOKENS), salt=b"")
-    pair.turn(lambda: pair.decode.port.receiver._entries[5].is_answered)
+    pair.turn(lambda: pair.decode.port.receiver._entries[5].legs[0].is_answered)
     pair.prefill.port.sender.give_up(5)
     sequence.close()
     pair.turn(lambda: bool(pair.decode.came))

@@ -244,11 +244,11 @@ def test_a_second_copy_that_has_come_in_part_is_waited_for() -> None:
         is_landing = pair.port._transport.is_landing
         pair.turn(lambda: is_landing(room.ticket) or bool(pair.outcomes), polls=False)
         assert pair.outcomes == []
-        entry = pair.receiver._entries[UID]
-        assert entry.arrival.is_complete
+        (leg,) = pair.receiver._entries[UID].legs
+        assert leg.arrival.is_complete
         there = pair.offload._pools.latent.rows[0, int(sequence.holding.host_rows(0, 1)[0]), 0]
         assert there == rows[0, row, 0], "the worse copy has begun to land"
-        pair.turn(lambda: not entry.arrival.is_complete)
+        pair.turn(lambda: not leg.arrival.is_complete)
         assert pair.outcomes == []
         rows[0, row, 0] ^= 1
         pair.peer.push(PieceKind.ROWS, range(4), range(4), room)

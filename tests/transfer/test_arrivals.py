@@ -73,8 +73,8 @@ def test_complete_is_when_all_has_come_in_any_order(landed: Landed) -> None:
         random.Random(seed).shuffle(pieces)
         for piece in pieces:
             assert not coming.is_complete
-            assert coming.take(piece, sender=PREFILL, read=landed.read) is Verdict.TAKEN
-            again = coming.take(piece, sender=PREFILL, read=landed.read)
+            assert coming.take(piece, read=landed.read) is Verdict.TAKEN
+            again = coming.take(piece, read=landed.read)
             assert again is Verdict.DUPLICATE
         assert coming.is_complete
         assert coming.count == Count(9, WANTED, WANTED)
@@ -86,7 +86,7 @@ def test_without_any_one_piece_nothing_is_complete(landed: Landed) -> None:
         coming = arrival()
         for piece in all_pieces(landed):
             if piece != lacking:
-                coming.take(piece, sender=PREFILL, read=landed.read)
+                coming.take(piece, read=landed.read)
         assert not coming.is_complete
         (again,) = coming.missing()
         assert again == Again(
@@ -104,7 +104,7 @@ def test_random_holes_are_named_exactly(landed: Landed) -> None:
             layer, page = draw.randrange(5), draw.randrange(PAGES)
             end = draw.randint(page + 1, PAGES)
             piece = landed.piece(PieceKind.ROWS, (layer, layer + 1), (page, end))
-            coming.take(piece, sender=PREFILL, read=landed.read)
+            coming.take(piece, read=landed.read)
             came[layer, page:end] = True
         named = np.zeros_like(came)
         for again in coming.missing():
@@ -136,7 +136,7 @@ def test_what_was_not_promised_is_outside(kind, layers, pages, byte_count) -> No
         raise AssertionError("the bytes of a piece outside are not looked at")
 
     piece = Piece(9, kind, *layers, *pages, byte_count, 0)
-    assert arrival().take(piece, sender=PREFILL, read=unread) is Verdict.OUTSIDE
+    assert arrival().take(piece, read=unread) is Verdict.OUTSIDE
 
 
 def test_every_flip_of_a_bit_is_found(landed: Landed) -> None:
@@ -145,19 +145,19 @@ def test_every_flip_of_a_bit_is_found(landed: Landed) -> None:
         coming = arrival()
         unit = landed.units[PieceKind.ROWS][1].reshape(-1)
         unit[bit // 8] ^= 1 << bit % 8
-        assert coming.take(piece, sender=PREFILL, read=landed.read) is Verdict.CORRUPT
+        assert coming.take(piece, read=landed.read) is Verdict.CORRUPT
         assert coming.count.arrived == 0
         unit[bit // 8] ^= 1 << bit % 8
-        assert coming.take(piece, sender=PREFILL, read=landed.read) is Verdict.TAKEN
+        assert coming.take(piece, read=landed.read) is Verdict.TAKEN
 
 
 def test_a_corrupt_second_copy_takes_the_first_back(landed: Landed) -> None:
     coming = arrival()
     for piece in all_pieces(landed):
-        coming.take(piece, sender=PREFILL, read=landed.read)
+        coming.take(piece, read=landed.read)
     again = landed.piece(PieceKind.ROWS, (0, 1), (2, 6))
     landed.units[PieceKind.ROWS][0, 3, 5] ^= 4
-    assert coming.take(again, sender=PREFILL, read=landed.read) is Verdict.CORRUPT
+    assert coming.take(again, read=landed.read) is Verdict.CORRUPT
     assert not coming.is_complete
     assert list(coming.missing()) == [Again(9, PieceKind.ROWS, 0, 1, 2, 6)]
 
@@ -166,7 +166,7 @@ def test_neighbouring_layers_that_lack_the_same_are_asked_for_together(landed: L
     coming = arrival()
     for layer, pages in ((0, (0, 4)), (1, (0, 4)), (2, (0, 3))):
         piece = landed.piece(PieceKind.ROWS, (layer, layer + 1), pages)
-        coming.take(piece, sender=PREFILL, read=landed.read)
+        coming.take(piece, read=landed.read)
     rows = [again for again in coming.missing() if again.kind is PieceKind.ROWS]
     assert rows == [
         Again(9, PieceKind.ROWS, 0, 2, 4, PAGES),
@@ -179,10 +179,10 @@ def test_pages_that_the_receiver_has_are_outside(landed: Landed) -> None:
     share = replace(SHARES[0], page_begin=4, page_count=PAGES - 4)
     coming = Arrival(uid=9, sender=PREFILL, shares=[share])
     early = landed.piece(PieceKind.ROWS, (0, 5), (3, PAGES))
-    assert coming.take(early, sender=PREFILL, read=landed.read) is Verdict.OUTSIDE
+    assert coming.take(early, read=landed.read) is Verdict.OUTSIDE
     assert list(coming.missing()) == [Again(9, PieceKind.ROWS, 0, 5, 4, PAGES)]
     due = landed.piece(PieceKind.ROWS, (0, 5), (4, PAGES))
-    assert coming.take(due, sender=PREFILL, read=landed.read) is Verdict.TAKEN
+    assert coming.take(due, read=landed.read) is Verdict.TAKEN
     assert coming.is_complete
 
 
@@ -192,7 +192,7 @@ def test_windows_are_of_any_size_that_fits(landed: Landed) -> None:
     for size in (1, UNIT, UNIT - 5):
         part = [memoryview(landed.read(landed.piece(PieceKind.WINDOWS, (0, 1), (0, 1)))[0])[:size]]
         piece = Piece(9, PieceKind.WINDOWS, 0, 1, 0, 1, size, checksum(part))
-        coming.take(piece, sender=PREFILL, read=lambda _, part=part: part)
+        coming.take(piece, read=lambda _, part=part: part)
         assert coming.window_bytes == size
     assert coming.count.arrived == 1
 
@@ -214,10 +214,10 @@ def test_a_uid_in_use_and_a_full_house_are_refused() -> None:
         arrivals.expect(uid=uid, sender=PREFILL, shares=SHARES, within_s=30)
         for uid in (1, 2, 2, 3, 4)
     ] == [None, None, Reason.DUPLICATE, None, Reason.FULL]
-    arrivals.close(1)
+    arrivals.close(1, sender=PREFILL)
     assert arrivals.expect(uid=4, sender=OTHER, shares=SHARES, within_s=30) is None
     for uid in (2, 3):
-        arrivals.close(uid)
+        arrivals.close(uid, sender=PREFILL)
     assert len(arrivals) == 1
     arrivals.check()
 

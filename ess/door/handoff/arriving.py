@@ -1,59 +1,56 @@
-"""One handoff that arrives: its room, what has come of it, when to speak of it again."""
+"""A handoff that arrives: its sequence and pages, and a leg from each worker that brings some."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
 
 from ess.door.handoff.endings import Timeline
+from ess.door.handoff.leg import Leg
 from ess.door.sequences.sequence import Sequence
 from ess.pool.pages import PageIds
-from ess.transfer.arrivals import Arrival
-from ess.transfer.messages import Reason, Reserved
-
-NAG_S: Final = 1.0
-NAG_S_MAX: Final = 8.0
+from ess.pool.warmup import WindowSet
 
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """A handoff under way. `ending` is why it ends, while the peer has yet to answer that."""
+    """`slot` is where the room for its windows begins. `is_given_up` when its owner does not want
+    to hear of it any more."""
 
-    peer: int
+    uid: int
     sequence: Sequence
-    room: Reserved
     pages: PageIds
-    arrival: Arrival
+    slot: int
+    row_count: int
     began_s: float
-    nag_s: float
-    nag_gap_s: float = NAG_S
-    posted_count: int = 0
-    is_answered: bool = False
-    is_to_repeat: bool = False
-    ending: Reason | None = None
-    sentence: str = ""
-    marks: dict[str, float] = field(default_factory=dict)
+    legs: tuple[Leg, ...] = ()
+    is_given_up: bool = False
+    missed: Leg | None = None
 
     @property
-    def uid(self) -> int:
-        return self.room.uid
+    def is_over(self) -> bool:
+        return all(leg.is_over for leg in self.legs)
 
-    @property
-    def timeline(self) -> Timeline:
-        """Since the room was reserved."""
-        return Timeline(self.began_s, tuple(self.marks.items()))
+    def windows(self) -> tuple[list[WindowSet], int]:
+        """Of all layer groups. A worker may have fewer windows than others: they are the latest."""
+        known = [leg.windows for leg in sorted(self.legs, key=lambda leg: leg.origin.groups.start)]
+        parts = [windows for windows in known if windows is not None]
+        assert len(parts) == len(known), f"handoff {self.uid}: windows of {len(parts)} legs"
+        most = max(count for _, count in parts)
+        sets = [(each, last + (most - count)) for of, count in parts for each, last in of]
+        return sets, most
 
-    def mark(self, name: str, now_s: float) -> None:
-        self.marks.setdefault(name, now_s - self.began_s)
-
-    def moved(self, now_s: float) -> None:
-        """Something has come of it: there is no reason to ask for a while."""
-        self.nag_gap_s = NAG_S
-        self.nag_s = now_s + NAG_S
-
-    def nagged(self, now_s: float) -> bool:
-        """It is spoken of now, and next after twice the pause; whether that can still grow."""
-        can_grow = self.nag_gap_s < NAG_S_MAX
-        self.nag_gap_s = min(2 * self.nag_gap_s, NAG_S_MAX)
-        self.nag_s = now_s + self.nag_gap_s
-        return can_grow
+    def timeline(self, landed_s: float | None = None) -> Timeline:
+        """Since the room was reserved: what any leg did first, and when the last was complete."""
+        times = {
+            name: [leg.moments[name] for leg in self.legs if name in leg.moments]
+            for name in ("answered", "first piece", "complete")
+        }
+        at_s = {name: min(found) for name, found in times.items() if found}
+        if len(times["complete"]) == len(self.legs):
+            at_s["complete"] = max(times["complete"])
+        else:
+            at_s.pop("complete", None)
+        if landed_s is not None:
+            at_s["landed"] = landed_s
+        marks = sorted(at_s.items(), key=lambda mark: mark[1])
+        return Timeline(self.began_s, tuple((name, t - self.began_s) for name, t in marks))

@@ -12,7 +12,7 @@ from ess.door.handoff import geometry
 from ess.door.handoff.endings import Timeline
 from ess.door.handoff.pages import Pages
 from ess.door.handoff.units import Part, Units
-from ess.transfer.messages import PieceKind, Reason, Reserved, text_digest
+from ess.transfer.messages import Again, PieceKind, Reason, Reserved, text_digest
 from ess.transfer.runs import Runs
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -162,9 +162,21 @@ class Departure:
             )
         first = target.room.first_page
         pages = target.pages[part.pages.start - first : part.pages.stop - first].astype(np.int64)
-        return geometry.unit_runs(
-            self.pages.layout, part.kind, part.layers, pages, target.room.pool_pages
-        )
+        layers, pool_pages = self.wire_layers(part), target.room.pool_pages
+        return geometry.unit_runs(self.pages.layout, part.kind, layers, pages, pool_pages)
+
+    def wire_layers(self, part: Part) -> range:
+        """The numbers that its layers have for the receiver. Windows are of no layer."""
+        if part.kind is PieceKind.WINDOWS:
+            return part.layers
+        return geometry.wire_layers(self.pages.layout, part.kind, part.layers)
+
+    def asked(self, again: Again) -> Part:
+        """What the receiver asks for, as far as it is ours."""
+        layers = range(again.layer_begin, again.layer_end)
+        if again.kind is not PieceKind.WINDOWS:
+            layers = geometry.part_layers(self.pages.layout, again.kind, layers)
+        return Part(again.kind, layers, range(again.page_begin, again.page_end))
 
     def timeline(self, now_s: float) -> Timeline:
         """Since the offer; moments that never came are left out."""

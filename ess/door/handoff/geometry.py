@@ -49,10 +49,11 @@ def fresh_region(number: int, size: int, latent: LatentPool) -> Region:
 
 
 def window_slot_bytes(pools: Pools) -> int:
-    """Room for the windows of any prompt, to the next page of memory."""
-    layout = pools.layout
-    size = window_bytes_max(layout.group_count, pools.sizes.length_max, layout.top_k)
-    return align_up(size, SLOT_ALIGN)
+    """Room for the windows of any prompt, from as many workers as there are layer groups, to the
+    next page of memory."""
+    layout, length = pools.layout, pools.sizes.length_max
+    heads = (layout.group_count - 1) * window_bytes_max(0, 0)
+    return align_up(heads + window_bytes_max(layout.group_count, length, layout.top_k), SLOT_ALIGN)
 
 
 def unit_bytes(layout: ModelLayout, kind: PieceKind) -> int:
@@ -62,23 +63,39 @@ def unit_bytes(layout: ModelLayout, kind: PieceKind) -> int:
     return layout.index.page_bytes if layout.index is not None else 0
 
 
-def shares(layout: ModelLayout, *, first_page: int, token_count: int) -> list[Share]:
-    """All that a handoff brings, of the positions behind the pages that are there already."""
+def wire_layers(layout: ModelLayout, kind: PieceKind, layers: range) -> range:
+    """Layers of a part of the model as all workers number them: those with keys have numbers of
+    their own."""
+    first = layout.first_layer if kind is PieceKind.ROWS else layout.first_group
+    return range(first + layers.start, first + layers.stop)
+
+
+def part_layers(layout: ModelLayout, kind: PieceKind, wired: range) -> range:
+    """The reverse of `wire_layers`, of those layers that are in the part."""
+    first = layout.first_layer if kind is PieceKind.ROWS else layout.first_group
+    return range(max(wired.start - first, 0), max(wired.stop - first, 0))
+
+
+def shares(
+    layout: ModelLayout, layers: range, groups: range, *, first_page: int, token_count: int
+) -> list[Share]:
+    """All that a worker with these layers brings, of the positions behind the pages that are there
+    already."""
     page_count = div_ceil(token_count, PAGE_ROWS) - first_page
-    layers = {PieceKind.ROWS: layout.layer_total, PieceKind.INDEX_KEYS: layout.key_layer_count}
+    key_layers = groups if layout.key_layer_count else range(0)
     paged = [
         Share(
             kind=kind,
-            layer_begin=0,
-            layer_end=count,
+            layer_begin=of.start,
+            layer_end=of.stop,
             page_begin=first_page,
             page_count=page_count,
             unit_bytes=unit_bytes(layout, kind),
         )
-        for kind, count in layers.items()
-        if count and page_count
+        for kind, of in ((PieceKind.ROWS, layers), (PieceKind.INDEX_KEYS, key_layers))
+        if of and page_count
     ]
-    size = window_bytes_max(layout.group_count, token_count, layout.top_k)
+    size = window_bytes_max(len(groups), token_count, layout.top_k)
     windows = Share(
         kind=PieceKind.WINDOWS, layer_begin=0, layer_end=1, page_count=1, unit_bytes=size
     )

@@ -6,7 +6,7 @@ pages over when the prompt is made (`keep`) and closes them when nothing of them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -110,3 +110,26 @@ class SequencePages:
             wanted[-1] = (1 << self._row_count % PAGE_ROWS) - 1
         there = masks[part.layers.start : part.layers.stop, pages] & wanted
         return bool((there == wanted).all())
+
+
+class StagePages(SequencePages):
+    """Pages of a stage's part of a prompt: all stages close their sequences at the word of the
+    lead, so the stage is told instead, by `on_close`. How it ended is among the sender's outcomes
+    by then.
+
+        offer --> made, made, ... --> finish --> released, lapsed, given up --> told
+          `--> given up: the stage closes the sequence, and is not told
+
+    A handoff that has lapsed while its prompt was being made is told of behind `finish`.
+    """
+
+    def __init__(self, sequence: Sequence, *, row_count: int, on_close: Callable[[], None]) -> None:
+        super().__init__(sequence, row_count=row_count)
+        self._on_close = on_close
+        self._is_told = False
+
+    def close(self) -> None:
+        assert self.is_kept, f"{self._sequence!r}: the stage is told too late"
+        assert not self._is_told, f"{self._sequence!r}: the stage is told twice"
+        self._is_told = True
+        self._on_close()

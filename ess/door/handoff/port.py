@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ess.clock import Clock
-from ess.door.handoff.receiver import MESSAGE_S, Receiver
+from ess.door.handoff.legs import MESSAGE_S
+from ess.door.handoff.receiver import Receiver
 from ess.door.handoff.sender import Sender
 from ess.door.offload import Offload
 from ess.errors import BadInput
+from ess.transfer.members import Member, joined, members_of
 from ess.transfer.messages import (
     Again,
     Count,
@@ -38,7 +41,8 @@ RELEASED_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class PeerLine:
-    """A worker that has been met, and how long ago it gave a sign of life."""
+    """A worker that has been met, or the lead of several, and how long ago the most silent of them
+    gave a sign of life."""
 
     epoch: int
     heard_s_ago: float
@@ -97,19 +101,37 @@ class Port:
     def epoch(self) -> int:
         return self._transport.epoch
 
-    def metadata(self) -> bytes:
-        """What another worker needs to `meet` this one: sealed, to be sent by any other way."""
-        return self._transport.metadata()
+    def metadata(self, stages: Sequence[tuple[bytes, range]] = ()) -> bytes:
+        """What another worker needs to `meet` this one: sealed, to be sent by any other way. Or to
+        meet several of which this one is the lead, and the first: of each the metadata, and the
+        layers of the whole model that it has, MTP layers included."""
+        return joined(self._seal, stages) if stages else self._transport.metadata()
 
     def meet(self, metadata: bytes) -> int:
-        """The peer's epoch. Both workers meet each other; to meet again does nothing but to take
-        up a connection that was lost. BadInput where the metadata is not of a peer of ours."""
-        if len(self._heard_s) >= PEERS_MAX:
+        """The epoch of the peer, or of the lead of several. Both sides meet each other; to meet
+        again does nothing but to take up connections that were lost. BadInput where the metadata is
+        not of peers of ours, or they do not have each layer once."""
+        members = members_of(self._seal, metadata)
+        origins = self.receiver.origins.of(members)
+        fresh = [each for each in members if each.epoch not in self._heard_s]
+        if len(self._heard_s) + len(fresh) > PEERS_MAX:
             raise BadInput(f"{len(self._heard_s)} peers are met, at most {PEERS_MAX}")
-        peer = self._transport.connect(metadata)
-        self._heard_s[peer] = self._clock.now_s()
-        self.receiver.peer_met(peer)
-        return peer
+        self._connect(members)
+        now_s = self._clock.now_s()
+        self._heard_s |= {member.epoch: now_s for member in members}
+        self.receiver.origins.met(origins)
+        return members[0].epoch
+
+    def _connect(self, members: Sequence[Member]) -> None:
+        """To all of them or to none that is new."""
+        for count, member in enumerate(members):
+            try:
+                self._transport.connect(member.metadata)
+            except BadInput:
+                for each in members[:count]:
+                    if each.epoch not in self._heard_s:
+                        self._transport.disconnect(each.epoch)
+                raise
 
     def pump(self) -> None:
         for event in self._transport.poll():
@@ -125,7 +147,10 @@ class Port:
 
     def peers(self) -> list[PeerLine]:
         now_s = self._clock.now_s()
-        return [PeerLine(epoch, now_s - heard_s) for epoch, heard_s in self._heard_s.items()]
+        return [
+            PeerLine(lead, now_s - min(self._heard_s[origin.peer] for origin in group))
+            for lead, group in self.receiver.origins.leads().items()
+        ]
 
     def stats(self) -> PortStats:
         receiver, sent = self.receiver, self.sender.stats()

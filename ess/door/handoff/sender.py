@@ -30,7 +30,6 @@ from ess.door.handoff.endings import Lapsed, SenderStats, Sent
 from ess.door.handoff.orphans import Orphans
 from ess.door.handoff.pages import Pages, SequencePages, Worker
 from ess.door.handoff.transfers import Transfers
-from ess.door.handoff.units import Part
 from ess.door.sequences.sequence import Sequence
 from ess.errors import BadInput, PoolFull
 from ess.transfer.messages import (
@@ -214,9 +213,8 @@ class Sender:
         departure = self._of_peer(message.uid, peer)
         if departure is None:
             return
-        layers = range(message.layer_begin, message.layer_end)
-        part = Part(message.kind, layers, range(message.page_begin, message.page_end))
-        self._counts["again"] += departure.units[message.kind].again(part)
+        asked = departure.asked(message)
+        self._counts["again"] += departure.units[message.kind].again(asked)
         self._go_on(departure)
 
     def _counted(self, message: CountQuery, peer: int) -> None:

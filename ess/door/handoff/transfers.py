@@ -119,11 +119,12 @@ class Transfers:
         return True
 
     def _piece(self, departure: Departure, part: Part, here: Runs) -> Piece:
+        layers = departure.wire_layers(part)
         return Piece(
             uid=departure.uid,
             kind=part.kind,
-            layer_begin=part.layers.start,
-            layer_end=part.layers.stop,
+            layer_begin=layers.start,
+            layer_end=layers.stop,
             page_begin=part.pages.start,
             page_end=part.pages.stop,
             byte_count=byte_count(here),
@@ -162,9 +163,9 @@ class Transfers:
         return departure
 
     def abandon(self) -> list[Departure]:
-        """The transport moves nothing any more: whose transfers were under way, once for each."""
+        """The transport moves nothing any more: of which handoffs transfers were under way."""
         jobs = [self._ended(handle) for handle in list(self._jobs)]
-        return [job.departure for job in jobs if job is not None]
+        return list(dict.fromkeys(job.departure for job in jobs if job is not None))
 
     def _ended(self, handle: int) -> Job | None:
         job = self._jobs.pop(handle, None)

@@ -49,6 +49,7 @@ from ess.engine.request import Reason
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.transfer.endpoint import Identity
+from ess.transfer.members import members_of
 from ess.transfer.messages import Seal, new_epoch
 
 IDLE_S: Final = 0.02
@@ -146,7 +147,8 @@ class PacedEngine:
         if self._identity is None:
             return Met(address, 0, sentence="there is no secret to meet with", front=front)
         try:
-            epoch = self._identity.greeted(metadata)[0].sender
+            members = members_of(self._identity.seal, metadata)
+            epoch, *_ = (self._identity.greeted(each.metadata)[0].sender for each in members)
         except BadInput as error:
             return Met(address, 0, sentence=str(error), front=front)
         return Met(address, epoch, self._identity.hello(), front=front)

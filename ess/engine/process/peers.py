@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal
 
 from ess.clock import Clock
@@ -19,6 +19,7 @@ from ess.engine.process.messages import (
     PeerLine,
 )
 from ess.errors import BadInput, EssError
+from ess.layout import ModelLayout
 from ess.models.weights.fingerprint import fingerprint
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, layout_hash, new_epoch
@@ -30,8 +31,11 @@ from ess.transfer.transport import Transport
 ADDRESSES_MAX: Final = 1024
 
 
-def open_port(launch: Launch, offload: Offload, clock: Clock) -> Port | None:
-    """None for a worker that has no secret: it hands nothing over."""
+def open_port(
+    launch: Launch, offload: Offload, clock: Clock, *, whole: ModelLayout | None = None
+) -> Port | None:
+    """None for a worker that has no secret: it hands nothing over. `whole` is the layout of the
+    model where the offload has a part of it."""
     config = launch.config
     if not launch.secret:
         if config.role != "both":
@@ -41,7 +45,7 @@ def open_port(launch: Launch, offload: Offload, clock: Clock) -> Port | None:
     identity = Identity(
         epoch=new_epoch(),
         seal=seal,
-        layout=_layout_digest(launch, offload),
+        layout=_layout_digest(launch, whole or offload.layout),
     )
     return Port(
         offload,
@@ -65,22 +69,24 @@ def _transport(launch: Launch, identity: Identity, clock: Clock) -> Transport:
             return SharedTransport(identity, clock=clock)
 
 
-def _layout_digest(launch: Launch, offload: Offload) -> bytes:
+def _layout_digest(launch: Launch, layout: ModelLayout) -> bytes:
     """Equal where rows of one worker mean the same to another."""
     weights = f"{launch.config.form} {fingerprint(launch.model).hex()}"
-    return layout_hash(offload.layout, weights=weights)
+    return layout_hash(layout, weights=weights)
 
 
 class Peers:
-    """The workers that this one has met, by the address of their server."""
+    """The workers that this one has met, by the address of their server. It is met itself as the
+    lead of its `stages`, if it has any: of each the metadata and the layers, its own first."""
 
-    def __init__(self, port: Port | None) -> None:
+    def __init__(self, port: Port | None, *, stages: Sequence[tuple[bytes, range]] = ()) -> None:
         self._port = port
+        self._stages = stages
         self._epochs: dict[str, int] = {}
 
     @property
     def metadata(self) -> bytes:
-        return b"" if self._port is None else self._port.metadata()
+        return b"" if self._port is None else self._port.metadata(self._stages)
 
     def meet(self, message: Meet) -> Met:
         if self._port is None:

@@ -1,6 +1,6 @@
 """A decode worker keeps meeting the prefill workers that it was told of, and no others.
 
-    every 2 s, for each:  POST http://ADDRESS/peers  our sealed metadata  ->  theirs
+    every 2 s, for each:  POST http://ADDRESS/peers  our sealed metadata  ->  theirs, of all stages
     to the engine:        Meet(address, theirs)                            ->  Met(epoch)
 
 So a prefill worker may start later, or again: its next boot has another epoch, and is met within
@@ -17,9 +17,9 @@ from typing import Any, Final, Literal
 
 from ess.clock import Clock
 from ess.errors import BadInput, Unavailable
-from ess.server.process.bounds import METADATA_BYTES_MAX
 from ess.server.process.link import EngineLink
 from ess.server.process.pair.addresses import Address, Named, read_address
+from ess.transfer.members import METADATA_BYTES_MAX
 from ess.transfer.messages import Seal
 
 Role = Literal["both", "prefill", "decode"]
@@ -171,7 +171,7 @@ async def _answer(reader: asyncio.StreamReader) -> bytes:
     if not first.startswith(b"HTTP/1.") or not length.isdigit() or len(length) > 9:
         raise Unavailable("it does not answer in HTTP with a length")
     if int(length) > METADATA_BYTES_MAX:
-        raise Unavailable(f"its answer has {int(length):,} bytes, not {METADATA_BYTES_MAX:,}")
+        raise Unavailable(f"its answer has {int(length):,} bytes, at most {METADATA_BYTES_MAX:,}")
     content = await reader.readexactly(int(length))
     if status != [b"200"]:
         said = content[:300].decode(errors="replace")

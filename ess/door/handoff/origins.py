@@ -1,0 +1,102 @@
+"""Where prompts may come from: a worker that has all layers, or several that have some each.
+
+A group is known by the epoch of its lead, as others speak of it. Its workers have each layer once
+between them, or it is not met. One of them is lost: nothing new is expected of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.transfer.members import Member
+from ess.transfer.messages import Piece, PieceKind
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A worker, and the layers and the layer groups whose rows and windows come from it."""
+
+    peer: int
+    layers: range
+    groups: range
+
+    def has(self, piece: Piece) -> bool:
+        """It is of these layers, whatever pages it brings. Windows are of no layer."""
+        if piece.kind is PieceKind.WINDOWS:
+            return True
+        mine = self.layers if piece.kind is PieceKind.ROWS else self.groups
+        return mine.start <= piece.layer_begin and piece.layer_end <= mine.stop
+
+
+class Origins:
+    def __init__(self, layout: ModelLayout) -> None:
+        self._layout = layout
+        self._groups: dict[int, tuple[Origin, ...]] = {}
+        self._peers: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def of(self, members: Sequence[Member]) -> tuple[Origin, ...]:
+        """BadInput unless they have each layer once, and layers of one group together."""
+        whole = range(self._layout.layer_total)
+        found = [self._origin(each.epoch, each.layers or whole) for each in members]
+        stop = 0
+        for origin in sorted(found, key=lambda origin: origin.layers.start):
+            layers = origin.layers
+            if layers.start > stop:
+                raise BadInput(f"nobody has layers {stop}..{layers.start - 1}: {_said(found)}")
+            if layers.start < stop:
+                twice = f"{layers.start}..{min(stop, layers.stop) - 1}"
+                raise BadInput(f"two have layers {twice}: {_said(found)}")
+            stop = layers.stop
+        if stop != len(whole):
+            raise BadInput(f"nobody has layers {stop}..{len(whole) - 1}: {_said(found)}")
+        return tuple(found)
+
+    def _origin(self, peer: int, layers: range) -> Origin:
+        layout = self._layout
+        if layers.stop > layout.layer_total:
+            raise BadInput(
+                f"peer {peer:016x} has layers {layers.start}..{layers.stop - 1}, of "
+                f"{layout.layer_total} that there are"
+            )
+        first, last = layout.place_of(layers.start)[0], layout.place_of(layers.stop - 1)[0]
+        begin, end = layout.groups[first][0], layout.groups[last][-1] + 1
+        if (begin, end) != (layers.start, layers.stop):
+            raise BadInput(
+                f"peer {peer:016x} has layers {layers.start}..{layers.stop - 1}, of groups that "
+                f"are layers {begin}..{end - 1}"
+            )
+        return Origin(peer, layers, range(first, last + 1))
+
+    def met(self, group: tuple[Origin, ...]) -> None:
+        self._groups[group[0].peer] = group
+        self._peers |= {origin.peer for origin in group}
+
+    def find(self, lead: int) -> tuple[Origin, ...] | None:
+        return self._groups.get(lead)
+
+    def leads(self) -> dict[int, tuple[Origin, ...]]:
+        return dict(self._groups)
+
+    def knows(self, peer: int) -> bool:
+        """It is met, by itself or as one of several."""
+        return peer in self._peers
+
+    def lost(self, peer: int) -> None:
+        """Nothing more comes from this peer, nor anything new from those that it is one of."""
+        for lead, group in list(self._groups.items()):
+            if peer in (origin.peer for origin in group):
+                del self._groups[lead]
+        self._peers.discard(peer)
+
+
+def _said(origins: Sequence[Origin]) -> str:
+    said = (
+        f"peer {each.peer:016x} {each.layers.start}..{each.layers.stop - 1}" for each in origins
+    )
+    return ", ".join(said)
