@@ -1,0 +1,129 @@
+"""Which groups of workers are met: those that have each layer once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ess.door.handoff.origins import Origins
+from ess.door.handoff.port import PEERS_MAX
+from ess.errors import BadInput
+from ess.transfer.members import Member, joined
+from ess.transfer.messages import new_epoch
+from tests.handoff.receiving import SEAL
+from tests.handoff.tier import WIDE, tier
+from tests.transfer.rigs import identity
+
+
+def origins(*ranges: tuple[int, int]):
+    listed = [Member(n + 1, b"", range(*layers)) for n, layers in enumerate(ranges)]
+    return Origins(WIDE).of(listed)
+
+
+def test_each_layer_once_in_any_order() -> None:
+    found = origins((3, 6), (6, 8), (0, 3))
+    assert [(each.layers, each.groups) for each in found] == [
+        (range(3, 6), range(2, 3)),
+        (range(6, 8), range(3, 5)),
+        (range(3), range(2)),
+    ]
+    (whole,) = Origins(WIDE).of([Member(1, b"")])
+    assert (whole.layers, whole.groups) == (range(8), range(5))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "says"),
+    [
+        ([(0, 3), (6, 8)], r"nobody has layers 3\.\.5: peer 0000000000000001 0\.\.2, peer"),
+        ([(1, 8)], r"nobody has layers 0\.\.0"),
+        ([(3, 8)], r"nobody has layers 0\.\.2"),
+        ([(0, 3), (3, 7)], r"nobody has layers 7\.\.7"),
+        ([(0, 6), (3, 8)], r"two have layers 3\.\.5"),
+        ([(0, 8), (3, 6)], r"two have layers 3\.\.5"),
+        ([(0, 8), (0, 8)], r"two have layers 0\.\.7"),
+        ([(0, 3), (3, 9)], r"peer 0000000000000002 has layers 3\.\.8, of 8 that there are"),
+        ([(0, 4), (4, 8)], r"peer 0000000000000001 has layers 0\.\.3, of groups .* 0\.\.5"),
+    ],
+)
+def test_other_groups_are_refused_by_name(ranges: list, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        origins(*ranges)
+
+
+def hellos(made) -> list[bytes]:
+    return [stage.port.metadata() for stage in made.stages]
+
+
+def test_a_group_with_wrong_layers_is_not_met() -> None:
+    with tier("inprocess", "four") as made:
+        before = made.port.peers()
+        first, *others = hellos(made)
+        others = [(hello, made.stages[n + 1].layers) for n, hello in enumerate(others)]
+        for layers in (range(3), range(2, 4)):
+            with pytest.raises(BadInput, match="peer"):
+                made.port.meet(joined(SEAL, [(first, layers), *others]))
+        with pytest.raises(BadInput, match=r"nobody has layers 0\.\.0"):
+            made.port.meet(joined(SEAL, others))
+        assert made.port.peers() == before
+
+
+def test_a_member_with_other_rows_keeps_the_group_away() -> None:
+    """Those that were connected before it are not any more, if they were not met before."""
+    with tier("inprocess") as made:
+        fresh = [made.ends.end() for _ in range(2)]
+        other = replace(identity(layout=b"x" * 32), seal=SEAL).hello()
+        listed = [(fresh[0].metadata(), range(2)), (other, range(2, 4))]
+        with pytest.raises(BadInput, match="has layout"):
+            made.port.meet(joined(SEAL, listed))
+        assert fresh[0].epoch not in made.port._transport._names
+        lead = (made.stages[0].port.metadata(), made.stages[0].layers)
+        with pytest.raises(BadInput, match="has layout"):
+            made.port.meet(joined(SEAL, [lead, (other, range(2, 4))]))
+        sequence = made.want()
+        made.give()
+        made.turn(lambda: bool(made.came))
+        assert sequence.length == 299, "the group that was met before is met still"
+
+
+def test_a_stage_is_no_worker_by_itself() -> None:
+    """Its epoch is known, and nothing is expected of it alone."""
+    with tier("inprocess") as made:
+        sequence = made.offload.open([1, 2, 3], on_device=False)
+        with pytest.raises(BadInput, match="is not met: 1 peers are"):
+            made.port.receiver.expect(sequence, uid=1, peer=made.stages[1].epoch)
+
+
+def test_to_meet_a_group_again_changes_nothing() -> None:
+    with tier("inprocess", "four") as made:
+        made.want()
+        made.give()
+        made.clock.advance(2)
+        assert [line.heard_s_ago for line in made.port.peers()] == [2]
+        made.meet()
+        assert [(line.epoch, line.heard_s_ago) for line in made.port.peers()] == [(made.lead, 0)]
+        made.turn(lambda: bool(made.came))
+        made.turn(lambda: made.is_idle)
+        assert made.port.stats().landed == 1
+
+
+def test_a_group_is_as_silent_as_its_most_silent_member() -> None:
+    with tier("inprocess") as made:
+        made.want()
+        made.clock.advance(2)
+        made.stages[0].offer()
+        made.turn(lambda: made.port._heard_s[made.lead] == 2)
+        assert [line.heard_s_ago for line in made.port.peers()] == [2]
+
+
+def test_peers_are_counted_by_member() -> None:
+    with tier("inprocess") as made:
+        known = {new_epoch(): 0.0 for _ in range(PEERS_MAX - 3)}
+        made.port._heard_s |= known
+        made.meet()
+        fresh = [made.ends.end() for _ in range(2)]
+        listed = [(fresh[0].metadata(), range(2)), (fresh[1].metadata(), range(2, 4))]
+        with pytest.raises(BadInput, match=f"at most {PEERS_MAX}"):
+            made.port.meet(joined(SEAL, listed))
+        for epoch in known:
+            del made.port._heard_s[epoch]
