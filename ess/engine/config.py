@@ -142,6 +142,99 @@ class ProcessConfig(EngineConfig):
     kv_events_public: bool = setting(
         False, "telemetry", "Publish KV events where other machines reach them: prompts, no key."
     )
+    pp_size: int = setting(
+        1, "pipeline", "For prefill: stages that the layers are divided over.", (1, 1024)
+    )
+    tp_size: int = setting(1, "pipeline", "Processes of a stage that divide the heads.", (1, 64))
+    cp_size: int = setting(
+        1, "pipeline", "Processes of a stage that divide a chunk's tokens.", (1, 64)
+    )
+    pp_layer_partition: str = setting(
+        "", "pipeline", "Layers of each stage, as 15,15,15,16; else they are divided by cost."
+    )
+    dynamic_chunking: bool = setting(
+        False, "pipeline", "Chunks that take equally long, from --chunk-tokens on."
+    )
+    smooth: float = setting(
+        0.75, "pipeline", "How far chunk sizes follow the times: 0 not at all, 1 wholly.", (0, 1)
+    )
+    stage_timeout_s: float = setting(
+        60.0, "pipeline", "Seconds without progress after which a stage counts as stuck.", (1, 3600)
+    )
+    nnodes: int = setting(1, "pipeline", "Machines that the processes are divided over.", (1, 1024))
+    node_rank: int = setting(0, "pipeline", "Which of them this one is; 0 speaks HTTP.", (0, 1023))
+    dist_init_addr: str = setting(
+        "", "pipeline", "HOST:PORT of machine 0, where the processes of all find one another."
+    )
     pace_ms: float = setting(
         0.0, "trials", "Milliseconds of a step of the paced engine.", (0.0, 60_000.0)
     )
+    only_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)
+        check_stages(self)
+
+    @property
+    def team_size(self) -> int:
+        """Processes of one stage."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole worker."""
+        return self.pp_size * self.team_size
+
+
+def check_stages(config: ProcessConfig) -> None:
+    """What cannot be combined is refused by name, before anything starts."""
+    several = {"pp_size": config.pp_size, "tp_size": config.tp_size, "cp_size": config.cp_size}
+    for name, size in several.items():
+        if size > 1 and config.role != "prefill":
+            raise BadInput(
+                f"{name} is {size}, and role is {config.role}: only a prefill worker has several"
+                " processes"
+            )
+    if config.dynamic_chunking and config.role != "prefill":
+        raise BadInput(
+            f"dynamic_chunking is for a prefill worker, and role is {config.role}: there tpot_ms"
+            " sizes the chunks"
+        )
+    if config.tp_size > 1 and config.cp_size > 1:
+        raise BadInput(
+            f"tp_size is {config.tp_size} and cp_size is {config.cp_size}: one of them must be 1"
+        )
+    if config.pp_layer_partition and config.pp_size == 1:
+        raise BadInput(
+            f"pp_layer_partition is {config.pp_layer_partition!r:.80}, and pp_size is 1: one stage"
+            " has all layers"
+        )
+    _check_nodes(config)
+
+
+def _check_nodes(config: ProcessConfig) -> None:
+    nodes, size, team = config.nnodes, config.world_size, config.team_size
+    if config.node_rank >= nodes:
+        raise BadInput(
+            f"node_rank is {config.node_rank}, must be 0 to {nodes - 1} for {nodes} nodes"
+        )
+    if config.dist_init_addr:
+        host, _, port = config.dist_init_addr.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise BadInput(f"dist_init_addr is {config.dist_init_addr!r:.80}, must be HOST:PORT")
+    if nodes == 1:
+        return
+    if size % nodes:
+        raise BadInput(
+            f"nnodes is {nodes}: {size} processes (pp_size {config.pp_size} x {team} of a stage) do"
+            " not divide evenly"
+        )
+    if size // nodes % team:
+        raise BadInput(
+            f"nnodes is {nodes}: the {team} processes of a stage would be on several machines, and"
+            " they share memory"
+        )
+    if not config.dist_init_addr:
+        raise BadInput(f"dist_init_addr is missing: {nodes} nodes must know where they meet")
+    if config.transport == "shared":
+        raise BadInput(f"transport is 'shared', which is for one machine, and nnodes is {nodes}")

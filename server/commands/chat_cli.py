@@ -243,7 +243,15 @@ def _shown(client: Client) -> Table:
         table.add_row(name.replace("_", " "), f"{share:.1%}", f"of {pool['capacity']:,}")
     if load.get("handoff") is not None:
         _add_handoff(table, load["handoff"])
+    for stage in load.get("stages", ()):
+        _add_stage(table, stage)
     return table
+
+
+def _add_stage(table: Table, stage: Mapping[str, Any]) -> None:
+    layers = f"layers {stage['first_layer']} to {stage['last_layer']}"
+    told = f"{layers}, {stage['chunks']:,} chunks, heard {stage['heard_s']:.1f} s ago"
+    table.add_row(f"stage {stage['stage']}", f"{stage['busy_share']:.0%} busy", told)
 
 
 def _add_handoff(table: Table, handoff: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -73,3 +74,7 @@ COMMANDS: Final = (
 def main(arguments: Sequence[str] | None = None) -> int:
     app = console.make_app("ess", summary=SUMMARY, version=ess.__version__, commands=COMMANDS)
     return console.run(app, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -90,7 +90,7 @@ def examined(port: int, transfer_host: str) -> Iterator[Check]:
         *(_native, _memory, _locked, _shared, _huge_pages, _gpu),
         *(lambda: _port(port), lambda: _transport("tcp", transfer_host)),
         *(lambda: _transport("shared", transfer_host), lambda: _transport("nixl", transfer_host)),
-        _decode,
+        *(_stages, _decode),
     )
     for check in checks:
         yield check()
@@ -209,6 +209,18 @@ def _port(port: int) -> Check:
 def _transport(kind: str, host: str) -> Check:
     trial = tried(kind, host)
     return Check(name=f"handoff by {kind}", grade=trial.grade, state=trial.state, hint=trial.hint)
+
+
+def _stages() -> Check:
+    """What the stages of a prefill worker would meet and talk by; nothing else needs it."""
+    asked = "from torch import distributed as d; print(d.is_available() and d.is_gloo_available())"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, timeout=TRIAL_S
+    )
+    if done.stdout.strip() == "True":
+        return Check(name="stages", grade="ok", state="gloo: `ess prefill --pp-size` can run")
+    hint = "a torch with gloo is needed for --pp-size, --tp-size and --cp-size"
+    return Check(name="stages", grade="warn", state="this torch has no gloo", hint=hint)
 
 
 def _decode() -> Check:

@@ -22,6 +22,7 @@ import ess
 from ess.engine.process.messages import Status
 from ess.server.dialects.streaming import STREAM_HEADERS, first_of, gone
 from ess.server.http.openapi.door import EVENTS, Door
+from ess.server.process.engines import stages
 from ess.server.process.handoffs import view
 from ess.server.process.service import Service
 from ess.server.process.tally import WAIT_BOUNDS_S, Waits
@@ -155,6 +156,7 @@ def frame(service: Service) -> dict[str, Any]:
         "requests": _requests(status),
         "role": _setting(service.described, "role"),
         "handoff": view(status, service.board.handoffs),
+        "stages": stages.view(status.stages),
     }
 
 

@@ -49,6 +49,7 @@ class Written(Collector):
         yield from _groups(service)
         yield from _waits(service)
         yield from _handoffs(service)
+        yield from _stages(service)
         for name in service.compat:
             yield from COMPAT[name](service)
 
@@ -142,6 +143,19 @@ def _waits(service: Service) -> Iterator[Metric]:
         ("ess_token_to_socket_seconds", "from the engine to the socket", tally.to_socket),
     ):
         yield _histogram(name, sentence, waits)
+
+
+def _stages(service: Service) -> Iterator[Metric]:
+    """Of a worker that runs in stages; a label per stage."""
+    lines = service.board.status.stages
+    if not lines:
+        return
+    busy = [((str(line.rank),), line.busy_share) for line in lines]
+    yield _labelled("ess_stage_busy_share", "share of late in which it ran chunks", ["stage"], busy)
+    ran = {str(line.rank): line.chunk_count for line in lines}
+    yield _by_name("ess_stage_chunks", "chunks that the stage has run", "stage", ran)
+    silent = [((str(line.rank),), line.beat_s) for line in lines]
+    yield _labelled("ess_stage_silent_seconds", "since its last sign", ["stage"], silent)
 
 
 def _handoffs(service: Service) -> Iterator[Metric]:

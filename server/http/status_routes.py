@@ -21,6 +21,7 @@ from ess.server.http.metrics import CONTENT_TYPE, MODES, exposition
 from ess.server.http.openapi.door import Door
 from ess.server.http.responses import Interrupted, Refused, answer, error_answer
 from ess.server.process.bounds import in_force
+from ess.server.process.engines import stages
 from ess.server.process.handoffs import view
 from ess.server.process.service import Service
 
@@ -97,7 +98,8 @@ def _server(service: Service) -> dict[str, Any]:
     return {
         "version": ess.__version__,
         **_split(service),
-        "tp_size": 1,
+        "tp_size": _size(service, "tp_size"),
+        "pp_size": _size(service, "pp_size"),
         "dp_size": 1,
         "load_balance_method": "round_robin",
         "max_running_requests": service.limits.running_max,
@@ -106,6 +108,10 @@ def _server(service: Service) -> dict[str, Any]:
         "internal_states": [_load(service)],
         "engine": _engine(service),
     }
+
+
+def _size(service: Service, name: str) -> int:
+    return int(service.described.get(name, {}).get("value", 1))
 
 
 def _split(service: Service) -> dict[str, Any]:
@@ -131,11 +137,12 @@ def _engine(service: Service) -> dict[str, Any]:
 
 async def health(request: Request) -> Response:
     """200 while the first engine loads and while one runs, 503 when it is lost, until another is
-    there."""
+    there. While the stages of a worker come together it names those that are missing."""
     service = _service(request)
     if service.link.why_lost:
-        return error_answer(Interrupted(service.link.why_lost))
-    return answer({"status": "draining" if service.draining else service.link.state})
+        return error_answer(Interrupted(service.link.why_lost + service.awaited))
+    said: dict[str, Any] = {"status": "draining" if service.draining else service.link.state}
+    return answer(said | ({"missing": awaited} if (awaited := service.missing_stages) else {}))
 
 
 async def ready(request: Request) -> Response:
@@ -190,7 +197,7 @@ async def loads(request: Request) -> Response:
     """SGLang's load report, limited to the sections asked for."""
     service = _service(request)
     wanted = request.query_params.get("include", "all").split(",")
-    sections = {"memory": _memory, "queues": _queues, "handoff": _handoff}
+    sections = {"memory": _memory, "queues": _queues, "handoff": _handoff, "stages": _stages}
     load = _load(service)
     if "disagg" in wanted or "all" in wanted:
         load |= _disagg(service)
@@ -266,6 +273,11 @@ def _memory(service: Service) -> dict[str, Any]:
 def _handoff(service: Service) -> dict[str, Any] | None:
     """What SGLang has no names for: counts, peers and the last handoffs."""
     return view(service.board.status, service.board.handoffs)
+
+
+def _stages(service: Service) -> list[dict[str, Any]]:
+    """Of a worker that runs in stages."""
+    return stages.view(service.board.status.stages)
 
 
 def _queues(service: Service) -> dict[str, Any]:

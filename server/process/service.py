@@ -17,6 +17,7 @@ from ess.models.text.tokenizer import Tokenizer
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.server.http.responses import Absent, Interrupted, Refused
 from ess.server.process.board import SUBSCRIBERS_MAX, Board
+from ess.server.process.engines.stages import missing
 from ess.server.process.link import Call, EngineLink
 from ess.server.process.pair.peers import WHOLE, Split
 from ess.server.process.tally import Shelf, Tally, together
@@ -85,6 +86,7 @@ class Service:
     compat: tuple[str, ...] = ("vllm", "sglang")
     split: Split = WHOLE
     draining: bool = False
+    layers: tuple[tuple[int, int], ...] = ()
     shelf: Shelf | None = None
 
     def __post_init__(self) -> None:
@@ -110,6 +112,13 @@ class Service:
         assert self.split.seal is not None, "a worker of a pair has a secret"
         assert self.link.ready is not None, "the engine is there"
         return members_of(self.split.seal, self.link.ready.metadata)
+
+    @property
+    def missing_stages(self) -> list[str]:
+        """Stages that an engine which is not ready yet waits for."""
+        if self.link.state not in ("starting", "restarting"):
+            return []
+        return missing(self.layers, self.board.status.stages)
 
     @property
     def name(self) -> str:
@@ -166,14 +175,20 @@ class Service:
         """A worker that drains still answers other workers that meet it."""
         self._check_engine()
         if self.link.state == "starting" or not (self.shelf is None or self.shelf.has_all()):
-            raise self.refused("the model is being loaded; try again soon", "starting", 2.0)
+            sentence = "the model is being loaded; try again soon"
+            raise self.refused(sentence + self.awaited, "starting", 2.0)
 
     def _check_engine(self) -> None:
         if self.link.state == "lost":
             raise Interrupted(self.link.why_lost)
         if self.link.state == "restarting":
-            sentence = f"{self.link.why_lost}; it is being started again"
+            sentence = f"{self.link.why_lost}; it is being started again{self.awaited}"
             raise self.refused(sentence, "restarting", Interrupted.retry_after_s)
+
+    @property
+    def awaited(self) -> str:
+        """The missing stages, as the end of a sentence."""
+        return f"; missing: {', '.join(awaited)}" if (awaited := self.missing_stages) else ""
 
     def _check_room(self, count: int) -> None:
         room = self.limits.running_max + self.limits.waiting_max

@@ -18,9 +18,7 @@ from ess.server.commands.serve import shown_default
 from ess.server.commands.start import launch
 from ess.server.commands.start.checkpoint import read_checkpoint
 from ess.server.commands.start.compat_flags import (
-    CHUNKS,
     FLAGS,
-    LAYERS,
     NO_EFFECT,
     NOT_HERE,
     SAME,
@@ -77,6 +75,20 @@ def told(*words: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return msgspec.json.decode(msgspec.json.encode(message), type=Launch)
 
 
+STAGES = ("--role", "prefill", "--pp-size", "2")
+NODES = (*STAGES, "--dist-init-addr", "10.0.0.1:5", "--host-bytes", "1GiB")
+NEEDS = {
+    "pp_size": STAGES[:2],
+    "tp_size": STAGES[:2],
+    "cp_size": STAGES[:2],
+    "dynamic_chunking": STAGES[:2],
+    "pp_layer_partition": STAGES,
+    "nnodes": NODES,
+    "node_rank": (*NODES, "--nnodes", "2"),
+}
+OTHERS = {"smooth": 0.5, "dist_init_addr": "10.0.0.1:5", "pp_layer_partition": "3,4"}
+
+
 def other_than_default(known: Setting) -> tuple[list[str], object]:
     """The words of a flag, and what they set."""
     if known.type is bool:
@@ -85,6 +97,7 @@ def other_than_default(known: Setting) -> tuple[list[str], object]:
         value = next(choice for choice in known.choices if choice != known.default)
         return [known.flag, value], value
     value = "a file" if known.type is str else known.default + 1
+    value = OTHERS.get(known.name, value)
     return [known.flag, str(value)], value
 
 
@@ -94,8 +107,9 @@ def test_every_setting_of_the_engine_reaches_its_process(
 ):
     """From its definition alone: a flag, a value of its type, a field of the launch message."""
     words, value = other_than_default(known)
-    config = told(*words, monkeypatch=monkeypatch).config
-    plain = told(monkeypatch=monkeypatch).config
+    needed = NEEDS.get(known.name, ())
+    config = told(*needed, *words, monkeypatch=monkeypatch).config
+    plain = told(*needed, monkeypatch=monkeypatch).config
     assert config == replace(plain, **{known.name: value, "query_max": config.query_max})
     assert config != plain
 
@@ -141,17 +155,17 @@ def test_a_gpu_is_refused_with_what_runs_today(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--pp-size", "2"], "--pp-size must be 1"),
-        (["--tensor-parallel-size", "8"], "--tp-size must be 1"),
+        (["--pp-size", "2"], "pp_size is 2, and role is both: only a prefill worker"),
+        (["--tensor-parallel-size", "8"], "tp_size is 8, and role is both"),
         (["--disable-radix-cache"], "always shared"),
-        (["--enable-dynamic-chunking"], "--tpot-ms"),
+        (["--enable-dynamic-chunking"], "there tpot_ms sizes the chunks"),
         (["--chunked-prefil-size", "512"], "--chunked-prefill-size"),
         (["--max-num-seqs", "0"], "max_running is 0"),
         (["--watchdog-timeout", "0"], "watchdog_s is 0"),
         (["--mem-fraction-static", "200%", "--model-path", "x"], "'x' is not a folder"),
         (["--page-size", "16"], "--page-size must be 64"),
         (["--dp", "2"], "--dp-size must be 1"),
-        (["--log-level", "info", "--tp", "2"], "--tp-size must be 1"),
+        (["--log-level", "info", "--tp", "2"], "tp_size is 2"),
         (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
     ],
 )
@@ -198,14 +212,12 @@ def test_a_variable_of_theirs_that_sets_nothing_is_named():
     environment = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "SGLANG_PP_LAYER_PARTITION": "15,15,15,16",
-        "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": "0.8",
         "VLLM_NO_USAGE_STATS": "1",
         "HOME": "x",
     }
     assert resolve({}, environment=environment).notes == (
-        f"the variable SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR has no effect: {CHUNKS}",
-        f"the variable SGLANG_PP_LAYER_PARTITION has no effect: {LAYERS}",
         "the variable VLLM_WORKER_MULTIPROC_METHOD has no effect: nothing here has that name",
+        "pp_layer_partition from environment has no effect: there is one stage",
     )
     pair = {"VLLM_BATCH_INVARIANT": "1", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0"}
     with pytest.raises(BadInput, match="VLLM_BATCH_INVARIANT gives deterministic another value"):

@@ -5,7 +5,8 @@
 For measuring a server by itself, and for routers and clients under test. Every request gets the
 tokens of its script, `per_step` at a time; a step's tokens of all requests leave in one message, as
 those of a real engine do. A prompt that is handed over is done after one step, and one that comes
-from another worker is there at once: no rows move. Needs no torch.
+from another worker is there at once: no rows move. Of a worker with stages rank 0 does all that,
+and the other ranks wait for the end. Needs no torch.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ess.engine.process.messages import (
     Progress,
     Ready,
     RequestLine,
+    StageLine,
     Status,
     Stop,
     ToEngine,
@@ -87,8 +89,10 @@ class PacedEngine:
         running_max: int = 1 << 20,
         cached_count: int = 0,
         identity: Identity | None = None,
+        layers: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.is_stopped = False
+        self._layers = layers
         self._script = script
         self._pace_s = pace_s
         self._per_step = per_step
@@ -178,6 +182,10 @@ class PacedEngine:
             waiting_count=len(self._going) - running,
             requests=tuple(map(_line, islice(self._going.values(), running))),
             open_counts=open_counts(self._going, self._front_count),
+            stages=tuple(
+                StageLine(rank, layers, float(running > 0), self._step_count)
+                for rank, layers in enumerate(self._layers)
+            ),
         )
 
     def _piece(self, going: Going) -> Piece:
@@ -254,6 +262,9 @@ def main(arguments: list[str]) -> int:
     die_with_parent()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     raw = msgspec.json.decode((Path(launch.model) / "config.json").read_bytes())
+    if launch.rank is not None and launch.rank.rank > 0:
+        sys.stdin.buffer.read()
+        return 0
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     wire = SocketWire(context, endpoints)
     wire.watch(sys.stdin.fileno())
@@ -271,6 +282,7 @@ def main(arguments: list[str]) -> int:
         identity=identity,
         pace_s=launch.config.pace_ms / 1e3,
         running_max=launch.config.max_running,
+        layers=() if launch.rank is None else launch.rank.layers,
     )
     engine.run(wire)
     wire.close()

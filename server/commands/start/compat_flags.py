@@ -30,7 +30,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "max_running": ("--max-running-requests", "--max-num-seqs"),
     "max_waiting": ("--max-queued-requests", "--max-num-queued-reqs"),
     "host_bytes": ("--host-pool", "--mem-fraction-static"),
-    "chunk_tokens": ("--chunked-prefill-size", "--max-num-batched-tokens"),
+    "chunk_tokens": ("--chunked-prefill-size", "--max-num-batched-tokens", "--chunk"),
     "mtp": ("--speculative-num-draft-tokens",),
     "tpot_ms": ("--tpot",),
     "deterministic": ("--enable-deterministic-inference",),
@@ -39,6 +39,10 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "row": ("--kv-cache-dtype",),
     "keep_alive_s": ("--sse-keep-alive",),
     "drain_s": ("--drain", "--shutdown-timeout"),
+    "pp_size": ("--pipeline-parallel-size", "--pp"),
+    "tp_size": ("--tensor-parallel-size", "--tp"),
+    "cp_size": ("--prefill-context-parallel-size", "--attn-cp-size"),
+    "dynamic_chunking": ("--enable-dynamic-chunking",),
     "watchdog_s": ("--watchdog-timeout",),
     "otlp_endpoint": ("--otlp-traces-endpoint",),
 }
@@ -52,6 +56,9 @@ SAME: Final[Mapping[str, tuple[str, str]]] = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ("idle_s", "{}"),
     "SGLANG_TIMEOUT_KEEP_ALIVE": ("idle_s", "{}"),
     "VLLM_CPU_KVCACHE_SPACE": ("host_bytes", "{}GiB"),
+    "VLLM_PP_LAYER_PARTITION": ("pp_layer_partition", "{}"),
+    "SGLANG_PP_LAYER_PARTITION": ("pp_layer_partition", "{}"),
+    "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": ("smooth", "{}"),
 }
 
 # Our setting, and values of theirs with what each is called here.
@@ -64,12 +71,7 @@ VALUES: Final[Mapping[str, Mapping[str, str]]] = {
 
 ALWAYS_SO: Final = frozenset({"VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"})
 
-LAYERS: Final = "one process holds all layers: there is nothing to divide"
-CHUNKS: Final = "it is for a prefill tier; here --tpot-ms sizes the chunks"
 WHY_NOT: Final[Mapping[str, str]] = {
-    "VLLM_PP_LAYER_PARTITION": LAYERS,
-    "SGLANG_PP_LAYER_PARTITION": LAYERS,
-    "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": CHUNKS,
     "SGLANG_DISABLE_HISPARSE_PREFETCH": "--modes none fetches without anything beside it",
     "SGLANG_BOOTSTRAP_PORT": "--bootstrap-port of ess prefill says it",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "--transfer-port of ess prefill and ess decode says it",
@@ -137,15 +139,12 @@ class ForeignFlags:
     speculative_algorithm: Annotated[
         str | None, Parameter(name=["--speculative-algorithm", "--spec-algorithm"])
     ] = None
-    pp_size: Annotated[int, Parameter(name=["--pp-size", "--pipeline-parallel-size"])] = 1
-    tp_size: Annotated[int, Parameter(name=["--tp-size", "--tensor-parallel-size", "--tp"])] = 1
     dp_size: Annotated[int, Parameter(name=["--dp-size", "--data-parallel-size", "--dp"])] = 1
     page_size: Annotated[int, Parameter(name=["--page-size", "--block-size"])] = 64
     speculative_eagle_topk: int = 1
     disable_radix_cache: Annotated[
         bool, Parameter(name=["--disable-radix-cache", "--no-enable-prefix-caching"])
     ] = False
-    enable_dynamic_chunking: bool = False
 
 
 # Accepted and logged: what they ask for is always so, or changes no answer.
@@ -171,13 +170,10 @@ NO_EFFECT: Final[Mapping[str, str]] = {
 
 # Refused: the answer, or the machine that makes it, would not be what was asked for.
 NOT_HERE: Final[Mapping[str, str]] = {
-    "pp_size": "must be 1: one process holds the whole model",
-    "tp_size": "must be 1: one process holds the whole model",
     "dp_size": "must be 1: start one server per replica, with a router in front",
     "page_size": "must be 64: a page has 64 rows",
     "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",
     "disable_radix_cache": "is not served: equal prefixes are always shared",
-    "enable_dynamic_chunking": "is for a prefill tier; here --tpot-ms sizes the chunks",
 }
 
 

@@ -20,6 +20,7 @@ import uvicorn
 import uvloop
 import zmq.asyncio
 
+from ess import console
 from ess.clock import Clock, RealClock
 from ess.engine.config import ProcessConfig
 from ess.engine.process.messages import Launch
@@ -38,8 +39,10 @@ from ess.server.commands.start.checkpoint import (
     check_weights,
     read_checkpoint,
 )
+from ess.server.commands.start.node import Node
 from ess.server.commands.start.settings import Resolved, Settings, check_events, resolve, size_of
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory
+from ess.server.commands.start.topology import layers_of, ranks_here, starter
 from ess.server.http import telemetry
 from ess.server.http.app import create_app
 from ess.server.http.connection.protocol import limited
@@ -47,13 +50,13 @@ from ess.server.http.request_log import RequestLog
 from ess.server.process import sockets
 from ess.server.process.board import Board
 from ess.server.process.bounds import PROBE_CONNECTIONS
-from ess.server.process.engines.group import EngineGroup
 from ess.server.process.engines.restarts import Restarts
 from ess.server.process.engines.succession import EngineStart, Succession
 from ess.server.process.fronts import Fronts, Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, Running, end_in_time
 from ess.server.process.link import EngineLink, Place
 from ess.server.process.log_pipe import unblocked_stderr
+from ess.server.process.memory import memory_free
 from ess.server.process.own_folder import own_folder
 from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.pair.registration import registration_of
@@ -73,11 +76,13 @@ FILES_OF_OURS: Final = 128
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What every process of the server knows; `port` is where other workers meet it."""
+    """What every process of the server knows; `port` is where other workers meet it, `layers` are
+    those of each stage, if the engine has stages."""
 
     resolved: Resolved
     checkpoint: Checkpoint
     plan: MemoryPlan
+    layers: tuple[tuple[int, int], ...] = ()
     port: int = 0
 
 
@@ -140,10 +145,19 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
         resolved.settings,
         layout,
         positions_max=checkpoint.config.positions_max,
-        weight_bytes=checkpoint.weight_bytes,
+        weight_bytes=checkpoint.weight_bytes * resolved.settings.team_size,
+        free=memory_free() * resolved.settings.nnodes,
     )
     resolved = sized(resolved, plan)
     settings = resolved.settings
+    told = Told(
+        resolved=resolved,
+        checkpoint=checkpoint,
+        plan=plan,
+        layers=layers_of(settings, layout, checkpoint.config),
+    )
+    if ranks_here(settings).start > 0:
+        return run_node(told)
     allow_files(settings.max_connections)
     with (
         listening(settings) as listeners,
@@ -154,7 +168,20 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
         banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(resolved, checkpoint, plan, listeners, further))
+            return runner.run(_serve(told, listeners, further))
+
+
+def run_node(told: Told) -> int:
+    """The processes of a worker whose server is elsewhere."""
+    settings = told.resolved.settings
+    launch = launch_of(settings, told.checkpoint, told.plan)
+    ranks = ranks_here(settings)
+    shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    console.note(f"ess: {shown} of {settings.world_size} here, met at {settings.dist_init_addr}")
+
+    node = Node(starter(settings, launch, told.layers, lambda number: []))
+    with unblocked_stderr(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(node.run())
 
 
 @contextlib.contextmanager
@@ -193,7 +220,8 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
     if checkpoint.config.mtp_layer_count and resolved.origins["mtp"] == "default":
         fresh["mtp"] = 2
     if settings.threads == 0:
-        fresh["threads"] = max(1, (os.cpu_count() or 1) - 1)
+        here = settings.world_size // settings.nnodes
+        fresh["threads"] = max(1, ((os.cpu_count() or 1) - 1) // here)
     if not settings.model:
         fresh["model"] = EMBEDDED
     return resolved.deriving(**fresh)
@@ -255,15 +283,11 @@ def url_of(settings: Settings, listener: socket.socket) -> str:
 
 
 async def _serve(
-    resolved: Resolved,
-    checkpoint: Checkpoint,
-    plan: MemoryPlan,
-    listeners: Sequence[socket.socket],
-    further: Sequence[socket.socket],
+    told: Told, listeners: Sequence[socket.socket], further: Sequence[socket.socket]
 ) -> int:
-    settings, clock, count = resolved.settings, RealClock(), len(listeners)
+    settings, clock, count = told.resolved.settings, RealClock(), len(listeners)
     port = port_of(further[0] if further else listeners[0])
-    told = Told(resolved=resolved, checkpoint=checkpoint, plan=plan, port=port)
+    told = msgspec.structs.replace(told, port=port)
     board = Board(clock)
     place = Place(count=count)
     with own_folder() as folder, engine_link(folder, board, clock, place) as link:
@@ -284,16 +308,16 @@ def start_of(told: Told, folder: str, count: int) -> EngineStart:
     settings = told.resolved.settings
     launch = launch_of(settings, told.checkpoint, told.plan)
 
-    async def start(engine: int) -> EngineGroup:
-        endpoints = [endpoint_of(folder, front, engine) for front in range(count)]
-        is_paced = settings.engine == "paced"
-        return await EngineGroup.start([launch], endpoints, is_paced=is_paced)
+    def endpoints_of(engine: int) -> Sequence[str]:
+        return [endpoint_of(folder, front, engine) for front in range(count)]
 
     return EngineStart(
         folder=folder,
-        start=start,
+        start=starter(settings, launch, told.layers, endpoints_of),
         watchdog_s=settings.watchdog_s,
-        restarts=Restarts(settings.engine_restarts, RealClock()),
+        restarts=Restarts(
+            settings.engine_restarts, RealClock(), waits_for_others=settings.nnodes > 1
+        ),
     )
 
 
@@ -360,6 +384,7 @@ def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
         described=resolved.shown(),
         weight_bytes=plan.weight_bytes,
         compat=settings.compat,
+        layers=told.layers,
         split=split_of(settings, told.port, link),
     )
 

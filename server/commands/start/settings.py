@@ -24,6 +24,7 @@ from ess.config import Setting, setting, settings_of
 from ess.engine.config import ProcessConfig
 from ess.errors import BadInput
 from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
+from ess.server.commands.start.torchrun import placed_by_torchrun
 from ess.server.process.pair.addresses import Named, check_router, read_peers
 from ess.transfer.messages import SECRET_BYTES_MIN
 from ess.units import parse_size
@@ -31,7 +32,7 @@ from ess.units import parse_size
 Origin = Literal["default", "file", "environment", "flag", "derived"]
 PREFIX: Final = "ESS_"
 SECTIONS: Final = (
-    *("model", "listening", "limits", "memory", "engine", "handoff"),
+    *("model", "listening", "limits", "memory", "engine", "handoff", "pipeline"),
     *("times", "telemetry", "trials"),
 )
 
@@ -158,6 +159,7 @@ class Settings(ProcessConfig):
             )
         _check_keys(self)
         _check_role(self)
+        _check_equal(self)
         unknown = {*self.compat} - {"vllm", "sglang"}
         if unknown:
             raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
@@ -252,6 +254,20 @@ def _check_role(settings: Settings) -> None:
         raise BadInput("uds is given without bootstrap_port: no other worker could meet this one")
 
 
+def _check_equal(settings: Settings) -> None:
+    """All processes of a worker count pages alike: no machine decides for itself."""
+    if settings.nnodes == 1 and settings.only_rank is None:
+        return
+    for name in ("host_bytes", "slot_bytes", "index_bytes"):
+        given = getattr(settings, name)
+        is_share = given.endswith("%") or given.startswith(("0.", "."))
+        if is_share or (given == "auto" and name == "host_bytes"):
+            raise BadInput(
+                f"{name} is {given}, which each process would work out for itself, and all must"
+                " have equally many pages: give a size, such as 64GiB"
+            )
+
+
 def is_loopback(host: str) -> bool:
     """
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "box")]
@@ -326,6 +342,14 @@ def resolve(
         for name, value in given.items():
             values[name] = _converted(name, value, origin)
             origins[name] = origin
+    if origins["pp_layer_partition"] == "environment" and values.get("pp_size", 1) == 1:
+        del values["pp_layer_partition"]
+        origins["pp_layer_partition"] = "default"
+        notes.append("pp_layer_partition from environment has no effect: there is one stage")
+    for name, given in placed_by_torchrun(environment, values).items():
+        values[name] = given
+        if name in FIELDS:
+            origins[name] = "environment"
     if origins["api_key"] != "default" and not values["api_key"]:
         raise BadInput(f"api_key from {origins['api_key']} is empty: give a key or do not set it")
     if values.get("api_key_file"):

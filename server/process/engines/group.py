@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ess.engine.process.messages import Launch, Rank
 from ess.server.process.child import Child
+from ess.server.process.engines.stages import stage_name
 
 ALONE: Final = "ess.engine.process.worker"
 PACED: Final = "ess.engine.process.fake_engine"
@@ -47,7 +48,12 @@ class EngineGroup:
 
     @classmethod
     async def start(
-        cls, launches: Sequence[Launch], endpoints: Sequence[str], *, is_paced: bool
+        cls,
+        launches: Sequence[Launch],
+        endpoints: Sequence[str],
+        *,
+        is_paced: bool,
+        environment: Mapping[str, str] | None = None,
     ) -> EngineGroup:
         """A process per launch. Rank 0, or the engine's only process, speaks to the server at the
         endpoints."""
@@ -56,7 +62,8 @@ class EngineGroup:
             for launch in launches:
                 program = PACED if is_paced else STAGE if launch.rank is not None else ALONE
                 leads = launch.rank is None or launch.rank.rank == 0
-                child = await Child.start(program, launch, *(endpoints if leads else ()))
+                given = endpoints if leads else ()
+                child = await Child.start(program, launch, *given, environment=environment)
                 members.append(Member(name_of(launch.rank), child))
         except BaseException:
             for member in members:
@@ -95,6 +102,5 @@ def name_of(rank: Rank | None) -> str:
     if rank is None:
         return ""
     stage, member = divmod(rank.rank, rank.team)
-    first, stop = rank.layers[stage]
-    name = f"stage {stage} (layers {first} to {stop - 1})"
+    name = stage_name(stage, rank.layers[stage])
     return f"{name}, member {member}" if rank.team > 1 else name

@@ -1,0 +1,59 @@
+"""The part of a prefill worker that runs on another machine than its server, or beside it under
+torchrun: the ranks of this process, without HTTP.
+
+    ess prefill MODEL --pp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr HOST:PORT ...
+
+The ranks wait for the others at the address. When one of them ends, the worker has ended: the
+others here are killed too, and all are started for the worker that is formed next. Nobody counts
+how often: the server of rank 0 decides when there is to be no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from ess import console
+from ess.server.process.engines.group import EngineGroup, Loss
+
+AGAIN_S: Final = 0.5
+AGAIN_MAX_S: Final = 10.0
+STOP_S: Final = 3.0
+
+
+class Node:
+    def __init__(self, start: Callable[[int], Awaitable[EngineGroup]]) -> None:
+        self._start = start
+        self._end = asyncio.Event()
+
+    def end(self) -> None:
+        self._end.set()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for told in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(told, self.end)
+        number, wait_s = 0, AGAIN_S
+        while not self._end.is_set():
+            began_s = loop.time()
+            group = await self._start(number)
+            number += 1
+            loss = await self._unless_ended(group.lost())
+            await group.stop(within_s=STOP_S if loss is None else 0.0)
+            if loss is not None:
+                console.note(f"ess: {loss.how}; the processes of this node start again")
+                wait_s = AGAIN_S if loop.time() - began_s > AGAIN_MAX_S else 2 * wait_s
+                await self._unless_ended(asyncio.sleep(min(wait_s, AGAIN_MAX_S)))
+        return 0
+
+    async def _unless_ended(self, work: Awaitable[Loss | None]) -> Loss | None:
+        """What the work gives, or None when we are told to end before it is done."""
+        doing, ending = asyncio.ensure_future(work), asyncio.ensure_future(self._end.wait())
+        await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if doing.done():
+            return doing.result()
+        doing.cancel()
+        return None

@@ -1,0 +1,96 @@
+"""From settings to the processes of an engine: one, or the ranks of a prefill worker's stages.
+
+Stages divide the layers, the members of a stage's team the heads or the tokens. All processes are
+told the same `Rank` but for the number; each start of the worker is another generation, and where
+all run on one machine it also meets at another address. On several machines the address stays, and
+the generation is 0: the store at that address ends with rank 0, and with it all that was said.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from ess.engine.chunking.partition import counted_costs, partition, read_partition
+from ess.engine.process.messages import Launch, Rank
+from ess.layout import ModelLayout
+from ess.models.config import ModelConfig
+from ess.server.commands.start.settings import Settings
+from ess.server.commands.start.torchrun import cleaned
+from ess.server.process.engines.group import EngineGroup
+
+HERE: Final = "127.0.0.1"
+
+
+def has_stages(settings: Settings) -> bool:
+    """Whether it is a worker of the pipelined kind, perhaps with a single stage."""
+    return settings.world_size > 1 or settings.dynamic_chunking
+
+
+def layers_of(
+    settings: Settings, layout: ModelLayout, config: ModelConfig
+) -> tuple[tuple[int, int], ...]:
+    """The main layers of each stage; empty for an engine without stages."""
+    if not has_stages(settings):
+        return ()
+    text = settings.pp_layer_partition
+    given = read_partition(text) if text else None
+    parts = partition(layout, settings.pp_size, given=given, costs=counted_costs(config))
+    return tuple((part.start, part.stop) for part in parts)
+
+
+def ranks_here(settings: Settings) -> range:
+    """Those that this process starts."""
+    if settings.only_rank is not None:
+        return range(settings.only_rank, settings.only_rank + 1)
+    count = settings.world_size // settings.nnodes
+    return range(settings.node_rank * count, (settings.node_rank + 1) * count)
+
+
+def launches_of(
+    settings: Settings, launch: Launch, layers: Sequence[tuple[int, int]], generation: int
+) -> list[Launch]:
+    """What each process on this machine is told."""
+    if not layers:
+        return [launch]
+    fixed = settings.dist_init_addr
+    whole = Rank(
+        rank=0,
+        size=settings.world_size,
+        init=f"tcp://{fixed or f'{HERE}:{free_port()}'}",
+        layers=tuple(layers),
+        generation=0 if fixed else generation,
+        team=settings.team_size,
+        dynamic=settings.dynamic_chunking,
+        smoothing=settings.smooth,
+        stage_timeout_s=settings.stage_timeout_s,
+    )
+    ranks = (msgspec.structs.replace(whole, rank=rank) for rank in ranks_here(settings))
+    return [msgspec.structs.replace(launch, rank=rank) for rank in ranks]
+
+
+def starter(
+    settings: Settings,
+    launch: Launch,
+    layers: Sequence[tuple[int, int]],
+    endpoints_of: Callable[[int], Sequence[str]],
+) -> Callable[[int], Awaitable[EngineGroup]]:
+    """Starts the n-th engine, which speaks to the server at the endpoints of that number."""
+    is_paced = settings.engine == "paced"
+
+    async def start(number: int) -> EngineGroup:
+        launches = launches_of(settings, launch, layers, number)
+        return await EngineGroup.start(
+            launches, endpoints_of(number), is_paced=is_paced, environment=cleaned(os.environ)
+        )
+
+    return start
+
+
+def free_port() -> int:
+    with socket.create_server((HERE, 0)) as free:
+        return int(free.getsockname()[1])

@@ -1,0 +1,58 @@
+"""A prefill worker whose processes torchrun starts: each is told its rank in the environment.
+
+    torchrun --nproc-per-node 4 --no-python ess prefill MODEL --pp-size 4 --host-bytes 64GiB ...
+
+Rank 0 speaks HTTP. Every process keeps the one rank that it was told, and starts it again when the
+worker is formed anew; torchrun itself sees processes that go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ess.errors import BadInput
+
+TOLD: Final = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+ITS_OWN: Final = ("nnodes", "node_rank")
+
+
+def placed_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that it decides; none without torchrun, or for a worker that is no prefill
+    worker. Its own store listens at MASTER_PORT, so the processes meet at the port behind it."""
+    if values.get("role") != "prefill" or "MASTER_ADDR" not in environment:
+        return {}
+    if any(name not in environment for name in TOLD):
+        return {}
+    rank, size, local_size, port = (_number(environment, name) for name in TOLD)
+    names = ("pp_size", "tp_size", "cp_size")
+    pipeline, *team = (int(values.get(name, 1)) for name in names)
+    asked = pipeline * team[0] * team[1]
+    if size != asked:
+        shown = " x ".join(f"{name} {values.get(name, 1)}" for name in names)
+        raise BadInput(f"torchrun starts {size} processes (WORLD_SIZE), but {shown} is {asked}")
+    for name in ITS_OWN:
+        if name in values:
+            raise BadInput(f"{name} is {values[name]}: torchrun says where each process runs")
+    if not 0 <= rank < size or not 0 < local_size <= size:
+        raise BadInput(f"RANK is {rank} and LOCAL_WORLD_SIZE {local_size} of {size} processes")
+    given = values.get("dist_init_addr") or f"{environment['MASTER_ADDR']}:{port + 1}"
+    return {
+        "nnodes": size // local_size,
+        "node_rank": rank // local_size,
+        "only_rank": rank,
+        "dist_init_addr": given,
+    }
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not text.isdecimal() or len(text) > 9:
+        raise BadInput(f"{name} is {text!r:.20} in the environment, must be a number")
+    return int(text)
+
+
+def cleaned(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what torchrun has said: a process told by it would look for its store."""
+    own = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    return {name: value for name, value in environment.items() if not name.startswith(own)}

@@ -1,0 +1,266 @@
+"""A prefill worker of several processes, as its server starts, watches and shows them. The paced
+engine stands in for the stages: what they compute is tested elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ess.engine.process.messages import Launch, StageLine, Status
+from ess.errors import BadInput
+from ess.server.commands.start.settings import resolve
+from ess.server.commands.start.topology import launches_of, ranks_here
+from ess.server.commands.start.torchrun import cleaned, placed_by_torchrun
+from tests.pd.pairs import SECRET
+from tests.server.harness import PacedEngine, Served, counting, until
+from tests.server.test_dashboard import metrics
+from tests.server.test_fronts import children, is_running
+from tests.server.test_succession import answered
+from tests.support.process import ROOT, RUN, Process
+
+PREFILL = {"role": "prefill", "peer_secret": SECRET}
+NODES = {**PREFILL, "pp_size": 4, "nnodes": 2, "dist_init_addr": "10.0.0.1:9", "host_bytes": "1GiB"}
+TORCHRUN = {
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+LEG = json.dumps(
+    {
+        "prompt": "The server is",
+        "max_tokens": 3,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    }
+).encode()
+PACED = ("--engine", "paced", "--pace-ms", "20")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"pp_size": 2}, "pp_size is 2, and role is both: only a prefill worker has several"),
+        ({"cp_size": 3, "role": "decode"}, "cp_size is 3, and role is decode"),
+        ({**PREFILL, "tp_size": 2, "cp_size": 4}, "tp_size is 2 and cp_size is 4"),
+        ({**PREFILL, "pp_layer_partition": "3,3"}, "'3,3', and pp_size is 1: one stage"),
+        ({**NODES, "nnodes": 3}, "nnodes is 3: 4 processes .pp_size 4 x 1 of a stage. do not"),
+        ({**NODES, "pp_size": 1, "tp_size": 4}, "the 4 processes of a stage would be on several"),
+        ({**NODES, "node_rank": 2}, "node_rank is 2, must be 0 to 1 for 2 nodes"),
+        ({**NODES, "dist_init_addr": ""}, "dist_init_addr is missing: 2 nodes must know"),
+        ({**NODES, "dist_init_addr": "here"}, "dist_init_addr is 'here', must be HOST:PORT"),
+        ({**NODES, "transport": "shared"}, "transport is 'shared', which is for one machine"),
+        ({**NODES, "host_bytes": "auto"}, "host_bytes is auto, which each process would work out"),
+        ({**NODES, "slot_bytes": "5%"}, "slot_bytes is 5%, which each process"),
+        ({**PREFILL, "smooth": 1.5}, "smooth is 1.5, must be 0..1"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(given: dict, says: str):
+    with pytest.raises(BadInput, match=says):
+        resolve(given, environment={})
+
+
+def test_ranks_are_divided_over_nodes_and_each_start_is_another_generation():
+    launch = Launch(model="m", config=None, length_max=2, slot_bytes=1, host_bytes=1, index_bytes=1)
+    layers = ((0, 2), (2, 4), (4, 6), (6, 7))
+    alone = resolve({**PREFILL, "pp_size": 4, "tp_size": 2}, environment={}).settings
+    assert ranks_here(alone) == range(8)
+    first, second = (launches_of(alone, launch, layers, number) for number in (0, 1))
+    assert [told.rank.rank for told in first] == [*range(8)]
+    assert {(told.rank.size, told.rank.team, told.rank.generation) for told in first} == {(8, 2, 0)}
+    assert {told.rank.generation for told in second} == {1}
+    assert len({told.rank.init for told in first}) == 1
+    assert first[0].rank.layers == layers
+    for node, expected in ((0, [0, 1]), (1, [2, 3])):
+        settings = resolve({**NODES, "node_rank": node}, environment={}).settings
+        ranks = [told.rank for told in launches_of(settings, launch, layers, 5)]
+        assert [rank.rank for rank in ranks] == expected
+        assert {(rank.init, rank.generation) for rank in ranks} == {("tcp://10.0.0.1:9", 0)}
+
+
+def test_torchrun_says_which_rank_this_is():
+    given = {**PREFILL, "pp_size": 4, "host_bytes": "1GiB"}
+    settings = resolve(given, environment=TORCHRUN).settings
+    assert (settings.nnodes, settings.node_rank) == (2, 1)
+    assert settings.dist_init_addr == "10.0.0.1:29501"
+    assert ranks_here(settings) == range(2, 3)
+    assert ranks_here(resolve({}, environment=TORCHRUN).settings) == range(1)
+    assert cleaned({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "x"}) == {
+        "HOME": "x"
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "says"),
+    [
+        ({}, {"pp_size": 2}, "torchrun starts 4 processes .WORLD_SIZE., but pp_size 2 x .* is 2"),
+        ({}, {"pp_size": 4, "nnodes": 2}, "nnodes is 2: torchrun says where"),
+        ({"RANK": "x"}, {"pp_size": 4}, "RANK is 'x' in the environment, must be a number"),
+        ({"RANK": "4"}, {"pp_size": 4}, "RANK is 4 and LOCAL_WORLD_SIZE 2 of 4 processes"),
+    ],
+)
+def test_what_torchrun_says_must_fit(environment: Mapping[str, str], given: dict, says: str):
+    with pytest.raises(BadInput, match=says):
+        placed_by_torchrun({**TORCHRUN, **environment}, {**PREFILL, **given})
+
+
+def test_a_partition_and_chunks_of_sglang_are_understood():
+    environment = {
+        "SGLANG_PP_LAYER_PARTITION": "3,4",
+        "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": "0.5",
+    }
+    found = resolve({**PREFILL, "pp_size": 2}, environment=environment)
+    assert (found.settings.pp_layer_partition, found.settings.smooth) == ("3,4", 0.5)
+    assert found.notes == ()
+
+
+SAID = Status(stages=(StageLine(0, (0, 4), 0.5, 9, 0.25), StageLine(1, (4, 7), 0.75, 8, 0.5)))
+
+
+def test_stages_are_in_loads_metrics_and_frames():
+    with Served(PacedEngine(counting(1), status=SAID)) as served:
+        until(lambda: served.service.board.status.stages, "a status")
+        with urllib.request.urlopen(served.url + "/v1/loads") as answer:
+            [load] = json.load(answer)["loads"]
+        assert load["stages"][1] == {
+            "stage": 1,
+            "first_layer": 4,
+            "last_layer": 6,
+            "busy_share": 0.75,
+            "chunks": 8,
+            "heard_s": 0.5,
+        }
+        found = metrics(served.url)
+        assert found["ess_stage_busy_share", "1"] == 0.75
+        assert found["ess_stage_chunks_total", "0"] == 9
+        assert found["ess_stage_silent_seconds", "0"] == 0.25
+
+
+def test_health_names_the_stages_that_have_not_come():
+    engine = PacedEngine(counting(1), says_ready=False, status=Status(stages=SAID.stages[:1]))
+    with Served(engine) as served:
+        served.service.layers = ((0, 4), (4, 7))
+        until(lambda: served.service.board.status.stages, "a status")
+        with urllib.request.urlopen(served.url + "/health") as answer:
+            assert json.load(answer) == {
+                "status": "starting",
+                "missing": ["stage 1 (layers 4 to 6)"],
+            }
+        with pytest.raises(urllib.error.HTTPError, match="503") as failed:
+            urllib.request.urlopen(served.url + "/ready")
+        assert b"; missing: stage 1 (layers 4 to 6)" in failed.value.read()
+
+
+def prefill(*flags: str, **environment: str) -> Process:
+    return Process(*PACED, *flags, command="prefill", ESS_PEER_SECRET=SECRET, **environment)
+
+
+def load_of(process: Process) -> dict:
+    [load] = answered(process, "/v1/loads")[2]["loads"]
+    return load
+
+
+def stages(process: Process) -> list[int]:
+    return sorted(
+        pid for pid, words in children(process.process.pid).items() if "ess.engine.process" in words
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_stage_that_is_killed_is_named_and_all_are_started_again(victim: int):
+    """While a prompt is under way, which the first stage, stopped, never ends."""
+    with prefill("--pp-size", "3").wait_ready() as process, ThreadPoolExecutor() as beside:
+        first = stages(process)
+        assert len(first) == 3
+        os.kill(first[0], signal.SIGSTOP)
+        asked = beside.submit(answered, process, "/v1/completions", LEG)
+        until(lambda: load_of(process)["num_total_reqs"] == 1, "the request")
+        os.kill(first[victim], signal.SIGKILL)
+        status, headers, document = asked.result(60)
+        assert (status, headers["retry-after"]) == (503, "5")
+        name = rf"stage {victim} \(layers \d to \d\) is lost: its process was ended by SIGKILL"
+        assert re.search(name, document["error"]["message"])
+        until(lambda: not any(map(is_running, first)), "the end of all stages")
+        until(lambda: len(stages(process)) == 3, "three others")
+        process.wait_ready()
+        until(lambda: len(load_of(process)["stages"]) == 3, "a status")
+        assert answered(process, "/v1/completions", LEG)[0] == 200
+        assert process.status("/health") == 200
+        process.process.terminate()
+        assert process.ended(30) == 0
+
+
+@contextlib.contextmanager
+def started(*flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Without HTTP."""
+    made = subprocess.Popen(
+        [sys.executable, "-c", RUN, "prefill", *PACED, "--max-model-len", "2k", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ESS_PEER_SECRET": SECRET, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield made
+    finally:
+        made.kill()
+        made.wait()
+
+
+def kin(process: subprocess.Popen[str]) -> list[int]:
+    assert process.poll() is None, process.communicate()[1]
+    return [pid for pid, words in children(process.pid).items() if "ess.engine.process" in words]
+
+
+@pytest.mark.slow
+def test_another_node_keeps_its_stages_and_ends_with_them():
+    address = f"127.0.0.1:{unused_port()}"
+    flags = ("--pp-size", "4", "--nnodes", "2", "--dist-init-addr", address)
+    with started(*flags, "--node-rank", "1", "--host-bytes", "96MiB") as node:
+        until(lambda: len(kin(node)) == 2, "its two stages")
+        first = kin(node)
+        os.kill(first[0], signal.SIGKILL)
+        until(lambda: not any(map(is_running, first)), "the end of both")
+        until(lambda: len(kin(node)) == 2, "two others")
+        second = kin(node)
+        node.send_signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert not any(map(is_running, second))
+        said = node.communicate()[1]
+        assert f"ranks 2 to 3 of 4 here, met at {address}" in said
+        assert re.search(r"stage 2 \(layers \d to \d\) is lost: .* SIGKILL; the processes", said)
+
+
+@pytest.mark.slow
+def test_a_rank_of_torchrun_is_one_process_and_rank_0_has_the_server():
+    told = {**TORCHRUN, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    flags = ("--pp-size", "2", "--host-bytes", "96MiB")
+    with (
+        started(*flags, **{**told, "RANK": "1"}) as other,
+        prefill(*flags, **{**told, "RANK": "0"}).wait_ready() as first,
+    ):
+        assert len(stages(first)) == 1
+        until(lambda: len(kin(other)) == 1, "its stage")
+        for process in (other, first.process):
+            process.send_signal(signal.SIGTERM)
+        assert first.ended(30) == 0
+        assert other.wait(30) == 0
+        assert "rank 1 of 2 here, met at 127.0.0.1:29501" in other.communicate()[1]
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
