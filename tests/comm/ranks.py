@@ -65,7 +65,7 @@ def ranks(act: str, size: int, *, team: int = 1) -> Iterator[list[Rank]]:
         port = str(probe.getsockname()[1])
     started = [Rank(act, rank, size, port, team, environment()) for rank in range(size)]
     try:
-        yield started
+        yield list(started)
     finally:
         for rank in started:
             rank.end()
