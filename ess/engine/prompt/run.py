@@ -21,10 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ess.engine.layers.batch import compute_threads
 from ess.engine.plan import Chunk
 from ess.engine.prompt.layer import run_layer
 from ess.engine.prompt.pack import Chosen, Pack, Span, packed
 from ess.engine.step.runner import Runner
+from ess.models.mtp import Mtp
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def run_part(
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"
         embedded = runner.model.embed(_joined([span.following for span in spans]))
-        joined = mtp.join(embedded, runner.model.finish(hidden))
+        joined = _paired(runner, mtp, embedded, runner.model.finish(hidden))
         run_layer(pack, mtp.layer, joined, [None] * len(spans))
         if on_layer is not None:
             on_layer(mtp.layer.number)
@@ -75,6 +77,14 @@ def run_part(
         Prefilled(pack, span, _windows(pack, span), hidden[place]) for _, span, place in pack.each()
     ]
     return made, hidden
+
+
+def _paired(runner: Runner, mtp: Mtp, embedded: Tensor, finished: Tensor) -> Tensor:
+    """The input of the MTP module's layer, of each token alike where stages are compiled."""
+    if not runner.ops.has_stages():
+        return mtp.join(embedded, finished)
+    [joined] = mtp.join_stage([embedded, finished], threads=compute_threads())
+    return joined
 
 
 def span_of(chunk: Chunk) -> Span:
