@@ -150,7 +150,8 @@ class ModelLayout:
     engine and the planner.
 
     A part of a model is a layout too, its layers and groups counted from 0; `first_layer` and
-    `first_group` say where they begin in the whole.
+    `first_group` say where they begin in the whole, `mtp_elsewhere` that another part has its MTP
+    layers.
     """
 
     name: str
@@ -168,6 +169,7 @@ class ModelLayout:
     slot_floor: int = 6400
     first_layer: int = field(default=0, compare=False)
     first_group: int = field(default=0, compare=False)
+    mtp_elsewhere: bool = field(default=False, compare=False)
     _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -254,6 +256,7 @@ class ModelLayout:
             mtp_layer_count=self.mtp_layer_count if is_last else 0,
             first_layer=self.first_layer + first,
             first_group=self.first_group + self.group_of(first),
+            mtp_elsewhere=self.mtp_elsewhere or (self.mtp_layer_count > 0 and not is_last),
         )
 
     def group_of(self, layer: int) -> int:

@@ -100,6 +100,10 @@ class Progress:
         self.step_numbers = self.step_numbers[1:]
         self.publish()
 
+    def withhold(self) -> None:
+        """From now on no page of its text is published."""
+        self.published_count = self._holding.page_count
+
     def publish(self) -> None:
         """Publishes the pages that are complete and whose text is known, in order."""
         latent = self._pools.latent

@@ -352,6 +352,12 @@ class Sequence:
 
         self.owner.pools.inflight.after(let_go)
 
+    def discard(self) -> None:
+        """Closes it; nothing that it brought stays as cached prefix."""
+        if self.state != "closed":
+            self.progress.withhold()
+            self.close()
+
     def _require(self, *states: State) -> None:
         self.owner.require()
         require_state(self, *states)
@@ -419,14 +425,14 @@ def _cached_prefix(
     """Pages of the longest cached prefix, and what the disk has behind them.
 
     With MTP its last page is left out: row p of the module was made with token p + 1, and the last
-    row of a prefix saw another continuation.
+    row of a prefix saw another continuation. All parts of a model find the same.
     """
     pages, claim = pools.latent.prefix.find(hashes), None
     count = len(pages)
     if from_disk and pools.shelf is not None:
         claim = pools.shelf.claim(hashes, known_count=count)
         count += len(claim.contents)
-    if pools.layout.mtp_layer_count:
+    if pools.layout.mtp_layer_count or pools.layout.mtp_elsewhere:
         count = max(0, count - 1)
     prefix = np.array(pages[:count], np.int32)
     if claim is not None:
