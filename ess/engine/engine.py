@@ -34,6 +34,7 @@ from ess.engine.followers import Followers
 from ess.engine.handoff import Ended, Handoffs
 from ess.engine.loads import Loads
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
+from ess.engine.process.messages import StageLine
 from ess.engine.prompt import run as prompts
 from ess.engine.prompt.scores import score
 from ess.engine.request import Reason, Request, State, Take
@@ -264,6 +265,14 @@ class Engine:
                 yield result
             elif not (self._handoffs.has_told or self._entry.wait() or self._loads.wait()):
                 return
+
+    def forget_prefixes(self) -> None:
+        """BadState while a request, or a handoff, holds cached pages."""
+        self.offload.forget_prefixes()
+
+    def stage_lines(self) -> tuple[StageLine, ...]:
+        """None: it is no pipeline."""
+        return ()
 
     def close(self) -> None:
         """Ends the processes of the grammars."""

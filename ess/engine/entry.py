@@ -16,6 +16,15 @@ from ess.models.config import ModelConfig
 from ess.models.text.tokenizer import Tokenizer
 
 
+def check_prompt(request: Request, *, vocabulary: int, longest: int) -> None:
+    if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
+        raise BadInput(f"prompt ids must be 0..{vocabulary - 1}")
+    if request.length_max > longest:
+        raise BadInput(
+            f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
+        )
+
+
 class Entry:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
         ends = config.eos_ids
@@ -34,12 +43,7 @@ class Entry:
         request asks for what this model or this engine cannot do."""
         assert request not in self._compiling, f"request {request.number} was equipped before"
         assert request.matcher is None, f"request {request.number} has a matcher already"
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self._vocabulary:
-            raise BadInput(f"prompt ids must be 0..{self._vocabulary - 1}")
-        if request.length_max > longest:
-            raise BadInput(
-                f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
-            )
+        check_prompt(request, vocabulary=self._vocabulary, longest=longest)
         sampling = request.sampling
         sampling.check_ids(self._vocabulary)
         request.ends = sampling.stop_ids | (frozenset() if sampling.ignore_eos else self._ends)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ess.clock import Clock
-from ess.engine.engine import Engine
 from ess.engine.plan import StepResult
+from ess.engine.process.driven import Driven
 from ess.engine.process.messages import HandoffLine, Traced, TraceSpan
 
 SPANS_MAX: Final = 200_000
@@ -42,13 +42,13 @@ class Recorder:
         spans, self._spans = self._spans, []
         return Traced(tuple(spans), self._left_out)
 
-    def before(self, engine: Engine) -> None:
+    def before(self, engine: Driven) -> None:
         """Called before each step: it keeps its spans if a trace is on; earlier spans go."""
         for owner in (engine.tuning.timeline, engine.offload.timings):
             owner.keeps_spans = self.is_on
             owner.spans.clear()
 
-    def after(self, engine: Engine, result: StepResult, began_s: float) -> None:
+    def after(self, engine: Driven, result: StepResult, began_s: float) -> None:
         if not self.is_on:
             return
         self._keep(

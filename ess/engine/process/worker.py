@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, TypedDict
@@ -28,6 +28,7 @@ from ess.engine.engine import Engine
 from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
 from ess.engine.process.disk import disk_line, disk_of
+from ess.engine.process.driven import Driven
 from ess.engine.process.kv_events import KvEvents
 from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.messages import (
@@ -82,18 +83,19 @@ class Live:
 
 
 class EngineLoop:
-    """Owns the engine."""
+    """Owns the engine, or the lead of a pipeline."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Driven,
         wire: Wire,
         clock: Clock,
         *,
         port: Port | None = None,
+        peers: Peers | None = None,
         events: KvEvents | None = None,
     ) -> None:
-        self.peers = Peers(port)
+        self.peers = Peers(port) if peers is None else peers
         self._engine = engine
         self._port = port
         self._events = events
@@ -222,7 +224,7 @@ class EngineLoop:
         if self._live:
             return f"{len(self._live)} requests are running or waiting"
         try:
-            self._engine.offload.forget_prefixes()
+            self._engine.forget_prefixes()
         except BadState as error:
             return str(error)
         return ""
@@ -347,6 +349,7 @@ class EngineLoop:
             open_counts=open_counts(self._live, self._wire.front_count),
             handoff=self.peers.status(engine.ended_handoffs),
             disk=disk_line(stats.disk),
+            stages=engine.stage_lines(),
         )
 
     def _lines(self) -> Iterator[RequestLine]:
@@ -386,9 +389,10 @@ def _handed_over(handoff: Handoff | None) -> Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    engine: Engine
+    engine: Driven
     port: Port | None
     vocabulary: int
+    peers: Peers | None = None
 
 
 def build(launch: Launch, clock: Clock) -> Built:
@@ -431,7 +435,11 @@ def events_of(config: ProcessConfig, context: zmq.Context[zmq.Socket[bytes]]) ->
 
 
 def serve(
-    launch: Launch, wire: Wire, clock: Clock, context: zmq.Context[zmq.Socket[bytes]]
+    launch: Launch,
+    wire: Wire,
+    clock: Clock,
+    context: zmq.Context[zmq.Socket[bytes]],
+    build: Callable[[Launch, Clock], Built] = build,
 ) -> None:
     """Loads, sends Ready and runs until Stop comes. A failure is sent as Fault before it ends the
     process."""
@@ -439,7 +447,9 @@ def serve(
     try:
         built = build(launch, clock)
         events = events_of(launch.config, context)
-        loop = EngineLoop(built.engine, wire, clock, port=built.port, events=events)
+        loop = EngineLoop(
+            built.engine, wire, clock, port=built.port, peers=built.peers, events=events
+        )
         layout = loop.layout
         wire.give(
             Ready(

@@ -1,0 +1,70 @@
+"""What the loop of an engine process drives: an engine, or the lead of a pipeline of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from ess.door import Offload
+from ess.engine.handoff import Ended
+from ess.engine.layers.verifier import Verifier
+from ess.engine.plan import StepResult
+from ess.engine.process.messages import StageLine
+from ess.engine.request import Request, Take
+from ess.engine.step.tuning import Tuning
+from ess.engine.step.warmth import Warmth
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import PoolFull
+
+
+class Driven(Protocol):
+    offload: Offload
+    step_count: int
+    tuning: Tuning
+    verifier: Verifier
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        priority: int = 0,
+        leader: Request | None = None,
+        salt: bytes = b"",
+        give: int | None = None,
+        take: Take | None = None,
+    ) -> Request: ...
+
+    def cancel(self, request: Request) -> None: ...
+
+    def step(self) -> StepResult: ...
+
+    def pump(self) -> None: ...
+
+    def forget_prefixes(self) -> None:
+        """BadState while a request, or a handoff, holds cached pages."""
+
+    def close(self) -> None: ...
+
+    def depth_reasons(self) -> tuple[str, ...]: ...
+
+    def stage_lines(self) -> tuple[StageLine, ...]:
+        """None in an engine of one process."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    @property
+    def is_handing_over(self) -> bool: ...
+
+    @property
+    def refusal(self) -> PoolFull | None: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def warmth(self) -> Warmth: ...
+
+    @property
+    def ended_handoffs(self) -> Iterable[Ended]: ...
