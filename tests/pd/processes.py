@@ -24,6 +24,7 @@ from ess.engine.process.messages import (
     Packer,
     Piece,
     Progress,
+    Rank,
     Ready,
     Status,
     Stop,
@@ -39,7 +40,15 @@ ROOT = Path(__file__).resolve().parents[2]
 class EngineProcess:
     """`said` is what each request has been given so far."""
 
-    def __init__(self, folder: Path, *, secret: str = SECRET, **config: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        secret: str = SECRET,
+        module: str = "ess.engine.process.worker",
+        rank: Rank | None = None,
+        **config: object,
+    ) -> None:
         folder.mkdir()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -50,11 +59,11 @@ class EngineProcess:
         self.said: dict[int, list[Piece]] = {}
         self.status = Status()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ess.engine.process.worker", endpoint],
+            [sys.executable, "-m", module, endpoint],
             cwd=ROOT,
             stdin=subprocess.PIPE,
         )
-        launch = Launch(
+        self.launch = Launch(
             model=str(EMBEDDED),
             config=ProcessConfig(form="f32", row="f32", threads=1, **config),
             length_max=2048,
@@ -62,9 +71,10 @@ class EngineProcess:
             host_bytes=48 << 20,
             index_bytes=16 << 20,
             secret=secret,
+            rank=rank,
         )
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        self.process.stdin.write(msgspec.json.encode(self.launch) + b"\n")
         self.process.stdin.flush()
 
     def close(self) -> None:

@@ -1,0 +1,80 @@
+"""A stage behind the first: it obeys the frames of orders as they come, and passes them on.
+
+A frame is passed on when it has been obeyed, with what this stage has made of its micro-batch. Then
+its report goes to the lead: what is free, how long chunks took, which handoffs are over.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from ess.comm.group import Group
+from ess.comm.link import Link
+from ess.prefill import orders, reports
+from ess.prefill.orders import Order
+from ess.prefill.reports import Hello, Report, Took
+from ess.prefill.stage import Disagreement, Stage
+
+BUSY_S: Final = 0.001
+IDLE_S: Final = 0.1
+
+
+class Follower:
+    """Says what it is as soon as it is made."""
+
+    def __init__(self, stage: Stage, group: Group, hello: Hello) -> None:
+        assert group.previous is not None, "the first stage leads"
+        self._stage = stage
+        self._group = group
+        self._previous: Link = group.previous
+        self._reports: Link = group.reports[0]
+        self._frame_count = 0
+        stage.between = self._between
+        self._report([hello])
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stage.is_stopped
+
+    def run(self) -> None:
+        """Until the lead orders to stop. LinkLost if the group has ended before."""
+        while not self.is_stopped:
+            self.turn(wait_s=BUSY_S if self._stage.is_busy else IDLE_S)
+
+    def turn(self, *, wait_s: float = 0.0) -> bool:
+        """Whether a frame had come; it was obeyed."""
+        self._between()
+        frame = self._previous.receive(wait_s)
+        if frame is not None:
+            self._obey(frame.head, frame.tensor)
+        self._report(self._stage.pump())
+        return frame is not None
+
+    def _obey(self, head: bytes, given: Tensor | None) -> None:
+        hidden = None
+        for order in orders.unpack(head):
+            hidden = self._stage.obey(order, given if _runs(order) else None)
+        self._frame_count += 1
+        if self._group.next is not None:
+            self._group.next.send(head, hidden)
+        took = Took(self._frame_count, self._stage.free())
+        self._report([*self._stage.pump(), took])
+
+    def _report(self, said: list[Report]) -> None:
+        if said:
+            self._reports.send(reports.pack(said))
+
+    def _between(self) -> None:
+        """Between two layers and two frames: a sign of life, and LinkLost if the lead is gone."""
+        self._group.advance()
+        if self._reports.receive(0.0) is not None:
+            raise Disagreement("the lead sent a report")
+
+    def check(self) -> None:
+        self._stage.check()
+
+
+def _runs(order: Order) -> bool:
+    return isinstance(order, orders.Run | orders.Profile)

@@ -1,0 +1,400 @@
+"""The first stage, which decides for all: who is admitted, what runs next, what may be forgotten.
+
+    step: hear reports -> admit -> one micro-batch through the own layers -> on to the next stage
+
+It stands where an engine stands: requests go in, and each ends as "sent" when the last stage has
+run its last chunk. Several requests are on their way at once, in order of rank; at most
+`stage count + AHEAD` micro-batches are. Every decision is obeyed here first, by this stage's own
+part, and then ordered of the others; so what this stage cannot do is never ordered.
+
+A request that has ended leaves its prompt behind until every stage has reported that its handoff is
+over; then all stages close it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from ess.clock import Clock
+from ess.comm.group import Group
+from ess.door.checks import token_ids
+from ess.engine.admission import Admission
+from ess.engine.config import EngineConfig
+from ess.engine.entry import check_prompt
+from ess.engine.followers import Followers
+from ess.engine.handoff import ENDED_MAX, Ended
+from ess.engine.plan import Chunk, StepResult
+from ess.engine.process.messages import StageLine
+from ess.engine.request import Reason, Request, Take
+from ess.engine.roster import Roster
+from ess.engine.step.warmth import Warmth
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput, BadState, PoolFull
+from ess.prefill import orders
+from ess.prefill.batches import Batch, Batches
+from ess.prefill.orders import SALT_BYTES_MAX, Close, Forget, GiveUp, Meet, Open, Part, Profile, Run
+from ess.prefill.prompts import Prompt, Prompts
+from ess.prefill.reports import Ran, Released, Report
+from ess.prefill.stage import Stage
+from ess.prefill.stages import Stages
+from ess.transfer.messages import UID_MAX
+
+AHEAD: Final = 2
+OPEN_MAX: Final = 2048
+POLL_S: Final = 0.05
+
+
+class Sizer(Protocol):
+    """How long the next chunk is, and what is learned of those that have run."""
+
+    def next(self, done: int, left: int) -> int: ...
+
+    def observe(self, done: int, count: int, seconds: float) -> None: ...
+
+
+class Lead:
+    """`stage` is its own part; `layers` are the main layers of every stage."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        group: Group,
+        config: EngineConfig,
+        *,
+        layers: Sequence[tuple[int, int]],
+        sizer: Sizer,
+        clock: Clock,
+        stage_timeout_s: float,
+    ) -> None:
+        self.offload = stage.offload
+        self.step_count = 0
+        self.stages = Stages(group, layers, timeout_s=stage_timeout_s, free=stage.free)
+        self.tuning = stage.runner.tuning
+        self.verifier = stage.runner.verifier
+        self.warmth = Warmth()
+        self.depth = 0
+        self.ended_handoffs: deque[Ended] = deque(maxlen=ENDED_MAX)
+        self._stage = stage
+        self._group = group
+        self._sizer = sizer
+        self._clock = clock
+        self._roster: Roster[Request] = Roster()
+        self._admission = Admission(self._roster, opens=self._open, resumes=_resume, tpot_ms=0.0)
+        self._followers = Followers()
+        self._prompts = Prompts()
+        self._batches = Batches(self.stages.count)
+        self._added_count = 0
+        self._running_max = config.max_running
+        self._may_admit = False
+        stage.between = self._between
+
+    # ---- requests
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        priority: int = 0,
+        leader: Request | None = None,
+        salt: bytes = b"",
+        give: int | None = None,
+        take: Take | None = None,
+    ) -> Request:
+        """As an engine's. Every request gives its rows; none is decoded, scored or taken here."""
+        if leader is not None:
+            self._require_own(leader)
+        if give is None or take is not None:
+            raise BadInput(
+                "this worker only makes prompts for others: a request must give its rows"
+            )
+        if not 0 <= give <= UID_MAX:
+            raise BadInput(f"handoff {give}: its number must be 0 to {UID_MAX}")
+        if len(salt) > SALT_BYTES_MAX:
+            raise BadInput(f"the salt has {len(salt)} bytes, at most {SALT_BYTES_MAX}")
+        request = Request(
+            number=self._added_count,
+            prompt=token_ids("prompt", prompt),
+            sampling=sampling or Sampling(),
+            priority=priority,
+            leader=leader,
+            salt=salt,
+            gives=give,
+            owner=self,
+        )
+        vocabulary = self._stage.runner.model.config.vocab_size
+        check_prompt(request, vocabulary=vocabulary, longest=self.offload.sizes.length_max)
+        self._added_count += 1
+        self._enter(request)
+        return request
+
+    def _enter(self, request: Request) -> None:
+        if self._followers.hold(request, request.leader):
+            return
+        self._roster.add(request)
+        if self._roster.first_waiting() is request:
+            self._ask_again()
+
+    def cancel(self, request: Request) -> None:
+        """May be called at any moment; chunks on their way run to their end and are forgotten."""
+        self._require_own(request)
+        if self._followers.give_up(request):
+            self._roster.add(request)
+        if request.reason is None:
+            self._finish(request, "cancelled")
+
+    def _require_own(self, request: Request) -> None:
+        if request.owner is not self:
+            raise BadInput(f"request {request.number} was added to another engine")
+
+    def _finish(self, request: Request, reason: Reason) -> None:
+        assert request.reason is None, f"request {request.number} ended before"
+        request.reason = reason
+        self._roster.move(request, "finished")
+        prompt = self._prompts.get(request.number)
+        if prompt is not None and reason != "sent":
+            self._give_up(prompt)
+        self._ask_again()
+        heir = self._followers.succeed(request)
+        if heir is not None:
+            self._enter(heir)
+
+    # ---- what an engine is asked
+
+    @property
+    def refusal(self) -> PoolFull | None:
+        return self._admission.refusal
+
+    @property
+    def is_idle(self) -> bool:
+        """No request waits or is on its way. Handoffs of ended requests may be."""
+        return not (self._roster.count("waiting") or self._roster.count("prefilling"))
+
+    @property
+    def is_handing_over(self) -> bool:
+        """The next `pump` should come soon: reports are due, or rows are under way."""
+        return len(self._prompts) > 0 or len(self._batches) > 0 or self._stage.is_busy
+
+    def depth_reasons(self) -> tuple[str, ...]:
+        return ()
+
+    def stage_lines(self) -> tuple[StageLine, ...]:
+        now_s, silences = self._clock.now_s(), self.stages.silences()
+        return tuple(
+            StageLine(
+                stage,
+                layers,
+                self._batches.busy_share(stage, now_s=now_s),
+                self._batches.chunk_count(stage),
+                silences[stage],
+            )
+            for stage, layers in enumerate(self.stages.layers)
+        )
+
+    def forget_prefixes(self) -> None:
+        """Cached prefixes, on every stage."""
+        if len(self._prompts):
+            raise BadState(f"{len(self._prompts)} prompts are made, or handed over")
+        self._order(Forget())
+
+    def meet(self, metadata: bytes) -> None:
+        """The other stages meet the worker that this one has met."""
+        self.stages.order(Meet(metadata))
+
+    def close(self) -> None:
+        """The other stages end in order."""
+        self.stages.order(orders.Stop())
+        self.stages.flush()
+        while not self.stages.is_clear:
+            self._group.advance()
+            self.stages.listen(wait_s=POLL_S)
+            self.stages.flush()
+
+    def check(self) -> None:
+        for owner in (self._stage, self._roster, self._followers, self._prompts):
+            owner.check()
+        self._batches.check()
+        self.stages.check()
+        here = {request.number for request in self._roster.of("prefilling")}
+        opened = [prompt for prompt in self._prompts.all() if prompt.request.reason is None]
+        assert here == {prompt.number for prompt in opened}, "a request without its prompt"
+
+    def measure(self, count: int) -> float | None:
+        """Seconds of the slowest stage for `count` invented tokens, with nothing else under way.
+        None: the pools do not hold them."""
+        assert self.is_idle, "a measurement beside requests"
+        batch = self._batches.begin()
+        try:
+            self._order(Profile(batch.number, count))
+        except (PoolFull, BadInput):
+            self._batches.drop(batch)
+            return None
+        self.pump()
+        while not self._batches.is_through(batch):
+            self.stages.listen(wait_s=POLL_S)
+            self.pump()
+        return max(batch.seconds.values())
+
+    # ---- the step
+
+    def step(self) -> StepResult:
+        self.pump()
+        if self._may_admit:
+            self._may_admit = False
+            self._admission.admit(step_count=self.step_count, limit=self._running_max)
+        parts = self._next_parts()
+        chunks = tuple(map(self._chunk, [part for part in parts if part.stop > part.start]))
+        if parts:
+            self._run(self._batches.begin(parts))
+        self.pump()
+        self.step_count += 1
+        return StepResult((), chunks, 0, ((),) * len(chunks))
+
+    def _next_parts(self) -> tuple[Part, ...]:
+        is_full = len(self._batches) >= self.stages.count + AHEAD or self.stages.is_behind
+        if is_full or not self._prompts.has_chunks:
+            return ()
+        first = self._prompts.first()
+        done = 0 if first is None else first.prefilled_count
+        longest = self.offload.sizes.length_max
+        return self._prompts.parts(self._sizer.next(done, longest - done))
+
+    def _chunk(self, part: Part) -> Chunk:
+        prompt = self._prompts.get(part.number)
+        assert prompt is not None, f"a chunk of prompt {part.number}, which is not open"
+        return Chunk(prompt.request, part.start, part.stop)
+
+    def _run(self, batch: Batch) -> None:
+        self._order(Run(batch.number, batch.parts))
+
+    def _order(self, order: orders.Order) -> None:
+        """Obeyed here, then by the others."""
+        self.stages.order(order, self._stage.obey(order))
+
+    def _between(self) -> None:
+        """Between two layers: reports are taken, and acted on after the step."""
+        self._group.advance()
+        self.stages.listen()
+
+    # ---- admission
+
+    def _ask_again(self) -> None:
+        """Pools change by our orders alone: before the next end no one else fits."""
+        self._may_admit = True
+        self._admission.ask_again()
+
+    def _open(self, request: Request) -> None:
+        """PoolFull if it must wait. What can never fit ends as refused."""
+        assert request.gives is not None, f"request {request.number} gives no rows"
+        if len(self._prompts) >= OPEN_MAX:
+            sentence = f"all {OPEN_MAX} prompts are open; wait until a handoff has ended"
+            raise PoolFull(limiter="handoffs", needed=1, free=0, sentence=sentence)
+        try:
+            if self._prompts.has_uid(request.gives):
+                raise BadInput(f"handoff {request.gives} is open already")
+            count = self._stage.open(
+                request.number, request.prompt, uid=request.gives, salt=request.salt
+            )
+        except (PoolFull, BadInput) as refusal:
+            if isinstance(refusal, PoolFull) and not refusal.permanent:
+                raise
+            request.refusal = refusal
+            self._finish(request, "refused")
+            return
+        self._opened(request, count)
+
+    def _opened(self, request: Request, cached_count: int) -> None:
+        assert request.gives is not None, f"request {request.number} gives no rows"
+        *texts, last = orders.cut(request.prompt)
+        for text in texts:
+            self.stages.order(orders.Text(request.number, text))
+        self.stages.order(
+            Open(
+                number=request.number,
+                uid=request.gives,
+                cached_count=cached_count,
+                salt=request.salt,
+                tokens=last,
+            )
+        )
+        request.cached_count = request.prefilled_count = cached_count
+        self._roster.move(request, "prefilling")
+        self._prompts.add(
+            Prompt(
+                number=request.number,
+                request=request,
+                uid=request.gives,
+                prefilled_count=cached_count,
+                opened_s=self._clock.now_s(),
+            )
+        )
+
+    # ---- reports
+
+    def pump(self) -> None:
+        """Moves what can be moved of handoffs, and acts on what the stages have reported."""
+        self._group.advance()
+        self.stages.listen()
+        for stage, report in self.stages.heard():
+            self._hear(stage, report)
+        for report in self._stage.pump():
+            self._hear(0, report)
+        self.stages.flush()
+
+    def _hear(self, stage: int, report: Report) -> None:
+        match report:
+            case Ran(number, seconds):
+                self._ran(stage, number, seconds)
+            case Released():
+                self._released(stage, report)
+            case _:
+                raise AssertionError(f"stage {stage} reports {report} in the middle")
+
+    def _ran(self, stage: int, number: int, seconds: float) -> None:
+        batch = self._batches.ran(stage, number, seconds, now_s=self._clock.now_s())
+        if self._batches.is_through(batch) and batch.count is not None:
+            self._sizer.observe(batch.done, batch.count, max(batch.seconds.values()))
+        if stage == self.stages.count - 1:
+            for part in batch.parts:
+                self._made(part)
+
+    def _made(self, part: Part) -> None:
+        """The chunk has come through the last stage."""
+        prompt = self._prompts.get(part.number)
+        if prompt is None or prompt.request.reason is not None:
+            return
+        prompt.request.prefilled_count = part.stop
+        if part.is_last:
+            prompt.made_s = self._clock.now_s()
+            self._send(prompt.request)
+
+    def _send(self, request: Request) -> None:
+        """The request has ended, and so have its followers to the same place; others enter."""
+        followers = self._followers.release(request)
+        self._finish(request, "sent")
+        for follower in followers:
+            self._roster.add(follower)
+            if follower.gives == request.gives:
+                self._finish(follower, "sent")
+
+    def _give_up(self, prompt: Prompt) -> None:
+        self._order(GiveUp(prompt.number))
+        self._prompts.give_up(prompt)
+
+    def _released(self, stage: int, report: Released) -> None:
+        """Behind its `Ran`, as every stage reports in order."""
+        prompt = self._prompts.get(report.number)
+        assert prompt is not None, f"stage {stage} released {report.number}, which is not open"
+        assert stage not in prompt.released, f"stage {stage} released {report.number} twice"
+        prompt.released[stage] = report
+        if len(prompt.released) == self.stages.count:
+            self.ended_handoffs.append(prompt.ending(self._clock.now_s()))
+            self._order(Close(prompt.number))
+            self._prompts.remove(prompt)
+            self._ask_again()
+
+
+def _resume(request: Request) -> None:
+    raise AssertionError(f"request {request.number} was preempted by a prefill tier")

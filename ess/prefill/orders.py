@@ -1,0 +1,218 @@
+"""What the lead orders. Every stage obeys the same orders in the same sequence. Needs no torch.
+
+    Open    room for a prompt; `cached_count` rows of it are there already, on every stage alike
+    Run     chunks of opened prompts, as one micro-batch: the only order that a tensor goes with
+    GiveUp  no more chunks of it come; a prompt that was not all made is closed at once
+    Close   every stage has let go of the rows that were handed over
+
+Pools are changed by orders alone. Their allocators are deterministic, so the pools of all stages
+evolve alike: the same pages, the same cached prefixes, without further agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Final
+
+import numpy as np
+
+from ess.errors import BadInput
+from ess.prefill import records
+
+TEXT_MAX: Final = 1 << 17
+SALT_BYTES_MAX: Final = 1 << 16
+PARTS_MAX: Final = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens of the prompt `number`, before it is opened: those that do not fit into its Open."""
+
+    number: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """The handoff `uid` gives its rows."""
+
+    number: int
+    uid: int
+    cached_count: int
+    salt: bytes
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Positions [start, stop) of a prompt. Only one that is the last may be empty."""
+
+    number: int
+    start: int
+    stop: int
+    is_last: bool
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop or (self.start == self.stop and not self.is_last):
+            raise BadInput(f"chunk {self.start}..{self.stop} of prompt {self.number} is none")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A micro-batch. No prompt has two parts in it."""
+
+    batch: int
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        numbers = {part.number for part in self.parts}
+        if not 0 < len(self.parts) == len(numbers) <= PARTS_MAX:
+            raise BadInput(f"batch {self.batch}: {len(self.parts)} parts of {len(numbers)} prompts")
+
+    @property
+    def token_count(self) -> int:
+        return sum(part.stop - part.start for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Another worker, by what it says of itself, sealed."""
+
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Cached prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A micro-batch of `count` invented tokens, which leaves nothing behind: to measure."""
+
+    batch: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The group ends in order."""
+
+
+Order = Text | Open | Run | GiveUp | Close | Meet | Forget | Profile | Stop
+
+_TEXT: Final = Struct("<Q")
+_OPEN: Final = Struct("<QQQI")
+_RUN: Final = Struct("<Q")
+_PART: Final = Struct("<QQQ?")
+_NUMBER: Final = Struct("<Q")
+_PROFILE: Final = Struct("<QQ")
+_NONE: Final = Struct("")
+
+
+def pack(order: Order) -> bytes:
+    """The order as a record."""
+    match order:
+        case Text(number, tokens):
+            return records.record(1, _TEXT.pack(number) + _packed_ids(tokens))
+        case Open():
+            return records.record(2, _opening(order))
+        case Run(batch, parts):
+            packed = (_PART.pack(p.number, p.start, p.stop, p.is_last) for p in parts)
+            return records.record(3, _RUN.pack(batch) + b"".join(packed))
+        case GiveUp(number):
+            return records.record(4, _NUMBER.pack(number))
+        case Close(number):
+            return records.record(5, _NUMBER.pack(number))
+        case Meet(metadata):
+            return records.record(6, metadata)
+        case Forget():
+            return records.record(7, b"")
+        case Profile(batch, count):
+            return records.record(8, _PROFILE.pack(batch, count))
+        case Stop():
+            return records.record(9, b"")
+
+
+def unpack(content: bytes) -> list[Order]:
+    return [_order(kind, body) for kind, body in records.records(content)]
+
+
+def cut(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """A prompt's tokens for Texts, and last those for the Open behind them."""
+    return [tuple(tokens[at : at + TEXT_MAX]) for at in range(0, len(tokens), TEXT_MAX)]
+
+
+def _order(kind: int, body: bytes) -> Order:
+    match kind:
+        case 1:
+            (number,), tail = records.leading(_TEXT, body, "a text")
+            return Text(number, _ids(tail))
+        case 2:
+            return _opened(body)
+        case 3:
+            return _run(body)
+        case 4:
+            return GiveUp(*records.fixed(_NUMBER, body, "a give-up"))
+        case 5:
+            return Close(*records.fixed(_NUMBER, body, "a close"))
+        case 6:
+            return Meet(body)
+        case 7:
+            return Forget(*records.fixed(_NONE, body, "a forget"))
+        case 8:
+            return Profile(*records.fixed(_PROFILE, body, "a profile"))
+        case 9:
+            return Stop(*records.fixed(_NONE, body, "a stop"))
+    raise BadInput(f"an order of kind {kind} is unknown")
+
+
+def _opening(order: Open) -> bytes:
+    if len(order.salt) > SALT_BYTES_MAX:
+        raise BadInput(f"the salt has {len(order.salt)} bytes, at most {SALT_BYTES_MAX}")
+    numbers = (order.number, order.uid, order.cached_count, len(order.salt))
+    return _OPEN.pack(*numbers) + order.salt + _packed_ids(order.tokens)
+
+
+def _opened(body: bytes) -> Open:
+    (number, uid, cached_count, salt_size), tail = records.leading(_OPEN, body, "an open")
+    if salt_size > min(len(tail), SALT_BYTES_MAX):
+        raise BadInput(f"an open names a salt of {salt_size} bytes and has {len(tail)}")
+    return Open(
+        number=number,
+        uid=uid,
+        cached_count=cached_count,
+        salt=tail[:salt_size],
+        tokens=_ids(tail[salt_size:]),
+    )
+
+
+def _run(body: bytes) -> Run:
+    (batch,), tail = records.leading(_RUN, body, "a run")
+    if len(tail) % _PART.size or len(tail) > PARTS_MAX * _PART.size:
+        raise BadInput(f"the parts of batch {batch} have {len(tail)} bytes")
+    return Run(batch, tuple(Part(*values) for values in _PART.iter_unpack(tail)))
+
+
+def _packed_ids(tokens: tuple[int, ...]) -> bytes:
+    if len(tokens) > TEXT_MAX:
+        raise BadInput(f"{len(tokens)} tokens in an order, at most {TEXT_MAX}")
+    return np.asarray(tokens, "<u4").tobytes()
+
+
+def _ids(tail: bytes) -> tuple[int, ...]:
+    if len(tail) % 4 or len(tail) > 4 * TEXT_MAX:
+        raise BadInput(f"{len(tail)} bytes of tokens, must be 4 for each of at most {TEXT_MAX}")
+    return tuple(np.frombuffer(tail, "<u4").tolist())

@@ -1,0 +1,151 @@
+"""The prompts that the stages hold, and which of their chunks the next micro-batch runs.
+
+    opened --> chunks on their way, chunk by chunk --> all on their way --> made --> released
+
+A chunk goes out as soon as the one before it has left the first stage. So a prompt counts as
+prefilled here what is on its way, while its request counts what has come through the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ess.door.handoff.endings import Lapsed, Sent, Timeline
+from ess.engine import scheduler
+from ess.engine.request import Request, State
+from ess.engine.roster import Roster
+from ess.prefill.orders import Part
+from ess.prefill.reports import Released
+from ess.transfer.messages import Reason
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """`number` is its request's; `released` is by stage."""
+
+    number: int
+    request: Request
+    uid: int
+    prefilled_count: int
+    opened_s: float
+    state: State = "prefilling"
+    made_s: float | None = None
+    draft_count: int = 0
+    ahead_count: int = 0
+    released: dict[int, Released] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.request.rank
+
+    @property
+    def left_count(self) -> int:
+        return self.request.left_count
+
+    @property
+    def prefill_count(self) -> int:
+        return self.request.prefill_count
+
+    @property
+    def is_underway(self) -> bool:
+        """All of its chunks are on their way."""
+        return self.state == "finished"
+
+    def ending(self, now_s: float) -> Sent | Lapsed:
+        """Of its handoff, when every stage has released it: the first that was not sent tells."""
+        timeline = Timeline(self.opened_s, ())
+        if self.made_s is not None:
+            timeline = timeline.marked("made", self.made_s)
+        timeline = timeline.marked("over", now_s)
+        for stage in sorted(self.released):
+            said = self.released[stage]
+            if said.reason != Reason.DONE:
+                sentence = f"{said.sentence} (stage {stage})"
+                return Lapsed(self.uid, Reason(said.reason), sentence, timeline)
+        return Sent(self.uid, timeline)
+
+
+class Prompts:
+    """By number; and a roster of those that have chunks left."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Prompt] = {}
+        self._uids: set[int] = set()
+        self._left: Roster[Prompt] = Roster()
+        self._empty: list[Prompt] = []
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    @property
+    def has_chunks(self) -> bool:
+        return bool(self._empty) or self._left.count("prefilling") > 0
+
+    def has_uid(self, uid: int) -> bool:
+        return uid in self._uids
+
+    def all(self) -> list[Prompt]:
+        return list(self._by_number.values())
+
+    def get(self, number: int) -> Prompt | None:
+        return self._by_number.get(number)
+
+    def add(self, prompt: Prompt) -> None:
+        assert prompt.number not in self._by_number, f"prompt {prompt.number} is opened twice"
+        assert prompt.uid not in self._uids, f"handoff {prompt.uid} is open already"
+        self._by_number[prompt.number] = prompt
+        self._uids.add(prompt.uid)
+        if prompt.prefilled_count == prompt.prefill_count:
+            self._empty.append(prompt)
+            prompt.state = "finished"
+        else:
+            self._left.add(prompt)
+
+    def first(self) -> Prompt | None:
+        """Of those with chunks left, the first in rank."""
+        return min(self._left.of("prefilling"), key=lambda prompt: prompt.rank, default=None)
+
+    def parts(self, chunk_tokens: int) -> tuple[Part, ...]:
+        """What the next micro-batch runs, as many tokens together: it is on its way from now on.
+        With it go prompts that were all there already, which run through no layer."""
+        empty, self._empty = self._empty, []
+        cached = [Part(p.number, p.prefill_count, p.prefill_count, True) for p in empty]
+        if not self._left.count("prefilling"):
+            return tuple(cached)
+        chunks = scheduler.plan_chunks(self._left, chunk_tokens)
+        return (*cached, *(self._go_on(prompt, start, stop) for prompt, start, stop in chunks))
+
+    def _go_on(self, prompt: Prompt, start: int, stop: int) -> Part:
+        assert start == prompt.prefilled_count, f"prompt {prompt.number} goes on at {start}"
+        prompt.prefilled_count = stop
+        is_last = stop == prompt.prefill_count
+        if is_last:
+            self._left.move(prompt, "finished")
+        return Part(prompt.number, start, stop, is_last)
+
+    def give_up(self, prompt: Prompt) -> None:
+        """No more of its chunks go out. Whose chunks are not all on their way is gone at once."""
+        if prompt in self._empty:
+            self._empty.remove(prompt)
+            self.remove(prompt)
+        elif not prompt.is_underway:
+            self._left.move(prompt, "finished")
+            self.remove(prompt)
+
+    def remove(self, prompt: Prompt) -> None:
+        del self._by_number[prompt.number]
+        self._uids.remove(prompt.uid)
+
+    def check(self) -> None:
+        self._left.check()
+        left: Sequence[Prompt] = list(self._left.of("prefilling"))
+        listed: Iterable[Prompt] = (*left, *self._empty)
+        assert all(self._by_number.get(prompt.number) is prompt for prompt in listed), "a stray"
+        assert self._uids == {prompt.uid for prompt in self._by_number.values()}, "handoffs"
+        for number, prompt in self._by_number.items():
+            assert prompt.number == number, f"prompt {prompt.number} stands under {number}"
+            assert (prompt in left) == (not prompt.is_underway), f"prompt {number}: its chunks"
+            done, all_of_it = prompt.prefilled_count, prompt.prefill_count
+            assert 0 <= done <= all_of_it, f"prompt {number}: {done} of {all_of_it}"
+            assert prompt.is_underway == (done == all_of_it), f"prompt {number}: {done} on the way"

@@ -1,0 +1,38 @@
+"""The pools of a stage: its part of the layout, with as many pages as every other stage has.
+
+Nothing of a stage is sparse: chunks read the rows of their prompts on the host. So there is a slot
+for each sequence and no more.
+"""
+
+from __future__ import annotations
+
+from ess.door import Offload
+from ess.layout import ModelLayout
+from ess.pool.capacity import whole_count
+from ess.units import PAGE_ROWS, div_ceil
+
+
+def stage_offload(
+    layout: ModelLayout,
+    layers: tuple[int, int],
+    *,
+    host_bytes: int,
+    index_bytes: int,
+    length_max: int,
+    sequence_max: int,
+    poison: bool = False,
+) -> Offload:
+    """`layout` is that of the whole model, and the memory is that of all stages together."""
+    part = layout.part(*layers)
+    host_pages = whole_count("host_bytes", host_bytes, layout.host_page_bytes)
+    index_pages = whole_count("index_bytes", index_bytes, layout.index_page_bytes)
+    return Offload.create(
+        part,
+        slot_bytes=div_ceil(sequence_max, PAGE_ROWS) * part.group_count * part.chunk_bytes,
+        host_bytes=host_pages * part.host_page_bytes,
+        index_bytes=index_pages * part.index_page_bytes,
+        length_max=length_max,
+        sequence_max=sequence_max,
+        slot_floor=1,
+        poison=poison,
+    )

@@ -1,0 +1,316 @@
+"""One stage: a part of the model, the rows of its layers, and the handoffs of these rows.
+
+It obeys orders, in the caller's thread. What happens to a handoff in the meantime is reported and
+changes no pool: the rows stay until the lead, which has heard of it from all stages, orders Close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ess.clock import Clock
+from ess.door import Sequence as Opened
+from ess.door.handoff.endings import Lapsed, Sent
+from ess.door.handoff.pages import SequencePages
+from ess.door.handoff.port import Port
+from ess.engine.prompt.pack import Span
+from ess.engine.prompt.run import run_part
+from ess.engine.step.runner import Runner
+from ess.errors import BadInput, EssError, PoolFull
+from ess.prefill.orders import (
+    Close,
+    Forget,
+    GiveUp,
+    Meet,
+    Open,
+    Order,
+    Part,
+    Profile,
+    Run,
+    Stop,
+    Text,
+)
+from ess.prefill.reports import Free, Hello, Ran, Released, Report
+from ess.transfer.messages import Reason
+
+PROFILE_SALT: Final = b"\xffprofile"
+
+
+class Disagreement(EssError):
+    """An order that a stage cannot obey as the lead has: the group must end."""
+
+
+class StagePages(SequencePages):
+    """Pages of a stage's part. When nothing reads them any more the stage is told; the sequence is
+    closed by an order."""
+
+    def __init__(self, sequence: Opened, *, row_count: int, on_close: Callable[[], None]) -> None:
+        super().__init__(sequence, row_count=row_count)
+        self._on_close = on_close
+
+    def close(self) -> None:
+        self._on_close()
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A prompt with rows here. It is free when it was made and no handoff reads it any more."""
+
+    number: int
+    uid: int
+    sequence: Opened
+    is_made: bool = False
+    is_free: bool = False
+    outcome: Sent | Lapsed | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequence.tokens
+
+    def released(self) -> Released:
+        match self.outcome:
+            case Lapsed(_, reason, sentence):
+                return Released(self.number, reason, sentence)
+        return Released(self.number, Reason.DONE)
+
+
+class Stage:
+    """`between` is called between layers."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        port: Port | None,
+        clock: Clock,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.runner = runner
+        self.offload = runner.offload
+        self.port = port
+        self.between = between
+        self._clock = clock
+        self._texts: dict[int, list[int]] = {}
+        self._held: dict[int, Held] = {}
+        self._freed: list[Held] = []
+        self._ran: list[Ran] = []
+        self._is_stopped = False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped
+
+    @property
+    def is_busy(self) -> bool:
+        """Handoffs are under way: `pump` should come soon."""
+        return bool(self._freed) or (self.port is not None and self.port.is_busy)
+
+    def hello(self, model: bytes) -> Hello:
+        layout, stats = self.offload.layout, self.offload.stats()
+        return Hello(
+            first_layer=layout.first_layer,
+            stop_layer=layout.first_layer + layout.layer_count,
+            host_pages=stats.host_page_count,
+            index_pages=stats.index_page_count,
+            model=model,
+            metadata=b"" if self.port is None else self.port.metadata(),
+        )
+
+    def free(self) -> Free:
+        pools = self.offload.owner.pools
+        latent = pools.latent
+        return Free(
+            host_pages=latent.pages.free_count,
+            index_pages=pools.index.pages.free_count,
+            idle_pages=latent.prefix.idle_count,
+            lines=pools.tables.free_count,
+        )
+
+    # ---- orders
+
+    @torch.inference_mode()
+    def obey(self, order: Order, hidden: Tensor | None = None) -> Tensor | None:
+        """`hidden` is what the stage before has made of a micro-batch; what this stage makes of it
+        comes back."""
+        match order:
+            case Text(number, tokens):
+                self._texts.setdefault(number, []).extend(tokens)
+            case Open():
+                self._open_alike(order)
+            case Run():
+                return self._run(order, hidden)
+            case GiveUp(number):
+                self._give_up(self._of(number))
+            case Close(number):
+                self._close(self._of(number))
+            case Meet(metadata):
+                self._meet(metadata)
+            case Forget():
+                self.offload.forget_prefixes()
+            case Profile():
+                return self._profile(order, hidden)
+            case Stop():
+                self._is_stopped = True
+        return None
+
+    def open(self, number: int, tokens: Sequence[int], *, uid: int, salt: bytes) -> int:
+        """How many rows are there already. PoolFull, BadInput: nothing has changed."""
+        assert number not in self._held, f"prompt {number} was opened twice"
+        opened = self.offload.open(tokens, length_max=len(tokens), salt=salt)
+        held = Held(number, uid, opened)
+        if self.port is not None:
+            pages = StagePages(
+                opened, row_count=len(tokens) - 1, on_close=lambda: self._freed_of(held)
+            )
+            try:
+                self.port.sender.offer_pages(uid, pages, prompt=tokens, salt=salt)
+            except (BadInput, PoolFull):
+                opened.close()
+                raise
+        self._held[number] = held
+        return opened.cached_count
+
+    def _open_alike(self, order: Open) -> None:
+        tokens = [*self._texts.pop(order.number, ()), *order.tokens]
+        try:
+            count = self.open(order.number, tokens, uid=order.uid, salt=order.salt)
+        except (BadInput, PoolFull) as error:
+            raise Disagreement(f"prompt {order.number} was admitted, and here: {error}") from None
+        if count != order.cached_count:
+            raise Disagreement(
+                f"prompt {order.number}: {count} rows are cached here, {order.cached_count} there"
+            )
+
+    def _meet(self, metadata: bytes) -> None:
+        """A worker that cannot be met here gets no rows from here, and does without: it is told by
+        its own deadlines."""
+        if self.port is not None:
+            try:
+                self.port.meet(metadata)
+            except EssError:
+                return
+
+    def _of(self, number: int) -> Held:
+        if number not in self._held:
+            raise Disagreement(f"prompt {number} is not open here")
+        return self._held[number]
+
+    # ---- chunks
+
+    def _run(self, order: Run, given: Tensor | None) -> Tensor | None:
+        began_s = self._clock.now_s()
+        helds = {part.number: self._of(part.number) for part in order.parts}
+        parts = [part for part in order.parts if part.stop > part.start]
+        windows: dict[int, Tensor] = {}
+        hidden = None
+        if parts:
+            self._check_given(given, order.token_count)
+            spans = [_span(helds[part.number], part) for part in parts]
+            stored = self._while_made([(helds[part.number].uid, part.stop) for part in parts])
+            made, hidden = run_part(self.runner, spans, stored, given=given)
+            windows = {p.number: m.windows for p, m in zip(parts, made, strict=True)}
+        for part in order.parts:
+            if part.is_last:
+                self._finish(helds[part.number], windows.get(part.number))
+        self._ran.append(Ran(order.batch, self._clock.now_s() - began_s))
+        return None if self.runner.model.is_last else hidden
+
+    def _check_given(self, given: Tensor | None, count: int) -> None:
+        model = self.runner.model
+        shape = None if given is None else (tuple(given.shape), given.dtype)
+        wanted = ((count, model.config.hidden_dim), torch.float32)
+        if shape != (None if model.is_first else wanted):
+            raise Disagreement(f"a batch of {count} tokens came with a state of {shape}")
+
+    def _while_made(self, given: Sequence[tuple[int, int]]) -> Callable[[int], None]:
+        """What is called with each layer whose rows, up to these positions, are stored."""
+
+        def stored(layer: int) -> None:
+            if self.port is not None:
+                for uid, stop in given:
+                    self.port.sender.made(uid, layer, stop)
+                self.port.pump()
+            self.between()
+
+        return stored
+
+    def _profile(self, order: Profile, given: Tensor | None) -> Tensor | None:
+        self._check_given(given, order.count)
+        vocabulary = self.runner.model.config.vocab_size
+        tokens = [(7 * i + order.count) % vocabulary for i in range(order.count + 1)]
+        opened = self.offload.open(tokens, length_max=len(tokens), salt=PROFILE_SALT)
+        began_s = self._clock.now_s()
+        span = Span(sequence=opened, start=0, tokens=tokens[:-1], following=tokens[1:])
+        _, hidden = run_part(self.runner, [span], lambda _: self.between(), given=given)
+        self._ran.append(Ran(order.batch, self._clock.now_s() - began_s))
+        opened.discard()
+        return None if self.runner.model.is_last else hidden
+
+    # ---- the end of a prompt
+
+    def _finish(self, held: Held, windows: Tensor | None) -> None:
+        """The prompt is made. Its pages of the device are free, its full pages can be reused."""
+        assert not held.is_made, f"prompt {held.number} was made before"
+        held.is_made = True
+        if self.port is None:
+            held.sequence.preempt()
+            self._freed_of(held)
+        else:
+            self.port.sender.finish(held.uid, None if windows is None else windows.numpy())
+        assert held.sequence.state == "preempted", f"prompt {held.number} is on the device"
+
+    def _freed_of(self, held: Held) -> None:
+        assert held.is_made, f"prompt {held.number} is let go of before it is made"
+        assert not held.is_free, f"prompt {held.number} is let go of twice"
+        held.is_free = True
+        self._freed.append(held)
+
+    def _give_up(self, held: Held) -> None:
+        if self.port is not None:
+            self.port.sender.give_up(held.uid)
+        if not held.is_made:
+            held.sequence.close()
+            del self._held[held.number]
+
+    def _close(self, held: Held) -> None:
+        if not held.is_free:
+            raise Disagreement(f"prompt {held.number} is to be closed, and its rows are read")
+        held.sequence.close()
+        del self._held[held.number]
+
+    def pump(self) -> list[Report]:
+        """Moves what can be moved of handoffs; what is to be reported."""
+        if self.port is not None:
+            self.port.pump()
+            helds = {held.uid: held for held in self._held.values()}
+            for outcome in self.port.sender.outcomes():
+                if outcome.uid in helds:
+                    helds[outcome.uid].outcome = outcome
+        freed, self._freed = self._freed, []
+        ran, self._ran = self._ran, []
+        return [*ran, *(held.released() for held in freed)]
+
+    def check(self) -> None:
+        self.offload.check()
+        if self.port is not None:
+            self.port.check()
+        for number, held in self._held.items():
+            assert held.number == number, f"prompt {held.number} is held as {number}"
+            wanted = "preempted" if held.is_made else "active"
+            assert held.sequence.state == wanted, f"prompt {number} is {held.sequence.state}"
+            assert held.is_made or not held.is_free, f"prompt {number} is free before it is made"
+        assert all(self._held.get(held.number) is held for held in self._freed), "closed too early"
+
+
+def _span(held: Held, part: Part) -> Span:
+    return Span(
+        sequence=held.sequence,
+        start=part.start,
+        tokens=held.tokens[part.start : part.stop],
+        following=held.tokens[part.start + 1 : part.stop + 1],
+    )

@@ -1,0 +1,206 @@
+"""The lead's view of its stages: orders go down the pipeline, reports come from each stage.
+
+Orders wait here until stage 1 has obeyed all but `FRAMES_AHEAD` of the frames before; so the lead
+never waits in a send, and orders that wait go as one frame. A micro-batch with its tensor ends a
+frame. Reports are taken in between the lead's own layers and acted on between its steps.
+
+Every frame that a stage has obeyed comes back with what is free in its pools, which must be what
+was free here behind the same orders. A stage that differs, that is lost, or that has orders and
+stands still for the stage timeout ends the group: StageLost names it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import Tensor
+
+from ess.comm.group import Group
+from ess.comm.link import LinkLost
+from ess.errors import EssError
+from ess.prefill import orders, records, reports
+from ess.prefill.orders import Order, Text
+from ess.prefill.reports import Free, Hello, Report, Took
+
+FRAMES_AHEAD: Final = 3
+
+
+class StageLost(EssError):
+    """The group has ended; the sentence names the stage and its layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An order that was obeyed here, and what was free behind it; None where that is not known."""
+
+    record: bytes
+    hidden: Tensor | None
+    free: Free | None
+
+
+class Stages:
+    """`layers` are the main layers of each stage. The rank of a stage's first member is its number
+    times the team's size; the others have no say here."""
+
+    def __init__(
+        self,
+        group: Group,
+        layers: Sequence[tuple[int, int]],
+        *,
+        timeout_s: float,
+        free: Callable[[], Free],
+    ) -> None:
+        self.layers = tuple(layers)
+        self._group = group
+        self._timeout_s = timeout_s
+        self._free = free
+        self._team = group.size // len(layers)
+        self._waiting: deque[_Waiting] = deque()
+        self._expected: deque[tuple[int, Free | None]] = deque()
+        self._sent_count = 0
+        self._taken = [0] * len(layers)
+        self._heard: deque[tuple[int, Report]] = deque()
+        assert self._team * len(layers) == group.size, f"{group.size} ranks, {len(layers)} stages"
+
+    @property
+    def count(self) -> int:
+        return len(self.layers)
+
+    @property
+    def is_clear(self) -> bool:
+        """No order waits to be sent."""
+        return not self._waiting
+
+    @property
+    def is_behind(self) -> bool:
+        """A micro-batch waits to be sent."""
+        return any(order.hidden is not None for order in self._waiting)
+
+    def name(self, stage: int) -> str:
+        first, stop = self.layers[stage]
+        return f"stage {stage} (layers {first}..{stop - 1})"
+
+    def gather(self, own: Hello, timeout_s: float) -> tuple[Hello, ...]:
+        """What each stage says of itself, when all have; they must fit together."""
+        hellos = [own]
+        for stage in range(1, self.count):
+            frame = self._receive(stage, timeout_s)
+            said = () if frame is None else reports.unpack(frame)
+            if len(said) != 1 or not isinstance(said[0], Hello):
+                raise StageLost(f"{self.name(stage)} has not come within {timeout_s:g} s")
+            hellos.append(said[0])
+            self._check_fit(own, stage, said[0])
+        return tuple(hellos)
+
+    def _check_fit(self, own: Hello, stage: int, said: Hello) -> None:
+        first, stop = self.layers[stage]
+        wanted = replace(own, first_layer=first, stop_layer=stop, metadata=said.metadata)
+        if said != wanted:
+            raise StageLost(
+                f"{self.name(stage)} does not fit: it has layers {said.first_layer}.."
+                f"{said.stop_layer - 1}, {said.host_pages} host pages and {said.index_pages} index "
+                f"pages, the first stage {own.host_pages} and {own.index_pages}; all must load the "
+                f"same model with the same settings"
+            )
+
+    # ---- orders
+
+    def order(self, order: Order, hidden: Tensor | None = None) -> None:
+        """It was obeyed here just now; the other stages obey it behind the next `flush`."""
+        if self.count > 1:
+            free = None if isinstance(order, Text) else self._free()
+            self._waiting.append(_Waiting(orders.pack(order), hidden, free))
+
+    def flush(self) -> None:
+        while self._waiting and self._sent_count - self._taken[1] < FRAMES_AHEAD:
+            size, frame = len(records.MAGIC), []
+            while self._waiting and size + len(self._waiting[0].record) <= records.HEAD_BYTES_MAX:
+                frame.append(self._waiting.popleft())
+                size += len(frame[-1].record)
+                if frame[-1].hidden is not None:
+                    break
+            self._send(frame)
+
+    def _send(self, frame: Sequence[_Waiting]) -> None:
+        assert frame, "an order is larger than a frame"
+        link = self._group.next
+        assert link is not None, "the last stage sends nothing on"
+        self._sent_count += 1
+        self._expected.append((self._sent_count, frame[-1].free))
+        try:
+            link.send(records.head(order.record for order in frame), frame[-1].hidden)
+        except LinkLost as error:
+            raise self._lost(error) from None
+
+    # ---- reports
+
+    def listen(self, *, wait_s: float = 0.0) -> None:
+        """Takes what has come, without acting on it; StageLost if a stage is gone. Where `wait_s`
+        is given the last stage is waited for."""
+        for stage in reversed(range(1, self.count)):
+            while (content := self._receive(stage, wait_s)) is not None:
+                self._take(stage, content)
+                wait_s = 0.0
+            wait_s = 0.0
+        self._look()
+
+    def _take(self, stage: int, content: bytes) -> None:
+        for report in reports.unpack(content):
+            if isinstance(report, Took):
+                self._took(stage, report)
+            else:
+                self._heard.append((stage, report))
+
+    def heard(self) -> Iterator[tuple[int, Report]]:
+        """(stage, report) of each that was taken and not given out."""
+        while self._heard:
+            yield self._heard.popleft()
+
+    def _receive(self, stage: int, timeout_s: float) -> bytes | None:
+        try:
+            frame = self._group.reports[stage * self._team].receive(timeout_s)
+        except LinkLost as error:
+            raise self._lost(error) from None
+        return None if frame is None else frame.head
+
+    def _took(self, stage: int, took: Took) -> None:
+        """Frames are obeyed in order, so stage s has taken the next one of those it was sent."""
+        self._taken[stage] += 1
+        frame = self._taken[stage]
+        first = self._expected[0][0] if self._expected else self._sent_count + 1
+        if took.frame != frame or not first <= frame <= self._sent_count:
+            raise StageLost(f"{self.name(stage)} has obeyed frame {took.frame}, not {frame}")
+        free = self._expected[frame - first][1]
+        if free is not None and took.free != free:
+            raise StageLost(
+                f"{self.name(stage)} disagrees: behind frame {frame} it has {took.free}, "
+                f"{self.name(0)} {free}"
+            )
+        while self._expected and self._expected[0][0] <= min(self._taken[1:]):
+            self._expected.popleft()
+
+    def _look(self) -> None:
+        """A rank with orders must get on with them. Of silence and loss the links tell."""
+        for rank, beat in self._group.beats().items():
+            stage = rank // self._team
+            is_busy = stage > 0 and self._taken[stage] < self._sent_count
+            if is_busy and beat.still_s > self._timeout_s:
+                raise StageLost(
+                    f"{self.name(stage)} has orders and stands still for {beat.still_s:.1f} s, "
+                    f"at most {self._timeout_s:g}"
+                )
+
+    def silences(self) -> tuple[float, ...]:
+        """Seconds since each stage's last sign of life."""
+        beats = self._group.beats()
+        return (0.0, *(beats[stage * self._team].silent_s for stage in range(1, self.count)))
+
+    def _lost(self, error: LinkLost) -> StageLost:
+        return StageLost(f"{self.name(max(error.rank, 0) // self._team)}: {error}")
+
+    def check(self) -> None:
+        assert all(0 <= taken <= self._sent_count for taken in self._taken), f"{self._taken}"
+        assert len(self._expected) == self._sent_count - min(self._taken[1:], default=0), "a frame"

@@ -1,0 +1,218 @@
+"""A process of a pipelined prefill worker.
+
+    python -m ess.prefill.worker ENDPOINT...     (a Launch as one JSON line on stdin)
+
+Rank 0 is the first stage and leads: it speaks to the server as an engine's process does, at the
+ENDPOINTs. The others are told the same Launch but for their rank, and need no endpoint.
+
+Fail-stop: where one rank is lost, stands still or cannot obey, all ranks end, and rank 0 tells the
+server why. A rank that is in the middle of a layer when that happens is ended `GRACE_S` later.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from select import select
+from typing import Final
+
+import msgspec
+import torch
+import zmq
+
+from ess.clock import Clock, RealClock
+from ess.comm.group import Group
+from ess.comm.link import Link, LinkLost
+from ess.comm.meeting import join_group
+from ess.door.handoff.port import Port
+from ess.engine.chunking.sizer import ChunkSizer
+from ess.engine.process.lifeline import die_with_parent
+from ess.engine.process.messages import Launch, Rank
+from ess.engine.process.peers import Peers, layout_digest, open_port
+from ess.engine.process.wire import SocketWire
+from ess.engine.process.worker import Built, serve
+from ess.engine.step.runner import made_runner
+from ess.errors import BadInput, EssError
+from ess.layout import ModelLayout
+from ess.models.load import load_model
+from ess.prefill.follower import Follower
+from ess.prefill.lead import Lead
+from ess.prefill.reports import Hello
+from ess.prefill.rooms import stage_offload
+from ess.prefill.stage import Stage
+
+GRACE_S: Final = 1.5
+LOOK_S: Final = 0.25
+JOIN_S: Final = 120.0
+LOAD_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A stage over its weights; what it says of itself."""
+
+    stage: Stage
+    hello: Hello
+    port: Port | None
+    whole: ModelLayout
+
+
+def rank_of(launch: Launch) -> Rank:
+    if launch.rank is None:
+        raise BadInput("rank is missing: it says which stage of the pipeline this process is")
+    if launch.rank.team != 1:
+        raise BadInput(f"team is {launch.rank.team}: a stage is one process here")
+    if launch.rank.size != len(launch.rank.layers):
+        raise BadInput(f"size is {launch.rank.size} for {len(launch.rank.layers)} stages")
+    return launch.rank
+
+
+def join(rank: Rank, secret: str) -> Group:
+    return join_group(
+        rank.rank,
+        rank.size,
+        init=rank.init,
+        team=rank.team,
+        timeout_s=JOIN_S,
+        generation=rank.generation,
+        secret=secret.encode(),
+        patience_s=rank.stage_timeout_s,
+    )
+
+
+def load(launch: Launch, rank: Rank, clock: Clock) -> Loaded:
+    chosen, layers = launch.config, rank.layers[rank.rank // rank.team]
+    torch.set_num_threads(chosen.threads)
+    model = load_model(launch.model, form=chosen.form, layers=range(*layers))
+    config = model.config
+    if chosen.mtp == 1:
+        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    whole = config.layout(row=chosen.row)
+    offload = stage_offload(
+        whole,
+        layers,
+        host_bytes=launch.host_bytes,
+        index_bytes=launch.index_bytes,
+        length_max=launch.length_max,
+        sequence_max=chosen.max_running,
+    )
+    port = open_port(launch, offload, clock, whole=whole)
+    stage = Stage(made_runner(model, offload, chosen), port=port, clock=clock)
+    return Loaded(stage, stage.hello(layout_digest(launch, whole)), port, whole)
+
+
+def led(launch: Launch, rank: Rank, group: Group, clock: Clock) -> Built:
+    """The lead, when all stages have loaded and, where chunks are dynamic, have been timed."""
+    loaded = load(launch, rank, clock)
+    sizer = ChunkSizer(
+        launch.config.chunk_tokens,
+        context=launch.length_max,
+        dynamic=rank.dynamic,
+        smoothing=rank.smoothing,
+    )
+    lead = Lead(
+        loaded.stage,
+        group,
+        launch.config,
+        layers=rank.layers,
+        sizer=sizer,
+        clock=clock,
+        stage_timeout_s=rank.stage_timeout_s,
+    )
+    hellos = lead.stages.gather(loaded.hello, LOAD_S)
+    seconds = [(count, lead.measure(count)) for count in sizer.profile_sizes()]
+    sizer.profiled((count, took) for count, took in seconds if took is not None)
+    metadata = b"" if loaded.port is None else joined_metadata(launch, hellos)
+    peers = Peers(loaded.port, metadata=metadata, on_meet=lead.meet)
+    return Built(lead, loaded.port, loaded.stage.runner.model.config.vocab_size, peers)
+
+
+def joined_metadata(launch: Launch, hellos: tuple[Hello, ...]) -> bytes:
+    return hellos[0].metadata
+
+
+def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    wire = SocketWire(context, endpoints)
+    wire.watch(sys.stdin.fileno())
+    rank, clock = rank_of(launch), RealClock()
+    try:
+        serve(launch, wire, clock, context, lambda *_: led(launch, rank, group, clock))
+    finally:
+        wire.close()
+        context.term()
+
+
+def follow(launch: Launch, group: Group) -> None:
+    loaded = load(launch, rank_of(launch), RealClock())
+    follower = Follower(loaded.stage, group, loaded.hello)
+    follower.run()
+    if loaded.port is not None:
+        loaded.port.close()
+    loaded.stage.offload.close()
+
+
+class Watch:
+    """A thread that ends this process when the group has ended, or its parent, and the main thread
+    has not noticed in time."""
+
+    def __init__(self, link: Link | None, *, stdin: int | None) -> None:
+        self._link = link
+        self._stdin = stdin
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._is_over():
+            time.sleep(LOOK_S)
+        time.sleep(GRACE_S)
+        os._exit(3)
+
+    def _is_over(self) -> bool:
+        if self._stdin is not None and select([self._stdin], [], [], 0.0)[0]:
+            return not os.read(self._stdin, 1)
+        try:
+            return self._link is not None and self._link.receive(0.0) is not None
+        except EssError:
+            return True
+
+
+def run(launch: Launch, endpoints: list[str]) -> None:
+    rank = rank_of(launch)
+    group = join(rank, launch.secret)
+    is_lead = rank.rank == 0
+    Watch(
+        group.next if is_lead else group.reports[0],
+        stdin=None if is_lead else sys.stdin.fileno(),
+    )
+    try:
+        if is_lead:
+            lead(launch, group, endpoints)
+        else:
+            follow(launch, group)
+    except LinkLost:
+        raise
+    except Exception as error:
+        group.fail(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        group.close()
+
+
+def main(arguments: list[str]) -> int:
+    die_with_parent()
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    try:
+        run(launch, arguments)
+    except KeyboardInterrupt:
+        return 130
+    except LinkLost as error:
+        sys.stderr.write(f"the group has ended: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

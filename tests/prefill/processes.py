@@ -1,0 +1,80 @@
+"""A pipeline as processes: rank 0 speaks to this test as to its server."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from ess.engine.process.messages import Fault, Rank
+from tests.pd.processes import ROOT, EngineProcess
+
+CUTS = {1: (0, 6), 2: (0, 3, 6), 4: (0, 1, 3, 4, 6)}
+MODULE = "ess.prefill.worker"
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return trial.getsockname()[1]
+
+
+class PipelineProcess(EngineProcess):
+    """`ranks` are the processes of all stages, the first of them the lead's."""
+
+    def __init__(self, folder: Path, stage_count: int, *, rank: dict | None = None, **config):
+        lead = Rank(
+            rank=0,
+            size=stage_count,
+            init=f"tcp://127.0.0.1:{free_port()}",
+            layers=tuple(itertools.pairwise(CUTS[stage_count])),
+            **(rank or {}),
+        )
+        super().__init__(folder, module=MODULE, rank=lead, role="prefill", **config)
+        self.ranks = [self.process]
+        for number in range(1, stage_count):
+            started = subprocess.Popen(
+                [sys.executable, "-m", MODULE],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            mine = msgspec.structs.replace(lead, rank=number)
+            launch = msgspec.structs.replace(self.launch, rank=mine)
+            assert started.stdin is not None
+            started.stdin.write(msgspec.json.encode(launch) + b"\n")
+            started.stdin.flush()
+            self.ranks.append(started)
+
+    def close(self) -> None:
+        for process in self.ranks[1:]:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stderr):
+                stream.close()
+        super().close()
+
+    def fault(self) -> str:
+        """The last word of the lead."""
+        while not isinstance(message := self.hear(), Fault):
+            pass
+        return message.sentence
+
+    def wait_all(self, *, but: int | None = None) -> list[int]:
+        """The codes with which all ranks end, but for a rank that cannot."""
+        return [process.wait(timeout=60) for at, process in enumerate(self.ranks) if at != but]
+
+
+@contextlib.contextmanager
+def pipeline(folder: Path, stage_count: int, **wishes) -> Iterator[PipelineProcess]:
+    made = PipelineProcess(folder, stage_count, **wishes)
+    try:
+        yield made
+    finally:
+        made.close()
