@@ -21,6 +21,7 @@ def stage_offload(
     length_max: int,
     sequence_max: int,
     poison: bool = False,
+    shared: bool = False,
 ) -> Offload:
     """`layout` is that of the whole model, and the memory is that of all stages together."""
     part = layout.part(*layers)
@@ -35,4 +36,5 @@ def stage_offload(
         sequence_max=sequence_max,
         slot_floor=1,
         poison=poison,
+        shared=shared,
     )

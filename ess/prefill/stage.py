@@ -16,7 +16,7 @@ from torch import Tensor
 from ess.clock import Clock
 from ess.door import Sequence as Opened
 from ess.door.handoff.endings import Lapsed, Sent
-from ess.door.handoff.pages import SequencePages
+from ess.door.handoff.pages import StagePages
 from ess.door.handoff.port import Port
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import run_part
@@ -43,18 +43,6 @@ PROFILE_SALT: Final = b"\xffprofile"
 
 class Disagreement(EssError):
     """An order that a stage cannot obey as the lead has: the group must end."""
-
-
-class StagePages(SequencePages):
-    """Pages of a stage's part. When nothing reads them any more the stage is told; the sequence is
-    closed by an order."""
-
-    def __init__(self, sequence: Opened, *, row_count: int, on_close: Callable[[], None]) -> None:
-        super().__init__(sequence, row_count=row_count)
-        self._on_close = on_close
-
-    def close(self) -> None:
-        self._on_close()
 
 
 @dataclass(slots=True, eq=False)

@@ -204,3 +204,12 @@ class Stages:
     def check(self) -> None:
         assert all(0 <= taken <= self._sent_count for taken in self._taken), f"{self._taken}"
         assert len(self._expected) == self._sent_count - min(self._taken[1:], default=0), "a frame"
+
+
+def members(hellos: Sequence[Hello], layer_total: int) -> list[tuple[bytes, range]]:
+    """Of each stage what other workers must know, and its layers; MTP layers are the last one's."""
+    stops = [*(hello.stop_layer for hello in hellos[:-1]), layer_total]
+    return [
+        (hello.metadata, range(hello.first_layer, stop))
+        for hello, stop in zip(hellos, stops, strict=True)
+    ]

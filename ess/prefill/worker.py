@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from select import select
 from typing import Final
@@ -43,6 +44,7 @@ from ess.prefill.lead import Lead
 from ess.prefill.reports import Hello
 from ess.prefill.rooms import stage_offload
 from ess.prefill.stage import Stage
+from ess.prefill.stages import members
 
 GRACE_S: Final = 1.5
 LOOK_S: Final = 0.25
@@ -98,6 +100,7 @@ def load(launch: Launch, rank: Rank, clock: Clock) -> Loaded:
         index_bytes=launch.index_bytes,
         length_max=launch.length_max,
         sequence_max=chosen.max_running,
+        shared=chosen.transport == "shared",
     )
     port = open_port(launch, offload, clock, whole=whole)
     stage = Stage(made_runner(model, offload, chosen), port=port, clock=clock)
@@ -125,13 +128,9 @@ def led(launch: Launch, rank: Rank, group: Group, clock: Clock) -> Built:
     hellos = lead.stages.gather(loaded.hello, LOAD_S)
     seconds = [(count, lead.measure(count)) for count in sizer.profile_sizes()]
     sizer.profiled((count, took) for count, took in seconds if took is not None)
-    metadata = b"" if loaded.port is None else joined_metadata(launch, hellos)
-    peers = Peers(loaded.port, metadata=metadata, on_meet=lead.meet)
+    ends = members(hellos, loaded.whole.layer_total) if loaded.port is not None else ()
+    peers = Peers(loaded.port, stages=ends, on_meet=lead.meet)
     return Built(lead, loaded.port, loaded.stage.runner.model.config.vocab_size, peers)
-
-
-def joined_metadata(launch: Launch, hellos: tuple[Hello, ...]) -> bytes:
-    return hellos[0].metadata
 
 
 def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
@@ -194,23 +193,25 @@ def run(launch: Launch, endpoints: list[str]) -> None:
             follow(launch, group)
     except LinkLost:
         raise
-    except Exception as error:
+    except BaseException as error:
         group.fail(f"{type(error).__name__}: {error}")
         raise
-    finally:
-        group.close()
+    group.close()
 
 
 def main(arguments: list[str]) -> int:
+    """A group that has failed is not left in order: its ranks would wait for one another."""
     die_with_parent()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     try:
         run(launch, arguments)
-    except KeyboardInterrupt:
-        return 130
-    except LinkLost as error:
-        sys.stderr.write(f"the group has ended: {error}\n")
-        return 1
+    except BaseException as error:
+        if isinstance(error, EssError):
+            sys.stderr.write(f"rank {rank_of(launch).rank} ends: {error}\n")
+        else:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
     return 0
 
 

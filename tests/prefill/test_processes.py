@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from ess.engine.process.messages import Abort, Add, Flush, Flushed, Handoff, Status
 from ess.engine.tokens.sampling import Sampling
-from tests.prefill.processes import pipeline
+from tests.pd.processes import SECRET, EngineProcess, adds, engines, handed_over, introduce
+from tests.prefill.processes import PipelineProcess, pipeline
 from tests.support.checkpoints import tokens
 
 TEXT = tokens(1200, 512, seed=5)
 ONE = Sampling(tokens_max=1)
+WISH = Sampling(tokens_max=16, ignore_eos=True)
+LENGTHS = (1, 2, 64, 65, 600, 1100)
 
 
 def give(number: int, count: int) -> Add:
@@ -101,3 +105,63 @@ def test_requests_are_aborted_while_they_are_on_their_way(tmp_path):
         lead.ended(3)
         assert lead.stop() == 0
         assert lead.wait_all() == [0, 0]
+
+
+# ---- with a worker that decodes
+
+
+def met(lead: PipelineProcess, decode: EngineProcess) -> int:
+    theirs, ours = lead.ready().metadata, decode.ready().metadata
+    return introduce(lead, decode, theirs, ours)
+
+
+def expected(folder: Path, asked: list[Add]) -> list[list[int]]:
+    folder.mkdir()
+    with engines(folder, {"secret": ""}) as [alone]:
+        for add in asked:
+            alone.say(add)
+        alone.ended(*(add.number for add in asked))
+        return [alone.tokens(add.number) for add in asked]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage_count", [2, 4])
+def test_answers_of_processes_are_those_of_one(tmp_path, stage_count):
+    asked = adds([TEXT[:count] for count in LENGTHS], WISH)
+    single = expected(tmp_path / "alone", asked)
+    with (
+        engines(tmp_path, {"role": "decode", "secret": SECRET}) as [decode],
+        pipeline(tmp_path / "it", stage_count, chunk_tokens=256) as lead,
+    ):
+        peer = met(lead, decode)
+        for add in asked:
+            handed_over(add, lead, decode, uid=add.number + 1, peer=peer)
+        numbers = [add.number for add in asked]
+        decode.ended(*numbers)
+        assert [decode.tokens(number) for number in numbers] == single
+        decode.until(lambda _: decode.status.handoff.landed_count == len(asked))
+        assert decode.status.handoff.missed_count == 0
+        lead.until(lambda _: len(lead.status.handoff.recent) == len(asked))
+        assert {line.outcome for line in lead.status.handoff.recent} == {"sent"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_stage_costs_time_and_no_answer(tmp_path, lost, how):
+    """What did not come is made by the worker that decodes, all of it."""
+    asked = adds([TEXT[:1100], TEXT[50:1150]], WISH)
+    single = expected(tmp_path / "alone", asked)
+    waits = {"handoff_wait_s": 2.0}
+    with (
+        engines(tmp_path, {"role": "decode", **waits}) as [decode],
+        pipeline(tmp_path / "it", 2, chunk_tokens=64) as lead,
+    ):
+        peer = met(lead, decode)
+        for add in asked:
+            handed_over(add, lead, decode, uid=add.number + 1, peer=peer)
+        lead.until(lambda message: isinstance(message, Status) and bool(message.requests))
+        os.kill(lead.ranks[lost].pid, how)
+        decode.ended(0, 1)
+        assert [decode.tokens(number) for number in (0, 1)] == single
+        assert decode.status.mismatch_count == 0

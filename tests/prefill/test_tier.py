@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from ess.door import Offload
@@ -12,6 +13,7 @@ from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
 from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
+from ess.prefill.stages import members
 from ess.transfer.endpoint import Identity
 from ess.transfer.inprocess import Exchange, InProcessTransport
 from ess.transfer.messages import Seal
@@ -29,10 +31,8 @@ def decoder(offload: Offload, mtp: int, port: Port | None = None) -> Engine:
 
 
 def offload_of(mtp: int) -> Offload:
-    config = model_of().config
+    config = msgspec.structs.replace(model_of().config, mtp_layer_count=int(mtp > 1))
     layout = config.layout(row="f32", index="f32")
-    if mtp == 1:
-        layout = layout_without_mtp()
     return Offload.create(
         layout,
         slot_bytes=16 * layout.group_count * layout.page_bytes,
@@ -42,13 +42,6 @@ def offload_of(mtp: int) -> Offload:
         sequence_max=4,
         poison=True,
     )
-
-
-def layout_without_mtp():
-    import msgspec
-
-    config = msgspec.structs.replace(model_of().config, mtp_layer_count=0)
-    return config.layout(row="f32", index="f32")
 
 
 class Tier:
@@ -73,7 +66,8 @@ class Tier:
 
     def meet(self) -> int:
         stages = [stage.port for stage in self.pipe.stages]
-        ranges = [(hello.metadata, hello.layers) for hello in self.pipe.hellos]
+        layer_total = LAYER_COUNT + self.pipe.stages[-1].offload.layout.mtp_layer_count
+        ranges = members(self.pipe.hellos, layer_total)
         stages[0].meet(self.decode_port.metadata())
         self.pipe.lead.meet(self.decode_port.metadata())
         self.pipe.settle()

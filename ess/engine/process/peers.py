@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal
 
 from ess.clock import Clock
@@ -45,7 +45,7 @@ def open_port(
     identity = Identity(
         epoch=new_epoch(),
         seal=seal,
-        layout=_layout_digest(launch, whole or offload.layout),
+        layout=layout_digest(launch, whole or offload.layout),
     )
     return Port(
         offload,
@@ -69,7 +69,7 @@ def _transport(launch: Launch, identity: Identity, clock: Clock) -> Transport:
             return SharedTransport(identity, clock=clock)
 
 
-def _layout_digest(launch: Launch, layout: ModelLayout) -> bytes:
+def layout_digest(launch: Launch, layout: ModelLayout) -> bytes:
     """Equal where rows of one worker mean the same to another."""
     weights = f"{launch.config.form} {fingerprint(launch.model).hex()}"
     return layout_hash(layout, weights=weights)
@@ -77,11 +77,19 @@ def _layout_digest(launch: Launch, layout: ModelLayout) -> bytes:
 
 class Peers:
     """The workers that this one has met, by the address of their server. It is met itself as the
-    lead of its `stages`, if it has any: of each the metadata and the layers, its own first."""
+    lead of its `stages`, if it has any: of each the metadata and the layers, its own first; then
+    `on_meet` is called with the metadata of each worker that was met."""
 
-    def __init__(self, port: Port | None, *, stages: Sequence[tuple[bytes, range]] = ()) -> None:
+    def __init__(
+        self,
+        port: Port | None,
+        *,
+        stages: Sequence[tuple[bytes, range]] = (),
+        on_meet: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
         self._port = port
         self._stages = stages
+        self._on_meet = on_meet
         self._epochs: dict[str, int] = {}
 
     @property
@@ -96,6 +104,7 @@ class Peers:
             epoch = self._port.meet(message.metadata)
         except EssError as error:
             return Met(message.address, 0, sentence=str(error), front=message.front)
+        self._on_meet(message.metadata)
         self._epochs.pop(message.address, None)
         if len(self._epochs) == ADDRESSES_MAX:
             del self._epochs[next(iter(self._epochs))]
