@@ -14,7 +14,7 @@ from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd import routers
 from ess.server.commands.pd.crew import serve_pd
 from ess.server.commands.pd.routers import ROUTERS, Place
-from ess.server.commands.pd.shares import Share, clean, shape_of, share_of
+from ess.server.commands.pd.shares import Share, clean, shape_of, share_of, stages_of
 from ess.server.commands.start.settings import resolve
 from tests.support.process import ROOT, RUN
 
@@ -40,6 +40,18 @@ def test_workers_divide_what_one_server_would_take():
         assert each.threads == 8 // count
         assert each.settings["host_bytes"] == str((1 << 30) // count)
     assert share("1p3d").plan.host_bytes * 2 == alone.plan.host_bytes
+
+
+def test_stages_are_for_prefill_workers_and_divide_their_threads():
+    flags, stages = stages_of({"pp_size": 2, "max_running": 4, "smooth": None})
+    assert (flags, stages) == ({"max_running": 4}, {"pp_size": 2})
+    each = share_of(resolve({"threads": 12}, environment={}), shape_of("1p2d"), stages)
+    assert each.stages == {"pp_size": 2, "threads": 2}
+    assert (each.settings["threads"], "pp_size" in each.settings) == (4, False)
+    with pytest.raises(BadInput, match="nnodes makes no sense with --pd"):
+        stages_of({"nnodes": 2})
+    with pytest.raises(BadInput, match="tp_size is 2 and cp_size is 2"):
+        stages_of({"tp_size": 2, "cp_size": 2})
 
 
 def test_each_worker_has_a_thread_and_slots_for_a_request():

@@ -20,6 +20,7 @@ import pytest
 
 from ess.engine.process.messages import Launch, StageLine, Status
 from ess.errors import BadInput
+from ess.server.commands import cli
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.topology import launches_of, ranks_here
 from ess.server.commands.start.torchrun import cleaned, placed_by_torchrun
@@ -148,6 +149,15 @@ def test_stages_are_in_loads_metrics_and_frames():
         assert found["ess_stage_silent_seconds", "0"] == 0.25
 
 
+def test_top_has_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]):
+    with Served(PacedEngine(counting(1), status=SAID)) as served:
+        until(lambda: served.service.board.status.stages, "a status")
+        assert cli.main(["top", "--url", served.url, "--once"]) == 0
+    lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "50% busy" in lines["stage 0"]
+    assert "layers 4 to 6, 8 chunks, heard 0.5 s ago" in lines["stage 1"]
+
+
 def test_health_names_the_stages_that_have_not_come():
     engine = PacedEngine(counting(1), says_ready=False, status=Status(stages=SAID.stages[:1]))
     with Served(engine) as served:
@@ -236,12 +246,17 @@ def test_another_node_keeps_its_stages_and_ends_with_them():
         until(lambda: not any(map(is_running, first)), "the end of both")
         until(lambda: len(kin(node)) == 2, "two others")
         second = kin(node)
+        os.kill(second[1], signal.SIGSTOP)
+        until(lambda: not any(map(is_running, second)), "the end of both again")
+        until(lambda: len(kin(node)) == 2, "the third two")
+        second = kin(node)
         node.send_signal(signal.SIGTERM)
         assert node.wait(30) == 0
         assert not any(map(is_running, second))
         said = node.communicate()[1]
         assert f"ranks 2 to 3 of 4 here, met at {address}" in said
         assert re.search(r"stage 2 \(layers \d to \d\) is lost: .* SIGKILL; the processes", said)
+        assert re.search(r"stage 3 \(layers \d to \d\) is lost: it has been stopped for", said)
 
 
 @pytest.mark.slow

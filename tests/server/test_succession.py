@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ess.server.process.engines.group import Loss
+from ess.server.process.child import End
+from ess.server.process.engines.group import EngineGroup, Loss, Member
 from ess.server.process.engines.restarts import OVER_S, Restarts
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
@@ -122,7 +125,8 @@ def test_a_stopped_engine_is_replaced_whether_it_runs_or_loads():
         first = process.engine_pid
         os.kill(first, signal.SIGSTOP)
         until(lambda: all(map(going.is_over, range(2))), "the streams' end")
-        assert all(b"it has sent nothing for" in text for text in going.texts)
+        silent = rb"it has (sent nothing|been stopped) for [\d.]+ s"
+        assert all(re.search(silent, text) for text in going.texts)
         until(lambda: has_engine(process, first) and not is_running(first), "another engine")
         second = process.engine_pid
         os.kill(second, signal.SIGSTOP)
@@ -236,6 +240,37 @@ def test_an_engine_that_cannot_load_is_not_started_again():
             said = process.process.communicate()[1]
     assert said.strip().splitlines()[-1].endswith("; it is not started again")
     assert "another starts" not in said
+
+
+class Ending:
+    """A process that ends at once, if at all."""
+
+    def __init__(self, end: End | None) -> None:
+        self._end = end
+
+    async def ended(self) -> End:
+        return self._end if self._end is not None else await asyncio.Future()
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ((None, None), "no more of stage 1"),
+        ((End("code 1", is_by_code=True), None), "no more of stage 1"),
+        (
+            (End("code 1", is_by_code=True), End("SIGKILL", is_by_code=False)),
+            "stage 1 is lost: SIGKILL",
+        ),
+    ],
+)
+def test_the_process_that_was_killed_is_the_cause_of_what_others_say(
+    ends: tuple[End | None, ...], cause: str
+):
+    async def act() -> Loss:
+        group = EngineGroup([Member(f"stage {n}", Ending(end)) for n, end in enumerate(ends)])
+        return await group.cause(Loss("no more of stage 1", is_said=True))
+
+    assert asyncio.run(act()).how == cause
 
 
 def test_restarts_are_counted_over_a_time():

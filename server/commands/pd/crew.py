@@ -36,6 +36,7 @@ from ess.server.commands.pd.shares import (
     clean,
     shape_of,
     share_of,
+    stages_of,
 )
 from ess.server.commands.start.settings import Settings, resolve
 from ess.server.process import sockets
@@ -61,8 +62,9 @@ def serve_pd(
 ) -> int:
     """Serve until told to end; the exit code."""
     shape = shape_of(text)
+    flags, stages = stages_of(flags)
     resolved = resolve(flags, config=config, environment=os.environ)
-    share = share_of(resolved, shape)
+    share = share_of(resolved, shape, stages)
     chosen = routers.choose(router, has_keys=bool(resolved.settings.keys))
     for sentence in resolved.notes:
         console.note(f"ess: {sentence}")
@@ -153,6 +155,8 @@ class Crew:
         """Its settings are a file in our folder: the table of processes shows none of them."""
         path = self._folder / f"{name}.json"
         given = {**self._share.settings, "host": HOST, "peer_secret_file": str(secret), **told}
+        if role == "prefill":
+            given |= self._share.stages
         write_private(path, msgspec.json.encode(given).decode())
         words = (role, "--json", "--config", str(path))
         return self._keep(role, Order(name=name, home=ESS, words=words), self._is_worker_ready)

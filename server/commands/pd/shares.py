@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +16,9 @@ from ess.layout import ModelLayout
 from ess.server.commands.start.checkpoint import Checkpoint, check_weights, read_checkpoint
 from ess.server.commands.start.compat_flags import FAMILY
 from ess.server.commands.start.launch import chat_template, derived, layout_of, sized
-from ess.server.commands.start.settings import PREFIX, Resolved, Settings
+from ess.server.commands.start.settings import FIELDS, PREFIX, Resolved, Settings, resolve
 from ess.server.commands.start.sizing import MemoryPlan, plan_memory
+from ess.transfer.messages import SECRET_BYTES_MIN
 
 Role = Literal["prefill", "decode"]
 WORKERS_MAX: Final = 64
@@ -38,6 +40,7 @@ WHY_NOT: Final[Mapping[str, str]] = {
 }
 OF_ROUTER: Final = frozenset({"host", "port"})
 OF_KEYS: Final = frozenset({"api_key_file"})
+NODES: Final = frozenset({"nnodes", "node_rank", "dist_init_addr"})
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,15 +72,26 @@ def shape_of(text: str) -> Shape:
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What each worker has; all workers have the same."""
+    """What each worker has; all workers have the same, but that `stages` is for prefill workers."""
 
     settings: dict[str, Any]
     plan: MemoryPlan
     threads: int
     served: str
+    stages: dict[str, Any] = {}
 
 
-def share_of(resolved: Resolved, shape: Shape) -> Share:
+def stages_of(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags of all workers, and those that only prefill workers are told, which are checked."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    stages = {name: given.pop(name) for name in [*given] if FIELDS[name].section == "pipeline"}
+    for name in sorted(NODES & {*stages}):
+        raise BadInput(f"{name} makes no sense with --pd: all workers are on this machine")
+    resolve({**stages, "role": "prefill", "peer_secret": "-" * SECRET_BYTES_MIN}, environment={})
+    return given, stages
+
+
+def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None = None) -> Share:
     """What `ess serve` would take, divided by the number of workers. All is checked here that a
     worker would check: a start that must fail starts nothing."""
     check_settings(resolved)
@@ -96,7 +110,15 @@ def share_of(resolved: Resolved, shape: Shape) -> Share:
         plan=plan,
         threads=divided.settings.threads,
         served=divided.settings.names[0],
+        stages=_stages_told(stages or {}, divided.settings.threads),
     )
+
+
+def _stages_told(stages: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """With the threads of one worker divided among its processes."""
+    sizes = [int(stages.get(name, 1)) for name in ("pp_size", "tp_size", "cp_size")]
+    count = math.prod(sizes)
+    return {**stages, "threads": max(1, threads // count)} if count > 1 else dict(stages)
 
 
 def check_settings(resolved: Resolved) -> None:

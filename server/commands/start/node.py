@@ -3,9 +3,10 @@ torchrun: the ranks of this process, without HTTP.
 
     ess prefill MODEL --pp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr HOST:PORT ...
 
-The ranks wait for the others at the address. When one of them ends, the worker has ended: the
-others here are killed too, and all are started for the worker that is formed next. Nobody counts
-how often: the server of rank 0 decides when there is to be no other.
+The ranks wait for the others at the address. When one of them ends, or has been stopped for
+STOPPED_S, the worker has ended: the others here are killed too, and all are started for the worker
+that is formed next. Nobody counts how often: the server of rank 0 decides when there is to be no
+other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ess.server.process.engines.group import EngineGroup, Loss
 AGAIN_S: Final = 0.5
 AGAIN_MAX_S: Final = 10.0
 STOP_S: Final = 3.0
+STOPPED_S: Final = 5.0
 
 
 class Node:
@@ -40,7 +42,7 @@ class Node:
             began_s = loop.time()
             group = await self._start(number)
             number += 1
-            loss = await self._unless_ended(group.lost())
+            loss = await self._unless_ended(group.lost(stopped_s=STOPPED_S))
             await group.stop(within_s=STOP_S if loss is None else 0.0)
             if loss is not None:
                 console.note(f"ess: {loss.how}; the processes of this node start again")

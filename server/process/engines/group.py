@@ -14,6 +14,8 @@ from ess.server.process.engines.stages import stage_name
 ALONE: Final = "ess.engine.process.worker"
 PACED: Final = "ess.engine.process.fake_engine"
 STAGE: Final = "ess.prefill.worker"
+LOOK_S: Final = 1.0
+SEEN_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +73,35 @@ class EngineGroup:
             raise
         return cls(members)
 
-    async def lost(self) -> Loss:
-        """Waits until a process has ended. Of several that have, one that was ended by a signal is
-        named: the others ended because of it."""
-        done, _ = await asyncio.wait(self._ends, return_when=asyncio.FIRST_COMPLETED)
-        losses = [Loss(self._ends[t].lost(t.result().how), t.result().is_by_code) for t in done]
-        return min(losses, key=lambda loss: loss.is_said)
+    async def lost(self, *, stopped_s: float) -> Loss:
+        """Waits until a process has ended, or has been stopped for so long: one that somebody has
+        stopped does nothing until it is continued."""
+        passed_s, every_s = 0.0, min(LOOK_S, stopped_s / 4)
+        while True:
+            done, _ = await asyncio.wait(
+                self._ends, timeout=every_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                return self._first()
+            stopped = next((m for m in self._members if m.child.is_stopped), None)
+            passed_s = 0.0 if stopped is None else passed_s + every_s
+            if stopped is not None and passed_s > stopped_s:
+                return Loss(stopped.lost(f"it has been stopped for {passed_s:.1f} s"))
 
-    def stopped(self) -> Member | None:
-        """A process that somebody has stopped, and that does nothing until it is continued."""
-        return next((m for m in self._members if m.child.is_stopped), None)
+    async def cause(self, loss: Loss) -> Loss:
+        """What a process says of itself may follow from the end of another by a signal, which is
+        then how the engine was lost. It ended before, but may be seen to have ended after."""
+        if loss.is_said and len(self._ends) > 1:
+            await asyncio.wait(self._ends, timeout=SEEN_S, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.done() for task in self._ends) and not self._first().is_said:
+                return self._first()
+        return loss
+
+    def _first(self) -> Loss:
+        """Of the processes that have ended, one that was ended by a signal, if there is any."""
+        ends = [(member, task.result()) for task, member in self._ends.items() if task.done()]
+        losses = [Loss(member.lost(end.how), end.is_by_code) for member, end in ends]
+        return min(losses, key=lambda loss: loss.is_said)
 
     def kill(self) -> None:
         for member in self._members:

@@ -21,12 +21,11 @@ from typing import Final
 
 from ess import console
 from ess.clock import Clock
-from ess.server.process.engines.group import EngineGroup, Loss
+from ess.server.process.engines.group import LOOK_S, EngineGroup, Loss
 from ess.server.process.engines.restarts import Restarts
 from ess.server.process.fronts import Fronts, endpoint_of
 from ess.server.process.link import EngineLink
 
-LOOK_S: Final = 1.0
 LAST_WORDS_S: Final = 1.0
 
 
@@ -103,10 +102,10 @@ class Succession:
         self._group = group = await self._given.start(self._number)
         tasks = [
             asyncio.ensure_future(task)
-            for task in (self._hear(), self._watch(group), self._look(group), self._greet())
+            for task in (self._hear(), self._watch(group), self._look(), self._greet())
         ]
         try:
-            return await self._lost
+            return await group.cause(await self._lost)
         finally:
             for task in tasks:
                 task.cancel()
@@ -132,19 +131,13 @@ class Succession:
             self._lose(Loss(f"what it said cannot be read: {error}", is_said=True))
 
     async def _watch(self, group: EngineGroup) -> None:
-        self._lose(await group.lost())
+        self._lose(await group.lost(stopped_s=self._given.watchdog_s))
 
-    async def _look(self, group: EngineGroup) -> None:
+    async def _look(self) -> None:
         """A stuck engine does not end by itself; it is known by its silence."""
         limit_s = self._given.watchdog_s
-        stopped_s = 0.0
-        every_s = min(LOOK_S, limit_s / 4)
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(min(LOOK_S, limit_s / 4))
             silent_s = self._clock.now_s() - self._link.heard_at_s
-            stopped = group.stopped()
-            stopped_s = 0.0 if stopped is None else stopped_s + every_s
             if self._link.state == "ready" and silent_s > limit_s:
                 self._lose(Loss(f"it has sent nothing for {silent_s:.1f} s"))
-            elif stopped is not None and stopped_s > limit_s:
-                self._lose(Loss(stopped.lost(f"it has been stopped for {stopped_s:.1f} s")))
