@@ -164,6 +164,17 @@ def test_a_stage_without_windows_leaves_its_groups_cold(two: Tier) -> None:
     assert cold == [group < two.stages[1].groups.start for group in range(two.layout.group_count)]
 
 
+def test_the_lead_may_have_any_of_the_layers() -> None:
+    with tier("inprocess", "four") as made:
+        made.stages = [made.stages[number] for number in (2, 0, 3, 1)]
+        made.meet()
+        sequence = made.want()
+        made.give()
+        outcome = landed(made)
+        assert content(sequence) == made.expected()
+        assert same_windows(outcome.windows, windows_of(TOKENS, made.layout), len(TOKENS) - 1)
+
+
 # ---- one leg is missed
 
 

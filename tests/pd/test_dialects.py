@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+from msgspec import structs
 
 from ess.engine.process.fake_engine import identity_of
-from ess.engine.process.messages import Add, Handoff, Piece, Progress, ToEngine
+from ess.engine.process.messages import Add, Handoff, Met, Piece, Progress, ToEngine
 from ess.engine.process.wire import SocketWire
 from ess.server.process.link import EngineLink
 from ess.server.process.pair.addresses import read_peers
 from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.service import Limits
+from ess.transfer.members import joined
 from ess.transfer.messages import Seal
 from tests.server import harness
 from tests.server.harness import PacedEngine, Served, counting
@@ -308,3 +310,40 @@ def test_probes_say_the_role():
         assert (topology["page_size"], topology["pp_size"]) == (64, 1)
         assert ask(left.url + "/route?target_tp_rank=1").status == 404
         assert ask(left.url + "/query").document["0"]["engine_id"] == f"{left.service.epoch:016x}"
+
+
+class Staged(PacedEngine):
+    """A prefill engine of several stages, as others meet it."""
+
+    def __init__(self, count: int) -> None:
+        stages = [identity_of(SECRET) for _ in range(count)]
+        super().__init__(counting(3), identity=stages[0])
+        layers = [range(number, number + 1) for number in range(count)]
+        hellos = [stage.hello() for stage in stages]
+        self.metadata = joined(stages[0].seal, list(zip(hellos, layers, strict=True)))
+        self.lead = stages[0].epoch
+
+    def _meet(self, address: str, metadata: bytes, front: int) -> Met:
+        met = super()._meet(address, metadata, front)
+        return structs.replace(met, metadata=self.metadata)
+
+
+def test_a_prefill_worker_of_several_stages_is_met_as_one():
+    made = Staged(3)
+    split = Split(role="prefill", port=1, seal=Seal(SECRET.encode()))
+    with (
+        Served(made, split_of=lambda link: split) as left,
+        decode(f"127.0.0.1:{left.port}") as right,
+    ):
+        until(lambda: not right.service.split.peers.missing, "the meeting")
+        [peer] = right.service.split.peers.lines()
+        assert peer["engine_id"] == f"{made.lead:016x}"
+        for rank in ("-1", "0", "2"):
+            topology = ask(f"{left.url}/route?target_pp_rank={rank}").document
+            assert (topology["pp_size"], topology["attn_tp_size"]) == (3, 1)
+            assert topology["engine_id"] == f"{made.lead:016x}"
+        for wrong in ("target_pp_rank=3", "target_tp_rank=1", "target_pp_rank=-2"):
+            assert ask(f"{left.url}/route?{wrong}").status == 404
+        told = ask(left.url + "/query").document["0"]
+        assert told["engine_id"] == f"{made.lead:016x}"
+        assert list(told["worker_addr"]["0"]) == ["0", "1", "2"]

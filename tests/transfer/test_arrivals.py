@@ -222,6 +222,34 @@ def test_a_uid_in_use_and_a_full_house_are_refused() -> None:
     arrivals.check()
 
 
+def test_two_senders_of_a_handoff_are_counted_apart(landed: Landed) -> None:
+    """Each has layers of its own; what one brings of the other's is outside of its share."""
+    clock = ManualClock()
+    arrivals = Arrivals(clock=clock)
+    halves = {PREFILL: range(2), OTHER: range(2, 4)}
+    for number, (sender, layers) in enumerate(halves.items()):
+        share = replace(SHARES[0], layer_begin=layers.start, layer_end=layers.stop)
+        assert arrivals.expect(uid=9, sender=sender, shares=[share], within_s=30 + number) is None
+    for sender in halves:
+        assert arrivals.expect(uid=9, sender=sender, shares=SHARES, within_s=9) is Reason.DUPLICATE
+    mine = landed.piece(PieceKind.ROWS, (2, 4), (0, PAGES))
+    assert arrivals.take(mine, sender=PREFILL, read=landed.read) is Verdict.OUTSIDE
+    assert arrivals.take(mine, sender=OTHER, read=landed.read) is Verdict.TAKEN
+    assert arrivals.take(mine, sender=3, read=landed.read) is Verdict.FOREIGN
+    first, second = (arrivals.find(9, sender=sender) for sender in halves)
+    assert first is not None
+    assert second is not None
+    assert (first.is_complete, second.is_complete) == (False, True)
+    arrivals.check()
+    clock.advance(30.5)
+    assert arrivals.expired() == [first]
+    arrivals.close(9, sender=PREFILL)
+    assert arrivals.take(mine, sender=PREFILL, read=landed.read) is Verdict.FOREIGN
+    arrivals.close(9, sender=OTHER)
+    assert arrivals.take(mine, sender=OTHER, read=landed.read) is Verdict.UNKNOWN
+    arrivals.check()
+
+
 def test_a_handoff_ends_at_its_deadline(landed: Landed) -> None:
     clock = ManualClock()
     arrivals = Arrivals(clock=clock)
