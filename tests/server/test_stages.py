@@ -40,11 +40,12 @@ TORCHRUN = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
 }
+GIVES = {"do_remote_decode": True, "do_remote_prefill": False}
 LEG = json.dumps(
     {
         "prompt": "The server is",
         "max_tokens": 3,
-        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+        "kv_transfer_params": GIVES,
     }
 ).encode()
 PACED = ("--engine", "paced", "--pace-ms", "20")
@@ -279,3 +280,53 @@ def test_a_rank_of_torchrun_is_one_process_and_rank_0_has_the_server():
 def unused_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
+
+
+TEXT = {"prompt": [5 + place % 300 for place in range(900)], "max_tokens": 12, "temperature": 0}
+
+
+class Real(Process):
+    """A worker with the model in the box."""
+
+    def __init__(self, command: str, *flags: str) -> None:
+        super().__init__(*flags, command=command, stderr=2, ESS_PEER_SECRET=SECRET)
+        self.wait_ready()
+
+    def asked(self, **more: object) -> dict:
+        status, _, document = answered(
+            self, "/v1/completions", json.dumps({**TEXT, **more}).encode()
+        )
+        assert status == 200, document
+        return document
+
+
+def lose_last_stage(first: Real, second: Real) -> None:
+    """Kills it, and waits until the decode worker has met the stages that come next."""
+
+    def epoch() -> str:
+        [peer] = answered(second, "/server_info")[2]["peers"]
+        return peer["engine_id"]
+
+    before = epoch()
+    last = max(pid for pid, words in children(first.process.pid).items() if "ess.pre" in words)
+    os.kill(last, signal.SIGKILL)
+    until(lambda: not is_running(last), "its end")
+    until(lambda: epoch() != before, "the next worker's epoch")
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_one_process_before_and_behind_a_killed_stage():
+    with Real("serve") as alone:
+        expected = alone.asked()["choices"][0]["text"]
+    with (
+        Real("prefill", "--pp-size", "2", "--chunk", "256") as first,
+        Real("decode", "--peers", f"127.0.0.1:{first.port}") as second,
+    ):
+        for _ in range(2):
+            until(lambda: not answered(second, "/ready")[2]["missing"], "a meeting")
+            given = first.asked(kv_transfer_params=GIVES)
+            made = second.asked(kv_transfer_params=given["kv_transfer_params"])
+            assert made["choices"][0]["text"] == expected
+            lose_last_stage(first, second)
+        [load] = answered(second, "/v1/loads")[2]["loads"]
+        assert load["handoff"]["landed"] == 2
