@@ -28,7 +28,7 @@ from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.indexer import Indexer, Probe
 from ess.models.layers import Rotation, Source, rms_norm
-from ess.models.mla import Mla
+from ess.models.mla import Mla, MlaShare
 from ess.models.moe import Mlp, Moe
 
 
@@ -61,12 +61,14 @@ class Front(NamedTuple):
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, source: Source, number: int, *, first: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, source: Source, number: int, *, first: int = 0, tp: int = 1
+    ) -> None:
         """Layer `number` of the whole model. `first` is where its part begins: a layer is known by
         its place in the part."""
         attention = source.under("self_attn")
         self.number = number - first
-        self.mla = Mla(config, attention)
+        self.mla = Mla(config, attention) if tp == 1 else MlaShare(config, attention, tp=tp)
         self.indexer = (
             Indexer(config, attention.under("indexer")) if config.has_indexer(number) else None
         )
@@ -153,6 +155,10 @@ class CompiledLayer:
         return self._layer.mla.query_stage()
 
     @functools.cached_property
+    def _values(self) -> Stage:
+        return self._layer.mla.value_stage()
+
+    @functools.cached_property
     def _back(self) -> Stage:
         return self._layer.back_stage()
 
@@ -163,6 +169,11 @@ class CompiledLayer:
     def queries(self, query: Tensor, rotation: Rotation, *, threads: int = 1) -> Tensor:
         [queries] = self._queries([query], turns=rotation.turns, threads=threads)
         return queries
+
+    def values(self, attended: Tensor, *, threads: int = 1) -> Tensor:
+        """For a rank that has some of the heads."""
+        [values] = self._values([attended], threads=threads)
+        return values
 
     def back(self, hidden: Tensor, attended: Tensor, *, threads: int = 1) -> Tensor:
         """`output` and `mlp`."""

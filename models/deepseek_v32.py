@@ -35,7 +35,9 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def build(config: ModelConfig, tensor: TensorSource, *, layers: range | None = None) -> Model:
+def build(
+    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+) -> Model:
     from ess.models.model import Model
 
-    return Model(config, tensor, layers=layers)
+    return Model(config, tensor, layers=layers, tp=tp)

@@ -30,7 +30,9 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": True})
 
 
-def build(config: ModelConfig, tensor: TensorSource, *, layers: range | None = None) -> Model:
+def build(
+    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+) -> Model:
     from ess.models.model import Model
 
-    return Model(config, tensor, layers=layers)
+    return Model(config, tensor, layers=layers, tp=tp)

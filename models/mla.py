@@ -20,9 +20,13 @@ GATHER_ELEMENTS: Final = 1 << 20
 
 
 class Mla:
-    def __init__(self, config: ModelConfig, source: Source) -> None:
+    def __init__(self, config: ModelConfig, source: Source, *, tp: int = 1) -> None:
+        """With `tp` ranks `source` has the share of one of them of the weights that make queries
+        and values: `head_count` heads of all."""
         c = config
         self._config = c
+        self.head_count = heads = c.head_count // tp
+        assert heads * tp == c.head_count, f"{c.head_count} heads of {tp} ranks"
         self._down = torch.cat(
             (
                 source.matrix("q_a_proj", c.query_rank, c.hidden_dim),
@@ -31,11 +35,9 @@ class Mla:
         )
         self._query_norm = source.vector("q_a_layernorm.weight", c.query_rank)
         self._latent_norm = source.vector("kv_a_layernorm.weight", c.latent_dim)
-        self._query_up = source.matrix(
-            "q_b_proj", c.head_count * (c.nope_dim + c.rope_dim), c.query_rank
-        )
-        up = source.matrix("kv_b_proj", c.head_count * (c.nope_dim + c.value_dim), c.latent_dim)
-        per_head = up.view(c.head_count, c.nope_dim + c.value_dim, c.latent_dim)
+        self._query_up = source.matrix("q_b_proj", heads * (c.nope_dim + c.rope_dim), c.query_rank)
+        up = source.matrix("kv_b_proj", heads * (c.nope_dim + c.value_dim), c.latent_dim)
+        per_head = up.view(heads, c.nope_dim + c.value_dim, c.latent_dim)
         self._key_up, self._value_up = torch.split(per_head, [c.nope_dim, c.value_dim], 1)
         self._out = source.matrix("o_proj", c.hidden_dim, c.head_count * c.value_dim)
 
@@ -52,7 +54,7 @@ class Mla:
     def queries(self, query: Tensor, rotation: Rotation) -> Tensor:
         """[tokens, query_rank] -> [tokens, heads, latent + rope]."""
         c = self._config
-        heads = linear(query, self._query_up).view(-1, c.head_count, c.nope_dim + c.rope_dim)
+        heads = linear(query, self._query_up).view(-1, self.head_count, c.nope_dim + c.rope_dim)
         nope, rope = torch.split(heads, [c.nope_dim, c.rope_dim], -1)
         latents = torch.bmm(nope.to(self.dtype).transpose(0, 1), self._key_up).transpose(0, 1)
         return torch.cat((latents, rotate(rope, rotation, "interleaved").to(self.dtype)), -1)
@@ -64,11 +66,14 @@ class Mla:
         normed = rms_norm(latent, self._latent_norm, c.query_latent_eps)
         return torch.cat((normed, rotate(rope, rotation, "interleaved")), -1)
 
-    def output(self, attended: Tensor) -> Tensor:
-        """Attended latents, float32 [tokens, heads, latent] -> [tokens, hidden]."""
+    def values(self, attended: Tensor) -> Tensor:
+        """Attended latents, float32 [tokens, heads, latent] -> [tokens, heads, value]."""
         latents = attended.to(self._value_up.dtype).transpose(0, 1)
-        values = torch.bmm(latents, self._value_up.transpose(1, 2)).transpose(0, 1)
-        return linear(values.flatten(1), self._out)
+        return torch.bmm(latents, self._value_up.transpose(1, 2)).transpose(0, 1)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """Attended latents -> [tokens, hidden]."""
+        return linear(self.values(attended).flatten(1), self._out)
 
     # ---- the same as ops of compiled stages
 
@@ -87,28 +92,54 @@ class Mla:
         """Takes the low-rank query, gives absorbed queries."""
         c, stage = self._config, Stage()
         heads = stage.linear(stage.take(c.query_rank), pack(self._query_up))
-        nope = Heads(heads.part(0, c.nope_dim), c.head_count, c.nope_dim + c.rope_dim)
-        rope = Heads(heads.part(c.nope_dim, c.rope_dim), c.head_count, nope.step)
-        asked = stage.room(c.head_count * c.row_dim)
-        latents = Heads(asked.part(0, c.latent_dim), c.head_count, c.row_dim)
-        turned = Heads(asked.part(c.latent_dim, c.rope_dim), c.head_count, c.row_dim)
+        count = self.head_count
+        nope = Heads(heads.part(0, c.nope_dim), count, c.nope_dim + c.rope_dim)
+        rope = Heads(heads.part(c.nope_dim, c.rope_dim), count, nope.step)
+        asked = stage.room(count * c.row_dim)
+        latents = Heads(asked.part(0, c.latent_dim), count, c.row_dim)
+        turned = Heads(asked.part(c.latent_dim, c.rope_dim), count, c.row_dim)
         stage.linear_heads(nope, pack(self._key_up.transpose(1, 2)), latents)
         stage.copy(rope, turned)
         stage.rotate(turned, "interleaved")
-        stage.give(asked, self._query_up.dtype, c.head_count, c.row_dim)
+        stage.give(asked, self._query_up.dtype, count, c.row_dim)
         return stage
 
     def add_output(self, stage: Stage, hidden: Values) -> None:
         """Takes attended latents; `hidden` += their output."""
-        c = self._config
-        attended = stage.take(c.head_count * c.latent_dim)
-        values = stage.room(c.head_count * c.value_dim)
+        self._add(stage, self._values_in(stage), hidden)
+
+    def value_stage(self) -> Stage:
+        """Takes attended latents, gives values."""
+        stage = Stage()
+        values = self._values_in(stage)
+        stage.give(values, torch.float32, self.head_count, self._config.value_dim)
+        return stage
+
+    def _values_in(self, stage: Stage) -> Values:
+        c, count = self._config, self.head_count
+        attended = stage.take(count * c.latent_dim)
+        values = stage.room(count * c.value_dim)
         stage.linear_heads(
-            Heads(attended.part(0, c.latent_dim), c.head_count, c.latent_dim),
+            Heads(attended.part(0, c.latent_dim), count, c.latent_dim),
             pack(self._value_up),
-            Heads(values.part(0, c.value_dim), c.head_count, c.value_dim),
+            Heads(values.part(0, c.value_dim), count, c.value_dim),
         )
+        return values
+
+    def _add(self, stage: Stage, values: Values, hidden: Values) -> None:
         stage.add(stage.linear(values, pack(self._out)), hidden)
+
+
+class MlaShare(Mla):
+    """One rank's heads. It makes values of its own heads (`values`); its output takes the values of
+    all heads, [tokens, heads, value], since the output projection is whole on every rank."""
+
+    def output(self, attended: Tensor) -> Tensor:
+        return linear(attended.flatten(1), self._out)
+
+    def add_output(self, stage: Stage, hidden: Values) -> None:
+        c = self._config
+        self._add(stage, stage.take(c.head_count * c.value_dim), hidden)
 
 
 def attend(

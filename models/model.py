@@ -21,9 +21,15 @@ from ess.models.mtp import Mtp
 
 class Model:
     def __init__(
-        self, config: ModelConfig, tensor: TensorSource, *, layers: range | None = None
+        self,
+        config: ModelConfig,
+        tensor: TensorSource,
+        *,
+        layers: range | None = None,
+        tp: int = 1,
     ) -> None:
-        """`config` is the whole model's, and so are the numbers in `layers`."""
+        """`config` is the whole model's, and so are the numbers in `layers`. With `tp` ranks in a
+        team `tensor` gives one rank's share of what is cut by heads (`Split`)."""
         c, source = config, Source(tensor)
         part = range(c.layer_count) if layers is None else layers
         check_part(c.groups, c.layer_count, part.start, part.stop)
@@ -31,12 +37,12 @@ class Model:
         self.is_first, self.is_last = part.start == 0, part.stop == c.layer_count
         self._embedding = self._embedding_of(source)
         self.layers = tuple(
-            DecoderLayer(c, source.under(f"model.layers.{number}"), number, first=part.start)
+            DecoderLayer(c, source.under(f"model.layers.{number}"), number, first=part.start, tp=tp)
             for number in part
         )
         self._take_ending(source)
         has_mtp = self.is_last and c.mtp_layer_count
-        self.mtp = Mtp(c, source, first=part.start) if has_mtp else None
+        self.mtp = Mtp(c, source, first=part.start, tp=tp) if has_mtp else None
         self._positions = RotaryPositions(c)
 
     def _embedding_of(self, source: Source) -> Tensor | None:

@@ -148,7 +148,7 @@ class Moe:
         """Each token's weighted sum, float32, of what all its experts made for it."""
         placed = torch.empty_like(outer, dtype=torch.float32)
         placed[inner.order] = outer.float()
-        weighted = placed.view(*routing.weights.shape, -1) * routing.weights[..., None]
+        weighted = placed.view(*routing.weights.shape, outer.shape[1]) * routing.weights[..., None]
         return weighted.sum(1)
 
     def shared(self, x: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from ess.models.layers import Source, linear, rms_norm
 
 
 class Mtp:
-    def __init__(self, config: ModelConfig, source: Source, *, first: int = 0) -> None:
+    def __init__(self, config: ModelConfig, source: Source, *, first: int = 0, tp: int = 1) -> None:
         number, dim = config.layer_count, config.hidden_dim
         own = source.under(f"model.layers.{number}")
-        self.layer = DecoderLayer(config, own, number, first=first)
+        self.layer = DecoderLayer(config, own, number, first=first, tp=tp)
         self._eps = config.norm_eps
         self._embedding_norm = own.vector("enorm.weight", dim)
         self._hidden_norm = own.vector("hnorm.weight", dim)

@@ -30,7 +30,12 @@ class Family(Protocol):
     def read(self, raw: Mapping[str, Any]) -> ModelConfig: ...
 
     def build(
-        self, config: ModelConfig, tensor: TensorSource, *, layers: range | None = None
+        self,
+        config: ModelConfig,
+        tensor: TensorSource,
+        *,
+        layers: range | None = None,
+        tp: int = 1,
     ) -> Model: ...
 
 
@@ -46,7 +51,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return family(raw.get("model_type")).read(raw)
 
 
-def build(config: ModelConfig, tensor: TensorSource, *, layers: range | None = None) -> Model:
+def build(
+    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+) -> Model:
     """The model over `tensor(name)`, which gives each weight under its checkpoint name; a part of
-    it, where `layers` says which."""
-    return family(config.family).build(config, tensor, layers=layers)
+    it, where `layers` says which; of `tp` ranks' heads those that `tensor` gives."""
+    return family(config.family).build(config, tensor, layers=layers, tp=tp)

@@ -23,6 +23,7 @@ from ess.bench.engine.calibrate import texts
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
 from ess.door import Offload
+from ess.door import Sequence as Opened
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import run_chunks
@@ -154,20 +155,20 @@ def _prefilled(
     chosen = prompts[: load.pack]
     for _ in range(repeats + 1):
         for at_once, taken in seconds.items():
-            spans = [_span(eng.offload, prompt) for prompt in chosen]
+            opened = [eng.offload.open(prompt, length_max=len(prompt)) for prompt in chosen]
+            spans = list(map(_span, opened, chosen))
             started_s = time.thread_time()
             for first in range(0, len(spans), at_once):
                 run_chunks(eng.runner, spans[first : first + at_once])
             taken.append(time.thread_time() - started_s)
-            for span in spans:
-                span.sequence.close()
+            for sequence in opened:
+                sequence.close()
             eng.offload.forget_prefixes()
     eng.offload.close()
     return seconds[1][1:], seconds[load.pack][1:]
 
 
-def _span(offload: Offload, prompt: Sequence[int]) -> Span:
-    sequence = offload.open(prompt, length_max=len(prompt))
+def _span(sequence: Opened, prompt: Sequence[int]) -> Span:
     if sequence.cached_count:
         raise BadState(f"{sequence} found {sequence.cached_count} rows: two prompts begin alike")
     return Span(sequence=sequence, start=0, tokens=prompt[:-1], following=prompt[1:])

@@ -40,17 +40,13 @@ class LatentPool:
     def __init__(
         self, layout: ModelLayout, memory: Bytes, *, fd: int | None = None, poison: bool = False
     ) -> None:
-        page_count = len(memory) // layout.host_page_bytes
-        assert page_count > 0, f"{len(memory)} bytes hold no page of {layout.host_page_bytes}"
+        self.rows, self.keys = laid_out(layout, memory)
+        page_count = self.rows.shape[1] // PAGE_ROWS
         self.layout = layout
         self.fd = fd
         self.pages = PagePool(page_count)
         self.prefix = PrefixIndex()
         self._poison = poison
-        row_bytes_total = layout.layer_total * page_count * layout.page_bytes
-        shape = (layout.layer_total, page_count * PAGE_ROWS, layout.row_bytes)
-        self.rows: Bytes = memory[:row_bytes_total].reshape(shape)
-        self.keys = KeyPages(layout, memory[row_bytes_total:], page_count)
         self.stored = np.zeros((layout.layer_total, page_count), np.uint64)
         self.keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
         if poison:
@@ -197,6 +193,16 @@ class LatentPool:
                 assert not self.keyed[:, page].any(), f"free page {page} has index keys"
         kept = held_count + self.prefix.idle_count + self.pages.free_count
         assert kept == self.pages.page_count, "free + held + idle pages != all pages"
+
+
+def laid_out(layout: ModelLayout, memory: Bytes) -> tuple[Bytes, KeyPages]:
+    """How a pool lies in its memory: rows [layer][host row], then the keys."""
+    page_count = len(memory) // layout.host_page_bytes
+    assert page_count > 0, f"{len(memory)} bytes hold no page of {layout.host_page_bytes}"
+    row_bytes_total = layout.layer_total * page_count * layout.page_bytes
+    shape = (layout.layer_total, page_count * PAGE_ROWS, layout.row_bytes)
+    rows: Bytes = memory[:row_bytes_total].reshape(shape)
+    return rows, KeyPages(layout, memory[row_bytes_total:], page_count)
 
 
 def _bits(host_rows: RowIds) -> npt.NDArray[np.uint64]:

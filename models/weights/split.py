@@ -12,12 +12,15 @@ The last block of a side may be partial (576 rows): the end of the tensor is alw
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.weights.shapes import Spec
 from ess.models.weights.stored import QUANT_BLOCK
 from ess.units import div_ceil
+
+HEAD_TENSORS: Final = ("q_b_proj.weight", "kv_b_proj.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +47,17 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """One rank's place: `tp_rank` of `tp`, `ep_rank` of `ep`."""
+    """One rank's place: `tp_rank` of `tp`, `ep_rank` of `ep`.
+
+    `by_heads` cuts only what makes queries, keys and values of the heads: for ranks that share the
+    attention of some tokens, and each do the rest of the layer for tokens of their own.
+    """
 
     tp: int = 1
     tp_rank: int = 0
     ep: int = 1
     ep_rank: int = 0
+    by_heads: bool = False
 
     def __post_init__(self) -> None:
         for name, size, rank in (
@@ -76,6 +84,8 @@ class Split:
     def window(self, spec: Spec, *, blocked: bool) -> Window | None:
         """This rank's part, or None for all of it. `blocked`: the stored weight is fp8."""
         if spec.cut is None or self.tp == 1 or (spec.expert is not None and self.ep > 1):
+            return None
+        if self.by_heads and not spec.name.endswith(HEAD_TENSORS):
             return None
         dim, part_count = spec.cut.dim, spec.cut.part_count
         side = spec.shape[dim]

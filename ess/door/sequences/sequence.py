@@ -228,6 +228,21 @@ class Sequence:
             pools.index.keys.write(group, self.holding.row_ids(start, len(array)), array)
         self.progress.arrival_count += 1
 
+    def mark_stored(self, layer: int, start: int, count: int) -> None:
+        """Rows of this layer, and keys where it has its own, that ranks of a team have written
+        where this sequence has them (`MappedRows`): from now on they count as imported."""
+        self._require("active")
+        latent, layout = self.owner.pools.latent, self.owner.pools.layout
+        layout.check_layer(layer)
+        to_host = self._importable(start, count, "rows")
+        assert not latent.is_stored(layer, to_host).any(), f"layer {layer}: rows came twice"
+        latent.mark_rows(layer, to_host)
+        group = layout.group_of(layer)
+        if layout.index is not None and layout.groups[group][0] == layer:
+            assert not latent.is_keyed(group, to_host).any(), f"group {group}: keys came twice"
+            latent.mark_keys(group, to_host)
+        self.progress.arrival_count += 1
+
     def _importable(self, start: int, count: int, what: str) -> PageIds:
         low, high = self.cached_count, len(self.tokens)
         if not low <= whole("start", start) <= start + count <= high:

@@ -20,6 +20,7 @@ from ess.models.decoder import DecoderLayer, Front
 from ess.models.indexer import Probe
 from ess.models.layers import Rotation
 from ess.models.model import Model
+from ess.models.mtp import Mtp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,21 @@ def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -
     if not batch.ops.has_stages():
         return layer.mlp(layer.output(hidden, attended))
     return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
+
+
+def values(batch: Shared, layer: DecoderLayer, attended: Tensor) -> Tensor:
+    """Attended latents -> values, of a rank that has some of the heads."""
+    if not batch.ops.has_stages():
+        return layer.mla.values(attended)
+    return layer.compiled(batch.layout).values(attended, threads=compute_threads())
+
+
+def join(batch: Shared, mtp: Mtp, embedded: Tensor, finished: Tensor) -> Tensor:
+    """Next tokens' embeddings and finished states -> the input of the MTP module's layer."""
+    if not batch.ops.has_stages():
+        return mtp.join(embedded, finished)
+    [joined] = mtp.join_stage([embedded, finished], threads=compute_threads())
+    return joined
 
 
 def ended(batch: Shared, model: Model, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,9 @@
 """One layer of the model over a pack: rows and keys are stored, then the pack's queries attend.
 
+Where a team runs the pack, each rank makes the rows of its own tokens (`work.mine`) and attends for
+the queries of `work.asked`; `share` has the calls by which ranks meet. On a rank alone both are the
+whole pack, and the calls do nothing.
+
 No span reads what another one of its pack writes: the indexer and the attention run span by span.
 
 The stages are those of a decode step, compiled where they can be: they treat every token alike,
@@ -8,42 +12,60 @@ however the prompt is cut, whatever prefix was there and whatever else is in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ess.engine.layers.batch import back, front, queries
 from ess.engine.prompt.pack import Chosen, Pack, window_of
 from ess.engine.prompt.reading import attend_chosen, top_k
+from ess.engine.prompt.share import Share, Work, joined
 from ess.models.decoder import DecoderLayer
 
 
 def run_layer(
-    pack: Pack, layer: DecoderLayer, hidden: Tensor, given: Chosen
+    share: Share, work: Work, layer: DecoderLayer, hidden: Tensor, given: Chosen
 ) -> tuple[Tensor, Chosen]:
-    made, chosen = front(pack, layer, hidden), given
+    mine, made, chosen = work.mine, front(work.mine, layer, hidden), given
+    if made.keys is not None:
+        _import_keys(mine, layer, made.keys)
+    _import_rows(mine, layer, made.rows)
+    share.stored(work, layer.number)
     if made.queries is not None and made.weights is not None:
-        _import_keys(pack, layer, made.keys)
-        picked = [
-            top_k(pack, span, layer.number, made.queries[place], made.weights[place])
-            for _, span, place in pack.each()
-        ]
-        _keep_windows(pack, layer, picked)
-        chosen = picked
-    _import_rows(pack, layer, made.rows)
-    asked = queries(pack, layer, made.query)
+        chosen = _select(share, work, layer, made.queries, made.weights)
+    asked = queries(work.asked, layer, share.gathered(made.query))
+    attended = _attend(work.asked, layer, asked, chosen)
+    return back(mine, layer, hidden, share.exchanged(work, layer, attended)), chosen
+
+
+def _select(
+    share: Share, work: Work, layer: DecoderLayer, asked: Tensor, weights: Tensor
+) -> Chosen:
+    pack, group = work.asked, work.asked.layout.group_of(layer.number)
+    none = torch.empty(0, pack.layout.top_k, dtype=torch.int32)
+    picked = [
+        top_k(work.mine, span, layer.number, asked[place], weights[place])
+        for _, span, place in work.mine.each()
+    ]
+    together = share.gathered(joined(picked, none))
+    chosen = [together[place] for place in pack.places]
+    for at, span, _ in pack.each():
+        span.windows[group] = window_of(span, chosen[at])
+    return chosen
+
+
+def _attend(pack: Pack, layer: DecoderLayer, asked: Tensor, chosen: Chosen) -> Tensor:
+    latent_dim = pack.layout.row.latent_dim
+    none = torch.empty(0, asked.shape[1], latent_dim)
     attended = []
     for at, span, place in pack.each():
-        mine = chosen[at]
-        assert mine is not None, f"layer {layer.number} shares a selection that was not made"
+        selection = chosen[at]
+        assert selection is not None, f"layer {layer.number} shares a selection that was not made"
         host_rows = span.sequence.host_rows(0, span.stop)
-        attended.append(attend_chosen(pack, layer.number, asked[place], host_rows, mine))
-    return back(pack, layer, hidden, torch.cat(attended)), chosen
+        attended.append(attend_chosen(pack, layer.number, asked[place], host_rows, selection))
+    return joined(attended, none)
 
 
-def _import_keys(pack: Pack, layer: DecoderLayer, keys: Tensor | None) -> None:
-    assert keys is not None, f"layer {layer.number} has an indexer and made no keys"
+def _import_keys(pack: Pack, layer: DecoderLayer, keys: Tensor) -> None:
     for _, span, place in pack.each():
         span.sequence.import_keys(layer.number, span.start, keys[place])
 
@@ -51,9 +73,3 @@ def _import_keys(pack: Pack, layer: DecoderLayer, keys: Tensor | None) -> None:
 def _import_rows(pack: Pack, layer: DecoderLayer, rows: Tensor) -> None:
     for _, span, place in pack.each():
         span.sequence.import_rows(layer.number, span.start, rows[place])
-
-
-def _keep_windows(pack: Pack, layer: DecoderLayer, chosen: Sequence[Tensor]) -> None:
-    group = pack.layout.group_of(layer.number)
-    for at, span, _ in pack.each():
-        span.windows[group] = window_of(span, chosen[at])

@@ -5,16 +5,52 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ess.door import Sequence as Opened
-from ess.engine.step.runner import Runner
+from ess.door import LayerMemory
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.layers import Rotation
+from ess.models.model import Model
 from ess.pool.warmup import WINDOW_MAX
+
+
+class Rows(Protocol):
+    """What a chunk needs of an open sequence."""
+
+    @property
+    def page_table(self) -> Tensor: ...
+
+    def host_rows(self, start: int, count: int) -> Tensor: ...
+
+    def import_rows(self, layer: int, start: int, rows: Any) -> None: ...
+
+    def import_keys(self, layer: int, start: int, keys: Any) -> None: ...
+
+    def mark_stored(self, layer: int, start: int, count: int) -> None: ...
+
+
+class Memory(Protocol):
+    @property
+    def layout(self) -> ModelLayout: ...
+
+    def memory(self, layer: int) -> LayerMemory: ...
+
+
+class Computer(Protocol):
+    """What a chunk needs of a runner."""
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def offload(self) -> Memory: ...
+
+    @property
+    def ops(self) -> Ops: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,14 +58,16 @@ class Span:
     """`tokens` of an open sequence, from position `start` on, that run through the model together.
 
     `following[i]` is the token behind `tokens[i]`: what the MTP module pairs with i. `windows` are
-    found on the way, one for each layer group.
+    found on the way, one for each layer group. Of a part of a span `behind_count` are the tokens
+    behind it, which another rank runs.
     """
 
-    sequence: Opened
+    sequence: Rows
     start: int
     tokens: Sequence[int]
     following: Sequence[int]
     windows: dict[int, Tensor] = field(default_factory=dict)
+    behind_count: int = 0
 
     def __post_init__(self) -> None:
         count = len(self.tokens)
@@ -44,7 +82,7 @@ class Span:
 class Pack:
     """Spans, one behind the other. `places[i]` are the tokens of span i among those of all."""
 
-    runner: Runner
+    runner: Computer
     spans: tuple[Span, ...]
     places: tuple[slice, ...]
     rotation: Rotation
@@ -65,10 +103,10 @@ Chosen = Sequence[Tensor | None]
 """The selections of each span's queries; None before the first layer has made them."""
 
 
-def packed(runner: Runner, spans: Sequence[Span]) -> Pack:
-    assert len({span.sequence for span in spans}) == len(spans) > 0, "a sequence has two spans"
+def packed(runner: Computer, spans: Sequence[Span]) -> Pack:
+    assert len({span.sequence for span in spans}) == len(spans), "a sequence has two spans"
     ends = list(itertools.accumulate(len(span.tokens) for span in spans))
-    positions = [torch.arange(span.start, span.stop) for span in spans]
+    positions = [torch.arange(0), *(torch.arange(span.start, span.stop) for span in spans)]
     return Pack(
         runner=runner,
         spans=tuple(spans),
@@ -78,5 +116,5 @@ def packed(runner: Runner, spans: Sequence[Span]) -> Pack:
 
 
 def window_of(span: Span, chosen: Tensor) -> Tensor:
-    """The selections of the last queries, oldest first."""
-    return chosen[-min(WINDOW_MAX, len(span.tokens)) :]
+    """The selections of the last queries, oldest first; of a part those that lie in it."""
+    return chosen[max(len(span.tokens) + span.behind_count - WINDOW_MAX, 0) :]

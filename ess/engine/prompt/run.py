@@ -21,17 +21,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ess.engine.layers.batch import compute_threads
+from ess.engine.layers.batch import join
 from ess.engine.plan import Chunk
 from ess.engine.prompt.layer import run_layer
-from ess.engine.prompt.pack import Chosen, Pack, Span, packed
-from ess.engine.step.runner import Runner
-from ess.models.mtp import Mtp
+from ess.engine.prompt.pack import Chosen, Computer, Pack, Span
+from ess.engine.prompt.share import Share, Whole
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A span's windows int32 [groups, w, k], and its last layer's output, a state per token."""
+    """A span's windows int32 [groups, w, k], and its last layer's output, a state per token: in a
+    team, per token of the rank's own."""
 
     pack: Pack
     span: Span
@@ -40,51 +40,47 @@ class Prefilled:
 
 
 def run_chunks(
-    runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None
+    runner: Computer, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None
 ) -> list[Prefilled]:
     """Runs the spans as one pack. `on_layer` is told of each layer when its rows are stored."""
     return run_part(runner, spans, on_layer)[0]
 
 
 def run_part(
-    runner: Runner,
+    runner: Computer,
     spans: Sequence[Span],
     on_layer: Callable[[int], None] | None = None,
     *,
     given: Tensor | None = None,
+    share: Share | None = None,
 ) -> tuple[list[Prefilled], Tensor]:
     """The same for a part of a model. `given` is what the part before it has made of the pack; what
     this part makes of it comes back beside the spans."""
-    pack = packed(runner, spans)
     assert (given is None) == runner.model.is_first, "only the first part embeds"
+    meets = Whole() if share is None else share
+    work = meets.work(runner, spans)
+    mine = work.mine.spans
     hidden = given
     if hidden is None:
-        hidden = runner.model.embed(_joined([span.tokens for span in spans]))
-    chosen: Chosen = [None] * len(spans)
+        hidden = runner.model.embed(_joined([span.tokens for span in mine]))
+    chosen: Chosen = [None] * len(work.asked.spans)
     for layer in runner.model.layers:
-        hidden, chosen = run_layer(pack, layer, hidden, chosen)
+        hidden, chosen = run_layer(meets, work, layer, hidden, chosen)
         if on_layer is not None:
             on_layer(layer.number)
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"
-        embedded = runner.model.embed(_joined([span.following for span in spans]))
-        joined = _paired(runner, mtp, embedded, runner.model.finish(hidden))
-        run_layer(pack, mtp.layer, joined, [None] * len(spans))
+        embedded = runner.model.embed(_joined([span.following for span in mine]))
+        joined = join(work.mine, mtp, embedded, runner.model.finish(hidden))
+        run_layer(meets, work, mtp.layer, joined, [None] * len(work.asked.spans))
         if on_layer is not None:
             on_layer(mtp.layer.number)
-    made = [
-        Prefilled(pack, span, _windows(pack, span), hidden[place]) for _, span, place in pack.each()
-    ]
-    return made, hidden
-
-
-def _paired(runner: Runner, mtp: Mtp, embedded: Tensor, finished: Tensor) -> Tensor:
-    """The input of the MTP module's layer, of each token alike where stages are compiled."""
-    if not runner.ops.has_stages():
-        return mtp.join(embedded, finished)
-    [joined] = mtp.join_stage([embedded, finished], threads=compute_threads())
-    return joined
+    windows = meets.windows(work)
+    meets.done()
+    states = [hidden[place] for place in work.own]
+    made = zip(work.spans, windows, states, strict=True)
+    return [Prefilled(work.mine, *each) for each in made], hidden
 
 
 def span_of(chunk: Chunk) -> Span:
@@ -101,9 +97,4 @@ def span_of(chunk: Chunk) -> Span:
 
 
 def _joined(lines: Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor([token for line in lines for token in line])
-
-
-def _windows(pack: Pack, span: Span) -> Tensor:
-    assert len(span.windows) == pack.layout.group_count, "a group without a window"
-    return torch.stack([span.windows[group] for group in sorted(span.windows)]).int().contiguous()
+    return torch.tensor([token for line in lines for token in line], dtype=torch.int64)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ess.engine.layers.batch import Batch, attend, compute_threads, select, turned
+from ess.engine.layers.batch import Batch, attend, compute_threads, join, select, turned
 from ess.engine.step.runner import Runner
 from ess.kernels.merge import Partial, merge
 from ess.models.indexer import Probe
@@ -40,7 +40,7 @@ def draft(
     assert count >= 1, f"{count} drafts"
     assert len(following) == batch.step.query_count, f"{len(following)} tokens behind queries"
     assert len(last) == len(batch.step.firsts), f"{len(last)} newest tokens"
-    joined = _join(batch, mtp, runner.model.embed(torch.tensor(list(following))), hidden)
+    joined = join(batch, mtp, runner.model.embed(torch.tensor(list(following))), hidden)
     made = runner.layer(batch, mtp.layer, joined)[list(last)]
     finished, guess = _ended(batch, runner.model, mtp, made)
     guesses, chain = [guess], Chain(runner, batch, mtp, list(last))
@@ -48,13 +48,6 @@ def draft(
         finished, guess = _ended(batch, runner.model, mtp, chain.next(guess, finished))
         guesses.append(guess)
     return torch.stack(guesses, dim=1).tolist()
-
-
-def _join(batch: Batch, mtp: Mtp, embedded: Tensor, finished: Tensor) -> Tensor:
-    if not batch.ops.has_stages():
-        return mtp.join(embedded, finished)
-    [joined] = mtp.join_stage([embedded, finished], threads=compute_threads())
-    return joined
 
 
 def _ended(batch: Batch, model: Model, mtp: Mtp, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +72,7 @@ class Chain:
 
     def next(self, tokens: Tensor, finished: Tensor) -> Tensor:
         layer, runner = self._mtp.layer, self._runner
-        hidden = _join(self._batch, self._mtp, runner.model.embed(tokens), finished)
+        hidden = join(self._batch, self._mtp, runner.model.embed(tokens), finished)
         rotation = runner.model.rotation(self._lengths + len(self._own))
         entry = layer.enter(hidden)
         self._own.append(layer.mla.rows(entry.row, rotation).float())

@@ -1,0 +1,198 @@
+"""A stage as a team of ranks, which run its micro-batches together (`engine.prompt.share`).
+
+Member 0 owns the pools and the sequences and obeys the orders. For each micro-batch it tells the
+others what runs: tokens, positions and the pages of each sequence. So they remember nothing from
+one micro-batch to the next, and no page that was freed in between can be read or written; a
+sequence of 128K tokens has 16 KB of page numbers, against a hidden state of megabytes.
+
+Each member receives its slice of the hidden state from the same member of the stage before, and
+sends its slice on. While nothing runs member 0 says so from time to time (`rest`): a member that
+hears nothing for long takes the team for lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from struct import Struct
+from struct import error as StructError
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ess.comm.group import Group
+from ess.comm.team import Team
+from ess.door import Sequence as Opened
+from ess.door.mapped import MappedPools, MappedRows, SharedPools
+from ess.engine.prompt.pack import Span
+from ess.engine.prompt.run import Prefilled, run_part
+from ess.engine.prompt.share import ByHeads, ByTokens, Share, Whole, own_count
+from ess.engine.step.runner import Runner
+from ess.errors import BadInput
+from ess.kernels.ops import Ops
+from ess.layout import ModelLayout
+from ess.models.model import Model
+from ess.models.weights.split import Split
+from ess.units import PAGE_ROWS, div_ceil
+
+Kind = Literal["tp", "cp"]
+
+_RUN: Final = b"R"
+_REST: Final = b"P"
+_STOP: Final = b"S"
+_SPAN: Final = Struct("<QII")
+_INT: Final = np.dtype("<i4")
+
+
+def share_of(kind: Kind, team: Team) -> Share:
+    """A team of one shares nothing."""
+    if team.size == 1:
+        return Whole()
+    return ByHeads(team) if kind == "tp" else ByTokens(team)
+
+
+def heads_of(kind: Kind, team: Team) -> Split | None:
+    """Which heads a member loads; None for all."""
+    if kind == "cp" or team.size == 1:
+        return None
+    return Split(tp=team.size, tp_rank=team.rank, by_heads=True)
+
+
+class OwnRows(MappedRows):
+    """On member 0, which marks what all members have written."""
+
+    def __init__(self, pools: MappedPools, sequence: Opened, stop: int) -> None:
+        count = div_ceil(stop, PAGE_ROWS)
+        self.host_pages = sequence.holding.host_pages[:count]
+        self.active_pages = sequence.page_table.numpy()[:count]
+        super().__init__(pools, self.host_pages, self.active_pages)
+        self._sequence = sequence
+
+    def mark_stored(self, layer: int, start: int, count: int) -> None:
+        self._sequence.mark_stored(layer, start, count)
+
+
+class TeamLead:
+    """Member 0 of a team of several."""
+
+    def __init__(self, runner: Runner, team: Team, kind: Kind) -> None:
+        assert team.rank == 0 < team.size - 1, f"rank {team.rank} of {team.size} leads no team"
+        self._runner = runner
+        self._team = team
+        self._share = share_of(kind, team)
+        pools = runner.offload.owner.pools
+        self._pools = MappedPools.of(pools)
+        team.broadcast(SharedPools.of(pools).pack())
+
+    def run_part(
+        self,
+        spans: Sequence[Span],
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        given: Tensor | None = None,
+    ) -> tuple[list[Prefilled], Tensor]:
+        """As `run_part`; `given` and what comes back are the slice of this member."""
+        shared = [replace(span, sequence=self._own(span)) for span in spans]
+        self._team.broadcast(_RUN + b"".join(map(_packed, shared)))
+        return run_part(self._runner, shared, on_layer, given=given, share=self._share)
+
+    def _own(self, span: Span) -> OwnRows:
+        assert isinstance(span.sequence, Opened), "member 0 opens the sequences"
+        return OwnRows(self._pools, span.sequence, span.stop)
+
+    def own_count(self, count: int) -> int:
+        """How many lines of a hidden state of so many tokens come here."""
+        return own_count(count, self._team.rank, self._team.size)
+
+    def rest(self) -> None:
+        """Nothing runs, and the team is there."""
+        self._team.broadcast(_REST)
+
+    def stop(self) -> None:
+        self._team.broadcast(_STOP)
+
+
+@dataclass(frozen=True, slots=True)
+class _Computer:
+    model: Model
+    offload: MappedPools
+    ops: Ops
+
+
+class TeamMember:
+    """Any other member. `layout` is that of member 0's offload."""
+
+    def __init__(
+        self, model: Model, ops: Ops, layout: ModelLayout, group: Group, kind: Kind
+    ) -> None:
+        team = group.team
+        assert team.rank > 0, "member 0 leads its team"
+        shared = SharedPools.unpack(team.broadcast(b""))
+        self._computer = _Computer(model, MappedPools.map(layout, shared), ops)
+        self._group = group
+        self._team = team
+        self._share = share_of(kind, team)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Until member 0 says stop. LinkLost if the group has ended before."""
+        while (said := self._team.broadcast(b"")) != _STOP:
+            self._group.advance()
+            if said != _REST:
+                self._obey(said)
+
+    def _obey(self, said: bytes) -> None:
+        spans = list(_unpacked(said, self._computer.offload))
+        given = self._received(sum(len(span.tokens) for span in spans))
+        _, hidden = run_part(
+            self._computer,
+            spans,
+            lambda _: self._group.advance(),
+            given=given,
+            share=self._share,
+        )
+        if self._group.next is not None:
+            self._group.next.send(b"", hidden)
+
+    def _received(self, count: int) -> Tensor | None:
+        if self._group.previous is None:
+            return None
+        frame = self._group.previous.receive(None)
+        own = own_count(count, self._team.rank, self._team.size)
+        if frame is None or frame.tensor is None or len(frame.tensor) != own:
+            raise BadInput(f"a batch of {count} tokens came without {own} lines for this member")
+        return frame.tensor
+
+
+def _packed(span: Span) -> bytes:
+    rows = span.sequence
+    assert isinstance(rows, OwnRows), "a team's rows are those of its first member"
+    lists = (span.tokens, span.following, rows.host_pages, rows.active_pages)
+    head = _SPAN.pack(span.start, len(span.tokens), len(rows.host_pages))
+    return head + b"".join(np.asarray(each, _INT).tobytes() for each in lists)
+
+
+def _unpacked(said: bytes, pools: MappedPools) -> Iterator[Span]:
+    if said[:1] != _RUN:
+        raise BadInput(f"{said[:20]!r} is no order of a team")
+    at = 1
+    while at < len(said):
+        try:
+            start, count, page_count = _SPAN.unpack_from(said, at)
+            at += _SPAN.size
+            numbers = np.frombuffer(said, _INT, 2 * (count + page_count), at).astype(np.int32)
+        except (StructError, ValueError):
+            raise BadInput(f"an order of {len(said)} bytes is cut short") from None
+        at += numbers.nbytes
+        if not 0 < count <= start + count <= page_count * PAGE_ROWS:
+            raise BadInput(f"{count} tokens from {start} on do not fit on {page_count} pages")
+        tokens, following, pages = np.split(numbers, [count, 2 * count])
+        host, active = pages[:page_count], pages[page_count:]
+        yield Span(
+            sequence=MappedRows(pools, host, active),
+            start=start,
+            tokens=tokens.tolist(),
+            following=following.tolist(),
+        )
