@@ -219,4 +219,3 @@ def in_team(
         for thread in threads:
             thread.join(PATIENCE_S)
         assert not failed, failed
-

@@ -118,7 +118,7 @@ class ByTokens:
         layout = work.mine.layout
         none = torch.empty(0, layout.group_count, layout.top_k, dtype=torch.int32)
         lines = [_windows(work.mine, span).transpose(0, 1) for span in work.mine.spans]
-        together = self._team.all_gather(joined(lines, none))
+        together = self._team.all_gather(joined(lines, none).contiguous())
         counts = [min(WINDOW_MAX, len(span.tokens)) for span in work.spans]
         return [part.transpose(0, 1).contiguous() for part in torch.split(together, counts)]
 
@@ -134,7 +134,7 @@ class ByHeads(ByTokens):
         return Work(tuple(spans), packed(computer, parts), own, packed(computer, spans))
 
     def gathered(self, own: Tensor) -> Tensor:
-        return self._team.all_gather(own)
+        return self._team.all_gather(own.contiguous())
 
     def exchanged(self, work: Work, layer: DecoderLayer, attended: Tensor) -> Tensor:
         made = values(work.asked, layer, attended)

@@ -1,0 +1,76 @@
+"""Members that are processes: one copy of the pools, and the rows of one rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.team.member_process import CHUNK, FAMILY, FORM, LENGTHS, digest
+from tests.team.rig import alone
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def members(kind: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        init = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    with ExitStack() as stack:
+        started = []
+        for rank in range(size):
+            words = ["-m", "tests.team.member_process", kind, str(size), str(rank), init]
+            process = subprocess.Popen(
+                [sys.executable, *words],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            started.append(process)
+        yield started
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def pool_bytes(process: subprocess.Popen[str], what: str) -> int:
+    """What the process has in memory of the pools' files: all (Rss), or its share of it (Pss)."""
+    text = Path(f"/proc/{process.pid}/smaps").read_text()
+    total = 0
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
+        if "/memfd:ess-" in part.splitlines()[0]:
+            found = re.search(rf"^{what}:\s+(\d+) kB", part, re.MULTILINE)
+            total += int(found[1]) << 10 if found is not None else 0
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "size"), [("tp", 2), ("cp", 2), ("cp", 3)])
+def test_processes_leave_what_one_rank_leaves_in_one_copy_of_the_pools(kind: str, size: int):
+    wanted = digest(alone(FAMILY, FORM, LENGTHS, CHUNK))
+    with members(kind, size) as started:
+        assert [said(process) for process in started] == ["ready"] * size
+        assert said(started[0]) == wanted
+        assert [said(process) for process in started[1:]] == ["ran"] * (size - 1)
+        resident = [pool_bytes(process, "Rss") for process in started]
+        shares = sum(pool_bytes(process, "Pss") for process in started)
+        print(f"resident {resident}, shares {shares}")
+        assert min(resident[1:]) > 1 << 20
+        assert resident[0] <= shares * 1.01 <= resident[0] * 1.02
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.close()
+        assert [process.wait(60) for process in started] == [0] * size
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("ess-")]
