@@ -204,7 +204,8 @@ class Lead:
         self.stages.order(Meet(metadata))
 
     def close(self) -> None:
-        """The other stages end in order."""
+        """The other ranks end in order."""
+        self._stage.ranks.stop()
         self.stages.order(orders.Stop())
         self.stages.flush()
         while not self.stages.is_clear:

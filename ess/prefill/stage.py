@@ -19,7 +19,6 @@ from ess.door.handoff.endings import Lapsed, Sent
 from ess.door.handoff.pages import StagePages
 from ess.door.handoff.port import Port
 from ess.engine.prompt.pack import Span
-from ess.engine.prompt.run import run_part
 from ess.engine.step.runner import Runner
 from ess.errors import BadInput, EssError, PoolFull
 from ess.prefill.orders import (
@@ -36,6 +35,7 @@ from ess.prefill.orders import (
     Text,
 )
 from ess.prefill.reports import Free, Hello, Ran, Released, Report
+from ess.prefill.team import OneRank, Ranks
 from ess.transfer.messages import Reason
 
 PROFILE_SALT: Final = b"\xffprofile"
@@ -68,7 +68,7 @@ class Held:
 
 
 class Stage:
-    """`between` is called between layers."""
+    """`between` is called between layers; `ranks` are its team, where it has one."""
 
     def __init__(
         self,
@@ -77,8 +77,10 @@ class Stage:
         port: Port | None,
         clock: Clock,
         between: Callable[[], None] = lambda: None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.runner = runner
+        self.ranks = OneRank(runner) if ranks is None else ranks
         self.offload = runner.offload
         self.port = port
         self.between = between
@@ -144,6 +146,7 @@ class Stage:
                 return self._profile(order, hidden)
             case Stop():
                 self._is_stopped = True
+                self.ranks.stop()
         return None
 
     def open(self, number: int, tokens: Sequence[int], *, uid: int, salt: bytes) -> int:
@@ -200,7 +203,7 @@ class Stage:
             self._check_given(given, order.token_count)
             spans = [_span(helds[part.number], part) for part in parts]
             stored = self._while_made([(helds[part.number].uid, part.stop) for part in parts])
-            made, hidden = run_part(self.runner, spans, stored, given=given)
+            made, hidden = self.ranks.run_part(spans, stored, given=given)
             windows = {p.number: m.windows for p, m in zip(parts, made, strict=True)}
         for part in order.parts:
             if part.is_last:
@@ -211,7 +214,7 @@ class Stage:
     def _check_given(self, given: Tensor | None, count: int) -> None:
         model = self.runner.model
         shape = None if given is None else (tuple(given.shape), given.dtype)
-        wanted = ((count, model.config.hidden_dim), torch.float32)
+        wanted = ((self.ranks.own_count(count), model.config.hidden_dim), torch.float32)
         if shape != (None if model.is_first else wanted):
             raise Disagreement(f"a batch of {count} tokens came with a state of {shape}")
 
@@ -234,7 +237,7 @@ class Stage:
         opened = self.offload.open(tokens, length_max=len(tokens), salt=PROFILE_SALT)
         began_s = self._clock.now_s()
         span = Span(sequence=opened, start=0, tokens=tokens[:-1], following=tokens[1:])
-        _, hidden = run_part(self.runner, [span], lambda _: self.between(), given=given)
+        _, hidden = self.ranks.run_part([span], lambda _: self.between(), given=given)
         self._ran.append(Ran(order.batch, self._clock.now_s() - began_s))
         opened.discard()
         return None if self.runner.model.is_last else hidden
@@ -273,6 +276,7 @@ class Stage:
 
     def pump(self) -> list[Report]:
         """Moves what can be moved of handoffs; what is to be reported."""
+        self.ranks.rest()
         if self.port is not None:
             self.port.pump()
             helds = {held.uid: held for held in self._held.values()}

@@ -25,6 +25,7 @@ from ess.prefill import orders, records, reports
 from ess.prefill.orders import Order, Text
 from ess.prefill.reports import Free, Hello, Report, Took
 
+LOOK_S: Final = 0.5
 FRAMES_AHEAD: Final = 3
 
 
@@ -83,17 +84,27 @@ class Stages:
         first, stop = self.layers[stage]
         return f"stage {stage} (layers {first}..{stop - 1})"
 
-    def gather(self, own: Hello, timeout_s: float) -> tuple[Hello, ...]:
-        """What each stage says of itself, when all have; they must fit together."""
+    def gather(
+        self, own: Hello, timeout_s: float, *, rest: Callable[[], None] = lambda: None
+    ) -> tuple[Hello, ...]:
+        """What each stage says of itself, when all have; they must fit together. `rest` is called
+        meanwhile."""
         hellos = [own]
         for stage in range(1, self.count):
-            frame = self._receive(stage, timeout_s)
+            frame = self._hello_of(stage, timeout_s, rest)
             said = () if frame is None else reports.unpack(frame)
             if len(said) != 1 or not isinstance(said[0], Hello):
                 raise StageLost(f"{self.name(stage)} has not come within {timeout_s:g} s")
             hellos.append(said[0])
             self._check_fit(own, stage, said[0])
         return tuple(hellos)
+
+    def _hello_of(self, stage: int, timeout_s: float, rest: Callable[[], None]) -> bytes | None:
+        left_s = timeout_s
+        while (frame := self._receive(stage, min(left_s, LOOK_S))) is None and left_s > 0:
+            left_s -= LOOK_S
+            rest()
+        return frame
 
     def _check_fit(self, own: Hello, stage: int, said: Hello) -> None:
         first, stop = self.layers[stage]

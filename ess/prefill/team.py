@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from struct import Struct
 from struct import error as StructError
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ess.clock import Clock
 from ess.comm.group import Group
 from ess.comm.team import Team
 from ess.door import Sequence as Opened
@@ -38,6 +39,8 @@ from ess.models.weights.split import Split
 from ess.units import PAGE_ROWS, div_ceil
 
 Kind = Literal["tp", "cp"]
+
+REST_S: Final = 1.0
 
 _RUN: Final = b"R"
 _REST: Final = b"P"
@@ -94,16 +97,62 @@ class OwnRows(MappedRows):
         self._sequence.mark_stored(layer, start, count)
 
 
+class Ranks(Protocol):
+    """Who runs the micro-batches of a stage: its member 0, or that with its team. `given` and what
+    comes back are member 0's slice of the hidden states."""
+
+    def run_part(
+        self,
+        spans: Sequence[Span],
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        given: Tensor | None = None,
+    ) -> tuple[list[Prefilled], Tensor]: ...
+
+    def own_count(self, count: int) -> int:
+        """How many lines of a hidden state of so many tokens come here."""
+
+    def rest(self) -> None:
+        """Nothing runs now; called often, it says so now and then."""
+
+    def stop(self) -> None: ...
+
+
+class OneRank:
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run_part(
+        self,
+        spans: Sequence[Span],
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        given: Tensor | None = None,
+    ) -> tuple[list[Prefilled], Tensor]:
+        return run_part(self._runner, spans, on_layer, given=given)
+
+    def own_count(self, count: int) -> int:
+        return count
+
+    def rest(self) -> None:
+        return
+
+    def stop(self) -> None:
+        return
+
+
 class TeamLead:
     """Member 0 of a team of several."""
 
-    def __init__(self, runner: Runner, team: Team, kind: Kind) -> None:
+    def __init__(self, runner: Runner, team: Team, kind: Kind, clock: Clock) -> None:
         assert team.rank == 0 < team.size - 1, f"rank {team.rank} of {team.size} leads no team"
         self._runner = runner
         self._team = team
         self._share = share_of(kind, team)
         pools = runner.offload.owner.pools
         self._pools = MappedPools.of(pools)
+        self._clock = clock
+        self._said_s = clock.now_s()
         team.broadcast(SharedPools.of(pools).pack())
 
     def run_part(
@@ -113,9 +162,8 @@ class TeamLead:
         *,
         given: Tensor | None = None,
     ) -> tuple[list[Prefilled], Tensor]:
-        """As `run_part`; `given` and what comes back are the slice of this member."""
         shared = [replace(span, sequence=self._own(span)) for span in spans]
-        self._team.broadcast(_RUN + b"".join(map(_packed, shared)))
+        self._say(_RUN + b"".join(map(_packed, shared)))
         return run_part(self._runner, shared, on_layer, given=given, share=self._share)
 
     def _own(self, span: Span) -> OwnRows:
@@ -123,15 +171,18 @@ class TeamLead:
         return OwnRows(self._pools, span.sequence, span.stop)
 
     def own_count(self, count: int) -> int:
-        """How many lines of a hidden state of so many tokens come here."""
         return own_count(count, self._team.rank, self._team.size)
 
     def rest(self) -> None:
-        """Nothing runs, and the team is there."""
-        self._team.broadcast(_REST)
+        if self._clock.now_s() - self._said_s > REST_S:
+            self._say(_REST)
 
     def stop(self) -> None:
-        self._team.broadcast(_STOP)
+        self._say(_STOP)
+
+    def _say(self, content: bytes) -> None:
+        self._said_s = self._clock.now_s()
+        self._team.broadcast(content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from ess.clock import Clock, RealClock
 from ess.comm.group import Group
 from ess.comm.link import Link, LinkLost
 from ess.comm.meeting import join_group
+from ess.comm.team import Team
 from ess.door.handoff.port import Port
 from ess.engine.chunking.sizer import ChunkSizer
 from ess.engine.process.lifeline import die_with_parent
@@ -37,14 +38,17 @@ from ess.engine.process.wire import SocketWire
 from ess.engine.process.worker import Built, serve
 from ess.engine.step.runner import made_runner
 from ess.errors import BadInput, EssError
+from ess.kernels.backend import ops
 from ess.layout import ModelLayout
 from ess.models.load import load_model
+from ess.models.model import Model
 from ess.prefill.follower import Follower
 from ess.prefill.lead import Lead
 from ess.prefill.reports import Hello
 from ess.prefill.rooms import stage_offload
 from ess.prefill.stage import Stage
 from ess.prefill.stages import members
+from ess.prefill.team import TeamLead, TeamMember, check_team, heads_of
 
 GRACE_S: Final = 1.5
 LOOK_S: Final = 0.25
@@ -65,11 +69,10 @@ class Loaded:
 def rank_of(launch: Launch) -> Rank:
     if launch.rank is None:
         raise BadInput("rank is missing: it says which stage of the pipeline this process is")
-    if launch.rank.team != 1:
-        raise BadInput(f"team is {launch.rank.team}: a stage is one process here")
-    if launch.rank.size != len(launch.rank.layers):
-        raise BadInput(f"size is {launch.rank.size} for {len(launch.rank.layers)} stages")
-    return launch.rank
+    rank, stage_count = launch.rank, len(launch.rank.layers)
+    if rank.team < 1 or rank.size != stage_count * rank.team:
+        raise BadInput(f"size is {rank.size} for {stage_count} stages of {rank.team} ranks each")
+    return rank
 
 
 def join(rank: Rank, secret: str) -> Group:
@@ -85,14 +88,31 @@ def join(rank: Rank, secret: str) -> Group:
     )
 
 
-def load(launch: Launch, rank: Rank, clock: Clock) -> Loaded:
-    chosen, layers = launch.config, rank.layers[rank.rank // rank.team]
+def load_weights(launch: Launch, rank: Rank, team: Team) -> tuple[Model, ModelLayout]:
+    """A member's part of the model, and the layout of the whole."""
+    chosen = launch.config
     torch.set_num_threads(chosen.threads)
-    model = load_model(launch.model, form=chosen.form, layers=range(*layers))
+    model = load_model(
+        launch.model,
+        form=chosen.form,
+        layers=range(*rank.layers[rank.rank // rank.team]),
+        heads=heads_of(rank.team_kind, team),
+    )
     config = model.config
+    check_team(
+        rank.team_kind,
+        team.size,
+        head_count=config.head_count,
+        deterministic=chosen.deterministic,
+    )
     if chosen.mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
-    whole = config.layout(row=chosen.row)
+    return model, config.layout(row=chosen.row)
+
+
+def load(launch: Launch, rank: Rank, team: Team, clock: Clock) -> Loaded:
+    chosen, layers = launch.config, rank.layers[rank.rank // rank.team]
+    model, whole = load_weights(launch, rank, team)
     offload = stage_offload(
         whole,
         layers,
@@ -100,16 +120,18 @@ def load(launch: Launch, rank: Rank, clock: Clock) -> Loaded:
         index_bytes=launch.index_bytes,
         length_max=launch.length_max,
         sequence_max=chosen.max_running,
-        shared=chosen.transport == "shared",
+        shared=team.size > 1 or chosen.transport == "shared",
     )
     port = open_port(launch, offload, clock, whole=whole)
-    stage = Stage(made_runner(model, offload, chosen), port=port, clock=clock)
+    runner = made_runner(model, offload, chosen)
+    ranks = TeamLead(runner, team, rank.team_kind, clock) if team.size > 1 else None
+    stage = Stage(runner, port=port, clock=clock, ranks=ranks)
     return Loaded(stage, stage.hello(layout_digest(launch, whole)), port, whole)
 
 
 def led(launch: Launch, rank: Rank, group: Group, clock: Clock) -> Built:
     """The lead, when all stages have loaded and, where chunks are dynamic, have been timed."""
-    loaded = load(launch, rank, clock)
+    loaded = load(launch, rank, group.team, clock)
     sizer = ChunkSizer(
         launch.config.chunk_tokens,
         context=launch.length_max,
@@ -125,7 +147,7 @@ def led(launch: Launch, rank: Rank, group: Group, clock: Clock) -> Built:
         clock=clock,
         stage_timeout_s=rank.stage_timeout_s,
     )
-    hellos = lead.stages.gather(loaded.hello, LOAD_S)
+    hellos = lead.stages.gather(loaded.hello, LOAD_S, rest=loaded.stage.ranks.rest)
     seconds = [(count, lead.measure(count)) for count in sizer.profile_sizes()]
     sizer.profiled((count, took) for count, took in seconds if took is not None)
     ends = members(hellos, loaded.whole.layer_total) if loaded.port is not None else ()
@@ -146,12 +168,20 @@ def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
 
 
 def follow(launch: Launch, group: Group) -> None:
-    loaded = load(launch, rank_of(launch), RealClock())
+    loaded = load(launch, rank_of(launch), group.team, RealClock())
     follower = Follower(loaded.stage, group, loaded.hello)
     follower.run()
     if loaded.port is not None:
         loaded.port.close()
     loaded.stage.offload.close()
+
+
+def assist(launch: Launch, group: Group) -> None:
+    """A member of a stage's team that is not its first."""
+    rank = rank_of(launch)
+    model, whole = load_weights(launch, rank, group.team)
+    layout = whole.part(*rank.layers[rank.rank // rank.team])
+    TeamMember(model, ops(launch.config.backend), layout, group, rank.team_kind).run()
 
 
 class Watch:
@@ -189,6 +219,8 @@ def run(launch: Launch, endpoints: list[str]) -> None:
     try:
         if is_lead:
             lead(launch, group, endpoints)
+        elif group.team.rank:
+            assist(launch, group)
         else:
             follow(launch, group)
     except LinkLost:

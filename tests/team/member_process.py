@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from ess.clock import RealClock
 from ess.comm.meeting import join_group
 from ess.engine.config import EngineConfig
 from ess.engine.step.runner import made_runner
@@ -44,7 +45,7 @@ def main(kind: str, size: int, rank: int, init: str) -> None:
         print("ran", flush=True)
         sys.stdin.read()
     else:
-        lead = TeamLead(made_runner(made, pools, SETTINGS), group.team, kind)
+        lead = TeamLead(made_runner(made, pools, SETTINGS), group.team, kind, RealClock())
         with torch.inference_mode():
             left = run_packs(
                 pools,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ess.clock import RealClock
 from ess.comm.group import Group
 from ess.comm.local import local_group
 from ess.door import Offload
@@ -163,7 +164,7 @@ def together(
     **config: Any,
 ) -> list[Made]:
     def lead(runner: Runner, group: Group) -> list[Made]:
-        head = TeamLead(runner, group.team, kind)
+        head = TeamLead(runner, group.team, kind, RealClock())
         with runner.offload, torch.inference_mode():
             made = run_packs(
                 runner.offload,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ess.clock import RealClock
 from ess.comm.group import Group
 from ess.comm.local import local_group
 from ess.comm.team import OneTeam
@@ -60,7 +61,7 @@ def test_no_rank_reads_a_layer_before_all_have_written_it(kind, monkeypatch):
     )
 
     def lead(runner: Runner, group: Group) -> list[Made]:
-        head = TeamLead(runner, group.team, kind)
+        head = TeamLead(runner, group.team, kind, RealClock())
         with runner.offload, torch.inference_mode():
             texts, listed = prompts(LENGTHS), packs(LENGTHS, 128)
             made = run_packs(runner.offload, lambda s: head.run_part(s)[0], texts, listed)

@@ -346,6 +346,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[tuple[int, int], ...]
     generation: int = 0
     team: int = 1
+    team_kind: Literal["tp", "cp"] = "tp"
     dynamic: bool = False
     smoothing: float = 0.75
     stage_timeout_s: float = 60.0
