@@ -29,13 +29,12 @@ class PipelineProcess(EngineProcess):
     """`ranks` are the processes of all stages, the first of them the lead's."""
 
     def __init__(self, folder: Path, stage_count: int, *, rank: dict | None = None, **config):
-        lead = Rank(
-            rank=0,
-            size=stage_count,
-            init=f"tcp://127.0.0.1:{free_port()}",
-            layers=tuple(itertools.pairwise(CUTS[stage_count])),
+        wishes = {
+            "size": stage_count,
+            "layers": tuple(itertools.pairwise(CUTS[stage_count])),
             **(rank or {}),
-        )
+        }
+        lead = Rank(rank=0, init=f"tcp://127.0.0.1:{free_port()}", **wishes)
         super().__init__(folder, module=MODULE, rank=lead, role="prefill", **config)
         self.ranks = [self.process]
         for number in range(1, stage_count):
