@@ -49,7 +49,8 @@ class Follower:
         frame = self._previous.receive(wait_s)
         if frame is not None:
             self._obey(frame.head, frame.tensor)
-        self._report(self._stage.pump())
+        if not self.is_stopped:
+            self._report(self._stage.pump())
         return frame is not None
 
     def _obey(self, head: bytes, given: Tensor | None) -> None:
@@ -59,8 +60,9 @@ class Follower:
         self._frame_count += 1
         if self._group.next is not None:
             self._group.next.send(head, hidden)
-        took = Took(self._frame_count, self._stage.free())
-        self._report([*self._stage.pump(), took])
+        if not self.is_stopped:  # then the lead leaves, and hears no more
+            took = Took(self._frame_count, self._stage.free())
+            self._report([*self._stage.pump(), took])
 
     def _report(self, said: list[Report]) -> None:
         if said:
