@@ -17,7 +17,7 @@ from ess.prefill.stages import members
 from ess.transfer.endpoint import Identity
 from ess.transfer.inprocess import Exchange, InProcessTransport
 from ess.transfer.messages import Seal
-from tests.prefill.pipes import Pipe, Ragged, model_of, text
+from tests.prefill.pipes import LAYER_COUNT, Pipe, Ragged, model_of, text
 from tests.support.manual_clock import ManualClock
 
 SEAL = Seal(b"a secret of all workers")

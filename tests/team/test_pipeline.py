@@ -35,13 +35,13 @@ PATIENCE_S = 60.0
 def four_heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of which two ranks have as many as keep every bit."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    caches = (pipes.model_of, pipes.weights)
+    kept = (pipes.model_of, pipes.weights)
     monkeypatch.setattr(pipes, "CONFIG", {**pipes.CONFIG, **heads})
-    for cache in caches:
-        cache.cache_clear()
+    for each in kept:
+        each.cache_clear()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    for each in kept:
+        each.cache_clear()
 
 
 def model(layers: tuple[int, int], kind: Kind, rank: int) -> Model:
