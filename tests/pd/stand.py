@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -67,16 +67,17 @@ class Worker(Process):
 
 
 class Stand:
-    """One prefill worker and three decode workers that have met it."""
+    """One prefill worker, with flags of its own, and three decode workers that have met it."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, prefill: Sequence[str] = ()) -> None:
         self.folder = folder
         self._flags = flags
+        self._prefill_flags = prefill
         self.workers: dict[str, Worker] = {}
 
     def __enter__(self) -> Stand:
         try:
-            prefill = self._start("prefill-1")
+            prefill = self._start("prefill-1", *self._prefill_flags)
             for number in range(DECODE_COUNT):
                 self._start(f"decode-{number + 1}", "--peers", prefill.address)
             for worker in self.workers.values():

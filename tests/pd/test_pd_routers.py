@@ -31,6 +31,7 @@ NATIVE = {
     "sampling_params": {"max_new_tokens": 6, "temperature": 0},
 }
 ROOM = ("--max-running", "16", "--max-waiting", "64", "--host-bytes", "192MiB")
+STANDS = [("1",), ("2", "--pp-size=2", "--chunk=64"), ("4", "--pp-size=2", "--tp-size=2")]
 PROBES = {
     "/ready",
     "/health",
@@ -43,10 +44,10 @@ PROBES = {
 }
 
 
-@pytest.fixture(scope="module", params=["1", "2", "4"], ids=lambda mtp: f"mtp{mtp}")
+@pytest.fixture(scope="module", params=STANDS, ids="-".join)
 def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    folder = tmp_path_factory.mktemp("stand")
-    with Stand(folder, *EXACT, *ROOM, "--mtp", request.param, "--request-log") as made:
+    folder, (mtp, *stages) = tmp_path_factory.mktemp("stand"), request.param
+    with Stand(folder, *EXACT, *ROOM, "--mtp", mtp, "--request-log", prefill=stages) as made:
         yield made
 
 
