@@ -7,7 +7,8 @@
 // as all.
 //
 // Per tile: decode the rows, multiply with the query (requesting the next rows from memory
-// meanwhile), rescale what is there to the new greatest logit, multiply with the values.
+// meanwhile), rescale what is there to the new greatest logit, multiply with the values. Rows that
+// lie in memory as the products need them are read in place.
 //
 // Products are taken in bf16 only where both sides are: the query is bf16 and the rows are fp8 or
 // bf16. Weights are rounded to bf16 there as well. Everything else is float32 with fused
@@ -81,11 +82,12 @@ ESS_LANE Floats whole_from(Floats x) {
 template <bool half>
 struct Work {
     const Packing query;
-    const int64_t head_rows;     // heads in whole blocks
-    const int64_t columns;       // values in whole blocks
-    const int64_t row_words;     // of a decoded row
-    const int64_t value_stride;  // words between rows of values
-    const uint8_t** named;
+    const int64_t head_rows;  // heads in whole blocks
+    const int64_t columns;    // values in whole blocks
+    const int64_t row_words;  // of a decoded row
+    const uint8_t** named;    // rows as they are stored, then zeros where they are read in place
+    const uint8_t** decoded;  // the rows of a tile
+    uint8_t* zeros;           // a row
     uint32_t* packed;
     uint32_t* rows;
     uint32_t* values;
@@ -99,10 +101,11 @@ struct Work {
     Work(const Attend& call, int64_t heads)
         : query(heads, call.head_count, (call.latent_dim + call.rope_dim) / (half ? 2 : 1)),
           head_rows(round_up(heads, kHeads)), columns(round_up(call.latent_dim, kColumns)),
-          row_words(round_up(query.words > columns ? query.words : columns, 16)),
-          value_stride(half ? columns : row_words) {
+          row_words(round_up(query.words > columns ? query.words : columns, 16)) {
         const uintptr_t bytes = carve(0, call.slot_count);
         carve((uintptr_t)scratch(Use::attend, int64_t(bytes)), call.slot_count);
+        for (int64_t i = 0; i < kTile; i++) decoded[i] = (const uint8_t*)(rows + i * row_words);
+        __builtin_memset(zeros, 0, row_words * 4);
     }
 
     // One block of heads makes the pairs as it needs them; more blocks share what is stored.
@@ -117,7 +120,9 @@ private:
 
     // Lays the arrays out from `at` on; returns where they end.
     uintptr_t carve(uintptr_t at, int64_t slot_count) {
-        take(at, named, slot_count);
+        take(at, named, slot_count + kTile);
+        take(at, decoded, kTile);
+        take(at, zeros, row_words * 4);
         take(at, packed, query.word_count());
         take(at, rows, kTile * row_words);
         take(at, values, half ? kTile / 2 * columns : 0);
@@ -127,10 +132,7 @@ private:
         take(at, sum, query.width);
         take(at, fade, query.width);
         take(at, out, head_rows * columns);
-        if constexpr (!half) {
-            values = rows;
-            weights = (uint32_t*)logits;
-        }
+        if constexpr (!half) weights = (uint32_t*)logits;
         return at;
     }
 };
@@ -189,19 +191,20 @@ ESS_LANE void pair_rows(const uint32_t* even, const uint32_t* odd, int64_t colum
 }
 
 // sums += weights of a block of heads times the values of rows that nobody has paired yet.
-ESS_LANE void multiply_pairs(Factor weights, const uint32_t* rows, int64_t row_words, int64_t steps,
-                             Floats (&sums)[kHeads][kVectors]) {
+ESS_LANE void multiply_pairs(Factor weights, const uint8_t* const* rows, int64_t column,
+                             int64_t steps, Floats (&sums)[kHeads][kVectors]) {
     for (int64_t step = 0; step < steps; step++) {
+        const auto* even = (const uint32_t*)rows[2 * step] + column;
+        const auto* odd = (const uint32_t*)rows[2 * step + 1] + column;
         Ints columns[kVectors];
         for (int v = 0; v < kVectors; v += 2)
-            pair_columns(rows + v * kLanes / 2, rows + row_words + v * kLanes / 2, columns + v);
+            pair_columns(even + v * kLanes / 2, odd + v * kLanes / 2, columns + v);
         for (int64_t i = 0; i < kHeads; i++) {
             const Ints word = repeat<1>(weights.from + i * weights.stride);
             for (int v = 0; v < kVectors; v++)
                 sums[i][v] = dot<true>(sums[i][v], word, columns[v]);
         }
         weights.from += weights.next;
-        rows += 2 * row_words;
     }
 }
 
@@ -213,20 +216,24 @@ ESS_LANE Ints pair(Floats even, Floats odd) {
 }
 #endif
 
+// The rows of a tile as the products read them. An odd one is paired with zeros.
 template <bool half>
-ESS_LANE void decode_tile(const Attend& call, const Work<half>& work, int64_t first,
-                          int64_t count) {
-    for (int64_t i = 0; i < count; i++)
+ESS_LANE const uint8_t* const* decode_tile(const Attend& call, const Work<half>& work,
+                                           bool is_plain, int64_t first, int64_t count) {
+    const uint8_t* const* tile = is_plain ? work.named + first : work.decoded;
+    for (int64_t i = 0; i < count && !is_plain; i++)
         decode_row<half>(call, work.named[first + i], (char*)(work.rows + i * work.row_words));
 #if ESS_HALF
     if constexpr (half) {
-        if (count & 1) __builtin_memset(work.rows + count * work.row_words, 0, work.row_words * 4);
-        if (!work.pairs_ahead()) return;
+        if (!is_plain && count & 1)
+            __builtin_memset(work.rows + count * work.row_words, 0, work.row_words * 4);
+        if (!work.pairs_ahead()) return tile;
         for (int64_t i = 0; i < count; i += 2)
-            pair_rows(work.rows + i * work.row_words, work.rows + (i + 1) * work.row_words,
-                      work.columns, work.values + i / 2 * work.columns);
+            pair_rows((const uint32_t*)tile[i], (const uint32_t*)tile[i + 1], work.columns,
+                      work.values + i / 2 * work.columns);
     }
 #endif
+    return tile;
 }
 
 ESS_LANE int64_t line_count(const Attend& call) {
@@ -252,12 +259,33 @@ struct NextTile {
     bool wants(int64_t step) const { return step < kKeys * lines; }
 };
 
+// sums[row][column] += rows times columns of `right`, as `multiply` does for rows that lie apart.
+template <bool half, int spread, int rows, int vectors, typename Later>
+ESS_LANE void multiply_rows(const uint8_t* const* left, const uint32_t* right,
+                            int64_t right_stride, int64_t steps, Floats (&sums)[rows][vectors],
+                            const Later& later) {
+    const uint32_t* from[rows];
+    for (int row = 0; row < rows; row++) from[row] = (const uint32_t*)left[row];
+    for (int64_t step = 0; step < steps; step++, right += right_stride) {
+        later.request(step);
+        Ints columns[vectors];
+        for (int v = 0; v < vectors; v++) columns[v] = load<Ints>(right + v * kLanes);
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; row++) {
+            const Ints word = repeat<spread>(from[row] + step * spread);
+            for (int v = 0; v < vectors; v++)
+                sums[row][v] = dot<half>(sums[row][v], word, columns[v]);
+        }
+    }
+    for (int64_t step = steps; later.wants(step); step++) later.request(step);
+}
+
 template <bool half, int spread, int vectors, typename Later>
-ESS_LANE void logits_block(const Work<half>& work, float scale, int64_t key, int64_t lane,
-                           const Later& later) {
+ESS_LANE void logits_block(const Work<half>& work, const uint8_t* const* tile, float scale,
+                           int64_t key, int64_t lane, const Later& later) {
     Floats sums[kKeys][vectors] = {};
-    multiply<half, spread>({work.rows + key * work.row_words, work.row_words, spread},
-                           work.packed + lane, work.query.width, work.query.steps(), sums, later);
+    multiply_rows<half, spread>(tile + key, work.packed + lane, work.query.width,
+                                work.query.steps(), sums, later);
     for (int64_t i = 0; i < kKeys; i++)
         for (int v = 0; v < vectors; v++)
             store(work.logits + (key + i) * work.query.width + lane + v * kLanes,
@@ -265,18 +293,18 @@ ESS_LANE void logits_block(const Work<half>& work, float scale, int64_t key, int
 }
 
 template <bool half, int spread, int vectors>
-ESS_LANE void logits_tile(const Work<half>& work, float scale, int64_t count,
-                          const NextTile& next) {
+ESS_LANE void logits_tile(const Work<half>& work, const uint8_t* const* tile, float scale,
+                          int64_t count, const NextTile& next) {
     for (int64_t key = 0; key < count; key += kKeys)
-        logits_block<half, spread, vectors>(work, scale, key, 0, next.behind(key));
+        logits_block<half, spread, vectors>(work, tile, scale, key, 0, next.behind(key));
     constexpr int64_t width = vectors * kLanes;
     int64_t lane = width;
     for (; lane + width <= work.query.width; lane += width)
         for (int64_t key = 0; key < count; key += kKeys)
-            logits_block<half, spread, vectors>(work, scale, key, lane, Nothing{});
+            logits_block<half, spread, vectors>(work, tile, scale, key, lane, Nothing{});
     if (lane < work.query.width)
         for (int64_t key = 0; key < count; key += kKeys)
-            logits_block<half, spread, 1>(work, scale, key, lane, Nothing{});
+            logits_block<half, spread, 1>(work, tile, scale, key, lane, Nothing{});
 }
 
 // Logits of a vector of heads become weights; returns `sum` plus what they are once rounded.
@@ -328,18 +356,31 @@ ESS_LANE void softmax_tile(const Work<half>& work, int64_t count) {
 }
 
 template <bool half>
-ESS_LANE void add_values(const Work<half>& work, Factor weights, int64_t column, int64_t steps,
+ESS_LANE void add_values([[maybe_unused]] const Work<half>& work, const uint8_t* const* tile,
+                         Factor weights, int64_t column, int64_t steps,
                          Floats (&sums)[kHeads][kVectors]) {
 #if ESS_HALF
-    if constexpr (half)
-        if (!work.pairs_ahead())
-            return multiply_pairs(weights, work.rows + column / 2, work.row_words, steps, sums);
+    if constexpr (half) {
+        if (!work.pairs_ahead()) return multiply_pairs(weights, tile, column / 2, steps, sums);
+        return multiply<half, 1>(weights, work.values + column, work.columns, steps, sums);
+    }
 #endif
-    multiply<half, 1>(weights, work.values + column, work.value_stride, steps, sums);
+    for (int64_t step = 0; step < steps; step++, weights.from += weights.next) {
+        Ints columns[kVectors];
+        const uint8_t* from = tile[step] + 4 * column;
+        for (int v = 0; v < kVectors; v++) columns[v] = load<Ints>(from + 4 * v * kLanes);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kHeads; i++) {
+            const Ints word = repeat<1>(weights.from + i * weights.stride);
+            for (int v = 0; v < kVectors; v++)
+                sums[i][v] = dot<half>(sums[i][v], word, columns[v]);
+        }
+    }
 }
 
 template <bool half>
-ESS_LANE void values_tile(const Work<half>& work, int64_t count, bool is_first) {
+ESS_LANE void values_tile(const Work<half>& work, const uint8_t* const* tile, int64_t count,
+                          bool is_first) {
     const int64_t steps = half ? (count + 1) / 2 : count, spread = work.query.spread;
     float* out = work.out;
     for (int64_t column = 0; column < work.columns; column += kColumns)
@@ -351,7 +392,7 @@ ESS_LANE void values_tile(const Work<half>& work, int64_t count, bool is_first) 
                                           : load<Floats>(out + i * kColumns + v * kLanes) *
                                                 work.fade[(head + i) * spread];
             const Factor weights{work.weights + head * spread, spread, work.query.width};
-            add_values<half>(work, weights, column, steps, sums);
+            add_values<half>(work, tile, weights, column, steps, sums);
             for (int64_t i = 0; i < kHeads; i++)
                 for (int64_t v = 0; v < kVectors; v++)
                     store(out + i * kColumns + v * kLanes, sums[i][v]);
@@ -379,7 +420,8 @@ ESS_LANE void finish(const Attend& call, const Work<half>& work, int64_t query, 
 }
 
 template <bool half, int spread>
-void attend_spread(const Attend& call, const Work<half>& work, int64_t named_count) {
+void attend_spread(const Attend& call, const Work<half>& work, bool is_plain,
+                   int64_t named_count) {
     for (int64_t lane = 0; lane < work.query.width; lane++) {
         work.greatest[lane] = kLowest;
         work.sum[lane] = 0;
@@ -389,31 +431,39 @@ void attend_spread(const Attend& call, const Work<half>& work, int64_t named_cou
     for (int64_t first = 0; first < named_count; first += kTile) {
         const int64_t rest = named_count - first, count = rest < kTile ? rest : kTile;
         const NextTile next{work.named + first + kTile, rest - kTile, lines};
-        decode_tile<half>(call, work, first, count);
+        const uint8_t* const* tile = decode_tile<half>(call, work, is_plain, first, count);
         if (work.query.width == kLanes)
-            logits_tile<half, spread, 1>(work, scale, count, next);
+            logits_tile<half, spread, 1>(work, tile, scale, count, next);
         else
-            logits_tile<half, spread, 2>(work, scale, count, next);
+            logits_tile<half, spread, 2>(work, tile, scale, count, next);
         softmax_tile<half>(work, count);
-        values_tile<half>(work, count, first == 0);
+        values_tile<half>(work, tile, count, first == 0);
     }
+}
+
+// Whether the products can read rows as they are stored.
+template <bool half>
+ESS_LANE bool are_plain(const Attend& call) {
+    return call.row_form == (half ? Form::bf16 : Form::f32) && call.latent_dim % kColumns == 0;
 }
 
 template <bool half>
 void attend_in(const Attend& call, int64_t query, int64_t first_head, int64_t last_head) {
     const Work<half> work(call, last_head - first_head);
     const int64_t named_count = find_named(call, query, work.named);
+    const bool is_plain = are_plain<half>(call);
+    for (int64_t i = 0; is_plain && i < kTile; i++) work.named[named_count + i] = work.zeros;
     for (int64_t i = 0; i < named_count && i < kTile; i++)
         for (int64_t line = 0; line < line_count(call); line++)
             __builtin_prefetch(work.named[i] + 64 * line, 0, 2);
     pack<half>(work.query, call.queries + query * call.query_stride + first_head * call.head_stride,
                call.query_form, call.head_stride, work.packed);
     if (work.query.spread == 4)
-        attend_spread<half, 4>(call, work, named_count);
+        attend_spread<half, 4>(call, work, is_plain, named_count);
     else if (work.query.spread == 2)
-        attend_spread<half, 2>(call, work, named_count);
+        attend_spread<half, 2>(call, work, is_plain, named_count);
     else
-        attend_spread<half, 1>(call, work, named_count);
+        attend_spread<half, 1>(call, work, is_plain, named_count);
     for (int64_t head = first_head; head < last_head; head++)
         finish<half>(call, work, query, head, head - first_head, named_count == 0);
 }

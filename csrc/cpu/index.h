@@ -115,9 +115,8 @@ ESS_LANE void store_keys(const Floats* sums, float* to) {
 }
 
 // What the heads of one vector give to a block of keys.
-template <int spread>
-ESS_LANE void weigh(const IndexWork& work, int64_t vector, int64_t key,
-                    Floats (&sums)[kIndexKeys]) {
+template <int spread, typename Work>
+ESS_LANE void weigh(const Work& work, int64_t vector, int64_t key, Floats (&sums)[kIndexKeys]) {
     constexpr int count = kIndexKeys / spread;
     const int64_t query = spread > 1 ? vector : vector / work.per_query;
     const int64_t part = spread > 1 ? 0 : vector % work.per_query;

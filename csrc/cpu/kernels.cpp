@@ -17,6 +17,10 @@ namespace {
 constexpr int64_t kPiecePages = 64;
 constexpr int64_t kPiecePagesLeast = 8;
 constexpr int64_t kRunQueries = 12;  // a page's decoding counts little then, and all fit the caches
+constexpr int64_t kScreenQueries = 64;  // a page's rounding counts little then
+constexpr int64_t kScreenQueriesLeast = 8;
+constexpr int64_t kScreenShare = 8;      // with fewer keys for each that is wanted, too many stay,
+constexpr int64_t kScreenShareHalf = 64;  // and sooner where products in bf16 are the other way
 constexpr int64_t kHeadUnit = 16;
 
 struct Free {
@@ -56,23 +60,41 @@ void fill(float* from, float* to) { std::fill(from, to, -std::numeric_limits<flo
 
 // Whether `query` may join `run`: it must find the same pages where it looks, and look about as
 // far, because a run is computed as far as its longest query reaches.
-bool joins(const Index& call, const Run& run, int64_t query) {
+bool joins(const Index& call, const Run& run, int64_t query, int64_t most) {
     const int64_t pages = page_count(call, query), others = page_count(call, run.longest);
-    if (run.count == kRunQueries || pages > others + 1 || others > pages + 1) return false;
+    if (run.count == most || pages > others + 1 || others > pages + 1) return false;
     const int32_t* table = call.table + query * call.table_stride;
     const int32_t* other = call.table + run.longest * call.table_stride;
     return std::equal(table, table + std::min(pages, others), other);
 }
 
-std::vector<Run> runs_of(const Index& call) {
+std::vector<Run> runs_of(const Index& call, int64_t most = kRunQueries) {
     std::vector<Run> runs;
     for (int64_t query = 0; query < call.query_count; query++) {
-        if (runs.empty() || !joins(call, runs.back(), query)) runs.push_back({query, 0, query});
+        if (runs.empty() || !joins(call, runs.back(), query, most))
+            runs.push_back({query, 0, query});
         Run& run = runs.back();
         run.count++;
         if (page_count(call, query) > page_count(call, run.longest)) run.longest = query;
     }
     return runs;
+}
+
+// Whether a run's top-k is found faster without all logits: many queries share a page, and most of
+// its keys are out.
+int64_t screened_from(const Index& call, int64_t k) {
+    const bool is_half = call.key_form == Form::fp8 && call.query_form != Form::f32;
+    return (is_half ? kScreenShareHalf : kScreenShare) * k;
+}
+
+bool may_screen(const Index& call, int64_t k) {
+    const bool fits = call.key_dim % 64 == 0 && call.key_dim <= 256;
+    return kernels().select && fits && call.query_count >= kScreenQueriesLeast &&
+           call.table_width * kPageKeys >= screened_from(call, k);
+}
+
+bool screens(const Index& call, const Run& run, int64_t k) {
+    return run.count >= kScreenQueriesLeast && call.lengths[run.longest] >= screened_from(call, k);
 }
 
 // Pages of a piece: many, but so that no thread goes without where there are fewer runs.
@@ -177,16 +199,19 @@ ESS_EXPORT int32_t ess_top_k(const float* logits, int64_t stride, int64_t width,
     return 0;
 }
 
-// Both in one: the logits of a run live in scratch and nowhere else.
+// Both in one: the logits of a run live in scratch and nowhere else, where they are needed at all.
 ESS_EXPORT int32_t ess_index_top_k(const ess::Index* call, int64_t k, int32_t* out,
                                    int32_t threads, int64_t* span) {
     using namespace ess;
     if (int32_t fault = index_fault(*call, span)) return fault;
-    const std::vector<Run> runs = runs_of(*call);
+    const bool may = may_screen(*call, k);
+    const std::vector<Run> runs = runs_of(*call, may ? kScreenQueries : kRunQueries);
     const int64_t run_count = runs.size();
     const int32_t inside = run_count < threads ? threads : 1;
     run_pieces(inside > 1 ? 1 : threads, run_count, [&](int64_t at) {
         const Run& run = runs[at];
+        if (may && screens(*call, run, k))
+            return kernels().select(*call, run, k, out + run.first * k);
         const int64_t pages = page_count(*call, run.longest), stride = pages * kPageKeys;
         const int64_t some = piece_pages(pages, 1, inside);
         float* logits = static_cast<float*>(scratch(Use::logits, 4 * run.count * stride + 64));

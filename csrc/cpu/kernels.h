@@ -119,7 +119,7 @@ struct Bound {
     int64_t form;
 };
 
-constexpr int64_t kStageTokens = 16;
+constexpr int64_t kStageTokens = 64;
 constexpr int64_t kRegistersMax = 16;
 constexpr int64_t kExpertsMax = 512;
 
@@ -131,6 +131,9 @@ struct Kernels {
     void (*index)(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
                   int64_t stride);
     void (*top_k)(const float* logits, int64_t count, int64_t k, int32_t* out);
+    // The top-k of every query of a run at once, [query, k]; null where the set has nothing better
+    // than `index` and `top_k`. Keys have a multiple of 64 values, at most 256.
+    void (*select)(const Index& call, const Run& run, int64_t k, int32_t* out);
     void (*merge)(const Merge& call);
     // Tokens first .. last - 1, at most kStageTokens.
     void (*stage)(const Stage& stage, const Bound* bound, int64_t first, int64_t last);
@@ -145,7 +148,7 @@ extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx
 const Kernels& kernels();
 
 // Memory of this thread, 64-byte aligned, kept for the next call. Each use has its own.
-enum class Use { attend, index, select, logits, stage, count };
+enum class Use { attend, index, select, screen, logits, stage, count };
 void* scratch(Use use, int64_t bytes);
 
 }  // namespace ess

@@ -34,6 +34,13 @@ namespace ESS_SET {
 #include "stage.h"
 #include "topk.h"
 
+#if ESS_HALF
+#include "screen.h"
+constexpr auto kSelect = &select;
+#else
+constexpr decltype(Kernels::select) kSelect = nullptr;
+#endif
+
 }  // namespace ESS_SET
 }  // namespace
 
@@ -42,8 +49,8 @@ namespace ESS_SET {
 #define ESS_TEXT(set) ESS_STRING(set)
 #define ESS_STRING(set) #set
 const Kernels ESS_TABLE(ESS_SET) = {ESS_TEXT(ESS_SET), ESS_SET::attend, ESS_SET::index,
-                                    ESS_SET::top_k, ESS_SET::merge, ESS_SET::stage,
-                                    ESS_SET::pack_panels, ESS_LANES};
+                                    ESS_SET::top_k, ESS_SET::kSelect, ESS_SET::merge,
+                                    ESS_SET::stage, ESS_SET::pack_panels, ESS_LANES};
 
 }  // namespace ess
 

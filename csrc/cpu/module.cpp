@@ -28,7 +28,7 @@ Isa isa() {
 
 bool has_bf16() {
     static const bool has = isa() == Isa::avx512 && __builtin_cpu_supports("avx512bf16") &&
-                            !std::getenv("ESS_ISA");
+                            __builtin_cpu_supports("avx512vnni") && !std::getenv("ESS_ISA");
     return has;
 }
 

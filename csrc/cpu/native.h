@@ -15,7 +15,8 @@ enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2 };
 // The widest set this machine has, unless ESS_ISA=portable|avx2|avx512 asks for less.
 Isa isa();
 
-// Whether bf16 products may be used; a set that ESS_ISA names is taken without its extensions.
+// Whether products of bf16 and of bytes may be used; a set that ESS_ISA names is taken without its
+// extensions.
 bool has_bf16();
 
 // On the clock of Python's time.monotonic_ns.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ess.engine.layers.batch import compute_threads
 from ess.engine.prompt.pack import Pack, Span
+from ess.kernels.merge import Partial
 
 QUERIES: Final = 64
 
@@ -34,17 +35,20 @@ def attend_chosen(
 ) -> Tensor:
     """In place, from the host's rows; some queries at a time, for ops that gather them."""
     assert len(queries) == len(chosen), f"{len(chosen)} selections for {len(queries)} queries"
-    offload, ops = pack.runner.offload, pack.ops
-    named = torch.where(chosen >= 0, host_rows[chosen.clamp_min(0).long()], -1).int()
-    parts = [
-        ops.attend(
-            q,
+    offload, codec = pack.runner.offload, pack.layout.row
+    into = Partial(
+        torch.empty(*queries.shape[:2], codec.latent_dim), torch.empty(queries.shape[:2])
+    )
+    for first in range(0, len(queries), QUERIES):
+        some = slice(first, first + QUERIES)
+        named = torch.where(chosen[some] >= 0, host_rows[chosen[some].clamp_min(0)], -1)
+        pack.ops.attend(
+            queries[some],
             offload.memory(layer).host,
-            rows,
-            offload.layout.row,
+            named,
+            codec,
             scale=pack.runner.model.config.attention_scale,
+            into=Partial(into.out[some], into.lse[some]),
             threads=compute_threads(),
-        ).out
-        for q, rows in zip(torch.split(queries, QUERIES), torch.split(named, QUERIES), strict=True)
-    ]
-    return torch.cat(parts)
+        )
+    return into.out
