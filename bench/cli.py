@@ -97,6 +97,11 @@ BENCHMARKS: Final = (
         summary="Links between ranks: a hop, the bandwidth, what asynchronous sends hide.",
     ),
     Command(
+        name="prefix",
+        home="ess.bench.engine.cached_prompts:prefix_benchmark",
+        summary="A second turn's first token: computed, from the host pool, from the disk.",
+    ),
+    Command(
         name="paper",
         home="ess.bench.paper.published:paper_benchmark",
         summary="The published tables and figures, ours beside theirs.",

@@ -6,7 +6,7 @@ vLLM and SGLang stand beside ours for routers and boards that know those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -50,6 +50,7 @@ class Written(Collector):
         yield from _waits(service)
         yield from _handoffs(service)
         yield from _stages(service)
+        yield from _disk(service)
         for name in service.compat:
             yield from COMPAT[name](service)
 
@@ -185,6 +186,28 @@ def _handoffs(service: Service) -> Iterator[Metric]:
     yield from _transfers(service, said, "ess_", {})
 
 
+def _disk(service: Service) -> Iterator[Metric]:
+    said = service.board.status.disk
+    if said is None:
+        return
+    yield _gauge("ess_disk_pages", "pages of prompts on disk", said.page_count)
+    yield _gauge("ess_disk_pages_max", "pages that may be there", said.page_max)
+    yield _gauge("ess_disk_queue", "pages that wait to be stored", said.queue_count)
+    counts = {
+        "stored": said.stored_count,
+        "dropped": said.dropped_count,
+        "loaded": said.loaded_count,
+        "damaged": said.damaged_count,
+    }
+    yield _by_name("ess_disk_moved_pages", "pages on their way", "how", counts)
+    moved = {"stored": said.stored_count, "loaded": said.loaded_count}
+    sizes = {how: count * said.page_bytes for how, count in moved.items()}
+    yield _by_name("ess_disk_bytes", "bytes of pages", "how", sizes)
+    seconds = {"stored": said.store_s, "loaded": said.load_s}
+    yield _by_name("ess_disk_seconds", "seconds that moving them took", "how", seconds)
+    yield _gauge("ess_disk_failed", "1 when no page is stored any more", bool(said.fault))
+
+
 def _transfers(
     service: Service, said: HandoffStatus, prefix: str, labels: dict[str, str]
 ) -> Iterator[Metric]:
@@ -292,7 +315,7 @@ def _labelled(
     return metric
 
 
-def _by_name(name: str, sentence: str, label: str, counts: dict[str, int]) -> Metric:
+def _by_name(name: str, sentence: str, label: str, counts: Mapping[str, float]) -> Metric:
     metric = CounterMetricFamily(name, sentence, labels=[label])
     for key, count in sorted(counts.items()):
         metric.add_metric([key], count)
