@@ -125,9 +125,9 @@ class Shelf:
     def forget(self) -> int:
         return self._tier.forget()
 
-    def drain(self) -> None:
-        """Waits until all that is published is stored."""
-        self._tier.flush()
+    def drain(self, timeout_s: float) -> None:
+        """Waits until all that is published is stored, or for so long."""
+        self._tier.flush(timeout_s)
 
     def check(self) -> None:
         self._tier.check()

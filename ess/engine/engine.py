@@ -88,10 +88,13 @@ class Engine:
         self.verifier = self.runner.verifier
         self._entry = Entry(model.config, tokenizer)
         self._roster: Roster[Request] = Roster()
-        self._admission = Admission(
-            self._roster, opens=self._open, resumes=self._resume, tpot_ms=config.tpot_ms
-        )
         self._loads = Loads(self._roster, offload)
+        self._admission = Admission(
+            self._roster,
+            opens=self._loads.with_room(self._open),
+            resumes=self._loads.with_room(self._resume),
+            tpot_ms=config.tpot_ms,
+        )
         self._handoffs = Handoffs(port, self.runner, config, on_end=self._admission.ask_again)
         self._followers = Followers()
         self._flights = Flights(self.runner, clock=self._clock, verified_max=config.mtp)
@@ -173,7 +176,7 @@ class Engine:
         self._require_own(request)
         if request.state != "preempted":
             raise BadState(f"request {request.number} is {request.state}, not preempted")
-        self._resume(request)
+        self._loads.with_room(self._resume)(request)
 
     def _require_own(self, request: Request) -> None:
         if request.owner is not self:
@@ -446,7 +449,10 @@ class Engine:
     def _resume(self, request: Request) -> None:
         assert request.sequence is not None, f"request {request.number} has no rows"
         assert request.draft_count == 0, f"request {request.number} has drafts without a line"
-        request.sequence.resume()
+        try:
+            request.sequence.resume()
+        except Unavailable as lost:
+            return self._refuse(request, lost)
         request.is_held = False
         if request.has_landed:
             windows, request.windows = request.windows, None

@@ -2,14 +2,18 @@
 
 waiting --> loading --> preempted: it has loaded, and waits for the device as one that has landed
 
-What could not be read is prefilled like any other prompt: no request fails because of the disk.
+What could not be read is prefilled like any other prompt. The other way goes what preempted
+requests hold, where host pages are short and the disk has them too; it comes back when they resume.
 """
 
 from __future__ import annotations
 
 from ess.door import Offload
+from ess.engine.admission import Act
 from ess.engine.request import Request
 from ess.engine.roster import Roster
+from ess.errors import PoolFull
+from ess.pool.capacity import HOST_PAGES
 
 
 class Loads:
@@ -34,6 +38,33 @@ class Loads:
             self._roster.move(request, "preempted")
         return len(done)
 
+    def with_room(self, act: Act) -> Act:
+        """`act`, and where host pages are short for it, once more when preempted requests have
+        given theirs up."""
+
+        def acted(request: Request) -> None:
+            try:
+                act(request)
+            except PoolFull as refusal:
+                is_short = refusal.limiter == HOST_PAGES and not refusal.permanent
+                if not (is_short and self._shelve(refusal.needed - refusal.free, request)):
+                    raise
+                act(request)
+
+        return acted
+
+    def _shelve(self, page_count: int, keep: Request) -> bool:
+        """Whether host pages became free: pages of preempted requests that lie on the disk. First
+        those of requests that the caller has preempted, then of the last in rank; none of `keep`,
+        nor of one whose pages are being sent."""
+        ranked = self._roster.by_rank("preempted")[::-1]
+        left = page_count
+        for request in sorted(ranked, key=lambda request: not request.is_held):
+            if left > 0 and request is not keep and _may_shelve(request):
+                assert request.sequence is not None, f"request {request.number} has no pages"
+                left -= request.sequence.shelve(left)
+        return left < page_count
+
     def wait(self) -> bool:
         """Waits for the pages of a request; False where none loads."""
         for request in self._roster.of("loading"):
@@ -46,3 +77,8 @@ class Loads:
 def _is_loading(request: Request) -> bool:
     assert request.sequence is not None, f"request {request.number} has no pages"
     return request.sequence.is_loading
+
+
+def _may_shelve(request: Request) -> bool:
+    assert request.sequence is not None, f"request {request.number} has no pages"
+    return request.gives is None and not request.has_come and not request.sequence.is_shelved

@@ -146,6 +146,28 @@ class Holding:
 
         pools.inflight.after(free)
 
+    def give_up_first(self, count: int) -> None:
+        """The leading host pages go, and the others stay; for a while only."""
+        assert self.line == NONE, f"line {self.line} reads the pages"
+        assert 0 < count <= self.page_count, f"{count} of {self.page_count} pages"
+        self._pools.latent.drop(self.host_pages[:count])
+        self.host_pages = self.host_pages[count:]
+
+    def take_first(self, known: PageIds, fresh_count: int) -> PageIds:
+        """Pages before the others again: `known` ones, and behind them fresh ones, which are
+        returned. PoolFull if there is no room."""
+        pools = self._pools
+        pools.latent.hold(known)
+        try:
+            reservation = _reserve(pools, {HOST_PAGES: fresh_count})
+        except PoolFull:
+            pools.latent.drop(known)
+            raise
+        fresh = pools.latent.take(fresh_count)
+        pools.ledger.release(reservation)
+        self.host_pages = np.concatenate([known, fresh, self.host_pages])
+        return fresh
+
     def let_go(self) -> None:
         """The host pages too: published ones stay as prefix cache while there is room."""
         assert self.line == NONE, f"line {self.line} is still on the device"

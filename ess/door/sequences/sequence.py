@@ -24,8 +24,9 @@ from ess.door.owner import Owner
 from ess.door.pools import Pools
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.progress import Progress
+from ess.door.sequences.shelved import Shelved, put_away
 from ess.door.shelf import Load, Shelf
-from ess.errors import BadInput, BadState, PoolFull
+from ess.errors import BadInput, BadState, PoolFull, Unavailable
 from ess.flashtrans.rows import scatter_rows
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import Claim
@@ -75,6 +76,7 @@ class Sequence:
             published_count=published_count,
         )
         self._load: Load | None = None
+        self._shelved: Shelved | None = None
 
     def __repr__(self) -> str:
         return (
@@ -300,10 +302,34 @@ class Sequence:
         self.holding.leave_device()
         self.state = "preempted"
 
+    def shelve(self, page_max: int) -> int:
+        """Gives up leading host pages too, at most `page_max`, as far as they are on the disk or
+        get there within a second; returns how many. `resume` brings them back."""
+        self._require("preempted")
+        self.progress.refresh()
+        count = self.progress.published_count
+        contents = page_hashes(self.tokens[: count * PAGE_ROWS], salt=self.salt)
+        before = self.page_count
+        self._shelved = put_away(self.owner.pools, self.holding, contents, page_max=page_max)
+        return before - self.page_count
+
+    @property
+    def is_shelved(self) -> bool:
+        """Pages of it are on the disk only."""
+        return self._shelved is not None
+
+    def _bring_back(self) -> None:
+        if self._shelved is not None:
+            if not self._shelved.bring_back():
+                raise Unavailable(f"sequence {self.number}: pages that were on disk cannot be read")
+            self._shelved = None
+
     def resume(self) -> None:
         """Takes index pages again and reloads keys: nothing is computed anew. PoolFull if there is
-        no room: then it stays preempted."""
+        no room: then it stays preempted. Unavailable where pages that it had on disk are lost."""
         self.wait()
+        require_state(self, "preempted")
+        self._bring_back()
         self._require("preempted")
         self.owner.pools.inflight.drain()
         self.progress.refresh()
@@ -354,13 +380,17 @@ class Sequence:
         self._require_no_step()
         if self._load is not None:
             self._shelf.give_up(self._load)
-        self.progress.refresh()
+        if self._shelved is not None:
+            self._shelved.let_go()
+        else:
+            self.progress.refresh()
         if self.state == "active":
             self.holding.leave_device()
         self.state = "closed"
 
         def let_go() -> None:
-            self.progress.publish()
+            if self._shelved is None:
+                self.progress.publish()
             if self.owner.pools.shelf is not None:
                 self.owner.pools.shelf.used(self.holding.host_pages)
             self.holding.let_go()
@@ -376,7 +406,7 @@ class Sequence:
     def _require(self, *states: State) -> None:
         self.owner.require()
         require_state(self, *states)
-        if self._load is not None:
+        if self._load is not None or self._shelved is not None:
             raise BadState(f"sequence {self.number} waits for pages from the disk; resume it first")
         self._require_no_step()
 

@@ -1,0 +1,65 @@
+"""Leading pages of a preempted sequence that it holds on the disk only, and how they come back.
+
+What is put away must be on the disk and stay there (`Claim`); then the host pages are dropped. They
+may idle on the host for a while, published, and then nothing is read to bring them back.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from ess.door.pools import Pools
+from ess.door.sequences.holding import Holding
+from ess.pool.disk.tier import Claim
+from ess.pool.pages import PageIds
+
+STORE_S: Final = 1.0
+"""So long it is waited for that pages which are to be put away are stored."""
+
+
+class Shelved:
+    def __init__(self, pools: Pools, holding: Holding, claim: Claim) -> None:
+        self._pools = pools
+        self._holding = holding
+        self._claim = claim
+        holding.give_up_first(len(claim.contents))
+
+    def bring_back(self) -> bool:
+        """The holding has all of its pages again, or it is as before and False: a page is lost.
+        PoolFull if there is no room."""
+        pools, contents = self._pools, self._claim.contents
+        assert pools.shelf is not None, "what is shelved lies on a disk"
+        known = np.array(pools.latent.prefix.find(contents), np.int32)
+        fresh = self._holding.take_first(known, len(contents) - len(known))
+        if len(fresh) and not self._read(fresh):
+            self._holding.give_up_first(len(contents))
+            return False
+        self._claim.release()
+        return True
+
+    def _read(self, fresh: PageIds) -> bool:
+        shelf, contents = self._pools.shelf, self._claim.contents
+        assert shelf is not None, "what is shelved lies on a disk"
+        counts: list[int] = []
+        claim = shelf.claim(contents, known_count=len(contents) - len(fresh))
+        if len(claim.contents) < len(fresh):
+            claim.release()
+            return False
+        shelf.wait(shelf.bring(claim, fresh, counts.append))
+        return counts == [len(fresh)]
+
+    def let_go(self) -> None:
+        self._claim.release()
+
+
+def put_away(
+    pools: Pools, holding: Holding, contents: list[bytes], *, page_max: int
+) -> Shelved | None:
+    """As many of these texts, at most `page_max`, as are on the disk within a second."""
+    if pools.shelf is None or not contents:
+        return None
+    pools.shelf.drain(STORE_S)
+    claim = pools.shelf.claim(contents[:page_max], known_count=0)
+    return Shelved(pools, holding, claim) if claim.contents else None
