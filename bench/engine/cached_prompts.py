@@ -16,7 +16,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -68,23 +69,30 @@ def _turns(length: int, rounds: int) -> list[Row]:
     ids, _ = token_ids()
     model = load_model()
     layout = model.config.layout()
-    first, second = ids[: int(CACHED * length)], ids[:length]
     seconds: dict[str, list[float]] = {name: [] for name in ("none", "host", "warm", "cold")}
     with compute_threads():
         for _ in range(rounds):
-            _round(model, layout, (first, second), seconds)
+            _round(model, layout, _prompts(ids, length), seconds)
     none = statistics.median(seconds["none"])
     return [_turn_row(length, name, listed, none) for name, listed in seconds.items()]
+
+
+def _prompts(ids: list[int], length: int) -> Iterator[list[int]]:
+    """The first turn, then second turns that differ behind it: none finds another's pages."""
+    first = ids[: int(CACHED * length)]
+    yield first
+    for start in count(length, length - len(first)):
+        yield [*first, *ids[start : start + length - len(first)]]
 
 
 def _round(
     model: Model,
     layout: ModelLayout,
-    prompts: tuple[list[int], list[int]],
+    prompts: Iterator[list[int]],
     seconds: dict[str, list[float]],
 ) -> None:
-    first, second = prompts
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    first, second = next(prompts), next(prompts)
+    with tempfile.TemporaryDirectory() as folder:
         engine = _engine(model, layout, len(second), Path(folder))
         _first_token_s(engine, first)
         seconds["host"].append(_first_token_s(engine, second))
@@ -94,7 +102,7 @@ def _round(
                 _forget_file(Path(folder) / SLAB)
             where = None if name == "none" else Path(folder)
             engine = _engine(model, layout, len(second), where)
-            seconds[name].append(_first_token_s(engine, second))
+            seconds[name].append(_first_token_s(engine, next(prompts)))
             engine.offload.close()
 
 
@@ -143,9 +151,9 @@ def _rates(pages: int, rounds: int) -> list[Row]:
     room = np.zeros_like(memory)
     taken: dict[str, list[float]] = {}
     for _ in range(rounds):
-        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             _plain(Path(folder), memory, room, taken)
-        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             _tiered(Path(folder), memory, room, taken)
     gb_per_s = {
         name: round(memory.nbytes / statistics.median(listed) / 1e9, 3)
