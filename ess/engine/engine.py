@@ -451,8 +451,10 @@ class Engine:
         assert request.draft_count == 0, f"request {request.number} has drafts without a line"
         try:
             request.sequence.resume()
-        except Unavailable as lost:
-            return self._refuse(request, lost)
+            if request.has_loaded:
+                self._handoffs.offer(request)
+        except (Unavailable, BadInput) as fault:
+            return self._refuse(request, fault)
         request.is_held = False
         if request.has_landed:
             windows, request.windows = request.windows, None
@@ -461,22 +463,14 @@ class Engine:
             self._land(request, windows)
             return
         if request.has_loaded:
-            self._begin(request)
+            request.has_loaded = False
+            self._roster.move(request, "prefilling")
+            if request.is_prefilled:
+                self._arrive(request, None)
             return
         self._roster.move(request, "decoding" if request.is_prefilled else "prefilling")
         if request.is_prefilled:
             self._flights.enter(request)
-
-    def _begin(self, request: Request) -> None:
-        """It was loaded, and is on the device now: its rows may leave."""
-        try:
-            self._handoffs.offer(request)
-        except BadInput as refusal:
-            return self._refuse(request, refusal)
-        request.has_loaded = False
-        self._roster.move(request, "prefilling")
-        if request.is_prefilled:
-            self._arrive(request, None)
 
     def _refuse(self, request: Request, refusal: EssError) -> None:
         request.refusal = refusal
