@@ -18,6 +18,7 @@ import torch
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
+from ess.kernels.served import BackendName
 from ess.layout import ModelLayout
 from ess.models.indexer import Probe
 from ess.models.model import Model
@@ -32,7 +33,7 @@ FAMILIES = {"deepseek_v32": checkpoints.TINY_V32, "glm_moe_dsa": checkpoints.TIN
 SEEDS = range(6)
 COUNT = 48
 NEAR_TIE = 0.05
-TURNED_MAX = 0.5  # what a code that turned may cost a model without margins
+GAP_MAX = 0.5  # flips of a trained model led by up to 0.52: docs/exactness.md
 LOW = {"fp8 rows": ("fp8", "f32"), "fp8 keys": ("f32", "fp8"), "both": ("fp8", "fp8")}
 
 
@@ -49,11 +50,13 @@ def case(raw: dict[str, Any], seed: int) -> tuple[Model, ModelLayout, list[int]]
 
 
 @functools.cache
-def spoken(family: str, seed: int) -> list[int]:
-    return spoken_by(*case(FAMILIES[family], seed))
+def spoken(family: str, seed: int, backend: BackendName = "cpu") -> list[int]:
+    return spoken_by(*case(FAMILIES[family], seed), backend=backend)
 
 
-def spoken_by(model: Model, layout: ModelLayout, prompt: list[int]) -> list[int]:
+def spoken_by(
+    model: Model, layout: ModelLayout, prompt: list[int], *, backend: BackendName = "cpu"
+) -> list[int]:
     """What the engine says."""
     offload = Offload.create(
         layout,
@@ -62,7 +65,7 @@ def spoken_by(model: Model, layout: ModelLayout, prompt: list[int]) -> list[int]
         length_max=512,
         slot_floor=64,
     )
-    eng = Engine(model, offload, EngineConfig(modes="none"))
+    eng = Engine(model, offload, EngineConfig(modes="none", backend=backend))
     request = eng.add(prompt, Sampling(tokens_max=COUNT, ignore_eos=True))
     for _ in eng.run():
         pass
@@ -80,13 +83,24 @@ def test_index_queries_are_bf16_also_where_keys_are_not_mixed() -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_engine_says_what_the_stored_model_says(family: str) -> None:
-    """With fp8 rows and keys: token for token, unless the last bit of a sum turns an fp8 code.
-    Stages and torch sum in different orders, so some codes do turn."""
-    cases = {seed: case(FAMILIES[family], seed) for seed in SEEDS}
-    leads = [lead_lost(*cases[seed], spoken(family, seed)) for seed in SEEDS]
-    assert max(leads) < TURNED_MAX, leads
+    """With fp8 rows and keys, and products summed as the stored model's: token for token, unless
+    the last bit of a sum turns an fp8 code where two tokens are nearly tied."""
+    leads = leads_lost(family, "reference")
+    assert max(leads) < NEAR_TIE, leads
+    assert leads.count(0.0) >= len(leads) - 1, leads
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_compiled_stages_say_it_too_but_for_codes_that_turn(family: str) -> None:
+    """They sum in another order, so a few more codes turn; random weights have no margins."""
+    leads = leads_lost(family, "cpu")
+    assert max(leads) < GAP_MAX, leads
     assert sum(lead < NEAR_TIE for lead in leads) >= len(leads) - 1, leads
-    assert leads.count(0.0) >= len(leads) - 2, leads
+
+
+def leads_lost(family: str, backend: BackendName) -> list[float]:
+    cases = [(seed, case(FAMILIES[family], seed)) for seed in SEEDS]
+    return [lead_lost(*made, spoken(family, seed, backend)) for seed, made in cases]
 
 
 def lead_lost(model: Model, layout: ModelLayout, prompt: list[int], spoken: Sequence[int]) -> float:
