@@ -1,0 +1,159 @@
+"""Which chunks and which layers a pipeline should have, by what its layers were measured to take.
+
+A setting is judged by the time to the first token of one prompt, on the virtual clock. Of those
+that are as fast to a hundredth, the one that makes more tokens a second when prompts follow one
+another is better.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ess.engine.chunking.partition import partition
+from ess.engine.chunking.sizes import Chunking, PrefillTime, chunks
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.sim.prefill.measured import Model
+from ess.sim.prefill.stage_clock import Clocked, clocked
+from ess.units import PAGE_ROWS, align_up
+
+AHEAD: Final = 2
+IN_A_ROW: Final = 6
+EQUAL: Final = 0.01
+SMOOTHINGS: Final = (0.5, 0.65, 0.75, 0.85, 1.0)
+CHUNKS_MAX: Final = 512
+STEP: Final = 1.26
+Layers = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Smoothing 0 is a static size. `layers` are the main layers of each stage."""
+
+    first: int
+    smoothing: float
+    layers: Layers
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.smoothing > 0
+
+    def sizes(self, time: PrefillTime, prompt: int) -> tuple[int, ...]:
+        context = align_up(prompt, PAGE_ROWS)
+        chunking = Chunking(first=self.first, context=context, smoothing=self.smoothing)
+        return chunks(time, chunking, prompt=prompt)
+
+    def ends(self, time: PrefillTime, prompt: int) -> list[int]:
+        return list(itertools.accumulate(self.sizes(time, prompt)))
+
+    def flags(self) -> list[str]:
+        """As `ess prefill` takes them."""
+        counts = ",".join(str(stop - first) for first, stop in self.layers)
+        dynamic = ["--dynamic-chunking", "--smooth", f"{self.smoothing:g}"]
+        shared = ["--pp-layer-partition", counts]
+        return [
+            *("--chunk", str(self.first)),
+            *(dynamic if self.is_dynamic else []),
+            *(shared if len(self.layers) > 1 else []),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Of prompts of one length: until the first token of one alone, and a second of several."""
+
+    setting: Setting
+    first_token_s: float
+    tokens_per_s: float
+    bubble_share: float
+    chunk_count: int
+
+
+def on_clock(seconds: Sequence[Sequence[float]]) -> Clocked:
+    """With as many micro-batches under way as a pipeline lets be."""
+    return clocked(seconds, under_way_max=len(seconds[0]) + AHEAD)
+
+
+def forecast(model: Model, setting: Setting, prompt: int) -> Forecast:
+    sizes = setting.sizes(model.time, prompt)
+    seconds = model.stage_s(setting.layers, sizes)
+    alone, in_a_row = on_clock(seconds), on_clock(seconds * IN_A_ROW)
+    return Forecast(
+        setting=setting,
+        first_token_s=alone.span_s,
+        tokens_per_s=IN_A_ROW * prompt / in_a_row.span_s,
+        bubble_share=alone.bubble_share,
+        chunk_count=len(sizes),
+    )
+
+
+def search(
+    model: Model, layout: ModelLayout, default: Setting, prompt: int, *, chunk_max: int
+) -> list[Forecast]:
+    """The default first; then the best found, best first: static and dynamic, with the layers of
+    the default and with those that the measured costs call for."""
+    if prompt < PAGE_ROWS:
+        raise BadInput(f"a prompt of {prompt} tokens: nothing to tune below {PAGE_ROWS}")
+    stages = len(default.layers)
+    balanced = partition(layout, stages, costs=model.costs(layout.layer_count))
+    cuts = dict.fromkeys([default.layers, tuple((part.start, part.stop) for part in balanced)])
+    found = [
+        forecast(model, setting, prompt)
+        for layers in cuts
+        for setting in _best_of(model, layers, prompt, chunk_max)
+    ]
+    best_s = min(each.first_token_s for each in found)
+    found.sort(key=lambda each: _rank(each, best_s))
+    return [forecast(model, default, prompt), *(each for each in found if each.setting != default)]
+
+
+def _rank(each: Forecast, best_s: float) -> tuple[int, float]:
+    steps = math.floor((each.first_token_s / best_s - 1) / EQUAL)
+    return steps, -each.tokens_per_s
+
+
+def _best_of(model: Model, layers: Layers, prompt: int, chunk_max: int) -> list[Setting]:
+    return [
+        best_static(model, layers, prompt, chunk_max=chunk_max),
+        best_dynamic(model, layers, prompt, chunk_max=chunk_max),
+    ]
+
+
+def best_static(model: Model, layers: Layers, prompt: int, *, chunk_max: int) -> Setting:
+    return _first_of(model, layers, prompt, chunk_max, [0.0])
+
+
+def best_dynamic(model: Model, layers: Layers, prompt: int, *, chunk_max: int) -> Setting:
+    return _first_of(model, layers, prompt, chunk_max, SMOOTHINGS)
+
+
+def _first_of(
+    model: Model, layers: Layers, prompt: int, chunk_max: int, smoothings: Sequence[float]
+) -> Setting:
+    """By the time of one prompt alone, up to the longest chunk that was measured."""
+    tried = [
+        Setting(first=first, smoothing=smoothing, layers=layers)
+        for first in _firsts(prompt, chunk_max)
+        for smoothing in smoothings
+    ]
+
+    def seconds(setting: Setting) -> float:
+        return on_clock(model.stage_s(layers, setting.sizes(model.time, prompt))).span_s
+
+    return min(tried, key=seconds)
+
+
+def _firsts(prompt: int, chunk_max: int) -> list[int]:
+    """Whole pages, about three to each doubling."""
+    most = max(PAGE_ROWS, min(align_up(prompt, PAGE_ROWS), chunk_max // PAGE_ROWS * PAGE_ROWS))
+    unit = PAGE_ROWS * max(1, prompt // CHUNKS_MAX // PAGE_ROWS)
+    sizes = {most}
+    size = float(unit)
+    while size < most:
+        sizes.add(align_up(int(size), PAGE_ROWS))
+        size *= STEP
+    return sorted(sizes)
