@@ -106,13 +106,31 @@ def prefill(
     foreign: ForeignFlags | None = None,
     config: ConfigFile = None,
     json: AsJson = False,
+    tune: bool = False,
+    tune_prompt: str = "8k",
+    tune_rounds: int = 3,
 ) -> int:
     """Make prompts for decode workers, which fetch the rows: `ess serve --role prefill`.
 
     Behind a router for prefill and decode, which sends it every request. Needs --peer-secret-file.
+
+    Parameters
+    ----------
+    tune
+        Serve nothing: find the chunks and the layers of each stage with which prompts are made
+        soonest on this machine, and print the flags to set.
+    tune_prompt
+        The length of the prompts to tune for.
+    tune_rounds
+        How often each of the best settings is run.
     """
     given = {**(flags or {}), "model": model, "role": "prefill"}
-    return _serve(given, foreign, config=config, json=json)
+    if not tune:
+        return _serve(given, foreign, config=config, json=json)
+    _note_foreign(foreign)
+    from ess.server.commands.tune import tune as tuned
+
+    return tuned(given, config=config, prompt=tune_prompt, rounds=tune_rounds, json=json)
 
 
 def decode(
