@@ -102,6 +102,11 @@ BENCHMARKS: Final = (
         summary="A second turn's first token: computed, from the host pool, from the disk.",
     ),
     Command(
+        name="prefill",
+        home="ess.bench.prefill.tier:prefill_benchmark",
+        summary="A pipeline of stages: bubbles, sends, chunk sizes, memory, turns, serving.",
+    ),
+    Command(
         name="paper",
         home="ess.bench.paper.published:paper_benchmark",
         summary="The published tables and figures, ours beside theirs.",

@@ -83,10 +83,10 @@ def mixed_rows(load: Load) -> list[Row]:
         "gap_s": load.gap_s,
     }
     pairs: tuple[tuple[str, str, Measure], ...] = (
-        ("between tokens, p99", "ms", lambda arm: _p99(arm.gaps_ms)),
+        ("between tokens, p99", "ms", lambda arm: p99(arm.gaps_ms)),
         ("between tokens, median", "ms", lambda arm: statistics.median(arm.gaps_ms)),
         ("first token, median", "ms", lambda arm: statistics.median(arm.firsts_ms)),
-        ("first token, p99", "ms", lambda arm: _p99(arm.firsts_ms)),
+        ("first token, p99", "ms", lambda arm: p99(arm.firsts_ms)),
         ("throughput", "tokens/s", lambda arm: arm.tokens_per_s(load)),
     )
     return [
@@ -102,7 +102,7 @@ def mixed_rows(load: Load) -> list[Row]:
     ]
 
 
-def _p99(values: Sequence[float]) -> float:
+def p99(values: Sequence[float]) -> float:
     return values[min(len(values) - 1, int(0.99 * len(values)))]
 
 
@@ -161,11 +161,11 @@ async def _ask(
 ) -> Seen:
     asked = {"prompt": prompt, "max_tokens": output, "ignore_eos": True, "stream": True}
     room = {"bootstrap_room": new_uid()} if len(way) > 1 else {}
-    legs = [_stream(url, {**asked, **fields, **room}) for url, fields in way]
+    legs = [streamed(url, {**asked, **fields, **room}) for url, fields in way]
     return (await asyncio.gather(*legs))[-1]
 
 
-async def _stream(url: str, asked: Mapping[str, Any]) -> Seen:
+async def streamed(url: str, asked: Mapping[str, Any]) -> Seen:
     address, body = urlsplit(url), json.dumps(asked).encode()
     begun_s = time.monotonic()
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)

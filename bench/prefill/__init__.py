@@ -1,0 +1,1 @@
+"""Prompts through a pipeline of stages: real processes, and the same times on a virtual clock."""

@@ -1,0 +1,108 @@
+"""A stock router before a prefill worker of stages and decode workers, as its documentation says.
+
+Its package is not ours, and is there where `ess[router]` was installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from ess.bench.engine.serve import started
+from ess.errors import Unavailable
+
+# Module, its words, and whether it tells decode workers the prefill worker's port.
+ROUTERS: Final = (
+    ("smg", ("smg", "launch", "--pd-disaggregation"), True),
+    ("vllm_router", ("vllm_router.launch_router", "--vllm-pd-disaggregation"), False),
+    ("sglang_router", ("sglang_router", "launch", "--pd-disaggregation"), True),
+)
+FLAGS: Final = (
+    *("--policy", "round_robin", "--health-check-endpoint", "/ready"),
+    *("--worker-startup-check-interval", "1", "--log-level", "error"),
+)
+ENDED: Final = re.compile(r'^ess_handoffs_total\{how="(\w+)"\} (\S+)$', re.MULTILINE)
+HOST: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Behind a router at `url`."""
+
+    url: str
+    router: str
+    decodes: tuple[str, ...]
+
+    def handoffs(self) -> str:
+        """What became of those that decode workers waited for."""
+        counts: Counter[str] = Counter()
+        for url in self.decodes:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+                for how, count in ENDED.findall(answer.read().decode()):
+                    counts[how] += int(float(count))
+        return ", ".join(f"{counts[how]} {how}" for how in ("landed", "missed"))
+
+
+@contextlib.contextmanager
+def tier(stages: int, decodes: int, *flags: str, router: str = "") -> Iterator[Tier]:
+    """When every worker is ready."""
+    package, words, meets_at_port = _chosen(router)
+    secret = {"ESS_PEER_SECRET": secrets.token_hex(16)}
+    with contextlib.ExitStack() as stack:
+        staged = ("--pp-size", str(stages), *flags)
+        _, prefill = stack.enter_context(started("prefill", *staged, environment=secret))
+        named = (*flags, "--peers", urlsplit(prefill).netloc)
+        urls = [
+            stack.enter_context(started("decode", *named, environment=secret))[1]
+            for _ in range(decodes)
+        ]
+        port = [str(urlsplit(prefill).port)] if meets_at_port else []
+        places = ["--prefill", prefill, *port]
+        for url in urls:
+            places += ["--decode", url]
+        routed = stack.enter_context(_routing(words, places))
+        yield Tier(routed, package, tuple(urls))
+
+
+def _chosen(name: str) -> tuple[str, tuple[str, ...], bool]:
+    known = [each for each in ROUTERS if name in ("", each[0])]
+    for each in known:
+        if importlib.util.find_spec(each[0]) is not None:
+            return each
+    names = ", ".join(each[0] for each in known) or f"{name}, which is none of ours"
+    raise Unavailable(f"no router is installed ({names}): pip install 'ess[router]'")
+
+
+@contextlib.contextmanager
+def _routing(words: Sequence[str], places: Sequence[str]) -> Iterator[str]:
+    port, metrics_port = _free_ports(2)
+    listening = ("--host", HOST, "--port", str(port))
+    metrics = ("--prometheus-host", HOST, "--prometheus-port", str(metrics_port))
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words, *listening, *metrics, *places, *FLAGS],
+        env={**os.environ, "NO_COLOR": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        yield f"http://{HOST}:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        made = [held.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
+        return [int(each.getsockname()[1]) for each in made]

@@ -1,0 +1,137 @@
+"""End to end: a prefill worker of two stages and two decode workers behind a stock router, against
+one `ess serve`, under the same load of long prompts. Engines have a thread each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ess import console
+from ess.bench.engine.serve import started
+from ess.bench.handoff.mixed import Seen, p99, streamed
+from ess.bench.harness.report import Row, compare
+from ess.bench.harness.text import token_ids
+from ess.bench.prefill.rig import cores
+from ess.bench.prefill.routers import tier
+from ess.errors import BadState
+from ess.models.load import EMBEDDED
+from ess.models.text.tokenizer import Tokenizer
+
+STAGES: Final = 2
+DECODES: Final = 2
+THREADS: Final = ("--threads", "1")
+UP_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Talk:
+    """Prompts of about `length` tokens, as text; `gap_s` between arrivals on average."""
+
+    requests: int
+    gap_s: float
+    length: int
+    output: int
+    seed: int = 1
+
+    def prompts(self) -> list[str]:
+        ids, _ = token_ids()
+        draw, tokenizer = random.Random(self.seed), Tokenizer(EMBEDDED)
+        doubled = ids * (self.length // len(ids) + 2)
+        starts = [draw.randrange(len(ids)) for _ in range(self.requests)]
+        return [tokenizer.decode(doubled[start : start + self.length]) for start in starts]
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    seen: list[Seen]
+    took_s: float
+
+    @property
+    def firsts_ms(self) -> list[float]:
+        return sorted(1e3 * each.first_s for each in self.seen)
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return sorted(1e3 * gap for each in self.seen for gap in each.gaps_s)
+
+
+Measure = Callable[[Heard], float]
+MEASURES: Final[tuple[tuple[str, str, Measure], ...]] = (
+    ("first token, p50", "ms", lambda heard: statistics.median(heard.firsts_ms)),
+    ("first token, p99", "ms", lambda heard: p99(heard.firsts_ms)),
+    ("between tokens, p50", "ms", lambda heard: statistics.median(heard.gaps_ms)),
+    ("between tokens, p99", "ms", lambda heard: p99(heard.gaps_ms)),
+    ("all of it", "s", lambda heard: heard.took_s),
+)
+
+
+def serving_rows(talk: Talk, *, router: str = "") -> list[Row]:
+    console.note(f"  one ess serve, {talk.requests} prompts of {talk.length:,} tokens ...")
+    with started("serve", *THREADS) as (_, url):
+        alone = _heard(talk, url)
+    console.note(f"  PP{STAGES} and {DECODES} decode workers behind a router ...")
+    with tier(STAGES, DECODES, *THREADS, router=router) as split:
+        apart = _heard(talk, split.url)
+        handoffs = split.handoffs()
+    config = {
+        "router": split.router,
+        "handoffs": handoffs,
+        "prompt": talk.length,
+        "requests": talk.requests,
+        "gap_s": round(talk.gap_s, 3),
+        "output": talk.output,
+        "cores": f"{cores()} for {STAGES + DECODES} engines, against 1",
+    }
+    return [
+        compare(
+            name=f"PP{STAGES} x {DECODES} decode, {what}",
+            unit=unit,
+            ours=[measure(apart)],
+            baseline=("one ess serve", [measure(alone)]),
+            config=config,
+        )
+        for what, unit, measure in MEASURES
+    ]
+
+
+def _heard(talk: Talk, url: str) -> Heard:
+    asyncio.run(_until_up(url))
+    return asyncio.run(_run(talk, url))
+
+
+async def _until_up(url: str) -> None:
+    """A router begins to listen, then finds its workers: until then it refuses."""
+    deadline_s = time.monotonic() + UP_S
+    while True:
+        try:
+            await streamed(url, _asked("Every worker says a word.", 2))
+            return
+        except (OSError, BadState, asyncio.IncompleteReadError):
+            if time.monotonic() > deadline_s:
+                raise
+        await asyncio.sleep(0.5)
+
+
+async def _run(talk: Talk, url: str) -> Heard:
+    draw, begun_s, tasks = random.Random(talk.seed), time.monotonic(), []
+    for prompt in talk.prompts():
+        tasks.append(asyncio.ensure_future(streamed(url, _asked(prompt, talk.output))))
+        await asyncio.sleep(draw.expovariate(1 / talk.gap_s))
+    seen = await asyncio.gather(*tasks)
+    return Heard(list(seen), time.monotonic() - begun_s)
+
+
+def _asked(prompt: str, output: int) -> dict[str, object]:
+    return {
+        "model": "ess-embedded",
+        "prompt": prompt,
+        "max_tokens": output,
+        "ignore_eos": True,
+        "stream": True,
+    }

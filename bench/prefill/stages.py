@@ -1,0 +1,169 @@
+"""A real pipeline, and the same pipeline on a virtual clock with what its stages took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ess import console
+from ess.bench.harness.agreement import agreement
+from ess.bench.harness.report import Row, compare
+from ess.bench.prefill.rig import ends_of, layers_of, measured, plan_of, sharing, stage_s, text
+from ess.prefill.trial.pipe import Kind, Pipe, Ran, kind_for
+from ess.sim.prefill.measured import modelled
+from ess.sim.prefill.pipeline import prefill
+from ess.sim.prefill.stage_clock import Clocked
+from ess.sim.prefill.tuning import Layers, on_clock
+
+TOLERANCE: Final = 0.05
+ROUNDS: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """Some rounds of one prompt's length through so many stages."""
+
+    layers: Layers
+    kind: Kind
+    rans: tuple[Ran, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def chunk_count(self) -> int:
+        return len(self.rans[0].chunks)
+
+    def on_clock(self) -> list[Clocked]:
+        return [on_clock(stage_s(ran, self.kind)) for ran in self.rans]
+
+    def busy_s(self) -> list[float]:
+        """Of all stages together, in each round."""
+        return [sum(map(sum, stage_s(ran, self.kind))) for ran in self.rans]
+
+    @property
+    def chunk_ms(self) -> list[float]:
+        """Of each stage, in the middle of the rounds and chunks."""
+        rows = [times for ran in self.rans for times in stage_s(ran, self.kind)]
+        return [1e3 * statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def arm_of(stages: int, context: int, chunk: int, *, kind: Kind, rounds: int = ROUNDS) -> Arm:
+    console.note(f"  {stages} stages, {context:,} tokens in chunks of {chunk} ...")
+    layers = layers_of(stages)
+    with Pipe(plan_of(layers, context)) as pipe:
+        pipe.run([text(chunk + 1)], [chunk])
+        rans = [
+            pipe.run([text(context, number=number)], ends_of(context, chunk))
+            for number in range(rounds)
+        ]
+    return Arm(layers=layers, kind=kind, rans=tuple(rans))
+
+
+def stage_rows(arms: Sequence[Arm], context: int, chunk: int) -> list[Row]:
+    """The first arm is the baseline of the others; with one stage it is the model in one piece."""
+    first = arms[0]
+    rows = []
+    for arm in arms:
+        rows += [_wall(arm, first, context, chunk), _stage_times(arm)]
+        if arm.stages > 1:
+            rows += _clock_rows(arm, first)
+    return rows
+
+
+def _wall(arm: Arm, first: Arm, context: int, chunk: int) -> Row:
+    return compare(
+        name=f"PP{arm.stages}, {context:,} tokens, wall clock",
+        unit="s",
+        ours=[ran.span_s for ran in arm.rans],
+        baseline=(f"PP{first.stages}", [ran.span_s for ran in first.rans]),
+        config={
+            "cores": sharing(arm.stages),
+            "chunk": chunk,
+            "layers": ",".join(str(stop - start) for start, stop in arm.layers),
+        },
+    )
+
+
+def _stage_times(arm: Arm) -> Row:
+    times = arm.chunk_ms
+    return Row(
+        name=f"PP{arm.stages}, busiest stage, a chunk",
+        value=max(times),
+        unit="ms",
+        config={
+            "times": "on a core" if arm.kind == "core" else "wall clock",
+            "stages_ms": ",".join(f"{each:.1f}" for each in times),
+        },
+    )
+
+
+def _clock_rows(arm: Arm, first: Arm) -> list[Row]:
+    stages, chunks = arm.stages, arm.chunk_count
+    clocks, name = arm.on_clock(), f"PP{arm.stages} on the virtual clock"
+    ideal = (stages - 1) / (stages - 1 + chunks)
+    shown = {"chunks": chunks, "times": arm.kind, "links": "take no time"}
+    rows = [
+        compare(
+            name=f"{name}, bubble share",
+            unit="",
+            ours=[clock.bubble_share for clock in clocks],
+            baseline=("(P - 1) / (P - 1 + M)", [ideal]),
+            config=shown,
+        ),
+        compare(
+            name=f"{name}, efficiency",
+            unit="",
+            ours=[clock.efficiency for clock in clocks],
+            baseline=("M / (P - 1 + M)", [1 - ideal]),
+            better="higher",
+            config=shown,
+        ),
+        compare(
+            name=f"{name}, first token",
+            unit="s",
+            ours=[clock.span_s for clock in clocks],
+            baseline=(f"PP{first.stages}, busy", first.busy_s()),
+            config={**shown, "first_arm_times": first.kind},
+        ),
+    ]
+    return [*rows, *_predictions(arm, name)]
+
+
+def _predictions(arm: Arm, name: str) -> list[Row]:
+    """The times are fitted to all rounds but the last, which is predicted."""
+    fitted = modelled(measured(arm.rans[:-1] or arm.rans, arm.kind))
+    last = arm.rans[-1]
+    real = on_clock(stage_s(last, arm.kind))
+    sizes = [chunk.count for chunk in last.chunks]
+    predicted = prefill(fitted.time, fitted.pipeline(arm.layers), sizes)
+    busy_s = sum(fitted.seconds(chunk.done, chunk.count) for chunk in last.chunks)
+    config = {
+        "fitted_to": f"{max(1, len(arm.rans) - 1)} rounds",
+        "fit_error": f"{fitted.error:.1%}",
+        "growth": "none seen" if fitted.is_flat else "quadratic",
+    }
+    pairs = (
+        ("first token", "s", real.span_s, predicted.ttft_s),
+        ("efficiency", "", real.efficiency, busy_s / (arm.stages * predicted.ttft_s)),
+    )
+    return [
+        agreement(
+            name=f"{name}, {what}, predicted",
+            unit=unit,
+            ours=ours,
+            published=("measured stage times", theirs),
+            tolerance=TOLERANCE,
+            config=config,
+        )
+        for what, unit, theirs, ours in pairs
+    ]
+
+
+def arms_of(stage_counts: Sequence[int], context: int, chunk: int, *, rounds: int) -> list[Arm]:
+    """All with one kind of time, so that they can be compared."""
+    kind = kind_for(max(stage_counts))
+    return [arm_of(count, context, chunk, kind=kind, rounds=rounds) for count in stage_counts]

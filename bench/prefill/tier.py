@@ -1,0 +1,95 @@
+"""`ess-bench prefill`: what a pipeline of stages makes of prompts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+from ess.bench.harness.lists import sizes
+from ess.bench.harness.report import Row
+from ess.bench.prefill.chunked import chunk_rows
+from ess.bench.prefill.peaks import peak_rows
+from ess.bench.prefill.sends import STAGES as SENDING
+from ess.bench.prefill.sends import send_rows
+from ess.bench.prefill.serving import Talk, serving_rows
+from ess.bench.prefill.stages import arms_of, stage_rows
+from ess.bench.prefill.turns import turn_rows
+
+ROUNDS: Final = 3
+REQUESTS: Final = 8
+OUTPUT: Final = 64
+GAP_S: Final = 1 / 1500
+FAR: Final = tuple((4 << 10) << power for power in range(6))
+
+
+def prefill_benchmark(
+    *,
+    ctx: str = "4k",
+    pp: str = "1,2,4",
+    chunk: int = 512,
+    real: str = "4k,16k",
+    memory: str = "4k,16k",
+    turns: bool = False,
+    serving: bool = False,
+    length: str = "4k",
+    router: str = "",
+    smoke: bool = False,
+) -> list[Row]:
+    """A real pipeline and its stage times on a virtual clock; sends; chunk sizes; memory.
+
+    Parameters
+    ----------
+    ctx
+        The prompt of the pipelines that are compared with one another.
+    pp
+        How many stages they have, a list; sends are compared where 2 are among them.
+    chunk
+        Tokens of a chunk, but for what compares chunk sizes.
+    real
+        Prompts for which chunk sizes are run, a list; longer ones are calculated, up to 128k.
+    memory
+        Prompts for which the peak memory is measured, a list: 4k,128k takes minutes.
+    turns
+        Instead of all that: second turns whose prompts are mostly cached, on host and on disk.
+    serving
+        Instead of all that: stages and decode workers behind a stock router.
+    length
+        The prompts of --turns and --serving.
+    router
+        Of --serving: smg, vllm_router or sglang_router; else the first that is installed.
+    """
+    if turns or serving:
+        return _further(turns, serving, sizes("--length", length)[0], router, chunk, smoke=smoke)
+    if smoke:
+        arms = arms_of([1, 2], 640, 128, rounds=1)
+        return [
+            *stage_rows(arms, 640, 128),
+            *send_rows(arms[-1].rans[-1], 640, 128, rounds=1),
+            *chunk_rows([640, FAR[0]], [640], rounds=1),
+            *peak_rows([640], 128),
+        ]
+    context = sizes("--ctx", ctx)[0]
+    arms = arms_of(sizes("--pp", pp), context, chunk, rounds=ROUNDS)
+    sent = functools.partial(send_rows, context=context, chunk=chunk, rounds=ROUNDS)
+    return [
+        *stage_rows(arms, context, chunk),
+        *(row for arm in arms if arm.stages == SENDING for row in sent(arm.rans[-1])),
+        *chunk_rows(FAR, sizes("--real", real), rounds=ROUNDS),
+        *peak_rows(sizes("--memory", memory), chunk),
+    ]
+
+
+def _further(
+    turns: bool, serving: bool, length: int, router: str, chunk: int, *, smoke: bool
+) -> list[Row]:
+    length, rounds = (640, 1) if smoke else (length, ROUNDS)
+    talk = Talk(
+        requests=2 if smoke else REQUESTS,
+        gap_s=length * GAP_S,
+        length=length,
+        output=8 if smoke else OUTPUT,
+    )
+    return [
+        *(turn_rows(length, chunk, rounds=rounds) if turns else []),
+        *(serving_rows(talk, router=router) if serving else []),
+    ]
