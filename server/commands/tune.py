@@ -206,7 +206,7 @@ class Tuner:
 
     def _judged(self, tried: list[Tried], model: Model) -> Tuning:
         best = min(tried, key=lambda each: each.middle_s)
-        verdict, is_sure = judged(tried[0], best, tried)
+        best, verdict, is_sure = judged(tried[0], best, tried)
         time = model.time
         return Tuning(
             prompt=self._prompt,
@@ -263,19 +263,26 @@ def _times(kind: Kind, stages: int) -> str:
     )
 
 
-def judged(default: Tried, best: Tried, tried: Sequence[Tried]) -> tuple[str, bool]:
-    """Sure where every round of the best was faster than every round of the default."""
+def judged(default: Tried, best: Tried, tried: Sequence[Tried]) -> tuple[Tried, str, bool]:
+    """What to take. Sure where every round of the best was faster than every round of the default;
+    the default where the best's middle one was not even that."""
     off = max(abs(each.expected_first_token_s / each.middle_s - 1) for each in tried)
     fit = f"expected times were up to {off:.0%} off those measured"
+    rounds, gain = len(best.first_token_s), 1 - best.middle_s / default.middle_s
     if best is default:
-        return f"keep the settings as they are: none that was tried is faster; {fit}", True
-    gain = 1 - best.middle_s / default.middle_s
-    if max(best.first_token_s) < min(default.first_token_s):
-        rounds = len(best.first_token_s)
+        return default, f"keep the settings as they are: nothing tried is faster; {fit}", True
+    if max(best.first_token_s) < min(default.first_token_s) and rounds > 1:
         sure = f"sure: {gain:.1%} sooner, and sooner in each of {rounds} rounds"
-        return f"{sure}; {fit}", rounds > 1
-    unsure = f"not sure: {gain:.1%} sooner in the middle, but rounds overlap"
-    return f"{unsure}; try on a quiet machine, or with more --tune-rounds; {fit}", False
+        return best, f"{sure}; {fit}", True
+    more = "try on a quiet machine, or with more --tune-rounds"
+    if best.middle_s < min(default.first_token_s):
+        return (
+            best,
+            f"likely, not sure: {gain:.1%} sooner, but rounds overlap; {more}; {fit}",
+            False,
+        )
+    kept = f"keep the settings as they are: {gain:.1%} sooner is less than rounds differ"
+    return default, f"{kept}; {more}; {fit}", False
 
 
 def lines(tuning: Tuning) -> list[str]:

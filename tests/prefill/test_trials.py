@@ -13,6 +13,7 @@ from ess.errors import BadState
 from ess.models.load import EMBEDDED
 from ess.prefill.trial.pipe import Pipe, Plan
 from ess.prefill.trial.told import Slow
+from ess.server.commands.tune import Tried, judged
 from tests.pd.processes import ROOT
 from tests.support.checkpoints import tokens
 
@@ -101,7 +102,34 @@ def test_tune_prints_what_to_set():
     assert tuning["flags"] in [each["flags"] for each in tuning["tried"]]
     assert 2 <= len(tuning["tried"]) <= 4
     assert all(min(each["first_token_s"]) > 0 for each in tuning["tried"])
-    assert not (tuning["is_sure"] and tuning["verdict"].startswith("sure"))
+    assert not tuning["verdict"].startswith("sure"), "of one round nothing is sure"
+
+
+def tried(name: str, *seconds: float) -> Tried:
+    return Tried(
+        flags=name,
+        expected_first_token_s=1.0,
+        expected_tokens_per_s=1000.0,
+        bubble_share=0.1,
+        chunk_count=8,
+        first_token_s=list(seconds),
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept", "says", "is_sure"),
+    [
+        ((0.8, 0.81, 0.82), False, "sure: 19.0% sooner", True),
+        ((0.8, 0.81, 1.2), False, "likely, not sure", False),
+        ((0.9, 0.999, 1.2), True, "less than rounds differ", False),
+    ],
+)
+def test_the_default_gives_way_to_what_is_clearly_faster(seconds, kept, says, is_sure):
+    default, best = tried("default", 0.99, 1.0, 1.1), tried("best", *seconds)
+    taken, verdict, sure = judged(default, best, [default, best])
+    assert (taken is default, sure) == (kept, is_sure)
+    assert says in verdict
+    assert "up to" in verdict
 
 
 @pytest.mark.parametrize(
