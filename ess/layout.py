@@ -192,6 +192,11 @@ class ModelLayout:
         return self.layer_count + self.mtp_layer_count
 
     @property
+    def has_mtp(self) -> bool:
+        """Of a part: whether the whole model has MTP layers."""
+        return self.mtp_layer_count > 0 or self.mtp_elsewhere
+
+    @property
     def group_count(self) -> int:
         return len(self.groups)
 

@@ -16,7 +16,8 @@ from ess.door.residency.refill import Refill
 from ess.door.residency.resident import Resident
 from ess.door.residency.row_copies import differing_slots
 from ess.door.residency.slots import Slots
-from ess.door.sequences.sequence import Sequence, open_sequence
+from ess.door.sequences.opening import count_on_disk, open_sequence
+from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Counters, Stats, Timings
 from ess.door.step import Step, begin
 from ess.errors import BadInput, BadState
@@ -172,6 +173,7 @@ class Offload:
         reuse_max: int | None = None,
         on_device: bool = True,
         from_disk: bool = False,
+        load_max: int | None = None,
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
@@ -183,6 +185,9 @@ class Offload:
         there: for rows that are still to come. `resume` takes it onto the device.
         With `from_disk`, if the disk has more of the prefix than the host, it also begins preempted
         and `is_loading`, until `load` finds that the pages have come; `resume` waits for them.
+        `load_max` is for a part of a model, whose pools must stay like those of the other parts,
+        whatever its disk has. So many pages at most come from the disk, behind the prefix that the
+        host has; the sequence begins preempted, and `land` says how many of them count.
         A page of 64 rows becomes cached prefix when its tokens are known and the host has its rows
         and index keys of all layers; the sequence takes notice of imports when it is next used, at
         the latest when it is closed.
@@ -209,7 +214,13 @@ class Offload:
             reuse_max=reuse_max,
             on_device=on_device,
             from_disk=from_disk,
+            load_max=load_max,
         )
+
+    def count_on_disk(self, tokens: Many[int], *, salt: bytes = b"") -> int:
+        """How many pages of the prompt `open` with `load_max` finds on the disk now."""
+        self.owner.require()
+        return count_on_disk(self._pools, token_ids("tokens", tokens), salt=salt)
 
     def load(self) -> None:
         """Takes notice of pages that have come from the disk: sequences that still wait for some

@@ -83,6 +83,9 @@ class Shelf:
         self._tier.use(reversed(contents[:known_count]))
         return claim
 
+    def leading_count(self, contents: Many[bytes]) -> int:
+        return self._tier.leading_count(contents)
+
     def used(self, pages: PageIds) -> None:
         """These pages of one text, published or not, are not needed for now."""
         contents = [self._latent.prefix.content_of(page) for page in pages.tolist()]
@@ -101,21 +104,26 @@ class Shelf:
     def settle(self) -> None:
         """What has come is there from now on."""
         for load in [load for load in self._loads if load.loading.is_done]:
-            self._end(load)
+            self._end(load, load.loading.count)
 
     def wait(self, load: Load) -> None:
         load.loading.wait()
-        self._end(load)
+        self._end(load, load.loading.count)
+
+    def land(self, load: Load, count: int) -> None:
+        """The first `count` pages are there from now on; the others are not wanted any more."""
+        load.loading.cancel()
+        assert count <= load.loading.count, f"{load.loading.count} pages have come, not {count}"
+        self._end(load, count)
 
     def give_up(self, load: Load) -> None:
         """The pages are not wanted any more; none is written when this returns."""
         load.loading.cancel()
-        self._end(load)
+        self._end(load, load.loading.count)
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: Load, count: int) -> None:
         self._loads.remove(load)
         load.claim.release()
-        count = load.loading.count
         self._latent.spoil(load.pages[count:])
         self._latent.mark_arrived(load.pages[:count], count * PAGE_ROWS)
         load.on_arrival(count)

@@ -27,19 +27,32 @@ from ess.engine.followers import Followers
 from ess.engine.handoff import ENDED_MAX, Ended
 from ess.engine.plan import Chunk, StepResult
 from ess.engine.process.messages import StageLine
-from ess.engine.request import Reason, Request, Take
+from ess.engine.request import Reason, Request, State, Take
 from ess.engine.roster import Roster
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState, PoolFull
 from ess.prefill import orders
 from ess.prefill.batches import Batch, Batches
-from ess.prefill.orders import SALT_BYTES_MAX, Close, Forget, GiveUp, Meet, Open, Part, Profile, Run
+from ess.prefill.orders import (
+    SALT_BYTES_MAX,
+    Close,
+    Enter,
+    Forget,
+    GiveUp,
+    Load,
+    Meet,
+    Open,
+    Part,
+    Profile,
+    Run,
+)
 from ess.prefill.prompts import Prompt, Prompts
-from ess.prefill.reports import Ran, Released, Report
+from ess.prefill.reports import Counted, Ran, Released, Report
 from ess.prefill.stage import Stage
 from ess.prefill.stages import Stages
 from ess.transfer.messages import UID_MAX
+from ess.units import PAGE_ROWS
 
 AHEAD: Final = 2
 OPEN_MAX: Final = 2048
@@ -81,7 +94,9 @@ class Lead:
         self._sizer = sizer
         self._clock = clock
         self._roster: Roster[Request] = Roster()
-        self._admission = Admission(self._roster, opens=self._open, resumes=_resume, tpot_ms=0.0)
+        self._admission = Admission(
+            self._roster, opens=self._open, resumes=self._resume, tpot_ms=0.0
+        )
         self._followers = Followers()
         self._prompts = Prompts()
         self._batches = Batches(self.stages.count)
@@ -170,7 +185,7 @@ class Lead:
     @property
     def is_idle(self) -> bool:
         """No request waits or is on its way. Handoffs of ended requests may be."""
-        return not (self._roster.count("waiting") or self._roster.count("prefilling"))
+        return not self._roster.count("waiting", "loading", "preempted", "prefilling")
 
     @property
     def is_handing_over(self) -> bool:
@@ -218,7 +233,8 @@ class Lead:
             owner.check()
         self._batches.check()
         self.stages.check()
-        here = {request.number for request in self._roster.of("prefilling")}
+        requests = self._roster.by_rank("loading", "preempted", "prefilling")
+        here = {request.number for request in requests}
         opened = [prompt for prompt in self._prompts.all() if prompt.request.reason is None]
         assert here == {prompt.number for prompt in opened}, "a request without its prompt"
 
@@ -295,18 +311,41 @@ class Lead:
         try:
             if self._prompts.has_uid(request.gives):
                 raise BadInput(f"handoff {request.gives} is open already")
+            load_max = self.offload.count_on_disk(request.prompt, salt=request.salt)
             count = self._stage.open(
-                request.number, request.prompt, uid=request.gives, salt=request.salt
+                request.number,
+                request.prompt,
+                uid=request.gives,
+                salt=request.salt,
+                load_max=load_max,
             )
         except (PoolFull, BadInput) as refusal:
-            if isinstance(refusal, PoolFull) and not refusal.permanent:
-                raise
-            request.refusal = refusal
-            self._finish(request, "refused")
+            self._refuse(request, refusal)
             return
-        self._opened(request, count)
+        self._opened(request, count, load_max)
 
-    def _opened(self, request: Request, cached_count: int) -> None:
+    def _refuse(self, request: Request, refusal: PoolFull | BadInput) -> None:
+        """Unless it may wait."""
+        if isinstance(refusal, PoolFull) and not refusal.permanent:
+            raise refusal
+        request.refusal = refusal
+        self._finish(request, "refused")
+
+    def _resume(self, request: Request) -> None:
+        """It has loaded. PoolFull if it must wait for room on the device."""
+        prompt = self._prompts.get(request.number)
+        assert prompt is not None, f"request {request.number} has loaded, and is not open"
+        try:
+            self._stage.enter(request.number)
+        except (PoolFull, BadInput) as refusal:
+            self._refuse(request, refusal)
+            return
+        self.stages.order(Enter(request.number))
+        request.has_loaded = False
+        self._roster.move(request, "prefilling")
+        self._prompts.enter(prompt)
+
+    def _opened(self, request: Request, cached_count: int, load_max: int) -> None:
         assert request.gives is not None, f"request {request.number} gives no rows"
         *texts, last = orders.cut(request.prompt)
         for text in texts:
@@ -316,12 +355,14 @@ class Lead:
                 number=request.number,
                 uid=request.gives,
                 cached_count=cached_count,
+                load_max=load_max,
                 salt=request.salt,
                 tokens=last,
             )
         )
         request.cached_count = request.prefilled_count = cached_count
-        self._roster.move(request, "prefilling")
+        state: State = "loading" if load_max else "prefilling"
+        self._roster.move(request, state)
         self._prompts.add(
             Prompt(
                 number=request.number,
@@ -329,6 +370,7 @@ class Lead:
                 uid=request.gives,
                 prefilled_count=cached_count,
                 opened_s=self._clock.now_s(),
+                state=state,
             )
         )
 
@@ -348,10 +390,32 @@ class Lead:
         match report:
             case Ran(number, seconds):
                 self._ran(stage, number, seconds)
+            case Counted(number, page_count):
+                self._counted(stage, number, page_count)
             case Released():
                 self._released(stage, report)
             case _:
                 raise AssertionError(f"stage {stage} reports {report} in the middle")
+
+    def _counted(self, stage: int, number: int, page_count: int) -> None:
+        """What is on the disk of some stages only is computed. A prompt may have been given up
+        while its pages came."""
+        prompt = self._prompts.get(number)
+        if prompt is None:
+            return
+        assert stage not in prompt.counted, f"stage {stage} counted the pages of {number} twice"
+        prompt.counted[stage] = page_count
+        if len(prompt.counted) == self.stages.count:
+            self._load(prompt, min(prompt.counted.values()))
+
+    def _load(self, prompt: Prompt, page_count: int) -> None:
+        self._order(Load(prompt.number, page_count))
+        request = prompt.request
+        request.cached_count += page_count * PAGE_ROWS
+        prompt.prefilled_count = request.prefilled_count = request.cached_count
+        request.has_loaded = True
+        self._roster.move(request, "preempted")
+        self._ask_again()
 
     def _ran(self, stage: int, number: int, seconds: float) -> None:
         batch = self._batches.ran(stage, number, seconds, now_s=self._clock.now_s())
@@ -395,7 +459,3 @@ class Lead:
             self._order(Close(prompt.number))
             self._prompts.remove(prompt)
             self._ask_again()
-
-
-def _resume(request: Request) -> None:
-    raise AssertionError(f"request {request.number} was preempted by a prefill tier")

@@ -1,6 +1,8 @@
 """What the lead orders. Every stage obeys the same orders in the same sequence. Needs no torch.
 
     Open    room for a prompt; `cached_count` rows of it are there already, on every stage alike
+    Load    so many pages of a prompt have come from the disk of every stage: they count from now on
+    Enter   one that has loaded takes its room on the device, and its handoff begins
     Run     chunks of opened prompts, as one micro-batch: the only order that a tensor goes with
     GiveUp  no more chunks of it come; a prompt that was not all made is closed at once
     Close   every stage has let go of the rows that were handed over
@@ -36,13 +38,26 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """The handoff `uid` gives its rows."""
+    """The handoff `uid` gives its rows. Where it says `load_max`, every stage reads what its disk
+    has behind the cached rows, at most so many pages, and reports how many have come (Counted)."""
 
     number: int
     uid: int
     cached_count: int
+    load_max: int = 0
     salt: bytes
     tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    number: int
+    page_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +126,11 @@ class Stop:
     """The group ends in order."""
 
 
-Order = Text | Open | Run | GiveUp | Close | Meet | Forget | Profile | Stop
+Order = Text | Open | Load | Enter | Run | GiveUp | Close | Meet | Forget | Profile | Stop
 
 _TEXT: Final = Struct("<Q")
-_OPEN: Final = Struct("<QQQI")
+_OPEN: Final = Struct("<QQQII")
+_LOAD: Final = Struct("<QI")
 _RUN: Final = Struct("<Q")
 _PART: Final = Struct("<QQQ?")
 _NUMBER: Final = Struct("<Q")
@@ -144,6 +160,10 @@ def pack(order: Order) -> bytes:
             return records.record(8, _PROFILE.pack(batch, count))
         case Stop():
             return records.record(9, b"")
+        case Load(number, page_count):
+            return records.record(10, _LOAD.pack(number, page_count))
+        case Enter(number):
+            return records.record(11, _NUMBER.pack(number))
 
 
 def unpack(content: bytes) -> list[Order]:
@@ -176,24 +196,29 @@ def _order(kind: int, body: bytes) -> Order:
             return Profile(*records.fixed(_PROFILE, body, "a profile"))
         case 9:
             return Stop(*records.fixed(_NONE, body, "a stop"))
+        case 10:
+            return Load(*records.fixed(_LOAD, body, "a load"))
+        case 11:
+            return Enter(*records.fixed(_NUMBER, body, "an enter"))
     raise BadInput(f"an order of kind {kind} is unknown")
 
 
 def _opening(order: Open) -> bytes:
     if len(order.salt) > SALT_BYTES_MAX:
         raise BadInput(f"the salt has {len(order.salt)} bytes, at most {SALT_BYTES_MAX}")
-    numbers = (order.number, order.uid, order.cached_count, len(order.salt))
-    return _OPEN.pack(*numbers) + order.salt + _packed_ids(order.tokens)
+    numbers = (order.number, order.uid, order.cached_count, order.load_max)
+    return _OPEN.pack(*numbers, len(order.salt)) + order.salt + _packed_ids(order.tokens)
 
 
 def _opened(body: bytes) -> Open:
-    (number, uid, cached_count, salt_size), tail = records.leading(_OPEN, body, "an open")
+    (number, uid, cached_count, load_max, salt_size), tail = records.leading(_OPEN, body, "an open")
     if salt_size > min(len(tail), SALT_BYTES_MAX):
         raise BadInput(f"an open names a salt of {salt_size} bytes and has {len(tail)}")
     return Open(
         number=number,
         uid=uid,
         cached_count=cached_count,
+        load_max=load_max,
         salt=tail[:salt_size],
         tokens=_ids(tail[salt_size:]),
     )

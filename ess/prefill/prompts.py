@@ -1,6 +1,7 @@
 """The prompts that the stages hold, and which of their chunks the next micro-batch runs.
 
     opened --> chunks on their way, chunk by chunk --> all on their way --> made --> released
+       `--> loading --> entered: its chunks may go out, too
 
 A chunk goes out as soon as the one before it has left the first stage. So a prompt counts as
 prefilled here what is on its way, while its request counts what has come through the last stage.
@@ -22,7 +23,8 @@ from ess.transfer.messages import Reason
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """`number` is its request's; `released` is by stage."""
+    """`number` is its request's; `released` is by stage, as is `counted`: pages that have come from
+    the disk. It is loading until it has entered on all stages."""
 
     number: int
     request: Request
@@ -34,6 +36,7 @@ class Prompt:
     draft_count: int = 0
     ahead_count: int = 0
     released: dict[int, Released] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -96,6 +99,16 @@ class Prompts:
         assert prompt.uid not in self._uids, f"handoff {prompt.uid} is open already"
         self._by_number[prompt.number] = prompt
         self._uids.add(prompt.uid)
+        if prompt.state != "loading":
+            self._go(prompt)
+
+    def enter(self, prompt: Prompt) -> None:
+        assert prompt.state == "loading", f"prompt {prompt.number} is {prompt.state}"
+        prompt.state = "prefilling"
+        self._go(prompt)
+
+    def _go(self, prompt: Prompt) -> None:
+        """Its chunks may go out."""
         if prompt.prefilled_count == prompt.prefill_count:
             self._empty.append(prompt)
             prompt.state = "finished"
@@ -126,7 +139,9 @@ class Prompts:
 
     def give_up(self, prompt: Prompt) -> None:
         """No more of its chunks go out. Whose chunks are not all on their way is gone at once."""
-        if prompt in self._empty:
+        if prompt.state == "loading":
+            self.remove(prompt)
+        elif prompt in self._empty:
             self._empty.remove(prompt)
             self.remove(prompt)
         elif not prompt.is_underway:
@@ -145,7 +160,10 @@ class Prompts:
         assert self._uids == {prompt.uid for prompt in self._by_number.values()}, "handoffs"
         for number, prompt in self._by_number.items():
             assert prompt.number == number, f"prompt {prompt.number} stands under {number}"
-            assert (prompt in left) == (not prompt.is_underway), f"prompt {number}: its chunks"
+            assert (prompt in left) == (prompt.state == "prefilling"), (
+                f"prompt {number}: its chunks"
+            )
             done, all_of_it = prompt.prefilled_count, prompt.prefill_count
             assert 0 <= done <= all_of_it, f"prompt {number}: {done} of {all_of_it}"
-            assert prompt.is_underway == (done == all_of_it), f"prompt {number}: {done} on the way"
+            is_done = done == all_of_it and prompt.state != "loading"
+            assert prompt.is_underway == is_done, f"prompt {number}: {done} on the way"

@@ -2,6 +2,7 @@
 
 Hello     once: what it is, so that the lead can see that all stages fit together
 Took      a frame of orders was obeyed; what is free in its pools, which must be free in all
+Counted   so many pages of a prompt have come from its disk, from the first that was wanted on
 Ran       a micro-batch went through its layers
 Released  the handoff of its rows is over, and nothing reads them any more
 """
@@ -50,6 +51,12 @@ class Took:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    number: int
+    page_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ran:
     batch: int
     seconds: float
@@ -64,10 +71,11 @@ class Released:
     sentence: str = ""
 
 
-Report = Hello | Took | Ran | Released
+Report = Hello | Took | Counted | Ran | Released
 
 _HELLO: Final = Struct(f"<QQQQ{DIGEST_BYTES}s")
 _TOOK: Final = Struct("<QQQQQ")
+_COUNTED: Final = Struct("<QI")
 _RAN: Final = Struct("<Qd")
 _RELEASED: Final = Struct("<QH")
 
@@ -96,6 +104,8 @@ def _packed(report: Report) -> bytes:
         case Released(number, reason, sentence):
             tail = sentence.encode()[:SENTENCE_BYTES_MAX]
             return records.record(4, _RELEASED.pack(number, reason) + tail)
+        case Counted(number, page_count):
+            return records.record(5, _COUNTED.pack(number, page_count))
 
 
 def _report(kind: int, body: bytes) -> Report:
@@ -115,6 +125,8 @@ def _report(kind: int, body: bytes) -> Report:
             if len(tail) > SENTENCE_BYTES_MAX:
                 raise BadInput(f"a sentence of {len(tail)} bytes, at most {SENTENCE_BYTES_MAX}")
             return Released(number, reason, tail.decode(errors="replace"))
+        case 5:
+            return Counted(*records.fixed(_COUNTED, body, "a counted"))
     raise BadInput(f"a report of kind {kind} is unknown")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ess.door import Offload
 from ess.layout import ModelLayout
 from ess.pool.capacity import whole_count
+from ess.pool.disk.tier import DiskTier
 from ess.units import PAGE_ROWS, div_ceil
 
 
@@ -22,6 +23,7 @@ def stage_offload(
     sequence_max: int,
     poison: bool = False,
     shared: bool = False,
+    disk: DiskTier | None = None,
 ) -> Offload:
     """`layout` is that of the whole model, and the memory is that of all stages together."""
     part = layout.part(*layers)
@@ -37,4 +39,5 @@ def stage_offload(
         slot_floor=1,
         poison=poison,
         shared=shared,
+        disk=disk,
     )

@@ -2,6 +2,7 @@
 
 It obeys orders, in the caller's thread. What happens to a handoff in the meantime is reported and
 changes no pool: the rows stay until the lead, which has heard of it from all stages, orders Close.
+So it is with pages that come from the disk: they count when the lead orders Load.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from ess.engine.step.runner import Runner
 from ess.errors import BadInput, EssError, PoolFull
 from ess.prefill.orders import (
     Close,
+    Enter,
     Forget,
     GiveUp,
+    Load,
     Meet,
     Open,
     Order,
@@ -34,7 +37,7 @@ from ess.prefill.orders import (
     Stop,
     Text,
 )
-from ess.prefill.reports import Free, Hello, Ran, Released, Report
+from ess.prefill.reports import Counted, Free, Hello, Ran, Released, Report
 from ess.prefill.team import OneRank, Ranks
 from ess.transfer.messages import Reason
 
@@ -47,11 +50,15 @@ class Disagreement(EssError):
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A prompt with rows here. It is free when it was made and no handoff reads it any more."""
+    """A prompt with rows here. It has entered when it is on the device and its handoff has begun:
+    at once, or behind what comes from the disk, of which the lead must know the count. It is free
+    when it was made and no handoff reads it any more."""
 
     number: int
     uid: int
     sequence: Opened
+    has_entered: bool = True
+    is_counted: bool = True
     is_made: bool = False
     is_free: bool = False
     outcome: Sent | Lapsed | None = None
@@ -98,7 +105,8 @@ class Stage:
     @property
     def is_busy(self) -> bool:
         """Handoffs are under way: `pump` should come soon."""
-        return bool(self._freed) or (self.port is not None and self.port.is_busy)
+        is_loading = any(not held.is_counted for held in self._held.values())
+        return bool(self._freed) or is_loading or (self.port is not None and self.port.is_busy)
 
     def hello(self, model: bytes) -> Hello:
         layout, stats = self.offload.layout, self.offload.stats()
@@ -132,6 +140,10 @@ class Stage:
                 self._texts.setdefault(number, []).extend(tokens)
             case Open():
                 self._open_alike(order)
+            case Load(number, page_count):
+                self._land(self._of(number), page_count)
+            case Enter(number):
+                self._enter_alike(self._of(number))
             case Run():
                 return self._run(order, hidden)
             case GiveUp(number):
@@ -149,27 +161,65 @@ class Stage:
                 self.ranks.stop()
         return None
 
-    def open(self, number: int, tokens: Sequence[int], *, uid: int, salt: bytes) -> int:
-        """How many rows are there already. PoolFull, BadInput: nothing has changed."""
+    def open(
+        self, number: int, tokens: Sequence[int], *, uid: int, salt: bytes, load_max: int = 0
+    ) -> int:
+        """How many rows are there already. PoolFull, BadInput: nothing has changed. With `load_max`
+        pages come from the disk, and it enters behind them."""
         assert number not in self._held, f"prompt {number} was opened twice"
-        opened = self.offload.open(tokens, length_max=len(tokens), salt=salt)
-        held = Held(number, uid, opened)
-        if self.port is not None:
-            pages = StagePages(
-                opened, row_count=len(tokens) - 1, on_close=lambda: self._freed_of(held)
-            )
+        opened = self.offload.open(
+            tokens, length_max=len(tokens), salt=salt, load_max=load_max or None
+        )
+        held = Held(number, uid, opened, has_entered=not load_max, is_counted=not load_max)
+        if held.has_entered:
             try:
-                self.port.sender.offer_pages(uid, pages, prompt=tokens, salt=salt)
+                self._offer(held)
             except (BadInput, PoolFull):
                 opened.close()
                 raise
         self._held[number] = held
         return opened.cached_count
 
+    def enter(self, number: int) -> None:
+        """PoolFull, BadInput: nothing has changed."""
+        held = self._of(number)
+        held.sequence.resume()
+        try:
+            self._offer(held)
+        except (BadInput, PoolFull):
+            held.sequence.preempt()
+            raise
+        held.has_entered = True
+
+    def _offer(self, held: Held) -> None:
+        if self.port is not None:
+            sequence, tokens = held.sequence, held.tokens
+            pages = StagePages(
+                sequence, row_count=len(tokens) - 1, on_close=lambda: self._freed_of(held)
+            )
+            self.port.sender.offer_pages(held.uid, pages, prompt=tokens, salt=sequence.salt)
+
+    def _land(self, held: Held, page_count: int) -> None:
+        came_count = held.sequence.loaded_count
+        if not held.is_counted or came_count is None or came_count < page_count:
+            raise Disagreement(
+                f"prompt {held.number}: {came_count} pages have come from the disk here, "
+                f"{page_count} are to count"
+            )
+        held.sequence.land(page_count)
+
+    def _enter_alike(self, held: Held) -> None:
+        try:
+            self.enter(held.number)
+        except (BadInput, PoolFull) as error:
+            raise Disagreement(f"prompt {held.number} has entered, and here: {error}") from None
+
     def _open_alike(self, order: Open) -> None:
         tokens = [*self._texts.pop(order.number, ()), *order.tokens]
         try:
-            count = self.open(order.number, tokens, uid=order.uid, salt=order.salt)
+            count = self.open(
+                order.number, tokens, uid=order.uid, salt=order.salt, load_max=order.load_max
+            )
         except (BadInput, PoolFull) as error:
             raise Disagreement(f"prompt {order.number} was admitted, and here: {error}") from None
         if count != order.cached_count:
@@ -262,9 +312,10 @@ class Stage:
         self._freed.append(held)
 
     def _give_up(self, held: Held) -> None:
-        if self.port is not None:
+        if self.port is not None and held.has_entered:
             self.port.sender.give_up(held.uid)
         if not held.is_made:
+            held.sequence.land(0)
             held.sequence.close()
             del self._held[held.number]
 
@@ -285,7 +336,16 @@ class Stage:
                     helds[outcome.uid].outcome = outcome
         freed, self._freed = self._freed, []
         ran, self._ran = self._ran, []
-        return [*ran, *(held.released() for held in freed)]
+        return [*ran, *self._counted(), *(held.released() for held in freed)]
+
+    def _counted(self) -> list[Report]:
+        """Of prompts whose pages have come from the disk since the last call."""
+        counted: list[Report] = []
+        for held in self._held.values():
+            if not held.is_counted and (count := held.sequence.loaded_count) is not None:
+                held.is_counted = True
+                counted.append(Counted(held.number, count))
+        return counted
 
     def check(self) -> None:
         self.offload.check()
@@ -293,9 +353,10 @@ class Stage:
             self.port.check()
         for number, held in self._held.items():
             assert held.number == number, f"prompt {held.number} is held as {number}"
-            wanted = "preempted" if held.is_made else "active"
+            wanted = "preempted" if held.is_made or not held.has_entered else "active"
             assert held.sequence.state == wanted, f"prompt {number} is {held.sequence.state}"
             assert held.is_made or not held.is_free, f"prompt {number} is free before it is made"
+            assert held.is_counted or not held.has_entered, f"prompt {number} enters too early"
         assert all(self._held.get(held.number) is held for held in self._freed), "closed too early"
 
 

@@ -31,6 +31,7 @@ from ess.comm.meeting import join_group
 from ess.comm.team import Team
 from ess.door.handoff.port import Port
 from ess.engine.chunking.sizer import ChunkSizer
+from ess.engine.process.disk import disk_of
 from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import Peers, layout_digest, open_port
@@ -121,6 +122,7 @@ def load(launch: Launch, rank: Rank, team: Team, clock: Clock) -> Loaded:
         length_max=launch.length_max,
         sequence_max=chosen.max_running,
         shared=team.size > 1 or chosen.transport == "shared",
+        disk=disk_of(launch, whole, layers),
     )
     port = open_port(launch, offload, clock, whole=whole)
     runner = made_runner(model, offload, chosen)

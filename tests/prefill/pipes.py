@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -28,8 +29,11 @@ from ess.engine.engine import Engine
 from ess.engine.request import Request
 from ess.engine.step.runner import made_runner
 from ess.engine.tokens.sampling import Sampling
+from ess.layout import ModelLayout
 from ess.models.model import Model
 from ess.models.registry import build, read_config
+from ess.pool.disk.slab import ALIGN
+from ess.pool.disk.tier import DiskTier
 from ess.prefill.follower import Follower
 from ess.prefill.lead import Lead
 from ess.prefill.rooms import stage_offload
@@ -169,6 +173,8 @@ def room_of(
     page_count: int = 64,
     sequence_max: int = 8,
     mtp: bool = True,
+    disk: Path | None = None,
+    disk_pages: int = 100,
 ) -> Offload:
     config = msgspec.structs.replace(model_of().config, mtp_layer_count=int(mtp))
     whole = config.layout(row=row, index="f32" if row == "f32" else "fp8")
@@ -180,6 +186,21 @@ def room_of(
         length_max=1024,
         sequence_max=sequence_max,
         poison=True,
+        disk=None if disk is None else disk_of(disk, whole.part(*layers), disk_pages),
+    )
+
+
+def folder_of(disk: Path, layers: tuple[int, int]) -> Path:
+    return disk / f"layers-{layers[0]}-{layers[1] - 1}"
+
+
+def disk_of(disk: Path, layout: ModelLayout, page_count: int) -> DiskTier:
+    first, page_bytes = layout.first_layer, layout.host_page_bytes
+    return DiskTier(
+        folder_of(disk, (first, first + layout.layer_count)),
+        identity=b"these",
+        page_bytes=page_bytes,
+        capacity_bytes=page_count * (page_bytes + -page_bytes % ALIGN),
     )
 
 
@@ -260,9 +281,22 @@ class Pipe:
         for _ in range(5000):
             if (until or self.is_quiet)():
                 return
+            self.wait_for_disks()
             for turn in self.turns if shuffle is None else [shuffle.choice(self.turns)]:
                 turn()
         raise AssertionError("it goes on and on")
+
+    def wait_for_disks(self) -> None:
+        """What is being read has come, and nobody has been told."""
+        for stage in self.stages:
+            for held in stage._held.values():
+                if held.sequence._load is not None:
+                    held.sequence._load.loading.wait()
+
+    def close(self) -> None:
+        """What was to be stored is on the disk."""
+        for stage in self.stages:
+            stage.offload.close()
 
     def is_quiet(self) -> bool:
         return self.lead.is_idle and not len(self.lead._batches) and self.lead.stages.is_clear

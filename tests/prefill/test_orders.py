@@ -10,8 +10,10 @@ from ess.errors import BadInput
 from ess.prefill import orders, records, reports
 from ess.prefill.orders import (
     Close,
+    Enter,
     Forget,
     GiveUp,
+    Load,
     Meet,
     Open,
     Part,
@@ -20,12 +22,14 @@ from ess.prefill.orders import (
     Stop,
     Text,
 )
-from ess.prefill.reports import Free, Hello, Ran, Released, Took
+from ess.prefill.reports import Counted, Free, Hello, Ran, Released, Took
 
 ORDERS = [
     Text(7, (1, 2, 3)),
     Open(number=7, uid=(1 << 63) - 1, cached_count=64, salt=b"\xff salt", tokens=(5, 1 << 31)),
-    Open(number=8, uid=0, cached_count=0, salt=b"", tokens=()),
+    Open(number=8, uid=0, cached_count=0, load_max=9, salt=b"", tokens=()),
+    Load(8, 7),
+    Enter(8),
     Run(3, (Part(7, 64, 128, False), Part(8, 0, 0, True))),
     GiveUp(7),
     Close(8),
@@ -44,6 +48,7 @@ REPORTS = [
         metadata=b"m",
     ),
     Took(9, Free(1, 2, 3, 4)),
+    Counted(8, 7),
     Ran(3, 0.25),
     Released(7, 5, "given up: Ä"),
 ]

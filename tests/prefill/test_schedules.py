@@ -125,10 +125,10 @@ def closing_early(self: Stage, held) -> None:
     held.sequence.close()
 
 
-def skipping_prefixes(self: Stage, number, tokens, *, uid, salt) -> int:
+def skipping_prefixes(self: Stage, number, tokens, *, uid, salt, load_max) -> int:
     """The bug: the last stage has another idea of what is cached."""
     salt = salt if self.runner.model.is_first else bytes([number % 256])
-    return OPEN(self, number, tokens, uid=uid, salt=salt)
+    return OPEN(self, number, tokens, uid=uid, salt=salt, load_max=load_max)
 
 
 def losing_give_ups(self: Stage, held) -> None:

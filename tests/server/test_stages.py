@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -330,3 +331,27 @@ def test_answers_are_those_of_one_process_before_and_behind_a_killed_stage():
             lose_last_stage(first, second)
         [load] = answered(second, "/v1/loads")[2]["loads"]
         assert load["handoff"]["landed"] == 2
+
+
+def made_once(folder: Path, expected: str) -> float:
+    """One life of the stages; how many tokens of the prompt they had."""
+    flags = ("--pp-size", "2", "--chunk", "256", "--prefix-cache-dir", str(folder))
+    with (
+        Real("prefill", *flags) as first,
+        Real("decode", "--peers", f"127.0.0.1:{first.port}") as second,
+    ):
+        until(lambda: not answered(second, "/ready")[2]["missing"], "a meeting")
+        given = first.asked(kv_transfer_params=GIVES)
+        made = second.asked(kv_transfer_params=given["kv_transfer_params"])
+        assert made["choices"][0]["text"] == expected
+        until(lambda: metrics(first.url)["ess_prompt_tokens_total", ""] > 0, "a status")
+        return metrics(first.url)["ess_cached_tokens_total", ""]
+
+
+@pytest.mark.slow
+def test_behind_a_restart_stages_read_from_their_disks_what_they_had_made(tmp_path: Path):
+    with Real("serve") as alone:
+        expected = alone.asked()["choices"][0]["text"]
+    assert made_once(tmp_path, expected) == 0
+    assert made_once(tmp_path, expected) >= 13 * 64
+    assert len(list(tmp_path.iterdir())) == 2

@@ -15,24 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ess.door.checks import as_array, check_sets, in_range, whole
 from ess.door.owner import Owner
-from ess.door.pools import Pools
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.progress import Progress
 from ess.door.sequences.shelved import Shelved, put_away
 from ess.door.shelf import Load, Shelf
-from ess.errors import BadInput, BadState, PoolFull, Unavailable
+from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans.rows import scatter_rows
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import Claim
 from ess.pool.ledger import Promise
 from ess.pool.pages import PageIds
-from ess.pool.prefix import page_hashes, root_hash
+from ess.pool.prefix import page_hashes
 from ess.pool.warmup import WindowSet
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -176,6 +174,24 @@ class Sequence:
         first = self.cached_count // PAGE_ROWS
         pages = self.holding.host_pages[first : first + len(claim.contents)]
         self._load = self._shelf.bring(claim, pages, self._loaded)
+
+    @property
+    def loaded_count(self) -> int | None:
+        """Of the pages that it waits for, how many came whole; None while some are on their way.
+        With MTP one that is not followed by another does not count, as of a cached prefix."""
+        if self._load is None:
+            return 0
+        if not self._load.loading.is_done:
+            return None
+        count, layout = self._load.loading.count, self.owner.pools.layout
+        is_cut = layout.has_mtp and count < len(self._load.pages)
+        return max(0, count - is_cut)
+
+    def land(self, page_count: int) -> None:
+        """The first `page_count` of the pages that it waits for are there from now on; it waits for
+        no others."""
+        if self._load is not None:
+            self._shelf.land(self._load, page_count)
 
     def wait(self) -> None:
         """Until all that it waits for has come from the disk."""
@@ -421,68 +437,6 @@ class Sequence:
 def require_state(sequence: Sequence, *states: State) -> None:
     if sequence.state not in states:
         raise BadState(f"sequence {sequence.number} is {sequence.state}, not {' or '.join(states)}")
-
-
-def open_sequence(
-    owner: Owner,
-    tokens: list[int],
-    *,
-    length_max: int | None,
-    salt: bytes,
-    promise: Promise,
-    reuse_max: int | None,
-    on_device: bool,
-    from_disk: bool,
-) -> Sequence:
-    """The last token is never cached: a step must compute from it what comes next."""
-    owner.pools.inflight.settle()
-    hashes = page_hashes(tokens[: len(tokens) - 1][:reuse_max], salt=salt)
-    prefix, claim = _cached_prefix(owner.pools, hashes, from_disk=from_disk)
-    sequence = Sequence(
-        owner,
-        tokens,
-        salt=salt,
-        text_hash=[root_hash(salt), *hashes][len(prefix)],
-        length=len(prefix) * PAGE_ROWS,
-        length_max=length_max,
-        promise=promise,
-        published_count=len(prefix),
-    )
-    page_count = div_ceil(len(tokens), PAGE_ROWS)
-    if on_device and claim is None:
-        sequence.holding.open(prefix, page_count, length=sequence.length)
-        return sequence
-    try:
-        sequence.holding.open_on_host(prefix, page_count)
-    except PoolFull:
-        if claim is not None:
-            claim.release()
-        raise
-    sequence.state = "preempted"
-    if claim is not None:
-        sequence.load(claim)
-    return sequence
-
-
-def _cached_prefix(
-    pools: Pools, hashes: list[bytes], *, from_disk: bool
-) -> tuple[PageIds, Claim | None]:
-    """Pages of the longest cached prefix, and what the disk has behind them.
-
-    With MTP its last page is left out: row p of the module was made with token p + 1, and the last
-    row of a prefix saw another continuation. All parts of a model find the same.
-    """
-    pages, claim = pools.latent.prefix.find(hashes), None
-    count = len(pages)
-    if from_disk and pools.shelf is not None:
-        claim = pools.shelf.claim(hashes, known_count=count)
-        count += len(claim.contents)
-    if pools.layout.mtp_layer_count or pools.layout.mtp_elsewhere:
-        count = max(0, count - 1)
-    prefix = np.array(pages[:count], np.int32)
-    if claim is not None:
-        claim.keep(count - len(prefix))
-    return prefix, claim if claim is not None and claim.contents else None
 
 
 def key_group(layout: ModelLayout, layer: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from ess import console
 from ess.engine.process.messages import DiskLine, Launch
@@ -13,17 +14,26 @@ from ess.transfer.messages import layout_hash
 from ess.units import parse_size
 
 
-def disk_of(launch: Launch, layout: ModelLayout) -> DiskTier | None:
-    """Pages made from other weights, in another layout or by other arithmetic are other pages."""
+def disk_of(
+    launch: Launch, layout: ModelLayout, layers: tuple[int, int] | None = None
+) -> DiskTier | None:
+    """Pages made from other weights, in another layout or by other arithmetic are other pages. A
+    part of the model, by its `layers`, has a folder of its own and its share of the capacity."""
     chosen = launch.config
     if not chosen.prefix_cache_dir:
         return None
     made = f"{chosen.form} {chosen.deterministic} {fingerprint(launch.model).hex()}"
+    folder, part = Path(chosen.prefix_cache_dir), layout
+    if layers is not None:
+        first, stop = layers
+        folder, part = folder / f"layers-{first}-{stop - 1}", layout.part(first, stop)
+        made = f"{made} {first}..{stop - 1}"
+    capacity_bytes = parse_size(chosen.prefix_cache_disk)
     tier = DiskTier(
-        chosen.prefix_cache_dir,
-        identity=layout_hash(layout, weights=made),
-        page_bytes=layout.host_page_bytes,
-        capacity_bytes=parse_size(chosen.prefix_cache_disk),
+        folder,
+        identity=layout_hash(part, weights=made),
+        page_bytes=part.host_page_bytes,
+        capacity_bytes=capacity_bytes * part.host_page_bytes // layout.host_page_bytes,
     )
     if tier.opened:
         console.note(tier.opened)

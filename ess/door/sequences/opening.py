@@ -1,0 +1,112 @@
+"""How a sequence is opened: on the device or beside it, with what is cached of its text."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ess.door.owner import Owner
+from ess.door.pools import Pools
+from ess.door.sequences.sequence import Sequence
+from ess.errors import PoolFull
+from ess.layout import ModelLayout
+from ess.pool.disk.tier import Claim
+from ess.pool.ledger import Promise
+from ess.pool.pages import PageIds
+from ess.pool.prefix import page_hashes, root_hash
+from ess.units import PAGE_ROWS, div_ceil
+
+
+def open_sequence(
+    owner: Owner,
+    tokens: list[int],
+    *,
+    length_max: int | None,
+    salt: bytes,
+    promise: Promise,
+    reuse_max: int | None,
+    on_device: bool,
+    from_disk: bool,
+    load_max: int | None,
+) -> Sequence:
+    """The last token is never cached: a step must compute from it what comes next."""
+    owner.pools.inflight.settle()
+    hashes = page_hashes(tokens[: len(tokens) - 1][:reuse_max], salt=salt)
+    if load_max is None:
+        prefix, claim = _cached_prefix(owner.pools, hashes, from_disk=from_disk)
+    else:
+        prefix, claim = _part_prefix(owner.pools, hashes, load_max)
+    sequence = Sequence(
+        owner,
+        tokens,
+        salt=salt,
+        text_hash=[root_hash(salt), *hashes][len(prefix)],
+        length=len(prefix) * PAGE_ROWS,
+        length_max=length_max,
+        promise=promise,
+        published_count=len(prefix),
+    )
+    page_count = div_ceil(len(tokens), PAGE_ROWS)
+    if on_device and claim is None and load_max is None:
+        sequence.holding.open(prefix, page_count, length=sequence.length)
+        return sequence
+    try:
+        sequence.holding.open_on_host(prefix, page_count)
+    except PoolFull:
+        if claim is not None:
+            claim.release()
+        raise
+    sequence.state = "preempted"
+    if claim is not None:
+        sequence.load(claim)
+    return sequence
+
+
+def _cached_prefix(
+    pools: Pools, hashes: list[bytes], *, from_disk: bool
+) -> tuple[PageIds, Claim | None]:
+    """Pages of the longest cached prefix, and what the disk has behind them.
+
+    With MTP its last page is left out: row p of the module was made with token p + 1, and the last
+    row of a prefix saw another continuation. All parts of a model find the same.
+    """
+    pages, claim = pools.latent.prefix.find(hashes), None
+    count = len(pages)
+    if from_disk and pools.shelf is not None:
+        claim = pools.shelf.claim(hashes, known_count=count)
+        count += len(claim.contents)
+    count = _usable(count, pools.layout)
+    prefix = np.array(pages[:count], np.int32)
+    if claim is not None:
+        claim.keep(count - len(prefix))
+    return prefix, claim if claim is not None and claim.contents else None
+
+
+def _part_prefix(pools: Pools, hashes: list[bytes], load_max: int) -> tuple[PageIds, Claim | None]:
+    """Pages of the longest prefix that is cached on the host, whatever the disk has; and what the
+    disk has behind them, at most `load_max` pages."""
+    prefix, layout = _host_prefix(pools, hashes), pools.layout
+    if pools.shelf is None:
+        return prefix, None
+    first = len(prefix)
+    claim = pools.shelf.claim(hashes[: first + load_max + layout.has_mtp], known_count=first)
+    claim.keep(_usable(len(claim.contents), layout))
+    return prefix, claim if claim.contents else None
+
+
+def count_on_disk(pools: Pools, tokens: list[int], *, salt: bytes) -> int:
+    """How many pages of the prompt the disk has behind those that the host has."""
+    if pools.shelf is None:
+        return 0
+    hashes = page_hashes(tokens[: len(tokens) - 1], salt=salt)
+    behind = hashes[len(_host_prefix(pools, hashes)) :]
+    return _usable(pools.shelf.leading_count(behind), pools.layout)
+
+
+def _host_prefix(pools: Pools, hashes: list[bytes]) -> PageIds:
+    pages = pools.latent.prefix.find(hashes)
+    return np.array(pages[: _usable(len(pages), pools.layout)], np.int32)
+
+
+def _usable(count: int, layout: ModelLayout) -> int:
+    """With MTP the last page of a prefix is none of it."""
+    return max(0, count - layout.has_mtp)
