@@ -37,6 +37,7 @@ from tests.support.process import Process
 @pytest.fixture
 def context() -> Iterator[zmq.Context]:
     made = zmq.Context()
+    made.linger = 1000  # or a closed socket waits for ever with words for a peer that has gone
     yield made
     made.destroy(linger=0)
 
