@@ -19,7 +19,8 @@ from ess.flashtrans.lanes import InlineLane
 from ess.layout import ModelLayout
 from ess.overlap.calibration import shape_of
 from ess.overlap.policy import PATIENCE, Mode
-from tests.model.test_engine import expected, prompt, run, small
+from tests.model.test_engine import expected, prompt, run
+from tests.support.checkpoints import small
 from tests.support.manual_clock import ManualClock
 from tests.support.manual_lane import ManualLane
 from tests.support.timed import TimedLane, TimedOps
@@ -30,7 +31,7 @@ LENGTHS = (1, 2, 90, 130)
 def engine(
     family: str, *, chunks: int = 1, lane: Any = None, clock: Any = None, mtp: int = 1, **config
 ) -> Engine:
-    made = small(family)
+    made = small(family, layer_count=3)
     kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
     layout = kept.layout(row="f32", index="f32")
     offload = Offload.create(
