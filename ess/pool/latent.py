@@ -71,6 +71,12 @@ class LatentPool:
             self.prefix.busy(page)
             assert not self.prefix.is_idle(page), f"page {page} is held and idle"
 
+    def undo_hold(self, pages: PageIds, idle_pages: list[int]) -> None:
+        """Who held them was refused, and nothing has happened since: the order in which idle pages
+        are forgotten is that of before, `idle_pages`."""
+        self.pages.drop(pages)
+        self.prefix.restore_idle(idle_pages)
+
     def drop(self, pages: PageIds) -> None:
         """Holders leave; a page without holders is kept when published, else forgotten at once."""
         idle = self.pages.drop(pages)

@@ -114,6 +114,15 @@ class PrefixIndex:
     def busy(self, page: int) -> None:
         self._idle.pop(page, None)
 
+    def idle_pages(self) -> list[int]:
+        """The page used longest ago first."""
+        return list(self._idle)
+
+    def restore_idle(self, pages: list[int]) -> None:
+        """As `idle_pages` was, where nothing but `busy` was said since."""
+        assert self._idle.keys() <= set(pages), "a page has become idle since"
+        self._idle = OrderedDict.fromkeys(pages)
+
     def is_idle(self, page: int) -> bool:
         return page in self._idle
 

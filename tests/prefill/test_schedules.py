@@ -94,14 +94,8 @@ def test_any_schedule_leaves_all_pools_alike_and_every_request_ended(seed):
     assert reasons <= {"sent", "cancelled", "refused"}
 
 
-APART = pytest.mark.xfail(strict=True, reason="the stages' pools part ways: the group ends, loudly")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=APART) if seed in (117, 167) else seed for seed in range(100, 200)],
-)
+@pytest.mark.parametrize("seed", range(100, 200))
 def test_many_more_schedules(seed):
     run(seed, steps=600)
 

@@ -22,7 +22,7 @@ from ess.prefill.orders import Enter, Load
 from ess.prefill.stage import Disagreement, Stage
 from tests.prefill.pipes import CONFIG, CUTS, Pipe, engine_given, folder_of, pools, text
 from tests.prefill.test_exact import assert_alike
-from tests.prefill.test_schedules import APART, World
+from tests.prefill.test_schedules import World
 
 PROMPT = text(320)
 FULL = 4 * 64
@@ -304,9 +304,7 @@ def test_any_schedule_over_disks_leaves_all_pools_alike(tmp_path, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=APART) if seed == 133 else seed for seed in range(100, 150)]
-)
+@pytest.mark.parametrize("seed", range(100, 150))
 def test_many_more_schedules_over_disks(tmp_path, seed):
     run(seed, tmp_path, steps=400)
 

@@ -61,11 +61,12 @@ class Holding:
         assert not self.page_count, "a holding is opened once"
         assert len(shared) <= page_count, f"{len(shared)} shared pages of {page_count}"
         latent = self._pools.latent
+        idle_pages = latent.prefix.idle_pages()
         latent.hold(shared)
         try:
             self._enter(shared, page_count - len(shared), length)
         except PoolFull:
-            latent.drop(shared)
+            latent.undo_hold(shared, idle_pages)
             raise
 
     def open_on_host(self, shared: PageIds, page_count: int) -> None:
@@ -73,13 +74,14 @@ class Holding:
         assert not self.page_count, "a holding is opened once"
         pools, fresh_count = self._pools, page_count - len(shared)
         assert fresh_count >= 0, f"{len(shared)} shared pages of {page_count}"
+        idle_pages = pools.latent.prefix.idle_pages()
         pools.latent.hold(shared)
         try:
             needs = self._needs(shared, fresh_count)
             pools.ledger.require(needs)
             self._reservation = _reserve(pools, {HOST_PAGES: needs[HOST_PAGES]})
         except PoolFull:
-            pools.latent.drop(shared)
+            pools.latent.undo_hold(shared, idle_pages)
             raise
         fresh = pools.latent.take(fresh_count)
         pools.ledger.draw(self._reservation, HOST_PAGES, fresh_count)
