@@ -98,7 +98,7 @@ BENCHMARKS: Final = (
     ),
     Command(
         name="prefix",
-        home="ess.bench.engine.cached_prompts:prefix_benchmark",
+        home="ess.bench.prefill.cached_prompts:prefix_benchmark",
         summary="A second turn's first token: computed, from the host pool, from the disk.",
     ),
     Command(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 from ess.clock import Clock
-from ess.transfer.around import Around
 from ess.transfer.runs import byte_count
 from ess.transfer.transport import Event, Transfer, Transport
+from ess.transfer.transports.around import Around
 
 
 class PacedTransport(Around):

@@ -22,11 +22,11 @@ from ess.bench.harness.report import Row
 from ess.errors import BadState, Unavailable
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, checksum, new_epoch
-from ess.transfer.nixl import NixlTransport
 from ess.transfer.runs import Region, page_runs
-from ess.transfer.shared import SharedTransport, shared_region
-from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Completed, PeerLost, Transfer, Transport
+from ess.transfer.transports.nixl import NixlTransport
+from ess.transfer.transports.shared import SharedTransport, shared_region
+from ess.transfer.transports.tcp import TcpTransport
 
 Kind = Literal["tcp", "shared", "nixl"]
 PAGE: Final = 41_984

@@ -16,7 +16,7 @@ from ess.models.load import load_model
 from ess.models.model import Model
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, layout_hash, new_epoch
-from ess.transfer.tcp import TcpTransport
+from ess.transfer.transports.tcp import TcpTransport
 from ess.units import PAGE_ROWS, div_ceil
 
 SECRET: Final = Seal(b"both workers of a benchmark")

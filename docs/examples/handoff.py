@@ -14,11 +14,11 @@ import numpy as np
 from ess import ModelLayout, Offload, Port, Sequence
 from ess.clock import RealClock
 from ess.transfer.endpoint import Identity
-from ess.transfer.faulty import Fault, FaultyTransport
 from ess.transfer.messages import Seal, layout_hash, new_epoch
 from ess.transfer.runs import Region
-from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Transport
+from ess.transfer.transports.faulty import Fault, FaultyTransport
+from ess.transfer.transports.tcp import TcpTransport
 
 LAYOUT = ModelLayout.embedded()
 SEAL = Seal(b"both workers were started with it")

@@ -22,11 +22,11 @@ from ess.clock import RealClock
 from ess.errors import EssError, Unavailable
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, new_epoch
-from ess.transfer.nixl import NixlTransport
 from ess.transfer.runs import Region
-from ess.transfer.shared import SharedTransport, shared_region
-from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Completed, Failed, PeerLost, Transfer, Transport
+from ess.transfer.transports.nixl import NixlTransport
+from ess.transfer.transports.shared import SharedTransport, shared_region
+from ess.transfer.transports.tcp import TcpTransport
 
 SIZE: Final = 64 << 20
 PART: Final = 1 << 20

@@ -47,8 +47,8 @@ from ess.transfer.messages import (
     text_digest,
 )
 from ess.transfer.runs import Region, views
-from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Notification, Transfer
+from ess.transfer.transports.tcp import TcpTransport
 from ess.transfer.windows import unpacked_windows
 from ess.units import PAGE_ROWS
 from tests.adapters.test_vllm_requests import fresh, output

@@ -15,7 +15,6 @@ from ess.door.handoff import geometry
 from ess.door.handoff.endings import Landed, Missed
 from ess.door.handoff.port import Port
 from ess.layout import ModelLayout
-from ess.transfer.inprocess import Exchange, InProcessTransport
 from ess.transfer.messages import (
     Again,
     Count,
@@ -29,9 +28,10 @@ from ess.transfer.messages import (
     checksum,
 )
 from ess.transfer.runs import Region, Runs, byte_count, views
-from ess.transfer.shared import SharedTransport
-from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Failed, Notification, Transfer, Transport
+from ess.transfer.transports.inprocess import Exchange, InProcessTransport
+from ess.transfer.transports.shared import SharedTransport
+from ess.transfer.transports.tcp import TcpTransport
 from ess.transfer.windows import packed_windows
 from tests.handoff.layout import LAYOUT
 from tests.support.manual_clock import ManualClock

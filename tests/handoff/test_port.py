@@ -13,9 +13,9 @@ from ess.door import Sequence as Opened
 from ess.door.handoff.endings import Landed, Missed
 from ess.door.handoff.port import Port
 from ess.errors import BadInput
-from ess.transfer.faulty import Fault, FaultyTransport
 from ess.transfer.runs import Region
 from ess.transfer.transport import Transport
+from ess.transfer.transports.faulty import Fault, FaultyTransport
 from tests.handoff.layout import LAYOUT
 from tests.handoff.receiving import (
     GUARD_S,

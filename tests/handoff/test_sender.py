@@ -13,7 +13,6 @@ from ess.door.handoff import transfers, units
 from ess.door.handoff.orphans import ORPHANS_MAX
 from ess.door.handoff.packed import PLACES
 from ess.errors import BadInput, PoolFull
-from ess.transfer.faulty import Fault
 from ess.transfer.messages import (
     Again,
     Count,
@@ -24,6 +23,7 @@ from ess.transfer.messages import (
     Release,
     Reserved,
 )
+from ess.transfer.transports.faulty import Fault
 from tests.handoff.layout import LAYOUT
 from tests.handoff.sending import (
     KEY_LAYERS,

@@ -11,9 +11,9 @@ import pytest
 
 from ess.door import Sequence as Opened
 from ess.door.handoff.endings import Landed
-from ess.transfer.faulty import Fault, FaultyTransport
 from ess.transfer.runs import Region
 from ess.transfer.transport import Transport
+from ess.transfer.transports.faulty import Fault, FaultyTransport
 from tests.handoff.receiving import content
 from tests.handoff.tier import TOKENS, UID, Stage, Tier, tier, windows_of
 from tests.support.manual_clock import ManualClock

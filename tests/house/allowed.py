@@ -15,8 +15,8 @@ KEPT: Final = {
     "ess.pool.lru.cuda:Residency.clear_blocks": "the twin of SparsePool.move_chunk on a device",
     **dict.fromkeys(
         (
-            "ess.transfer.inprocess:Exchange",
-            "ess.transfer.inprocess:InProcessTransport",
+            "ess.transfer.transports.inprocess:Exchange",
+            "ess.transfer.transports.inprocess:InProcessTransport",
         ),
         "ways between workers that no command starts yet",
     ),

@@ -13,8 +13,8 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.transfer.endpoint import Identity
-from ess.transfer.inprocess import Exchange, InProcessTransport
 from ess.transfer.messages import Seal
+from ess.transfer.transports.inprocess import Exchange, InProcessTransport
 from tests.support.checkpoints import small
 from tests.support.manual_clock import ManualClock
 

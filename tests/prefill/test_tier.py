@@ -15,8 +15,8 @@ from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.prefill.stages import members
 from ess.transfer.endpoint import Identity
-from ess.transfer.inprocess import Exchange, InProcessTransport
 from ess.transfer.messages import Seal
+from ess.transfer.transports.inprocess import Exchange, InProcessTransport
 from tests.prefill.pipes import LAYER_COUNT, Pipe, Ragged, model_of, text
 from tests.support.manual_clock import ManualClock
 

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from ess.clock import Clock
 from ess.errors import Unavailable
 from ess.transfer.endpoint import Identity
-from ess.transfer.faulty import Fault, FaultyTransport
-from ess.transfer.inprocess import Exchange, InProcessTransport
 from ess.transfer.messages import Seal, new_epoch
-from ess.transfer.nixl import NixlTransport, nixl_api
 from ess.transfer.runs import Region, page_runs
-from ess.transfer.shared import SharedTransport, shared_region
-from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Event, Transfer, Transport
+from ess.transfer.transports.faulty import Fault, FaultyTransport
+from ess.transfer.transports.inprocess import Exchange, InProcessTransport
+from ess.transfer.transports.nixl import NixlTransport, nixl_api
+from ess.transfer.transports.shared import SharedTransport, shared_region
+from ess.transfer.transports.tcp import TcpTransport
 from tests.support.manual_clock import ManualClock
 
 SEAL = Seal(b"a secret of sixteen bytes or more")

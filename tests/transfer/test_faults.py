@@ -9,10 +9,10 @@ import pytest
 
 from ess.errors import BadInput
 from ess.transfer.arrivals import Arrivals, Share
-from ess.transfer.faulty import Fault, FaultyTransport
 from ess.transfer.messages import Again, Piece, PieceKind, checksum
 from ess.transfer.runs import views
 from ess.transfer.transport import Failed, Notification, PeerLost, Transfer
+from ess.transfer.transports.faulty import Fault, FaultyTransport
 from tests.support.manual_clock import ManualClock
 from tests.transfer.rigs import (
     POISON,

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput, Unavailable
-from ess.transfer import channel
-from ess.transfer.channel import Channel, Kind
-from ess.transfer.streams import STRANGERS_MAX
-from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Completed, Failed, Notification, PeerLost
+from ess.transfer.transports import channel
+from ess.transfer.transports.channel import Channel, Kind
+from ess.transfer.transports.streams import STRANGERS_MAX
+from ess.transfer.transports.tcp import TcpTransport
 from tests.support.manual_clock import ManualClock
 from tests.transfer.rigs import POISON, Rig, heard, identity, join, pages, pump, rigged, write
 

@@ -25,8 +25,8 @@ from ess.layout import ModelLayout
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import layout_hash, new_epoch
 from ess.transfer.runs import Runs
-from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Completed, Event, Failed, Notification, PeerLost
+from ess.transfer.transports.tcp import TcpTransport
 
 LOG: Final = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ess.pool.latent import LatentPool
 from ess.transfer.arrivals import Share
 from ess.transfer.messages import Piece, PieceKind, Reserved
 from ess.transfer.runs import Region, Runs, page_runs
-from ess.transfer.shared import shared_region
+from ess.transfer.transports.shared import shared_region
 from ess.transfer.windows import window_bytes_max
 from ess.units import PAGE_ROWS, align_up, div_ceil
 

@@ -23,10 +23,10 @@ from ess.layout import ModelLayout
 from ess.models.weights.fingerprint import fingerprint
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, layout_hash, new_epoch
-from ess.transfer.nixl import NixlTransport
-from ess.transfer.shared import SharedTransport
-from ess.transfer.tcp import TcpTransport
 from ess.transfer.transport import Transport
+from ess.transfer.transports.nixl import NixlTransport
+from ess.transfer.transports.shared import SharedTransport
+from ess.transfer.transports.tcp import TcpTransport
 
 ADDRESSES_MAX: Final = 1024
 

@@ -8,8 +8,8 @@ from collections import deque
 from ess.clock import Clock
 from ess.transfer.endpoint import Endpoint, Identity
 from ess.transfer.runs import Runs, views
-from ess.transfer.streams import LOST_S
 from ess.transfer.transport import Event, Transfer
+from ess.transfer.transports.streams import LOST_S
 
 
 class Exchange:

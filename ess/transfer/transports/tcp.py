@@ -9,7 +9,7 @@ from typing import Final
 from ess.clock import Clock
 from ess.errors import BadInput, Unavailable
 from ess.transfer.endpoint import Identity
-from ess.transfer.streams import HEARTBEAT_S, LOST_S, StreamTransport
+from ess.transfer.transports.streams import HEARTBEAT_S, LOST_S, StreamTransport
 
 BACKLOG: Final = 128
 

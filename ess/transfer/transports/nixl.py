@@ -27,8 +27,8 @@ from ess.errors import BadInput, Unavailable
 from ess.transfer.endpoint import Endpoint, Identity
 from ess.transfer.messages import Heartbeat
 from ess.transfer.runs import Region, Runs, fault_of
-from ess.transfer.streams import HEARTBEAT_S, LOST_S
 from ess.transfer.transport import Event, Transfer
+from ess.transfer.transports.streams import HEARTBEAT_S, LOST_S
 
 MODULES: Final = ("nixl_cu13._api", "nixl_cu12._api")
 CONTENT: Final = b"N"

@@ -18,9 +18,9 @@ import numpy as np
 
 from ess.clock import Clock
 from ess.errors import BadInput
-from ess.transfer.around import Around
 from ess.transfer.runs import Region, views
 from ess.transfer.transport import Event, Failed, PeerLost, Transfer, Transport
+from ess.transfer.transports.around import Around
 
 HELD_POLLS_MAX: Final = 8
 

@@ -22,11 +22,11 @@ from typing import Final
 from ess.clock import Clock
 from ess.errors import BadInput
 from ess.kernels.memory import map_memory_file, memory_file
-from ess.transfer.channel import Kind
 from ess.transfer.endpoint import Identity
 from ess.transfer.runs import Region, Runs, fault_of, views
-from ess.transfer.streams import HEARTBEAT_S, LOST_S, Link, StreamTransport
 from ess.transfer.transport import Event, Transfer
+from ess.transfer.transports.channel import Kind
+from ess.transfer.transports.streams import HEARTBEAT_S, LOST_S, Link, StreamTransport
 
 SLICE_BYTES: Final = 16 << 20
 

@@ -20,11 +20,11 @@ from typing import Final
 
 from ess.clock import Clock
 from ess.errors import BadInput
-from ess.transfer.channel import Channel, Frame, Kind
 from ess.transfer.endpoint import NOBODY, Endpoint, Identity
 from ess.transfer.messages import NONCE_BYTES
 from ess.transfer.runs import Runs, views
 from ess.transfer.transport import Event, Transfer
+from ess.transfer.transports.channel import Channel, Frame, Kind
 
 STRANGERS_MAX: Final = 64
 HEARTBEAT_S: Final = 1.0
