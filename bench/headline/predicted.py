@@ -13,6 +13,7 @@ from ess.layout import ModelLayout
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.operators.gpus import operators_of
+from ess.sim.operators.parallel import Parallel
 from ess.sim.plan import Ask, Planner, Point
 from ess.sim.plan import Plan as Answer
 from ess.sim.timeline import Span
@@ -131,7 +132,7 @@ def predicted_timeline(planner: Planner, plan: Plan, chosen: Point) -> tuple[str
         queries_each=ask.queries_each,
         context=ask.context,
         tbo=chosen.tbo,
-        ranks=ask.gpu_count,
+        parallel=Parallel.wide(ask.gpu_count),
         misses=layers,
     )
     spans = simulate(planner.operators, scenario).timeline.spans

@@ -19,12 +19,12 @@ from ess.bench.harness.report import Row
 from ess.layout import ModelLayout
 from ess.overlap.policy import Mode
 from ess.sim import published
-from ess.sim.decode_step import LAYERS, Prediction, Scenario, simulate
+from ess.sim.decode_step import Prediction, Scenario, simulate
 from ess.sim.fit_constants import BATCH_MIN
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
 from ess.sim.operators import tables
-from ess.sim.operators.stages import Fitted, Operators
+from ess.sim.operators.paper import LAYERS, Fitted, PaperOperators
 from ess.sim.published import Throughput
 
 ROW_AGREEMENT: Final = 0.95
@@ -52,7 +52,7 @@ class Reproduced:
 
 def paper_benchmark(*, smoke: bool) -> list[Row]:
     """Takes about a second, so the smoke size is the same."""
-    operators = Operators(tables=tables.load(), fitted=Fitted.shipped())
+    operators = PaperOperators(tables=tables.load(), fitted=Fitted.shipped())
     table = reproduce_table(operators)
     held_out = [ours for ours in table if not ours.row.is_resident]
     return [
@@ -66,12 +66,12 @@ def paper_benchmark(*, smoke: bool) -> list[Row]:
     ]
 
 
-def reproduce_table(operators: Operators) -> list[Reproduced]:
+def reproduce_table(operators: PaperOperators) -> list[Reproduced]:
     curves = misses.published()
     return [_reproduce(operators, curves, row) for row in published.throughput()]
 
 
-def _reproduce(operators: Operators, curves: misses.MissCurves, row: Throughput) -> Reproduced:
+def _reproduce(operators: PaperOperators, curves: misses.MissCurves, row: Throughput) -> Reproduced:
     """At 32K the batch was chosen and the ratio follows from it; at 128K the other way round."""
     budget = paper_budget()
     given_ratio = row.is_resident or not row.tbo
@@ -203,7 +203,7 @@ def _gain_row(name: str, ours: float, theirs: float) -> Row:
     return against_paper(name, "x", ours, round(theirs, 4), target=1.0 - POINTS / theirs, config={})
 
 
-def _unlimited_rows(operators: Operators) -> list[Row]:
+def _unlimited_rows(operators: PaperOperators) -> list[Row]:
     return [
         against_paper(
             "fig. 1 throughput",
@@ -220,7 +220,7 @@ def _unlimited_rows(operators: Operators) -> list[Row]:
     ]
 
 
-def _overhead_rows(operators: Operators) -> list[Row]:
+def _overhead_rows(operators: PaperOperators) -> list[Row]:
     rows = []
     for miss_count, theirs in published.overhead().items():
         for mode, bar_us in zip((Mode.NONE, Mode.DA, Mode.DBA), theirs, strict=True):
@@ -239,7 +239,7 @@ def _overhead_rows(operators: Operators) -> list[Row]:
     return [*rows, _crossover_row(operators)]
 
 
-def overhead_us(operators: Operators, miss_count: float, mode: Mode) -> float:
+def overhead_us(operators: PaperOperators, miss_count: float, mode: Mode) -> float:
     """Time that one layer adds to one half, from the timeline of a whole step."""
     scenario = Scenario(
         batch=160,
@@ -251,7 +251,7 @@ def overhead_us(operators: Operators, miss_count: float, mode: Mode) -> float:
     return simulate(operators, scenario).exposed_us / (LAYERS * scenario.half_count)
 
 
-def crossover(operators: Operators) -> int:
+def crossover(operators: PaperOperators) -> int:
     """The fewest misses at which DBA costs less than DA."""
 
     def is_beyond(count: int) -> bool:
@@ -260,7 +260,7 @@ def crossover(operators: Operators) -> int:
     return 1 + bisect.bisect_left(range(1, 1024), True, key=is_beyond)
 
 
-def _crossover_row(operators: Operators) -> Row:
+def _crossover_row(operators: PaperOperators) -> Row:
     """Published as between 128 and 256: agreement with the middle, within half the width."""
     return against_paper(
         "fig. 7 crossover",

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ess.sim import published
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators import tables
-from ess.sim.operators.stages import FITTED_FILE, Fitted, Operators
+from ess.sim.operators.paper import FITTED_FILE, Fitted, PaperOperators
 
 BATCH_MIN: Final = 8
 UNLIMITED_ACCEPTED: Final = 1.7
@@ -83,7 +83,7 @@ class Candidate:
     rms: float
 
 
-def relative_errors(operators: Operators, rows: Sequence[Target]) -> Reals:
+def relative_errors(operators: PaperOperators, rows: Sequence[Target]) -> Reals:
     steps = [simulate(operators, row.scenario).step_us for row in rows]
     errors: Reals = np.array(steps) / np.array([row.step_us for row in rows]) - 1.0
     return errors
@@ -113,7 +113,7 @@ def _fit_two(
         )
 
     def errors(point: Reals) -> Reals:
-        return relative_errors(Operators(tables=measured, fitted=constants(point)), rows)
+        return relative_errors(PaperOperators(tables=measured, fitted=constants(point)), rows)
 
     point = np.array(FIRST)
     for _ in range(ROUNDS):
@@ -128,7 +128,7 @@ def main() -> None:
     rows = targets()
     candidates = fit(rows)
     best = candidates[0]
-    errors = relative_errors(Operators(tables=tables.load(), fitted=best.fitted), rows)
+    errors = relative_errors(PaperOperators(tables=tables.load(), fitted=best.fitted), rows)
     document = {
         "command": "python -m ess.sim.fit_constants",
         "constants": best.fitted,

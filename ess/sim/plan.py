@@ -21,6 +21,7 @@ from ess.pool.capacity import HOST_PAGES, page_count
 from ess.sim.decode_step import Prediction, Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
+from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.stages import Operators
 from ess.units import format_bytes
 
@@ -246,7 +247,7 @@ class Planner:
             queries_each=ask.queries_each,
             context=ask.context,
             tbo=tbo,
-            ranks=ask.gpu_count,
+            parallel=Parallel.wide(ask.gpu_count),
             misses=None if slots_each >= ask.context else layers,
         )
         return simulate(self.operators, scenario)

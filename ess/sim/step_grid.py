@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, Protocol
 
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.locality.misses import MissCurves
+from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.stages import Operators
 
 REQUESTS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
@@ -41,7 +42,7 @@ class Clocked(Protocol):
 class StepTimes:
     operators: Operators
     curves: MissCurves
-    ranks: int
+    parallel: Parallel
     corners: dict[tuple[int, int, int, int], StepTime] = field(default_factory=dict)
 
     def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime:
@@ -69,7 +70,7 @@ class StepTimes:
             queries_each=queries,
             context=context,
             tbo=tbo,
-            ranks=self.ranks,
+            parallel=self.parallel,
             misses=layers if misses else None,
         )
         prediction = simulate(self.operators, scenario)

@@ -7,21 +7,30 @@ import pytest
 from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
 from ess.overlap.policy import Mode
-from ess.sim.decode_step import LAYERS, Scenario, simulate
+from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators import tables
-from ess.sim.operators.stages import Fitted, Operators, Shape
+from ess.sim.operators.paper import LAYERS, Fitted, PaperOperators
+from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.stages import Shape
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
+
+WIDE = Parallel.wide(32)
 
 
 @pytest.fixture(scope="module")
-def operators() -> Operators:
-    return Operators(tables=tables.load(), fitted=Fitted.shipped())
+def operators() -> PaperOperators:
+    return PaperOperators(tables=tables.load(), fitted=Fitted.shipped())
 
 
-def scenario(miss_count: float | None, mode: Mode | None = None, **changes: int) -> Scenario:
+def scenario(
+    miss_count: float | None,
+    mode: Mode | None = None,
+    parallel: Parallel = WIDE,
+    **changes: int,
+) -> Scenario:
     misses = None if miss_count is None else (miss_count,) * LAYERS
     sizes = {"batch": 160, "queries_each": 2, "context": 131_072} | changes
-    return Scenario(**sizes, misses=misses, mode=mode)
+    return Scenario(**sizes, parallel=parallel, misses=misses, mode=mode)
 
 
 def test_a_task_waits_for_its_lane_and_for_what_it_needs():
@@ -36,7 +45,7 @@ def test_a_task_waits_for_its_lane_and_for_what_it_needs():
         timeline.add(COMPUTE, "index", float("nan"))
 
 
-def test_a_lane_does_one_thing_at_a_time_and_time_is_conserved(operators: Operators):
+def test_a_lane_does_one_thing_at_a_time_and_time_is_conserved(operators: PaperOperators):
     found = simulate(operators, scenario(200.0))
     for lane in (COMPUTE, EXCHANGE, FETCH, STORE):
         spans = [span for span in found.timeline.spans if span.lane == lane]
@@ -52,7 +61,7 @@ def test_a_lane_does_one_thing_at_a_time_and_time_is_conserved(operators: Operat
 
 @pytest.mark.parametrize("miss_count", [32.0, 128.0, 256.0, 512.0])
 @pytest.mark.parametrize("mode", [Mode.NONE, Mode.DA, Mode.DBA])
-def test_lanes_and_formula_agree(operators: Operators, miss_count: float, mode: Mode):
+def test_lanes_and_formula_agree(operators: PaperOperators, miss_count: float, mode: Mode):
     """The timeline and the cost model were written apart: what they expose is the same."""
     asked = scenario(miss_count, mode)
     moved = transfer_us(
@@ -70,7 +79,7 @@ def test_lanes_and_formula_agree(operators: Operators, miss_count: float, mode: 
     assert timeline == pytest.approx(formula, abs=0.03 * formula + operators.index_split_us)
 
 
-def test_the_policy_is_never_worse_than_a_forced_mode(operators: Operators):
+def test_the_policy_is_never_worse_than_a_forced_mode(operators: PaperOperators):
     chosen = simulate(operators, scenario(180.0)).exposed_us
     forced = [
         simulate(operators, scenario(180.0, mode)).exposed_us
@@ -79,7 +88,7 @@ def test_the_policy_is_never_worse_than_a_forced_mode(operators: Operators):
     assert chosen <= min(forced) + 1e-6
 
 
-def test_stages_add_up_to_the_module(operators: Operators):
+def test_stages_add_up_to_the_module(operators: PaperOperators):
     """At a measured point: base x scale, plus what the context adds."""
     found = operators.stages(Shape(request_count=128, queries_each=1, context=131_072))
     parts = found.project + found.pre_attn + found.attend + found.output
@@ -88,7 +97,7 @@ def test_stages_add_up_to_the_module(operators: Operators):
     assert found.index == pytest.approx(measured.at(128, 131_072) - measured.at(128, 2048))
 
 
-def test_two_halves_pay_at_large_batches_only(operators: Operators):
+def test_two_halves_pay_at_large_batches_only(operators: PaperOperators):
     def step(batch: int, *, tbo: bool) -> float:
         asked = Scenario(batch=batch, queries_each=2, context=32_768, tbo=tbo)
         return simulate(operators, asked).step_us
@@ -98,14 +107,40 @@ def test_two_halves_pay_at_large_batches_only(operators: Operators):
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 64, 256])
-def test_other_expert_parallel_sizes(operators: Operators, ranks: int):
-    assert simulate(operators, scenario(50.0, ranks=ranks)).step_us > 0
+def test_other_expert_parallel_sizes(operators: PaperOperators, ranks: int):
+    assert simulate(operators, scenario(50.0, parallel=Parallel.wide(ranks))).step_us > 0
 
 
-def test_bad_scenarios_are_refused(operators: Operators):
+def test_bad_scenarios_are_refused(operators: PaperOperators):
     with pytest.raises(BadInput, match="batch, queries and context"):
         scenario(None, batch=0)
     with pytest.raises(BadInput, match="misses of 2 layers"):
-        Scenario(batch=1, queries_each=1, context=1, misses=(1.0, 2.0))
+        simulate(operators, Scenario(batch=1, queries_each=1, context=1, misses=(1.0, 2.0)))
     with pytest.raises(BadInput, match="no expert table for 24 ranks"):
-        simulate(operators, scenario(None, ranks=24))
+        simulate(operators, scenario(None, parallel=Parallel.wide(24)))
+
+
+def test_a_batch_may_be_less_than_a_request_for_every_gpu(operators: PaperOperators):
+    """Half of the attention groups are empty: their experts see half the tokens."""
+    steps = [
+        simulate(operators, Scenario(batch=batch, queries_each=1, context=8192, tbo=False)).step_us
+        for batch in (0.25, 0.5, 1)
+    ]
+    assert steps == sorted(steps, key=lambda us: round(us, 6))
+    assert steps[2] < 1.2 * steps[0]
+
+
+def test_a_prediction_says_how_far_it_may_be_off(operators: PaperOperators):
+    told = simulate(operators, scenario(None))
+    assert told.band[0] < 0 < told.band[1]
+    assert "publication" in told.marks[0]
+
+
+def test_the_constants_of_the_paper_refuse_what_the_paper_does_not_say(operators: PaperOperators):
+    heads = Parallel(attention_tp=8, expert_ep=8)
+    with pytest.raises(BadInput, match="TP8 DP1, experts EP8 TP1, PP1, 0 prompt tokens"):
+        simulate(operators, scenario(None, parallel=heads))
+    with pytest.raises(BadInput, match="512 prompt tokens"):
+        simulate(operators, scenario(None, prompt_chunk=512, tbo=0))
+    with pytest.raises(BadInput, match="TP 8 x DP 1 are 8 GPUs, experts EP 4 x TP 1 are 4"):
+        Parallel(attention_tp=8, expert_ep=4)

@@ -12,18 +12,18 @@ from ess.server.commands.plan import parse_duration
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
 from ess.sim.operators import tables
-from ess.sim.operators.stages import Fitted, Operators
+from ess.sim.operators.paper import Fitted, PaperOperators
 from ess.sim.plan import Ask, Plan, Planner
 
 GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
-def operators() -> Operators:
-    return Operators(tables=tables.load(), fitted=Fitted.shipped())
+def operators() -> PaperOperators:
+    return PaperOperators(tables=tables.load(), fitted=Fitted.shipped())
 
 
-def answer(operators: Operators, *, as_paper: bool = False, **ask: float) -> Plan:
+def answer(operators: PaperOperators, *, as_paper: bool = False, **ask: float) -> Plan:
     return Planner(
         operators=operators,
         curves=misses.published(),
@@ -37,7 +37,7 @@ def answer(operators: Operators, *, as_paper: bool = False, **ask: float) -> Pla
     ("context", "ratio", "batch"),
     [(32_768, 1.0, 54), (131_072, 1.0, 13), (131_072, 0.2, 40), (131_072, 0.1, 54)],
 )
-def test_the_papers_batch_limits(operators: Operators, context: int, ratio: float, batch: int):
+def test_the_papers_batch_limits(operators: PaperOperators, context: int, ratio: float, batch: int):
     """The paper rounds 54 at 32K down to a multiple of four."""
     slots = int(ratio * context)
     budget = Budget(
@@ -49,7 +49,7 @@ def test_the_papers_batch_limits(operators: Operators, context: int, ratio: floa
     assert found.index_wall == (81 if context == 131_072 else 325)
 
 
-def test_the_papers_ratios(operators: Operators):
+def test_the_papers_ratios(operators: PaperOperators):
     ratios = [
         answer(
             operators, as_paper=True, context=32_768, batch=batch, device_bytes=80 * GIB
@@ -59,7 +59,7 @@ def test_the_papers_ratios(operators: Operators):
     assert [round(ratio, 2) for ratio in ratios] == [0.82, 0.48, 0.31, 0.21]
 
 
-def test_every_planned_batch_is_admitted_and_keeps_the_time(operators: Operators):
+def test_every_planned_batch_is_admitted_and_keeps_the_time(operators: PaperOperators):
     found = answer(operators, context=131_072, token_us_max=45_000.0, host_bytes=8 << 40)
     assert found.chosen.token_us <= 45_000.0
     assert found.chosen.slots_each >= found.slot_floor
@@ -70,7 +70,7 @@ def test_every_planned_batch_is_admitted_and_keeps_the_time(operators: Operators
     assert found.resident.batch < found.break_even_batch <= found.chosen.batch
 
 
-def test_host_memory_limits(operators: Operators):
+def test_host_memory_limits(operators: PaperOperators):
     found = answer(operators, context=32_768, host_bytes=100 * GIB)
     assert (found.chosen.batch, found.limiter) == (2, "host pages")
 
@@ -87,12 +87,14 @@ def test_host_memory_limits(operators: Operators):
         ({"context": 131_072, "ratio": 1.5}, r"outside 0\.\.1"),
     ],
 )
-def test_impossible_asks_get_a_sentence(operators: Operators, ask: dict[str, float], match: str):
+def test_impossible_asks_get_a_sentence(
+    operators: PaperOperators, ask: dict[str, float], match: str
+):
     with pytest.raises(BadInput, match=match):
         answer(operators, **ask)
 
 
-def test_what_is_missing_is_what_would_have_been_enough(operators: Operators):
+def test_what_is_missing_is_what_would_have_been_enough(operators: PaperOperators):
     """The missing bytes, added, admit the batch."""
     with pytest.raises(BadInput) as refusal:
         answer(operators, context=131_072, batch=40, device_bytes=40 * GIB)

@@ -12,7 +12,8 @@ from ess.layout import ModelLayout
 from ess.server.commands.cli import main
 from ess.sim.locality import misses
 from ess.sim.operators import tables
-from ess.sim.operators.stages import Fitted, Operators
+from ess.sim.operators.paper import Fitted, PaperOperators
+from ess.sim.operators.parallel import Parallel
 from ess.sim.plan import Ask, Planner
 from ess.sim.prefill.prefill_time import estimate
 from ess.sim.serving.comparison import RATE_MAX, Serving, serve
@@ -26,7 +27,7 @@ OBJECTIVE = Objective(ttft_s=10.0, tpot_s=0.06)
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     return Planner(
-        operators=Operators(tables=tables.load(), fitted=Fitted.shipped()),
+        operators=PaperOperators(tables=tables.load(), fitted=Fitted.shipped()),
         curves=misses.published(),
         ask=Ask(context=131_072),
         layout=ModelLayout.deepseek_v32(),
@@ -41,7 +42,9 @@ def test_steps_between_grid_points_are_the_planners(
     planner: Planner, batch: int, context: int, slots: int, error: float
 ):
     here = replace(planner, ask=Ask(context=context))
-    times = StepTimes(operators=planner.operators, curves=planner.curves, ranks=32)
+    times = StepTimes(
+        operators=planner.operators, curves=planner.curves, parallel=Parallel.wide(32)
+    )
     missed = planner.curves.mean(context=context, slots=slots)
     found = times.at(requests=batch, queries=2, context=context, misses=missed)
     assert found.step_us == pytest.approx(here.point(batch, slots).step_us, rel=error)

@@ -17,7 +17,7 @@ from ess.server.commands import planpage
 from ess.server.commands.cli import main
 from ess.sim.locality import misses
 from ess.sim.operators import tables
-from ess.sim.operators.stages import Fitted, Operators
+from ess.sim.operators.paper import Fitted, PaperOperators
 from ess.sim.plan import Ask, Planner
 
 TIB = 1 << 40
@@ -26,7 +26,7 @@ SERVER = Path(planpage.__file__).parent
 
 def planner(**ask: Any) -> Planner:
     return Planner(
-        operators=Operators(tables=tables.load(), fitted=Fitted.shipped()),
+        operators=PaperOperators(tables=tables.load(), fitted=Fitted.shipped()),
         curves=misses.published(),
         ask=Ask(**{"context": 65_536, **ask}),
         layout=ModelLayout.deepseek_v32(),

@@ -20,7 +20,7 @@ from ess.sim.locality.misses import PUBLISHED_QUERIES, MissCurves
 from ess.sim.locality.policies import PlannerLru
 from ess.sim.locality.selections import Load
 from ess.sim.locality.workloads import generated
-from ess.sim.operators.stages import TOP_K
+from ess.sim.operators.paper import TOP_K
 from ess.sim.operators.tables import Curve
 from ess.sim.published import layer_misses
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.errors import BadInput
-from ess.sim.operators.stages import TOP_K
+from ess.sim.operators.paper import TOP_K
 from ess.sim.operators.tables import Curve
 from ess.sim.published import layer_misses, mean_misses
 

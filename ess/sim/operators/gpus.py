@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 from ess.errors import BadInput
 from ess.sim.operators import tables
-from ess.sim.operators.stages import Fitted, Machine, Operators
+from ess.sim.operators.paper import Fitted, PaperOperators
+from ess.sim.operators.stages import Machine, Operators
 
 MODELS: Final = ("deepseek-v3.2",)
+Constants = Literal["silicon", "paper"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +49,17 @@ def check_planned(model: str, gpu: str) -> None:
         )
 
 
-def operators_of(gpu: str, *, package: Path | None = None) -> Operators:
+def operators_of(
+    gpu: str,
+    *,
+    family: str = MODELS[0],
+    constants: Constants = "silicon",
+    package: Path | None = None,
+) -> Operators:
     """From the tables that ship, or from an unpacked package."""
-    check_planned(MODELS[0], gpu)
+    check_planned(family, gpu)
     known = GPUS[gpu]
-    return Operators(
+    return PaperOperators(
         tables=tables.load(package, gpu=gpu, system=known.system),
         fitted=Fitted.shipped(),
         machine=known.machine,

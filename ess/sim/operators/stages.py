@@ -1,63 +1,18 @@
-"""How long each stage of a layer takes, put together from measured operators.
+"""What a decode step asks of operators: the stages of a layer, and what lies around the layers.
 
-The measured attention module is the whole decode block of a layer: projections, indexer, top-k,
-sparse attention, output. It is split so that the parts add up to it again:
-
-    index      what the module grows by from a context of 2,048 (the top-k) to the one asked for:
-               logits over all keys, then top-k. It was measured with one query per request;
-               `query_repeat` is the share of it that each further query of a request repeats
-    pre_attn   q_b projection, absorption, and the elementwise kernels between (launch and bytes)
-    attend     queries x FLOP at the published rate of the sparse kernel (FlashMLA, fp8 rows)
-    output     absorption back and the output projection
-    project    what is left: the common projections, norms, the indexer's own projections
-
-The module's grid is coarse (powers of two) while its GEMMs were measured tile by tile, so the
-module without its GEMMs is interpolated and the GEMMs are added at their own grid: a step of 160
-tokens then pays for its tile as it does on the machine.
-
-The first layers are dense: their MLP is a roofline, for want of a table.
+Two sets of constants answer, and neither borrows from the other: `paper` reproduces a publication,
+`silicon` is made of measured operators.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from ess import cost
 from ess.cost import Hiding
-from ess.errors import BadInput
-from ess.layout import ModelLayout
-from ess.sim.operators.tables import Curve, Tables
-
-FITTED_FILE: Final = Path(__file__).resolve().parent / "h200" / "fitted.json"
-LAYOUT: Final = ModelLayout.deepseek_v32()
-HIDDEN_DIM: Final = LAYOUT.hidden_dim
-VOCABULARY: Final = 129_280
-HEAD_COLUMNS: Final = 65_536
-TOP_K: Final = LAYOUT.top_k
-DENSE_DIM: Final = 18_432
-MODULE_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-NODE_RANKS: Final = 8
-SPLIT_LAUNCHES: Final = 2
-
-LATENT_DIM: Final = LAYOUT.row.latent_dim
-ROPE_DIM: Final = LAYOUT.row.rope_dim
-SCORE_DIM: Final = LATENT_DIM + ROPE_DIM
-HEADS: Final = LAYOUT.head_count
-
-FLOP_PER_QUERY: Final = 2 * HEADS * TOP_K * (SCORE_DIM + LATENT_DIM)
-"""Every head scores all dimensions of the selected rows and sums the latent ones."""
-
-ELEMENTWISE_LAUNCHES: Final = 4
-ELEMENTWISE_BYTES: Final = 2 * 2 * HEADS * (SCORE_DIM + ROPE_DIM)
-"""Between q_b and attention: quantise, rope, assemble the query, store the row."""
-
-MERGE_BYTES: Final = HEADS * LATENT_DIM * (4 + 4 + 2)
-"""Two fp32 partials read, one bf16 result written, per query."""
+from ess.sim.operators.families import Family, Kind
+from ess.sim.operators.parallel import Parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,32 +32,19 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """Fitted on published rows without offload only; see ess.sim.fit_constants.
-
-    `compute_scale` is on what the published operators are not known to share with ours: the module
-    apart from its rated parts, and the experts. `balance` names the expert table.
-    """
-
-    compute_scale: float
-    query_repeat: float
-    step_fixed_us: float
-    balance: str
-
-    @classmethod
-    def shipped(cls) -> Fitted:
-        constants: Mapping[str, Any] = json.loads(FITTED_FILE.read_text())["constants"]
-        return cls(**constants)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One micro-batch of one layer."""
+    """One micro-batch of one layer, as one attention group of `parallel.attention_tp` GPUs sees it.
+
+    `request_count` is a mean over groups and may be below 1: some groups then have nothing to do.
+    `prompt_tokens` of a prompt, behind `prompt_prefix` others, run in the same step.
+    """
 
     request_count: float
     queries_each: int
     context: int
-    ranks: int = 32
+    parallel: Parallel = field(default_factory=lambda: Parallel.wide(32))
+    prompt_tokens: int = 0
+    prompt_prefix: int = 0
 
     @property
     def query_count(self) -> float:
@@ -111,7 +53,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Microseconds of one layer of one micro-batch, offload apart."""
+    """Microseconds of one layer of one micro-batch, offload apart. `route` is what lies between
+    attention and experts: norms, the gate, and what joins the heads of several GPUs."""
 
     project: float
     index: float
@@ -122,109 +65,41 @@ class Stages:
     experts: float
     dispatch: float
     combine: float
+    route: float = 0.0
 
     @property
     def compute_us(self) -> float:
         attention = self.project + self.index + self.pre_attn + self.attend + self.output
-        return attention + self.shared + self.experts
+        return attention + self.route + self.shared + self.experts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operators:
-    tables: Tables
-    fitted: Fitted
-    machine: Machine = Machine()
+class Trust(NamedTuple):
+    """How far a prediction may be off, as shares of it, and what it rests on besides tables."""
 
-    def stages(self, shape: Shape, *, dense: bool = False) -> Stages:
-        tokens = shape.query_count
-        pre_us, output_us = self._pre_attn_us(tokens), self._output_us(tokens)
-        attend_us = tokens * FLOP_PER_QUERY / self.machine.sparse_rate
-        scale = self.fitted.compute_scale
-        project_us = scale * self._module_us(tokens) - pre_us - attend_us - output_us
-        nodes = self._node_count(shape.ranks)
-        return Stages(
-            project=max(0.0, project_us),
-            index=self._index_us(shape),
-            pre_attn=pre_us,
-            attend=attend_us,
-            output=output_us,
-            shared=0.0 if dense else scale * self.tables.shared.at(tokens),
-            experts=scale * (self._dense_us(tokens) if dense else self._experts_us(shape)),
-            dispatch=0.0 if dense else self.tables.dispatch[nodes].at(tokens),
-            combine=0.0 if dense else self.tables.combine[nodes].at(tokens),
-        )
+    band: tuple[float, float]
+    marks: tuple[str, ...]
 
-    def head_us(self, tokens: float) -> float:
-        """The vocabulary projection; the measured GEMM is about half as wide."""
-        share = VOCABULARY / HEAD_COLUMNS
-        return share * self.tables.gemm[HEAD_COLUMNS, HIDDEN_DIM].at(tokens)
 
-    def hiding(self, stages: Stages, *, query_count: float, missing_share: float) -> Hiding:
-        return cost.hiding(
-            pre_attn_us=stages.pre_attn,
-            attend_us=stages.attend,
-            index_us=stages.index,
-            split_us=self.split_us(query_count),
-            index_split_us=self.index_split_us,
-            missing_share=missing_share,
-        )
-
-    def split_us(self, tokens: float) -> float:
-        """Two partials and a merge in place of one attention."""
-        return tokens * MERGE_BYTES / self.machine.hbm_rate
+class Operators(Protocol):
+    """One GPU of a deployment of one family."""
 
     @property
-    def index_split_us(self) -> float:
-        """Logits and top-k are launched once more."""
-        return SPLIT_LAUNCHES * self.machine.launch_us
+    def machine(self) -> Machine: ...
 
-    def _module_us(self, tokens: float) -> float:
-        """The module at the top-k's own context: GEMMs at their grid, the rest at its own."""
-        coarse = Curve(
-            tuple(map(float, MODULE_TOKENS)),
-            tuple(self.tables.attention.at(t, TOP_K) - self._gemms_us(t) for t in MODULE_TOKENS),
-        )
-        return coarse.at(tokens) + self._gemms_us(tokens)
+    @property
+    def family(self) -> Family: ...
 
-    def _gemms_us(self, tokens: float) -> float:
-        gemm = self.tables.gemm
-        common = gemm[2048, HIDDEN_DIM].at(tokens) + gemm[8192, 1536].at(tokens)
-        return common + self._query_us(tokens) + self._output_us(tokens)
+    @property
+    def index_split_us(self) -> float: ...
 
-    def _query_us(self, tokens: float) -> float:
-        """q_b (24,576 columns, as 16,384 and 8,192) and absorption."""
-        gemm = self.tables.gemm
-        wide_us = gemm[16_384, 1536].at(tokens) + gemm[8192, 1536].at(tokens)
-        return wide_us + self.tables.absorb["pre"].at(tokens)
+    def stages(self, shape: Shape, kind: Kind) -> Stages: ...
 
-    def _pre_attn_us(self, tokens: float) -> float:
-        launches_us = ELEMENTWISE_LAUNCHES * self.machine.launch_us
-        moved_us = tokens * ELEMENTWISE_BYTES / self.machine.hbm_rate
-        return self._query_us(tokens) + launches_us + moved_us
+    def around_us(self, whole: Shape) -> float:
+        """Outside the layers, for the whole batch."""
+        ...
 
-    def _output_us(self, tokens: float) -> float:
-        gemm_us = self.tables.gemm[HIDDEN_DIM, 16_384].at(tokens)
-        return gemm_us + self.tables.absorb["post"].at(tokens)
+    def hiding(self, stages: Stages, *, query_count: float, missing_share: float) -> Hiding: ...
 
-    def _index_us(self, shape: Shape) -> float:
-        n, measured = shape.request_count, self.tables.attention
-        grown_us = max(0.0, measured.at(n, shape.context) - measured.at(n, TOP_K))
-        return grown_us * (1.0 + (shape.queries_each - 1) * self.fitted.query_repeat)
+    def split_us(self, tokens: float) -> float: ...
 
-    def _experts_us(self, shape: Shape) -> float:
-        curve = self.tables.experts.get((shape.ranks, self.fitted.balance))
-        if curve is None:
-            known = sorted({ranks for ranks, _ in self.tables.experts})
-            raise BadInput(f"no expert table for {shape.ranks} ranks; choose from {known}")
-        return curve.at(shape.query_count * shape.ranks)
-
-    def _dense_us(self, tokens: float) -> float:
-        weights = 3 * HIDDEN_DIM * DENSE_DIM
-        moved_us = self.machine.streamed_us(weights)
-        return max(moved_us, 2 * weights * tokens / (0.8 * self.machine.fp8_rate))
-
-    def _node_count(self, ranks: int) -> int:
-        """Exchange was measured on 1, 2, 4 and 8 nodes; more behave like 8."""
-        measured = sorted(self.tables.dispatch)
-        nodes = math.ceil(ranks / NODE_RANKS)
-        return next((count for count in measured if count >= nodes), measured[-1])
+    def trust(self, shape: Shape) -> Trust: ...

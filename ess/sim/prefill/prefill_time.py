@@ -18,7 +18,8 @@ from typing import Final
 from ess.engine.chunking.sizes import Chunking, PrefillTime, chunks
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.sim.operators.stages import FLOP_PER_QUERY, Machine
+from ess.sim.operators.paper import FLOP_PER_QUERY
+from ess.sim.operators.stages import Machine
 from ess.sim.prefill.pipeline import Pipeline, prefill
 from ess.units import PAGE_ROWS, align_up, div_ceil
 

@@ -16,7 +16,8 @@ from ess.errors import BadInput
 from ess.pool.capacity import SLOTS
 from ess.sim.locality.lru_curves import Agreed, Drawing, agreement, lru_curves
 from ess.sim.locality.misses import PUBLISHED_QUERIES
-from ess.sim.operators.stages import TOP_K
+from ess.sim.operators.paper import TOP_K
+from ess.sim.operators.parallel import Parallel
 from ess.sim.plan import Planner
 from ess.sim.prefill import prefill_time
 from ess.sim.prefill.prefill_time import Handoff, Tier
@@ -118,7 +119,11 @@ def _worker(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> 
     return _Worker(
         planner=planner,
         serving=serving,
-        times=StepTimes(operators=planner.operators, curves=planner.curves, ranks=ask.gpu_count),
+        times=StepTimes(
+            operators=planner.operators,
+            curves=planner.curves,
+            parallel=Parallel.wide(ask.gpu_count),
+        ),
         time=prefill_time.estimate(planner.layout, planner.operators.machine),
         drafting=Drafting(chance=chance, seed=serving.seed),
         cached=_cached(planner, arrivals, serving),

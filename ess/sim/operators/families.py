@@ -1,0 +1,81 @@
+"""Models that can be simulated, as numbers: what the layout of the pools does not say.
+
+Dense families have no indexer: every query attends to its whole context, and nothing is offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+
+
+class Kind(NamedTuple):
+    """A layer: with experts or a dense MLP, with an indexer of its own or the one before it."""
+
+    is_dense: bool
+    has_indexer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`dense_dim` is the width of the MLP of the first layers, `expert_dim` that of an expert."""
+
+    layout: ModelLayout
+    vocabulary: int
+    dense_dim: int
+    dense_layers: int = 3
+    expert_dim: int = 2048
+    expert_count: int = 256
+    experts_each: int = 8
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.layout.index is not None
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """By layer, MTP layers apart."""
+        return tuple(
+            Kind(
+                is_dense=layer < self.dense_layers,
+                has_indexer=self.is_sparse and self.layout.place_of(layer)[1] == 0,
+            )
+            for layer in range(self.layout.layer_count)
+        )
+
+
+def _deepseek(layout: ModelLayout) -> Family:
+    return Family(layout=layout, vocabulary=129_280, dense_dim=18_432)
+
+
+def _glm(layout: ModelLayout) -> Family:
+    return Family(layout=layout, vocabulary=154_880, dense_dim=12_288)
+
+
+DENSE_DEEPSEEK: Final = replace(ModelLayout.deepseek_v32(), name="deepseek-v3", index=None)
+
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+    {
+        "deepseek-v3.2": _deepseek(ModelLayout.deepseek_v32()),
+        "deepseek-v3": _deepseek(DENSE_DEEPSEEK),
+        "deepseek-r1": _deepseek(replace(DENSE_DEEPSEEK, name="deepseek-r1")),
+        "glm-5": _glm(ModelLayout.glm_5()),
+        "glm-5.2": _glm(ModelLayout.glm_52()),
+    }
+)
+
+
+def family_of(name: str) -> Family:
+    family = FAMILIES.get(name)
+    if family is None:
+        raise BadInput(f"no operator tables for {name!r}; there are {', '.join(FAMILIES)}")
+    return family

@@ -1,0 +1,52 @@
+"""How the GPUs of one deployment share a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ess.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Attention by heads (TP) and by requests (DP), experts whole (EP) and in parts (TP), layers in
+    stages (PP). Within a stage the same GPUs do attention and experts.
+
+    >>> Parallel.wide(32).gpu_count, Parallel(attention_tp=8, expert_tp=8, pp=2).gpu_count
+    (32, 16)
+    """
+
+    attention_tp: int = 1
+    attention_dp: int = 1
+    expert_ep: int = 1
+    expert_tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.attention_tp, self.attention_dp, self.expert_ep, self.expert_tp, self.pp) < 1:
+            raise BadInput(f"{self}: every size must be 1 or more")
+        if self.stage_gpus != self.expert_ep * self.expert_tp:
+            raise BadInput(
+                f"attention TP {self.attention_tp} x DP {self.attention_dp} are {self.stage_gpus} "
+                f"GPUs, experts EP {self.expert_ep} x TP {self.expert_tp} are "
+                f"{self.expert_ep * self.expert_tp}: both must be the GPUs of one stage"
+            )
+
+    @classmethod
+    def wide(cls, gpu_count: int) -> Parallel:
+        """Requests and experts over all GPUs, heads and layers undivided."""
+        return cls(attention_dp=gpu_count, expert_ep=gpu_count)
+
+    @property
+    def stage_gpus(self) -> int:
+        return self.attention_tp * self.attention_dp
+
+    @property
+    def gpu_count(self) -> int:
+        return self.stage_gpus * self.pp
+
+    def __str__(self) -> str:
+        return (
+            f"attention TP{self.attention_tp} DP{self.attention_dp}, "
+            f"experts EP{self.expert_ep} TP{self.expert_tp}, PP{self.pp}"
+        )
