@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 from torch import Tensor
 
 from ess.door import LayerMemory, Placement, Resolution, Sequence, Step
-from ess.door.placement import Array
+from ess.door.placement import Array, Kept
 from ess.door.residency.slots import Slots
 from ess.pool.warmup import WindowSet
 
@@ -56,7 +56,7 @@ class Around:
     def host_codes(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor:
         return self.slots.host_codes(step, layer, queries, selection)
 
-    def seal(self, step: Step, accepted: Many[int]) -> None:
+    def seal(self, step: Step, accepted: Kept) -> None:
         self.slots.seal(step, accepted)
 
     def warm(self, sequence: Sequence, windows: Array) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ess.bench.engine.resident_baseline import EveryRow
 from ess.bench.harness.prefix import Prefix
 from ess.door import Offload
-from ess.door.offload import MakePlacement
+from ess.door.side import MakePlacement
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling

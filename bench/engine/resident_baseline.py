@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ess.door import LayerMemory, Resolution, Sequence, Step
-from ess.door.placement import Array
+from ess.door.placement import Array, Kept
 from ess.door.residency.row_copies import write_new
 from ess.door.residency.slots import Slots, layer_memory
 from ess.flashtrans.views import known
@@ -94,7 +94,7 @@ class EveryRow:
     def host_codes(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor:
         return self.locate(step, layer, queries, selection)
 
-    def seal(self, step: Step, accepted: Many[int]) -> None:
+    def seal(self, step: Step, accepted: Kept) -> None:
         """Rows that were not accepted lie behind the length, where the next ones go."""
 
     def warm(self, sequence: Sequence, windows: Array) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence as Many
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from ess.bench.harness.agreement import agreement
 from ess.bench.harness.prefix import Prefix
 from ess.bench.harness.report import Row
 from ess.door import Resolution, Sequence, Step
-from ess.door.placement import Array
+from ess.door.placement import Array, Kept
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.sim.locality.policies import PlannerLru
@@ -56,7 +55,7 @@ class Recording(Around):
             self.writer.write_group(group, selection)
         return super().resolve(step, group, queries, selection, workspace=workspace, waits=waits)
 
-    def seal(self, step: Step, accepted: Many[int]) -> None:
+    def seal(self, step: Step, accepted: Kept) -> None:
         if self.writer is not None:
             seen = RequestStep(
                 request=0,

@@ -98,6 +98,14 @@ def counts(name: str, values: Any, size: int) -> list[int]:
     return listed
 
 
+def kept_counts(accepted: Any, query_counts: Sequence[int]) -> list[int]:
+    """Of each sequence's new rows how many are kept."""
+    listed = counts("accepted", accepted, len(query_counts))
+    for kept, brought in zip(listed, query_counts, strict=True):
+        in_range("accepted", kept, 0, brought)
+    return listed
+
+
 def token_ids(name: str, tokens: Any) -> list[int]:
     """Of a list, or of an array or a tensor with one dimension."""
     if hasattr(tokens, "tolist"):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ess.door.checks import as_array
 from ess.door.placement import LayerMemory
-from ess.door.pools import Pools
+from ess.door.pools import HostPools, Pools
 from ess.errors import BadInput, Unavailable
 from ess.flashtrans.rows import scatter_rows
 from ess.kernels.memory import map_memory_file
@@ -45,6 +45,7 @@ class SharedPools:
 
     @classmethod
     def of(cls, pools: Pools) -> SharedPools:
+        pools = _on_host(pools)
         host_fd, index_fd = pools.latent.fd, pools.index.fd
         if host_fd is None or index_fd is None:
             raise BadInput("these pools are not in shared memory: see Offload.create(shared=True)")
@@ -79,6 +80,7 @@ class MappedPools:
     @classmethod
     def of(cls, pools: Pools) -> MappedPools:
         """For the owner itself: nothing is mapped a second time."""
+        pools = _on_host(pools)
         return cls(pools.layout, pools.latent.rows, pools.latent.keys, pools.index.keys)
 
     @classmethod
@@ -161,3 +163,9 @@ class MappedRows:
         positions = np.arange(start, start + count, dtype=np.int32)
         rows: PageIds = pages[positions // PAGE_ROWS] * PAGE_ROWS + positions % PAGE_ROWS
         return rows.astype(np.int32, copy=False)
+
+
+def _on_host(pools: Pools) -> HostPools:
+    if not isinstance(pools, HostPools):
+        raise Unavailable("index keys on a device cannot be mapped by other processes")
+    return pools

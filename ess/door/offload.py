@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import TypeAlias
 
 from ess.clock import Clock, RealClock
 from ess.door.checks import counts, in_list, in_range, token_ids
 from ess.door.owner import Owner
-from ess.door.placement import LayerMemory, Placement
-from ess.door.pools import Pools, PoolSizes, build_pools
-from ess.door.residency.budgets import Budgets
-from ess.door.residency.refill import Refill
-from ess.door.residency.resident import Resident
-from ess.door.residency.row_copies import differing_slots
-from ess.door.residency.slots import Slots
+from ess.door.placement import LayerMemory
+from ess.door.pools import PoolSizes, build_pools
 from ess.door.sequences.opening import count_on_disk, open_sequence
 from ess.door.sequences.sequence import Sequence
-from ess.door.stats import Counters, Stats, Timings
+from ess.door.side import HostSide, MakePlacement, Side
+from ess.door.stats import Stats
 from ess.door.step import Step, begin
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
@@ -29,8 +23,6 @@ from ess.pool.disk.tier import DiskTier
 from ess.pool.ledger import Promise
 from ess.pool.prefix import PrefixListener
 from ess.units import parse_size
-
-MakePlacement: TypeAlias = Callable[[Slots], Placement]
 
 
 class Offload:
@@ -43,22 +35,15 @@ class Offload:
     One thread makes all calls: that of the first one after `create` (see `ess.door.owner`).
     """
 
-    def __init__(
-        self, pools: Pools, lane: Lane, clock: Clock, make_placement: MakePlacement | None
-    ) -> None:
+    def __init__(self, side: Side, clock: Clock) -> None:
+        pools = side.pools
         self.layout = pools.layout
         self.sizes = pools.sizes
         self.clock = clock
-        self.timings = Timings(layout=pools.layout, clock=clock)
+        self.timings = side.timings
+        self.owner = Owner(pools, side.placement)
+        self._side = side
         self._pools = pools
-        self._lane = lane
-        self._counters = Counters(pools.layout)
-        self._resident = Resident(pools)
-        self._refill = Refill(pools, self._resident)
-        self._budgets = Budgets(pools)
-        self._slots = Slots(pools, self._counters, self.timings)
-        made = self._slots if make_placement is None else make_placement(self._slots)
-        self.owner = Owner(pools, made)
         self._is_followed = False
 
     @classmethod
@@ -125,9 +110,10 @@ class Offload:
                 f"disk has pages of {disk.page_bytes} bytes, {layout.name!r} has "
                 f"{layout.host_page_bytes}"
             )
-        opened = open_lane(device=device) if lane is None else lane
+        now = clock or RealClock()
+        opened = open_lane() if lane is None else lane
         pools = build_pools(layout, sizes, opened, disk)
-        return cls(pools, opened, clock or RealClock(), placement)
+        return cls(HostSide(pools, opened, now, placement), now)
 
     # ---- what may be read
 
@@ -137,28 +123,26 @@ class Offload:
         return self.owner.placement.memory(layer)
 
     def stats(self) -> Stats:
-        return self._counters.read(self._pools, self.timings)
+        return self._side.stats()
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
         """Every row of these sequences is in a slot, in every layer of the main model."""
         self.owner.require()
-        return not self._resident.lacking(self.owner.own(sequences))
+        return self._side.all_resident(self.owner.own(sequences))
 
     @property
     def is_scarce(self) -> bool:
         """Slots are running out: selections must be stamped (`resolve`), `locate` does not."""
-        return self._resident.is_scarce()
+        return self._side.is_scarce()
 
     def verify(self, layer: int) -> list[tuple[int, int]]:
         """(slot, row id) of every clean slot whose bytes are not those of its row on the host."""
         self.layout.check_layer(layer)
-        slots, rows = differing_slots(self._pools, layer)
-        return list(zip(slots.tolist(), rows.tolist(), strict=True))
+        return self._side.differing(layer)
 
     def check(self) -> None:
         """Audits every pool; raises AssertionError with coordinates."""
-        keepers = (self.owner, self._slots, self._resident, self._refill, self._budgets)
-        for part in (self._pools, *keepers):
+        for part in (self._pools, self.owner, self._side):
             part.check()
 
     # ---- sequences
@@ -279,16 +263,13 @@ class Offload:
         listed = counts("query_counts", query_counts, len(batch))
         first = None if starts is None else counts("starts", starts, len(batch))
         step = begin(self.owner, batch, listed, first)
-        self._counters.step_count += 1
+        self._side.step_begun()
         return step
 
     def refill(self, sequences: Many[Sequence]) -> int:
         """Behind a step: some absent rows of one of these into free slots; returns how many."""
         self.owner.require_between_steps()
-        plans = self._refill.go_on(self.owner.own(sequences))
-        for plan in plans:
-            self._counters.moved(plan)
-        return sum(len(plan.rows) for plan in plans)
+        return self._side.refill(self.owner.own(sequences))
 
     def rebalance(self) -> int:
         """Moves some slots to the groups whose misses they save most; returns how many chunks.
@@ -299,7 +280,7 @@ class Offload:
         if self.owner.sealed:
             raise BadState(f"learn step {self.owner.sealed[0].number} before budgets move")
         self._pools.inflight.settle()
-        return self._budgets.rebalance(self._counters.misses())
+        return self._side.rebalance()
 
     def drain(self) -> None:
         """Waits until every copy under way has landed."""
@@ -315,7 +296,7 @@ class Offload:
             self._pools.inflight.drain()
             if self._pools.shelf is not None:
                 self._pools.shelf.close()
-            self._lane.close()
+            self._side.close()
 
     def __enter__(self) -> Offload:
         return self

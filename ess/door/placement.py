@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from ess.door.arrays import Array, Kept
 from ess.pool.warmup import WindowSet
 
 if TYPE_CHECKING:
     from ess.door.sequences.sequence import Sequence
     from ess.door.step import Step
 
-Array: TypeAlias = Any
+__all__ = ["Array", "Fetch", "Kept", "LayerMemory", "Placement", "Resolution"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class Placement(Protocol):
     def host_codes(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor:
         """Codes that read the truth, whatever is resident."""
 
-    def seal(self, step: Step, accepted: Many[int]) -> None:
+    def seal(self, step: Step, accepted: Kept) -> None:
         """Of each sequence's new rows the first `accepted` are kept, the others are gone."""
 
     def warm(self, sequence: Sequence, windows: Array) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
+from ess.door.arrays import HostArrays, StepArrays
 from ess.door.inflight import InFlight
 from ess.door.shelf import Shelf
 from ess.flashtrans.lanes import WorkerLane
@@ -14,9 +17,10 @@ from ess.kernels.streams import Known, Lane
 from ess.layout import ModelLayout
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, Capacity, whole_count
 from ess.pool.disk.tier import DiskTier
-from ess.pool.index import IndexPool, PageTables
+from ess.pool.index import ActivePages, IndexPool, PageTables
 from ess.pool.latent import Bytes, LatentPool
 from ess.pool.ledger import Ledger
+from ess.pool.pages import PageIds
 from ess.pool.sparse import SparsePool
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -43,30 +47,39 @@ class PoolSizes:
     shared: bool
 
 
+class Arenas(Protocol):
+    """What there is to know of slots, wherever they are."""
+
+    @property
+    def step(self) -> int: ...
+
+    def begin_step(self) -> int: ...
+
+    def slot_count(self, group: int) -> int: ...
+
+    def drop_pages(self, active: PageIds) -> None:
+        """All rows of these pages leave every group: their ids may be used again."""
+
+    def check(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pools:
-    """The owners, and their memory as the lane takes it: `slabs` by member, `host` as one matrix of
-    all layers' rows and by layer. Fetches of at most `at_once_bytes` do not ask the lane."""
+class Pools(ABC):
+    """The owners, whatever memory the slots and the active pages are in."""
 
     layout: ModelLayout
     sizes: PoolSizes
     latent: LatentPool
-    index: IndexPool
+    index: ActivePages
     tables: PageTables
-    sparse: SparsePool
+    sparse: Arenas
     ledger: Ledger
     inflight: InFlight
     shelf: Shelf | None
-    slabs: tuple[Known, ...]
-    host: Known
-    host_layers: tuple[Known, ...]
-    at_once_bytes: int
 
-    def at_once_max(self, *, waits: bool) -> int:
-        """Bytes of a fetch that its planner copies: all, if the lane shares and it waits anyway."""
-        if waits and self.at_once_bytes:
-            return self.host.row_count * self.host.row_bytes
-        return self.at_once_bytes
+    @abstractmethod
+    def step_arrays(self, lines: list[int], query_counts: Many[int]) -> StepArrays:
+        """Of a step that begins now, over these lines of the tables."""
 
     def slot_need(self, length_max: int | None) -> int:
         """Slots per group that a sequence of at most this length reserves."""
@@ -80,43 +93,79 @@ class Pools:
         self.tables.check(self.index.pages)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPools(Pools):
+    """All on the host, and memory as the lane takes it: `slabs` by member, `host` as one matrix of
+    all layers' rows and by layer. Fetches of at most `at_once_bytes` do not ask the lane."""
+
+    index: IndexPool
+    sparse: SparsePool
+    slabs: tuple[Known, ...]
+    host: Known
+    host_layers: tuple[Known, ...]
+    at_once_bytes: int
+
+    def step_arrays(self, lines: list[int], query_counts: Many[int]) -> StepArrays:
+        return HostArrays(self.tables, lines, query_counts)
+
+    def at_once_max(self, *, waits: bool) -> int:
+        """Bytes of a fetch that its planner copies: all, if the lane shares and it waits anyway."""
+        if waits and self.at_once_bytes:
+            return self.host.row_count * self.host.row_bytes
+        return self.at_once_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Pages and chunks that the sizes pay for."""
+
+    host_pages: int
+    index_pages: int
+    chunks: int
+
+    @classmethod
+    def of(cls, layout: ModelLayout, sizes: PoolSizes) -> Counts:
+        host_pages = whole_count("host_bytes", sizes.host_bytes, layout.host_page_bytes)
+        index_pages = host_pages
+        if sizes.index_bytes is not None:
+            index_pages = whole_count("index_bytes", sizes.index_bytes, layout.index_page_bytes)
+        chunks = whole_count(
+            "slot_bytes", sizes.slot_bytes, layout.chunk_bytes, count_min=layout.group_count
+        )
+        return cls(host_pages=host_pages, index_pages=index_pages, chunks=chunks)
+
+
 def build_pools(
     layout: ModelLayout, sizes: PoolSizes, lane: Lane, disk: DiskTier | None = None
-) -> Pools:
-    host_page_count = whole_count("host_bytes", sizes.host_bytes, layout.host_page_bytes)
-    index_page_count = host_page_count
-    if sizes.index_bytes is not None:
-        index_page_count = whole_count("index_bytes", sizes.index_bytes, layout.index_page_bytes)
-    chunk_count = whole_count(
-        "slot_bytes", sizes.slot_bytes, layout.chunk_bytes, count_min=layout.group_count
-    )
-    rows, rows_fd = _memory(sizes, "host", host_page_count * layout.host_page_bytes)
-    keys, keys_fd = _memory(sizes, "index", max(index_page_count * layout.key_page_bytes, 1))
+) -> HostPools:
+    counts = Counts.of(layout, sizes)
+    rows, rows_fd = _memory(sizes, "host", counts.host_pages * layout.host_page_bytes)
+    keys, keys_fd = _memory(sizes, "index", max(counts.index_pages * layout.key_page_bytes, 1))
     latent = LatentPool(layout, rows, fd=rows_fd, poison=sizes.poison)
     index = IndexPool(
         layout,
         keys,
-        page_count=index_page_count,
-        host_page_count=host_page_count,
+        page_count=counts.index_pages,
+        host_page_count=counts.host_pages,
         fd=keys_fd,
     )
     sparse = SparsePool(
         layout,
-        host_memory(chunk_count * layout.chunk_bytes),
-        row_id_count=index_page_count * PAGE_ROWS,
+        host_memory(counts.chunks * layout.chunk_bytes),
+        row_id_count=counts.index_pages * PAGE_ROWS,
         poison=sizes.poison,
     )
     tables = PageTables(
         sequence_max=sizes.sequence_max, page_max=div_ceil(sizes.length_max, PAGE_ROWS)
     )
-    return Pools(
+    return HostPools(
         layout=layout,
         sizes=sizes,
         latent=latent,
         index=index,
         tables=tables,
         sparse=sparse,
-        ledger=_ledger(latent, index, sparse),
+        ledger=make_ledger(layout, latent, index, sparse),
         inflight=InFlight(lane),
         shelf=None if disk is None else Shelf(latent, disk),
         slabs=tuple(known(sparse.member_slab(m)) for m in range(layout.group_layers_max)),
@@ -134,9 +183,11 @@ def _memory(sizes: PoolSizes, name: str, byte_count: int) -> tuple[Bytes, int | 
     return made.memory, made.fd
 
 
-def _ledger(latent: LatentPool, index: IndexPool, sparse: SparsePool) -> Ledger:
+def make_ledger(
+    layout: ModelLayout, latent: LatentPool, index: ActivePages, sparse: Arenas
+) -> Ledger:
     def slots_min() -> int:
-        return min(sparse.slot_count(group) for group in range(sparse.layout.group_count))
+        return min(sparse.slot_count(group) for group in range(layout.group_count))
 
     capacity = Capacity(
         slots=slots_min(),
@@ -148,5 +199,5 @@ def _ledger(latent: LatentPool, index: IndexPool, sparse: SparsePool) -> Ledger:
         INDEX_PAGES: lambda: index.pages.page_count - index.pages.free_count,
         HOST_PAGES: lambda: latent.pages.page_count - latent.free_count,
     }
-    accounts = capacity.accounts(sparse.layout, used=used)
+    accounts = capacity.accounts(layout, used=used)
     return Ledger([replace(account, advice=ADVICE[account.name]) for account in accounts])

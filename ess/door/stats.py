@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.clock import Clock
-from ess.door.pools import Pools
+from ess.door.pools import HostPools
 from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.layout import ModelLayout
@@ -106,7 +106,7 @@ class Counters:
     def misses(self) -> Counts:
         return self._counts["miss_count"] + self._counts["place_count"]
 
-    def read(self, pools: Pools, timings: Timings) -> Stats:
+    def read(self, pools: HostPools, timings: Timings) -> Stats:
         groups = range(pools.layout.group_count)
         return Stats(
             **{name: counts.copy() for name, counts in self._counts.items()},

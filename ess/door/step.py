@@ -24,18 +24,16 @@ from collections.abc import Sequence as Many
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from ess.door.checks import as_array, counts, in_range, token_ids
+from ess.door.arrays import Array, Kept, StepArrays
+from ess.door.checks import in_range, kept_counts, token_ids
 from ess.door.owner import Owner
 from ess.door.placement import Resolution
 from ess.door.sequences.holding import grow
 from ess.door.sequences.sequence import Sequence, key_group, require_state
 from ess.errors import BadInput, BadState
 
-Ints = npt.NDArray[np.int32]
 StepState = Literal["open", "sealed", "learned"]
 Tokens = Many[Many[int]] | None
 
@@ -79,30 +77,20 @@ class Step:
     def __init__(
         self, owner: Owner, sequences: tuple[Sequence, ...], query_counts: list[int]
     ) -> None:
-        tables = owner.pools.tables
-        firsts = np.cumsum([0, *query_counts[:-1]]).astype(np.int32)
-        sequence_of = np.repeat(np.arange(len(query_counts)), query_counts)
-        lines = np.array([sequence.holding.line for sequence in sequences], np.int32)
+        lines = [sequence.holding.line for sequence in sequences]
         self.owner = owner
         self.number = owner.pools.sparse.begin_step()
         self.state: StepState = "open"
         self.sequences = sequences
         self.query_counts = tuple(query_counts)
-        self.query_count = len(sequence_of)
-        self.firsts: list[int] = firsts.tolist()
-        self.query_line: Ints = lines[sequence_of]
-        self.query_offset: Ints = np.arange(self.query_count, dtype=np.int32) - firsts[sequence_of]
-        self.query_start: Ints = tables.lengths[self.query_line]
-        assert (self.query_start >= 0).all(), "a line without a length"
-        positions = self.query_start + self.query_offset
-        self.query_stop: Ints = positions + np.int32(1)
-        self.row_ids: Ints = tables.rows_at(self.query_line, positions)
+        self.query_count = sum(query_counts)
+        self.firsts: list[int] = np.cumsum([0, *query_counts[:-1]]).tolist()
+        self.arrays: StepArrays = owner.pools.step_arrays(lines, self.query_counts)
         self.appended: set[int] = set()
         self.keyed: set[int] = set()
         self._row_counts: dict[int, int] = {}
         self._key_counts: dict[int, int] = {}
         self._answers: dict[tuple[int, int], _Answer] = {}
-        self._accepted: list[int] | None = None
 
     def __repr__(self) -> str:
         sequences = f"{len(self.sequences)} sequences, {self.query_count} queries"
@@ -111,18 +99,33 @@ class Step:
     # ---- what may be read
 
     @property
+    def row_ids(self) -> Array:
+        return self.arrays.row_ids
+
+    @property
+    def query_line(self) -> Array:
+        return self.arrays.query_line
+
+    @property
+    def query_start(self) -> Array:
+        return self.arrays.query_start
+
+    @property
+    def query_offset(self) -> Array:
+        return self.arrays.query_offset
+
+    @property
+    def query_stop(self) -> Array:
+        return self.arrays.query_stop
+
+    @property
     def page_table(self) -> Tensor:
         """[queries, pages] active pages, -1 padded: for the indexer."""
-        return torch.from_numpy(self.owner.pools.tables.lines[self.query_line])
+        return self.arrays.page_table()
 
-    def lengths(self, layer: int) -> Ints:
+    def lengths(self, layer: int) -> Array:
         """What each query may select: up to itself once its new row of this layer is there."""
-        count = self._row_counts.get(layer, 0)
-        if count == self.query_count:
-            return self.query_stop
-        lengths = self.query_start.copy()
-        lengths[:count] += self.query_offset[:count] + np.int32(1)
-        return lengths
+        return self.arrays.lengths(self._row_counts.get(layer, 0))
 
     # ---- per layer
 
@@ -135,11 +138,12 @@ class Step:
         pools = self.owner.pools
         group, _ = pools.layout.place_of(layer)
         part = self._part(queries)
-        array = as_array(rows, "rows", "uint8", (len(part), pools.layout.row_bytes))
+        array = self.arrays.given(rows, "rows", "uint8", (len(part), pools.layout.row_bytes))
         self._require_next(f"layer {layer}", self._row_counts.get(layer, 0), part)
         if keys is not None:
             key_group(pools.layout, layer)
-            keys = as_array(keys, "keys", "uint8", (len(part), pools.index.keys.key_bytes))
+            shape = len(part), pools.latent.keys.key_bytes
+            keys = self.arrays.given(keys, "keys", "uint8", shape)
             self._require_next(f"group {group}", self._key_counts.get(group, 0), part)
             self._key_counts[group] = part.stop
         self.owner.placement.append(self, layer, part, array, keys)
@@ -280,9 +284,9 @@ class Step:
         array = self._selection(selection, len(part))
         return self.owner.placement.host_codes(self, layer, part, array)
 
-    def _selection(self, selection: Any, query_count: int) -> Ints:
+    def _selection(self, selection: Any, query_count: int) -> Array:
         shape = query_count, self.owner.pools.layout.top_k
-        return as_array(selection, "selection", "int32", shape)
+        return self.arrays.given(selection, "selection", "int32", shape)
 
     def _part(self, queries: range | None) -> range:
         if queries is None:
@@ -306,7 +310,7 @@ class Step:
         self._require_open()
         if self.owner.sealed:
             raise BadState(f"learn step {self.owner.sealed[0].number} before this commit")
-        self._known(self._counts(accepted), tokens)
+        self._known(kept_counts(accepted, self.query_counts), tokens)
         self.seal(accepted=accepted)
         self.learn(accepted=accepted, tokens=tokens)
 
@@ -314,15 +318,16 @@ class Step:
         """Give the step up: none of its rows are kept."""
         self.commit(accepted=[0] * len(self.sequences))
 
-    def seal(self, *, accepted: Many[int]) -> None:
-        """The device's half of `commit`: rows leave or go, the next step may begin."""
+    def seal(self, *, accepted: Many[int] | Tensor) -> None:
+        """The device's half of `commit`: rows leave or go, the next step may begin.
+
+        On a device `accepted` may be a tensor, int32 [sequences], that the host has not read."""
         self._require_open()
-        owner, kept = self.owner, self._counts(accepted)
+        owner, kept = self.owner, self.arrays.kept(accepted, self.query_counts)
         self._require_complete(kept)
         owner.placement.seal(self, kept)
-        lines = [sequence.holding.line for sequence in self.sequences]
-        owner.pools.tables.lengths[lines] += np.array(kept, np.int32)
-        self.state, self._accepted = "sealed", kept
+        self.arrays.sealed(kept)
+        self.state = "sealed"
         self._answers.clear()
         owner.open_step = None
         owner.sealed.append(self)
@@ -335,29 +340,22 @@ class Step:
         oldest = self.owner.sealed[0]
         if oldest is not self:
             raise BadState(f"learn step {oldest.number} before step {self.number}")
-        kept = self._counts(accepted)
-        if kept != self._accepted:
-            raise BadInput(
-                f"accepted is {kept}, step {self.number} was sealed with {self._accepted}"
-            )
+        kept = kept_counts(accepted, self.query_counts)
         texts = self._known(kept, tokens)
+        self.arrays.learned(kept, number=self.number)
         for place, sequence in enumerate(self.sequences):
             ids = None if texts is None else texts[place]
             sequence.progress.learned(self.number, self.query_counts[place], kept[place], ids)
         self.owner.sealed.popleft()
         self.state = "learned"
 
-    def _counts(self, accepted: Many[int]) -> list[int]:
-        listed = counts("accepted", accepted, len(self.sequences))
-        for kept, brought in zip(listed, self.query_counts, strict=True):
-            in_range("accepted", kept, 0, brought)
-        return listed
-
-    def _require_complete(self, accepted: list[int]) -> None:
+    def _require_complete(self, accepted: Kept) -> None:
         """Accepted rows exist in every main layer; the MTP layer may lag."""
+        if isinstance(accepted, list) and not any(accepted):
+            return
         layers = range(self.owner.pools.layout.layer_count)
         missing = [layer for layer in layers if layer not in self.appended]
-        if missing and any(accepted):
+        if missing:
             raise BadState(
                 f"step {self.number} accepts rows, but {len(missing)} layers have not been "
                 f"appended: layer {missing[0]} has rows of "

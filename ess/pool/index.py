@@ -10,6 +10,8 @@ host page can already become active again under another id; its own id is free o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,23 +27,25 @@ RowIds = npt.NDArray[np.int32]
 NONE = -1
 
 
-class IndexPool:
-    """`fd` is the memory file that the keys lie in, where they lie in one."""
+class ActivePages(ABC):
+    """Which pages are active, and of which host pages. What has their keys is a subclass."""
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        memory: Bytes,
-        *,
-        page_count: int,
-        host_page_count: int,
-        fd: int | None = None,
-    ) -> None:
-        self.fd = fd
+    def __init__(self, *, page_count: int, host_page_count: int) -> None:
         self.pages = PagePool(page_count)
-        self.keys = KeyPages(layout, memory, page_count)
         self.host_page_of = np.full(page_count, NONE, np.int32)
         self._active_of = np.full(host_page_count, NONE, np.int32)
+
+    @abstractmethod
+    def _load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
+        """Keys of host pages into pages that have just become active."""
+
+    @abstractmethod
+    def write_keys(self, layer: int, rows: RowIds, keys: Bytes) -> None:
+        """Keys that the host has, into active pages."""
+
+    @abstractmethod
+    def copy_page(self, source: int, target: int) -> None:
+        """All keys of an active page into another."""
 
     def active_of(self, host_pages: PageIds) -> PageIds:
         """The active page of each host page, -1 where it has none."""
@@ -60,7 +64,7 @@ class IndexPool:
         active[fresh] = self.pages.take(int(fresh.sum()))
         self.host_page_of[active[fresh]] = host_pages[fresh]
         self._active_of[host_pages[fresh]] = active[fresh]
-        self.keys.copy_pages(latent.keys, host_pages[fresh], active[fresh])
+        self._load(host_pages[fresh], active[fresh], latent)
         assert (self._active_of[host_pages] == active).all(), "a host page is named twice"
         return active
 
@@ -99,6 +103,32 @@ class IndexPool:
         )
 
 
+class IndexPool(ActivePages):
+    """Keys in memory of the host. `fd` is the memory file that they lie in, if they lie in one."""
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        memory: Bytes,
+        *,
+        page_count: int,
+        host_page_count: int,
+        fd: int | None = None,
+    ) -> None:
+        super().__init__(page_count=page_count, host_page_count=host_page_count)
+        self.fd = fd
+        self.keys = KeyPages(layout, memory, page_count)
+
+    def _load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
+        self.keys.copy_pages(latent.keys, host_pages, active)
+
+    def write_keys(self, layer: int, rows: RowIds, keys: Bytes) -> None:
+        self.keys.write(layer, rows, keys)
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.keys.copy_page(source, target)
+
+
 def page_rows(active: PageIds) -> RowIds:
     """All row ids of these pages."""
     assert (active >= 0).all(), f"no page has the number {active[active < 0][:1]}"
@@ -132,6 +162,26 @@ class PageTables:
         line = self._free.pop()
         assert self.lengths[line] == NONE, f"line {line} was free with a length"
         return line
+
+    def enter(self, active: PageIds, length: int) -> int:
+        """A free line, which has these pages and so many positions from now on."""
+        line = self.take()
+        self.extend(line, 0, active)
+        self.set_length(line, length)
+        return line
+
+    def extend(self, line: int, first: int, active: PageIds) -> None:
+        """Pages of a line from the first-th on."""
+        assert self.lengths[line] != NONE or first == 0, f"line {line} grows and has no length"
+        self.lines[line, first : first + len(active)] = active
+
+    def set_length(self, line: int, length: int) -> None:
+        assert length >= 0, f"a length of {length}"
+        self.lengths[line] = length
+
+    def advance(self, lines: list[int], counts: list[int]) -> None:
+        """So many positions more on each of these lines."""
+        self.lengths[lines] += np.array(counts, np.int32)
 
     def give_back(self, line: int) -> None:
         assert 0 <= line < len(self.lines), f"line {line} of {len(self.lines)}"

@@ -29,7 +29,7 @@ def world() -> tuple[Offload, object]:
 
 
 def answer(offload: Offload, sequence: object) -> None:
-    answers = offload._resident._answers
+    answers = offload._side.resident._answers
     step = offload._pools.sparse.step
     answers[sequence.number] = replace(
         answers[sequence.number], is_resident=True, until_step=step + 1
@@ -37,7 +37,7 @@ def answer(offload: Offload, sequence: object) -> None:
 
 
 def claim(offload: Offload, change: Callable[[np.ndarray], None]) -> None:
-    change(offload._slots._claimed[0])
+    change(offload._side.slots._claimed[0])
 
 
 FAULTS = {
@@ -63,22 +63,22 @@ FAULTS = {
     ),
     "an event": (
         lambda offload, sequence: (
-            offload._slots._claimed.clear(),
-            setattr(offload._slots, "_last_event", object()),
+            offload._side.slots._claimed.clear(),
+            setattr(offload._side.slots, "_last_event", object()),
         ),
         "a fetch of no step",
     ),
     "resident until": (answer, "is_resident=True"),
     "hits lost": (
-        lambda offload, sequence: offload._budgets._hits[0].__setitem__(3, 99),
+        lambda offload, sequence: offload._side.budgets._hits[0].__setitem__(3, 99),
         "group 0 has lost hits",
     ),
     "a step to come": (
-        lambda offload, sequence: setattr(offload._budgets, "_step", 1 << 20),
+        lambda offload, sequence: setattr(offload._side.budgets, "_step", 1 << 20),
         "looked at in step 1048576",
     ),
     "misses": (
-        lambda offload, sequence: offload._budgets._misses.__setitem__(0, -1),
+        lambda offload, sequence: offload._side.budgets._misses.__setitem__(0, -1),
         "misses",
     ),
 }

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.door.pools import Pools
+from ess.door.pools import HostPools
 from ess.pool.budget import Counts, Curve, live_curve, next_move
 from ess.pool.capacity import SLOTS
 
@@ -18,7 +18,7 @@ SHARE: Final = 64
 class Budgets:
     """What was seen when budgets were last looked at: curves are of what has happened since."""
 
-    pools: Pools
+    pools: HostPools
     _step: int = field(init=False)
     _hits: list[Counts] = field(init=False)
     _misses: Counts = field(init=False)

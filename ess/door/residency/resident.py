@@ -15,7 +15,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Final
 
-from ess.door.pools import Pools
+from ess.door.pools import HostPools
 from ess.door.sequences.sequence import Sequence
 from ess.units import div_ceil
 
@@ -35,7 +35,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class Resident:
-    pools: Pools
+    pools: HostPools
     _answers: dict[int, _Answer] = field(default_factory=dict)
 
     def lacking(self, sequences: Many[Sequence]) -> list[Sequence]:

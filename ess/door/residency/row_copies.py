@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ess.door.pools import Pools
+from ess.door.pools import HostPools
 from ess.door.step import Step
 from ess.errors import BadState
 from ess.kernels.cpu import native
@@ -24,7 +24,7 @@ Kept = npt.NDArray[np.bool_]
 
 
 def write_new(
-    pools: Pools,
+    pools: HostPools,
     group: int,
     row_ids: Rows,
     keys: Bytes | None,
@@ -56,7 +56,7 @@ def _append() -> Callable[[bytes], int]:
     return native.function("ess_append", [ctypes.c_char_p], ctypes.c_int32)
 
 
-def check_stored(pools: Pools, group: int, host_rows: Rows) -> None:
+def check_stored(pools: HostPools, group: int, host_rows: Rows) -> None:
     """Rows to be read from the host must have been written there, in every layer of the group."""
     for layer in pools.layout.groups[group]:
         stored = pools.latent.is_stored(layer, host_rows)
@@ -69,7 +69,7 @@ def check_stored(pools: Pools, group: int, host_rows: Rows) -> None:
             )
 
 
-def differing_slots(pools: Pools, layer: int) -> tuple[Rows, Rows]:
+def differing_slots(pools: HostPools, layer: int) -> tuple[Rows, Rows]:
     """Slots whose bytes are not those of their row on the host, and these rows. None, if all is
     well: a clean landed slot is a copy."""
     group = pools.layout.group_of(layer)
@@ -80,7 +80,7 @@ def differing_slots(pools: Pools, layer: int) -> tuple[Rows, Rows]:
     return slots[differs], rows[differs]
 
 
-def fetch_copies(pools: Pools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy]:
+def fetch_copies(pools: HostPools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy]:
     """One copy per layer of the plan's group, the leader first."""
     assert len(host_rows) == len(plan.slots), f"{len(host_rows)} rows for {len(plan.slots)} slots"
     return [
@@ -94,7 +94,7 @@ def fetch_copies(pools: Pools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy
     ]
 
 
-def store_copy(pools: Pools, slots_of: Mapping[int, Rows], host_rows: Rows) -> RowCopy:
+def store_copy(pools: HostPools, slots_of: Mapping[int, Rows], host_rows: Rows) -> RowCopy:
     """Rows of whole groups to `host_rows` of all their layers: one copy, since slots of all members
     are rows of one slab, and rows of all layers lie in one matrix behind one another."""
     members = [
@@ -114,7 +114,7 @@ def store_copy(pools: Pools, slots_of: Mapping[int, Rows], host_rows: Rows) -> R
 
 
 def seal_at_once(
-    pools: Pools, step: Step, groups: list[int], claimed: list[Rows], kept: Kept
+    pools: HostPools, step: Step, groups: list[int], claimed: list[Rows], kept: Kept
 ) -> None:
     """Kept rows in the `claimed` slots of these groups go home and are stored and clean, the others
     leave: what a store, `settle`, the marks and `drop` do, without a lane."""
@@ -144,7 +144,7 @@ def _seal() -> Callable[[bytes], int]:
     return native.function("ess_seal", [ctypes.c_char_p], ctypes.c_int32)
 
 
-def start_fetch(pools: Pools, plan: FetchPlan, host_rows: Rows) -> tuple[Event, ...]:
+def start_fetch(pools: HostPools, plan: FetchPlan, host_rows: Rows) -> tuple[Event, ...]:
     """Puts a plan's copies under way, if there is anything to wait for: an event for each layer of
     its group, the leader's first.
 

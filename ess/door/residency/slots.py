@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.door.arrays import Kept
 from ess.door.placement import LayerMemory, Resolution
-from ess.door.pools import Pools
+from ess.door.pools import HostPools
 from ess.door.residency import row_copies
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Counters, TimedFetch, Timings
@@ -33,7 +34,7 @@ from ess.pool.warmup import WindowSet, last_windows, warm_set
 
 Ints = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
-Kept = npt.NDArray[np.bool_]
+Mask = npt.NDArray[np.bool_]
 SplitViews: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -41,7 +42,7 @@ class Slots:
     """Between `begin` and `seal` it knows the slots of the step's new rows, by group, and the event
     of the latest fetch."""
 
-    def __init__(self, pools: Pools, counters: Counters, timings: Timings) -> None:
+    def __init__(self, pools: HostPools, counters: Counters, timings: Timings) -> None:
         self.pools = pools
         self._counters = counters
         self._timings = timings
@@ -195,8 +196,9 @@ class Slots:
 
     # ---- the end of a step
 
-    def seal(self, step: Step, accepted: Many[int]) -> None:
+    def seal(self, step: Step, accepted: Kept) -> None:
         pools = self.pools
+        assert isinstance(accepted, list), "the host's step is sealed with numbers"
         if self._last_event is not None:
             pools.inflight.settle_until(self._last_event)
         kept = step.query_offset < np.repeat(np.array(accepted, np.int32), step.query_counts)
@@ -232,7 +234,7 @@ class Slots:
         if groups and len(rows):
             self.pools.sparse.drop(groups, rows)
 
-    def _store(self, step: Step, groups: list[int], kept: Kept) -> None:
+    def _store(self, step: Step, groups: list[int], kept: Mask) -> None:
         """Sends the kept rows home; they are stored, and clean, when the copy has landed."""
         if not groups or not kept.any():
             return
@@ -295,7 +297,7 @@ class Workspace:
     _view_count: int
     _views: SplitViews | None
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: HostPools) -> None:
         query_max, top_k = pools.sizes.query_max, pools.layout.top_k
         self._view_count, self._views = 0, None
         self.split = Split.create(query_count=query_max, top_k=top_k)
@@ -329,7 +331,7 @@ class Workspace:
         return self._views
 
 
-def layer_memory(pools: Pools, layer: int) -> LayerMemory:
+def layer_memory(pools: HostPools, layer: int) -> LayerMemory:
     (group, member), keys = pools.layout.place_of(layer), pools.index.keys.pages
     return LayerMemory(
         slots=torch.from_numpy(pools.sparse.member_slab(member)),

@@ -111,9 +111,7 @@ class Holding:
         new_count = pools.index.new_count(self.host_pages)
         active = pools.index.activate(self.host_pages, pools.latent)
         pools.ledger.draw(self._reservation, INDEX_PAGES, new_count)
-        self.line = pools.tables.take()
-        pools.tables.lines[self.line, : len(active)] = active
-        pools.tables.lengths[self.line] = length
+        self.line = pools.tables.enter(active, length)
         assert 0 <= length <= self.page_count * PAGE_ROWS, f"{length} rows, {self.page_count} pages"
 
     def _needs(self, held: PageIds, fresh_count: int) -> dict[str, int]:
@@ -197,7 +195,7 @@ class Holding:
         active = pools.index.activate(fresh, pools.latent)
         pools.ledger.draw(self._reservation, HOST_PAGES, count)
         pools.ledger.draw(self._reservation, INDEX_PAGES, count)
-        pools.tables.lines[self.line, first : first + count] = active
+        pools.tables.extend(self.line, first, active)
         self.host_pages = np.concatenate([self.host_pages, fresh])
 
     def check(self) -> None:

@@ -48,7 +48,7 @@ class Progress:
             self._noticed_count = self.arrival_count
             self.length = self._pools.latent.leading_count(self._holding.host_pages)
             if self._holding.line != NONE:
-                self._pools.tables.lengths[self._holding.line] = self.length
+                self._pools.tables.set_length(self._holding.line, self.length)
             self.publish()
 
     def loaded(self, count: int) -> None:

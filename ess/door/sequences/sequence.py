@@ -233,7 +233,7 @@ class Sequence:
         self._require("active", "preempted")
         pools = self.owner.pools
         group = key_group(pools.layout, layer)
-        array = as_array(keys, "keys", "uint8", (None, pools.index.keys.key_bytes))
+        array = as_array(keys, "keys", "uint8", (None, pools.latent.keys.key_bytes))
         to_host = self._importable(start, len(array), "keys")
         if not len(array):
             return
@@ -243,7 +243,7 @@ class Sequence:
         pools.latent.keys.write(group, to_host, array)
         pools.latent.mark_keys(group, to_host)
         if self.state == "active":
-            pools.index.keys.write(group, self.holding.row_ids(start, len(array)), array)
+            pools.index.write_keys(group, self.holding.row_ids(start, len(array)), array)
         self.progress.arrival_count += 1
 
     def mark_stored(self, layer: int, start: int, count: int) -> None:
@@ -382,7 +382,7 @@ class Sequence:
         pools, here, there = self.owner.pools, self.holding, child.holding
         pools.latent.copy_page(int(here.host_pages[page]), int(there.host_pages[page]))
         lines = pools.tables.lines
-        pools.index.keys.copy_page(int(lines[here.line, page]), int(lines[there.line, page]))
+        pools.index.copy_page(int(lines[here.line, page]), int(lines[there.line, page]))
 
     def close(self) -> None:
         """Its full stored pages stay as prefix cache while there is room. A second call does
