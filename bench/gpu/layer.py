@@ -36,10 +36,11 @@ from ess.bench.gpu.layer_points import (
 )
 from ess.bench.gpu.rig import Row, row
 from ess.errors import Unavailable
+from ess.flashtrans.mover import RowMover
 from ess.kernels import backend
 from ess.kernels.cuda.driver import Device
-from ess.kernels.cuda.rows import flat_form, move_record
 from ess.kernels.merge import Partial
+from ess.kernels.streams import RowCopy
 from ess.layout import IndexCodec, RowCodec
 from ess.overlap.da import da
 from ess.overlap.dba import dba
@@ -257,24 +258,15 @@ def copy_missing(layer: Layer, requests: range) -> None:
 
 def gather_of(device: Device) -> Gather:
     """FlashTrans, on the stream that torch launches on."""
+    mover = functools.cache(lambda blocks: RowMover(device, block_count_max=blocks))
 
     def gather(
         source: Tensor, rows: Tensor, target: Tensor, slots: Tensor, count: Tensor, blocks: int
     ) -> None:
-        form = flat_form(source.shape[1])
-        record = move_record(
-            source=source.data_ptr(),
-            source_rows=rows.data_ptr(),
-            source_stride=source.stride(0),
-            target=target.data_ptr(),
-            target_rows=slots.data_ptr(),
-            target_stride=target.stride(0),
-            count=count.data_ptr(),
-            pair_count=len(rows),
+        copy = RowCopy(
+            source=source, source_rows=rows, target=target, target_rows=slots, count=count
         )
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel = device.kernel(form.program, form.entry)
-        kernel.launch(record, blocks=blocks, threads=form.threads, stream=stream)
+        mover(blocks).queue([copy], torch.cuda.current_stream().cuda_stream)
 
     return gather
 

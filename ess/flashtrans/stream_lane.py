@@ -5,7 +5,8 @@ that compute has written and slots are written that compute has read. Compute do
 for the job by itself: `event.hold(stream)` makes a stream wait, `event.wait()` the host.
 
 Lists of the host are checked and copied at submission. Lists on the device are read in place: the
-caller may change them only when the event is done, and their numbers are trusted.
+caller may change them only when the event is done, and their numbers are trusted. Copies without a
+list of the host may also be queued into a stream of the caller's, then without a job: `queue`.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ess.errors import BadInput, BadState
+from ess.errors import BadState
+from ess.flashtrans.mover import KernelWay, RowMover
 from ess.flashtrans.pick import pick_way
 from ess.flashtrans.row_lists import RowLists
 from ess.flashtrans.staging import Staging
-from ess.flashtrans.views import CheckedCopy, Side, check
+from ess.flashtrans.views import CheckedCopy, Side
 from ess.kernels.cpu import native
-from ess.kernels.cuda.driver import Device, attempt
-from ess.kernels.cuda.rows import MoveForm, flat_form, move_record, ring_form, widest_unit
+from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.rows import PAIRS_MAX
 from ess.kernels.cuda.streams import CudaEvent, CudaStream
 from ess.kernels.streams import RowCopy, closed_lane
 
 LaneWay = Literal["auto", "flat", "ring", "staged"]
 
-INT32_ROWS_MAX: Final = 1 << 31
 ANCHOR_US_MAX: Final = 1e6
 
 
@@ -120,14 +121,11 @@ class StreamLane:
         list_capacity: int = 1 << 20,
         place_bytes: int = 1 << 20,
     ) -> None:
-        if not 1 <= block_count_max <= device.sm_count:
-            raise BadInput(
-                f"block_count_max is {block_count_max}, must be 1..{device.sm_count} here"
-            )
         self._device = device
         self._compute_stream = compute_stream
         self._way = way
-        self._block_count_max = block_count_max
+        kernel_way: KernelWay = "ring" if way == "ring" else "flat"
+        self._mover = RowMover(device, way=kernel_way, block_count_max=block_count_max)
         self._threads = threads
         self._compute_fills_device = compute_fills_device
         self._stream = CudaStream(device, priority=-1)
@@ -156,6 +154,20 @@ class StreamLane:
             self._anchor = self._last.later_anchor()
             self._last = StreamEvent(started, finished, self._anchor)
         return self._last
+
+    def queue(
+        self,
+        copies: Sequence[RowCopy],
+        stream: int,
+        *,
+        after: CudaEvent | None = None,
+        then: CudaEvent | None = None,
+    ) -> None:
+        """Into `stream`, which may be captured: no job, no wait. Lists must lie on the device.
+
+        The lane's jobs and these copies know nothing of one another but for `after` and `then`.
+        """
+        self._mover.queue(copies, stream, after=after, then=then)
 
     def mark(self) -> StreamEvent:
         return self._last
@@ -187,32 +199,14 @@ class StreamLane:
         return Staging(self._device, place_bytes=place_bytes, threads=self._threads)
 
     def _check(self, copy: RowCopy) -> CheckedCopy:
-        checked = check(copy, devices=True)
-        sides = (checked.source, checked.target)
-        if not any(side.on_device for side in sides):
-            raise BadInput("neither source nor target is on a device: use a lane of the CPU")
-        for side in sides:
-            if side.row_count > INT32_ROWS_MAX:
-                raise BadInput(f"{side.name} has {side.row_count} rows, at most {INT32_ROWS_MAX}")
-            if not side.on_device:
-                self._require_registered(side)
+        checked = self._mover.check(copy)
+        for side in (checked.source, checked.target):
             _require_in_range(side)
         return checked
 
-    def _require_registered(self, side: Side) -> None:
-        self._device.make_current()
-        last = side.address + max(0, side.row_count - 1) * side.stride_bytes
-        for address in (side.address, last) if side.row_count else ():
-            status, *seen = attempt("cuMemHostGetDevicePointer", address, 0)
-            if status or int(seen[0]) != address:
-                raise BadInput(
-                    f"{side.name} is host memory that the device cannot reach: take it from "
-                    "pinned_memory or register it"
-                )
-
     def _way_of(self, copy: CheckedCopy) -> Literal["flat", "ring", "staged"]:
         fetch = copy.target.on_device and not copy.source.on_device
-        listed = copy.source.device_rows is None and copy.target.device_rows is None
+        listed = not any((copy.device_count, copy.source.device_rows, copy.target.device_rows))
         places = 0 if self._staging is None else self._staging.rows_max(copy.source.row_bytes)
         stageable = fetch and listed and places > 0
         if self._way == "staged" and not stageable:
@@ -233,11 +227,14 @@ class StreamLane:
         store. So every gather waits for `before`, which passes when all earlier copies are done.
         """
         before = self._stream.record()
-        most = self._lists.piece_max
+        most = PAIRS_MAX
+        if copy.source.rows is not None or copy.target.rows is not None:
+            most = self._lists.piece_max
         if way == "staged":
             assert self._staging is not None, "picked without a staging area"
             most = min(most, self._staging.rows_max(copy.source.row_bytes))
         assert most > 0, f"rows of {copy.source.row_bytes} bytes do not fit a piece"
+        assert copy.device_count is None or most >= copy.count, "a counted copy in pieces"
         kept: list[Any] = []
         for first in range(0, copy.count, most):
             piece = _piece(copy, first, min(most, copy.count - first))
@@ -259,45 +256,22 @@ class StreamLane:
         return piece, job
 
     def _move(self, piece: CheckedCopy, *, way: str) -> None:
-        assert piece.count > 0, "a piece without rows"
-        record = move_record(
-            source=piece.source.address,
-            source_stride=piece.source.stride_bytes,
-            source_rows=self._list(piece.source),
-            target=piece.target.address,
-            target_stride=piece.target.stride_bytes,
-            target_rows=self._list(piece.target),
-            pair_count=piece.count,
+        launch = self._mover.launch(
+            piece,
+            "ring" if way == "ring" else "flat",
+            source_rows=self._put(piece.source),
+            target_rows=self._put(piece.target),
         )
-        assert piece.target.count == piece.count, f"{piece.target.count} targets of {piece.count}"
-        form = _form(piece, way)
-        kernel = self._device.kernel(form.program, form.entry, shared_bytes=form.shared_bytes)
-        kernel.launch(
-            record,
-            blocks=form.blocks(piece.count, block_count_max=self._block_count_max),
-            threads=form.threads,
-            stream=self._stream.handle,
-            shared_bytes=form.shared_bytes,
-        )
+        launch.queue(self._stream.handle)
         self._lists.seal(self._stream.record())
 
-    def _list(self, side: Side) -> int:
-        if side.device_rows is not None:
-            return side.device_rows.address
+    def _put(self, side: Side) -> int:
+        """Where a list of the host will lie on the device; 0 where there is none."""
         return 0 if side.rows is None else self._lists.put(side.rows, self._stream.handle)
 
     def _forget(self) -> None:
         while self._pending and self._pending[0].event.done():
             self._pending.popleft()
-
-
-def _form(copy: CheckedCopy, way: str) -> MoveForm:
-    sides = (copy.source, copy.target)
-    numbers = [number for side in sides for number in (side.address, side.stride_bytes)]
-    row_bytes = copy.source.row_bytes
-    if way == "ring" and widest_unit(row_bytes, *numbers) == 16:
-        return ring_form(row_bytes, *numbers)
-    return flat_form(row_bytes, *numbers)
 
 
 def _require_in_range(side: Side) -> None:
@@ -310,6 +284,8 @@ def _require_in_range(side: Side) -> None:
 
 def _piece(copy: CheckedCopy, first: int, count: int) -> CheckedCopy:
     assert 0 <= first < first + count <= copy.count, f"rows {first}+{count} of {copy.count}"
+    if count == copy.count:
+        return copy
     return CheckedCopy(
         _side_piece(copy.source, first, count), _side_piece(copy.target, first, count)
     )

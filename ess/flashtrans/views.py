@@ -22,7 +22,7 @@ _INDEX_DTYPES: Final = (np.dtype(np.int32), np.dtype(np.int64))
 
 @dataclass(frozen=True, slots=True)
 class DeviceList:
-    """int32 row numbers on a device, kept alive by their tensor."""
+    """int32 numbers on a device, kept alive by their tensor."""
 
     owner: object
     address: int
@@ -74,8 +74,11 @@ class Side:
 
 @dataclass(slots=True)
 class CheckedCopy:
+    """`device_count`, where there is one, says how many of the pairs are copied."""
+
     source: Side
     target: Side
+    device_count: DeviceList | None = None
 
     @property
     def count(self) -> int:
@@ -92,7 +95,9 @@ def check(copy: RowCopy, *, devices: bool = False) -> CheckedCopy:
         raise BadInput(f"{source.count} source rows cannot fill {target.count} target rows")
     if isinstance(copy.target, np.ndarray) and not copy.target.flags.writeable:
         raise BadInput("target is read-only")
-    return CheckedCopy(source, target)
+    if copy.count is None:
+        return CheckedCopy(source, target)
+    return CheckedCopy(source, target, _device_count(copy.count, source, target, devices=devices))
 
 
 def known(matrix: npt.NDArray[Any]) -> Known:
@@ -146,6 +151,17 @@ def _device_list(name: str, rows: Tensor) -> DeviceList:
     if len(rows.shape) != 1 or (rows.shape[0] > 1 and rows.stride()[0] != 1):
         raise BadInput(f"{name}_rows of shape {tuple(rows.shape)} is not a contiguous list")
     return DeviceList(rows, rows.data_ptr(), int(rows.shape[0]))
+
+
+def _device_count(count: Tensor, *sides: Side, devices: bool) -> DeviceList:
+    if not _is_on_device("count", count, devices=devices):
+        raise BadInput("count is on the host: leave it out and shorten the lists")
+    if str(count.dtype) != "torch.int32" or tuple(count.shape) not in ((), (1,)):
+        raise BadInput(f"count is {count.dtype} of shape {tuple(count.shape)}, must be one int32")
+    for side in sides:
+        if side.rows is not None:
+            raise BadInput(f"count is on a device, so {side.name}_rows must be there too")
+    return DeviceList(count, count.data_ptr(), 1)
 
 
 def _list(name: str, rows: IndexList) -> npt.NDArray[Any] | None:

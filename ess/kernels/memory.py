@@ -42,7 +42,7 @@ def host_memory(byte_count: int, *, touch_threads: int = 0) -> npt.NDArray[np.ui
     whole = _on_huge_pages(region)
     start = -whole.__array_interface__["data"][0] % _HUGE_PAGE
     memory = whole[start : start + byte_count]
-    _touch(memory, touch_threads)
+    touch(memory, touch_threads)
     return memory
 
 
@@ -69,7 +69,7 @@ def memory_file(byte_count: int, *, name: str = "memory", touch_threads: int = 0
         raise Unavailable(f"no {format_bytes(byte_count)} of shared memory: {error}") from error
     weakref.finalize(region, os.close, fd)
     memory = _on_huge_pages(region)
-    _touch(memory, touch_threads)
+    touch(memory, touch_threads)
     return MemoryFile(memory, fd)
 
 
@@ -99,7 +99,8 @@ def _on_huge_pages(region: mmap.mmap) -> npt.NDArray[np.uint8]:
     return np.frombuffer(region, np.uint8)
 
 
-def _touch(memory: npt.NDArray[np.uint8], threads: int) -> None:
+def touch(memory: npt.NDArray[np.uint8], threads: int) -> None:
+    """Every page of fresh memory arrives now; none with 0 threads."""
     if threads <= 0:
         return
     share = align_up(-(-memory.size // threads), _HUGE_PAGE)

@@ -62,12 +62,16 @@ class RowCopy:
     A matrix is two-dimensional and dense within a row; what its elements are does not matter. A
     list is int32 or int64; -1 skips the pair; without a list the rows are 0, 1, 2, ... Targets that
     are named twice or overlap a source are the caller's mistake: what they then hold is undefined.
+
+    `count` is one int32 on a device: only the first `count` pairs are copied, as many as it says
+    when the copy runs. No list may then lie on the host.
     """
 
     source: RowMatrix
     source_rows: IndexList = None
     target: RowMatrix
     target_rows: IndexList = None
+    count: Tensor | None = None
 
 
 class Event(Protocol):

@@ -46,8 +46,24 @@ def test_refusals():
     scenarios.refusals_name_what_is_wrong_and_change_nothing()
 
 
+def test_counted_copies_follow_a_graph():
+    scenarios.counted_copies_follow_a_graph(100)
+
+
+def test_a_count_asks_for_lists_on_the_device():
+    scenarios.a_count_asks_for_lists_on_the_device()
+
+
 def test_memory_is_registered_whole_and_let_go():
     scenarios.memory_is_registered_whole_and_let_go()
+
+
+def test_copies_of_the_driver_are_cut_where_registrations_meet():
+    scenarios.copies_of_the_driver_are_cut_where_registrations_meet()
+
+
+def test_pinned_memory_is_near_and_not_for_children():
+    scenarios.pinned_memory_is_near_and_not_for_children()
 
 
 @pytest.mark.skipif(not native.available(), reason=native.why_missing())

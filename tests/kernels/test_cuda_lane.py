@@ -29,7 +29,11 @@ LANE = (
     "jobs_keep_their_order_and_their_rows",
     "a_job_follows_the_compute_stream_and_compute_follows_the_job",
     "refusals_name_what_is_wrong_and_change_nothing",
+    "counted_copies_follow_a_graph",
+    "a_count_asks_for_lists_on_the_device",
     "memory_is_registered_whole_and_let_go",
+    "copies_of_the_driver_are_cut_where_registrations_meet",
+    "pinned_memory_is_near_and_not_for_children",
     "every_form_moves_the_same_bytes",
 )
 RESIDENCY = (

@@ -5,6 +5,8 @@ Neither torch nor any package but NumPy and cuda-python is needed.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +17,12 @@ from ess.flashtrans.stream_lane import StreamLane
 from ess.kernels.cuda import driver
 from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.graphs import CudaGraph
+from ess.kernels.cuda.memory import DeviceMemory, copy_to_device, copy_to_host
+from ess.kernels.cuda.numa import prefer_node
 from ess.kernels.cuda.pinned import pinned_memory, register
 from ess.kernels.cuda.rows import MoveForm, flat_form, move_record
-from ess.kernels.cuda.streams import CudaStream
+from ess.kernels.cuda.streams import CudaEvent, CudaStream
 from ess.kernels.memory import host_memory
 from ess.kernels.streams import RowCopy
 
@@ -129,6 +134,112 @@ def move(rig, form, source, target, *, source_rows=None, target_rows=None, count
         stream=rig.compute.handle,
         shared_bytes=form.shared_bytes,
     )
+
+
+def counted_copies_follow_a_graph(replay_count=8):
+    """Fetch and store on a stream that joins the capture of another, with lists and counts that
+    change between replays; behind the count the lists hold what would stray."""
+    rig, copies = Rig(4), CudaStream(Device())
+    most, stale = 90, np.iinfo(np.int32).max
+    there = {name: DeviceArray(rig.device, np.zeros(most, np.int32)) for name in ("pool", "slab")}
+    count = DeviceArray(rig.device, np.zeros(1, np.int32))
+    again = DeviceArray(rig.device, np.zeros((500, ROW_BYTES), np.uint8))
+    rows = {"source_rows": there["pool"], "target_rows": there["slab"]}
+    fetch = RowCopy(source=rig.pool, target=rig.slab, count=count, **rows)
+    rows = {"source_rows": there["slab"], "target_rows": there["pool"]}
+    store = RowCopy(source=rig.slab, target=again, count=count, **rows)
+    rig.lane.queue([fetch, store], rig.compute.handle)  # loads the programs
+    graph, begun, landed = CudaGraph(rig.device), CudaEvent(rig.device), CudaEvent(rig.device)
+    with graph.capture(rig.compute.handle):
+        begun.record(rig.compute.handle)
+        rig.lane.queue([fetch], copies.handle, after=begun, then=landed)
+        rig.lane.queue([store], rig.compute.handle, after=landed)
+    expected_again = np.zeros((500, ROW_BYTES), np.uint8)
+    for wanted in [0, 1, most, 3 * most, *rig.random.integers(2, most, replay_count)]:
+        taken = min(int(wanted), most)
+        lists = {"pool": rig.random.permutation(500), "slab": rig.random.permutation(300)}
+        for name, numbers in lists.items():
+            kept = numbers[:most].astype(np.int32)
+            kept[rig.random.random(most) < 0.1] = -1
+            lists[name] = kept[:taken].copy()
+            kept[taken:] = stale
+            there[name].write(kept)
+        count.write([wanted])
+        rig.move(lists, "pool", "slab")
+        both = (lists["pool"] >= 0) & (lists["slab"] >= 0)
+        expected_again[lists["pool"][both]] = rig.expected["slab"][lists["slab"][both]]
+        graph.launch(rig.compute.handle)
+        rig.compute.synchronize()
+        rig.check()
+        np.testing.assert_array_equal(again.read(), expected_again)
+
+
+def a_count_asks_for_lists_on_the_device():
+    rig, rows = Rig(1), np.arange(4)
+    count = DeviceArray(rig.device, np.array([2], np.int32))
+    there = DeviceArray(rig.device, rows.astype(np.int32))
+    good = {"source": rig.pool, "target": rig.slab, "source_rows": there, "target_rows": there}
+    wrong = {
+        "so source_rows must be there": good | {"source_rows": rows, "count": count},
+        "must be one int32": good | {"count": DeviceArray(rig.device, np.array([2], np.int64))},
+        "count is ndarray": good | {"count": np.array([2], np.int32)},
+    }
+    for words, keywords in wrong.items():
+        with pytest.raises(BadInput, match=words):
+            rig.lane.submit([RowCopy(**keywords)])
+    with pytest.raises(BadInput, match="submit such copies to a lane"):
+        rig.lane.queue([RowCopy(**good | {"target_rows": rows})], rig.compute.handle)
+    there.write([3, 2, 500_000, -7])
+    event = rig.lane.submit([RowCopy(**good, count=count)])
+    rig.move({"pool": np.array([3, 2]), "slab": np.array([3, 2])}, "pool", "slab")
+    event.wait(30)
+    rig.check()
+
+
+def copies_of_the_driver_are_cut_where_registrations_meet():
+    device = Device()
+    memory = host_memory(1 << 20)
+    register(device, memory, row_bytes=ROW_BYTES, chunk_bytes=400_000)
+    memory[:] = np.random.default_rng(0).integers(0, 256, memory.size)
+    there = DeviceMemory(device, memory.size)
+    stream = CudaStream(device)
+    kept = memory.copy()
+    for begin, end in (
+        (0, memory.size),
+        (300_001, 700_003),
+        (5, 6),
+        (0, 335_872),
+        (671_744, 1 << 20),
+    ):
+        here = int(memory.__array_interface__["data"][0]) + begin
+        to = there.address + begin
+        way = {"device": device, "byte_count": end - begin, "stream": stream.handle}
+        copy_to_device(target=to, source=here, **way)
+        stream.synchronize()
+        memory[begin:end] = 0
+        copy_to_host(target=here, source=to, **way)
+        stream.synchronize()
+        np.testing.assert_array_equal(memory, kept)
+
+
+def pinned_memory_is_near_and_not_for_children():
+    device = Device()
+    memory = pinned_memory(device, 1 << 20)
+    assert "dc" in mapping_of(memory, "smaps", "VmFlags:").split(), "a forked child has it"
+    if device.host_node >= 0 and prefer_node(host_memory(1 << 20), device.host_node):
+        assert f"prefer:{device.host_node}" in mapping_of(memory, "numa_maps", "")
+
+
+def mapping_of(memory, file, line):
+    """What the system says of the mapping that begins at or before the memory's middle."""
+    middle = int(memory.__array_interface__["data"][0]) + memory.nbytes // 2
+    begun, said = -1, ""
+    for text in Path("/proc/self", file).read_text().splitlines():
+        head = re.match(r"([0-9a-f]+)(-[0-9a-f]+)? ", text)
+        begun = int(head[1], 16) if head else begun
+        if begun <= middle and text.startswith(line):
+            said = text
+    return said
 
 
 def refusals_name_what_is_wrong_and_change_nothing():

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ess.kernels.cuda.driver import Device, call
-from ess.kernels.cuda.memory import DeviceMemory
+from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.memory import DeviceMemory, copy_to_device, copy_to_host
 from ess.kernels.cuda.pinned import pinned_memory
 from ess.kernels.cuda.streams import CudaStream
 
@@ -25,6 +25,7 @@ class DeviceArray:
         self.dtype = f"torch.{array.dtype}"
         self.device = SimpleNamespace(type="cuda", index=0)
         self._element = array.dtype
+        self._device = device
         self._stream = CudaStream(device)
         self._memory = DeviceMemory(device, max(1, array.nbytes))
         self._passing = pinned_memory(device, max(1, array.nbytes), touch_threads=1)
@@ -49,12 +50,12 @@ class DeviceArray:
         given = np.ascontiguousarray(array, self._element).reshape(self.shape)
         self._passing[: self.nbytes] = given.reshape(-1).view(np.uint8)
         if self.nbytes:
-            call("cuMemcpyHtoDAsync", self._address, self._here, self.nbytes, self._stream.handle)
+            copy_to_device(target=self._address, source=self._here, **self._way)
         self._stream.synchronize()
 
     def read(self) -> Array:
         if self.nbytes:
-            call("cuMemcpyDtoHAsync", self._here, self._address, self.nbytes, self._stream.handle)
+            copy_to_host(target=self._here, source=self._address, **self._way)
         self._stream.synchronize()
         return self._passing[: self.nbytes].copy().view(self._element).reshape(self.shape)
 
@@ -73,6 +74,11 @@ class DeviceArray:
         view.shape = (max(0, stop - start), *self.shape[1:])
         view._address = self._address + start * self.stride()[0] * self._element.itemsize
         return view
+
+    @property
+    def _way(self) -> dict[str, Any]:
+        stream = self._stream.handle
+        return {"device": self._device, "byte_count": self.nbytes, "stream": stream}
 
     @property
     def _here(self) -> int:

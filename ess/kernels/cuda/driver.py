@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from ess.errors import BadState, Unavailable
 from ess.kernels.cuda import program
 from ess.kernels.cuda.program import Program
+from ess.kernels.cuda.ranges import PinnedRanges
 
 NOT_READY: Final = 600
 STATIC_SHARED_BYTES: Final = 48 << 10
@@ -58,6 +59,8 @@ class Device:
             self._number("COMPUTE_CAPABILITY_MAJOR"),
             self._number("COMPUTE_CAPABILITY_MINOR"),
         )
+        self.host_node = self._host_node()
+        self.pinned = PinnedRanges()
         self.context = call("cuDevicePrimaryCtxRetain", self._handle)
         self._folder = folder
         self._kernels: dict[tuple[Program, str], Kernel] = {}
@@ -93,6 +96,12 @@ class Device:
             wanted = constant("CUfunction_attribute", "NON_PORTABLE_CLUSTER_SIZE_ALLOWED")
             call("cuFuncSetAttribute", handle, wanted, 1)
         return Kernel(self, handle, entry)
+
+    def _host_node(self) -> int:
+        """The node of the machine whose memory is near; -1 where nobody knows it."""
+        wanted = constant("CUdevice_attribute", "HOST_NUMA_ID")
+        status, *answer = attempt("cuDeviceGetAttribute", wanted, self._handle)
+        return -1 if status else int(answer[0])
 
     def _number(self, name: str) -> int:
         return int(call("cuDeviceGetAttribute", constant("CUdevice_attribute", name), self._handle))

@@ -1,4 +1,4 @@
-"""Plain device memory for the few things that torch does not own."""
+"""Plain device memory for the few things that torch does not own, and copies to it and from it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ class DeviceMemory:
         self.byte_count = byte_count
         self.address = int(call("cuMemAlloc", byte_count))
         weakref.finalize(self, _free, device, self.address)
+
+
+def copy_to_device(
+    device: Device, *, target: int, source: int, byte_count: int, stream: int
+) -> None:
+    """From registered memory of the host. Queued; one copy for each registration that it meets."""
+    device.make_current()
+    for at, size in device.pinned.pieces(source, byte_count):
+        call("cuMemcpyHtoDAsync", target + at, source + at, size, stream)
+
+
+def copy_to_host(device: Device, *, target: int, source: int, byte_count: int, stream: int) -> None:
+    """To registered memory of the host. Queued; one copy for each registration that it meets."""
+    device.make_current()
+    for at, size in device.pinned.pieces(target, byte_count):
+        call("cuMemcpyDtoHAsync", target + at, source + at, size, stream)
 
 
 def _free(device: Device, address: int) -> None:

@@ -4,7 +4,10 @@ One registration of hundreds of gigabytes takes minutes without a sign of life a
 refuse it, so a pool is registered chunk by chunk. A chunk ends where a row and a page end, since no
 row may lie in two and no page may be registered twice. Under unified addressing the device sees
 registered memory where the host does; a system that maps it elsewhere could not promise that the
-chunks stay side by side, and is refused.
+chunks stay side by side, and is refused. Kernels do not see where chunks meet; a copy of the driver
+must not cross there, and `copy_to_device` and `copy_to_host` of ess.kernels.cuda.memory do not.
+
+Pages lie near the device, where the system grants that, and forked processes do not have them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import numpy.typing as npt
 
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cuda.driver import Device, attempt, call
-from ess.kernels.memory import host_memory
+from ess.kernels.cuda.numa import keep_from_children, prefer_node
+from ess.kernels.memory import host_memory, touch
 from ess.units import align_up, format_bytes
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,7 +45,9 @@ def pinned_memory(
     progress: Progress | None = None,
 ) -> Bytes:
     """Zeroed, on huge pages where the system has them. The last view that goes frees it."""
-    memory = host_memory(align_up(byte_count, mmap.PAGESIZE), touch_threads=touch_threads)
+    memory = host_memory(align_up(byte_count, mmap.PAGESIZE))
+    prefer_node(memory, device.host_node)
+    touch(memory, touch_threads)
     register(device, memory, row_bytes=row_bytes, chunk_bytes=chunk_bytes, progress=progress)
     return memory[:byte_count]
 
@@ -64,9 +70,11 @@ def register(
         for at, size in chunks(memory.nbytes, row_bytes=row_bytes, chunk_bytes=chunk_bytes):
             call("cuMemHostRegister", start + at, size, PORTABLE | MAPPED)
             done.append(start + at)
+            device.pinned.add(start + at, size)
             _require_same_address(start + at)
             if progress is not None:
                 progress(at + size, memory.nbytes)
+        keep_from_children(memory)
     except BaseException:
         _unregister(device, done)
         raise
@@ -108,4 +116,5 @@ def _unregister(device: Device, addresses: list[int]) -> None:
     attempt("cuCtxSetCurrent", device.context)
     for address in addresses:
         attempt("cuMemHostUnregister", address)
+        device.pinned.remove(address)
     addresses.clear()

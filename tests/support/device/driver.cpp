@@ -4,10 +4,12 @@
 // Work is queued and nothing happens until the host asks an event; then a few operations run, each
 // the next one of a stream drawn at random among those whose waits are over. So whatever is not
 // ordered by an event goes wrong sooner or later. A module is the path of an emulated library.
+// What is captured runs in any order that its events allow.
 // Host memory must be registered before a kernel or a copy names it; memory of the device that is
 // freed is poisoned. The watch is told what there is, so that it finds kernels that stray.
 #include "watch.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +18,7 @@
 #include <dlfcn.h>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,30 +28,44 @@ typedef int Result;
 typedef unsigned long long Address;
 constexpr Result kOk = 0, kInvalid = 1, kNotInitialised = 3, kNoContext = 201, kNotFound = 500;
 constexpr Result kCapturing = 900, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713;
+constexpr Result kUnjoined = 904, kIsolation = 905, kCapturedEvent = 907;
 
 namespace {
-
-struct Event {
-    int64_t recorded = 0, passed = 0;
-    int64_t tick = 0;
-};
 
 struct Work {
     std::function<bool()> ready;
     std::function<void()> run;
 };
 
+struct Stream;
+typedef std::set<size_t> Nodes;
+
+// Work and what each piece of it must follow. `streams` are captured into it: the first began it,
+// the others joined by waiting for an event of it.
 struct Graph {
     std::vector<Work> work;
+    std::vector<Nodes> follows;
+    std::vector<Stream*> streams;
+};
+
+// `captured` is the graph in which the event was recorded last; then it stands behind `nodes`.
+struct Event {
+    int64_t recorded = 0, passed = 0;
+    int64_t tick = 0;
+    Graph* captured = nullptr;
+    Nodes nodes;
 };
 
 struct Stream {
     std::deque<Work> queue;
     Graph* capturing = nullptr;
+    Nodes tail;
 
     void take(Work one) {
-        if (capturing) capturing->work.push_back(one);
-        else queue.push_back(one);
+        if (!capturing) return queue.push_back(one);
+        capturing->work.push_back(one);
+        capturing->follows.push_back(tail);
+        tail = {capturing->work.size() - 1};
     }
 };
 
@@ -109,6 +126,32 @@ bool capturing() {
 Result queue(void* stream, std::function<void()> run) {
     if (!world().current) return kNoContext;
     stream_of(stream)->take({[] { return true; }, run});
+    return kOk;
+}
+
+Nodes before(const Graph& graph, const Nodes& nodes) {
+    Nodes all = nodes;
+    std::vector<size_t> open(nodes.begin(), nodes.end());
+    while (!open.empty()) {
+        const size_t node = open.back();
+        open.pop_back();
+        for (size_t earlier : graph.follows[node])
+            if (all.insert(earlier).second) open.push_back(earlier);
+    }
+    return all;
+}
+
+// A stream that is captured may wait only for its own capture; one that is not joins the event's.
+Result wait_in_capture(Stream* waits, const Event& event) {
+    Graph* graph = event.captured;
+    if (!graph || !graph->streams[0]->capturing) return kIsolation;
+    if (waits->capturing && waits->capturing != graph) return kIsolation;
+    if (!waits->capturing) {
+        waits->capturing = graph;
+        waits->tail.clear();
+        graph->streams.push_back(waits);
+    }
+    waits->tail.insert(event.nodes.begin(), event.nodes.end());
     return kOk;
 }
 
@@ -205,26 +248,54 @@ EXPORT Result cuStreamDestroy(void* stream) {
 }
 EXPORT Result cuStreamWaitEvent(void* stream, void* handle, unsigned) {
     Event* event = (Event*)handle;
+    Stream* waits = stream_of(stream);
+    if (event->captured || waits->capturing) return wait_in_capture(waits, *event);
     int64_t wanted = event->recorded;
-    stream_of(stream)->queue.push_back({[=] { return event->passed >= wanted; }, [] {}});
+    waits->queue.push_back({[=] { return event->passed >= wanted; }, [] {}});
     return kOk;
 }
 
 EXPORT Result cuStreamBeginCapture_v2(void* stream, int) {
-    return stream_of(stream)->capturing = new Graph, kOk;
+    Stream* first = stream_of(stream);
+    if (first->capturing) return kInvalid;
+    first->capturing = new Graph;
+    first->capturing->streams.push_back(first);
+    first->tail.clear();
+    return kOk;
 }
-EXPORT Result cuStreamEndCapture(void* stream, void** graph) {
-    *graph = stream_of(stream)->capturing;
-    stream_of(stream)->capturing = nullptr;
-    return *graph ? kOk : kInvalid;
+EXPORT Result cuStreamEndCapture(void* stream, void** result) {
+    Graph* graph = stream_of(stream)->capturing;
+    *result = graph;
+    if (!graph || graph->streams[0] != stream_of(stream)) return kInvalid;
+    const Nodes joined = before(*graph, stream_of(stream)->tail);
+    Result answer = kOk;
+    for (Stream* one : graph->streams) {
+        for (size_t node : one->tail) answer = joined.count(node) ? answer : kUnjoined;
+        one->capturing = nullptr;
+    }
+    return answer;
 }
 EXPORT Result cuGraphInstantiateWithFlags(void** executable, void* graph, uint64_t) {
     return *executable = new Graph(*(Graph*)graph), kOk;
 }
-EXPORT Result cuGraphDestroy(void* graph) { return delete (Graph*)graph, kOk; }
+// Events remember the graph in which they were recorded, so it stays.
+EXPORT Result cuGraphDestroy(void*) { return kOk; }
 EXPORT Result cuGraphExecDestroy(void*) { return kOk; }
 EXPORT Result cuGraphLaunch(void* executable, void* stream) {
-    for (const Work& one : ((Graph*)executable)->work) stream_of(stream)->queue.push_back(one);
+    const Graph& graph = *(Graph*)executable;
+    Nodes left, done;
+    for (size_t node = 0; node < graph.work.size(); node++) left.insert(node);
+    while (!left.empty()) {
+        std::vector<size_t> ready;
+        for (size_t node : left)
+            if (std::includes(done.begin(), done.end(), graph.follows[node].begin(),
+                              graph.follows[node].end()))
+                ready.push_back(node);
+        const size_t next = ready[draw() % ready.size()];
+        stream_of(stream)->take(graph.work[next]);
+        left.erase(next);
+        done.insert(next);
+    }
     return kOk;
 }
 
@@ -232,6 +303,10 @@ EXPORT Result cuEventCreate(void** event, unsigned) { return *event = new Event,
 EXPORT Result cuEventDestroy(void*) { return kOk; }
 EXPORT Result cuEventRecord(void* handle, void* stream) {
     Event* event = (Event*)handle;
+    Stream* records = stream_of(stream);
+    event->captured = records->capturing;
+    event->nodes = records->tail;
+    if (records->capturing) return kOk;
     int64_t number = ++event->recorded;
     return queue(stream, [=] {
         event->passed = number;
@@ -240,6 +315,8 @@ EXPORT Result cuEventRecord(void* handle, void* stream) {
 }
 EXPORT Result cuEventQuery(void* handle) {
     Event* event = (Event*)handle;
+    if (event->captured) return kCapturedEvent;
+    if (capturing()) return kCapturing;
     for (uint64_t left = draw() % 4; left > 0 && event->passed < event->recorded; left--) {
         if (!advance()) {
             std::fprintf(stderr, "emulated driver: streams wait for one another\n");

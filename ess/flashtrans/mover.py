@@ -1,0 +1,162 @@
+"""Row copies queued into a stream of the caller's, whose lists and counts lie on the device.
+
+Nothing in here waits, asks an event, or passes numbers through memory that is used again. So what
+is queued may be captured into a graph: a replay moves the rows that the lists and the count name
+then. What a copy refers to is checked when it is prepared, and must live as long as it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ess.errors import BadInput
+from ess.flashtrans.views import CheckedCopy, Side, check
+from ess.kernels.cuda.driver import Device, Kernel, attempt
+from ess.kernels.cuda.rows import MoveForm, flat_form, move_record, ring_form, widest_unit
+from ess.kernels.cuda.streams import CudaEvent
+from ess.kernels.streams import RowCopy
+
+KernelWay = Literal["flat", "ring"]
+
+INT32_ROWS_MAX: Final = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel over the rows of one copy."""
+
+    kernel: Kernel
+    record: Any
+    blocks: int
+    threads: int
+    shared_bytes: int
+
+    def queue(self, stream: int) -> None:
+        self.kernel.launch(
+            self.record,
+            blocks=self.blocks,
+            threads=self.threads,
+            stream=stream,
+            shared_bytes=self.shared_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCopies:
+    """Checked copies: to queue them is one launch each, and no more."""
+
+    launches: tuple[Launch, ...]
+    kept: tuple[CheckedCopy, ...]
+
+    def queue(
+        self, stream: int, *, after: CudaEvent | None = None, then: CudaEvent | None = None
+    ) -> None:
+        """The stream waits for `after` first, and records `then` behind the copies."""
+        if after is not None:
+            after.hold(stream)
+        for launch in self.launches:
+            launch.queue(stream)
+        if then is not None:
+            then.record(stream)
+
+
+class RowMover:
+    """Copies of a device by kernels, on up to `block_count_max` blocks each."""
+
+    def __init__(
+        self, device: Device, *, way: KernelWay = "flat", block_count_max: int = 4
+    ) -> None:
+        if not 1 <= block_count_max <= device.sm_count:
+            raise BadInput(
+                f"block_count_max is {block_count_max}, must be 1..{device.sm_count} here"
+            )
+        self._device = device
+        self._way = way
+        self._block_count_max = block_count_max
+
+    def prepare(self, copies: Sequence[RowCopy]) -> PreparedCopies:
+        """BadInput if any copy is wrong. Programs that are not loaded yet are loaded now."""
+        checked = tuple(self.check(copy) for copy in copies)
+        for copy in checked:
+            for side in (copy.source, copy.target):
+                if side.rows is not None:
+                    raise BadInput(f"{side.name}_rows is on the host: submit such copies to a lane")
+        launches = (self.launch(copy, self._way) for copy in checked if copy.count)
+        return PreparedCopies(tuple(launches), checked)
+
+    def queue(
+        self,
+        copies: Sequence[RowCopy],
+        stream: int,
+        *,
+        after: CudaEvent | None = None,
+        then: CudaEvent | None = None,
+    ) -> None:
+        self.prepare(copies).queue(stream, after=after, then=then)
+
+    def check(self, copy: RowCopy) -> CheckedCopy:
+        checked = check(copy, devices=True)
+        sides = (checked.source, checked.target)
+        if not any(side.on_device for side in sides):
+            raise BadInput("neither source nor target is on a device: use a lane of the CPU")
+        for side in sides:
+            if side.row_count > INT32_ROWS_MAX:
+                raise BadInput(f"{side.name} has {side.row_count} rows, at most {INT32_ROWS_MAX}")
+            if not side.on_device:
+                self._require_registered(side)
+        return checked
+
+    def launch(
+        self, copy: CheckedCopy, way: KernelWay, *, source_rows: int = 0, target_rows: int = 0
+    ) -> Launch:
+        """Lists of the host are named by where their copies lie on the device."""
+        assert copy.count > 0, "a copy without rows"
+        assert copy.target.count == copy.count, f"{copy.target.count} targets of {copy.count}"
+        record = move_record(
+            source=copy.source.address,
+            source_stride=copy.source.stride_bytes,
+            source_rows=source_rows or _list(copy.source),
+            target=copy.target.address,
+            target_stride=copy.target.stride_bytes,
+            target_rows=target_rows or _list(copy.target),
+            pair_count=copy.count,
+            count=0 if copy.device_count is None else copy.device_count.address,
+        )
+        form = _form(copy, way)
+        kernel = self._device.kernel(form.program, form.entry, shared_bytes=form.shared_bytes)
+        blocks = form.blocks(copy.count, block_count_max=self._block_count_max)
+        return Launch(kernel, record, blocks, form.threads, form.shared_bytes)
+
+    def _require_registered(self, side: Side) -> None:
+        if not side.row_count or _is_pinned(side.owner):
+            return
+        self._device.make_current()
+        for address in (side.address, side.address + (side.row_count - 1) * side.stride_bytes):
+            status, *seen = attempt("cuMemHostGetDevicePointer", address, 0)
+            if status or int(seen[0]) != address:
+                raise BadInput(
+                    f"{side.name} is host memory that the device cannot reach: take it from "
+                    "pinned_memory or register it"
+                )
+
+
+def _is_pinned(owner: Any) -> bool:
+    """Memory that torch itself has registered."""
+    asks = getattr(owner, "is_pinned", None)
+    return asks is not None and bool(asks())
+
+
+def _list(side: Side) -> int:
+    assert side.device_rows is not None or side.rows is None, f"{side.name}_rows is on the host"
+    return 0 if side.device_rows is None else side.device_rows.address
+
+
+def _form(copy: CheckedCopy, way: KernelWay) -> MoveForm:
+    sides = (copy.source, copy.target)
+    numbers = [number for side in sides for number in (side.address, side.stride_bytes)]
+    row_bytes = copy.source.row_bytes
+    if way == "ring" and widest_unit(row_bytes, *numbers) == 16:
+        return ring_form(row_bytes, *numbers)
+    return flat_form(row_bytes, *numbers)
