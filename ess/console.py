@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import cyclopts
 import msgspec
@@ -25,6 +25,20 @@ USAGE: Final = 2
 INTERRUPTED: Final = 130
 
 PIPE_WIDTH: Final = 1000
+
+
+def _whole(of: Any, tokens: Sequence[cyclopts.Token]) -> int:
+    """A number as it was written: cyclopts alone would round 32.5 to 32."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        flag = tokens[0].keyword or ""
+        raise BadInput(f"{flag} {tokens[0].value} is not a whole number") from None
+
+
+WHOLE: Final = cyclopts.Parameter(converter=_whole)
+Whole = Annotated[int, WHOLE]
+MaybeWhole = Annotated[int | None, WHOLE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

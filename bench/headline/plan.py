@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ess.bench.harness.report import Row
-from ess.sim.plan import Point
+from ess.sim.planning.batches import Point
 from ess.sim.timeline import Span
 
 

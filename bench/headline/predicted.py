@@ -14,8 +14,10 @@ from ess.sim.decode_step import Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.operators.gpus import operators_of
 from ess.sim.operators.parallel import Parallel
-from ess.sim.plan import Ask, Planner, Point
-from ess.sim.plan import Plan as Answer
+from ess.sim.planning.ask import Ask
+from ess.sim.planning.batches import Point
+from ess.sim.planning.planner import Plan as Answer
+from ess.sim.planning.planner import Planner
 from ess.sim.timeline import Span
 
 USER_RATES: Final = (15.0, 20.0, 30.0)

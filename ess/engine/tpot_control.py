@@ -16,8 +16,10 @@ fixed, half goes by the query (`prior`).
 
 For a given batch the depth of the least time per token is also the depth of the most tokens per
 second, so the target plays no part in choosing it; the depth changes only for a gain of 3 %. The
-target bounds the batch: as many requests as some depth can serve within it. A running request is
-never stopped for the target, so a batch above the bound shrinks only as requests end.
+target bounds the batch: as many requests as some depth can serve within it. Drafts are luck, so
+where there are any a part of the target, `SPARE`, is left: with it nine in ten requests keep the
+target and not only half of them. A running request is never stopped for the target, so a batch
+above the bound shrinks only as requests end.
 
 The bound needs the split into fixed time and time per query, which batches of one size do not show:
 a guess that two requests are too many would never be corrected, since two would never run. So while
@@ -57,6 +59,7 @@ TRY_STEPS: Final = 2
 WIN: Final = 0.03
 CHANCE_START: Final = 0.7
 SPREAD_MIN: Final = 8.0
+SPARE: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +147,8 @@ class Pace:
     def _most(self, depth: int) -> int:
         assert self.target_s is not None
         fixed, query, draft = self.times
-        spare = self.target_s * self.made(depth) - fixed
+        kept = 1.0 if self.verified_max == 1 else 1.0 - SPARE
+        spare = kept * self.target_s * self.made(depth) - fixed
         spare -= draft * drafts_of(depth, self.verified_max)
         return int(min(self.batch_max, spare / max(query * depth, 1e-12)))
 
@@ -222,7 +226,9 @@ def _spread(moments: Floats) -> float:
 
 def _follow(chances: tuple[float, ...], verified: Sequence[tuple[int, int]]) -> tuple[float, ...]:
     """The chances after a step. A step tells of a draft's place only if all drafts before it were
-    right."""
+    right. A step counts as much in a large batch as in a small one: were its drafts to count one by
+    one, the chances would follow the luck of the last few steps, and since a request that was let
+    in stays, lucky steps would fill the batch beyond the target."""
     assert all(0 <= right <= count for count, right in verified), (
         f"more right than made: {verified}"
     )
@@ -231,7 +237,7 @@ def _follow(chances: tuple[float, ...], verified: Sequence[tuple[int, int]]) -> 
         tries = [right > place for count, right in verified if count > place <= right]
         if tries:
             share = sum(tries) / len(tries)
-            moved[place] = chance + (1 - (1 - WEIGHT) ** len(tries)) * (share - chance)
+            moved[place] = chance + WEIGHT * (share - chance)
     assert all(0.0 <= chance <= 1.0 for chance in moved), moved
     return tuple(moved)
 

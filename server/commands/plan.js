@@ -35,9 +35,9 @@ function plan(numbers, ask) {
   if (!whole(ask.context) || (ask.batch !== null && !whole(ask.batch))) {
     return { refused: "the context and the batch are whole numbers, 1 or more" };
   }
-  const [least, most] = [numbers.contexts[0], numbers.contexts[numbers.contexts.length - 1]];
-  if (ask.context < least || ask.context > most) {
-    return { refused: `this page knows contexts from ${least} to ${most} tokens` };
+  const [shortest, longest] = [numbers.contexts[0], numbers.contexts[numbers.contexts.length - 1]];
+  if (ask.context < shortest || ask.context > longest) {
+    return { refused: `this page knows contexts from ${shortest} to ${longest} tokens` };
   }
   const accepted = ask.accepted ??
     Array.from({ length: ask.mtp }, (_, draft) => 0.7 ** draft).reduce((a, b) => a + b, 0);
@@ -49,8 +49,7 @@ function plan(numbers, ask) {
     Math.max(0, ask.device_bytes - batch * index) / numbers.slot_bytes) / batch));
   const hostMost = ask.host_bytes === null ? Infinity : Math.floor(
     Math.floor(ask.host_bytes / numbers.gpus / numbers.host_page_bytes) / pages);
-  const batchMax = (slots) => Math.min(hostMost,
-    Math.floor(ask.device_bytes / (index + slots * numbers.slot_bytes)));
+  const deviceMost = (slots) => Math.floor(ask.device_bytes / (index + slots * numbers.slot_bytes));
   const point = (batch, slots) => {
     const exposed_us = exposedTime(numbers, ask, batch, slots);
     const step_us = stepTime(numbers, ask, batch) + exposed_us;
@@ -58,28 +57,34 @@ function plan(numbers, ask) {
       tokens_per_s: batch * accepted / step_us * 1e6,
       host_bytes: batch * pages * numbers.host_page_bytes };
   };
-  const floor = Math.min(ask.context, numbers.slot_floor), floorBatch = batchMax(floor);
-  const asked = ask.batch ?? floorBatch;
-  if (floorBatch < 1 || asked > floorBatch) {
+  const floor = Math.min(ask.context, Math.max(numbers.slot_floor, ask.mtp * numbers.top_k));
+  const floorBatch = deviceMost(floor), most = Math.min(floorBatch, hostMost);
+  const asked = ask.batch ?? most;
+  if (most < 1 || asked > most) {
     return { refused: `a batch of ${Math.max(asked, 1)} does not fit: at ${floor} slots a layer ` +
-      `the ${hostMost <= floorBatch ? "host" : "device"} holds ${floorBatch}` };
+      `the ${hostMost < floorBatch ? "host" : "device"} holds ${most}` };
   }
   const upTo = (count) => Array.from({ length: count }, (_, i) => i + 1);
-  const points = upTo(floorBatch).map((batch) => point(batch, slotsEach(batch)));
-  const wholes = upTo(batchMax(ask.context)).map((batch) => point(batch, ask.context));
-  const inTime = (one) => ask.tpot_us === null || one.token_us <= ask.tpot_us;
+  const points = upTo(most).map((batch) => point(batch, slotsEach(batch)));
+  const wholes = upTo(deviceMost(ask.context))
+    .map((batch) => ({ ...point(batch, ask.context), host_bytes: 0 }));
+  const inTime = (some) => ask.tpot_us === null || some.token_us <= ask.tpot_us;
   const best = (some) => some.filter(inTime).reduce(
     (a, b) => a === null || b.tokens_per_s > a.tokens_per_s ? b : a, null);
   const chosen = best(ask.batch === null ? points : [points[ask.batch - 1]]);
   if (chosen === null) {
-    const fastest = Math.min(...points.map((one) => one.token_us)) / 1000;
+    const fastest = Math.min(...points.map((some) => some.token_us)) / 1000;
     return { refused: `${ask.tpot_us / 1000} ms a token is out of reach: the fastest batch takes ` +
       `${fastest.toFixed(1)} ms` };
   }
   const next = points[chosen.batch];
   const limiter = ask.batch !== null ? "the batch asked for"
-    : next === undefined ? (hostMost === floorBatch ? "host pages" : "slots")
+    : next === undefined ? (hostMost < floorBatch ? "host pages" : "slots")
+    : !inTime(next) ? "time per token"
     : next.exposed_us > 0.05 * next.step_us ? "host link" : "compute";
-  return { context: ask.context, accepted, floor, chosen, resident: best(wholes), points, wholes,
-    limiter, floor_batch: floorBatch, index_wall: batchMax(0), refused: null };
+  const resident = best(wholes);
+  const gain = resident === null ? null : chosen.tokens_per_s / resident.tokens_per_s;
+  return { context: ask.context, accepted, floor, chosen, resident, points, wholes, limiter, gain,
+    recommended: gain === null || gain >= numbers.worth ? "offload" : "resident",
+    floor_batch: floorBatch, index_wall: deviceMost(0), refused: null };
 }

@@ -14,7 +14,8 @@ from typing import Any, Final
 import msgspec
 
 import ess
-from ess.sim.plan import Planner, Point
+from ess.sim.planning.batches import Point
+from ess.sim.planning.planner import WORTH, Planner
 
 MTPS: Final = (1, 2, 4)
 CONTEXTS: Final = (8192, 16384, 32768, 65536, 131072, 262144)
@@ -65,6 +66,8 @@ def numbers_of(
         "index_page_bytes": budget.index_page_bytes,
         "host_page_bytes": planner.layout.host_page_bytes,
         "slot_floor": planner.layout.slot_floor,
+        "top_k": planner.layout.top_k,
+        "worth": WORTH,
         "mtps": depths,
         "contexts": lengths,
         "batches": list(batches),

@@ -13,10 +13,13 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from ess import console
+from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput
 from ess.server.commands.plan import parse_duration, planner_of
 from ess.sim.operators.gpus import check_planned
-from ess.sim.plan import Ask, Planner
+from ess.sim.planning.ask import Ask
+from ess.sim.planning.node import Node
+from ess.sim.planning.planner import Planner
 from ess.sim.serving.arrivals import Arrival, read_arrivals
 from ess.sim.serving.comparison import RATE_MAX, MissesBy, Served, Serving, serve
 from ess.sim.serving.goodput import Objective, Spread, Summary
@@ -37,15 +40,15 @@ class RequestFlags:
     "Requests to replay: Mooncake JSONL or Azure CSV. Without it they are drawn."
     rate: float | None = None
     "Requests per second that reach this GPU; stretches a trace in time."
-    requests: int | None = None
+    requests: MaybeWhole = None
     "How many: the first of a trace, by default all; 200 when they are drawn."
     ctx: str = "32k"
     "Mean prompt of drawn requests."
-    out: int = 512
+    out: Whole = 512
     "Mean output of drawn requests, in tokens."
     spread: float = 0.0
     "Deviation of the logarithm of drawn lengths: 0 makes all alike, 1 is like chat."
-    seed: int = 0
+    seed: Whole = 0
     "Of arrivals, lengths and accepted drafts. The same seed prints the same."
 
     def arrivals(self) -> list[Arrival]:
@@ -75,9 +78,9 @@ class WorkerFlags:
     "A model with operator tables: deepseek-v3.2."
     gpu: str = "h200"
     "A GPU with operator tables: h100 or h200."
-    gpus: int = 32
+    gpus: Whole = 32
     "GPUs that share the experts."
-    mtp: int = 2
+    mtp: Whole = 2
     "Tokens verified per step."
     accepted: float | None = None
     "Tokens accepted per step; by default 70 % of each draft in turn."
@@ -98,7 +101,7 @@ class WorkerFlags:
             device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
             host_bytes=None if self.ram is None else parse_size(self.ram),
         )
-        return planner_of(ask, self.gpu, self.perf_db)
+        return planner_of(ask, self.gpu, self.perf_db, Node())
 
 
 @Parameter(name="*")
@@ -118,7 +121,7 @@ class ServingFlags:
     "Objective: time per further token."
     paced: bool = False
     "Let the engine choose depth, batch and chunk for the objective's time per token."
-    waiting: int = 256
+    waiting: Whole = 256
     "Requests that may wait; one more is refused."
 
     def serving(self, *, seed: int) -> Serving:

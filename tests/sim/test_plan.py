@@ -13,7 +13,11 @@ from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
 from ess.sim.operators import tables
 from ess.sim.operators.paper import Fitted, PaperOperators
-from ess.sim.plan import Ask, Plan, Planner
+from ess.sim.operators.stages import Machine
+from ess.sim.planning.ask import Ask
+from ess.sim.planning.batches import Point, best, tried
+from ess.sim.planning.node import Node
+from ess.sim.planning.planner import Plan, Planner
 
 GIB = 1 << 30
 
@@ -85,6 +89,7 @@ def test_host_memory_limits(operators: PaperOperators):
         ({"context": 131_072, "batch": 2, "ratio": 0.5}, "fixes the ratio"),
         ({"context": 131_072, "accepted": 2.5}, "between 1 and 2"),
         ({"context": 131_072, "ratio": 1.5}, r"outside 0\.\.1"),
+        ({"context": 131_072, "queries_each": 64}, "mtp 64: .* at most 8"),
     ],
 )
 def test_impossible_asks_get_a_sentence(
@@ -92,6 +97,70 @@ def test_impossible_asks_get_a_sentence(
 ):
     with pytest.raises(BadInput, match=match):
         answer(operators, **ask)
+
+
+def test_slots_below_the_floor_are_refused(operators: PaperOperators):
+    """131 slots for 2,048 selected rows; with more queries a step the floor is their union."""
+    with pytest.raises(BadInput, match=r"131 slots a layer .* the floor is 6,400"):
+        answer(operators, context=131_072, ratio=0.001)
+    with pytest.raises(BadInput, match=r"the floor is 8,192"):
+        answer(operators, context=131_072, ratio=0.05, queries_each=4)
+    assert answer(operators, context=131_072, queries_each=4).chosen.slots_each >= 8192
+    assert answer(operators, context=131_072, ratio=0.05).chosen.slots_each == 6553
+
+
+def test_host_memory_limits_offload_alone(operators: PaperOperators):
+    """What keeps nothing on the host does not feel it: 64 GiB a GPU hold ten requests of 128K."""
+    free = answer(operators, context=131_072)
+    held = answer(operators, context=131_072, host_bytes=2 << 40)
+    assert held.chosen.batch == 10
+    assert (held.resident, held.index_wall) == (free.resident, free.index_wall)
+    assert held.floor_batch == free.floor_batch
+    assert held.gain is not None
+    assert held.gain < 0.8
+    assert held.recommended == "resident"
+    assert free.recommended == "offload"
+
+
+@pytest.mark.parametrize(("context", "limit_us"), [(131_072, 30_000.0), (32_768, 40_000.0)])
+def test_no_batch_near_the_limit_is_skipped(
+    operators: PaperOperators, context: int, limit_us: float
+):
+    """Below the batch at which memory runs out both systems do the same, so none is better; a grid
+    that skips the best batch would make offload the worse of them, and yet recommend it."""
+    found = answer(operators, context=context, token_us_max=limit_us)
+    assert found.resident is not None
+    assert (found.chosen.batch, found.gain) == (found.resident.batch, 1.0)
+    assert (found.limiter, found.recommended) == ("time per token", "resident")
+    more = answer(operators, context=context, batch=found.chosen.batch + 1)
+    assert more.chosen.token_us > limit_us
+
+
+def test_every_batch_beside_the_best_is_tried():
+    """Rates that a grid of 24 cannot see: the best at 77, and 3 in 4 batches too slow."""
+
+    def point_of(batch: int) -> Point:
+        rate = 1e6 - 1e3 * abs(batch - 77)
+        return Point(
+            batch=batch, slots_each=1, ratio=1.0, tbo=False, step_us=1.0, exposed_us=0.0,
+            token_us=float(batch), tokens_per_s=rate, modes={}, host_bytes=0,
+        )  # fmt: skip
+
+    points = tried(500, point_of, lambda point: point.token_us <= 110)
+    assert best(points).batch == 77
+    assert {110, 111} <= {point.batch for point in points}
+    assert len(points) < 120
+    assert [point.batch for point in points] == sorted({point.batch for point in points})
+
+
+def test_the_cliff_is_at_equal_slots_whatever_the_context():
+    """3,277 slots: at 32K a measured ratio; of longer contexts only ten times as many were."""
+    curves = misses.published()
+    means = [curves.mean(context=context, slots=3277) for context in (32_768, 65_536, 131_072)]
+    assert all(600 < mean < 720 for mean in means)
+    below, above = (curves.mean(context=131_072, slots=slots) for slots in (13_107, 13_108))
+    assert below == pytest.approx(above, rel=0.01)
+    assert curves.mean(context=131_072, slots=131) >= 2048 - 131
 
 
 def test_what_is_missing_is_what_would_have_been_enough(operators: PaperOperators):
@@ -114,6 +183,50 @@ def test_the_command_prints_a_table_or_a_document(capsys: pytest.CaptureFixture[
     assert document["chosen"]["modes"]
     assert main(["plan", "--ctx", "128k", "--batch", "32"]) == 0
     assert "index wall" in capsys.readouterr().out
+
+
+def test_a_normal_node_is_the_default_and_more_is_said(capsys: pytest.CaptureFixture[str]):
+    """2 TiB for eight GPUs; what more would give, and what less than asked for gives."""
+    said = {}
+    for memory in ("2TiB", "4TiB"):
+        assert main(["plan", "--node-ram", memory, "--json"]) == 0
+        said[memory] = json.loads(capsys.readouterr().out)
+    normal, large = said["2TiB"], said["4TiB"]
+    assert 8 * normal["chosen"]["host_bytes"] <= 2 << 40 < 8 * large["chosen"]["host_bytes"]
+    assert normal["limiter"] == "host pages"
+    in_words = f"batch {normal['chosen']['batch']}, x{normal['gain']:.2f} over resident"
+    assert in_words in large["advice"][0]
+    assert f"batch {large['chosen']['batch']}, x{large['gain']:.2f}" in normal["advice"][0]
+    assert main(["plan", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == normal
+
+
+def test_it_says_so_where_resident_is_better(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--ram", "2TiB"]) == 0
+    assert "run resident, batch 14" in capsys.readouterr().out
+
+
+def test_a_node_shares_its_memory_and_the_link_between_sockets():
+    """Eight GPUs of 40 GB/s need 320; of four on one socket half crosses to the other."""
+    machine = Machine(link_rate=40e3)
+
+    def limit(**changes: object) -> tuple[str, float]:
+        limits = Node(**changes).fetch_limits(machine, gpus=32)
+        return min((rate, name) for name, rate in limits.items())[::-1]
+
+    assert limit() == ("host link", 40e3)
+    assert limit(dram_rate=240e3) == ("node DRAM", 30e3)
+    assert limit(dram_rate=240e3, gpu_count=4) == ("host link", 40e3)
+    assert limit(numa="interleaved", socket_rate=40e3) == ("socket link", 20e3)
+    assert limit(link_rate=10e3) == ("host link", 10e3)
+    with pytest.raises(BadInput, match="NIC rate of 0"):
+        Node(nic_rate=0.0)
+
+
+def test_counts_are_not_rounded(capsys: pytest.CaptureFixture[str]):
+    for command in (["plan"], ["sim", "--rate", "1"]):
+        assert main([*command, "--gpus", "32.5"]) == 2
+        assert "32.5 is not a whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["50", "0ms", "-1ms", "fast"])

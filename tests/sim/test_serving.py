@@ -14,7 +14,8 @@ from ess.sim.locality import misses
 from ess.sim.operators import tables
 from ess.sim.operators.paper import Fitted, PaperOperators
 from ess.sim.operators.parallel import Parallel
-from ess.sim.plan import Ask, Planner
+from ess.sim.planning.ask import Ask
+from ess.sim.planning.planner import Planner
 from ess.sim.prefill.prefill_time import estimate
 from ess.sim.serving.comparison import RATE_MAX, Serving, serve
 from ess.sim.serving.goodput import Objective
@@ -121,6 +122,40 @@ def test_a_trace_is_replayed_at_the_rate_asked_for(
     assert "further tokens" in shown
 
 
+@pytest.mark.parametrize("output", [-1, 2_000_000_000, 1 << 40])
+def test_a_line_that_asks_for_too_many_tokens_is_named(
+    tmp_path: Path, output: int, capsys: pytest.CaptureFixture[str]
+):
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": 0, "input_length": 900, "output_length": %d, "hash_ids": []}\n'
+    trace.write_text(line % 20 + line % output)
+    assert main(["sim", "--trace", str(trace)]) == 2
+    assert f"line 2: 900 prompt and {output:,} output tokens" in capsys.readouterr().err
+
+
+def test_host_memory_limits_no_resident_worker(planner: Planner):
+    """A host that holds one request of 128K: resident runs as many as without a limit."""
+    mix = Mix(rate=50.0, count=12, prompt_tokens=130_000, output_tokens=64)
+    serving = Serving(objective=OBJECTIVE, tier=(16, 1), cached_share=1.0)
+    poor = replace(planner, ask=Ask(context=131_072, host_bytes=32 * (8 << 30)))
+    free, held = (serve(each, draw(mix, seed=0), serving) for each in (planner, poor))
+    assert held.offload.batch_peak == 1 < free.offload.batch_peak
+    assert held.resident == free.resident
+
+
+@pytest.mark.parametrize("mtp", [1, 2])
+def test_the_pace_is_kept_by_nine_in_ten(planner: Planner, mtp: int):
+    """A queue that never empties: as many as the time of a batch of 16 allows."""
+    here = replace(planner, ask=Ask(context=33_280, queries_each=mtp))
+    objective = Objective(ttft_s=10.0, tpot_s=here.point(16, 33_280).token_us / 1e6)
+    mix = Mix(rate=8.0, count=80, prompt_tokens=32_768, output_tokens=512)
+    serving = Serving(objective=objective, tier=(32, 4), cached_share=0.9, is_paced=True)
+    found = serve(here, draw(mix, seed=0), serving).offload
+    assert "time per token" in found.waited_s
+    assert found.tpot_s is not None
+    assert 0.9 * objective.tpot_s < found.tpot_s.p90 <= objective.tpot_s
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -130,6 +165,9 @@ def test_a_trace_is_replayed_at_the_rate_asked_for(
         (["--rate", "1", "--prefill", "1x99"], "1 to 61 GPUs"),
         (["--rate", "1", "--requests", "0"], "at least one"),
         (["--rate", "1", "--waiting", "-1"], "waiting -1"),
+        (["--rate", "1", "--seed", "-1"], "a seed of -1"),
+        (["--rate", "1", "--out", "2000000000"], "an output of 2,000,000,000 tokens"),
+        (["--rate", "1", "--out", "1000000", "--requests", "200"], "200,000,000 tokens"),
         (["--rate", "1", "--gpu", "abacus"], "abacus"),
         (["--rate", "1", "--ctx", "4m"], "a prompt of 4,194,304 tokens"),
         (["--trace", "nowhere.csv"], "nowhere.csv"),

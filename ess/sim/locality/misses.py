@@ -3,10 +3,13 @@
 The mean over layers was published for four contexts and nine ratios of slots to context, its shape
 over the layers for three contexts; both for two queries per request and step. Between contexts the
 mean is taken at equal slots, since it is the working set in slots that makes misses (a cliff at
-about 3,200 slots, whatever the context). Between ratios its logarithm is linear, and goes on so
-below the smallest ratio. The curves are a hot part, which depends on slots alone, and a cold tail:
-`COLD` times the share of the context without a slot. Beyond the published contexts the hot part is
-that of the nearest one. Misses grow with queries per step: as many tokens, as much drift.
+about 3,200 slots, whatever the context). Between ratios its logarithm is linear. The curves are a
+hot part, which depends on slots alone, and a cold tail: `COLD` times the share of the context
+without a slot. Beyond the published contexts the hot part is that of the nearest one; below the
+smallest ratio of a context it grows as that of the shortest context, whose curve goes on to the
+fewest slots, and the logarithm of that curve goes on below its own end. With fewer slots than one
+query selects, what has no slot is missed. Misses grow with queries per step: as many tokens, as
+much drift.
 """
 
 from __future__ import annotations
@@ -46,15 +49,26 @@ class MissCurves:
         known = low + share * (high - low)
         if inside == context:
             return known
-        hot = max(0.0, known - COLD * (1.0 - min(slots / inside, 1.0)))
-        return hot + COLD * (1.0 - slots / context)
+        return self._hot(known, inside, slots) + COLD * (1.0 - slots / context)
+
+    @staticmethod
+    def _hot(mean: float, context: int, slots: float) -> float:
+        return max(0.0, mean - COLD * (1.0 - min(slots / context, 1.0)))
 
     def _at(self, context: int, slots: float) -> float:
         ratio = min(slots / context, 1.0)
         curve = self.means[context]
+        shortest = min(self.means)
+        if ratio < curve.sizes[0] and context > shortest:
+            least = curve.sizes[0] * context
+            hot, hot_before = (
+                self._hot(self._at(shortest, count), shortest, count) for count in (slots, least)
+            )
+            return math.exp(curve.times[0]) + COLD * (least - slots) / context + hot - hot_before
         if ratio < curve.sizes[0]:
             steep = (curve.times[1] - curve.times[0]) / (curve.sizes[1] - curve.sizes[0])
-            return math.exp(curve.times[0] + steep * (ratio - curve.sizes[0]))
+            going_on = math.exp(curve.times[0] + steep * (ratio - curve.sizes[0]))
+            return max(going_on, TOP_K - slots)
         if ratio > curve.sizes[-1]:
             left = math.exp(curve.times[-1])
             return left * (1.0 - ratio) / (1.0 - curve.sizes[-1])

@@ -8,7 +8,7 @@ not among them: the shared expert was not measured there, and no rate of the spa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -55,12 +55,15 @@ def operators_of(
     family: str = MODELS[0],
     constants: Constants = "silicon",
     package: Path | None = None,
+    link_rate: float | None = None,
 ) -> Operators:
-    """From the tables that ship, or from an unpacked package."""
+    """From the tables that ship, or from an unpacked package. `link_rate` is in bytes per
+    microsecond, the machine's own where none is given."""
     check_planned(family, gpu)
     known = GPUS[gpu]
+    machine = known.machine if link_rate is None else replace(known.machine, link_rate=link_rate)
     return PaperOperators(
         tables=tables.load(package, gpu=gpu, system=known.system),
         fitted=Fitted.shipped(),
-        machine=known.machine,
+        machine=machine,
     )

@@ -19,7 +19,11 @@ from ess.errors import BadInput
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK_TOKENS: Final = 512
-TOKENS_MAX: Final = 1 << 31
+PROMPT_MAX: Final = 1 << 21
+OUTPUT_MAX: Final = 1 << 20
+OUTPUTS_MAX: Final = 1 << 27
+"""Tokens of one prompt and of one output, and output tokens of all requests of a replay, at most.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +120,10 @@ def _seconds(when: str) -> float:
 def _check(number: int, at_s: float, prompt: int, output: int) -> None:
     if not math.isfinite(at_s):
         raise BadInput(f"line {number}: the time {at_s} is not finite")
-    if not (0 < prompt < TOKENS_MAX and 0 <= output < TOKENS_MAX):
+    if not (0 < prompt <= PROMPT_MAX and 0 <= output <= OUTPUT_MAX):
         raise BadInput(
-            f"line {number}: {prompt} prompt and {output} output tokens; a prompt has at least one "
-            f"and neither reaches {TOKENS_MAX}"
+            f"line {number}: {prompt:,} prompt and {output:,} output tokens; there can be 1 to "
+            f"{PROMPT_MAX:,} and 0 to {OUTPUT_MAX:,}"
         )
 
 

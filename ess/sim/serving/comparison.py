@@ -18,21 +18,20 @@ from ess.sim.locality.lru_curves import Agreed, Drawing, agreement, lru_curves
 from ess.sim.locality.misses import PUBLISHED_QUERIES
 from ess.sim.operators.paper import TOP_K
 from ess.sim.operators.parallel import Parallel
-from ess.sim.plan import Planner
+from ess.sim.planning.planner import Planner
 from ess.sim.prefill import prefill_time
 from ess.sim.prefill.prefill_time import Handoff, Tier
-from ess.sim.serving.arrivals import Arrival
+from ess.sim.serving.arrivals import OUTPUT_MAX, OUTPUTS_MAX, PROMPT_MAX, Arrival
 from ess.sim.serving.decode_rank import Rank
 from ess.sim.serving.goodput import Objective, Summary, summarise
 from ess.sim.serving.prefixes import reused, shared
 from ess.sim.serving.replay import WAITING_MAX, Drafting, replay
-from ess.sim.serving.traffic import at_rate, chance_of
+from ess.sim.serving.traffic import at_rate, chance_of, check_seed
 from ess.sim.step_grid import StepTimes
 from ess.units import PAGE_ROWS
 
 MissesBy = Literal["curve", "lru"]
 
-PROMPT_MAX: Final = 1 << 21
 GOOD_SHARE: Final = 0.9
 RATE_MIN: Final = 1 / 64
 RATE_MAX: Final = 64.0
@@ -62,6 +61,7 @@ class Serving:
         if min(self.batch_max, self.chunk_tokens) < 1 or self.waiting_max < 0:
             asked = f"batch {self.batch_max}, chunk {self.chunk_tokens}, waiting {self.waiting_max}"
             raise BadInput(f"{asked}: batch and chunk must be 1 or more, waiting 0 or more")
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +85,10 @@ def serve(
     planner: Planner, arrivals: Sequence[Arrival], serving: Serving, *, sustained: bool = False
 ) -> Served:
     """With offload and without, over the same requests."""
-    longest = max(arrival.prompt_tokens for arrival in arrivals)
-    if longest > PROMPT_MAX:
-        raise BadInput(f"a prompt of {longest:,} tokens, at most {PROMPT_MAX:,}")
+    check_lengths(arrivals)
     planner, agreed = _with_misses(planner, serving)
     worker = _worker(planner, arrivals, serving)
-    floors = (planner.layout.slot_floor, None)
+    floors = (planner.slot_floor, None)
     offload, resident = (worker.summary(arrivals, slot_floor=floor) for floor in floors)
     tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     mean = tokens / len(arrivals)
@@ -103,6 +101,21 @@ def serve(
         sustained=(rates[0], rates[1]) if rates else None,
         agreed=agreed,
     )
+
+
+def check_lengths(arrivals: Sequence[Arrival]) -> None:
+    """Before anything of their size is made."""
+    prompt = max(arrival.prompt_tokens for arrival in arrivals)
+    outputs = [arrival.output_tokens for arrival in arrivals]
+    if prompt > PROMPT_MAX:
+        raise BadInput(f"a prompt of {prompt:,} tokens, at most {PROMPT_MAX:,}")
+    if max(outputs) > OUTPUT_MAX:
+        raise BadInput(f"an output of {max(outputs):,} tokens, at most {OUTPUT_MAX:,}")
+    if sum(outputs) > OUTPUTS_MAX:
+        raise BadInput(
+            f"{len(outputs):,} requests make {sum(outputs):,} tokens, a replay {OUTPUTS_MAX:,} "
+            "at most: take fewer --requests"
+        )
 
 
 def _with_misses(planner: Planner, serving: Serving) -> tuple[Planner, tuple[Agreed, ...]]:
@@ -185,7 +198,8 @@ class _Worker:
 
     def rank(self, arrivals: Sequence[Arrival], *, slot_floor: int | None) -> Rank:
         lengths = [arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals]
-        budget, serving = self.planner.budget, self.serving
+        serving, planner = self.serving, self.planner
+        budget = planner.device_budget if slot_floor is None else planner.budget
         return Rank(
             make_ledger=lambda: budget.split_for(lengths, slot_floor=slot_floor),
             slot_count=budget.split_for(lengths, slot_floor=slot_floor).free(SLOTS),

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from ess.errors import BadInput
-from ess.sim.serving.arrivals import TOKENS_MAX, Arrival
+from ess.sim.serving.arrivals import Arrival
 
 ARRIVALS: Final = 5
 DRAFTS: Final = 6
@@ -46,6 +46,7 @@ class Mix:
 
 
 def draw(mix: Mix, *, seed: int) -> list[Arrival]:
+    check_seed(seed)
     rng = np.random.default_rng([seed, ARRIVALS])
     gaps = rng.exponential(1.0 / mix.rate, mix.count)
     at = np.cumsum(gaps) - gaps[0]
@@ -96,10 +97,15 @@ def right_drafts(*, seed: int, number: int, chance: float, steps: int, depth: in
     return bytes(counts.astype(np.uint8))
 
 
+def check_seed(seed: int) -> None:
+    if seed < 0:
+        raise BadInput(f"a seed of {seed}: it must be 0 or more")
+
+
 def check_rate(rate: float) -> None:
     if not (rate > 0.0 and math.isfinite(rate)):
         raise BadInput(f"a rate of {rate} requests per second must be above 0 and finite")
 
 
 def _length(mean: int, factor: float) -> int:
-    return max(1, min(TOKENS_MAX - 1, round(mean * factor)))
+    return max(1, round(mean * factor))

@@ -1,18 +1,20 @@
 """What to run: batch, slots and time for a model on given GPUs, and what limits them.
 
 For every batch the index takes what its pages need and slots get the rest of the device memory, so
-the ratio falls as the batch grows; below the slot floor misses explode (the working set of a layer
-no longer fits), so a batch that cannot give every request its floor is not planned. Among those
-that remain, and that keep the time per token, the batch with the most tokens per second is taken.
+the ratio falls as the batch grows. Below the slot floor misses explode (the working set of a layer
+no longer fits), so a batch that cannot give every request its floor is not planned, whoever asks.
+The floor is that of the layout, or every row that a step's queries can select, whichever is more.
+Among the batches that remain, and that keep the time per token, the one with the most tokens per
+second is taken. It is recommended only where it beats the best batch without offload, whose rows
+need no host memory.
 
 The device memory is what weights and reserves leave; `Ask.device_bytes` overrides it.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -23,6 +25,8 @@ from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
 from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.stages import Operators
+from ess.sim.planning.ask import Ask
+from ess.sim.planning.batches import Point, best, tried
 from ess.units import format_bytes
 
 MEMORY_SHARE: Final = 0.9
@@ -33,62 +37,11 @@ REPLICATED_BYTES: Final = 20_600_000_000
 EXPERT_BYTES: Final = 652_800_000_000
 """DeepSeek-V3.2 in fp8: what every GPU holds, and the routed experts that all share."""
 
-DRAFT_ACCEPTANCE: Final = 0.7
-CANDIDATES_MAX: Final = 24
+WORTH: Final = 1.02
+"""Offload that gains less than this over resident is not worth its host memory."""
+
 HEAVY_LINK: Final = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """Of `batch` (per GPU) and `ratio` (slots over context) at most one is given."""
-
-    context: int
-    queries_each: int = 2
-    accepted: float | None = None
-    gpu_count: int = 32
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    token_us_max: float | None = None
-    batch: int | None = None
-    ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.context, self.queries_each, self.gpu_count) < 1:
-            sizes = f"context {self.context}, mtp {self.queries_each}, gpus {self.gpu_count}"
-            raise BadInput(f"{sizes}: all must be 1 or more")
-        if self.batch is not None and self.ratio is not None:
-            raise BadInput(f"batch {self.batch} fixes the ratio; leave {self.ratio} out, or batch")
-        if self.batch is not None and self.batch < 1:
-            raise BadInput(f"a batch of {self.batch} requests per GPU decodes nothing")
-        if self.ratio is not None and not 0.0 < self.ratio <= 1.0:
-            raise BadInput(f"a ratio of {self.ratio} is outside 0..1, slots over context")
-        if not 1.0 <= self.tokens_each <= self.queries_each:
-            most = f"between 1 and {self.queries_each} tokens a step"
-            raise BadInput(
-                f"{self.tokens_each} accepted tokens with mtp {self.queries_each}: {most}"
-            )
-
-    @property
-    def tokens_each(self) -> float:
-        """Tokens per request and step: as given, or 70 % for each draft in turn."""
-        expected = math.fsum(DRAFT_ACCEPTANCE**draft for draft in range(self.queries_each))
-        return expected if self.accepted is None else self.accepted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One batch on one GPU. `exposed_us` is the part of a step that waits for the host link."""
-
-    batch: int
-    slots_each: int
-    ratio: float
-    tbo: bool
-    step_us: float
-    exposed_us: float
-    token_us: float
-    tokens_per_s: float
-    modes: dict[str, int]
-    host_bytes: int
+TIME: Final = "time per token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +49,8 @@ class Plan:
     """`resident` is the best without offload; None when not one whole request fits.
 
     `break_even_batch` is the least batch tried that beats it, `index_wall` the batch at which index
-    keys alone fill the device, `floor_batch` the batch at which slots reach their floor.
+    keys alone fill the device, `floor_batch` the batch at which slots reach their floor. Neither of
+    these two, nor `resident`, depends on host memory.
     """
 
     device_bytes: int
@@ -105,6 +59,7 @@ class Plan:
     limiter: str
     resident: Point | None
     gain: float | None
+    recommended: Literal["offload", "resident"]
     break_even_batch: int | None
     slot_floor: int
     floor_batch: int
@@ -113,25 +68,27 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """Answers an ask. The paper counts memory without the slot map and the MTP layer."""
+    """Answers an ask. The paper counts memory without the slot map and the MTP layer. `link_name`
+    is what limits the rate of fetches."""
 
     operators: Operators
     curves: misses.MissCurves
     ask: Ask
     layout: ModelLayout
     count_map: bool = True
+    link_name: str = "host link"
 
     @property
     def budget(self) -> Budget:
         """Host memory is shared evenly by the GPUs of the ask."""
         ask = self.ask
         share = None if ask.host_bytes is None else ask.host_bytes // ask.gpu_count
-        return Budget(
-            layout=self.layout,
-            device_bytes=self.device_bytes,
-            host_bytes=share,
-            count_map=self.count_map,
-        )
+        return replace(self.device_budget, host_bytes=share)
+
+    @property
+    def device_budget(self) -> Budget:
+        """Of a worker that keeps nothing on the host."""
+        return Budget(layout=self.layout, device_bytes=self.device_bytes, count_map=self.count_map)
 
     @property
     def device_bytes(self) -> int:
@@ -149,19 +106,22 @@ class Planner:
 
     @property
     def slot_floor(self) -> int:
-        return min(self.ask.context, self.layout.slot_floor)
+        """Slots in every layer that each request must have, whatever its length."""
+        return max(self.layout.slot_floor, self.ask.queries_each * self.layout.top_k)
+
+    @property
+    def least_slots(self) -> int:
+        return min(self.ask.context, self.slot_floor)
 
     def plan(self) -> Plan:
         points = self._points()
         kept = [point for point in points if self._in_time(point)]
         if not kept:
             raise BadInput(self._too_slow(min(points, key=lambda point: point.token_us)))
-        chosen = max(kept, key=lambda point: point.tokens_per_s)
-        resident = self._resident()
+        chosen, resident = best(kept), self._resident()
+        gain = None if resident is None else chosen.tokens_per_s / resident.tokens_per_s
         better = [
-            point.batch
-            for point in points
-            if resident and point.tokens_per_s > resident.tokens_per_s
+            point.batch for point in kept if resident and point.tokens_per_s > resident.tokens_per_s
         ]
         return Plan(
             device_bytes=self.device_bytes,
@@ -169,11 +129,12 @@ class Planner:
             chosen=chosen,
             limiter=self._limiter(chosen, points),
             resident=resident,
-            gain=None if resident is None else chosen.tokens_per_s / resident.tokens_per_s,
+            gain=gain,
+            recommended="offload" if gain is None or gain >= WORTH else "resident",
             break_even_batch=min(better, default=None),
-            slot_floor=self.slot_floor,
-            floor_batch=self._batch_max(self.slot_floor),
-            index_wall=self._batch_max(0),
+            slot_floor=self.least_slots,
+            floor_batch=self._device_most(self.least_slots),
+            index_wall=self._device_most(0),
         )
 
     def point(self, batch: int, slots_each: int) -> Point:
@@ -198,20 +159,30 @@ class Planner:
         ask, budget = self.ask, self.budget
         if ask.batch is not None:
             slots = budget.slots_each(context=ask.context, batch=ask.batch)
-            self._refuse_unless(ask.batch, self.slot_floor)
+            self._refuse_unless(ask.batch, self.least_slots)
             return [self.point(ask.batch, slots)]
-        least = self.slot_floor if ask.ratio is None else max(1, int(ask.ratio * ask.context))
+        least = self.least_slots if ask.ratio is None else self._slots_asked(ask.ratio)
         self._refuse_unless(1, least)
-        most = self._batch_max(least)
-        if ask.ratio is not None:
-            return [self.point(batch, least) for batch in _spread(most)]
-        return [
-            self.point(batch, budget.slots_each(context=ask.context, batch=batch))
-            for batch in _spread(most)
-        ]
+        most = budget.batch_max(context=ask.context, slots_each=least)
 
-    def _batch_max(self, slots_each: int) -> int:
-        return self.budget.batch_max(context=self.ask.context, slots_each=slots_each)
+        def point_of(batch: int) -> Point:
+            fair = budget.slots_each(context=ask.context, batch=batch)
+            return self.point(batch, fair if ask.ratio is None else least)
+
+        return tried(most, point_of, self._in_time)
+
+    def _slots_asked(self, ratio: float) -> int:
+        slots = int(ratio * self.ask.context)
+        if slots < self.least_slots:
+            raise BadInput(
+                f"a ratio of {ratio:g} leaves {slots:,} slots a layer for a context of "
+                f"{self.ask.context:,}; the floor is {self.least_slots:,} "
+                f"(a ratio of {self.least_slots / self.ask.context:.4f}), below it misses explode"
+            )
+        return slots
+
+    def _device_most(self, slots_each: int) -> int:
+        return self.device_budget.batch_max(context=self.ask.context, slots_each=slots_each)
 
     def _refuse_unless(self, batch: int, slots_each: int) -> None:
         """The refusal says how many bytes are missing, and where."""
@@ -231,11 +202,15 @@ class Planner:
         )
 
     def _resident(self) -> Point | None:
-        """The best batch with every row on the device."""
-        most = self._batch_max(self.ask.context)
-        points = [self.point(batch, self.ask.context) for batch in _spread(most)] if most else []
+        """The best batch with every row on the device, and none on the host."""
+        context = self.ask.context
+
+        def point_of(batch: int) -> Point:
+            return replace(self.point(batch, context), host_bytes=0)
+
+        points = tried(self._device_most(context), point_of, self._in_time)
         kept = [point for point in points if self._in_time(point)]
-        return max(kept, key=lambda point: point.tokens_per_s, default=None)
+        return best(kept) if kept else None
 
     def _predict(self, batch: int, slots_each: int, *, tbo: bool) -> Prediction:
         ask = self.ask
@@ -265,19 +240,13 @@ class Planner:
     def _limiter(self, chosen: Point, points: list[Point]) -> str:
         """What stops the next larger batch."""
         larger = [point for point in points if point.batch > chosen.batch]
+        if larger and not self._in_time(larger[0]):
+            return TIME
         if larger:
             heavy = larger[0].exposed_us > HEAVY_LINK * larger[0].step_us
-            return "host link" if heavy else "compute"
-        least = chosen.slots_each if self.ask.ratio is not None else self.slot_floor
+            return self.link_name if heavy else "compute"
+        least = chosen.slots_each if self.ask.ratio is not None else self.least_slots
         short = self.budget.refusal(
             context=self.ask.context, batch=chosen.batch + 1, slots_each=least
         )
         return "the batch asked for" if short is None else short.limiter
-
-
-def _spread(most: int) -> list[int]:
-    """At most `CANDIDATES_MAX` batches from 1 to `most`, evenly, both ends among them."""
-    if most <= CANDIDATES_MAX:
-        return list(range(1, most + 1))
-    step = (most - 1) / (CANDIDATES_MAX - 1)
-    return sorted({1 + round(step * place) for place in range(CANDIDATES_MAX)})

@@ -1,0 +1,54 @@
+"""What a planner is asked: a context, drafts, GPUs, memory, a time per token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from ess.errors import BadInput
+
+DRAFT_ACCEPTANCE: Final = 0.7
+QUERIES_MAX: Final = 8
+"""Tokens verified per step, at most: what the engine takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Of `batch` (per GPU) and `ratio` (slots over context) at most one is given."""
+
+    context: int
+    queries_each: int = 2
+    accepted: float | None = None
+    gpu_count: int = 32
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    token_us_max: float | None = None
+    batch: int | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.context, self.queries_each, self.gpu_count) < 1:
+            sizes = f"context {self.context}, mtp {self.queries_each}, gpus {self.gpu_count}"
+            raise BadInput(f"{sizes}: all must be 1 or more")
+        if self.queries_each > QUERIES_MAX:
+            raise BadInput(
+                f"mtp {self.queries_each}: the engine verifies at most {QUERIES_MAX} tokens a step"
+            )
+        if self.batch is not None and self.ratio is not None:
+            raise BadInput(f"batch {self.batch} fixes the ratio; leave {self.ratio} out, or batch")
+        if self.batch is not None and self.batch < 1:
+            raise BadInput(f"a batch of {self.batch} requests per GPU decodes nothing")
+        if self.ratio is not None and not 0.0 < self.ratio <= 1.0:
+            raise BadInput(f"a ratio of {self.ratio} is outside 0..1, slots over context")
+        if not 1.0 <= self.tokens_each <= self.queries_each:
+            most = f"between 1 and {self.queries_each} tokens a step"
+            raise BadInput(
+                f"{self.tokens_each} accepted tokens with mtp {self.queries_each}: {most}"
+            )
+
+    @property
+    def tokens_each(self) -> float:
+        """Tokens per request and step: as given, or 70 % for each draft in turn."""
+        expected = math.fsum(DRAFT_ACCEPTANCE**draft for draft in range(self.queries_each))
+        return expected if self.accepted is None else self.accepted

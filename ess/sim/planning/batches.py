@@ -1,0 +1,65 @@
+"""Which batches are tried: an even grid over all that fit, then every batch beside the best."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+CANDIDATES_MAX: Final = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One batch on one GPU. `exposed_us` is the part of a step that waits for the host link."""
+
+    batch: int
+    slots_each: int
+    ratio: float
+    tbo: bool
+    step_us: float
+    exposed_us: float
+    token_us: float
+    tokens_per_s: float
+    modes: dict[str, int]
+    host_bytes: int
+
+
+def tried(
+    most: int, point_of: Callable[[int], Point], is_kept: Callable[[Point], bool]
+) -> list[Point]:
+    """Points of batches from 1 to `most`, in order: of the grid first, then of all between the
+    grid's neighbours of the best one kept and of the largest one kept."""
+    points = {batch: point_of(batch) for batch in spread(most)}
+    while True:
+        kept = [point for point in points.values() if is_kept(point)]
+        edges = {best(kept).batch, max(point.batch for point in kept)} if kept else set()
+        wanted = _beside(points, edges)
+        if not wanted:
+            return [points[batch] for batch in sorted(points)]
+        points |= {batch: point_of(batch) for batch in wanted}
+
+
+def best(points: Iterable[Point]) -> Point:
+    """The most tokens per second; among equals the smaller batch."""
+    return max(points, key=lambda point: (point.tokens_per_s, -point.batch))
+
+
+def _beside(known: Iterable[int], edges: set[int]) -> list[int]:
+    """Batches not known yet between an edge and the known ones on either side of it."""
+    pairs = list(itertools.pairwise(sorted(known)))
+    return [
+        batch
+        for low, high in pairs
+        if low in edges or high in edges
+        for batch in range(low + 1, high)
+    ]
+
+
+def spread(most: int) -> list[int]:
+    """At most `CANDIDATES_MAX` batches from 1 to `most`, evenly, both ends among them."""
+    if most <= CANDIDATES_MAX:
+        return list(range(1, most + 1))
+    step = (most - 1) / (CANDIDATES_MAX - 1)
+    return sorted({1 + round(step * place) for place in range(CANDIDATES_MAX)})

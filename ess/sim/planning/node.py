@@ -1,0 +1,86 @@
+"""A node: memory, links and network that its GPUs share, each figure with where it comes from.
+
+The rate at which a GPU fetches rows is the least of three: what its own link gives, its share of
+the node's memory rate, and, where rows lie on either socket, what crosses the link between sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+from ess.errors import BadInput
+from ess.sim.operators.stages import Machine
+
+Numa = Literal["local", "interleaved"]
+
+SOCKETS: Final = 2
+GIGABYTE_US: Final = 1e3
+"""Bytes per microsecond in 1 GB/s."""
+
+NORMAL_HOST_BYTES: Final = 2 << 40
+DRAM_RATE: Final = 0.8 * 614.4 * GIGABYTE_US
+SOCKET_RATE: Final = 0.8 * 192.0 * GIGABYTE_US
+NIC_RATE: Final = 8 * 50.0 * GIGABYTE_US
+
+SOURCES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "host memory": "2 TiB a node: DGX H200, DGX BasePOD reference architecture",
+        "host link": "37 GiB/s a GPU: published rate of row gathers over PCIe 5 (FlashTrans)",
+        "node DRAM": "492 GB/s a node: two sockets of eight DDR5-4800 channels, four fifths of it",
+        "socket link": "154 GB/s each way: four UPI links at 16 GT/s, four fifths of it",
+        "NIC": "400 GB/s a node: eight ConnectX-7 of 400 Gbit/s, as in a DGX H200",
+        "NUMA": "local: rows are taken to lie on the socket of their GPU",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Rates are bytes per microsecond and of the whole node, but `link_rate`, which is of one GPU;
+    None is the machine's own."""
+
+    gpu_count: int = 8
+    host_bytes: int = NORMAL_HOST_BYTES
+    link_rate: float | None = None
+    dram_rate: float = DRAM_RATE
+    numa: Numa = "local"
+    socket_rate: float = SOCKET_RATE
+    nic_rate: float = NIC_RATE
+
+    def __post_init__(self) -> None:
+        if self.gpu_count < 1 or self.host_bytes < 1:
+            raise BadInput(
+                f"a node of {self.gpu_count} GPUs and {self.host_bytes} bytes of host memory: "
+                "both must be 1 or more"
+            )
+        rates = {
+            "link": 1.0 if self.link_rate is None else self.link_rate,
+            "DRAM": self.dram_rate,
+            "socket": self.socket_rate,
+            "NIC": self.nic_rate,
+        }
+        for name, rate in rates.items():
+            if not 0.0 < rate < float("inf"):
+                raise BadInput(f"a {name} rate of {rate / GIGABYTE_US:g} GB/s must be above 0")
+
+    def count(self, gpus: int) -> int:
+        return -(-gpus // self.gpu_count)
+
+    def neighbours(self, gpus: int) -> int:
+        """GPUs of a deployment of `gpus` that share one node."""
+        return min(gpus, self.gpu_count)
+
+    def fetch_limits(self, machine: Machine, *, gpus: int) -> dict[str, float]:
+        """By what limits it: bytes per microsecond that one GPU can fetch."""
+        sharing = self.neighbours(gpus)
+        limits = {
+            "host link": machine.link_rate if self.link_rate is None else self.link_rate,
+            "node DRAM": self.dram_rate / sharing,
+        }
+        if self.numa == "interleaved":
+            # Of what the GPUs of one socket fetch, half lies on the other socket.
+            limits["socket link"] = 2 * self.socket_rate / -(-sharing // SOCKETS)
+        return limits
