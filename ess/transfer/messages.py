@@ -148,13 +148,6 @@ class Again:
 
 
 @dataclass(frozen=True, slots=True)
-class CountQuery:
-    """How much has come? A sender that lost answers asks; it never says that it is done."""
-
-    uid: int
-
-
-@dataclass(frozen=True, slots=True)
 class Count:
     uid: int
     arrived: int
@@ -182,9 +175,7 @@ class Members:
     rows: tuple[tuple[int, int, int], ...]
 
 
-Message = (
-    Hello | Reserved | Refused | Piece | Again | CountQuery | Count | Release | Heartbeat | Members
-)
+Message = Hello | Reserved | Refused | Piece | Again | Count | Release | Heartbeat | Members
 
 _FORMS: Final[dict[type[Message], tuple[int, Struct]]] = {
     Hello: (1, Struct("<32sI16s16sI")),
@@ -192,7 +183,7 @@ _FORMS: Final[dict[type[Message], tuple[int, Struct]]] = {
     Refused: (3, Struct("<QHI")),
     Piece: (4, Struct("<QBHHIIQI")),
     Again: (5, Struct("<QBHHII")),
-    CountQuery: (6, Struct("<Q")),
+    # 6 is free: the others keep their numbers.
     Count: (7, Struct("<QQQ")),
     Release: (8, Struct("<QH")),
     Heartbeat: (9, Struct("<Q")),

@@ -16,7 +16,6 @@ from ess.errors import BadInput, PoolFull
 from ess.transfer.messages import (
     Again,
     Count,
-    CountQuery,
     PieceKind,
     Reason,
     Refused,
@@ -185,7 +184,7 @@ def test_again_from_another_peer_sends_nothing() -> None:
         made.whole(PROMPT)
         made.settle()
         before = len(made.receiver.pieces)
-        for message in (Again(UID, ROWS, 0, 1, 0, 1), Release(UID, Reason.DONE), CountQuery(UID)):
+        for message in (Again(UID, ROWS, 0, 1, 0, 1), Release(UID, Reason.DONE)):
             made.sender.take(message, peer=made.receiver.end.epoch + 1)
         made.settle()
         assert len(made.receiver.pieces) == before
@@ -253,7 +252,7 @@ def test_the_sign_of_life_is_repeated_while_the_handoff_is_open() -> None:
         assert counts[0] == Count(UID, 0, WANTED)
         assert counts[-1] == Count(UID, WANTED, WANTED)
         assert len(counts) == 4
-        made.receiver.say(CountQuery(UID))
+        made.receiver.reserve(PROMPT)
         made.settle()
         assert len(made.receiver.of(Count)) == 5
         landed(made)

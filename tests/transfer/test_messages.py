@@ -20,7 +20,6 @@ from ess.transfer.messages import (
     UID_MAX,
     Again,
     Count,
-    CountQuery,
     Envelope,
     Heartbeat,
     Hello,
@@ -70,7 +69,6 @@ messages: st.SearchStrategy[Message] = st.one_of(
         lambda values: Piece(values[0], values[1], *values[2], *values[3:])
     ),
     st.tuples(u64, kinds, ranges()).map(lambda values: Again(values[0], values[1], *values[2])),
-    st.builds(CountQuery, u64),
     st.builds(Count, u64, u64, u64),
     st.builds(Release, u64, reasons),
     st.builds(Heartbeat, u64),
@@ -82,7 +80,6 @@ EACH = [
     Refused(1, Reason.FULL, 1_000),
     Piece(1, PieceKind.ROWS, 0, 1, 0, 16, 16 * 41_984, 0xDEADBEEF),
     Again(1, PieceKind.INDEX_KEYS, 3, 4, 0, 1),
-    CountQuery(1),
     Count(1, 5, 9),
     Release(1, Reason.DONE),
     Heartbeat(7),
@@ -195,7 +192,7 @@ def test_the_largest_messages_fit_and_larger_ones_are_refused() -> None:
     with pytest.raises(BadInput, match="address"):
         SEAL.sealed(long, sender=1, receiver=2)
     with pytest.raises(BadInput, match="does not fit"):
-        SEAL.sealed(CountQuery(2**64), sender=1, receiver=2)
+        SEAL.sealed(Heartbeat(2**64), sender=1, receiver=2)
 
 
 def test_a_secret_has_a_length() -> None:

@@ -16,7 +16,6 @@ from ess.transfer.members import Member, joined, members_of
 from ess.transfer.messages import (
     Again,
     Count,
-    CountQuery,
     Message,
     Piece,
     Reason,
@@ -211,7 +210,7 @@ class Port:
         match message:
             case Piece() | Count() | Refused():
                 self.receiver.take(message, peer=peer)
-            case Reserved() | Again() | CountQuery():
+            case Reserved() | Again():
                 self.sender.take(message, peer=peer)
             case Release(uid) if self.receiver.knows(uid, peer=peer):
                 self.receiver.take(message, peer=peer)

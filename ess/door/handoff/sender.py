@@ -35,7 +35,6 @@ from ess.errors import BadInput, PoolFull
 from ess.transfer.messages import (
     Again,
     Count,
-    CountQuery,
     Message,
     Reason,
     Refused,
@@ -175,8 +174,6 @@ class Sender:
                 self._reserved(message, peer)
             case Again():
                 self._again(message, peer)
-            case CountQuery():
-                self._counted(message, peer)
             case Release():
                 self._released(message, peer)
 
@@ -216,13 +213,6 @@ class Sender:
         asked = departure.asked(message)
         self._counts["again"] += departure.units[message.kind].again(asked)
         self._go_on(departure)
-
-    def _counted(self, message: CountQuery, peer: int) -> None:
-        departure = self._of_peer(message.uid, peer)
-        if departure is not None:
-            self._tell_count(departure)
-        elif message.uid not in self._open and message.uid not in self._orphans:
-            self._refuse(message.uid, peer, Reason.UNKNOWN)
 
     def _released(self, message: Release, peer: int) -> None:
         self._orphans.released(message.uid, peer)
