@@ -308,7 +308,7 @@ def test_a_hundred_thousand_reserved_without_a_request() -> None:
     with world(wait_s=30.0) as made:
         made.checks = False
         reasons: Counter[Reason] = Counter()
-        made.sender._say = lambda message, peer: reasons.update([message.reason])
+        made.sender._mail.post = lambda message, peer: reasons.update([message.reason])
         room = Reserved(0, 0, 64, bytes(16), 0, POOL, 0, tuple(range(7)))
         pages = room.pages
         tracemalloc.start()
@@ -334,7 +334,7 @@ POOL = 4000
 
 def test_the_pages_of_waiting_reserved_are_bounded() -> None:
     with world() as made:
-        made.sender._say = lambda message, peer: None
+        made.sender._mail.post = lambda message, peer: None
         room = Reserved(0, 0, 64, bytes(16), 0, 1 << 20, 0, tuple(range(1 << 15)))
         for uid in range(200):
             made.sender.take(replace(room, uid=uid), peer=9)

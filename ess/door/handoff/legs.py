@@ -25,6 +25,7 @@ from ess.door.handoff.leg import NAG_S, NAG_S_MAX, Leg
 from ess.door.handoff.origins import Origin
 from ess.errors import BadInput, BadState
 from ess.transfer.arrivals import Arrivals, Share, Verdict
+from ess.transfer.mail import Mail
 from ess.transfer.messages import (
     Count,
     Message,
@@ -35,9 +36,8 @@ from ess.transfer.messages import (
     Reserved,
     Seal,
 )
-from ess.transfer.transport import Transfer, Transport
+from ess.transfer.transport import Transport
 
-MESSAGE_S: Final = 10.0
 AGAINS_MAX: Final = 64
 STRAYS_MAX: Final = 256
 
@@ -61,7 +61,7 @@ class Legs:
         self.received_bytes = 0
         self.again_count = 0
         self._transport = transport
-        self._seal = seal
+        self._mail = Mail(transport, seal)
         self._clock = clock
         self._wait_s = wait_s
         self._read = read
@@ -91,7 +91,7 @@ class Legs:
         leg = Leg(origin, room, arrival, nag_s=self._clock.now_s() + NAG_S)
         self._open[uid, peer] = leg
         self._transport.allow(room.ticket)
-        self._say(room, peer)
+        self._mail.post(room, peer)
         return leg
 
     def end(self, leg: Leg, reason: Reason) -> None:
@@ -103,7 +103,7 @@ class Legs:
             return
         leg.ending = reason
         leg.moved(self._clock.now_s())
-        self._say(Release(leg.uid, reason), leg.peer)
+        self._mail.post(Release(leg.uid, reason), leg.peer)
 
     def over(self) -> list[Leg]:
         """Those that are over since the last call."""
@@ -152,7 +152,7 @@ class Legs:
                 self._nag(leg, now_s)
         for peer, uid in self._strays:
             if (uid, peer) not in self._open:
-                self._say(Release(uid, Reason.UNKNOWN), peer)
+                self._mail.post(Release(uid, Reason.UNKNOWN), peer)
         self._strays.clear()
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class Legs:
         if not self._transport.guards:
             leg.ending = Reason.DONE
             leg.moved(now_s)
-            self._say(Release(leg.uid, Reason.DONE), leg.peer)
+            self._mail.post(Release(leg.uid, Reason.DONE), leg.peer)
             return
         if self._transport.is_landing(leg.room.ticket):
             return
@@ -289,7 +289,7 @@ class Legs:
         leg.is_over = True
         self._over.append(leg)
         if told is not None:
-            self._say(Release(leg.uid, told), leg.peer)
+            self._mail.post(Release(leg.uid, told), leg.peer)
 
     # ---- what is said
 
@@ -297,7 +297,7 @@ class Legs:
         """Says again what has not been answered, or asks for what was sent and has not come."""
         is_patient = leg.nagged(now_s)
         if leg.ending is not None:
-            self._say(Release(leg.uid, leg.ending), leg.peer)
+            self._mail.post(Release(leg.uid, leg.ending), leg.peer)
         elif not leg.is_answered:
             self._repeat_room(leg)
         elif not is_patient or leg.posted_count > leg.arrival.count.arrived:
@@ -308,16 +308,12 @@ class Legs:
         read it after the Release and obey it."""
         if self._transport.guards or leg.is_to_repeat:
             leg.is_to_repeat = False
-            self._say(leg.room, leg.peer)
+            self._mail.post(leg.room, leg.peer)
 
     def _ask(self, leg: Leg) -> None:
         for _, again in zip(range(AGAINS_MAX), leg.arrival.missing(), strict=False):
             self.again_count += 1
-            self._say(again, leg.peer)
-
-    def _say(self, message: Message, peer: int) -> None:
-        frame = self._seal.sealed(message, sender=self._transport.epoch, receiver=peer)
-        self._transport.post(Transfer(peer=peer, notification=frame, within_s=MESSAGE_S))
+            self._mail.post(again, leg.peer)
 
 
 def _words(reason: Reason) -> str:

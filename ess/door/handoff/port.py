@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.clock import Clock
-from ess.door.handoff.legs import MESSAGE_S
 from ess.door.handoff.receiver import Receiver
 from ess.door.handoff.sender import Sender
 from ess.door.offload import Offload
 from ess.errors import BadInput
+from ess.transfer.mail import Mail
 from ess.transfer.members import Member, joined, members_of
 from ess.transfer.messages import (
     Again,
@@ -30,7 +30,6 @@ from ess.transfer.transport import (
     Failed,
     Notification,
     PeerLost,
-    Transfer,
     Transport,
 )
 
@@ -85,6 +84,7 @@ class Port:
         )
         self._transport = transport
         self._seal = seal
+        self._mail = Mail(transport, seal)
         self._clock = clock
         self._heard_s: dict[int, float] = {}
         self._released: dict[tuple[int, int], None] = {}
@@ -225,6 +225,4 @@ class Port:
         for peer, uid in list(self._released):
             if not self.sender.is_underway(uid, peer=peer):
                 del self._released[peer, uid]
-                settled = Release(uid, Reason.SETTLED)
-                frame = self._seal.sealed(settled, sender=self.epoch, receiver=peer)
-                self._transport.post(Transfer(peer=peer, notification=frame, within_s=MESSAGE_S))
+                self._mail.post(Release(uid, Reason.SETTLED), peer)

@@ -32,6 +32,7 @@ from ess.door.handoff.pages import Pages, SequencePages, Worker
 from ess.door.handoff.transfers import Transfers
 from ess.door.sequences.sequence import Sequence
 from ess.errors import BadInput, PoolFull
+from ess.transfer.mail import Mail
 from ess.transfer.messages import (
     Again,
     Count,
@@ -42,7 +43,7 @@ from ess.transfer.messages import (
     Reserved,
     Seal,
 )
-from ess.transfer.transport import Transfer, Transport
+from ess.transfer.transport import Transport
 from ess.transfer.windows import packed_windows, window_bytes_max
 
 LOOK_S: Final = 0.05
@@ -62,11 +63,9 @@ class Sender:
         departures_max: int = 4096,
     ) -> None:
         self._layout = offload.layout
-        self._transport = transport
-        self._seal = seal
+        self._mail = Mail(transport, seal, within_s=wait_s)
         self._clock = clock
         self._lease_s = lease_s
-        self._wait_s = wait_s
         self._departures_max = departures_max
         self._open: dict[int, Departure] = {}
         self._ended: set[Departure] = set()
@@ -76,7 +75,7 @@ class Sender:
         self._outcomes: list[Sent | Lapsed] = []
         longest, layout = offload.sizes.length_max, offload.layout
         self._transfers = Transfers(
-            *(transport, seal),
+            *(transport, self._mail),
             clock=clock,
             within_s=wait_s,
             place_bytes=window_bytes_max(layout.group_count, longest, layout.top_k),
@@ -300,17 +299,12 @@ class Sender:
     def _tell_count(self, departure: Departure) -> None:
         departure.told_s = self._clock.now_s()
         count = Count(departure.uid, departure.posted_count, departure.wanted_count)
-        self._say(count, departure.peer)
+        self._mail.post(count, departure.peer)
 
     def _refuse(self, uid: int, peer: int, reason: Reason) -> None:
         self._counts["refused"] += 1
         retry_ms = 1000 if reason is Reason.FULL else 0
-        self._say(Refused(uid, reason, retry_ms), peer)
-
-    def _say(self, message: Message, peer: int) -> None:
-        """Words may be lost; what matters is said again, or ends by a deadline."""
-        frame = self._seal.sealed(message, sender=self._transport.epoch, receiver=peer)
-        self._transport.post(Transfer(peer=peer, notification=frame, within_s=self._wait_s))
+        self._mail.post(Refused(uid, reason, retry_ms), peer)
 
     # ---- the end
 
@@ -327,7 +321,7 @@ class Sender:
         if departure.target is not None:
             self._transfers.stop(departure)
             if tell:
-                self._say(Release(departure.uid, reason), departure.peer)
+                self._mail.post(Release(departure.uid, reason), departure.peer)
         self._retire(departure)
 
     def _retire(self, departure: Departure) -> None:

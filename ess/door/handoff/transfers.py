@@ -16,7 +16,8 @@ from ess.door.handoff import geometry
 from ess.door.handoff.departure import Departure
 from ess.door.handoff.packed import Packed
 from ess.door.handoff.units import Part
-from ess.transfer.messages import Piece, PieceKind, Seal, checksum
+from ess.transfer.mail import Mail
+from ess.transfer.messages import Piece, PieceKind, checksum
 from ess.transfer.runs import Region, Runs, byte_count, merged, views
 from ess.transfer.transport import Transfer, Transport
 
@@ -42,12 +43,12 @@ class Transfers:
     windows of any prompt."""
 
     def __init__(
-        self, transport: Transport, seal: Seal, *, clock: Clock, within_s: float, place_bytes: int
+        self, transport: Transport, mail: Mail, *, clock: Clock, within_s: float, place_bytes: int
     ) -> None:
         self.sent_bytes = 0
         self.failed_count = 0
         self._transport = transport
-        self._seal = seal
+        self._mail = mail
         self._clock = clock
         self._within_s = within_s
         self._due: dict[int, dict[int, Departure]] = {}
@@ -108,7 +109,7 @@ class Transfers:
                 peer=peer,
                 here=here,
                 there=departure.there(part),
-                notification=self._seal.sealed(piece, sender=self._transport.epoch, receiver=peer),
+                notification=self._mail.sealed(piece, peer),
                 ticket=departure.ticket,
                 within_s=self._within_s,
             )
