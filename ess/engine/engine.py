@@ -18,26 +18,26 @@ always makes its tokens and ends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from ess.clock import Clock, RealClock
 from ess.door import Offload
-from ess.door.checks import token_ids
 from ess.door.handoff.port import Port
 from ess.engine import scheduler, tpot_control
 from ess.engine.admission import Admission
 from ess.engine.config import EngineConfig
 from ess.engine.entry import Entry
-from ess.engine.followers import Followers
 from ess.engine.handoff import Ended, Handoffs
+from ess.engine.intake import Intake, Wishes
 from ess.engine.loads import Loads
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
 from ess.engine.process.messages import StageLine
 from ess.engine.prompt import run as prompts
 from ess.engine.prompt.scores import score
-from ess.engine.request import Reason, Request, State, Take
+from ess.engine.request import Reason, Request, State
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_waiting
 from ess.engine.step.flights import Flights
@@ -96,10 +96,9 @@ class Engine:
             tpot_ms=config.tpot_ms,
         )
         self._handoffs = Handoffs(port, self.runner, config, on_end=self._admission.ask_again)
-        self._followers = Followers()
+        self._intake = Intake(self, self._roster, on_first=self._admission.ask_again)
         self._flights = Flights(self.runner, clock=self._clock, verified_max=config.mtp)
         self._made: list[Made] = []
-        self._added_count = 0
 
     # ---- requests
 
@@ -107,53 +106,25 @@ class Engine:
         self,
         prompt: Sequence[int],
         sampling: Sampling | None = None,
-        *,
-        priority: int = 0,
-        leader: Request | None = None,
-        salt: bytes = b"",
-        give: int | None = None,
-        take: Take | None = None,
+        **wishes: Unpack[Wishes],
     ) -> Request:
-        """Requests of a lower `priority` value are admitted and resumed first, and preempted last.
-
-        With a `leader`, a request of the same prompt and length, the prompt is prefilled once. In
-        the handoff `give` the prompt's rows go to another worker, and the request ends when they
-        are made; with `take` they come from another worker.
-        """
-        if leader is not None:
-            self._require_own(leader)
-        request = Request(
-            number=self._added_count,
-            prompt=token_ids("prompt", prompt),
-            sampling=sampling or Sampling(),
-            priority=priority,
-            leader=leader,
-            salt=salt,
-            gives=give,
-            takes=take,
-            owner=self,
-        )
+        """`Wishes` says what each of them means."""
+        request = self._intake.made(prompt, sampling, **wishes)
         self._handoffs.equip(request)
         may_enter = self._entry.equip(request, longest=self.offload.sizes.length_max)
-        self._added_count += 1
         if may_enter:
             self._enter(request)
         return request
 
     def _enter(self, request: Request) -> None:
-        assert request.state == "waiting", f"request {request.number} is {request.state}"
-        if request.refusal is None and self._followers.hold(request, request.leader):
-            return
-        self._roster.add(request)
+        self._intake.enter(request)
         if request.refusal is not None:
             self._finish(request, "refused")
-        elif self._roster.first_waiting() is request:
-            self._admission.ask_again()
 
     def cancel(self, request: Request) -> None:
         """May be called at any moment; the tokens of steps under way are dropped."""
-        self._require_own(request)
-        if self._entry.give_up(request) or self._followers.give_up(request):
+        self._intake.leave(request)
+        if self._entry.give_up(request):
             self._roster.add(request)
         if request.reason is None:
             self._finish(request, "cancelled")
@@ -163,7 +134,7 @@ class Engine:
 
         Steps under way are learned first; the request may have ended in one of them.
         """
-        self._require_own(request)
+        self._intake.require_own(request)
         if request.state not in ("prefilling", "decoding"):
             raise BadState(f"request {request.number} is {request.state}, not running")
         self._learn(0)
@@ -173,14 +144,10 @@ class Engine:
 
     def resume(self, request: Request) -> None:
         """A preempted request goes on; PoolFull if there is no room."""
-        self._require_own(request)
+        self._intake.require_own(request)
         if request.state != "preempted":
             raise BadState(f"request {request.number} is {request.state}, not preempted")
         self._loads.with_room(self._resume)(request)
-
-    def _require_own(self, request: Request) -> None:
-        if request.owner is not self:
-            raise BadInput(f"request {request.number} was added to another engine")
 
     @property
     def refusal(self) -> PoolFull | None:
@@ -211,11 +178,11 @@ class Engine:
 
     def check(self) -> None:
         """Audits all that lasts from step to step; an AssertionError names the fault."""
-        for owner in (self.offload, self._roster, self._entry, self._followers):
+        for owner in (self.offload, self._roster, self._entry, self._intake.followers):
             owner.check()
         self.runner.check()
         self._handoffs.check(self._roster)
-        check_waiting(self._roster, self._entry, self._followers)
+        check_waiting(self._roster, self._entry, self._intake.followers)
         self._flights.check(self._roster)
         assert len(self._flights) <= self._config.depth, f"{len(self._flights)} steps are under way"
 
@@ -326,7 +293,7 @@ class Engine:
     def _send(self, request: Request, windows: Tensor | None) -> None:
         """The request has ended, and so have its followers to the same place."""
         self._handoffs.send(request, windows)
-        followers = self._followers.release(request)
+        followers = self._intake.followers.release(request)
         for follower in followers:
             self._roster.add(follower)
         for ended in (request, *followers):
@@ -350,7 +317,7 @@ class Engine:
 
     def _forked(self, leader: Request) -> list[Request]:
         assert leader.is_prefilled, f"request {leader.number} has not all of its prompt"
-        followers = self._followers.release(leader)
+        followers = self._intake.followers.release(leader)
         return self._admission.fork(leader, followers, limit=self.pace.batch_limit)
 
     def _launch(self) -> StepPlan:
@@ -483,9 +450,7 @@ class Engine:
         self._entry.release(request)
         self._handoffs.give_up(request)
         self._close(request)
-        heir = self._followers.succeed(request)
-        if heir is not None:
-            self._enter(heir)
+        self._intake.ended(request)
 
     def _close(self, request: Request) -> None:
         """Frees the rows of an ended request once the host has learned its last step."""

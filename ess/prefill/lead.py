@@ -15,19 +15,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, Unpack
 
 from ess.clock import Clock
 from ess.comm.group import Group
-from ess.door.checks import token_ids
 from ess.engine.admission import Admission
 from ess.engine.config import EngineConfig
 from ess.engine.entry import check_prompt
-from ess.engine.followers import Followers
 from ess.engine.handoff import ENDED_MAX, Ended
+from ess.engine.intake import Intake, Wishes
 from ess.engine.plan import Chunk, StepResult
 from ess.engine.process.messages import StageLine
-from ess.engine.request import Reason, Request, State, Take
+from ess.engine.request import Reason, Request, State
 from ess.engine.roster import Roster
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.sampling import Sampling
@@ -97,10 +96,9 @@ class Lead:
         self._admission = Admission(
             self._roster, opens=self._open, resumes=self._resume, tpot_ms=0.0
         )
-        self._followers = Followers()
+        self._intake = Intake(self, self._roster, on_first=self._ask_again)
         self._prompts = Prompts()
         self._batches = Batches(self.stages.count)
-        self._added_count = 0
         self._running_max = config.max_running
         self._may_admit = False
         stage.between = self._between
@@ -111,58 +109,21 @@ class Lead:
         self,
         prompt: Sequence[int],
         sampling: Sampling | None = None,
-        *,
-        priority: int = 0,
-        leader: Request | None = None,
-        salt: bytes = b"",
-        give: int | None = None,
-        take: Take | None = None,
+        **wishes: Unpack[Wishes],
     ) -> Request:
         """As an engine's. Every request gives its rows; none is decoded, scored or taken here."""
-        if leader is not None:
-            self._require_own(leader)
-        if give is None or take is not None:
-            raise BadInput(
-                "this worker only makes prompts for others: a request must give its rows"
-            )
-        if not 0 <= give <= UID_MAX:
-            raise BadInput(f"handoff {give}: its number must be 0 to {UID_MAX}")
-        if len(salt) > SALT_BYTES_MAX:
-            raise BadInput(f"the salt has {len(salt)} bytes, at most {SALT_BYTES_MAX}")
-        request = Request(
-            number=self._added_count,
-            prompt=token_ids("prompt", prompt),
-            sampling=sampling or Sampling(),
-            priority=priority,
-            leader=leader,
-            salt=salt,
-            gives=give,
-            owner=self,
-        )
+        request = self._intake.made(prompt, sampling, **wishes)
+        _check_wishes(request)
         vocabulary = self._stage.runner.model.config.vocab_size
         check_prompt(request, vocabulary=vocabulary, longest=self.offload.sizes.length_max)
-        self._added_count += 1
-        self._enter(request)
+        self._intake.enter(request)
         return request
-
-    def _enter(self, request: Request) -> None:
-        if self._followers.hold(request, request.leader):
-            return
-        self._roster.add(request)
-        if self._roster.first_waiting() is request:
-            self._ask_again()
 
     def cancel(self, request: Request) -> None:
         """May be called at any moment; chunks on their way run to their end and are forgotten."""
-        self._require_own(request)
-        if self._followers.give_up(request):
-            self._roster.add(request)
+        self._intake.leave(request)
         if request.reason is None:
             self._finish(request, "cancelled")
-
-    def _require_own(self, request: Request) -> None:
-        if request.owner is not self:
-            raise BadInput(f"request {request.number} was added to another engine")
 
     def _finish(self, request: Request, reason: Reason) -> None:
         assert request.reason is None, f"request {request.number} ended before"
@@ -172,9 +133,7 @@ class Lead:
         if prompt is not None and reason != "sent":
             self._give_up(prompt)
         self._ask_again()
-        heir = self._followers.succeed(request)
-        if heir is not None:
-            self._enter(heir)
+        self._intake.ended(request)
 
     # ---- what an engine is asked
 
@@ -229,7 +188,7 @@ class Lead:
             self.stages.flush()
 
     def check(self) -> None:
-        for owner in (self._stage, self._roster, self._followers, self._prompts):
+        for owner in (self._stage, self._roster, self._intake.followers, self._prompts):
             owner.check()
         self._batches.check()
         self.stages.check()
@@ -437,7 +396,7 @@ class Lead:
 
     def _send(self, request: Request) -> None:
         """The request has ended, and so have its followers to the same place; others enter."""
-        followers = self._followers.release(request)
+        followers = self._intake.followers.release(request)
         self._finish(request, "sent")
         for follower in followers:
             self._roster.add(follower)
@@ -459,3 +418,12 @@ class Lead:
             self._order(Close(prompt.number))
             self._prompts.remove(prompt)
             self._ask_again()
+
+
+def _check_wishes(request: Request) -> None:
+    if request.gives is None or request.takes is not None:
+        raise BadInput("this worker only makes prompts for others: a request must give its rows")
+    if not 0 <= request.gives <= UID_MAX:
+        raise BadInput(f"handoff {request.gives}: its number must be 0 to {UID_MAX}")
+    if len(request.salt) > SALT_BYTES_MAX:
+        raise BadInput(f"the salt has {len(request.salt)} bytes, at most {SALT_BYTES_MAX}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from ess.door import Offload
 from ess.engine.handoff import Ended
+from ess.engine.intake import Wishes
 from ess.engine.layers.verifier import Verifier
 from ess.engine.plan import StepResult
 from ess.engine.process.messages import StageLine
-from ess.engine.request import Request, Take
+from ess.engine.request import Request
 from ess.engine.step.tuning import Tuning
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.sampling import Sampling
@@ -27,12 +28,7 @@ class Driven(Protocol):
         self,
         prompt: Sequence[int],
         sampling: Sampling | None = None,
-        *,
-        priority: int = 0,
-        leader: Request | None = None,
-        salt: bytes = b"",
-        give: int | None = None,
-        take: Take | None = None,
+        **wishes: Unpack[Wishes],
     ) -> Request: ...
 
     def cancel(self, request: Request) -> None: ...

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, TypedDict
+from typing import Final
 
 import msgspec
 import zmq
@@ -210,7 +210,8 @@ class EngineLoop:
                 priority=message.priority,
                 leader=None if leader is None else leader.request,
                 salt=message.salt.encode(),
-                **_handed_over(message.handoff),
+                give=_given(message.handoff),
+                take=_taken(message.handoff),
             )
         except EssError as error:
             refused = Piece(message.number, reason="refused", sentence=str(error))
@@ -374,17 +375,14 @@ def _line(live: Live, now_s: float) -> RequestLine:
     )
 
 
-class Wishes(TypedDict):
-    give: int | None
-    take: Take | None
+def _given(handoff: Handoff | None) -> int | None:
+    return handoff.uid if handoff is not None and handoff.kind == "give" else None
 
 
-def _handed_over(handoff: Handoff | None) -> Wishes:
-    if handoff is None:
-        return Wishes(give=None, take=None)
-    if handoff.kind == "give":
-        return Wishes(give=handoff.uid, take=None)
-    return Wishes(give=None, take=Take(handoff.uid, handoff.peer, fake=handoff.kind == "fake"))
+def _taken(handoff: Handoff | None) -> Take | None:
+    if handoff is None or handoff.kind == "give":
+        return None
+    return Take(handoff.uid, handoff.peer, fake=handoff.kind == "fake")
 
 
 @dataclass(frozen=True, slots=True)
