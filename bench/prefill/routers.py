@@ -13,6 +13,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,8 @@ FLAGS: Final = (
     *("--policy", "round_robin", "--health-check-endpoint", "/ready"),
     *("--worker-startup-check-interval", "1", "--log-level", "error"),
 )
-ENDED: Final = re.compile(r'^ess_handoffs_total\{how="(\w+)"\} (\S+)$', re.MULTILINE)
+ENDED: Final = re.compile(r'^ess_handoffs_total\{how="(landed|missed)"\} (\S+)$', re.MULTILINE)
+TOLD_S: Final = 10.0
 HOST: Final = "127.0.0.1"
 
 
@@ -45,14 +47,21 @@ class Tier:
     router: str
     decodes: tuple[str, ...]
 
-    def handoffs(self) -> str:
-        """What became of those that decode workers waited for."""
+    def handoffs(self, count: int) -> Counter[str]:
+        """How those ended that decode workers waited for, since they began, when `count` or more
+        have ended. A worker answers a request a moment before it tells of the handoff."""
+        deadline_s = time.monotonic() + TOLD_S
+        while (ended := self._ended()).total() < count and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return ended
+
+    def _ended(self) -> Counter[str]:
         counts: Counter[str] = Counter()
         for url in self.decodes:
             with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
                 for how, count in ENDED.findall(answer.read().decode()):
                     counts[how] += int(float(count))
-        return ", ".join(f"{counts[how]} {how}" for how in ("landed", "missed"))
+        return counts
 
 
 @contextlib.contextmanager

@@ -74,14 +74,17 @@ MEASURES: Final[tuple[tuple[str, str, Measure], ...]] = (
 def serving_rows(talk: Talk, *, router: str = "") -> list[Row]:
     console.note(f"  one ess serve, {talk.requests} prompts of {talk.length:,} tokens ...")
     with started("serve", *THREADS) as (_, url):
-        alone = _heard(talk, url)
+        asyncio.run(_until_up(url))
+        alone = asyncio.run(_heard(talk, url))
     console.note(f"  PP{STAGES} and {DECODES} decode workers behind a router ...")
     with tier(STAGES, DECODES, *THREADS, router=router) as split:
-        apart = _heard(talk, split.url)
-        handoffs = split.handoffs()
+        asyncio.run(_until_up(split.url))
+        before = split.handoffs(1)
+        apart = asyncio.run(_heard(talk, split.url))
+        ended = split.handoffs(before.total() + talk.requests) - before
     config = {
         "router": split.router,
-        "handoffs": handoffs,
+        "handoffs": ", ".join(f"{ended[how]} {how}" for how in ("landed", "missed")),
         "prompt": talk.length,
         "requests": talk.requests,
         "gap_s": round(talk.gap_s, 3),
@@ -100,13 +103,9 @@ def serving_rows(talk: Talk, *, router: str = "") -> list[Row]:
     ]
 
 
-def _heard(talk: Talk, url: str) -> Heard:
-    asyncio.run(_until_up(url))
-    return asyncio.run(_run(talk, url))
-
-
 async def _until_up(url: str) -> None:
-    """A router begins to listen, then finds its workers: until then it refuses."""
+    """A router begins to listen, then finds its workers: until then it refuses. The prompt that is
+    answered at last is handed over as well, and is none of those that are measured."""
     deadline_s = time.monotonic() + UP_S
     while True:
         try:
@@ -118,7 +117,7 @@ async def _until_up(url: str) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _run(talk: Talk, url: str) -> Heard:
+async def _heard(talk: Talk, url: str) -> Heard:
     draw, begun_s, tasks = random.Random(talk.seed), time.monotonic(), []
     for prompt in talk.prompts():
         tasks.append(asyncio.ensure_future(streamed(url, _asked(prompt, talk.output))))
