@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 import numpy as np
 
@@ -24,11 +24,9 @@ from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, checksum, new_epoch
 from ess.transfer.runs import Region, page_runs
 from ess.transfer.transport import Completed, PeerLost, Transfer, Transport
-from ess.transfer.transports.nixl import NixlTransport
-from ess.transfer.transports.shared import SharedTransport, shared_region
-from ess.transfer.transports.tcp import TcpTransport
+from ess.transfer.transports.kinds import Kind, kind_of, open_transport
+from ess.transfer.transports.shared import shared_region
 
-Kind = Literal["tcp", "shared", "nixl"]
 PAGE: Final = 41_984
 PER_POST: Final = 16
 UNDER_WAY: Final = 8
@@ -85,14 +83,7 @@ def _rates(act: Callable[[], object], size: int) -> list[float]:
 
 def _end(kind: Kind, size: int) -> Transport:
     who = Identity(epoch=new_epoch(), seal=SECRET, layout=bytes(32))
-    made: Transport
-    match kind:
-        case "tcp":
-            made = TcpTransport(who)
-        case "shared":
-            made = SharedTransport(who)
-        case "nixl":
-            made = NixlTransport(who)
+    made = open_transport(kind, who)
     region = shared_region(1, size) if kind == "shared" else Region(1, np.empty(size, np.uint8))
     region.memory[:] = 1
     made.register([region])
@@ -197,7 +188,7 @@ def _read_all(sock: socket.socket, size: int) -> None:
 
 def main() -> None:
     name, size = sys.argv[1:]
-    _serve(next(kind for kind in get_args(Kind) if kind == name), int(size))
+    _serve(kind_of(name), int(size))
 
 
 if __name__ == "__main__":

@@ -18,15 +18,13 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ess.clock import RealClock
 from ess.errors import EssError, Unavailable
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, new_epoch
 from ess.transfer.runs import Region
 from ess.transfer.transport import Completed, Failed, PeerLost, Transfer, Transport
-from ess.transfer.transports.nixl import NixlTransport
-from ess.transfer.transports.shared import SharedTransport, shared_region
-from ess.transfer.transports.tcp import TcpTransport
+from ess.transfer.transports.kinds import Kind, kind_of, open_transport
+from ess.transfer.transports.shared import shared_region
 
 SIZE: Final = 64 << 20
 PART: Final = 1 << 20
@@ -41,7 +39,7 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     memcpy_gb_per_s: float
 
 
-def trial(kind: str, host: str) -> Moved:
+def trial(kind: Kind, host: str) -> Moved:
     secret = secrets.token_bytes(32)
     memory = _region(kind)
     memory.memory[:] = np.frombuffer(secrets.token_bytes(SIZE), np.uint8)
@@ -64,7 +62,7 @@ def trial(kind: str, host: str) -> Moved:
     return Moved(gb_per_s=SIZE / took_s / 1e9, memcpy_gb_per_s=SIZE / _copy_s(memory) / 1e9)
 
 
-def answer(kind: str, host: str) -> None:
+def answer(kind: Kind, host: str) -> None:
     """The child: takes what comes until it is asked for the sum."""
     secret, metadata = map(bytes.fromhex, sys.stdin.readline().split())
     memory = _region(kind)
@@ -79,14 +77,12 @@ def answer(kind: str, host: str) -> None:
     end.close()
 
 
-def _end(kind: str, host: str, secret: bytes) -> Transport:
+def _end(kind: Kind, host: str, secret: bytes) -> Transport:
     identity = Identity(epoch=new_epoch(), seal=Seal(secret), layout=bytes(32))
-    if kind == "tcp":
-        return TcpTransport(identity, host=host, clock=RealClock())
-    return (SharedTransport if kind == "shared" else NixlTransport)(identity, clock=RealClock())
+    return open_transport(kind, identity, host=host)
 
 
-def _region(kind: str) -> Region:
+def _region(kind: Kind) -> Region:
     return shared_region(1, SIZE) if kind == "shared" else Region(1, np.zeros(SIZE, np.uint8))
 
 
@@ -120,8 +116,9 @@ def _sum(memory: Region) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    kind, host, *child = arguments
+    name, host, *child = arguments
     try:
+        kind = kind_of(name)
         if child == [ANSWER]:
             answer(kind, host)
             return 0

@@ -23,10 +23,7 @@ from ess.layout import ModelLayout
 from ess.models.weights.fingerprint import fingerprint
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, layout_hash, new_epoch
-from ess.transfer.transport import Transport
-from ess.transfer.transports.nixl import NixlTransport
-from ess.transfer.transports.shared import SharedTransport
-from ess.transfer.transports.tcp import TcpTransport
+from ess.transfer.transports.kinds import open_transport
 
 ADDRESSES_MAX: Final = 1024
 
@@ -47,26 +44,15 @@ def open_port(
         seal=seal,
         layout=layout_digest(launch, whole or offload.layout),
     )
+    host, port = config.transfer_host, config.transfer_port
     return Port(
         offload,
-        _transport(launch, identity, clock),
+        open_transport(config.transport, identity, host=host, port=port, clock=clock),
         seal,
         clock=clock,
         wait_s=config.handoff_wait_s,
         lease_s=config.handoff_lease_s,
     )
-
-
-def _transport(launch: Launch, identity: Identity, clock: Clock) -> Transport:
-    config = launch.config
-    match config.transport:
-        case "tcp":
-            host, port = config.transfer_host, config.transfer_port
-            return TcpTransport(identity, host=host, port=port, clock=clock)
-        case "nixl":
-            return NixlTransport(identity, clock=clock)
-        case "shared":
-            return SharedTransport(identity, clock=clock)
 
 
 def layout_digest(launch: Launch, layout: ModelLayout) -> bytes:
