@@ -78,7 +78,7 @@ def _turns(length: int, rounds: int) -> list[Row]:
 
 
 def _prompts(ids: list[int], length: int) -> Iterator[list[int]]:
-    """The first turn, then second turns that differ behind it: none finds another's pages."""
+    """The first turn, then second turns that share no page behind it."""
     first = ids[: int(CACHED * length)]
     yield first
     for start in count(length, length - len(first)):

@@ -64,7 +64,7 @@ def _pipeline_rows(context: int, chunk: int, *, rounds: int) -> list[Row]:
 
 
 def _served_rows(context: int, *, rounds: int) -> list[Row]:
-    """One server for the first turns and the second ones from host, another for those from disk."""
+    """First turns and second turns from host by a server, then those from disk by another."""
     talks = [turns_of(context, number) for number in range(rounds)]
     with tempfile.TemporaryDirectory(prefix="ess-turns-") as folder:
         flags = ("--threads", "1", "--prefix-cache-dir", folder, "--prefix-cache-disk", DISK)
@@ -89,7 +89,7 @@ def _served_rows(context: int, *, rounds: int) -> list[Row]:
 
 
 def _last_changed(prompt: Sequence[int]) -> list[int]:
-    """Another second turn, so that the one from disk was never made before."""
+    """Another second turn, so that the second turn from disk was never made before."""
     shared = int(CACHED * len(prompt))
     return [*prompt[:shared], *reversed(prompt[shared:])]
 

@@ -136,7 +136,7 @@ class Wire:
         self._shut(socket.SHUT_WR)
 
     def cut(self) -> None:
-        """Wakes whoever reads or writes."""
+        """Wakes the threads that read from this wire or write to it."""
         self._shut(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class Wire:
 
 
 def greet(sock: socket.socket, ends: Ends, secret: bytes, *, patience_s: float) -> Wire:
-    """The side that has dialled. BadInput when the other does not know the secret."""
+    """The side that has dialled. BadInput when the answering side does not know the secret."""
     sock.settimeout(GREETING_S)
     hello = _pack_hello(ends)
     with _closed_unless_met(sock):
@@ -170,7 +170,7 @@ def greet(sock: socket.socket, ends: Ends, secret: bytes, *, patience_s: float) 
 def answer(
     sock: socket.socket, secret: bytes, expected: set[Ends], *, patience_s: float
 ) -> tuple[Ends, Wire]:
-    """The side that is dialled. BadInput when the dialler is nobody whom we expect."""
+    """The side that is dialled. BadInput when we do not expect this dialler."""
     sock.settimeout(GREETING_S)
     with _closed_unless_met(sock):
         hello = _exactly(sock, _HELLO.size)

@@ -1,6 +1,7 @@
 """How a group ends: once, for every rank, with the sentence of the first that saw it.
 
-Peers are told before anybody here learns of it: who then leaves at once leaves nobody guessing.
+Peers are told before the threads of this rank learn of it: a thread may then leave at once, and no
+peer has to guess why.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Ending:
         self._wakes.append(wake)
 
     def fail(self, lost: LinkLost) -> None:
-        """Returns when all have been told, whoever came first."""
+        """Returns when all peers have been told. Only the first sentence is kept and told."""
         with self._lock:
             if self.lost is not None:
                 return

@@ -6,8 +6,8 @@
              each team; none of them is the default group, so nothing of the process is touched
     GO       the lead lets everybody begin when everybody has all of it
 
-Whoever is missing when the time is over is named. A generation meets under names of its own, so
-that late comers of another do not disturb it.
+Ranks that are missing when the time is over are named. A generation meets under names of its own,
+so that late ranks of another generation do not disturb it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def join_group(
     """The group of this rank, when all `size` ranks have come.
 
     init        "tcp://host:port", where rank 0 listens, or "env://" (MASTER_ADDR, MASTER_PORT)
-    secret      what all ranks were started with; who does not know it is nobody's peer
+    secret      what all ranks were started with; a process that does not know it is refused
     device      where tensors lie: they travel over gloo on a CPU, over NCCL on CUDA
     patience_s  how long a peer may take nothing before it counts as lost
     silent_s    how long a peer's beats may stay away before it counts as lost
@@ -225,7 +225,7 @@ class Meeting:
             raise Unavailable(f"{name} cannot be reached at {host}:{port}: {wrong}") from wrong
 
     def _answer(self, listener: socket.socket) -> None:
-        """Waits for all who dial us. Strangers are sent away."""
+        """Waits for all ranks that dial us. Strangers are sent away."""
         place = self._place
         expected = {ends for ends in _wires_of(place) if ends.answerer == place.rank}
         while expected:

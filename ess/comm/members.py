@@ -20,7 +20,7 @@ from ess.comm.tensors import as_bytes, break_waits
 from ess.errors import BadInput
 
 GRACE_S: Final = 1.0
-"""How long a broken exchange waits for the report of who broke it."""
+"""How long a broken exchange waits for the report that names the rank that broke it."""
 _SIZES: Final = DIMS_MAX + 1
 
 

@@ -43,7 +43,7 @@ _BEAT: Final = Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Between whom and with which bounds."""
+    """The peer of a link, and the bounds of what is on its way to it."""
 
     peer: int
     name: str

@@ -241,7 +241,7 @@ class Engine:
         self.offload.forget_prefixes()
 
     def stage_lines(self) -> tuple[StageLine, ...]:
-        """None: it is no pipeline."""
+        """No lines: it is no pipeline."""
         return ()
 
     def close(self) -> None:

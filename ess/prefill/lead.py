@@ -1,4 +1,4 @@
-"""The first stage, which decides for all: who is admitted, what runs next, what may be forgotten.
+"""The first stage decides for all stages which prompts are admitted, run next, and are forgotten.
 
     step: hear reports -> admit -> one micro-batch through the own layers -> on to the next stage
 
@@ -174,7 +174,7 @@ class Lead:
         self._order(Forget())
 
     def meet(self, metadata: bytes) -> None:
-        """The other stages meet the worker that this one has met."""
+        """The other stages meet the worker that this stage has met."""
         self.stages.order(Meet(metadata))
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class Lead:
     # ---- admission
 
     def _ask_again(self) -> None:
-        """Pools change by our orders alone: before the next end no one else fits."""
+        """Pools change by our orders alone: until a prompt ends no other fits."""
         self._may_admit = True
         self._admission.ask_again()
 

@@ -2,7 +2,7 @@
 
     Open    room for a prompt; `cached_count` rows of it are there already, on every stage alike
     Load    so many pages of a prompt have come from the disk of every stage: they count from now on
-    Enter   one that has loaded takes its room on the device, and its handoff begins
+    Enter   a prompt that has loaded takes its room on the device, and its handoff begins
     Run     chunks of opened prompts, as one micro-batch: the only order that a tensor goes with
     GiveUp  no more chunks of it come; a prompt that was not all made is closed at once
     Close   every stage has let go of the rows that were handed over
@@ -62,7 +62,7 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Positions [start, stop) of a prompt. Only one that is the last may be empty."""
+    """Positions [start, stop) of a prompt. Only the last part of a prompt may be empty."""
 
     number: int
     start: int

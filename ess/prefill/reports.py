@@ -64,7 +64,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """`reason` is one of the transfer's; `sentence` says why a handoff was not sent."""
+    """`reason` is a Reason of the transfer; `sentence` says why a handoff was not sent."""
 
     number: int
     reason: int

@@ -178,7 +178,7 @@ class Stages:
         return None if frame is None else frame.head
 
     def _took(self, stage: int, took: Took) -> None:
-        """Frames are obeyed in order, so stage s has taken the next one of those it was sent."""
+        """Frames are obeyed in order, so stage s has taken the next frame that it was sent."""
         self._taken[stage] += 1
         frame = self._taken[stage]
         first = self._expected[0][0] if self._expected else self._sent_count + 1
@@ -218,7 +218,7 @@ class Stages:
 
 
 def members(hellos: Sequence[Hello], layer_total: int) -> list[tuple[bytes, range]]:
-    """Of each stage what other workers must know, and its layers; MTP layers are the last one's."""
+    """What other workers must know of each stage, and its layers: of the last also MTP layers."""
     stops = [*(hello.stop_layer for hello in hellos[:-1]), layer_total]
     return [
         (hello.metadata, range(hello.first_layer, stop))

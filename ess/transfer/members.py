@@ -6,8 +6,8 @@ its own. Others meet them by what their lead says:
     metadata = magic | version, count | bytes of each frame | Members, sealed | Hellos, sealed
 
 A worker that has all layers is met by its Hello alone. Whose layers are whose stands in Members,
-under the seal of the lead: without the secret nobody can claim layers, and Hellos of two boots of a
-group cannot be put together to one.
+under the seal of the lead: without the secret nobody can claim layers, and Hellos of two boots
+cannot be put together into one group.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def members_of(seal: Seal, metadata: bytes) -> tuple[Member, ...]:
     epochs = [_epoch(seal, hello) for hello in hellos]
     if epochs != [epoch for epoch, _, _ in rows] or envelope.sender != epochs[0]:
         said = " ".join(f"{epoch:016x}" for epoch in epochs)
-        raise BadInput(f"peers {said} are not those of whom {envelope.sender:016x} is the lead")
+        raise BadInput(f"peers {said} are not the group that {envelope.sender:016x} leads")
     return tuple(
         Member(epoch, hello, range(begin, end))
         for hello, (epoch, begin, end) in zip(hellos, rows, strict=True)

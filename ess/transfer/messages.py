@@ -333,7 +333,7 @@ def _check_members(members: Members) -> None:
     if not 0 < len(rows) <= MEMBERS_MAX:
         raise BadInput(f"{len(rows)} workers hand over together, must be 1 to {MEMBERS_MAX}")
     if len({epoch for epoch, _, _ in rows}) != len(rows):
-        raise BadInput(f"of {len(rows)} workers that hand over together two have one epoch")
+        raise BadInput(f"of {len(rows)} workers that hand over together two have the same epoch")
     for epoch, begin, end in rows:
         if not epoch or not 0 <= begin < end:
             raise BadInput(f"peer {epoch:016x} has layers {begin}..{end}: they are none")

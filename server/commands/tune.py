@@ -133,8 +133,8 @@ class Tuner:
         console.note(f"tune: {len(default.layers)} stages, prompts of {self._prompt:,} tokens")
         with Pipe(self._plan(default)) as pipe:
             model, longest = self._profile(pipe, default)
-        found = search(model, self._layout, default, self._prompt, chunk_max=longest)
-        chosen = found[: 1 + CONFIRMED]
+        forecasts = search(model, self._layout, default, self._prompt, chunk_max=longest)
+        chosen = forecasts[: 1 + CONFIRMED]
         for each in chosen:
             console.note(f"tune: expected {each.first_token_s:.3f} s: {_shown(each.setting)}")
         seconds = self._confirm([each.setting for each in chosen], model)
@@ -198,7 +198,7 @@ class Tuner:
         return seconds
 
     def _text(self, count: int) -> list[int]:
-        """Another one each time: nothing is cached."""
+        """A new random prompt at each call: nothing of it is cached."""
         vocabulary = self._checkpoint.config.vocab_size
         return [self._random.randrange(vocabulary) for _ in range(count)]
 
@@ -264,8 +264,9 @@ def _times(kind: Kind, stages: int) -> str:
 
 
 def judged(default: Tried, best: Tried, tried: Sequence[Tried]) -> tuple[Tried, str, bool]:
-    """What to take. Sure where every round of the best was faster than every round of the default;
-    the default where the best's middle one was not even that."""
+    """Which of the two to take, the sentence that says why, and whether to trust it: where every
+    round of the best was faster than every round of the default. The default is taken where the
+    middle round of the best was slower than its own."""
     off = max(abs(each.expected_first_token_s / each.middle_s - 1) for each in tried)
     fit = f"expected times were up to {off:.0%} off those measured"
     rounds, gain = len(best.first_token_s), 1 - best.middle_s / default.middle_s

@@ -280,7 +280,7 @@ def test_rows_of_layers_of_another_end_the_handoff(two: Tier) -> None:
     impostor.transport.post(Transfer(peer=two.port.epoch, notification=frame, within_s=9.0))
     outcome = missed(two)
     assert outcome.sentence.startswith(
-        f"layers 0..0 of ROWS, which are another's, from peer {impostor.epoch:016x}"
+        f"layers 0..0 of ROWS, which another worker has, from peer {impostor.epoch:016x}"
     )
     assert two.is_blank(sequence)
     two.check()

@@ -116,7 +116,7 @@ def test_hellos_are_those_of_the_group_in_its_order(order: tuple[int, ...]) -> N
     stages = group()
     rows = tuple(zip(epochs_of(stages), (0, 3, 7), (3, 7, 9), strict=True))
     sealed = SEAL.sealed(Members(rows), sender=rows[0][0], receiver=0)
-    with pytest.raises(BadInput, match="are not those of whom"):
+    with pytest.raises(BadInput, match="are not the group that"):
         members_of(SEAL, framed([sealed, *(stages[number][0] for number in order)]))
 
 
@@ -125,7 +125,7 @@ def test_hellos_of_two_boots_are_no_group() -> None:
     stages, again = group(), identity().hello()
     rows = tuple(zip(epochs_of(stages), (0, 3, 7), (3, 7, 9), strict=True))
     sealed = SEAL.sealed(Members(rows), sender=rows[0][0], receiver=0)
-    with pytest.raises(BadInput, match="are not those of whom"):
+    with pytest.raises(BadInput, match="are not the group that"):
         members_of(SEAL, framed([sealed, stages[0][0], again, stages[2][0]]))
 
 
@@ -133,14 +133,14 @@ def test_only_its_lead_speaks_for_a_group() -> None:
     stages = group()
     rows = tuple(zip(epochs_of(stages), (0, 3, 7), (3, 7, 9), strict=True))
     sealed = SEAL.sealed(Members(rows), sender=rows[1][0], receiver=0)
-    with pytest.raises(BadInput, match=f"of whom {rows[1][0]:016x} is the lead"):
+    with pytest.raises(BadInput, match=f"the group that {rows[1][0]:016x} leads"):
         members_of(SEAL, framed([sealed, *(hello for hello, _ in stages)]))
 
 
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        (((1, 0, 2), (1, 2, 4)), "two have one epoch"),
+        (((1, 0, 2), (1, 2, 4)), "two have the same epoch"),
         (((1, 2, 2),), "layers 2..2: they are none"),
         (((1, 3, 2),), "layers 3..2: they are none"),
         (((0, 0, 2),), "peer 0000000000000000"),

@@ -45,7 +45,7 @@ class Arriving:
             name: [leg.moments[name] for leg in self.legs if name in leg.moments]
             for name in ("answered", "first piece", "complete")
         }
-        at_s = {name: min(found) for name, found in times.items() if found}
+        at_s = {name: min(moments) for name, moments in times.items() if moments}
         if len(times["complete"]) == len(self.legs):
             at_s["complete"] = max(times["complete"])
         else:

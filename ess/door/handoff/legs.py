@@ -4,8 +4,8 @@
       `--> refused, silent, its peer lost, ended by us --> over
 
 A leg is whole when every unit that was reserved for has been read where it lies and has its
-checksum; no message says so. A worker that writes into layers of another has spoilt them perhaps,
-and its leg is missed.
+checksum; no message says so. A worker that writes into layers of another worker may have spoilt
+them, and its leg is missed.
 
 When may the pages be used for something else, and when are checked pages final? Where the transport
 guards, once the ticket is taken back and no payload was under way. Where it does not, bytes that a
@@ -191,7 +191,7 @@ class Legs:
             self._transport.allow(leg.room.ticket)
         elif verdict is Verdict.OUTSIDE and leg.is_counted and not leg.origin.has(piece):
             named = f"layers {piece.layer_begin}..{piece.layer_end - 1} of {piece.kind.name}"
-            self._miss(leg, Reason.ABORTED, f"{named}, which are another's,")
+            self._miss(leg, Reason.ABORTED, f"{named}, which another worker has,")
 
     def _taken(self, leg: Leg, piece: Piece) -> None:
         now_s = self._clock.now_s()

@@ -41,21 +41,21 @@ class Origins:
         return len(self._groups)
 
     def of(self, members: Sequence[Member]) -> tuple[Origin, ...]:
-        """BadInput unless they have each layer once, and layers of one group together."""
+        """BadInput unless the members have each layer once, and layers of one group together."""
         whole = range(self._layout.layer_total)
-        found = [self._origin(each.epoch, each.layers or whole) for each in members]
+        origins = [self._origin(each.epoch, each.layers or whole) for each in members]
         stop = 0
-        for origin in sorted(found, key=lambda origin: origin.layers.start):
+        for origin in sorted(origins, key=lambda origin: origin.layers.start):
             layers = origin.layers
             if layers.start > stop:
-                raise BadInput(f"nobody has layers {stop}..{layers.start - 1}: {_said(found)}")
+                raise BadInput(f"nobody has layers {stop}..{layers.start - 1}: {_said(origins)}")
             if layers.start < stop:
                 twice = f"{layers.start}..{min(stop, layers.stop) - 1}"
-                raise BadInput(f"two have layers {twice}: {_said(found)}")
+                raise BadInput(f"two workers have layers {twice}: {_said(origins)}")
             stop = layers.stop
         if stop != len(whole):
-            raise BadInput(f"nobody has layers {stop}..{len(whole) - 1}: {_said(found)}")
-        return tuple(found)
+            raise BadInput(f"nobody has layers {stop}..{len(whole) - 1}: {_said(origins)}")
+        return tuple(origins)
 
     def _origin(self, peer: int, layers: range) -> Origin:
         layout = self._layout
@@ -84,11 +84,11 @@ class Origins:
         return dict(self._groups)
 
     def knows(self, peer: int) -> bool:
-        """It is met, by itself or as one of several."""
+        """The peer is met, by itself or as a member of a group."""
         return peer in self._peers
 
     def lost(self, peer: int) -> None:
-        """Nothing more comes from this peer, nor anything new from those that it is one of."""
+        """Nothing more comes from this peer, nor anything new from the group that it is in."""
         for lead, group in list(self._groups.items()):
             if peer in (origin.peer for origin in group):
                 del self._groups[lead]

@@ -101,9 +101,9 @@ class Port:
         return self._transport.epoch
 
     def metadata(self, stages: Sequence[tuple[bytes, range]] = ()) -> bytes:
-        """What another worker needs to `meet` this one: sealed, to be sent by any other way. Or to
-        meet several of which this one is the lead, and the first: of each the metadata, and the
-        layers of the whole model that it has, MTP layers included."""
+        """What another worker needs to `meet` this worker: sealed, to be sent by any way. With
+        `stages` it meets a group, whose lead this worker is: of each stage its metadata, and its
+        layers of the whole model, MTP layers included; the stage of this worker first."""
         return joined(self._seal, stages) if stages else self._transport.metadata()
 
     def meet(self, metadata: bytes) -> int:

@@ -4,9 +4,9 @@
                 `--> given up, or a leg is missed -------------> missed
 
 Rows come from a worker that has all layers, or from several that have some each. A handoff lands
-when every leg is whole, and is missed when one is not: the others are then given up. Until it lands
-nothing in the pool is marked, so nobody reads a page of it, and a page cannot become anything else:
-the receiver holds it beside its sequence, whatever happens to that, until all legs are over.
+when every leg is whole, and is missed when a leg is: its other legs are then given up. Until it
+lands nothing in the pool is marked, so nobody reads a page of it, and a page cannot become anything
+else: the receiver holds it beside its sequence, whatever happens to that, until all legs are over.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class Receiver:
     # ---- a handoff ends
 
     def _join(self) -> None:
-        """What the ends of legs mean for their handoffs. One that is missed ends others."""
+        """What the ends of legs mean for their handoffs. A missed leg ends those beside it."""
         while over := self._legs.over():
             for leg in over:
                 entry = self._entries.get(leg.uid)

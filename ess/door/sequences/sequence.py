@@ -178,7 +178,7 @@ class Sequence:
     @property
     def loaded_count(self) -> int | None:
         """Of the pages that it waits for, how many came whole; None while some are on their way.
-        With MTP one that is not followed by another does not count, as of a cached prefix."""
+        With MTP a page that no page follows does not count, as of a cached prefix."""
         if self._load is None:
             return 0
         if not self._load.loading.is_done:

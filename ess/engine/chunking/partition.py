@@ -1,8 +1,9 @@
 """Which layers each stage of a pipeline has.
 
-A pipeline is as fast as its slowest stage. So of all ways to cut the model between layer groups the
-one whose dearest stage is cheapest is taken; of several, the evenest; of several still, the one
-that gives more to later stages: the first stage also decides for all others and begins first.
+A pipeline is as fast as its slowest stage. So of all ways to cut the model between layer groups
+that cut is taken whose dearest stage is cheapest; of equal cuts, the evenest; of cuts that are
+still equal, the cut that gives more layers to later stages: the first stage also decides for all
+stages, and begins first.
 
 What a token costs is counted in operations; differences of less than a fiftieth of a layer are not
 told apart, for operations are only an estimate of time.

@@ -45,7 +45,7 @@ class Driven(Protocol):
     def depth_reasons(self) -> tuple[str, ...]: ...
 
     def stage_lines(self) -> tuple[StageLine, ...]:
-        """None in an engine of one process."""
+        """No lines from an engine of one process."""
 
     @property
     def is_idle(self) -> bool: ...

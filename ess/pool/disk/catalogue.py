@@ -74,7 +74,7 @@ class Catalogue:
             raise Unusable("its pages are of another model, row form, layout or version")
 
     def entries(self, record_max: int) -> list[Entry]:
-        """Those in the first `record_max` records, the one used longest ago first; rows of others
+        """Those in the first `record_max` records, the entry used longest ago first; rows of others
         are deleted. Unusable where rows contradict one another."""
         made = "SELECT content, record, crc, used, size FROM pages ORDER BY used"
         try:

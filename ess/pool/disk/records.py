@@ -16,7 +16,7 @@ class Records:
     """Guarded by its tier's lock. `uses` are entries used since the catalogue was last told."""
 
     def __init__(self, entries: Iterable[Entry], *, record_max: int) -> None:
-        """`entries`: the one used longest ago first."""
+        """`entries`: the entry used longest ago first."""
         self.record_max = record_max
         self.uses: dict[bytes, Entry] = {}
         self._entries = OrderedDict((entry.content, entry) for entry in entries)

@@ -85,7 +85,7 @@ class DiskTier:
             return len(self._records.leading(contents))
 
     def claim(self, contents: Sequence[bytes]) -> Claim:
-        """Those leading ones stay until the claim is released, and are used now."""
+        """The leading pages stay until the claim is released, and count as used now."""
         with self._lock:
             held = tuple(self._records.leading(contents))
             self._records.use(reversed(held))
@@ -146,7 +146,7 @@ class DiskTier:
                 self._writer.add(content, copy)
 
     def lose(self, contents: Iterable[bytes]) -> None:
-        """The pages of these texts are about to be other ones': what was not stored is dropped."""
+        """The pages of these texts get other texts now: what was not stored is dropped."""
         with self._lock:
             for content in contents:
                 self._writer.lose(content)

@@ -25,7 +25,7 @@ from ess.pool.disk.records import Records
 from ess.pool.disk.slab import Bytes, Slab, checksum
 
 Copy = Callable[[Bytes], bool]
-"""Copies a page to where it is told; False where the page was another text's before it was done."""
+"""Copies a page to where it is told; False where the page had another text before it was done."""
 
 BATCH_BYTES: Final = 64 << 20
 BATCH_MAX: Final = 256
@@ -65,7 +65,7 @@ class Writer:
         self.lock.notify_all()
 
     def lose(self, content: bytes) -> None:
-        """The page of this text is about to be another one's."""
+        """The page of this text gets another text now."""
         if self._queue.pop(content, None) is not None:
             self.dropped_count += 1
 

@@ -1,4 +1,4 @@
-"""A timed pipeline as whoever asks it sees it: it starts the processes and gathers their times.
+"""A timed pipeline, from outside: starts its processes, asks them, and gathers their times.
 
 Nothing is handed over, and no server stands before it. Needs no torch.
 """

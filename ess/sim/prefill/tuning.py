@@ -101,14 +101,15 @@ def search(
     stages = len(default.layers)
     balanced = partition(layout, stages, costs=model.costs(layout.layer_count))
     cuts = dict.fromkeys([default.layers, tuple((part.start, part.stop) for part in balanced)])
-    found = [
+    forecasts = [
         forecast(model, setting, prompt)
         for layers in cuts
         for setting in _best_of(model, layers, prompt, chunk_max)
     ]
-    best_s = min(each.first_token_s for each in found)
-    found.sort(key=lambda each: _rank(each, best_s))
-    return [forecast(model, default, prompt), *(each for each in found if each.setting != default)]
+    best_s = min(each.first_token_s for each in forecasts)
+    forecasts.sort(key=lambda each: _rank(each, best_s))
+    others = [each for each in forecasts if each.setting != default]
+    return [forecast(model, default, prompt), *others]
 
 
 def _rank(each: Forecast, best_s: float) -> tuple[int, float]:

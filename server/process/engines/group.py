@@ -74,8 +74,8 @@ class EngineGroup:
         return cls(members)
 
     async def lost(self, *, stopped_s: float) -> Loss:
-        """Waits until a process has ended, or has been stopped for so long: one that somebody has
-        stopped does nothing until it is continued."""
+        """Waits until a process has ended, or has been stopped for so long: a process that got
+        SIGSTOP does nothing until it is continued."""
         passed_s, every_s = 0.0, min(LOOK_S, stopped_s / 4)
         while True:
             done, _ = await asyncio.wait(
@@ -98,7 +98,7 @@ class EngineGroup:
         return loss
 
     def _first(self) -> Loss:
-        """Of the processes that have ended, one that was ended by a signal, if there is any."""
+        """A process that was ended by a signal, if there is any; else any that has ended."""
         ends = [(member, task.result()) for task, member in self._ends.items() if task.done()]
         losses = [Loss(member.lost(end.how), end.is_by_code) for member, end in ends]
         return min(losses, key=lambda loss: loss.is_said)

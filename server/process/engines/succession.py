@@ -66,7 +66,7 @@ class Succession:
             await self._group.stop(within_s=within_s)
 
     async def run(self) -> str:
-        """Until an engine is lost and no other follows; how that one was lost."""
+        """Until an engine is lost and no other follows; how the last engine was lost."""
         while True:
             loss = await self._life()
             sentence = f"the engine is gone: {loss.how}"
@@ -88,7 +88,8 @@ class Succession:
         self._link.renew(endpoint_of(self._given.folder, self._link.place.front, self._number))
 
     async def _bury(self, loss: Loss, sentence: str) -> None:
-        """One that said that it ends has a moment to say why on stderr."""
+        """Ends what is left of the lost engine. If it said that it ends, it first has a moment for
+        its reason, on stderr."""
         assert self._group is not None, "it has been started"
         self._link.interrupt(sentence)
         await self._group.stop(within_s=LAST_WORDS_S if loss.is_said else 0.0)
