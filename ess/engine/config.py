@@ -185,6 +185,11 @@ class ProcessConfig(EngineConfig):
         """Processes of the whole worker."""
         return self.pp_size * self.team_size
 
+    @property
+    def is_staged(self) -> bool:
+        """A pipeline runs, of one stage perhaps, and no engine of one process."""
+        return self.world_size > 1 or self.dynamic_chunking
+
 
 def check_stages(config: ProcessConfig) -> None:
     """What cannot be combined is refused by name, before anything starts."""

@@ -3,6 +3,7 @@ from its definition. The last two are the first with a role."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
@@ -13,7 +14,7 @@ from ess.config import Setting
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd.routers import RouterName
 from ess.server.commands.start.compat_flags import FLAGS, ForeignFlags, check_foreign
-from ess.server.commands.start.settings import FIELDS, SECTIONS
+from ess.server.commands.start.settings import FIELDS, OF_DECODING, SECTIONS
 
 
 def explained(known: Setting) -> str:
@@ -32,22 +33,25 @@ def shown_default(known: Setting) -> str:
     return str(known.default)
 
 
-def _flag(known: Setting) -> Any:
+def _flag(known: Setting, *, show: bool) -> Any:
     """Choices are plain text here: `settings.resolve` also takes their names elsewhere."""
     kind = known.type if known.type in (bool, int, float) else str
     parameter = Parameter(
         name=(known.flag, *FLAGS.get(known.name, ())),
         negative=(f"--no-{known.flag[2:]}",) if kind is bool else (),
         help=explained(known),
+        show=show,
         group=Group(known.section, sort_key=SECTIONS.index(known.section)),
     )
     return Annotated[kind, parameter]
 
 
-def _flags_but(*absent: str) -> dict[str, Any]:
-    """The key for a router's control plane has no flag: processes are listed with theirs."""
+def _flags_but(*absent: str, refused: Collection[str] = ()) -> dict[str, Any]:
+    """The key for a router's control plane has no flag: processes are listed with theirs. A refused
+    flag is read, to say why, and not listed in the help."""
     absent = (*absent, "register_key")
-    return {name: _flag(known) for name, known in FIELDS.items() if name not in absent}
+    fields = {name: known for name, known in FIELDS.items() if name not in absent}
+    return {name: _flag(known, show=name not in refused) for name, known in fields.items()}
 
 
 NOT_OF_PREFILL: Final = ("model", "role", "peers", "fake_prefill", "handoff_failure")
@@ -59,7 +63,9 @@ if TYPE_CHECKING:
     DecodeFlags = dict[str, Any]
 else:
     ServeFlags = TypedDict("ServeFlags", _flags_but("model"), total=False)
-    PrefillFlags = TypedDict("PrefillFlags", _flags_but(*NOT_OF_PREFILL), total=False)
+    PrefillFlags = TypedDict(
+        "PrefillFlags", _flags_but(*NOT_OF_PREFILL, refused=OF_DECODING), total=False
+    )
     DecodeFlags = TypedDict("DecodeFlags", _flags_but(*NOT_OF_DECODE), total=False)
 
 Model = Annotated[str | None, Parameter(name=FLAGS["model"], help=FIELDS["model"].help)]

@@ -75,6 +75,29 @@ def test_what_cannot_be_combined_is_refused_by_name(given: dict, says: str):
         resolve(given, environment={})
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--modes", "none"], ["--calibration", "costs.json"], ["--tbo", "auto"]),
+        *(["--sbo", "combine-down"], ["--mtp-auto"], ["--depth", "1"], ["--promise", "some"]),
+        *(["--budget-every", "0"], ["--no-warm"], ["--verify-every", "5"]),
+        *(["--tpot-ms", "20", "--pp-size", "2"], ["--tpot-ms", "20", "--dynamic-chunking"]),
+    ],
+    ids=" ".join,
+)
+def test_a_flag_of_steps_that_decode_is_refused(words: list[str], monkeypatch, capsys):
+    monkeypatch.setenv("ESS_PEER_SECRET", SECRET)
+    assert cli.main(["prefill", *words]) == 2
+    name = words[0].removeprefix("--no-").removeprefix("--").replace("-", "_")
+    assert f"{name} has no effect on " in capsys.readouterr().err
+
+
+def test_a_file_may_be_that_of_workers_of_every_role(tmp_path: Path):
+    config = tmp_path / "serve.json"
+    config.write_text(json.dumps({"tbo": "auto", "modes": "none"}))
+    resolve({**PREFILL, "tpot_ms": 20.0}, config=config, environment={"ESS_DEPTH": "1"})
+
+
 def test_ranks_are_divided_over_nodes_and_each_start_is_another_generation():
     launch = Launch(model="m", config=None, length_max=2, slot_bytes=1, host_bytes=1, index_bytes=1)
     layers = ((0, 2), (2, 4), (4, 6), (6, 7))

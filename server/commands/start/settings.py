@@ -13,7 +13,7 @@ import difflib
 import ipaddress
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -35,6 +35,13 @@ SECTIONS: Final = (
     *("model", "listening", "limits", "memory", "engine", "handoff", "pipeline"),
     *("times", "telemetry", "trials"),
 )
+OF_DECODING: Final = frozenset(
+    {
+        *("modes", "calibration", "tbo", "sbo", "mtp_auto", "depth", "promise"),
+        *("budget_every", "warm", "verify_every"),
+    }
+)
+"""What only steps that decode obey."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +261,23 @@ def _check_role(settings: Settings) -> None:
         raise BadInput("uds is given without bootstrap_port: no other worker could meet this one")
 
 
+def _check_flags(settings: Settings, names: Iterable[str]) -> None:
+    """Refuses flags that reach nothing in this worker. A file or the environment may say the same
+    to workers of every role."""
+    if settings.role != "prefill":
+        return
+    for name in sorted({*names} & OF_DECODING):
+        raise BadInput(
+            f"{name} has no effect on a prefill worker, which decodes nothing: give it to the"
+            " workers that decode"
+        )
+    if settings.is_staged and "tpot_ms" in names:
+        raise BadInput(
+            "tpot_ms has no effect on stages, which decode nothing: chunk_tokens and"
+            " dynamic_chunking size their chunks"
+        )
+
+
 def _check_equal(settings: Settings) -> None:
     """All processes of a worker count pages alike: no machine decides for itself."""
     if settings.nnodes == 1 and settings.only_rank is None:
@@ -364,7 +388,9 @@ def resolve(
             raise BadInput("peer_secret and peer_secret_file are both given; one of them says it")
         values["peer_secret"] = read_secret(Path(values["peer_secret_file"]))
         origins["peer_secret"] = origins["peer_secret_file"]
-    return Resolved(settings=Settings(**values), origins=origins, notes=tuple(notes))
+    settings = Settings(**values)
+    _check_flags(settings, [name for name, origin in origins.items() if origin == "flag"])
+    return Resolved(settings=settings, origins=origins, notes=tuple(notes))
 
 
 def _read_hidden(path: Path, name: str) -> str:

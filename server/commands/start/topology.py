@@ -26,16 +26,11 @@ from ess.server.process.engines.group import EngineGroup
 HERE: Final = "127.0.0.1"
 
 
-def has_stages(settings: Settings) -> bool:
-    """Whether it is a worker of the pipelined kind, perhaps with a single stage."""
-    return settings.world_size > 1 or settings.dynamic_chunking
-
-
 def layers_of(
     settings: Settings, layout: ModelLayout, config: ModelConfig
 ) -> tuple[tuple[int, int], ...]:
     """The main layers of each stage; empty for an engine without stages."""
-    if not has_stages(settings):
+    if not settings.is_staged:
         return ()
     text = settings.pp_layer_partition
     given = read_partition(text) if text else None
