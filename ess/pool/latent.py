@@ -72,8 +72,8 @@ class LatentPool:
             assert not self.prefix.is_idle(page), f"page {page} is held and idle"
 
     def undo_hold(self, pages: PageIds, idle_pages: list[int]) -> None:
-        """Who held them was refused, and nothing has happened since: the order in which idle pages
-        are forgotten is that of before, `idle_pages`."""
+        """Right after `hold`, where the sequence that held them is refused: idle pages are
+        forgotten in the order of before, `idle_pages`."""
         self.pages.drop(pages)
         self.prefix.restore_idle(idle_pages)
 

@@ -119,7 +119,7 @@ class PrefixIndex:
         return list(self._idle)
 
     def restore_idle(self, pages: list[int]) -> None:
-        """As `idle_pages` was, where nothing but `busy` was said since."""
+        """Takes back every `busy` since the call of `idle_pages` that returned these."""
         assert self._idle.keys() <= set(pages), "a page has become idle since"
         self._idle = OrderedDict.fromkeys(pages)
 

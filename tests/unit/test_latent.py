@@ -117,6 +117,24 @@ def test_a_cached_page_that_is_held_again_is_not_forgotten():
     latent.check()
 
 
+def test_a_hold_that_is_undone_leaves_the_order_of_idle_pages():
+    latent, pages = pool(3), []
+    for number in range(2):
+        [page] = latent.take(1).tolist()
+        complete(latent, page)
+        latent.publish(page, page_hashes([number] * 64)[0])
+        latent.drop(np.array([page], np.int32))
+        pages.append(page)
+    idle = latent.prefix.idle_pages()
+    assert idle == pages
+    latent.hold(np.array(pages[:1], np.int32))
+    latent.undo_hold(np.array(pages[:1], np.int32), idle)
+    assert latent.prefix.idle_pages() == idle
+    latent.check()
+    latent.take(2)
+    assert latent.prefix.idle_pages() == pages[1:], "the page used longest ago was kept"
+
+
 def test_a_copied_page_has_the_rows_the_keys_and_the_marks():
     latent = pool()
     source, target = (int(page) for page in latent.take(2))

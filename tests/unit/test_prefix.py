@@ -59,3 +59,17 @@ def test_idle_pages_are_forgotten_oldest_first_unless_busy_again():
     assert index.forget_oldest() == 2
     assert index.idle_count == 0
     index.check()
+
+
+def test_pages_that_were_busy_for_a_moment_idle_in_the_order_of_before():
+    index = PrefixIndex()
+    for page, content in enumerate(page_hashes(range(192))):
+        index.publish(page, content)
+        index.idle(page)
+    before = index.idle_pages()
+    assert before == [0, 1, 2]
+    index.busy(0)
+    index.restore_idle(before)
+    assert index.idle_pages() == before
+    assert index.forget_oldest() == 0
+    index.check()
