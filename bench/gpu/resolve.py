@@ -2,7 +2,8 @@
 
 A request keeps 1,948 hot rows and takes 100 of a cycle of cold ones, long enough that exact LRU has
 dropped them before they come round: so every step of every request misses 100 rows, and the rows
-lie at random. One graph plans the whole cycle; new step numbers are written before each replay.
+lie at random. One graph plans the whole cycle; step numbers are written and reports cleared before
+each replay, as once for all groups of a step.
 
 The way that `ResolveShape.of` chooses comes first; a ratio above one says that another is faster.
 """
@@ -10,7 +11,6 @@ The way that `ResolveShape.of` chooses comes first; a ratio above one says that 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,19 +19,14 @@ from typing import Final
 import numpy as np
 
 from ess.bench.gpu.rig import GpuRig, Row, row
-from ess.errors import BadState, Unavailable
 from ess.kernels.cuda.arrays import DeviceArray
-from ess.kernels.cuda.driver import call
+from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.graphs import CudaGraph
 from ess.pool.lru.arena import Arena, Split
-from ess.pool.lru.cuda import Residency, now_of
-from ess.pool.lru.cuda_records import (
-    CLUSTER_BLOCKS,
-    CLUSTER_BLOCKS_MAX,
-    PHASE_THREADS,
-    TOGETHER_THREADS,
-    ResolveShape,
-)
+from ess.pool.lru.cuda import Residency
+from ess.pool.lru.cuda_shape import PHASE_THREADS, TOGETHER_THREADS, ResolveShape
+from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
+from ess.units import div_ceil
 
 TOP_K: Final = 2048
 MISSES: Final = 100
@@ -39,12 +34,7 @@ SLOTS: Final = 6400
 CONTEXT_ROWS: Final = 32_768
 LANDING_ROWS: Final = 6000
 WANTED_US: Final = {1: 10.0, 160: 25.0}
-WAYS: Final = {
-    0: "a launch a phase",
-    1: "one block",
-    CLUSTER_BLOCKS: f"cluster of {CLUSTER_BLOCKS}",
-    CLUSTER_BLOCKS_MAX: f"cluster of {CLUSTER_BLOCKS_MAX}",
-}
+WAYS: Final = {False: "a launch a phase", True: "one block"}
 ALONE_BATCH_MAX: Final = 16
 
 
@@ -56,9 +46,8 @@ class Cycle:
         top_k, slots, context = TOP_K // scale, SLOTS // scale // 64 * 64, CONTEXT_ROWS // scale
         self.turns = max(4, (slots - top_k) // max(1, misses) + 8) if misses else 8
         arena = Arena.alone(row_count=batch * context, slot_count=batch * slots)
-        names = ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks", "hit_age")
-        there = {name: DeviceArray(rig.device, getattr(arena, name)) for name in names}
-        self.arena = SimpleNamespace(**there)
+        self.arena = arena_on(rig.device, arena)
+        self.pages = DeviceArray(rig.device, host_pages(batch * context))
         split = Split.create(query_count=batch * queries, top_k=top_k)
         lists = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
         self.split = {name: DeviceArray(rig.device, getattr(split, name)) for name in lists}
@@ -68,68 +57,85 @@ class Cycle:
         self.rows = DeviceArray(
             rig.device, selections(batch, queries, top_k, misses, context, self.turns)
         )
-        self.nows = DeviceArray(rig.device, np.zeros((self.turns, 5), np.int32))
         self.step = 300
 
     def residency(self, shape: ResolveShape) -> Residency:
         device = self.rig.device
-        return Residency(
-            device, shape, self.arena, lambda n: DeviceArray(device, np.zeros(n, np.int32))
-        )
+        ints = lambda n: DeviceArray(device, np.zeros(n, np.int32))  # noqa: E731
+        return Residency(device, self.arena, ResidencyWorkspaces(device, shape, ints, ring=1))
 
     def queue(self, residency: Residency, turn: int) -> None:
-        stream, now = self.rig.stream.handle, residency.now
-        source = self.nows[turn : turn + 1].data_ptr()
-        call("cuMemcpyDtoDAsync", now.data_ptr(), source, now.nbytes, stream)
         rows = self.rows[turn : turn + 1]
         rows.shape = rows.shape[1:]
-        residency.plan(SimpleNamespace(**self.split), rows, stream=stream)
-        claimed = residency.workspace["claimed_slots"]
-        residency.land(claimed, stream=stream, count=residency.claimed_count)
+        residency.plan(
+            SimpleNamespace(**self.split),
+            rows,
+            stream=self.rig.stream.handle,
+            host_page_of=self.pages,
+        )
 
-    def renumber(self) -> None:
-        self.nows.write([self.now(self.step + turn) for turn in range(self.turns)])
+    def renumber(self, residencies: list[Residency]) -> None:
+        """Of each turn a step of its own, and reports that are clear."""
+        for turn, residency in enumerate(residencies):
+            residency.workspaces.now.write(self.now(self.step + turn))
+            residency.workspaces.begin(stream=self.rig.stream.handle)
         self.step += self.turns
 
     def now(self, step: int) -> list[int]:
-        return now_of(
-            step=step,
-            ticket=step,
-            query_count=self.shape.query_max,
-            block_count=self.shape.block_max,
-        )
+        """What the step before has fetched has landed."""
+        count = self.shape.query_max
+        return now_of(step=step, query_count=count, ticket=2 * step, landed=2 * step)
 
-    def us(self, together: int) -> list[float]:
-        """Of one plan and its landing; the arena is as the way measured before has left it."""
-        threads = TOGETHER_THREADS if together else PHASE_THREADS
-        residency = self.residency(replace(self.shape, together=together, threads=threads))
+    def us(self, *, is_together: bool) -> list[float]:
+        """Of one plan; the arena is as the way measured before has left it."""
+        threads = TOGETHER_THREADS if is_together else PHASE_THREADS
+        shape = replace(self.shape, is_together=is_together, threads=threads)
+        turns = [self.residency(shape) for _ in range(self.turns)]
         graph = CudaGraph(self.rig.device)
         with graph.capture(self.rig.stream.handle):
-            for turn in range(self.turns):
+            for turn, residency in enumerate(turns):
                 self.queue(residency, turn)
-        taken = self.rig.us(lambda: graph.launch(self.rig.stream.handle), self.renumber)
-        claimed = residency.report()["claimed"]
-        assert claimed == self.misses, f"{claimed} rows claimed, {self.misses} expected"
+        taken = self.rig.us(
+            lambda: graph.launch(self.rig.stream.handle), lambda: self.renumber(turns)
+        )
+        for residency in turns:
+            claimed = residency.report()["claimed"]
+            assert claimed == self.misses, f"{claimed} rows claimed, {self.misses} expected"
         return [us / self.turns for us in taken]
 
     def landing_us(self, row_count: int) -> list[float]:
-        """Of rows that have just left: they warm and land among the rows of the batch."""
+        """Of rows that have just left: they warm among the rows of the batch."""
         device, stream = self.rig.device, self.rig.stream.handle
-        residency = self.residency(replace(self.shape, together=0, threads=PHASE_THREADS))
+        shape = replace(self.shape, is_together=False, threads=PHASE_THREADS)
+        residency = self.residency(shape)
         order = np.random.default_rng(0).permutation(row_count)
         rows = DeviceArray(device, order.astype(np.int32))
         ages = DeviceArray(device, np.ones(row_count, np.int32))
-        residency.now.write(self.now(self.step + 400))
+        residency.workspaces.now.write(self.now(self.step + 400))
 
-        def land() -> None:
-            residency.warm(rows, ages, stream=stream)
-            slots = residency.workspace["claimed_slots"]
-            residency.land(slots, stream=stream, count=residency.claimed_count)
+        def leave() -> None:
+            residency.drop(rows, stream=stream)
+            residency.workspaces.begin(stream=stream)
 
-        taken = self.rig.us(land, lambda: residency.drop(rows, stream=stream))
+        def warm() -> None:
+            residency.warm(rows, ages, stream=stream, host_page_of=self.pages)
+
+        taken = self.rig.us(warm, leave)
         claimed = residency.report()["claimed"]
         assert claimed == row_count, f"{claimed} rows claimed, {row_count} expected"
         return taken
+
+
+def arena_on(device: Device, arena: Arena) -> SimpleNamespace:
+    names = ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks", "hit_age")
+    there = {name: DeviceArray(device, getattr(arena, name)) for name in names}
+    count = DeviceArray(device, np.array([arena.blocks.size], np.int32))
+    return SimpleNamespace(**there, block_count=count)
+
+
+def host_pages(row_count: int) -> np.ndarray:
+    """Where the pages of these rows are on the host: in no order."""
+    return np.random.default_rng(1).permutation(div_ceil(row_count, 64)).astype(np.int32)
 
 
 def selections(
@@ -157,35 +163,26 @@ def resolve_benchmark(*, smoke: bool) -> Iterator[Row]:
                 cycle = Cycle(rig, batch=batch, queries=queries, misses=misses, scale=scale)
                 yield from plan_rows(cycle, batch, queries, misses)
         row_count = min(LANDING_ROWS, cycle.shape.query_max * TOP_K) // scale
-        yield row(
-            f"warm and land {row_count} rows, batch {batch}", "us", cycle.landing_us(row_count)
-        )
+        yield row(f"warm {row_count} rows, batch {batch}", "us", cycle.landing_us(row_count))
 
 
 def plan_rows(cycle: Cycle, batch: int, queries: int, misses: int) -> Iterator[Row]:
-    """A plan and the landing of its rows, which is one more small kernel."""
-    chosen = cycle.shape.together
+    chosen = cycle.shape.is_together
     wanted = WANTED_US.get(batch) if misses and queries == 1 else None
     baseline = None if wanted is None else ("wanted", wanted)
-    for together in sorted(WAYS, key=lambda way: way != chosen):
-        if together == 1 and batch > ALONE_BATCH_MAX:
+    for is_together in (chosen, not chosen):
+        if is_together and batch > ALONE_BATCH_MAX:
             continue
-        try:
-            us = cycle.us(together)
-        except (BadState, Unavailable) as error:
-            if together == chosen:
-                raise
-            print(f"{WAYS[together]}: not measured, {error}", file=sys.stderr)
-            continue
+        us = cycle.us(is_together=is_together)
         yield row(
-            f"plan and land, batch {batch}, {WAYS[together]}",
+            f"plan, batch {batch}, {WAYS[is_together]}",
             "us",
             us,
             baseline=baseline,
-            target=1.0 if wanted is not None and together == chosen else None,
+            target=1.0 if wanted is not None and is_together == chosen else None,
             queries=queries,
             misses=misses,
             turns=cycle.turns,
         )
-        if together == chosen:
+        if is_together == chosen:
             baseline = ("chosen way", statistics.median(us))

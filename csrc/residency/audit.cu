@@ -14,7 +14,7 @@ enum Kind {
 // Findings begin as zero, the first of each kind as the largest number.
 struct Audit {
     Arena arena;
-    const Now* now;
+    Moment moment;
     i32 *found, *first;
     i32 *used, *resident;
     i64 row_count;
@@ -32,15 +32,16 @@ struct Audit {
         return block == 0 || arena.blocks[block - 1] < start;
     }
 
-    __device__ void slot(i32 at) const {
+    __device__ void slot(i32 at, Landed landed) const {
         const i32 row = arena.row_of[at], ticket = arena.ticket_of[at];
+        const bool is_landed = landed.has(ticket);
         const bool is_used = row >= 0, is_dirty = arena.dirty[at] != 0;
         const bool possible = row >= -1 && row < row_count;
         require(possible, kRow, at);
         require(!is_used || !possible || arena.slot_of[row] == at, kElsewhere, at);
-        require(!is_used || arena.last_use[at] <= now->step, kFuture, at);
-        require(!is_dirty || ticket == 0, kDirtyInFlight, at);
-        require(is_used || (!is_dirty && ticket == 0), kFreeButBound, at);
+        require(!is_used || arena.last_use[at] <= moment.now->step, kFuture, at);
+        require(!is_dirty || is_landed, kDirtyInFlight, at);
+        require(is_used || (!is_dirty && is_landed), kFreeButBound, at);
         require(ticket >= 0, kTicket, at);
         if (is_used) atomicAdd(used, 1);
     }
@@ -57,12 +58,13 @@ struct Audit {
 
 ESS_KERNEL __launch_bounds__(kThreads) ess_audit(const __grid_constant__ Audit call) {
     const i32 start = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
-    const i32 slots = call.now->block_count * kPageRows;
+    const i32 slots = call.arena.slot_count();
+    const Landed landed = call.moment.landed();
     for (i32 i = start; i < slots; i += step) {
         const i32 block = i / kPageRows;
         const bool sound = call.block_is_sound(block);
         if (i % kPageRows == 0) call.require(sound, kBlock, call.arena.blocks[block]);
-        if (sound) call.slot(call.arena.blocks[block] + i % kPageRows);
+        if (sound) call.slot(call.arena.blocks[block] + i % kPageRows, landed);
     }
     for (i64 row = start; row < call.row_count; row += step) call.row(i32(row));
 }

@@ -11,16 +11,18 @@ namespace {
 struct Locate {
     Arena arena;
     Selection selection;
-    const Now* now;
+    Moment moment;
+    const i32* queries;
     Report* report;
     i32* slots;
+    i64 query_first;
     i64 split_width;
 
-    __device__ i32 slot(i32 query, i32 column) const {
+    __device__ i32 slot(i32 query, i32 column, Landed landed) const {
         const i32 row = selection.translate(query, column);
         if (row == -1) return -1;
         const i32 found = selection.names(row) ? arena.slot_of[row] : -1;
-        if (found >= 0 && arena.ticket_of[found] == 0) return found;
+        if (found >= 0 && landed.has(arena.ticket_of[found])) return found;
         atomicAdd(&report->faults, 1);
         return -1;
     }
@@ -29,12 +31,13 @@ struct Locate {
 }  // namespace
 
 ESS_KERNEL __launch_bounds__(kThreads) ess_locate(const __grid_constant__ Locate call) {
-    const i32 query = blockIdx.x;
-    if (query >= call.now->query_count) return;
-    const bool stamps = call.now->stamps != 0;
+    const i32 query = blockIdx.x, step = call.moment.now->step;
+    if (query >= *call.queries - call.query_first) return;
+    const bool stamps = call.moment.now->stamps != 0;
+    const Landed landed = call.moment.landed();
     for (i32 column = threadIdx.x; column < call.selection.width; column += kThreads) {
-        const i32 slot = call.slot(query, column);
+        const i32 slot = call.slot(query, column, landed);
         call.slots[query * call.split_width + column] = slot;
-        if (stamps && slot >= 0) store_relaxed(&call.arena.last_use[slot], call.now->step);
+        if (stamps && slot >= 0) store_relaxed(&call.arena.last_use[slot], step);
     }
 }

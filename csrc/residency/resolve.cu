@@ -1,4 +1,4 @@
-// One kernel a phase, for batches that fill the device. The report is zero before the first.
+// One kernel a phase, for batches that fill the device. 
 #include "phases.cuh"
 
 ESS_PHASE(ess_probe) {

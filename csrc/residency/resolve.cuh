@@ -11,7 +11,8 @@ constexpr i32 kBins = 256;
 constexpr u32 kAllLanes = ~0u;
 static_assert(kThreads % 32 == 0, "blocks are whole warps");
 
-// The arrays of ess/pool/arena.py, on the device.
+// The arrays of ess/pool/arena.py, on the device. How many blocks a group owns changes with its
+// budget, so it lies there too.
 struct Arena {
     i32* slot_of;
     i32* row_of;
@@ -19,16 +20,59 @@ struct Arena {
     i32* ticket_of;
     u8* dirty;
     const i32* blocks;
+    const i32* block_count;
     u64* hit_age;
+
+    __device__ i32 slot_count() const { return *block_count * kPageRows; }
 };
 
-// What changes from step to step lies on the device, so that a graph can be replayed.
+// What changes from step to step lies on the device, so that a graph can be replayed. All groups of
+// a step share it: what differs between its calls are constants of their records.
 struct Now {
     i32 step;
     i32 ticket;
+    i32 landed;
+    i32 behind;
     i32 query_count;
-    i32 block_count;
     i32 stamps;
+};
+
+// Which copies have landed, by lane: even tickets are of the lane that steps fetch on, odd ones of
+// the lane of landings.
+//
+// The specification clears the ticket of a slot when its copy has landed; here it stays, and a
+// number says up to which tickets all have landed. These are equivalent because a lane is first in
+// first out and its tickets are taken in the order in which its copies are queued: the copies that
+// have landed are a prefix of the tickets at any time, and a prefix is a number. Another copy that
+// takes the slot gives it a later ticket, so "one that has passed to another copy keeps it" holds
+// too. The lanes are not ordered with one another, so each has its own number.
+//
+// Nobody writes the number while kernels read it, or two phases of a call could see two of them: a
+// call is told how many copies of its step the stream that it runs on has waited for. The result is
+// thus a function of what was queued, and not of how fast copies were.
+//
+// Wrong if tickets of a lane are queued out of order, on two streams, or start over while a slot
+// has an old one: then they must be cleared first.
+struct Landed {
+    i32 upto[2];
+
+    __device__ bool has(i32 ticket) const { return ticket <= ((ticket & 1) ? upto[1] : upto[0]); }
+};
+
+// A call's place in its step: its own copy is the copy-th, and the first `waited` of them have been
+// waited for, none of them if it is 0. Constants of a record; a lane's tickets are two apart.
+struct Moment {
+    const Now* now;
+    i64 copy;
+    i64 waited;
+
+    __device__ i32 ticket() const { return now->ticket + 2 * i32(copy); }
+
+    __device__ Landed landed() const {
+        Landed landed = {{now->landed, now->behind}};
+        if (waited > 0) landed.upto[now->ticket & 1] = now->ticket + 2 * i32(waited);
+        return landed;
+    }
 };
 
 struct Report {

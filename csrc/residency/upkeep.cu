@@ -1,9 +1,9 @@
-// What happens to slots between plans: land(), settle(), drop() and clear_block() of
-// ess/pool/lru.py.
+// What happens to slots between plans: settle(), drop() and clear_block() of
+// ess/pool/lru/specification.py. Nothing happens when a copy lands (resolve.cuh, Landed).
 //
-// One thread an element. No two elements of a list name the same slot; rows that leave may be named
-// twice, since an exchange gives their slot to one of the threads. The number of elements lies on
-// the device, with the list, as a plan has left it there.
+// One thread an element; a negative one is passed over. No two elements of a list name the same
+// slot; rows that leave may be named twice, since an exchange gives their slot to one of the
+// threads. The number of elements may lie on the device, with the list.
 //
 // Blocks are cleared all or none, as a chunk changes its owner whole, so one block of threads does
 // it: everybody has looked before anybody clears.
@@ -15,7 +15,7 @@ struct Upkeep {
     Arena arena;
     const i32* list;
     const i32* count;
-    const Now* now;
+    Moment moment;
     Report* report;
     i64 count_max;
 
@@ -26,10 +26,10 @@ struct Upkeep {
     // The i-th slot of the listed blocks, and whether something holds it there.
     __device__ i32 slot(i32 i) const { return list[i / kPageRows] + i % kPageRows; }
 
-    __device__ bool is_held(i32 at) const {
+    __device__ bool is_held(i32 at, Landed landed) const {
         if (arena.row_of[at] < 0) return false;
-        const bool bound = arena.dirty[at] != 0 || arena.ticket_of[at] != 0;
-        return bound || arena.last_use[at] >= now->step;
+        const bool bound = (arena.dirty[at] != 0) | !landed.has(arena.ticket_of[at]);
+        return bound | (arena.last_use[at] >= moment.now->step);
     }
 
     __device__ void empty(i32 at) const {
@@ -47,22 +47,15 @@ struct Upkeep {
 #define ESS_EACH(i) \
     for (i32 i = blockIdx.x * kThreads + threadIdx.x; i < call.size(); i += gridDim.x * kThreads)
 
-// The copy that brought these slots is complete; one that has passed to another copy keeps it.
-ESS_UPKEEP(ess_land) {
-    ESS_EACH(i) {
-        i32* ticket = call.arena.ticket_of + call.list[i];
-        if (*ticket == call.now->ticket) *ticket = 0;
-    }
-}
-
 // The host copies of these slots are as new as they are.
 ESS_UPKEEP(ess_settle) {
-    ESS_EACH(i) call.arena.dirty[call.list[i]] = 0;
+    ESS_EACH(i) if (call.list[i] >= 0) call.arena.dirty[call.list[i]] = 0;
 }
 
 // These rows leave, whatever their state; absent ones are passed over.
 ESS_UPKEEP(ess_drop) {
     ESS_EACH(i) {
+        if (call.list[i] < 0) continue;
         const i32 slot = atomicExch(&call.arena.slot_of[call.list[i]], -1);
         if (slot >= 0) call.empty(slot);
     }
@@ -72,10 +65,12 @@ ESS_UPKEEP(ess_drop) {
 ESS_UPKEEP(ess_clear_blocks) {
     ESS_SHARED u32 of_warp[kWarps];
     const i32 count = call.size() * kPageRows;
+    const Landed landed = call.moment.landed();
     i32 held = 0;
     for (i32 base = 0; base < count; base += kThreads) {
         const i32 i = base + i32(threadIdx.x);
-        held += rank_votes(i < count && call.is_held(call.slot(i)), false, of_warp).total[0];
+        const bool stays = i < count && call.is_held(call.slot(i), landed);
+        held += rank_votes(stays, false, of_warp).total[0];
     }
     if (threadIdx.x == 0) call.report->held = held;
     for (i32 i = threadIdx.x; held == 0 && i < count; i += kThreads) {

@@ -7,8 +7,7 @@ from typing import Final
 
 from ess.kernels.cuda.program import Program
 from ess.kernels.cuda.rows import MoveForm, flat_form, ring_form
-from ess.pool.lru.cuda_records import (
-    CLUSTER_BLOCKS,
+from ess.pool.lru.cuda_shape import (
     PHASE_THREADS,
     TOGETHER_THREADS,
     resolve_program,
@@ -23,9 +22,8 @@ def programs() -> Iterator[Program]:
         yield flat_form(row_bytes).program
         if row_bytes % 16 == 0:
             yield ring_form(row_bytes).program
-    yield resolve_program(together=0, threads=PHASE_THREADS)
-    for blocks in (1, CLUSTER_BLOCKS):
-        yield resolve_program(together=blocks, threads=TOGETHER_THREADS)
+    yield resolve_program(is_together=False, threads=PHASE_THREADS)
+    yield resolve_program(is_together=True, threads=TOGETHER_THREADS)
     for file in ("locate.cu", "upkeep.cu", "audit.cu"):
         yield slot_program(file, PHASE_THREADS)
 

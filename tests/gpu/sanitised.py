@@ -12,10 +12,12 @@ from tests.support import residency_scenarios as residency
 
 if __name__ == "__main__":
     scenarios.every_form_moves_the_same_bytes((584, 656), 200)
-    for together in (0, 1, 8):
-        residency.a_graph_is_replayed_with_changing_selections(3, 1, together=together)
-        residency.a_landing_warms_and_fills_behind_the_plans(together)
+    for is_together in (False, True):
+        residency.a_graph_is_replayed_with_changing_selections(3, 1, is_together=is_together)
+        residency.a_landing_warms_and_fills_behind_the_plans(is_together)
     residency.an_audit_names_what_is_wrong()
     residency.positions_become_slots_when_all_is_resident()
     residency.rows_leave_and_are_settled()
+    residency.tickets_start_over_when_all_has_landed()
+    residency.what_is_in_flight_is_not_located()
     print("all scenarios played")

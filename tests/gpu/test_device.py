@@ -19,12 +19,13 @@ from ess.pool.cuda_programs import ROW_BYTES as ROW_SIZES
 from ess.pool.cuda_programs import rival_form
 from tests.support import device_scenarios as scenarios
 from tests.support import residency_scenarios as residency
-from tests.support.twins import Campaign, Side, assert_every_case_was_met
+from tests.support.device_residency import DeviceCampaign
+from tests.support.twins import assert_every_case_was_met
 
 pytestmark = pytest.mark.gpu
 
 SANITISED = Path(__file__).with_name("sanitised.py")
-WAYS = {0: "phases", 1: "alone", 8: "cluster"}
+WAYS = {False: "phases", True: "together"}
 REPLAYS = 1000
 REFUSALS = ("Device not supported", "Unable to initialize", "driver is not supported")
 
@@ -67,21 +68,18 @@ def test_pinned_memory_is_near_and_not_for_children():
 
 
 @pytest.mark.skipif(not native.available(), reason=native.why_missing())
-@pytest.mark.parametrize("together", WAYS, ids=WAYS.get)
-def test_the_planner_agrees_over_a_campaign(together):
-    from ess.pool.lru import specification
-
-    world = Campaign(7)
-    world.sides = [Side(specification, (3, 2)), Side(residency.OnDevice(together=together), (3, 2))]
+@pytest.mark.parametrize("is_together", WAYS, ids=WAYS.get)
+def test_the_planner_agrees_over_a_campaign(is_together):
+    world = DeviceCampaign(7, residency.OnDevice(is_together=is_together))
     for _ in range(150):
         world.one_step()
     assert_every_case_was_met(world.seen)
 
 
-@pytest.mark.parametrize("together", WAYS, ids=WAYS.get)
-def test_a_thousand_replays_of_one_graph(together):
+@pytest.mark.parametrize("is_together", WAYS, ids=WAYS.get)
+def test_a_thousand_replays_of_one_graph(is_together):
     step = residency.Step(
-        query_max=4, top_k=512, row_count=20_000, slot_count=4096, together=together
+        query_max=2, top_k=512, row_count=20_000, slot_count=4096, is_together=is_together
     )
     for number in range(REPLAYS):
         step.replay(300 + number, step.select())
@@ -89,26 +87,25 @@ def test_a_thousand_replays_of_one_graph(together):
             step.check(300 + number)
 
 
-@pytest.mark.parametrize("together", [0, 8, 16])
-def test_a_batch_of_160_requests(together):
+def test_a_batch_of_160_requests():
     step = residency.Step(
-        query_max=160, top_k=2048, row_count=60_000, slot_count=32_768, together=together
+        query_max=80, top_k=2048, row_count=60_000, slot_count=32_768, is_together=False
     )
     for number in range(6):
         step.replay(300 + number, step.select())
         step.check(300 + number)
 
 
-@pytest.mark.parametrize("together", [0, 8])
-def test_repeats_are_equal_bit_for_bit(together):
+def test_repeats_are_equal_bit_for_bit():
     """Twenty runs of one plan from one state, at a size where blocks race."""
     seen = set()
     for _ in range(20):
         step = residency.Step(
-            query_max=64, top_k=1024, row_count=9000, slot_count=4096, together=together
+            query_max=32, top_k=1024, row_count=9000, slot_count=4096, is_together=False
         )
         step.replay(300, step.select())
-        seen.add(step.residency.arena.row_of.read().tobytes() + step.splits.slots.read().tobytes())
+        slots = b"".join(split.slots.read().tobytes() for split in step.splits)
+        seen.add(step.residency.arena.row_of.read().tobytes() + slots)
     assert len(seen) == 1
 
 
@@ -116,11 +113,19 @@ def test_positions_become_slots():
     residency.positions_become_slots_when_all_is_resident()
 
 
-@pytest.mark.parametrize("together", WAYS, ids=WAYS.get)
-def test_a_landing_warms_and_fills(together):
+@pytest.mark.parametrize("is_together", WAYS, ids=WAYS.get)
+def test_a_landing_warms_and_fills(is_together):
     residency.a_landing_warms_and_fills_behind_the_plans(
-        together, row_count=30_000, slot_count=4096
+        is_together, row_count=30_000, slot_count=4096
     )
+
+
+def test_tickets_start_over():
+    residency.tickets_start_over_when_all_has_landed()
+
+
+def test_what_is_in_flight_is_not_located():
+    residency.what_is_in_flight_is_not_located()
 
 
 def test_an_audit_names_what_is_wrong():

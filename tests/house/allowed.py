@@ -13,6 +13,7 @@ KEPT: Final = {
     "ess.kernels.cuda.triton.rows:encode_rows": "an op, called as ops.encode_rows",
     "ess.kernels.cuda.triton.rows:store_keys": "for an engine on CUDA: keys to pages in one launch",
     "ess.pool.lru.cuda:Residency.clear_blocks": "the twin of SparsePool.move_chunk on a device",
+    "ess.pool.lru.cuda:forget_tickets": "SparsePool.begin_step starts tickets over on a device",
     **dict.fromkeys(
         (
             "ess.transfer.transports.inprocess:Exchange",

@@ -17,7 +17,6 @@ from ess.kernels.cuda import program
 from ess.kernels.cuda.program import ARCHITECTURES, Program
 from ess.kernels.cuda.rows import Hint, MoveForm
 from ess.pool import cuda_programs
-from ess.pool.lru.cuda_records import CLUSTER_BLOCKS_MAX, TOGETHER_THREADS, resolve_program
 
 needs_nvrtc = pytest.mark.skipif(
     program.why_missing() is not None, reason=str(program.why_missing())
@@ -35,12 +34,11 @@ TRIED = [
     ).program
     for stores, in_flight, waits in itertools.product(get_args(Hint), (1, 2, 4), (False, True))
 ]
-"""What benchmarks load beside what serving loads: other hints and depths, a rival, a cluster."""
+"""What benchmarks load beside what serving loads: other hints and depths, a rival."""
 EVERY = [
     *cuda_programs.programs(),
     *TRIED,
     cuda_programs.rival_form(656).program,
-    resolve_program(together=CLUSTER_BLOCKS_MAX, threads=TOGETHER_THREADS),
 ]
 SMALL = Program(file="rival.cu", defines=(("ESS_ROW_BYTES", 32), ("ESS_LOAD", 0), ("ESS_STORE", 0)))
 SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(volatile float* at) {

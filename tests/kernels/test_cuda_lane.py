@@ -38,11 +38,13 @@ LANE = (
 )
 RESIDENCY = (
     "a_graph_is_replayed_with_changing_selections",
-    "a_cluster_replays_a_graph",
     "a_landing_warms_and_fills_behind_the_plans",
     "an_audit_names_what_is_wrong",
+    "phases_replay_a_graph",
     "positions_become_slots_when_all_is_resident",
     "rows_leave_and_are_settled",
+    "tickets_start_over_when_all_has_landed",
+    "what_is_in_flight_is_not_located",
 )
 SCENARIOS = dict.fromkeys(LANE, device_scenarios) | dict.fromkeys(RESIDENCY, residency_scenarios)
 

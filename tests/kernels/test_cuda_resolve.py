@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import types
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,25 +16,30 @@ from ess.errors import BadInput
 from ess.pool.lru import specification
 from ess.pool.lru.arena import AGE_MAX, Arena, Split
 from ess.pool.lru.cuda_audit import SENTENCES
-from ess.pool.lru.cuda_records import CLUSTER_BLOCKS, NOW, ResolveShape, resolve_record, warm_record
+from ess.pool.lru.cuda_records import moment_record, resolve_record, warm_record
+from ess.pool.lru.cuda_shape import NOW, Moment, ResolveShape
+from ess.pool.lru.cuda_workspaces import now_of, workspace_sizes
+from tests.support.device_residency import DeviceCampaign, Specified, host_pages, host_rows
 from tests.support.emulate import needs_compiler
 from tests.support.emulated_residency import LINE, Emulated
-from tests.support.twins import CLAIMED, Campaign, Side, assert_every_case_was_met, ids
+from tests.support.twins import CLAIMED, assert_every_case_was_met, ids
 
 pytestmark = needs_compiler
 
 
-TOGETHER = {"phases": 0, "alone": 1, "cluster": 4}
+@pytest.fixture(scope="module", params=[False, True], ids=["phases", "together"])
+def kernels(request, folder):
+    return Emulated(folder, is_together=request.param)
 
 
-@pytest.fixture(scope="module", params=TOGETHER)
-def operations(request, folder):
-    return Emulated(folder, together=TOGETHER[request.param])
+@pytest.fixture
+def operations(kernels):
+    kernels.reset()
+    return kernels
 
 
 def campaign(operations, seed, step_count):
-    world = Campaign(seed)
-    world.sides = [Side(specification, (3, 2)), Side(operations, (3, 2))]
+    world = DeviceCampaign(seed, operations)
     for _ in range(step_count):
         world.one_step()
     return world.seen
@@ -51,14 +55,17 @@ def test_many_steps_agree(operations, seed):
     assert_every_case_was_met(campaign(operations, seed, 150))
 
 
-def both(operations, make, rows, *, step, ticket=1):
+NOW_WORDS = now_of(step=1, ticket=2, query_count=0)
+
+
+def both(operations, make, rows, *, step, ticket=2):
     """Claims of the specification and of the kernels, from the same arena; all arrays equal."""
     splits = [Split.create(query_count=len(rows), top_k=rows.shape[1]) for _ in range(2)]
     plans = [
         lambda arena, one=one, split=split: one.plan(
             arena, rows, step=step, ticket=ticket, split=split
         )
-        for one, split in zip((specification, operations), splits, strict=True)
+        for one, split in zip((Specified(), operations), splits, strict=True)
     ]
     claims = agree(make, *plans)
     for name in ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"):
@@ -95,7 +102,7 @@ def aged_arena(slot_count, *, seed=0, row_count=20_000):
     arena.slot_of[arena.row_of[used]] = used
     arena.last_use[:] = 1000 - random.integers(0, 400, slot_count)
     arena.dirty[used] = random.random(used.size) < 0.1
-    arena.ticket_of[used] = (random.random(used.size) < 0.1) * 7
+    arena.ticket_of[used] = random.choice([0, 7, 8], used.size, p=[0.9, 0.05, 0.05])
     arena.ticket_of[arena.dirty != 0] = 0
     return arena
 
@@ -103,17 +110,17 @@ def aged_arena(slot_count, *, seed=0, row_count=20_000):
 @pytest.mark.parametrize("wanted", [1, 100, 3000])
 def test_the_oldest_of_several_tiles(operations, wanted):
     rows = np.arange(wanted, dtype=np.int32)[None]
-    claims = both(operations, lambda: aged_arena(2048), rows, step=1000, ticket=9)
+    claims = both(operations, lambda: aged_arena(2048), rows, step=1000, ticket=20)
     assert claims.slots.size == wanted or claims.place_count > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("together", [0, 1])
-def test_tiles_of_blocks_wider_than_the_bins(together, folder):
+@pytest.mark.parametrize("is_together", [False, True])
+def test_tiles_of_blocks_wider_than_the_bins(is_together, folder):
     """A thread then clears counts of another tile's that other threads have read."""
-    wide = Emulated(folder, together=together, threads=512)
+    wide = Emulated(folder, is_together=is_together, threads=512)
     rows = np.arange(3000, dtype=np.int32).reshape(2, 1500)
-    both(wide, lambda: aged_arena(8192), rows, step=1000, ticket=9)
+    both(wide, lambda: aged_arena(8192), rows, step=1000, ticket=20)
 
 
 @pytest.mark.parametrize("age", [1, 150, 254, 255, 256, 400])
@@ -134,8 +141,8 @@ def test_of_equal_ages_the_first_rows_are_let_in(operations):
 
     def full():
         one = arena()
-        specification.fill(one, ids(range(64)), step=300, ticket=1)
-        specification.land(one, ids(range(64)), ticket=1)
+        specification.fill(one, ids(range(64)), step=300, ticket=3)
+        specification.land(one, ids(range(64)), ticket=3)
         one.last_use[:] = 300
         one.last_use[[7, 30]] = 295, 291
         return one
@@ -175,7 +182,7 @@ def test_a_landing_learns_what_no_copy_may_read(operations):
     host_page_of = ids([4, 5, *range(6, 14)])
     rows = ids([0, 9, 63, 127, 500])
     arena = Arena.alone(row_count=640, slot_count=128)
-    operations.fill(arena, rows, step=5, ticket=1, host_page_of=host_page_of, stored=stored)
+    operations.fill(arena, rows, step=5, ticket=3, host_page_of=host_page_of, stored=stored)
     assert operations.report["unwritten"] == 3
     host_rows = operations.work["claimed_host_rows"][: rows.size]
     np.testing.assert_array_equal(host_rows, [256, 265, 319, 383, 11 * 64 + 500 % 64])
@@ -271,7 +278,7 @@ def test_ages_saturate_and_are_counted_once(operations):
     assert claims.hit_count > 64
     arena = aged_arena(64, seed=5)
     specification.plan(
-        arena, rows, step=1300, ticket=1, split=Split.create(query_count=3, top_k=64)
+        arena, rows, step=1300, ticket=2, split=Split.create(query_count=3, top_k=64)
     )
     assert arena.hit_age[AGE_MAX] > 0
 
@@ -287,10 +294,10 @@ def test_positions_are_translated_on_the_way(operations):
     specification.translate(positions, table, table_row, ids([256, 128, 256]), out=rows)
     arenas = [Arena.alone(row_count=640, slot_count=128) for _ in range(2)]
     splits = [Split.create(query_count=3, top_k=50) for _ in range(2)]
-    specification.plan(arenas[0], rows, step=5, ticket=1, split=splits[0])
+    specification.plan(arenas[0], rows, step=5, ticket=2, split=splits[0])
     given = {"positions": positions, "page_table": table, "table_row": table_row}
     given |= {"rows": np.full_like(rows, -9), "host_page_of": ids(range(100, 110))}
-    claims = operations.plan(arenas[1], rows, step=5, ticket=1, split=splits[1], **given)
+    claims = operations.plan(arenas[1], rows, step=5, ticket=2, split=splits[1], **given)
     np.testing.assert_array_equal(given["rows"], rows)
     np.testing.assert_array_equal(splits[1].slots, splits[0].slots)
     host_rows = operations.work["claimed_host_rows"][: claims.rows.size]
@@ -307,7 +314,7 @@ def test_a_position_beyond_its_context_is_reported(operations):
     }
     given |= {"rows": np.zeros((2, 2), np.int32), "length": ids([10, 10])}
     with pytest.raises(AssertionError):
-        operations.plan(arena, given["rows"], step=5, ticket=1, split=split, **given)
+        operations.plan(arena, given["rows"], step=5, ticket=2, split=split, **given)
     assert operations.report["faults"] == 1
     assert split.slots[1, 1] == -1
     assert split.slots[0, 1] == split.slots[1, 0] >= 0
@@ -320,7 +327,7 @@ def test_a_position_beyond_the_page_table_is_reported(operations):
     given = {"positions": ids([[0, 64], [0, 64]]), "page_table": ids([[3], [4]])}
     given |= {"table_row": ids([0, 1]), "rows": np.zeros((2, 2), np.int32)}
     with pytest.raises(AssertionError):
-        operations.plan(arena, given["rows"], step=5, ticket=1, split=split, **given)
+        operations.plan(arena, given["rows"], step=5, ticket=2, split=split, **given)
     assert operations.report["faults"] == 2
     assert (split.slots[:, 1] == -1).all()
     assert (split.slots[:, 0] >= 0).all()
@@ -331,39 +338,87 @@ def test_a_row_that_cannot_be_is_reported_and_left_out(operations, wrong):
     arena = Arena.alone(row_count=640, slot_count=64)
     split = Split.create(query_count=1, top_k=3)
     with pytest.raises(AssertionError):
-        operations.plan(arena, ids([[5, wrong, 6]]), step=5, ticket=1, split=split)
+        operations.plan(arena, ids([[5, wrong, 6]]), step=5, ticket=2, split=split)
     assert operations.report["faults"] == 1
     assert split.slots.tolist()[0][1] == -1
     specification.check(arena, step=5)
 
 
+def test_rows_without_a_slot_are_named_by_host_row(operations):
+    """Sixty-four slots for ninety rows: what finds none is read where the page map says."""
+    rows = ids(np.random.default_rng(1).permutation(640)[:90].reshape(2, 45))
+    arena = Arena.alone(row_count=640, slot_count=64)
+    split = Split.create(query_count=2, top_k=45)
+    claims = operations.plan(arena, rows, step=300, ticket=2, split=split)
+    assert claims.place_count == split.place_count.sum() == 26
+    hosts = host_rows(rows, host_pages(640))
+    assert (hosts != rows).mean() > 0.5
+    placed = arena.slot_of[rows] < 0
+    np.testing.assert_array_equal(split.slots[placed], -2 - hosts[placed])
+    for query in range(2):
+        line = hosts[query][placed[query]]
+        np.testing.assert_array_equal(split.place[query, : line.size], line)
+    fetched = operations.work["claimed_host_rows"][:64]
+    np.testing.assert_array_equal(fetched, host_rows(claims.rows, host_pages(640)))
+
+
+def test_a_row_of_no_host_page_is_nowhere_and_reported(operations):
+    """Not a code that would read as a slot, nor a pair that would be copied."""
+    pages = host_pages(640)
+    pages[2] = -1
+    rows = ids([np.arange(100, 190)])
+    arena, split = Arena.alone(row_count=640, slot_count=64), Split.create(query_count=1, top_k=90)
+    claims = operations.plan(arena, rows, step=300, ticket=2, split=split, host_page_of=pages)
+    lost = (rows[0] >= 128) & (rows[0] < 192)
+    assert operations.report["unwritten"] == lost.sum()
+    slots = arena.slot_of[rows[0]]
+    expected = np.where(slots >= 0, slots, np.where(lost, -1, -2))
+    np.testing.assert_array_equal(np.maximum(split.slots[0], -2), expected)
+    sources = operations.work["claimed_host_rows"][: claims.slots.size]
+    np.testing.assert_array_equal(sources < 0, (claims.rows >= 128) & (claims.rows < 192))
+
+
 def test_a_record_names_what_does_not_fit():
     shape = ResolveShape.of(query_max=4, top_k=16, block_max=2)
     arena, split = Arena.alone(row_count=64, slot_count=64), Split.create(query_count=3, top_k=16)
-    given = {"arena": arena, "workspace": {}, "rows": ids([[1]])}
+    given = {"arena": arena, "workspace": {"now": ids(NOW_WORDS)}, "host_page_of": ids([0])}
+    rows = np.zeros((4, 16), np.int32)
     with pytest.raises(BadInput, match=r"\(3, 16\).*4 queries of 16"):
-        resolve_record(shape, split=split, **given)
-    with pytest.raises(BadInput, match="page_table"):
-        resolve_record(replace(shape, query_max=3), split=split, positions=ids([[1]]), **given)
+        resolve_record(shape, split=split, rows=rows, **given)
+    with pytest.raises(BadInput, match=r"\(5, 16\).*16 wide.*4 lines"):
+        resolve_record(shape, split=split, rows=np.zeros((5, 16), np.int32), **given)
+    with pytest.raises(BadInput, match="host_page_of"):
+        resolve_record(shape, split=split, rows=rows[:3], **given | {"host_page_of": None})
     with pytest.raises(BadInput, match=r"\(65,\).*room for 64"):
         warm_record(shape, arena=arena, workspace={}, rows=ids(range(65)))
     with pytest.raises(BadInput, match=r"\(3,\) and \(2,\)"):
         warm_record(shape, arena=arena, workspace={}, rows=ids([1, 2, 3]), ages=ids([1, 1]))
     with pytest.raises(BadInput, match="0 queries"):
         ResolveShape.of(query_max=0, top_k=16, block_max=2)
+    with pytest.raises(AssertionError, match="its own copy"):
+        moment_record(given["workspace"], Moment(waited=1))
 
 
-def test_one_block_then_a_cluster_then_the_whole_device():
+def test_one_block_then_the_whole_device():
     small = ResolveShape.of(query_max=4, top_k=2048, block_max=100)
     middle = ResolveShape.of(query_max=16, top_k=2048, block_max=1600)
-    without = ResolveShape.of(query_max=16, top_k=2048, block_max=1600, clusters=False)
     large = ResolveShape.of(query_max=160, top_k=2048, block_max=16_000)
-    shapes = small, middle, without, large
-    assert [one.together for one in shapes] == [1, CLUSTER_BLOCKS, 0, 0]
-    assert [len(one.launches) for one in shapes] == [1, 1, 6, 6]
-    assert middle.launches[0].blocks == CLUSTER_BLOCKS
+    shapes = small, middle, large
+    assert [shape.is_together for shape in shapes] == [True, False, False]
+    assert [len(shape.launches(2)) for shape in shapes] == [1, 6, 6]
+    assert middle.launches(2)[0].blocks == 2
     assert large.tile_max * large.threads * 8 >= 16_000 * 64
-    assert len(NOW) == large.workspace["now"]
+
+
+def test_groups_share_what_calls_work_in():
+    """As many claims as a ring has places, one scratch and one `now`, however many groups."""
+    shape = ResolveShape.of(query_max=320, top_k=2048, block_max=16_000)
+    of_one = workspace_sizes(shape, group_count=1, part_max=2, ring=2)
+    of_all = workspace_sizes(shape, group_count=62, part_max=2, ring=2)
+    assert sum(of_all.values()) - sum(of_one.values()) == 2 * 61 * 12
+    assert 4 * sum(of_all.values()) < 12 << 20
+    assert of_all["now"] == len(NOW_WORDS) == len(NOW)
+    assert of_all["claimed_slots"] == 2 * 320 * 2048
 
 
 def test_the_harness_is_no_friend_of_the_kernels(operations):

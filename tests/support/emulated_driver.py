@@ -30,7 +30,7 @@ RECORDS = {
     ),
     "together.cu": {"ess_resolve_together": "Resolve"},
     "upkeep.cu": dict.fromkeys(
-        [f"ess_{name}" for name in ("land", "settle", "drop", "clear_blocks")], "Upkeep"
+        [f"ess_{name}" for name in ("settle", "drop", "clear_blocks")], "Upkeep"
     ),
     "audit.cu": {"ess_audit": "Audit"},
 }

@@ -3,43 +3,60 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 
-from ess.pool.lru import specification
 from ess.pool.lru.arena import FetchPlan, Split
 from ess.pool.lru.cuda_audit import KINDS, NONE_FOUND, assert_sound
-from ess.pool.lru.cuda_records import (
+from ess.pool.lru.cuda_records import audit_record, resolve_record, upkeep_record, warm_record
+from ess.pool.lru.cuda_shape import (
+    FIRST,
+    NOW,
     REPORT,
+    Moment,
     ResolveShape,
-    audit_record,
     resolve_program,
-    resolve_record,
     slot_program,
-    upkeep_record,
-    warm_record,
 )
+from ess.pool.lru.cuda_workspaces import now_of
+from tests.support.device_residency import host_pages, in_flight
 from tests.support.emulate import emulated, lent
 from tests.support.residency_scenarios import ARENA, SPLIT
 
 THREADS = 64
 LINE = 24
-UPKEEP = ("ess_land", "ess_settle", "ess_drop", "ess_clear_blocks")
+UPKEEP = ("ess_settle", "ess_drop", "ess_clear_blocks")
 
 
-def shape_of(query_max, top_k, block_max, *, together, threads=THREADS):
+def shape_of(query_max, top_k, block_max, *, is_together, threads=THREADS):
     """Blocks of two warps: all that crosses warps and tiles happens, at the cost of few fibers."""
     shape = ResolveShape.of(query_max=query_max, top_k=top_k, block_max=block_max)
-    return replace(shape, together=together, threads=threads)
+    return replace(shape, is_together=is_together, threads=threads)
+
+
+def moment_of(ticket, landed):
+    """A step that began some copies before this one; what its stream has waited for since is told
+    by the record, what had landed by then by `now`. Without a ticket: between steps."""
+    if ticket is None:
+        return FIRST, {"ticket": landed[0], "landed": landed[0], "behind": landed[1]}
+    copy = 1 + ticket // 2 % 3 if ticket > 6 else 1
+    began, lane, known = ticket - 2 * copy, ticket % 2, list(landed)
+    waited = max(0, (landed[lane] - began) // 2)
+    if waited:
+        known[lane] = max(0, began)
+    now = {"ticket": began, "landed": known[0], "behind": known[1]}
+    return Moment(copy=copy, waited=waited), now
 
 
 class Emulated:
-    """The operations of the specification, by the kernels."""
+    """The operations of the specification, by the kernels. `landed` has the latest ticket of each
+    lane whose copy has landed."""
 
-    def __init__(self, folder, *, together, threads=THREADS):
-        self.together, self.threads, self.folder = together, threads, folder
-        program = resolve_program(together=together, threads=threads)
-        names = [one.entry for one in shape_of(1, 1, 1, together=together).launches]
+    def __init__(self, folder, *, is_together, threads=THREADS):
+        self.is_together, self.threads, self.folder = is_together, threads, folder
+        program = resolve_program(is_together=is_together, threads=threads)
+        names = [launch.entry for launch in self.shape(1, 1, 1).launches(1)]
         self.kernels = emulated(program, dict.fromkeys(names, "Resolve"), folder)
         for file, records in (
             ("upkeep.cu", dict.fromkeys(UPKEEP, "Upkeep")),
@@ -47,67 +64,77 @@ class Emulated:
         ):
             self.kernels |= emulated(slot_program(file, threads), records, folder)
         self.seed = 0
+        self.reset()
+
+    def reset(self):
+        """Nothing has landed, and calls are made when their tickets say."""
+        self.landed = [0, 0]
+        self.moment = self.query_count = None
+
+    def shape(self, *sizes):
+        return shape_of(*sizes, is_together=self.is_together, threads=self.threads)
 
     def launch(self, launches, record, arena, /, **arrays):
         """Kernels may use what is named here; of the rest of the workspace nothing is known yet."""
         given = self.work | {name: getattr(arena, name) for name in ARENA}
         given |= {name: one for name, one in arrays.items() if isinstance(one, np.ndarray)}
-        with lent(self.folder, given, unwritten={*self.work, *SPLIT} - self.written):
+        with lent(self.folder, given, unwritten={*self.work, *SPLIT} - {"now", "report"}):
             for entry, blocks in launches:
                 self.seed += 1
                 self.kernels[entry](record, blocks=blocks, threads=self.threads, seed=self.seed)
 
-    def begin(self, arena, shape, *, step, ticket=1, query_count=0):
-        self.work = {name: np.full(n, -77, np.int32) for name, n in shape.workspace.items()}
-        self.work["now"][:] = step, ticket, query_count, arena.blocks.size, 1
-        self.written = {"now"}
-        if not self.together:
-            self.clear_report()
-
-    def clear_report(self):
+    def begin(self, arena, shape, *, step, ticket=None, query_count=0):
+        """The arena as a device has it, and the moment of a call that gives out this ticket."""
+        sizes = {"now": len(NOW), "report": len(REPORT)} | shape.claims | shape.scratch
+        self.work = {name: np.full(n, -77, np.int32) for name, n in sizes.items()}
+        moment, now = self.moment or moment_of(ticket, self.landed)
+        if self.query_count is not None:
+            query_count = self.query_count
+        self.work["now"][:] = now_of(step=step, query_count=query_count, **now)
         self.work["report"][:] = 0
-        self.written.add("report")
+        there = {name: getattr(arena, name) for name in ARENA if name != "block_count"}
+        block_count = np.array([arena.blocks.size], np.int32)
+        return SimpleNamespace(**there, block_count=block_count), moment
 
-    def plan(self, arena, rows, /, *, step, ticket, split, **options):
+    def plan(self, arena, rows, /, *, step, ticket, split, purpose="select", **options):
         assert split.holds(rows.shape), "as the specification does"
-        shape = shape_of(
-            *rows.shape, max(1, arena.blocks.size), together=self.together, threads=self.threads
-        )
-        self.begin(arena, shape, step=step, ticket=ticket, query_count=len(rows))
-        given = {"rows": np.ascontiguousarray(rows)} | options
-        record = resolve_record(shape, arena=arena, split=split, workspace=self.work, **given)
+        shape = self.shape(*rows.shape, max(1, arena.blocks.size))
+        there, moment = self.begin(arena, shape, step=step, ticket=ticket, query_count=len(rows))
+        pages = host_pages(arena.slot_of.size) if purpose == "select" else None
+        given = {"rows": np.ascontiguousarray(rows), "host_page_of": pages} | options
+        at = {"arena": there, "moment": moment, "workspace": self.work, "purpose": purpose}
+        record = resolve_record(shape, split=split, **at, **given)
         given |= {name: getattr(split, name) for name in SPLIT}
-        self.launch(shape.launches, record, arena, **given)
-        return self.claims()
+        self.launch(shape.launches(len(rows)), record, there, **given)
+        return self.claims(arena)
 
     def warm(self, arena, rows, ages, *, step, ticket, **options):
         """The list is an array of the greatest length; how much of it counts, the device knows."""
-        shape = shape_of(
-            rows.size // LINE + 1, LINE, max(1, arena.blocks.size), together=self.together
-        )
-        self.begin(arena, shape, step=step, ticket=ticket, query_count=-77)
+        shape = self.shape(rows.size // LINE + 1, LINE, max(1, arena.blocks.size))
+        there, moment = self.begin(arena, shape, step=step, ticket=ticket, query_count=-77)
         padding = np.full(shape.query_max * LINE - rows.size, -77, np.int32)
         self.list = {"rows": np.concatenate([rows, padding])}
         self.list |= {"count": np.array([rows.size], np.int32)} | options
         if ages is not None:
             self.list["ages"] = np.concatenate([ages, padding])
-        record = warm_record(shape, arena=arena, workspace=self.work, **self.list)
-        self.launch(shape.launches, record, arena, **self.list)
-        return self.claims()
+        record = warm_record(shape, arena=there, moment=moment, workspace=self.work, **self.list)
+        self.launch(shape.launches(shape.query_max), record, there, **self.list)
+        return self.claims(arena)
 
     def fill(self, arena, rows, **options):
         return self.warm(arena, rows, None, **options)
 
-    def upkeep(self, entry, arena, numbers, *, blocks=2, **now):
-        self.begin(arena, shape_of(1, 1, 1, together=self.together), **({"step": 1} | now))
-        self.clear_report()
+    def upkeep(self, entry, arena, numbers, *, blocks=2, step=1):
+        there, _ = self.begin(arena, self.shape(1, 1, 1), step=step)
         listed = np.ascontiguousarray(numbers)
-        record = upkeep_record(arena, listed, workspace=self.work)
-        self.launch([(entry, blocks)], record, arena, listed=listed)
+        record = upkeep_record(there, listed, workspace=self.work)
+        self.launch([(entry, blocks)], record, there, listed=listed)
         return self.report
 
     def land(self, arena, slots, *, ticket):
-        self.upkeep("ess_land", arena, slots, ticket=ticket)
+        """No kernel: the next call is told."""
+        assert ticket > self.landed[ticket % 2], "a lane lands its copies in order"
+        self.landed[ticket % 2] = ticket
 
     def settle(self, arena, slots):
         self.upkeep("ess_settle", arena, slots)
@@ -124,26 +151,27 @@ class Emulated:
     def check(self, arena, *, step):
         found = np.zeros(2 + 2 * KINDS, np.int32)
         found[2 + KINDS :] = NONE_FOUND
-        self.begin(arena, shape_of(1, 1, 1, together=self.together), step=step)
-        record = audit_record(arena, found, workspace=self.work)
-        self.launch([("ess_audit", 2)], record, arena, found=found)
+        there, _ = self.begin(arena, self.shape(1, 1, 1), step=step)
+        record = audit_record(there, found, workspace=self.work)
+        self.launch([("ess_audit", 2)], record, there, found=found)
         assert_sound(found)
 
     def claim_new(self, arena, rows, *, step, out):
         """The kernels', where there is room; that there is, the ledger promises them."""
         absent = int((arena.slot_of[rows] < 0).sum())
         if absent > self.room(arena, rows, step):
-            return specification.claim_new(arena, rows, step=step, out=out)
+            return False
         split = Split.create(query_count=1, top_k=max(1, rows.size))
         line = rows[None] if rows.size else np.full((1, 1), -1, np.int32)
-        claims = self.plan(arena, line, step=step, ticket=1, split=split, purpose="write")
+        claims = self.plan(arena, line, step=step, ticket=None, split=split, purpose="write")
         assert claims.place_count == 0
         out[:] = split.slots[0, : rows.size]
         return True
 
     def room(self, arena, rows, step):
         slots = arena.slots
-        bound = (arena.dirty[slots] != 0) | (arena.ticket_of[slots] != 0)
+        flies = in_flight(arena.ticket_of[slots], self.landed) != 0
+        bound = (arena.dirty[slots] != 0) | flies
         kept = np.isin(arena.row_of[slots], rows) | (arena.last_use[slots] >= step)
         return int(((arena.row_of[slots] < 0) | ~(bound | kept)).sum())
 
@@ -151,7 +179,7 @@ class Emulated:
     def report(self):
         return dict(zip(REPORT, self.work["report"].tolist(), strict=True))
 
-    def claims(self):
+    def claims(self, arena):
         report = self.report
         assert report["faults"] == 0
         count = report["claimed"]
@@ -159,7 +187,7 @@ class Emulated:
             group=0,
             ticket=0,
             slots=self.work["claimed_slots"][:count],
-            rows=self.work["claimed_rows"][:count],
+            rows=arena.row_of[self.work["claimed_slots"][:count]],
             hit_count=report["hits"],
             place_count=report["places"],
             late_ticket=report["late_ticket"],

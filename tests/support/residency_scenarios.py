@@ -17,13 +17,17 @@ from ess.kernels.cuda.rows import flat_form
 from ess.kernels.cuda.streams import CudaStream
 from ess.pool.lru import specification
 from ess.pool.lru.arena import Arena, FetchPlan, Split
-from ess.pool.lru.cuda import Residency, now_of
-from ess.pool.lru.cuda_records import CLUSTER_BLOCKS, REPORT, ResolveShape
-from ess.units import div_ceil
+from ess.pool.lru.cuda import Residency, forget_tickets
+from ess.pool.lru.cuda_audit import FINDINGS
+from ess.pool.lru.cuda_shape import FIRST, PHASE_THREADS, TOGETHER_THREADS, Moment, ResolveShape
+from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
+from ess.units import PAGE_ROWS, div_ceil
+from tests.support.device_residency import Specified, host_pages, host_rows, in_flight
 from tests.support.device_scenarios import ROW_BYTES, move, random_rows
 from tests.support.twins import CLAIMED
 
-ARENA = ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks", "hit_age")
+SLAB = ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "hit_age")
+ARENA = (*SLAB, "blocks", "block_count")
 SPLIT = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
 
 
@@ -31,13 +35,14 @@ class OnDevice:
     """The operations of the specification, run on a device.
 
     The arena goes there and back at every call, so that campaigns written for arrays of the host
-    can be played.
+    can be played. `landed` has the latest ticket of each lane whose copy has landed.
     """
 
-    def __init__(self, *, together):
+    def __init__(self, *, is_together):
         self.device = Device()
         self.stream = CudaStream(self.device)
-        self.together = together
+        self.is_together = is_together
+        self.landed = [0, 0]
         self.held = []
 
     def there(self, array):
@@ -46,37 +51,42 @@ class OnDevice:
         return self.held[-1]
 
     @contextmanager
-    def residency(self, arena, *, lines=1, width=1, **now):
-        there = {name: self.there(getattr(arena, name)) for name in ARENA}
-        shape = residency_shape(lines, width, max(1, arena.blocks.size), together=self.together)
-        residency = Residency(
-            self.device, shape, SimpleNamespace(**there), lambda n: ints(self.device, n)
-        )
-        given = {"step": 1, "ticket": 1, "query_count": 0, "block_count": arena.blocks.size}
-        residency.now.write(now_of(**given | now))
-        residency.workspace["report"].write(np.zeros(len(REPORT), np.int32))
+    def residency(self, arena, *, lines=1, width=1, step=1, ticket=None, query_count=0):
+        there = arena_on(self.device, arena)
+        block_max = max(1, arena.blocks.size)
+        shape = residency_shape(lines, width, block_max, is_together=self.is_together)
+        work = ResidencyWorkspaces(self.device, shape, lambda n: ints(self.device, n), ring=1)
+        residency = Residency(self.device, there, work)
+        given = {"step": step, "query_count": query_count, "landed": self.landed[0]}
+        given |= {"ticket": self.landed[0] if ticket is None else ticket - 2}
+        work.now.write(now_of(**given, behind=self.landed[1]))
+        work.begin(stream=self.stream.handle)
         yield residency
         self.stream.synchronize()
-        for name, array in there.items():
-            getattr(arena, name)[...] = array.read()
+        for name in SLAB:
+            getattr(arena, name)[...] = getattr(there, name).read()
         self.held.clear()
 
     def plan(self, arena, rows, *, step, ticket, split, purpose="select"):
         splits = {name: self.there(getattr(split, name)) for name in SPLIT}
         size = {"lines": rows.shape[0], "width": rows.shape[1], "query_count": len(rows)}
+        pages = self.there(host_pages(arena.slot_of.size)) if purpose == "select" else None
         with self.residency(arena, step=step, ticket=ticket, **size) as residency:
             given = SimpleNamespace(**splits), self.there(rows)
-            residency.plan(*given, stream=self.stream.handle, purpose=purpose)
+            options = {"purpose": purpose, "host_page_of": pages}
+            residency.plan(*given, stream=self.stream.handle, **options)
         for name, array in splits.items():
             getattr(split, name)[...] = array.read()
         return claims_of(residency)
 
     def claim_new(self, arena, rows, *, step, out):
         """There, where there is room; that there is, the ledger promises."""
-        if rows.size == 0 or not specification.claim_new(deepcopy(arena), rows, step=step, out=out):
-            return specification.claim_new(arena, rows, step=step, out=out)
+        here = deepcopy(arena)
+        here.ticket_of[:] = in_flight(here.ticket_of, self.landed)
+        if rows.size == 0 or not specification.claim_new(here, rows, step=step, out=out):
+            return rows.size == 0
         split = Split.create(query_count=1, top_k=rows.size)
-        self.plan(arena, rows[None], step=step, ticket=1, split=split, purpose="write")
+        self.plan(arena, rows[None], step=step, ticket=None, split=split, purpose="write")
         out[:] = split.slots[0]
         return True
 
@@ -91,8 +101,8 @@ class OnDevice:
         return self.warm(arena, rows, None, step=step, ticket=ticket)
 
     def land(self, arena, slots, *, ticket):
-        with self.residency(arena, ticket=ticket) as residency:
-            residency.land(self.there(slots), stream=self.stream.handle)
+        assert ticket > self.landed[ticket % 2], "a lane lands its copies in order"
+        self.landed[ticket % 2] = ticket
 
     def settle(self, arena, slots):
         with self.residency(arena) as residency:
@@ -111,18 +121,24 @@ class OnDevice:
 
     def check(self, arena, *, step):
         with self.residency(arena, step=step) as residency:
-            residency.check(stream=self.stream.handle)
+            residency.check(ints(self.device, FINDINGS), stream=self.stream.handle)
 
 
-def claims_of(residency):
-    report = residency.report()
-    assert report["faults"] == 0, report
-    count = report["claimed"]
+def arena_on(device, arena):
+    counted = {"block_count": np.array([arena.blocks.size], np.int32)}
+    arrays = {name: getattr(arena, name) for name in (*SLAB, "blocks")} | counted
+    return SimpleNamespace(**{name: DeviceArray(device, array) for name, array in arrays.items()})
+
+
+def claims_of(residency, moment=FIRST):
+    report = residency.report(part=moment.part)
+    assert report["faults"] == report["unwritten"] == 0, report
+    slots = residency.claims(moment).slots.read()[: report["claimed"]]
     return FetchPlan(
         group=0,
         ticket=0,
-        slots=residency.workspace["claimed_slots"].read()[:count],
-        rows=residency.workspace["claimed_rows"].read()[:count],
+        slots=slots,
+        rows=residency.arena.row_of.read()[slots],
         hit_count=report["hits"],
         place_count=report["places"],
         late_ticket=report["late_ticket"],
@@ -134,96 +150,120 @@ def ints(device, count):
     return DeviceArray(device, np.full(count, -7, np.int32))
 
 
-def residency_shape(query_max, top_k, block_max, *, together):
-    """A cluster in small blocks: the emulated device has a stack for every thread of it."""
+def residency_shape(query_max, top_k, block_max, *, is_together):
+    """As serving launches it, whatever the size."""
     return ResolveShape(
         query_max=query_max,
         top_k=top_k,
         block_max=block_max,
-        together=together,
-        threads={0: 512, 1: 1024}.get(together, 128),
+        is_together=is_together,
+        threads=TOGETHER_THREADS if is_together else PHASE_THREADS,
     )
 
 
 class Step:
-    """Plan, fetch and land as one graph over one group, beside the same in NumPy."""
+    """Plans and fetches as one graph over one group, beside the same in NumPy.
 
-    def __init__(self, *, query_max, top_k, row_count, slot_count, together, seed=0):
+    A step has two halves, as under DBA: both are planned, then both are fetched, and the stream has
+    waited for neither when the second is planned.
+    """
+
+    def __init__(self, *, query_max, top_k, row_count, slot_count, is_together, seed=0):
         self.random = np.random.default_rng(seed)
         self.device = Device()
         self.compute = CudaStream(self.device)
         self.arena = Arena.alone(row_count=row_count, slot_count=slot_count)
-        self.split = Split.create(query_count=query_max, top_k=top_k)
-        there = {name: DeviceArray(self.device, getattr(self.arena, name)) for name in ARENA}
-        self.shape = residency_shape(query_max, top_k, slot_count // 64, together=together)
-        self.residency = Residency(
-            self.device, self.shape, SimpleNamespace(**there), lambda n: ints(self.device, n)
-        )
-        self.splits = SimpleNamespace(
-            **{name: DeviceArray(self.device, getattr(self.split, name)) for name in SPLIT}
-        )
-        self.rows = DeviceArray(self.device, np.zeros((query_max, top_k), np.int32))
-        pool = pinned_memory(self.device, row_count * ROW_BYTES, touch_threads=1)
+        self.splits_here = [Split.create(query_count=query_max, top_k=top_k) for _ in range(2)]
+        self.shape = residency_shape(query_max, top_k, slot_count // 64, is_together=is_together)
+        make = {"part_max": 2, "ring": 2}
+        self.work = ResidencyWorkspaces(self.device, self.shape, self.ints, **make)
+        self.residency = Residency(self.device, arena_on(self.device, self.arena), self.work)
+        self.splits = [
+            SimpleNamespace(**{n: DeviceArray(self.device, getattr(split, n)) for n in SPLIT})
+            for split in self.splits_here
+        ]
+        self.halves = Moment(copy=1, part=0), Moment(copy=2, part=1, first=query_max)
+        self.rows = DeviceArray(self.device, np.zeros((2 * query_max, top_k), np.int32))
+        self.pages = host_pages(row_count)
+        self.pages_there = DeviceArray(self.device, self.pages)
+        host_row_count = 2 * len(self.pages) * PAGE_ROWS
+        pool = pinned_memory(self.device, host_row_count * ROW_BYTES, touch_threads=1)
         self.pool = pool.reshape(-1, ROW_BYTES)
-        self.pool[:] = random_rows(self.random, row_count)
+        self.pool[:] = random_rows(self.random, host_row_count)
         self.slab = DeviceArray(self.device, np.zeros((slot_count, ROW_BYTES), np.uint8))
         self.device.kernel(flat_form(ROW_BYTES).program, flat_form(ROW_BYTES).entry)
+        self.given, self.behind = 0, 1
         self.graph = CudaGraph(self.device)
         with self.graph.capture(self.compute.handle):
             self.queue()
 
-    def queue(self):
-        stream, work = self.compute.handle, self.residency.workspace
-        self.residency.plan(self.splits, self.rows, stream=stream)
-        self.fetch(self.residency)
-        self.residency.land(work["claimed_slots"], stream=stream, count=work["report"][:1])
+    def ints(self, count):
+        return ints(self.device, count)
 
-    def fetch(self, residency):
-        """The rows that its last call claimed."""
-        work = residency.workspace
+    def queue(self):
+        stream, half = self.compute.handle, self.shape.query_max
+        self.work.begin(stream=stream)
+        for moment, split in zip(self.halves, self.splits, strict=True):
+            lines = self.rows[moment.first : moment.first + half]
+            given = {"moment": moment, "host_page_of": self.pages_there}
+            self.residency.plan(split, lines, stream=stream, **given)
+        for moment in self.halves:
+            self.fetch(self.residency.claims(moment))
+
+    def fetch(self, claims):
+        """The rows that a call has claimed."""
         source = SimpleNamespace(
             data_ptr=lambda: int(self.pool.__array_interface__["data"][0]),
             stride=lambda: (ROW_BYTES, 1),
         )
-        move(
-            self,
-            flat_form(ROW_BYTES),
-            source,
-            self.slab,
-            source_rows=work["claimed_rows"],
-            target_rows=work["claimed_slots"],
-            count=residency.claimed_count,
-        )
+        lists = {"source_rows": claims.host_rows, "target_rows": claims.slots}
+        move(self, flat_form(ROW_BYTES), source, self.slab, **lists, count=claims.count)
 
     def replay(self, step, rows):
-        claims = specification.plan(self.arena, rows, step=step, ticket=step, split=self.split)
-        specification.land(self.arena, claims.slots, ticket=step)
-        self.rows.write(rows)
-        self.residency.now.write(
-            now_of(
-                step=step,
-                ticket=step,
-                query_count=len(rows),
-                block_count=self.shape.block_max,
-            )
-        )
+        """Of the queries the last half may be absent. All copies of steps have landed."""
+        half, claimed = self.shape.query_max, []
+        for number, (moment, split) in enumerate(zip(self.halves, self.splits_here, strict=True)):
+            lines = rows[moment.first : moment.first + half]
+            given = {"step": step, "ticket": self.given + 2 * moment.copy}
+            claimed.append(Specified().plan(self.arena, lines, **given, split=split))
+            assert number == 0 or len(lines) <= half
+        for claims, moment in zip(claimed, self.halves, strict=True):
+            ticket = self.given + 2 * moment.copy
+            specification.land(self.arena, claims.slots, ticket=ticket)
+        there = np.full(self.rows.shape, -77, np.int32)
+        there[: len(rows)] = rows
+        self.rows.write(there)
+        self.now(step, len(rows))
         self.graph.launch(self.compute.handle)
         self.compute.synchronize()
-        assert self.residency.report()["claimed"] == claims.slots.size, step
+        for claims, moment in zip(claimed, self.halves, strict=True):
+            found = claims_of(self.residency, moment)
+            for field in CLAIMED:
+                expected = getattr(claims, field)
+                np.testing.assert_array_equal(getattr(found, field), expected, field)
+        self.given += 4
+
+    def now(self, step, query_count, *, stamps=True):
+        given = {"step": step, "ticket": self.given, "landed": self.given, "behind": self.behind}
+        self.work.now.write(now_of(**given, query_count=query_count, stamps=stamps))
 
     def check(self, step):
-        for name in ARENA:
-            there = getattr(self.residency.arena, name).read()
-            np.testing.assert_array_equal(there, getattr(self.arena, name), f"{name} at {step}")
-        for name in SPLIT:
-            there = getattr(self.splits, name).read()
-            np.testing.assert_array_equal(there, getattr(self.split, name), f"{name} at {step}")
-        used = np.flatnonzero(self.arena.row_of >= 0)
-        np.testing.assert_array_equal(self.slab.read()[used], self.pool[self.arena.row_of[used]])
+        for name in SLAB:
+            there, here = getattr(self.residency.arena, name).read(), getattr(self.arena, name)
+            if name == "ticket_of":
+                there = in_flight(there, (self.given, self.behind))
+            np.testing.assert_array_equal(there, here, f"{name} at {step}")
+        for here, splits in zip(self.splits_here, self.splits, strict=True):
+            for name in SPLIT:
+                there = getattr(splits, name).read()
+                np.testing.assert_array_equal(there, getattr(here, name), f"{name} at {step}")
+        used = np.flatnonzero((self.arena.row_of >= 0) & (self.arena.ticket_of == 0))
+        rows = host_rows(self.arena.row_of[used], self.pages)
+        np.testing.assert_array_equal(self.slab.read()[used], self.pool[rows])
 
     def select(self):
         """Mostly what is resident, some of it twice, pads among it."""
-        shape = (self.shape.query_max, self.shape.top_k)
+        shape = (2 * self.shape.query_max, self.shape.top_k)
         rows = self.random.integers(0, self.arena.slot_of.size, shape)
         resident = self.arena.row_of[self.arena.row_of >= 0]
         if resident.size:
@@ -233,63 +273,95 @@ class Step:
         return rows.astype(np.int32)
 
 
-def a_graph_is_replayed_with_changing_selections(replay_count=8, check_every=2, together=1):
-    step = Step(query_max=2, top_k=96, row_count=640, slot_count=256, together=together)
+def a_graph_is_replayed_with_changing_selections(replay_count=8, check_every=2, is_together=True):
+    step = Step(query_max=2, top_k=96, row_count=640, slot_count=256, is_together=is_together)
     for number in range(replay_count):
-        step.replay(300 + number, step.select())
+        step.replay(300 + number, step.select()[: 4 - number % 3])
         if number % check_every == 0 or number == replay_count - 1:
             step.check(300 + number)
 
 
-def a_cluster_replays_a_graph():
-    a_graph_is_replayed_with_changing_selections(4, together=CLUSTER_BLOCKS)
+def phases_replay_a_graph():
+    a_graph_is_replayed_with_changing_selections(4, is_together=False)
+
+
+def tickets_start_over_when_all_has_landed():
+    """Old tickets are above new ones: without the clearing all would seem to be in flight."""
+    step = Step(query_max=2, top_k=96, row_count=640, slot_count=256, is_together=True)
+    step.given = (1 << 31) - 10
+    for number in range(2):
+        step.replay(300 + number, step.select())
+    forget_tickets(step.device, step.residency.arena.ticket_of, stream=step.compute.handle)
+    step.given = 0
+    for number in range(2, 4):
+        step.replay(300 + number, step.select())
+        step.check(300 + number)
 
 
 def positions_become_slots_when_all_is_resident():
     random = np.random.default_rng(4)
-    step = Step(query_max=3, top_k=40, row_count=640, slot_count=128, together=1)
+    step = Step(query_max=3, top_k=40, row_count=640, slot_count=128, is_together=True)
     step.replay(300, random.integers(0, 640, (3, 40)).astype(np.int32))
-    arena, residency = step.arena, step.residency
+    arena, residency, stream = step.arena, step.residency, step.compute.handle
     resident = arena.row_of[arena.row_of >= 0]
     rows = random.choice(resident, (3, 20)).astype(np.int32)
     rows[:, ::7] = -1
     slots = DeviceArray(step.device, np.full((3, 24), -5, np.int32))
-    given = {"step": 305, "ticket": 1, "query_count": 3, "block_count": 2}
-    residency.now.write(now_of(**given, stamps=False))
+    step.now(305, 3, stamps=False)
     selected = DeviceArray(step.device, rows)
-    residency.locate(slots, selected, stream=step.compute.handle)
+    residency.locate(slots, selected, stream=stream)
     step.compute.synchronize()
     found = slots.read()
     np.testing.assert_array_equal(found[:, :20], np.where(rows < 0, -1, arena.slot_of[rows]))
     assert (found[:, 20:] == -5).all()
     step.check(300)
     absent = np.flatnonzero(arena.slot_of < 0)[:4].astype(np.int32)[None]
-    residency.now.write(now_of(**given, stamps=True))
+    step.now(305, 3)
     for given_rows in (selected, DeviceArray(step.device, absent)):
-        residency.locate(slots, given_rows, stream=step.compute.handle)
+        residency.locate(slots, given_rows, stream=stream)
         step.compute.synchronize()
     assert residency.report()["faults"] == absent.size
     assert set(residency.arena.last_use.read()[arena.slot_of[rows[rows >= 0]]]) == {305}
-    fewer = DeviceArray(step.device, np.full((3, 24), -5, np.int32))
-    residency.now.write(now_of(**given | {"query_count": 2}, stamps=False))
-    residency.locate(fewer, selected, stream=step.compute.handle)
-    step.compute.synchronize()
-    np.testing.assert_array_equal(fewer.read()[:2], found[:2])
-    assert (fewer.read()[2] == -5).all()
+    for moment, count in ((FIRST, 2), (Moment(first=5), 7)):
+        fewer = DeviceArray(step.device, np.full((3, 24), -5, np.int32))
+        step.now(305, count, stamps=False)
+        residency.locate(fewer, selected, stream=stream, moment=moment)
+        step.compute.synchronize()
+        np.testing.assert_array_equal(fewer.read()[:2], found[:2])
+        assert (fewer.read()[2] == -5).all()
+
+
+def what_is_in_flight_is_not_located():
+    """Of the rows of two copies those of the one that has been waited for."""
+    step = Step(query_max=2, top_k=40, row_count=640, slot_count=128, is_together=True)
+    rows = np.arange(160, dtype=np.int32).reshape(4, 40)[:, :30]
+    rows = np.pad(rows, ((0, 0), (0, 10)), constant_values=-1)
+    step.replay(300, rows)
+    step.now(301, 4)
+    given = {"step": 301, "ticket": 0, "landed": 0, "query_count": 4}
+    for moment, landed_count in ((Moment(copy=3), 0), (Moment(copy=3, waited=1), 60)):
+        step.work.now.write(now_of(**given))
+        slots = DeviceArray(step.device, np.full((4, 40), -5, np.int32))
+        lines = DeviceArray(step.device, rows)
+        step.residency.locate(slots, lines, stream=step.compute.handle, moment=moment)
+        step.compute.synchronize()
+        expected = np.where(rows < 0, -1, step.arena.slot_of[rows]).reshape(-1)
+        expected[80 * (landed_count // 60) :] = -1
+        np.testing.assert_array_equal(slots.read().reshape(-1), expected)
 
 
 def rows_leave_and_are_settled():
-    step = Step(query_max=2, top_k=50, row_count=640, slot_count=128, together=1)
+    step = Step(query_max=2, top_k=50, row_count=640, slot_count=128, is_together=True)
     step.replay(300, step.select())
     stream, arena = step.compute.handle, step.arena
     gone = np.unique(step.random.integers(0, 640, 300)).astype(np.int32)
-    leaving = DeviceArray(step.device, gone)
+    leaving = DeviceArray(step.device, np.insert(gone, 7, -1))
     step.residency.drop(leaving, stream=stream)
     specification.drop(arena, gone)
     used = np.flatnonzero(arena.row_of >= 0)[::2].astype(np.int32)
     arena.dirty[used] = 1
     step.residency.arena.dirty.write(arena.dirty)
-    settled = DeviceArray(step.device, used[:5])
+    settled = DeviceArray(step.device, np.insert(used[:5], 2, -1))
     step.residency.settle(settled, stream=stream)
     specification.settle(arena, used[:5])
     step.compute.synchronize()
@@ -297,33 +369,33 @@ def rows_leave_and_are_settled():
 
 
 class Landing:
-    """The rows of a request that arrives: lists of their own, over the arena of the steps.
+    """The rows of a request that arrives: lists and a `now` of their own, over the arena of steps.
 
     One graph warms and one fills; rows, ages and their count are written before each replay.
     """
 
     def __init__(self, step, *, room, width=48):
-        self.step = step
-        shape = residency_shape(
-            div_ceil(room, width), width, step.shape.block_max, together=step.shape.together
-        )
-        self.residency = Residency(
-            step.device, shape, step.residency.arena, lambda n: ints(step.device, n)
-        )
-        self.rows, self.ages = ints(step.device, room), ints(step.device, room)
-        self.count = ints(step.device, 1)
+        self.step, self.given = step, 1
+        sizes = div_ceil(room, width), width, step.shape.block_max
+        shape = residency_shape(*sizes, is_together=step.shape.is_together)
+        self.work = ResidencyWorkspaces(step.device, shape, step.ints, ring=1)
+        self.residency = Residency(step.device, step.residency.arena, self.work)
+        self.rows, self.ages, self.count = step.ints(room), step.ints(room), step.ints(1)
         self.graphs = {"warm": CudaGraph(step.device), "fill": CudaGraph(step.device)}
-        stream = step.compute.handle
+        stream, given = step.compute.handle, {"host_page_of": step.pages_there}
+        given |= {"stream": stream, "count": self.count}
         with self.graphs["warm"].capture(stream):
-            self.residency.warm(self.rows, self.ages, stream=stream, count=self.count)
+            self.work.begin(stream=stream)
+            self.residency.warm(self.rows, self.ages, **given)
         with self.graphs["fill"].capture(stream):
-            self.residency.fill(self.rows, stream=stream, count=self.count)
+            self.work.begin(stream=stream)
+            self.residency.fill(self.rows, **given)
 
-    def claim(self, name, rows, *ages, at, ticket):
-        step = self.step
+    def claim(self, name, rows, *ages, at):
+        step, ticket = self.step, self.given + 2
         claims = getattr(specification, name)(step.arena, rows, *ages, step=at, ticket=ticket)
-        now = {"query_count": 0, "block_count": self.residency.shape.block_max}
-        self.residency.now.write(now_of(step=at, ticket=ticket, **now))
+        now = {"step": at, "ticket": self.given, "behind": self.given}
+        self.work.now.write(now_of(**now, landed=step.given, query_count=0))
         for there, here in zip((self.rows, self.ages), (rows, *ages), strict=False):
             there.write(np.pad(here, (0, there.shape[0] - here.size), constant_values=-77))
         self.count.write([rows.size])
@@ -334,49 +406,47 @@ class Landing:
             np.testing.assert_array_equal(getattr(found, field), getattr(claims, field), field)
         return claims
 
-    def land(self, claims, *, ticket):
-        residency, stream = self.residency, self.step.compute.handle
-        self.step.fetch(residency)
-        slots = residency.workspace["claimed_slots"]
-        residency.land(slots, stream=stream, count=residency.claimed_count)
+    def land(self, claims):
+        """Steps know of it from the next one on."""
+        self.given += 2
+        self.step.fetch(self.residency.claims())
         self.step.compute.synchronize()
-        specification.land(self.step.arena, claims.slots, ticket=ticket)
+        self.step.behind = self.given
+        specification.land(self.step.arena, claims.slots, ticket=self.given)
 
 
-def a_landing_warms_and_fills_behind_the_plans(together=1, row_count=640, slot_count=256):
-    """Plans go on while its rows are under way."""
-    step = Step(
-        query_max=2,
-        top_k=slot_count // 5,
-        row_count=row_count,
-        slot_count=slot_count,
-        together=together,
-    )
+def a_landing_warms_and_fills_behind_the_plans(is_together=True, row_count=640, slot_count=256):
+    """Plans go on while its rows are under way, and read in place what they select of them."""
+    sizes = {"row_count": row_count, "slot_count": slot_count}
+    step = Step(query_max=2, top_k=slot_count // 5, **sizes, is_together=is_together)
     for number in range(290, 300):
         step.replay(number, step.select())
     landing = Landing(step, room=row_count)
     rows = step.random.permutation(row_count).astype(np.int32)
     for number, count in ((300, row_count - 5), (301, row_count // 3)):
         ages = np.sort(step.random.integers(1, 9, count)).astype(np.int32)
-        claims = landing.claim("warm", rows[-count:], ages, at=number - 1, ticket=7000 + number)
+        claims = landing.claim("warm", rows[-count:], ages, at=number - 1)
         assert 0 < claims.evicted_count <= claims.slots.size < count
         step.replay(number, step.select())
-        landing.land(claims, ticket=7000 + number)
+        assert step.residency.report()["places"] > 0, "nobody selected what is under way"
+        landing.land(claims)
     gone = DeviceArray(step.device, rows[: row_count // 2])
+    step.work.begin(stream=step.compute.handle)
     step.residency.drop(gone, stream=step.compute.handle)
     left = specification.drop(step.arena, gone.read())
     step.compute.synchronize()
     assert step.residency.report()["left"] == left > 0
-    claims = landing.claim("fill", rows[::-1], at=301, ticket=7302)
+    claims = landing.claim("fill", rows[::-1], at=301)
     assert claims.slots.size == left
     step.replay(302, step.select())
-    landing.land(claims, ticket=7302)
+    landing.land(claims)
     step.check(302)
-    step.residency.check(stream=step.compute.handle)
+    step.now(302, 0)
+    step.residency.check(step.ints(FINDINGS), stream=step.compute.handle)
 
 
 def an_audit_names_what_is_wrong():
-    operations = OnDevice(together=1)
+    operations = OnDevice(is_together=True)
     arena = Arena.alone(row_count=640, slot_count=128)
     rows = np.arange(50, 90, dtype=np.int32)
     specification.fill(arena, rows, step=300, ticket=5)

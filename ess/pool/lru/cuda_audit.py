@@ -16,12 +16,13 @@ SENTENCES: Final = (
     "(a row) has a slot that holds another row",
 )
 KINDS: Final = len(SENTENCES)
+FINDINGS: Final = 2 + 2 * KINDS
 NONE_FOUND: Final = 2**31 - 1
 
 
 def assert_sound(findings: Sequence[int]) -> None:
     """Used slots, resident rows, how many were found of each kind, the least slot or row of it."""
-    assert len(findings) == 2 + 2 * KINDS, f"{len(findings)} numbers for {KINDS} kinds"
+    assert len(findings) == FINDINGS, f"{len(findings)} numbers for {KINDS} kinds"
     used, resident, *kinds = findings
     found, first = kinds[:KINDS], kinds[KINDS:]
     for count, where, sentence in zip(found, first, SENTENCES, strict=True):

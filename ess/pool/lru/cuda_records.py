@@ -1,40 +1,20 @@
-"""What the residency kernels are told, and which of them run for a batch of a given size.
+"""What the residency kernels are told. Nothing in here touches a device.
 
-Nothing in here touches a device. Arrays are anything with an address: NumPy's on the host for the
-tests' emulated device, torch's on a real one.
+Arrays are anything with an address: NumPy's on the host for the tests' emulated device, torch's on
+a real one.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from ess.errors import BadInput
-from ess.kernels.cuda.program import Program
-from ess.units import PAGE_ROWS, div_ceil
-
-BINS: Final = 256
-ITEMS: Final = 8
-PHASE_THREADS: Final = 512
-TOGETHER_THREADS: Final = 1024
-ALONE_ENTRIES_MAX: Final = 8192
-ALONE_SLOTS_MAX: Final = 32768
-CLUSTER_BLOCKS: Final = 8
-CLUSTER_BLOCKS_MAX: Final = 16
-CLUSTER_ENTRIES_MAX: Final = CLUSTER_BLOCKS * 4096
-CLUSTER_SLOTS_MAX: Final = CLUSTER_BLOCKS * 16384
-ENTRIES_MAX: Final = 1 << 30
+from ess.pool.lru.cuda_shape import FIRST, NOW, Moment, ResolveShape
 
 Purpose = Literal["select", "write", "warm"]
 PURPOSES: Final[tuple[Purpose, ...]] = ("select", "write", "warm")
-
-NOW: Final = ("step", "ticket", "query_count", "block_count", "stamps")
-REPORT: Final = (
-    *("claimed", "missing", "eligible", "absent", "hits", "places", "late_ticket"),
-    *("evicted", "unwritten", "faults", "left", "held"),
-)
 
 
 def _pointers(*names: str) -> tuple[tuple[str, Any], ...]:
@@ -46,7 +26,16 @@ def _sizes(*names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class ArenaRecord(ctypes.Structure):
-    _fields_ = _pointers("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks", "hit_age")
+    _fields_ = (
+        *_pointers("slot_of", "row_of", "last_use", "ticket_of", "dirty"),
+        *_pointers("blocks", "block_count", "hit_age"),
+    )
+
+
+class MomentRecord(ctypes.Structure):
+    """Moment of csrc/residency/resolve.cuh."""
+
+    _fields_ = (*_pointers("now"), *_sizes("copy", "waited"))
 
 
 class SelectionRecord(ctypes.Structure):
@@ -62,13 +51,14 @@ class ResolveRecord(ctypes.Structure):
     _fields_ = (
         ("arena", ArenaRecord),
         ("selection", SelectionRecord),
-        *_pointers("now", "report"),
+        ("moment", MomentRecord),
+        *_pointers("queries", "report"),
         *_pointers("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"),
-        *_pointers("claimed_slots", "claimed_rows", "claimed_host_rows", "host_page_of"),
+        *_pointers("claimed_slots", "claimed_host_rows", "host_page_of"),
         *_pointers("stored", "ages", "list_count"),
         *_pointers("pending", "first_count", "bin_count", "bin_total"),
-        *_sizes("query_max", "tile_max", "split_width", "stored_width", "layer_count"),
-        *_sizes("list_max", "purpose"),
+        *_sizes("query_first", "query_max", "tile_max", "split_width", "stored_width"),
+        *_sizes("layer_count", "list_max", "purpose"),
     )
 
 
@@ -78,8 +68,9 @@ class LocateRecord(ctypes.Structure):
     _fields_ = (
         ("arena", ArenaRecord),
         ("selection", SelectionRecord),
-        *_pointers("now", "report", "slots"),
-        *_sizes("split_width"),
+        ("moment", MomentRecord),
+        *_pointers("queries", "report", "slots"),
+        *_sizes("query_first", "split_width"),
     )
 
 
@@ -88,7 +79,9 @@ class UpkeepRecord(ctypes.Structure):
 
     _fields_ = (
         ("arena", ArenaRecord),
-        *_pointers("list", "count", "now", "report"),
+        *_pointers("list", "count"),
+        ("moment", MomentRecord),
+        *_pointers("report"),
         *_sizes("count_max"),
     )
 
@@ -98,118 +91,10 @@ class AuditRecord(ctypes.Structure):
 
     _fields_ = (
         ("arena", ArenaRecord),
-        *_pointers("now", "found", "first", "used", "resident"),
+        ("moment", MomentRecord),
+        *_pointers("found", "first", "used", "resident"),
         *_sizes("row_count", "slot_count"),
     )
-
-
-class Launch(NamedTuple):
-    entry: str
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolveShape:
-    """The largest call that a record is made for. Queries and blocks are counted on the device.
-
-    `together` is how many blocks, one or those of a cluster, run all phases in one launch; 0 is a
-    launch a phase over the whole device.
-    """
-
-    query_max: int
-    top_k: int
-    block_max: int
-    together: int
-    threads: int
-
-    @classmethod
-    def of(
-        cls, *, query_max: int, top_k: int, block_max: int, clusters: bool = True
-    ) -> ResolveShape:
-        """`clusters`: whether the device has them, as every one since sm_90 does."""
-        if min(query_max, top_k, block_max) < 1 or query_max * top_k > ENTRIES_MAX:
-            raise BadInput(
-                f"{query_max} queries of {top_k} rows over {block_max} blocks cannot be resolved"
-            )
-        together = blocks_together(query_max * top_k, block_max * PAGE_ROWS, clusters=clusters)
-        return cls(
-            query_max=query_max,
-            top_k=top_k,
-            block_max=block_max,
-            together=together,
-            threads=TOGETHER_THREADS if together else PHASE_THREADS,
-        )
-
-    @property
-    def tile_max(self) -> int:
-        return div_ceil(self.block_max * PAGE_ROWS, self.threads * ITEMS)
-
-    @property
-    def program(self) -> Program:
-        return resolve_program(together=self.together, threads=self.threads)
-
-    @property
-    def launches(self) -> list[Launch]:
-        """In this order; the report is zeroed before the first, which one launch does itself."""
-        queries, tiles = self.query_max, self.tile_max
-        assert queries > 0, "a launch for no query"
-        assert tiles > 0, "a launch for no slot"
-        if self.together:
-            return [Launch("ess_resolve_together", self.together)]
-        return [
-            Launch("ess_probe", queries),
-            Launch("ess_count", queries + tiles),
-            Launch("ess_scan", div_ceil(BINS + 1, self.threads // 32)),
-            Launch("ess_rank", tiles),
-            Launch("ess_assign", queries),
-            Launch("ess_serve", queries),
-        ]
-
-    @property
-    def workspace(self) -> dict[str, int]:
-        """int32 numbers that the phases hand to one another, by name."""
-        entries = self.query_max * self.top_k
-        return {
-            "now": len(NOW),
-            "report": len(REPORT),
-            "claimed_slots": entries,
-            "claimed_rows": entries,
-            "claimed_host_rows": entries,
-            "pending": self.query_max,
-            "first_count": self.query_max,
-            "bin_count": BINS * self.tile_max,
-            "bin_total": BINS,
-        }
-
-
-def blocks_together(entry_count: int, slot_count: int, *, clusters: bool) -> int:
-    """Blocks that run all phases in a single launch; 0 where a launch for each phase is faster.
-
-    Six launches leave about 8 us of gaps and use the whole device; the barriers of a cluster cost
-    about 2 us, those of a single block nothing, but there is no more to work with. A block needs
-    about 3 us for the queries and tiles of a request, so a cluster pays until every block of it has
-    a second request. A single block takes up to four: by then its missing barriers no longer make
-    up for its work.
-    """
-    assert entry_count > 0, "no entry to resolve"
-    assert slot_count > 0, "no slot to resolve into"
-    if entry_count <= ALONE_ENTRIES_MAX and slot_count <= ALONE_SLOTS_MAX:
-        return 1
-    fits = entry_count <= CLUSTER_ENTRIES_MAX and slot_count <= CLUSTER_SLOTS_MAX
-    return CLUSTER_BLOCKS if clusters and fits else 0
-
-
-def resolve_program(*, together: int, threads: int) -> Program:
-    if not together:
-        return slot_program("resolve.cu", threads)
-    return slot_program("together.cu", threads, ("ESS_BLOCKS", together))
-
-
-def slot_program(file: str, threads: int, *more: tuple[str, int]) -> Program:
-    assert 0 < threads <= 1024, f"a block of {threads} threads"
-    assert threads % 32 == 0, f"{threads} threads are not whole warps"
-    ways = ("ESS_LOAD", 0), ("ESS_STORE", 0)
-    return Program(file=file, defines=(("ESS_THREADS", threads), *ways, *more))
 
 
 def resolve_record(
@@ -219,6 +104,8 @@ def resolve_record(
     split: Any,
     workspace: Mapping[str, Any],
     rows: Any,
+    moment: Moment = FIRST,
+    query_count: Any = None,
     host_page_of: Any = None,
     stored: Any = None,
     purpose: Purpose = "select",
@@ -226,21 +113,34 @@ def resolve_record(
 ) -> ResolveRecord:
     """To "write" the rows are distinct and new to this step: slots for them, dirty at once.
 
-    `stored` [layers of the group, host page] has the bits of the host rows that were ever written.
-    The arrays must outlive every launch and every replay of a graph with this record in it.
+    How many queries the step has, the device knows: from `now`, or from a `query_count` of this
+    call. `stored` [layers of the group, host page] has the bits of the host rows that were ever
+    written. The arrays must outlive every launch and every replay of a graph with this record.
     """
-    if split.slots.shape[0] < shape.query_max or split.slots.shape[1] < shape.top_k:
-        raise BadInput(
-            f"a split of shape {tuple(split.slots.shape)} cannot hold {shape.query_max} queries "
-            f"of {shape.top_k} rows"
-        )
-    record = _claims_record(shape, arena, workspace, host_page_of, stored, purpose)
+    _require_lines(shape, rows, split)
+    if purpose == "select" and host_page_of is None:
+        raise BadInput("rows without a slot are named by host row: a host_page_of is needed")
+    record = _claims_record(shape, arena, workspace, moment, host_page_of, stored, purpose)
     record.selection = selection_record(arena, rows, **selection)
-    record.selection.width = shape.top_k
+    record.queries = query_count_address(workspace, query_count)
+    record.query_first, record.query_max = moment.first, rows.shape[0]
     for name in ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"):
         setattr(record, name, address(getattr(split, name)))
     record.split_width = split.slots.shape[1]
     return record
+
+
+def _require_lines(shape: ResolveShape, rows: Any, split: Any) -> None:
+    if rows.shape[1] != shape.top_k or not 0 < rows.shape[0] <= shape.query_max:
+        raise BadInput(
+            f"rows have shape {tuple(rows.shape)}, must be {shape.top_k} wide and at most "
+            f"{shape.query_max} lines"
+        )
+    if split.slots.shape[0] < rows.shape[0] or split.slots.shape[1] < shape.top_k:
+        raise BadInput(
+            f"a split of shape {tuple(split.slots.shape)} cannot hold {rows.shape[0]} queries "
+            f"of {shape.top_k} rows"
+        )
 
 
 def warm_record(
@@ -249,6 +149,7 @@ def warm_record(
     arena: Any,
     workspace: Mapping[str, Any],
     rows: Any,
+    moment: Moment = FIRST,
     ages: Any = None,
     count: Any = None,
     host_page_of: Any = None,
@@ -263,7 +164,7 @@ def warm_record(
     if rows.shape[0] > room or (ages is not None and ages.shape != rows.shape):
         shapes = tuple(rows.shape), None if ages is None else tuple(ages.shape)
         raise BadInput(f"rows and ages of shapes {shapes[0]} and {shapes[1]}, room for {room}")
-    record = _claims_record(shape, arena, workspace, host_page_of, stored, "warm")
+    record = _claims_record(shape, arena, workspace, moment, host_page_of, stored, "warm")
     record.selection = SelectionRecord(
         rows=address(rows), width=shape.top_k, row_count=arena.slot_of.shape[0]
     )
@@ -276,15 +177,17 @@ def _claims_record(
     shape: ResolveShape,
     arena: Any,
     workspace: Mapping[str, Any],
+    moment: Moment,
     host_page_of: Any,
     stored: Any,
     purpose: Purpose,
 ) -> ResolveRecord:
-    assert workspace.keys() <= shape.workspace.keys(), f"a workspace of {sorted(workspace)}"
+    names = {"now", "report", *shape.claims, *shape.scratch}
+    assert workspace.keys() <= names, f"a workspace of {sorted(workspace)}"
     record = ResolveRecord(query_max=shape.query_max, tile_max=shape.tile_max)
-    record.arena = arena_record(arena)
-    for name, array in workspace.items():
-        setattr(record, name, address(array))
+    record.arena, record.moment = arena_record(arena), moment_record(workspace, moment)
+    for name in workspace.keys() - {"now"}:
+        setattr(record, name, address(workspace[name]))
     record.host_page_of, record.stored = address(host_page_of), address(stored)
     record.layer_count, record.stored_width = (0, 0) if stored is None else stored.shape
     record.purpose = PURPOSES.index(purpose)
@@ -297,20 +200,23 @@ def locate_record(
     rows: Any,
     slots: Any,
     workspace: Mapping[str, Any],
+    moment: Moment = FIRST,
+    query_count: Any = None,
     **selection: Any,
 ) -> LocateRecord:
     """Positions or row ids [query, column] to slots of the same shape or wider."""
     assert slots.shape[0] >= rows.shape[0], f"rows {rows.shape}, slots {slots.shape}"
     assert slots.shape[1] >= rows.shape[1], f"rows {rows.shape}, slots {slots.shape}"
-    record = LocateRecord(
+    return LocateRecord(
         arena=arena_record(arena),
         selection=selection_record(arena, rows, **selection),
+        moment=moment_record(workspace, moment),
+        queries=query_count_address(workspace, query_count),
+        report=address(workspace["report"]),
+        slots=address(slots),
+        query_first=moment.first,
         split_width=slots.shape[1],
     )
-    for name, array in (("now", workspace["now"]), ("report", workspace["report"])):
-        setattr(record, name, address(array))
-    record.slots = address(slots)
-    return record
 
 
 def upkeep_record(
@@ -318,8 +224,14 @@ def upkeep_record(
 ) -> UpkeepRecord:
     """Slots, the rows that leave, or blocks to clear; without a count all of them."""
     assert len(numbers.shape) == 1, f"numbers of shape {tuple(numbers.shape)}, not a list"
-    lists = numbers, count, workspace["now"], workspace["report"]
-    return UpkeepRecord(arena_record(arena), *map(address, lists), numbers.shape[0])
+    return UpkeepRecord(
+        arena=arena_record(arena),
+        list=address(numbers),
+        count=address(count),
+        moment=moment_record(workspace, FIRST),
+        report=address(workspace["report"]),
+        count_max=numbers.shape[0],
+    )
 
 
 def audit_record(arena: Any, findings: Any, *, workspace: Mapping[str, Any]) -> AuditRecord:
@@ -327,15 +239,38 @@ def audit_record(arena: Any, findings: Any, *, workspace: Mapping[str, Any]) -> 
     assert findings.shape[0] % 2 == 0, "a count and a place of each kind, after two counts"
     home, number = address(findings) or 0, ctypes.sizeof(ctypes.c_int32)
     kinds = (findings.shape[0] - 2) // 2
-    places = (home + at * number for at in (2, 2 + kinds, 0, 1))
-    sizes = arena.slot_of.shape[0], arena.row_of.shape[0]
-    return AuditRecord(arena_record(arena), address(workspace["now"]), *places, *sizes)
+    found, first, used, resident = (home + at * number for at in (2, 2 + kinds, 0, 1))
+    return AuditRecord(
+        arena=arena_record(arena),
+        moment=moment_record(workspace, FIRST),
+        found=found,
+        first=first,
+        used=used,
+        resident=resident,
+        row_count=arena.slot_of.shape[0],
+        slot_count=arena.row_of.shape[0],
+    )
 
 
 def arena_record(arena: Any) -> ArenaRecord:
     slab = {getattr(arena, name).shape[0] for name in ("row_of", "last_use", "ticket_of", "dirty")}
     assert len(slab) == 1, f"slab arrays differ in size: {slab}"
-    return ArenaRecord(*(address(getattr(arena, name)) for name, _ in ArenaRecord._fields_))
+    return ArenaRecord(*(address(getattr(arena, name)) for name, *_ in ArenaRecord._fields_))
+
+
+def moment_record(workspace: Mapping[str, Any], moment: Moment) -> MomentRecord:
+    assert moment.copy > 0, f"copies of a step count from 1: {moment}"
+    assert 0 <= moment.waited < moment.copy, f"a call cannot have waited for its own copy: {moment}"
+    return MomentRecord(address(workspace["now"]), moment.copy, moment.waited)
+
+
+def query_count_address(workspace: Mapping[str, Any], query_count: Any) -> int:
+    """Where the number of queries lies: that of the step, or one of the call's own."""
+    if query_count is not None:
+        return address(query_count) or 0
+    return (address(workspace["now"]) or 0) + NOW.index("query_count") * ctypes.sizeof(
+        ctypes.c_int32
+    )
 
 
 def selection_record(

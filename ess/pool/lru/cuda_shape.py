@@ -1,0 +1,143 @@
+"""Which residency kernels run for a batch of a given size, and the memory that they work in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ess.errors import BadInput
+from ess.kernels.cuda.program import Program
+from ess.units import PAGE_ROWS, div_ceil
+
+BINS: Final = 256
+ITEMS: Final = 8
+PHASE_THREADS: Final = 512
+TOGETHER_THREADS: Final = 1024
+ALONE_ENTRIES_MAX: Final = 8192
+ALONE_SLOTS_MAX: Final = 32768
+ENTRIES_MAX: Final = 1 << 30
+
+NOW: Final = ("step", "ticket", "landed", "behind", "query_count", "stamps")
+REPORT: Final = (
+    *("claimed", "missing", "eligible", "absent", "hits", "places", "late_ticket"),
+    *("evicted", "unwritten", "faults", "left", "held"),
+)
+
+
+class Launch(NamedTuple):
+    entry: str
+    blocks: int
+
+
+class Moment(NamedTuple):
+    """When in its step a call is made, and for which queries.
+
+    Its own copy is the copy-th of the step, and the stream that it is queued on has waited for the
+    first `waited` of them; for none, if it is 0. It is the part-th call of its group, counted from
+    0, and its lines are the step's queries from `first` on.
+    """
+
+    copy: int = 1
+    waited: int = 0
+    part: int = 0
+    first: int = 0
+
+
+FIRST: Final = Moment()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolveShape:
+    """The largest call that a record is made for. Queries and blocks are counted on the device.
+
+    `is_together`: one block runs all phases in one launch; else there is a launch for each phase,
+    over the whole device.
+    """
+
+    query_max: int
+    top_k: int
+    block_max: int
+    is_together: bool
+    threads: int
+
+    @classmethod
+    def of(cls, *, query_max: int, top_k: int, block_max: int) -> ResolveShape:
+        if min(query_max, top_k, block_max) < 1 or query_max * top_k > ENTRIES_MAX:
+            raise BadInput(
+                f"{query_max} queries of {top_k} rows over {block_max} blocks cannot be resolved"
+            )
+        is_together = fits_one_block(query_max * top_k, block_max * PAGE_ROWS)
+        return cls(
+            query_max=query_max,
+            top_k=top_k,
+            block_max=block_max,
+            is_together=is_together,
+            threads=TOGETHER_THREADS if is_together else PHASE_THREADS,
+        )
+
+    @property
+    def tile_max(self) -> int:
+        return div_ceil(self.block_max * PAGE_ROWS, self.threads * ITEMS)
+
+    @property
+    def claim_max(self) -> int:
+        """Rows that one call can claim slots for."""
+        return min(self.query_max * self.top_k, self.block_max * PAGE_ROWS)
+
+    @property
+    def program(self) -> Program:
+        return resolve_program(is_together=self.is_together, threads=self.threads)
+
+    def launches(self, query_count: int) -> list[Launch]:
+        """Of a call with so many lines, in this order."""
+        queries, tiles = query_count, self.tile_max
+        assert 0 < queries <= self.query_max, f"{queries} queries, at most {self.query_max}"
+        assert tiles > 0, "a launch for no slot"
+        if self.is_together:
+            return [Launch("ess_resolve_together", 1)]
+        return [
+            Launch("ess_probe", queries),
+            Launch("ess_count", queries + tiles),
+            Launch("ess_scan", div_ceil(BINS + 1, self.threads // 32)),
+            Launch("ess_rank", tiles),
+            Launch("ess_assign", queries),
+            Launch("ess_serve", queries),
+        ]
+
+    @property
+    def claims(self) -> dict[str, int]:
+        """int32 numbers that a call leaves for the copy of what it has claimed, by name."""
+        return dict.fromkeys(("claimed_slots", "claimed_host_rows"), self.claim_max)
+
+    @property
+    def scratch(self) -> dict[str, int]:
+        """int32 numbers that the phases of a call hand to one another, by name."""
+        return {
+            "pending": self.query_max,
+            "first_count": self.query_max,
+            "bin_count": BINS * self.tile_max,
+            "bin_total": BINS,
+        }
+
+
+def fits_one_block(entry_count: int, slot_count: int) -> bool:
+    """Whether one block does a call faster than six launches over the whole device.
+
+    Those leave about 8 us of gaps; the barriers of a single block cost nothing, but there is no
+    more to work with: it needs about 3 us for the queries and tiles of a request. So it pays up to
+    four requests.
+    """
+    assert entry_count > 0, "no entry to resolve"
+    assert slot_count > 0, "no slot to resolve into"
+    return entry_count <= ALONE_ENTRIES_MAX and slot_count <= ALONE_SLOTS_MAX
+
+
+def resolve_program(*, is_together: bool, threads: int) -> Program:
+    return slot_program("together.cu" if is_together else "resolve.cu", threads)
+
+
+def slot_program(file: str, threads: int) -> Program:
+    assert 0 < threads <= 1024, f"a block of {threads} threads"
+    assert threads % 32 == 0, f"{threads} threads are not whole warps"
+    ways = ("ESS_LOAD", 0), ("ESS_STORE", 0)
+    return Program(file=file, defines=(("ESS_THREADS", threads), *ways))
