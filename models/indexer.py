@@ -105,7 +105,8 @@ def top_k(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
 
     Everything above the k-th best score is in; among the scores equal to it, the lowest positions
     fill what is left. So the result does not depend on how a sort treats ties. NaN counts as
-    infinite, so that it is seen.
+    infinite, so that it is seen. Nothing here waits for a device: what is not chosen goes to a
+    column that is cut off.
     """
     seen = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
     visible = scores.masked_fill(scores.isnan(), torch.inf).masked_fill(~seen, -torch.inf)
@@ -115,8 +116,7 @@ def top_k(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
     level = (visible == floor) & seen
     room = width - above.sum(1, keepdim=True)
     chosen = above | (level & (level.cumsum(1) <= room))
-    picked = torch.full((scores.shape[0], k), -1, dtype=torch.int32, device=scores.device)
-    row, position = chosen.nonzero(as_tuple=True)
-    rank = chosen.cumsum(1) - 1
-    picked[row, rank[row, position]] = position.int()
-    return picked
+    picked = torch.full((scores.shape[0], k + 1), -1, dtype=torch.int32, device=scores.device)
+    rank = (chosen.cumsum(1) - 1).where(chosen, k)
+    position = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    return picked.scatter_(1, rank, position.expand_as(rank))[:, :k]

@@ -11,18 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ess.kernels import experts as routed
+from ess.kernels.backend import ops
 from ess.kernels.cpu import stage as compiled
 from ess.kernels.cpu.stage import Stage, Values, pack
+from ess.kernels.experts import swiglu
 from ess.models.config import ModelConfig
 from ess.models.indexer import top_k
 from ess.models.layers import Source, linear
 
 GROUP_BEST: Final = 2
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 class Mlp:
@@ -48,11 +46,13 @@ class Routing(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """Between the two products: a line per token and expert, sorted by expert; each one's end."""
+    """Between the two products: a line per token and expert, sorted by expert; where each begins
+    and the last one ends; and room for what the experts make of them."""
 
     values: Tensor
     order: Tensor
-    ends: Tensor
+    edges: Tensor
+    outer: Tensor
 
 
 class Moe:
@@ -117,8 +117,8 @@ class Moe:
         Sorting is stable and the sum runs over ascending experts in float32, so a token's result
         does not depend on which other tokens chose the same experts, beyond the products' rounding.
         """
-        inner = self.up(x, routing)
-        return self.collect(self.down(inner, range(self.expert_count)), inner, routing)
+        weights = (self._gate_up, None), (self._down, None)
+        return routed.experts(_products, x, *routing, *weights)
 
     @property
     def expert_count(self) -> int:
@@ -129,31 +129,41 @@ class Moe:
         return self._shared is not None
 
     def up(self, x: Tensor, routing: Routing) -> Inner:
-        flat = routing.experts.flatten()
-        order = flat.argsort(stable=True)
-        ends = torch.bincount(flat, minlength=self.expert_count).cumsum(0).int()
+        order, ends = routed.by_expert(routing.experts, self.expert_count)
         tokens = x.to(self._gate_up.dtype)[order // self._config.experts_per_token]
-        both = F.grouped_mm(tokens, self._gate_up.transpose(1, 2), offs=ends)
-        return Inner(swiglu(both.float()).to(both.dtype), order, ends)
+        both = _products(tokens, ends, self._gate_up, scales=None)
+        values = swiglu(both.float()).to(both.dtype)
+        edges, outer = F.pad(ends, (1, 0)), values.new_empty(len(values), self._config.hidden_dim)
+        return Inner(values, order, edges, outer)
 
-    def down(self, inner: Inner, experts: range) -> Tensor:
-        """What these experts make, one line per token that chose them, in the order of `inner`."""
-        first = int(inner.ends[experts.start - 1]) if experts.start else 0
-        ends = inner.ends[experts.start : experts.stop] - first
-        lines = inner.values[first : first + int(ends[-1])]
-        weights = self._down[experts.start : experts.stop].transpose(1, 2)
-        return F.grouped_mm(lines, weights, offs=ends)
+    def down(self, inner: Inner, experts: range) -> None:
+        """These experts' lines of `inner.outer`, one per token that chose them."""
+        edges, weights = inner.edges[experts.start : experts.stop + 1], self._down
+        weights = weights[experts.start : experts.stop]
+        if inner.values.is_cpu:
+            first, stop = int(edges[0]), int(edges[-1])
+            lines = _products(inner.values[first:stop], edges[1:] - first, weights, scales=None)
+            inner.outer[first:stop] = lines
+            return
+        ops("cuda").expert_products(
+            inner.values, edges[1:], weights, begin=edges[:1], out=inner.outer
+        )
 
-    def collect(self, outer: Tensor, inner: Inner, routing: Routing) -> Tensor:
+    def collect(self, inner: Inner, routing: Routing) -> Tensor:
         """Each token's weighted sum, float32, of what all its experts made for it."""
-        placed = torch.empty_like(outer, dtype=torch.float32)
-        placed[inner.order] = outer.float()
-        weighted = placed.view(*routing.weights.shape, outer.shape[1]) * routing.weights[..., None]
-        return weighted.sum(1)
+        return routed.collected(inner.outer, inner.order, routing.weights)
 
     def shared(self, x: Tensor) -> Tensor:
         assert self._shared is not None, "this model has no shared experts"
         return self._shared(x)
+
+
+def _products(tokens: Tensor, ends: Tensor, weights: Tensor, *, scales: Tensor | None) -> Tensor:
+    """By torch on a CPU; on a device by the op, which does not wait for `ends`."""
+    if tokens.is_cpu and scales is None:
+        return F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
+    chosen = ops("cpu" if tokens.is_cpu else "cuda")
+    return chosen.expert_products(tokens, ends, weights, scales=scales)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

@@ -23,6 +23,44 @@ class Keys(NamedTuple):
     scales: Tensor
 
 
+class Angles(NamedTuple):
+    """cos and sin by which pairs are rotated: float32 [n, dim / 2], dense."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def dim(self) -> int:
+        return 2 * self.cos.shape[1]
+
+
+class RowFinish(NamedTuple):
+    """What a new row still needs: its latents' root mean square norm, its rope part's angles."""
+
+    weight: Tensor
+    eps: float
+    angles: Angles
+
+
+class KeyFinish(NamedTuple):
+    """What a new index key still needs: its norm to mean 0 and variance 1, and its angles."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    angles: Angles
+
+
+class Linear(NamedTuple):
+    """Values [n, depth] and `out` [n, width] dense in the last axis, the rest dense: weights
+    [width, depth] in e4m3 and a float32 scale for each 128 x 128 of them."""
+
+    values: Tensor
+    weights: Tensor
+    scales: Tensor
+    out: Tensor
+
+
 class Attend(NamedTuple):
     """Queries [q, heads, dim] in float32, bfloat16 or e4m3 and slots [q, width] in int32, dense in
     the last axis; bytes of a row side by side; `into` dense."""
@@ -61,9 +99,10 @@ class IndexQueries(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Tokens and `out` dense in the last axis; ends, weights and scales dense."""
+    """Tokens and `out` dense in the last axis; begin, ends, weights and scales dense."""
 
     tokens: Tensor
+    begin: Tensor | None
     ends: Tensor
     weights: Tensor
     scales: Tensor | None
@@ -80,15 +119,38 @@ class Backend(Protocol):
 
     def checked_before(self, name: str, ids: Tensor) -> bool:
         """Whether `Ops` checks ids of this name before the call. False where the kernel checks
-        them as it reads them and raises BadInput before it writes anything; false too while a graph
-        is captured, when they are trusted."""
+        them as it reads them and raises BadInput before it writes anything; false too on a device,
+        where looking would wait for it: there they are trusted."""
 
     def encode_rows(self, values: Tensor, codec: RowCodec, out: Tensor) -> None: ...
     def decode_rows(self, rows: Tensor, codec: RowCodec, out: Tensor) -> None: ...
     def encode_keys(self, values: Tensor, codec: IndexCodec) -> Keys: ...
+    def store_rows(self, values: Tensor, codec: RowCodec, out: Tensor, places: Tensor) -> None: ...
+    def store_keys(
+        self, values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor
+    ) -> None: ...
+    def hadamard(self, values: Tensor) -> Tensor: ...
+    def finish_rows(
+        self,
+        values: Tensor,
+        finish: RowFinish,
+        codec: RowCodec,
+        out: Tensor,
+        places: Tensor | None,
+    ) -> None: ...
+    def finish_keys(
+        self,
+        values: Tensor,
+        finish: KeyFinish,
+        codec: IndexCodec,
+        out: Tensor,
+        row_ids: Tensor | None,
+    ) -> None: ...
+    def turn_queries(self, queries: Tensor, angles: Angles, codec: IndexCodec) -> Tensor: ...
     def attend(self, call: Attend) -> None: ...
     def merge(self, first: Partial, second: Partial, into: Partial) -> None: ...
     def index_logits(self, call: IndexQueries, out: Tensor) -> None: ...
     def index_top_k(self, call: IndexQueries, out: Tensor) -> None: ...
     def top_k(self, logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None: ...
     def expert_products(self, call: Products) -> None: ...
+    def linear_fp8(self, call: Linear) -> None: ...

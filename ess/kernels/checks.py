@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from ess.errors import BadInput
 from ess.layout import SCALE_GROUP
 from ess.units import div_ceil
+
+if TYPE_CHECKING:
+    from ess.kernels.calls import Angles
 
 BYTES: Final = (torch.uint8,)
 INT32: Final = (torch.int32,)
@@ -68,9 +71,11 @@ def check_products(
         require_dense("scales", scales)
 
 
-def require_ends(ends: Sequence[int], *, count: int) -> None:
-    """Experts' tokens lie one behind the other, among `count`."""
-    for expert, (start, end) in enumerate(pairwise((0, *ends))):
+def require_ends(ends: Sequence[int], *, count: int, begin: int = 0) -> None:
+    """Experts' tokens lie one behind the other from `begin` on, among `count`."""
+    if begin < 0:
+        raise BadInput(f"begin is {begin}, must not be negative")
+    for expert, (start, end) in enumerate(pairwise((begin, *ends))):
         if not start <= end <= count:
             raise BadInput(f"ends[{expert}] is {end}, outside {start}..{count}")
 
@@ -97,3 +102,32 @@ def require_adjacent(name: str, tensor: Tensor) -> None:
 def require_dense(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
         raise BadInput(f"{name} with strides {tuple(tensor.stride())} has gaps: copy it")
+
+
+def check_threads(threads: int) -> None:
+    if threads < 1:
+        raise BadInput(f"threads is {threads}, must be positive")
+
+
+def check_linear(values: Tensor, weights: Tensor, scales: Tensor, out: Tensor | None) -> None:
+    require("values", values, (None, None), FLOATS)
+    require("weights", weights, (None, values.shape[1]), (CODED,))
+    width, depth = weights.shape
+    if not depth:
+        raise BadInput(f"values of shape {tuple(values.shape)} have no depth")
+    blocks = div_ceil(width, SCALE_GROUP), div_ceil(depth, SCALE_GROUP)
+    require("scales", scales, blocks, SINGLE)
+    require_dense("weights", weights)
+    require_dense("scales", scales)
+    if out is not None:
+        require("out", out, (len(values), width), FLOATS)
+        require_adjacent("out", out)
+
+
+def check_angles(angles: Angles, count: int, *, low: int, high: int) -> None:
+    """Of `count` tokens, and of `low` to `high` numbers of each."""
+    for name, part in zip(("angles.cos", "angles.sin"), angles, strict=True):
+        require(name, part, (count, angles.cos.shape[1]), SINGLE)
+        require_dense(name, part)
+    if not low <= angles.dim <= high:
+        raise BadInput(f"angles turn {angles.dim} numbers, outside {low}..{high}")

@@ -18,7 +18,19 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.kernels.calls import Attend, Backend, IndexQueries, Keys, Products, slot_range
+from ess.kernels import experts as routed
+from ess.kernels.calls import (
+    Angles,
+    Attend,
+    Backend,
+    IndexQueries,
+    KeyFinish,
+    Keys,
+    Linear,
+    Products,
+    RowFinish,
+    slot_range,
+)
 from ess.kernels.checks import (
     BYTES,
     COUNTS,
@@ -26,7 +38,10 @@ from ess.kernels.checks import (
     INT32,
     QUERIES,
     SINGLE,
+    check_angles,
+    check_linear,
     check_products,
+    check_threads,
     require,
     require_adjacent,
     require_dense,
@@ -35,6 +50,7 @@ from ess.kernels.checks import (
 )
 from ess.kernels.merge import Pair, Partial, check_merge
 from ess.kernels.reference import keys as paged
+from ess.kernels.room import adjacent, empty, int32, new_partial, overlap, plain
 from ess.layout import IndexCodec, RowCodec
 from ess.units import PAGE_ROWS
 
@@ -62,7 +78,7 @@ class Ops:
     def encode_rows(self, values: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
         """Values [n, latent + rope], float32 or bfloat16, into rows [n, row_bytes]."""
         self._check_rows(values, codec, out)
-        self.backend.encode_rows(_adjacent(values), codec, out)
+        self.backend.encode_rows(adjacent(values), codec, out)
         return out
 
     def decode_rows(self, rows: Tensor, codec: RowCodec, out: Tensor) -> Tensor:
@@ -75,7 +91,69 @@ class Ops:
     def encode_keys(self, values: Tensor, codec: IndexCodec) -> Keys:
         """Keys [n, key_dim], float32 or bfloat16; the float32 form keeps them, with scale 1."""
         self._check("values", values, (None, codec.key_dim), FLOATS)
-        return self.backend.encode_keys(_adjacent(values), codec)
+        return self.backend.encode_keys(adjacent(values), codec)
+
+    def store_rows(self, values: Tensor, codec: RowCodec, out: Tensor, places: Tensor) -> None:
+        """Values [n, latent + rope] into the rows out[places[i]]; places are unequal, and a
+        negative one is nowhere."""
+        self._check_whole(values, codec)
+        places = self._places(out, codec, places, len(values))
+        self.backend.store_rows(adjacent(values), codec, out, places)
+
+    def store_keys(self, values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor) -> None:
+        """`encode_keys`, then `write_keys`, but that a negative row id is nowhere."""
+        self._check("values", values, (None, codec.key_dim), FLOATS)
+        row_ids = self._row_ids(pages, row_ids, codec, len(values))
+        self.backend.store_keys(adjacent(values), codec, pages, row_ids)
+
+    def finish_rows(
+        self,
+        values: Tensor,
+        finish: RowFinish,
+        codec: RowCodec,
+        out: Tensor,
+        places: Tensor | None = None,
+    ) -> None:
+        """Latents normed by their root mean square, the rope part rotated in pairs (2 i, 2 i + 1),
+        both in float32; then as `store_rows`, or without places into the rows of `out` in turn."""
+        self._check_whole(values, codec)
+        count = len(values)
+        require("finish.weight", finish.weight, (codec.latent_dim,), SINGLE)
+        check_angles(finish.angles, count, low=codec.rope_dim, high=codec.rope_dim)
+        if places is None:
+            self._check_bytes("out", out, count, codec.row_bytes)
+        else:
+            places = self._places(out, codec, places, count)
+        self.backend.finish_rows(adjacent(values), finish, codec, out, places)
+
+    def finish_keys(
+        self,
+        values: Tensor,
+        finish: KeyFinish,
+        codec: IndexCodec,
+        out: Tensor,
+        row_ids: Tensor | None = None,
+    ) -> None:
+        """Keys normed to mean 0 and variance 1, their first numbers rotated, mixed where the codec
+        says so; then as `store_keys` into pages, or without row ids into records [n, key_bytes]: a
+        key's bytes, then its scale."""
+        self._check("values", values, (None, codec.key_dim), FLOATS)
+        count = len(values)
+        for name, part in (("weight", finish.weight), ("bias", finish.bias)):
+            require(f"finish.{name}", part, (codec.key_dim,), SINGLE)
+        check_angles(finish.angles, count, low=0, high=codec.key_dim)
+        if row_ids is None:
+            self._check_bytes("out", out, count, codec.key_bytes)
+        else:
+            row_ids = self._row_ids(out, row_ids, codec, count)
+        self.backend.finish_keys(adjacent(values), finish, codec, out, row_ids)
+
+    def turn_queries(self, queries: Tensor, angles: Angles, codec: IndexCodec) -> Tensor:
+        """Index queries [n, heads, key_dim] rotated and mixed as their keys: bfloat16 for keys in
+        fp8, else float32."""
+        self._check("queries", queries, (None, None, codec.key_dim), FLOATS)
+        check_angles(angles, len(queries), low=0, high=codec.key_dim)
+        return self.backend.turn_queries(adjacent(queries), angles, codec)
 
     def write_keys(self, pages: Tensor, row_ids: Tensor, keys: Keys, codec: IndexCodec) -> None:
         """Into pages [page, page_bytes]: 64 times the bytes of a value, then 64 scales."""
@@ -95,7 +173,7 @@ class Ops:
         size = values.shape[-1]
         if size < 1 or size & (size - 1):
             raise BadInput(f"a Hadamard transform needs a power of two, got {size}")
-        return paged.hadamard(values)
+        return self.backend.hadamard(values)
 
     # ---- attention
 
@@ -126,16 +204,16 @@ class Ops:
         self._check("queries", queries, (None, None, codec.latent_dim + codec.rope_dim), QUERIES)
         count, heads, _ = queries.shape
         self._check("slots", slots, (count, None), COUNTS)
-        _check_threads(threads)
+        check_threads(threads)
         if into is None:
-            into = _new_partial(queries, codec.latent_dim)
+            into = new_partial(queries, codec.latent_dim)
         else:
             require("into.out", into.out, (count, heads, codec.latent_dim), SINGLE)
             require("into.lse", into.lse, (count, heads), SINGLE)
             self._check_into(into)
         slots = self._ids("slots", slots, *slot_range(rows, placed))
         self.backend.attend(
-            Attend(_plain(queries), rows, slots, codec, scale, placed, into, threads)
+            Attend(plain(queries), rows, slots, codec, scale, placed, into, threads)
         )
         return into
 
@@ -177,7 +255,7 @@ class Ops:
         call = self._index_queries(queries, weights, pages, page_table, lengths, codec, threads)
         shape = queries.shape[0], call.width
         if out is None:
-            out = _empty(queries, *shape)
+            out = empty(queries, *shape)
         else:
             self._check("out", out, shape, SINGLE)
             require_adjacent("out", out)
@@ -220,10 +298,10 @@ class Ops:
         self._check("logits", logits, (None, None), SINGLE)
         count, width = logits.shape
         self._check("lengths", lengths, (count,), COUNTS)
-        _check_threads(threads)
+        check_threads(threads)
         out = self._selection(logits, k, out)
         lengths = self._ids("lengths", lengths, 0, width + 1)
-        self.backend.top_k(_adjacent(logits), lengths, out, threads)
+        self.backend.top_k(adjacent(logits), lengths, out, threads)
         return out
 
     # ---- experts
@@ -235,26 +313,69 @@ class Ops:
         weights: Tensor,
         *,
         scales: Tensor | None = None,
+        begin: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Tokens [n, depth] times the weights [experts, width, depth] of their experts: [n, width].
 
-        Tokens are sorted by expert; those of expert e lie from ends[e - 1] up to ends[e], int32.
-        What lies behind the last end is not read, and `out` is left as it is there; without one it
-        is made, zeros there, in the type of the tokens. Weights in e4m3 have a float32 scale for
-        each 128 x 128. Weights and scales are dense.
+        Tokens are sorted by expert; those of expert e lie from ends[e - 1] up to ends[e], int32,
+        and those of the first one from `begin` [1] on, by itself 0: the tokens before it, like
+        those behind the last end, are not read, and `out` is left as it is there; without one it is
+        made, zeros there, in the type of the tokens. Weights in e4m3 have a float32 scale for each
+        128 x 128. Weights and scales are dense.
         """
         check_products(tokens, ends, weights, scales, out)
-        given = {"tokens": tokens, "ends": ends, "weights": weights, "scales": scales, "out": out}
-        for name, tensor in given.items():
-            if tensor is not None:
-                self._check_place(name, tensor)
+        if begin is not None:
+            require("begin", begin, (1,), INT32)
+        self._check_places(
+            tokens=tokens, begin=begin, ends=ends, weights=weights, scales=scales, out=out
+        )
         if self.backend.checked_before("ends", ends):
-            require_ends(ends.tolist(), count=len(tokens))
+            first = 0 if begin is None else int(begin)
+            require_ends(ends.tolist(), count=len(tokens), begin=first)
         if out is None:
             out = tokens.new_zeros(len(tokens), weights.shape[1])
-        call = Products(_adjacent(tokens), ends.contiguous(), weights, scales, out)
+        call = Products(adjacent(tokens), begin, ends.contiguous(), weights, scales, out)
         self.backend.expert_products(call)
+        return out
+
+    def experts(
+        self,
+        tokens: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        gate_up_scales: Tensor | None = None,
+        down_scales: Tensor | None = None,
+    ) -> Tensor:
+        """Each token's sum, float32 [n, depth], of what its experts make of it.
+
+        `chosen` [n, per_token] names them ascending, int64; `weights` says how much each counts. An
+        expert is gate_up [2 * inner, depth], silu of the first half times the second, then down
+        [depth, inner]; in e4m3 both have scales, as `expert_products` takes them.
+        """
+        self._check("chosen", chosen, (len(tokens), None), (torch.int64,))
+        self._check("weights", weights, tuple(chosen.shape), SINGLE)
+        first, second = (gate_up, gate_up_scales), (down, down_scales)
+        return routed.experts(self.expert_products, tokens, chosen, weights, first, second)
+
+    # ---- dense products
+
+    def linear_fp8(
+        self, values: Tensor, weights: Tensor, scales: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Values [n, depth] times weights [width, depth] in e4m3: [n, width], float32 by itself.
+
+        Weights have a float32 scale for each 128 x 128. Values are rounded to e4m3 first, each 128
+        of a line under a scale of their own, amax / 448.
+        """
+        check_linear(values, weights, scales, out)
+        self._check_places(values=values, weights=weights, scales=scales, out=out)
+        if out is None:
+            out = empty(values, len(values), len(weights))
+        self.backend.linear_fp8(Linear(adjacent(values), weights, scales, out))
         return out
 
     # ---- the checks
@@ -274,6 +395,11 @@ class Ops:
         if not self.backend.reaches(tensor, in_place=in_place):
             raise BadInput(f"{name} is on {tensor.device}: the {self.name} ops do not reach it")
 
+    def _check_places(self, **given: Tensor | None) -> None:
+        for name, tensor in given.items():
+            if tensor is not None:
+                self._check_place(name, tensor)
+
     def _check_bytes(
         self, name: str, matrix: Any, count: int | None, width: int, in_place: bool = False
     ) -> None:
@@ -291,14 +417,29 @@ class Ops:
         self._check_bytes("rows", rows, None, codec.row_bytes)
         shape = rows.shape[0], codec.latent_dim + codec.rope_dim
         self._check("values", values, shape, FLOATS)
-        if _overlap(values, rows):
+        if overlap(values, rows):
             raise BadInput("values and rows overlap in memory")
+
+    def _check_whole(self, values: Tensor, codec: RowCodec) -> None:
+        if codec.form == "opaque":
+            raise BadInput("an opaque row is written by its owner only")
+        self._check("values", values, (None, codec.latent_dim + codec.rope_dim), FLOATS)
+
+    def _places(self, out: Tensor, codec: RowCodec, places: Tensor, count: int) -> Tensor:
+        self._check_bytes("out", out, None, codec.row_bytes)
+        self._check("places", places, (count,), COUNTS)
+        return self._ids("places", places, -(1 << 31), len(out))
 
     def _check_row_ids(self, pages: Tensor, row_ids: Tensor, codec: IndexCodec) -> None:
         self._check_bytes("pages", pages, None, codec.page_bytes)
         self._check("row_ids", row_ids, (None,), COUNTS)
         if self.backend.checked_before("row_ids", row_ids):
             require_within("row_ids", row_ids, low=0, limit=len(pages) * PAGE_ROWS)
+
+    def _row_ids(self, pages: Tensor, row_ids: Tensor, codec: IndexCodec, count: int) -> Tensor:
+        self._check_bytes("pages", pages, None, codec.page_bytes)
+        self._check("row_ids", row_ids, (count,), COUNTS)
+        return self._ids("row_ids", row_ids, -(1 << 31), len(pages) * PAGE_ROWS)
 
     def _check_into(self, into: Partial) -> None:
         for name, tensor in zip(("into.out", "into.lse"), into, strict=True):
@@ -321,7 +462,7 @@ class Ops:
         self._check("weights", weights, (count, heads), SINGLE)
         self._check("page_table", page_table, (count, None), COUNTS)
         self._check("lengths", lengths, (count,), COUNTS)
-        _check_threads(threads)
+        check_threads(threads)
         width = page_table.shape[1] * PAGE_ROWS
         lengths = self._ids("lengths", lengths, 0, width + 1)
         if self.backend.checked_before("page_table", page_table):
@@ -329,7 +470,7 @@ class Ops:
             seen = page_table[starts < lengths[:, None]]
             require_within("page_table", seen, low=0, limit=len(pages))
         return IndexQueries(
-            *(_plain(queries), weights.contiguous(), pages, _int32(page_table), lengths),
+            *(plain(queries), weights.contiguous(), pages, int32(page_table), lengths),
             *(codec, threads),
         )
 
@@ -339,7 +480,7 @@ class Ops:
             raise BadInput(f"k is {k}, must be positive")
         count = queries.shape[0]
         if out is None:
-            return _empty(queries, count, k, dtype=torch.int32)
+            return empty(queries, count, k, dtype=torch.int32)
         self._check("out", out, (count, k), INT32)
         require_dense("out", out)
         return out
@@ -347,41 +488,4 @@ class Ops:
     def _ids(self, name: str, ids: Tensor, low: int, limit: int) -> Tensor:
         if self.backend.checked_before(name, ids):
             require_within(name, ids, low=low, limit=limit)
-        return _int32(ids)
-
-
-def _check_threads(threads: int) -> None:
-    if threads < 1:
-        raise BadInput(f"threads is {threads}, must be positive")
-
-
-def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Of two matrices: whether one starts within the memory that the other spans."""
-    low, ahead = first, second.data_ptr() - first.data_ptr()
-    if ahead < 0:
-        low, ahead = second, -ahead
-    (count, width), (row_step, step) = low.shape, low.stride()
-    return ahead < ((count - 1) * row_step + (width - 1) * step + 1) * low.itemsize
-
-
-def _new_partial(queries: Tensor, dim: int) -> Partial:
-    count, heads, _ = queries.shape
-    return Partial(_empty(queries, count, heads, dim), _empty(queries, count, heads))
-
-
-def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    if like.is_cpu:  # naming the device, or sizes in a tuple, takes half as long again
-        return torch.empty(*shape, dtype=dtype)
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def _adjacent(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride()[-1] == 1 else tensor.contiguous()
-
-
-def _plain(queries: Tensor) -> Tensor:
-    return _adjacent(queries.float() if queries.dtype == torch.float64 else queries)
-
-
-def _int32(ids: Tensor) -> Tensor:
-    return _adjacent(ids if ids.dtype == torch.int32 else ids.to(torch.int32))
+        return int32(ids)

@@ -22,6 +22,8 @@ from tests.support.compiled import (
     attention_of,
     compiled,
     figures,
+    finishes,
+    linear_of,
     logits_of,
     products_of,
     types,
@@ -148,7 +150,7 @@ def test_the_small_kernels_compile_without_spills() -> None:
     from ess.kernels.cuda.triton.device import attend, partials, topk
     from ess.kernels.cuda.triton.device import copy as device
 
-    sizes = {"ROOM": index.ROOM_MIN, "SAMPLE": index.SAMPLE, "BLOCK": index.BLOCK}
+    sizes = {"ROOM": index.ROOM, "SAMPLE": index.SAMPLE, "BLOCK": index.BLOCK}
     width = {"WIDTH": 512, "PADDED": 512}
     sides = types("*fp32: first_out first_lse second_out second_lse out lse")
     parts = types("*fp32: part_out part_lse out lse, *i32: counts, i32: heads splits split_keys")
@@ -203,6 +205,29 @@ def test_counts_and_strides_of_one_compile_too() -> None:
 
 
 @pytest.mark.parametrize("kind", ["*fp32", "*i16"])
+def test_what_finishes_rows_and_keys_compiles_without_spills(kind: str) -> None:
+    for binary in finishes(kind):
+        assert figures(binary).spilled == 0
+        assert "ftz" not in binary.asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, 100])
+def test_dense_products_compile_without_spills(capability: int) -> None:
+    """Codes meet codes on the tensor cores; the sums of 128 are waited for once."""
+    from ess.kernels.cuda.triton.linear import SHAPES
+
+    for shape in SHAPES:
+        found = figures(linear_of(shape, capability=capability))
+        assert found.spilled == found.loop_spills == found.mma == 0
+        assert found.copies > 0
+        assert found.shared <= SHARED_MAX
+        if capability == 90:
+            assert found.wgmma > 0
+            assert found.waits == 1
+
+
+@pytest.mark.parametrize("kind", ["*fp32", "*i16"])
 def test_the_row_codec_compiles_and_keeps_subnormals(kind: str) -> None:
     from ess.kernels.cuda.triton import rows
     from ess.kernels.cuda.triton.device import rows as device
@@ -210,15 +235,16 @@ def test_the_row_codec_compiles_and_keeps_subnormals(kind: str) -> None:
     shape = rows.row_shape(RowCodec()) | {"IS_BF16": kind == "*i16", "ROWS": rows.BLOCK_ROWS}
     strides = types("i32: count value_stride code_stride scale_stride page_stride")
     places = types("*u8: codes scales tails")
-    for is_paged in (False, True):
+    for page in (0, 1, 64):
         encode = compiled(
             device.encode,
-            {"values": kind, "row_ids": "*i64", **places, **strides},
-            shape | {"POWER_OF_TWO": True, "IS_PAGED": is_paged},
+            {"values": kind, "places": "*i64", **places, **strides},
+            shape | {"PAGE": page},
         )
         assert figures(encode).spilled == 0
         assert "ftz" not in encode.asm["ptx"]
-    del shape["GROUP_PADDED"]
+    for name in ("GROUP_PADDED", "POWER_OF_TWO", "TAIL_IS_F32"):
+        del shape[name]
     decode = compiled(
         device.decode,
         {**places, "values": kind, **types("i32: count row_stride value_stride")},

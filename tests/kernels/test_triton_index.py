@@ -32,7 +32,8 @@ def whole(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("each", [2, 3, 4, 6])
 def test_queries_that_share_keys_get_what_one_gets_alone(ops: Ops, each: int) -> None:
-    """Lengths differ within a request, one is empty, and the table of others is never read."""
+    """Lengths differ within a request, one is empty, the table of others is never read, and nothing
+    is written behind a length."""
     from ess.kernels.cuda.triton.index import logits_into
 
     page_count, pages_each = 40, 18
@@ -55,7 +56,7 @@ def test_queries_that_share_keys_get_what_one_gets_alone(ops: Ops, each: int) ->
         there[3][:each][: each - 1] = 10**6
     logits_into(*there, CODEC, out=ours, queries_per_request=each)
     assert torch.equal(ours, want)
-    assert torch.equal(ours.cpu(), exact)
+    assert torch.equal(ours.cpu(), exact.where(exact > -torch.inf, 7.0))
     with pytest.raises(BadInput, match=f"{2 * each} queries are not 5 of each request"):
         logits_into(*there, CODEC, out=ours, queries_per_request=5)
 

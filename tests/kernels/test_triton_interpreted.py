@@ -33,7 +33,13 @@ QUICK = (
     "test_triton_ops.py::test_lists_close_up_in_their_order[cuda]",
     "test_triton_ops.py::test_positions_become_slots[cuda]",
     "test_triton_ops.py::test_rows_are_copied_as_far_as_the_count[cuda]",
-    "test_triton_ops.py::test_keys_go_to_their_pages_in_one_step[cuda-dtype0]",
+    "test_finish.py::test_rows_go_to_their_places[cuda-656-dtype0]",
+    "test_finish.py::test_keys_go_to_their_places[cuda-ue8m0-dtype1]",
+    "test_finish.py::test_rows_are_normed_rotated_and_placed[cuda-656-dtype1]",
+    "test_finish.py::test_keys_are_normed_rotated_mixed_and_placed[cuda-ue8m0-dtype0]",
+    "test_finish.py::test_queries_turn_as_their_keys_do[cuda-ue8m0]",
+    "test_linear.py::test_products_of_codes[cuda-5-130-384-dtype1]",
+    "test_linear.py::test_experts_by_the_loop[cuda-True]",
 )
 # What a GPU runs of these files, but for what takes the interpreter minutes.
 MOST = {
@@ -43,6 +49,8 @@ MOST = {
     "rowcodec": "cuda",
     "indexcodec": "cuda",
     "grouped": "cuda",
+    "finish": "cuda",
+    "linear": "cuda",
     "triton_grouped": "cuda",
     "triton_ops": "cuda",
     "triton_index": "cuda",

@@ -11,7 +11,7 @@ import torch
 from ess.errors import BadInput
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
-from ess.layout import IndexCodec, RowCodec
+from ess.layout import RowCodec
 from tests.kernels import test_attend, test_index, test_merge
 from tests.kernels.sets import SETS, op_set, reference
 
@@ -141,21 +141,6 @@ def test_positions_become_slots(ops: Ops) -> None:
     assert torch.equal(out.cpu(), want)
     row_ids = table.gather(1, want.clamp(min=0).long() // 64) * 64 + want % 64
     assert torch.equal(slots.cpu(), torch.where(want < 0, -1, slot_of[row_ids]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_go_to_their_pages_in_one_step(ops: Ops, dtype: torch.dtype) -> None:
-    from ess.kernels.cuda.triton.rows import store_keys
-
-    codec = IndexCodec(key_dim=36, scale_format="f32")
-    values = torch.randn(20, 36, generator=torch.Generator().manual_seed(1)).to(dtype)
-    row_ids = torch.randperm(5 * 64, generator=torch.Generator().manual_seed(2))[:20]
-    slab = torch.full((5, 2, codec.page_bytes), 0xA5, dtype=torch.uint8)
-    want = slab.clone()
-    reference.write_keys(want[:, 1], row_ids, reference.encode_keys(values, codec), codec)
-    there = slab.to(device())
-    store_keys(values.to(device()), there[:, 1], row_ids.to(device()), codec)
-    assert torch.equal(there.cpu(), want)
 
 
 def test_rows_are_copied_as_far_as_the_count(ops: Ops) -> None:

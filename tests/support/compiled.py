@@ -19,10 +19,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ess.kernels.cuda.triton import attend, grouped, index
+from ess.kernels.cuda.triton import attend, finish, grouped, index, linear
 from ess.kernels.cuda.triton.device import attend as attention
+from ess.kernels.cuda.triton.device import finish as finishing
 from ess.kernels.cuda.triton.device import grouped as experts
 from ess.kernels.cuda.triton.device import index as keys
+from ess.kernels.cuda.triton.device import linear as dense
 from ess.kernels.cuda.triton.shapes import CANDIDATES, Shape
 from ess.layout import IndexCodec, RowCodec, RowForm
 
@@ -30,6 +32,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)(.*?);", re.MULTILINE
 )
+# By four warps (Hopper) or a whole program (Blackwell), and by a warp of its own.
+GROUPED = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
+SINGLE = ("HMMA", "QMMA")
 BACK = re.compile(r"0x([0-9a-f]+)")
 
 
@@ -52,12 +57,30 @@ LOGITS = types(
     "*u8: queries pages, *fp32: weights out, *i32: table lengths, i32: query_stride head_stride"
     " page_stride table_stride out_stride request_count each table_width run_keys"
 )
-PRODUCTS = types("*i32: ends, *fp32: scales, i32: token_stride out_stride expert_count")
+PRODUCTS = types("*i32: begin ends, *fp32: scales, i32: token_stride out_stride expert_count")
+LINEAR = types("*u8: codes weights, *fp32: sizes scales, *i16: out, i32: count out_stride")
+TURN = types(
+    "*fp32: cos sin, *i16: out, i32: line_count heads token_stride head_stride, fp32: factor"
+)
+FINISH_KEYS = types(
+    "*fp32: weight bias cos sin, *u8: codes scales, *i32: places, fp32: eps factor,"
+    "i32: count value_stride code_stride scale_stride page_stride"
+)
+FINISH_ROWS = types(
+    "*fp32: weight cos sin, *u8: rows, *i32: places, i32: value_stride row_stride, fp32: eps"
+)
 POINTERS = {torch.bfloat16: "*i16", torch.float8_e4m3fn: "*u8", torch.float32: "*fp32"}
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
-    """For sm_90. Pointers and the strides of rows are multiples of 16, as in a model they are."""
+def compiled(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    capability: int = 90,
+    **options: Any,
+) -> Any:
+    """Pointers and the strides of rows are multiples of 16, as in a model they are."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     assert set(types) | set(constants) == set(names)
@@ -72,7 +95,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 class Figures(NamedTuple):
@@ -100,7 +123,7 @@ def figures(binary: Any) -> Figures:
         return sum(name.startswith(starts) for name in loop)
 
     registers, spilled = (int(re.findall(rf"{one}:(\d+)", usage)[-1]) for one in ("REG", "STACK"))
-    found = count("STL", "LDL"), count("HGMMA"), count("HMMA"), count("WARPGROUP.DEPBAR")
+    found = count("STL", "LDL"), count(*GROUPED), count(*SINGLE), count("WARPGROUP.DEPBAR")
     return Figures(
         registers, spilled, binary.metadata.shared, len(loop), *found, count("LDGSTS"), count("BAR")
     )
@@ -120,7 +143,7 @@ def _loop(code: list[tuple[int, str, str]]) -> list[str]:
         target = BACK.search(rest)
         if name == "BRA" and target and int(target[1], 16) < at:
             body = [one for place, one, _ in code if int(target[1], 16) <= place <= at]
-            if any(one.startswith(("HGMMA", "HMMA")) for one in body):
+            if any(one.startswith(GROUPED + SINGLE) for one in body):
                 bodies.append(body)
     return min(bodies, key=len)
 
@@ -152,9 +175,33 @@ def products_of(
     """Of 32 experts as wide and deep as those of DeepSeek-V3.2."""
     weights = torch.empty(32, 4096, 7168, dtype=weight, device="meta")
     given = grouped.constants(weights, token, token, interpreted=False) | grouped.tile(shape)
+    given["HAS_BEGIN"] = False
     pointers = {"tokens": POINTERS[token], "weights": POINTERS[weight], "out": POINTERS[token]}
     options = {"num_warps": shape.warps, "num_stages": shape.stages}
     return compiled(experts.products, PRODUCTS | pointers, given, **options)
+
+
+def linear_of(shape: linear.Shape, *, capability: int = 90) -> Any:
+    """The query projection of DeepSeek-V3.2."""
+    given = linear.constants(24576, 1536, torch.bfloat16, interpreted=False)
+    given |= {"TOKENS": shape.tokens, "COLUMNS": shape.columns, "TURNED": shape.turned}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    return compiled(dense.linear, LINEAR, given, capability=capability, **options)
+
+
+def finishes(kind: str, *, capability: int = 90) -> Iterator[Any]:
+    """What turns queries, finishes keys and finishes rows, from values of this kind."""
+    options: dict[str, Any] = {"enable_fp_fusion": False, "capability": capability}
+    is_half, keys_of = {"IS_BF16": kind == "*i16"}, finish.key_shape(IndexCodec(), rope=64)
+    turns = {name: keys_of[name] for name in ("DIM", "PADDED", "ROPE", "IS_HALF", "LEVELS")}
+    turns |= {"OUT_IS_BF16": True, "LINES": finish.LINES}
+    paged = keys_of | {"PAGE": 64, "LINES": finish.LINES}
+    rows = finish.row_shape(RowCodec()) | {"HAS_PLACES": True}
+    yield compiled(finishing.turn, TURN | {"values": kind}, turns | is_half, **options)
+    yield compiled(
+        finishing.finish_keys, FINISH_KEYS | {"values": kind}, paged | is_half, **options
+    )
+    yield compiled(finishing.finish_rows, FINISH_ROWS | {"values": kind}, rows | is_half, **options)
 
 
 def report() -> Iterator[tuple[str, Figures]]:

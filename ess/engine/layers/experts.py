@@ -6,7 +6,6 @@ On one rank every token is where its experts are, so nothing is sent: `dispatch`
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ess.errors import BadState
@@ -30,8 +29,8 @@ class ExpertStep:
         self._input = layer.mlp_input(hidden)
         self._routing: Routing | None = None
         self._inner: Inner | None = None
-        self._made: list[tuple[range, Tensor]] = []
-        self._sent: list[Tensor] = []
+        self._made: list[range] = []
+        self._sent: list[range] = []
         self._routed: Tensor | None = None
         self._shared: Tensor | None = None
 
@@ -64,26 +63,27 @@ class ExpertStep:
     @timed
     def down(self, block: range) -> None:
         assert self._inner is not None, "up comes before down"
-        assert all(
-            block.stop <= made.start or made.stop <= block.start for made, _ in self._made
-        ), f"experts {block} are computed twice"
-        self._made.append((block, self._experts.down(self._inner, block)))
+        assert all(block.stop <= made.start or made.stop <= block.start for made in self._made), (
+            f"experts {block} are computed twice"
+        )
+        self._experts.down(self._inner, block)
+        self._made.append(block)
 
     @timed
     def combine(self, block: range) -> None:
         assert self._made, f"experts {block} are sent before they are computed"
-        made, lines = self._made.pop()
+        made = self._made.pop()
         assert made == block, f"experts {block} are sent before they are done"
-        self._sent.append(lines)
+        self._sent.append(made)
 
     @timed
     def collect(self) -> None:
         assert self._inner is not None, "up comes before collect"
         assert self._routing is not None, "route comes before collect"
         assert not self._made, "a block of experts was computed and not sent"
-        outer = torch.cat(self._sent)
-        assert len(outer) == len(self._inner.order), "a block of experts was not sent"
-        self._routed = self._experts.collect(outer, self._inner, self._routing)
+        sent = sum(map(len, self._sent))
+        assert sent == self._experts.expert_count, "a block of experts was not sent"
+        self._routed = self._experts.collect(self._inner, self._routing)
 
     @timed
     def shared(self) -> None:

@@ -8,11 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ess.kernels.calls import Keys
+from ess.kernels.calls import Keys, RowFinish
 from ess.kernels.cpu import codec as compiled
 from ess.kernels.cpu import native
+from ess.kernels.reference import finish as finishing
 from ess.kernels.reference.formats import Array
-from ess.kernels.reference.ops import expert_products
+from ess.kernels.reference.ops import (
+    expert_products,
+    finish_keys,
+    hadamard,
+    linear_fp8,
+    turn_queries,
+)
 from ess.layout import IndexCodec, RowCodec
 
 if native.available():
@@ -30,13 +37,20 @@ __all__ = [
     "encode_keys",
     "encode_rows",
     "expert_products",
+    "finish_keys",
+    "finish_rows",
+    "hadamard",
     "has_stages",
     "implementation",
     "index_logits",
     "index_top_k",
+    "linear_fp8",
     "merge",
     "reaches",
+    "store_keys",
+    "store_rows",
     "top_k",
+    "turn_queries",
 ]
 
 
@@ -69,6 +83,20 @@ def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
 def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
     keys = compiled.encode_keys(_array(values), codec)
     return Keys(torch.from_numpy(keys.values), torch.from_numpy(keys.scales))
+
+
+def store_rows(values: Tensor, codec: RowCodec, out: Tensor, places: Tensor) -> None:
+    finishing.store_rows(values, codec, out, places, encode_rows)
+
+
+def store_keys(values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor) -> None:
+    finishing.store_keys(values, codec, pages, row_ids, encode_keys)
+
+
+def finish_rows(
+    values: Tensor, finish: RowFinish, codec: RowCodec, out: Tensor, places: Tensor | None
+) -> None:
+    finishing.finish_rows(values, finish, codec, out, places, encode_rows)
 
 
 def _array(tensor: Tensor) -> Array:

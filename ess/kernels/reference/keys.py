@@ -67,4 +67,4 @@ def hadamard(values: Tensor) -> Tensor:
         low, high = values.reshape(*shape[:-1], size // (2 * stride), 2, stride).unbind(-2)
         values = torch.stack([low + high, low - high], dim=-2).reshape(shape)
         stride *= 2
-    return values * torch.tensor(size**-0.5, device=values.device)
+    return values * math.pow(size, -0.5)

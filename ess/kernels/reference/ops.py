@@ -10,11 +10,14 @@ import math
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ess.kernels.calls import Attend, IndexQueries, Keys, Products
+from ess.kernels.calls import Attend, IndexQueries, Keys, Linear, Products, RowFinish
 from ess.kernels.merge import combine as merge
-from ess.kernels.reference.keys import encode_groups, encode_keys, read_keys
+from ess.kernels.reference import finish as finishing
+from ess.kernels.reference.finish import finish_keys, turn_queries
+from ess.kernels.reference.keys import encode_groups, encode_keys, hadamard, read_keys
 from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
 from ess.units import PAGE_ROWS
 
@@ -25,13 +28,20 @@ __all__ = [
     "encode_keys",
     "encode_rows",
     "expert_products",
+    "finish_keys",
+    "finish_rows",
+    "hadamard",
     "has_stages",
     "implementation",
     "index_logits",
     "index_top_k",
+    "linear_fp8",
     "merge",
     "reaches",
+    "store_keys",
+    "store_rows",
     "top_k",
+    "turn_queries",
 ]
 
 
@@ -90,6 +100,20 @@ def _narrow(values: Tensor) -> Tensor:
     return bits.masked_fill(values.isnan(), 0x7FC0).view(torch.bfloat16)
 
 
+def store_rows(values: Tensor, codec: RowCodec, out: Tensor, places: Tensor) -> None:
+    finishing.store_rows(values, codec, out, places, encode_rows)
+
+
+def store_keys(values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor) -> None:
+    finishing.store_keys(values, codec, pages, row_ids, encode_keys)
+
+
+def finish_rows(
+    values: Tensor, finish: RowFinish, codec: RowCodec, out: Tensor, places: Tensor | None
+) -> None:
+    finishing.finish_rows(values, finish, codec, out, places, encode_rows)
+
+
 def attend(call: Attend) -> None:
     codec, rows = call.codec, call.rows
     elsewhere = rows if call.placed is None else call.placed
@@ -142,11 +166,24 @@ def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:
 
 
 def expert_products(call: Products) -> None:
-    for expert, (start, end) in enumerate(pairwise((0, *call.ends.tolist()))):
+    begin = 0 if call.begin is None else int(call.begin)
+    for expert, (start, end) in enumerate(pairwise((begin, *call.ends.tolist()))):
         plain = call.weights[expert].double()
         if call.scales is not None:
             plain = plain * _spread_scales(call.scales[expert], plain)
         call.out[start:end] = call.tokens[start:end].double() @ plain.T
+
+
+def linear_fp8(call: Linear) -> None:
+    """Values are rounded to e4m3 first, 128 of a line under one scale: amax / 448."""
+    values, weights, scales, out = call
+    depth = values.shape[1]
+    padded = F.pad(values.float(), (0, -depth % SCALE_GROUP))
+    groups = padded.view(len(values), padded.shape[1] // SCALE_GROUP, SCALE_GROUP)
+    codes, sizes = encode_groups(groups, power_of_two=False)
+    rounded = codes.view(torch.float8_e4m3fn).double() * sizes.double()[..., None]
+    plain = weights.double() * _spread_scales(scales, weights)
+    out.copy_(rounded.flatten(1)[:, :depth] @ plain.T)
 
 
 def _spread_scales(scales: Tensor, plain: Tensor) -> Tensor:

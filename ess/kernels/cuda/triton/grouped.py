@@ -59,6 +59,7 @@ def products_into(
     *,
     out: Tensor,
     scales: Tensor | None = None,
+    begin: Tensor | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
     """By the contract of `Ops.expert_products`.
@@ -75,8 +76,10 @@ def products_into(
     tasks = (div_ceil(len(tokens), chosen.tokens) + experts) * div_ceil(width, chosen.columns)
     with on(tokens):
         device.products[(min(tasks, chosen.programs * where.programs(tasks)),)](
-            *(bits(tokens), ends, bits(weights), ends if scales is None else scales, bits(out)),
+            *(bits(tokens), ends if begin is None else begin, ends),
+            *(bits(weights), ends if scales is None else scales, bits(out)),
             *(tokens.stride(0), out.stride(0), experts),
+            HAS_BEGIN=begin is not None,
             **constants(weights, tokens.dtype, out.dtype, interpreted=where.interpreted),
             **tile(chosen),
             num_warps=chosen.warps,

@@ -21,7 +21,7 @@ RUN_KEYS_MAX: Final = 8192
 FILLED: Final = 8
 SHARED_BY: Final = (1, 2, 3, 4)
 SAMPLE: Final = 2048
-ROOM_MIN: Final = 8192
+ROOM: Final = 8192
 BLOCK: Final = 2048
 CHUNK: Final = 4096
 SPREAD_LISTS_MAX: Final = 64
@@ -52,7 +52,8 @@ def logits_into(
     spare_sms: int = 0,
     queries_per_request: int = 1,
 ) -> Tensor:
-    """By the contract of `Ops.index_logits`, on a grid that leaves `spare_sms` alone.
+    """`Ops.index_logits` on a grid that leaves `spare_sms` alone; what is behind a length is not
+    written.
 
     With several queries per request, those of a request lie beside each other and name the same
     pages: they share one read of the keys, and each gets the bits that it would get alone.
@@ -163,7 +164,7 @@ def top_k_into(
 def _apart(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement | None) -> None:
     """One program for a list."""
     count, k = out.shape
-    room = max(ROOM_MIN, triton.next_power_of_2(2 * k)) if logits.shape[1] > ROOM_MIN else 1
+    room = ROOM if logits.shape[1] > ROOM else 1
     kept = torch.empty(count, room, device=logits.device)
     positions = torch.empty(count, room, dtype=torch.int32, device=logits.device)
     slot_of, table, slots = placement or Placement(out, out, out)
@@ -171,7 +172,7 @@ def _apart(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement | 
         *(logits, lengths, out, kept, positions, slots, slot_of, table),
         *(k, logits.stride(0), table.stride(0)),
         HAS_SLOTS=placement is not None,
-        ROOM=room,
+        ROOM=ROOM,
         SAMPLE=SAMPLE,
         BLOCK=BLOCK,
         num_warps=8,

@@ -1,8 +1,12 @@
-"""The ops of a CUDA device, by Triton.
+"""The ops of a CUDA device, by Triton. None of them waits for the device; a graph can hold them.
 
-Ids lie on the device, so looking at them waits for it; while a graph is captured they are not
-looked at. A caller that overlaps work, or that made the ids itself, uses the launches behind this
-module: `attend_lists`, `logits_into`, `top_k_into`, `store_keys`, `merge_into`, `products_into`.
+Slots, row ids, places, lengths, page tables and the ends of experts lie on the device, so looking
+at them would wait for it: nothing does, they are trusted, and a wrong one reads or writes memory of
+others. All of them are made on the device too, by the planner, the top-k and the tables of the
+pools. In the interpreter they are looked at before the call.
+
+A caller that overlaps work uses the launches behind this module, which take more: `attend_lists`,
+`logits_into`, `top_k_into`, `merge_into`, `products_into`.
 
 `threads` means nothing here. What a query gets depends on its own list alone.
 """
@@ -13,13 +17,14 @@ import torch
 import triton
 from torch import Tensor
 
-from ess.kernels.calls import Attend, IndexQueries, Keys, Products
+from ess.kernels.calls import Attend, IndexQueries, Keys, Linear, Products
 from ess.kernels.cuda.triton import attend as attention
-from ess.kernels.cuda.triton import grouped, index
+from ess.kernels.cuda.triton import grouped, index, linear
 from ess.kernels.cuda.triton import rows as codec_kernels
 from ess.kernels.cuda.triton.attend import merge_into as merge
+from ess.kernels.cuda.triton.finish import finish_keys, finish_rows, hadamard, turn_queries
 from ess.kernels.cuda.triton.launch import interpreted, require_device
-from ess.kernels.cuda.triton.rows import decode_rows, encode_rows
+from ess.kernels.cuda.triton.rows import decode_rows, encode_rows, store_keys, store_rows
 from ess.kernels.reference.keys import encode_keys as keep_keys
 from ess.kernels.reference.ops import has_stages
 from ess.layout import IndexCodec
@@ -31,14 +36,21 @@ __all__ = [
     "encode_keys",
     "encode_rows",
     "expert_products",
+    "finish_keys",
+    "finish_rows",
+    "hadamard",
     "has_stages",
     "implementation",
     "index_logits",
     "index_top_k",
+    "linear_fp8",
     "merge",
     "reaches",
     "require_device",
+    "store_keys",
+    "store_rows",
     "top_k",
+    "turn_queries",
 ]
 
 
@@ -53,7 +65,7 @@ def reaches(tensor: Tensor, *, in_place: bool) -> bool:
 
 
 def checked_before(name: str, ids: Tensor) -> bool:
-    return interpreted() or not torch.cuda.is_current_stream_capturing()
+    return interpreted()
 
 
 def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
@@ -70,14 +82,18 @@ def attend(call: Attend) -> None:
 
 
 def index_logits(call: IndexQueries, out: Tensor) -> None:
-    queries, weights, pages, table, lengths, codec, _ = call
-    index.logits_into(queries, weights, pages, table, lengths, codec, out=out)
+    """Here alone is what lies behind a length written; a top-k has the lengths."""
+    _logits(call, out.fill_(float("-inf")))
 
 
 def index_top_k(call: IndexQueries, out: Tensor) -> None:
     logits = call.weights.new_empty(len(call.queries), call.width)
-    index_logits(call, logits)
-    index.top_k_into(logits, call.lengths, out=out)
+    index.top_k_into(_logits(call, logits), call.lengths, out=out)
+
+
+def _logits(call: IndexQueries, out: Tensor) -> Tensor:
+    queries, weights, pages, table, lengths, codec, _ = call
+    return index.logits_into(queries, weights, pages, table, lengths, codec, out=out)
 
 
 def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:
@@ -85,5 +101,9 @@ def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:
 
 
 def expert_products(call: Products) -> None:
-    tokens, ends, weights, scales, out = call
-    grouped.products_into(tokens, ends, weights, out=out, scales=scales)
+    tokens, begin, ends, weights, scales, out = call
+    grouped.products_into(tokens, ends, weights, out=out, scales=scales, begin=begin)
+
+
+def linear_fp8(call: Linear) -> None:
+    linear.linear_into(*call)

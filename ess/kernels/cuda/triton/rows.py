@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -18,11 +18,14 @@ BLOCK_ROWS: Final = 8
 
 def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> None:
     """The bytes of `ess.kernels.reference.formats`, with the values float32 or bfloat16."""
-    if codec.form == "f32":
-        out.copy_(values.float().contiguous().view(torch.uint8))
-        return
-    strides = values.stride(0), out.stride(0), out.stride(0), 0
-    _encode(values, _row_parts(out, codec), None, strides, True, **row_shape(codec))
+    steps = _Steps(out.stride(0), out.stride(0), 0)
+    _encode(values, _row_parts(out, codec), None, steps, 0, **row_shape(codec))
+
+
+def store_rows(values: Tensor, codec: RowCodec, out: Tensor, places: Tensor) -> None:
+    """Rows straight to their slots: a page of one row each."""
+    steps = _Steps(0, 0, out.stride(0))
+    _encode(values, _row_parts(out, codec), places, steps, 1, **row_shape(codec))
 
 
 def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
@@ -36,7 +39,7 @@ def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
         device.decode[(div_ceil(len(rows), BLOCK_ROWS), shape["GROUPS"] + 1)](
             *_row_parts(rows, codec),
             *(bits(out), len(rows), rows.stride(0), out.stride(0)),
-            **{name: size for name, size in shape.items() if name != "GROUP_PADDED"},
+            **{name: shape[name] for name in ("GROUPS", "GROUP", "TAIL", "TAIL_PADDED")},
             IS_BF16=out.dtype == torch.bfloat16,
             INTERPRETED=place(rows).interpreted,
             ROWS=BLOCK_ROWS,
@@ -48,36 +51,54 @@ def encode_keys(values: Tensor, codec: IndexCodec) -> tuple[Tensor, Tensor]:
     codes = torch.empty(len(values), codec.key_dim, dtype=torch.uint8, device=values.device)
     scales = torch.empty(len(values), device=values.device)
     where = codes, scales.view(torch.uint8), codes
-    strides = values.stride(0), codec.key_dim, 4, 0
-    _encode(values, where, None, strides, codec.scale_format == "ue8m0", **_key_shape(codec))
+    _encode(values, where, None, _Steps(codec.key_dim, 4, 0), 0, **key_shape(codec))
     return codes, scales
 
 
-def store_keys(values: Tensor, pages: Tensor, row_ids: Tensor, codec: IndexCodec) -> None:
-    """Keys in fp8 straight to their places in pages: encoded and written by one kernel."""
-    where = pages, pages[:, PAGE_ROWS * codec.key_dim :], pages
-    strides = values.stride(0), codec.key_dim, 4, pages.stride(0)
-    _encode(values, where, row_ids, strides, codec.scale_format == "ue8m0", **_key_shape(codec))
+def store_keys(values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor) -> None:
+    """Keys straight to their places in pages: encoded and written by one kernel."""
+    steps = _Steps(codec.value_bytes, codec.scale_bytes, pages.stride(0))
+    where = pages, pages[:, PAGE_ROWS * codec.value_bytes :], pages
+    _encode(values, where, row_ids, steps, PAGE_ROWS, **key_shape(codec))
+
+
+def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [n, depth] and scales [n, depth / 128] of values whose depth is so many groups."""
+    count, depth = values.shape
+    codes = torch.empty(count, depth, dtype=torch.uint8, device=values.device)
+    scales = torch.empty(count, depth // SCALE_GROUP, device=values.device)
+    where = codes, scales.view(torch.uint8), codes
+    shape = _shape(scales.shape[1], SCALE_GROUP, 0)
+    _encode(values, where, None, _Steps(depth, 4 * scales.shape[1], 0), 0, **shape)
+    return codes, scales
+
+
+class _Steps(NamedTuple):
+    """Bytes from a row's codes to the next one's, from its scales, and from page to page."""
+
+    codes: int
+    scales: int
+    page: int
 
 
 def _encode(
     values: Tensor,
     where: tuple[Tensor, Tensor, Tensor],
-    row_ids: Tensor | None,
-    strides: tuple[int, int, int, int],
-    power_of_two: bool,
-    **shape: int,
+    places: Tensor | None,
+    steps: _Steps,
+    page: int,
+    **shape: int | bool,
 ) -> None:
     if not len(values):
         return
-    has_tail = shape["TAIL"] > 0
+    parts = shape["GROUPS"] + (shape["TAIL"] > 0)
     with on(values):
-        device.encode[(div_ceil(len(values), BLOCK_ROWS), shape["GROUPS"] + has_tail)](
-            *(bits(values), *where, values if row_ids is None else row_ids, len(values), *strides),
+        device.encode[(div_ceil(len(values), BLOCK_ROWS), parts)](
+            *(bits(values), *where, values if places is None else places),
+            *(len(values), values.stride(0), *steps),
             **shape,
             IS_BF16=values.dtype == torch.bfloat16,
-            POWER_OF_TWO=power_of_two,
-            IS_PAGED=row_ids is not None,
+            PAGE=page,
             ROWS=BLOCK_ROWS,
         )
 
@@ -90,15 +111,21 @@ def _row_parts(rows: Tensor, codec: RowCodec) -> tuple[Tensor, Tensor, Tensor]:
 
 def row_shape(codec: RowCodec) -> dict[str, Any]:
     tail = codec.rope_dim if codec.scale_count else codec.latent_dim + codec.rope_dim
-    return _shape(codec.scale_count, SCALE_GROUP, tail)
+    shape = _shape(codec.scale_count, SCALE_GROUP, tail)
+    return shape | {"POWER_OF_TWO": True, "TAIL_IS_F32": codec.form == "f32"}
 
 
-def _key_shape(codec: IndexCodec) -> dict[str, Any]:
-    return _shape(1, codec.key_dim, 0)
+def key_shape(codec: IndexCodec) -> dict[str, Any]:
+    if codec.form == "f32":
+        return _shape(0, SCALE_GROUP, codec.key_dim) | {"TAIL_IS_F32": True}
+    is_rounded = codec.scale_format == "ue8m0"
+    return _shape(1, codec.key_dim, 0) | {"POWER_OF_TWO": is_rounded}
 
 
-def _shape(groups: int, group: int, tail: int) -> dict[str, int]:
+def _shape(groups: int, group: int, tail: int) -> dict[str, Any]:
     return {
+        "POWER_OF_TWO": False,
+        "TAIL_IS_F32": False,
         "GROUPS": groups,
         "GROUP": group,
         "GROUP_PADDED": triton.next_power_of_2(group),

@@ -33,7 +33,8 @@ def _numbers(at, mask, FORM: tl.constexpr, IN_BF16: tl.constexpr, INTERPRETED: t
 
 @triton.jit(do_not_specialize=["expert_count"])
 def products(
-    tokens, ends, weights, scales, out, token_stride, out_stride, expert_count,
+    tokens, begin, ends, weights, scales, out, token_stride, out_stride, expert_count,
+    HAS_BEGIN: tl.constexpr,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     TOKEN_FORM: tl.constexpr, WEIGHT_FORM: tl.constexpr, OUT_IS_BF16: tl.constexpr,
     IN_BF16: tl.constexpr, INTERPRETED: tl.constexpr, PRECISION: tl.constexpr,
@@ -50,13 +51,16 @@ def products(
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < expert_count
     end = tl.load(ends + expert, mask=is_expert, other=0)
+    head = tl.load(begin) if HAS_BEGIN else 0
     start = tl.load(ends + expert - 1, mask=is_expert & (expert > 0), other=0)
+    start = tl.where(expert == 0, head, start)
     runs = (end - start + (TOKENS - 1)) // TOKENS
     tasks_up_to = tl.cumsum(runs, 0) * COLUMN_TILES
     step = tl.arange(0, STEP)
     for task in range(tl.program_id(0), tl.sum(runs, 0) * COLUMN_TILES, tl.num_programs(0)):
         mine = tl.sum((tasks_up_to <= task).to(tl.int32), 0)
         first = tl.load(ends + mine - 1, mask=mine > 0, other=0)
+        first = tl.where(mine == 0, head, first)
         stop = tl.load(ends + mine)
         run_count = (stop - first + (TOKENS - 1)) // TOKENS
         among = task - tl.sum(tl.where(expert < mine, runs, 0), 0) * COLUMN_TILES

@@ -100,11 +100,5 @@ def logits(
             dots = tl.where(dots < 0, 0.0, dots) * weight[None, :]
             dots = tl.where(is_row[None, :], dots, 0.0)
             total = tl.sum(tl.reshape(dots, (KEYS, GROUP, HEADS_PADDED)), axis=2)
-            total = tl.where(key[:, None] < length[None, :], total * scales[:, None], -float("inf"))
-            mask = (key < end)[:, None] & (member < each)[None, :]
-            tl.store(places[None, :] + key[:, None], total, mask=mask)
-        for first in range(run + tl.cdiv(tl.maximum(live - run, 0), KEYS) * KEYS, end, KEYS):
-            key = first + tl.arange(0, KEYS)
-            mask = (key < end)[:, None] & (member < each)[None, :]
-            nothing = tl.full((KEYS, GROUP), -float("inf"), tl.float32)
-            tl.store(places[None, :] + key[:, None], nothing, mask=mask)
+            mask = (key < live)[:, None] & (key[:, None] < length[None, :])
+            tl.store(places[None, :] + key[:, None], total * scales[:, None], mask=mask)

@@ -30,55 +30,74 @@ def _encode_group(
     loaded = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
     if IS_BF16:
         loaded = widen(loaded)
-    scale, is_broken = _scales(loaded, POWER_OF_TWO)
-    code = to_e4m3(tl.div_rn(loaded, tl.broadcast_to(scale[:, None], loaded.shape)))
-    code = tl.where(is_broken[:, None], 0x7F, code).to(tl.uint8)
+    code, bits = coded(loaded, POWER_OF_TWO)
     tl.store(codes[:, None] + column[None, :], code, mask=mask)
-    bits = tl.where(is_broken, 0x7FC00000, scale.to(tl.int32, bitcast=True))
     tl.store(scales.to(tl.pointer_type(tl.int32)), bits, mask=is_row)
 
 
 @triton.jit
+def coded(values, POWER_OF_TWO: tl.constexpr):
+    """Codes of values [lines, group], and the bits of each line's scale."""
+    scale, is_broken = _scales(values, POWER_OF_TWO)
+    code = to_e4m3(tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)))
+    code = tl.where(is_broken[:, None], 0x7F, code).to(tl.uint8)
+    return code, tl.where(is_broken, 0x7FC00000, scale.to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def _encode_tail(
-    values, tails, is_row, TAIL: tl.constexpr, PADDED: tl.constexpr, IS_BF16: tl.constexpr
-):
+    values, tails, is_row, TAIL: tl.constexpr, PADDED: tl.constexpr, IS_BF16: tl.constexpr,
+    TAIL_IS_F32: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, PADDED)
     mask = is_row[:, None] & (column < TAIL)[None, :]
     loaded = tl.load(values[:, None] + column[None, :], mask=mask, other=0)
-    if not IS_BF16:
-        loaded = narrow(loaded)
-    out = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
-    tl.store(out, loaded, mask=mask)
+    if TAIL_IS_F32:
+        out = tails.to(tl.pointer_type(tl.float32))[:, None] + column[None, :]
+        tl.store(out, widen(loaded) if IS_BF16 else loaded, mask=mask)
+    else:
+        out = tails.to(tl.pointer_type(tl.int16))[:, None] + column[None, :]
+        tl.store(out, loaded if IS_BF16 else narrow(loaded), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
 def encode(
-    values, codes, scales, tails, row_ids,
+    values, codes, scales, tails, places,
     count, value_stride, code_stride, scale_stride, page_stride,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
-    TAIL: tl.constexpr, TAIL_PADDED: tl.constexpr,
-    IS_BF16: tl.constexpr, POWER_OF_TWO: tl.constexpr, IS_PAGED: tl.constexpr, ROWS: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_PADDED: tl.constexpr, TAIL_IS_F32: tl.constexpr,
+    IS_BF16: tl.constexpr, POWER_OF_TWO: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, g) writes group g of ROWS rows, program (i, GROUPS) their tails.
 
-    Paged: row i goes to place row_ids[i], 64 places to a page; strides are within a page.
+    With pages of PAGE places row i goes to place places[i], strides are within a page, and a row
+    whose place is negative goes nowhere. PAGE 0 is no pages: row i goes to place i.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     group = tl.program_id(1)
     is_row = row < count
     values += row * value_stride + group * GROUP
-    place = row
-    page = tl.zeros_like(row)
-    if IS_PAGED:
-        row_id = tl.load(row_ids + row, mask=is_row, other=0).to(tl.int64)
-        place = row_id % 64
-        page = row_id // 64 * page_stride
+    place, page = placed(places, row, is_row, page_stride, PAGE)
+    is_row = is_row & (place >= 0)
     if group < GROUPS:
         code_at = codes + (page + place * code_stride + group * GROUP)
         scale_at = scales + (page + place * scale_stride + group * 4)
         _encode_group(values, code_at, scale_at, is_row, GROUP, GROUP_PADDED, IS_BF16, POWER_OF_TWO)
     else:
-        _encode_tail(values, tails + row * code_stride, is_row, TAIL, TAIL_PADDED, IS_BF16)
+        tail_at = tails + (page + place * code_stride)
+        _encode_tail(values, tail_at, is_row, TAIL, TAIL_PADDED, IS_BF16, TAIL_IS_F32)
+
+
+@triton.jit
+def placed(places, row, is_row, page_stride, PAGE: tl.constexpr):
+    """Where a row goes: place in a page, negative for nowhere, and start of the page."""
+    if PAGE == 0:
+        place, page = row, tl.zeros_like(row)
+    else:
+        named = tl.load(places + row, mask=is_row, other=-1).to(tl.int64)
+        place = tl.where(named < 0, -1, named % PAGE)
+        page = tl.where(named < 0, 0, named // PAGE * page_stride)
+    return place, page
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """The exact top-k of each list of logits, ascending, by one program per list.
 
-A list that is no longer than k is selected whole. A short list is searched as it is: the k-th
+A list that is no longer than k is selected whole. A short list is read once and held: the k-th
 greatest value is found bit by bit, by counting. Of a long one a sample says which value is likely a
 little below the k-th greatest; what reaches it is copied together, in order, and searched instead.
 The guess is checked: when fewer than k reach it or more than there is room for, the whole list is
-searched. So a sample can cost time and never an answer.
+searched, by four passes that count bytes. So a sample can cost time and never an answer.
 
 Ties go to the lowest positions: all that is greater than the k-th value is taken, and of its equals
 the first ones, as many as are missing.
@@ -17,26 +17,42 @@ from ess.kernels.cuda.triton.device.floats import rising
 
 
 @triton.jit
-def _nth(values, count, n, BLOCK: tl.constexpr):
-    """The n-th greatest of `count` values, as `rising` sees them, and how many are greater."""
+def _nth_held(values, count, n, ROOM: tl.constexpr):
+    """The n-th greatest of `count` values, as `rising` sees them, and how many are greater.
+
+    They are read once and held in registers. What is behind the last is 0, which no value is.
+    """
+    at = tl.arange(0, ROOM)
+    seen = rising(tl.load(values + at, mask=at < count, other=0.0))
+    seen = tl.where(at < count, seen, 0)
     bound = tl.zeros((), tl.uint32)
     for bit in range(32):
         higher = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
-        reached = tl.zeros((), tl.int32)
+        if tl.sum((seen >= higher).to(tl.int32), 0) >= n:
+            bound = higher
+    return bound, tl.sum((seen > bound).to(tl.int32), 0)
+
+
+@triton.jit
+def _nth(values, count, n, BLOCK: tl.constexpr):
+    """The same of any number of values, byte by byte, upper ones first: four passes over them."""
+    bound = tl.zeros((), tl.uint32)
+    wanted = n
+    byte_of = tl.arange(0, 256)
+    for level in range(4):
+        shift = 24 - 8 * level
+        counts = tl.zeros((256,), tl.int32)
         for start in range(0, count, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            mask = at < count
-            seen = rising(tl.load(values + at, mask=mask, other=0.0))
-            reached += tl.sum(((seen >= higher) & mask).to(tl.int32), 0)
-        if reached >= n:
-            bound = higher
-    greater = tl.zeros((), tl.int32)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mask = at < count
-        seen = rising(tl.load(values + at, mask=mask, other=0.0))
-        greater += tl.sum(((seen > bound) & mask).to(tl.int32), 0)
-    return bound, greater
+            seen = rising(tl.load(values + at, mask=at < count, other=0.0))
+            is_so = (at < count) & ((seen >> shift >> 8) == (bound >> shift >> 8))
+            byte = ((seen >> shift) & 255).to(tl.int32)
+            counts += tl.histogram(byte, 256, mask=is_so)
+        reached = tl.cumsum(counts, 0, reverse=True)
+        byte = tl.sum((reached >= wanted).to(tl.int32), 0) - 1
+        wanted -= tl.sum(tl.where(byte_of > byte, counts, 0), 0)
+        bound |= byte.to(tl.uint32) << shift
+    return bound, n - wanted
 
 
 @triton.jit
@@ -125,14 +141,15 @@ def top_k(
     kept, positions = kept + query * ROOM, positions + query * ROOM
     if length <= k:
         _fill(out, 0, k, length, BLOCK)
+    elif length <= ROOM:
+        bound, greater = _nth_held(values, length, k, ROOM)
+        _select(values, positions, length, bound, k - greater, out, False, BLOCK)
     else:
-        count = tl.zeros((), tl.int32)
-        if length > ROOM:
-            least = _guess(values, length, k, SAMPLE)
-            count = _gather(values, length, least, kept, positions, ROOM, BLOCK)
-            tl.debug_barrier()
+        least = _guess(values, length, k, SAMPLE)
+        count = _gather(values, length, least, kept, positions, ROOM, BLOCK)
+        tl.debug_barrier()
         if (count >= k) & (count <= ROOM):
-            bound, greater = _nth(kept, count, k, BLOCK)
+            bound, greater = _nth_held(kept, count, k, ROOM)
             _select(kept, positions, count, bound, k - greater, out, True, BLOCK)
         else:
             bound, greater = _nth(values, length, k, BLOCK)

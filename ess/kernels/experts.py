@@ -1,0 +1,71 @@
+"""Experts of a layer: tokens to their experts, two grouped products, and back.
+
+How many tokens an expert has is never known to the host. Sorting is stable and each token sums what
+its own experts made, ascending, in float32: it depends on no other token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = tuple[Tensor, Tensor | None]
+
+
+class ExpertProducts(Protocol):
+    """`Ops.expert_products`, or what else has its contract."""
+
+    def __call__(
+        self, tokens: Tensor, ends: Tensor, weights: Tensor, *, scales: Tensor | None
+    ) -> Tensor: ...
+
+
+class Sorted(NamedTuple):
+    """Pairs of a token and one of its experts by expert: which pair, and where each expert ends."""
+
+    order: Tensor
+    ends: Tensor
+
+
+def by_expert(chosen: Tensor, expert_count: int) -> Sorted:
+    """Of experts [n, per_token]."""
+    experts, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(expert_count, device=chosen.device)
+    return Sorted(order, torch.searchsorted(experts, numbers, right=True, out_int32=True))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def product_type(weights: Tensor) -> torch.dtype:
+    """What tokens are multiplied in: that of the weights, and bfloat16 for codes."""
+    return torch.bfloat16 if weights.dtype == torch.float8_e4m3fn else weights.dtype
+
+
+def collected(outer: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Each token's weighted sum of what all its experts made, given by expert."""
+    placed = torch.empty_like(outer, dtype=torch.float32)
+    placed[order] = outer.float()
+    weighted = placed.view(*weights.shape, outer.shape[1]) * weights[..., None]
+    return weighted.sum(1)
+
+
+def experts(
+    products: ExpertProducts,
+    tokens: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Weights,
+    down: Weights,
+) -> Tensor:
+    """`Ops.experts` by these products."""
+    order, ends = by_expert(chosen, len(gate_up[0]))
+    asked = tokens.to(product_type(gate_up[0]))[order // chosen.shape[1]]
+    both = products(asked, ends, gate_up[0], scales=gate_up[1])
+    inner = swiglu(both.float()).to(both.dtype)
+    return collected(products(inner, ends, down[0], scales=down[1]), order, weights)
