@@ -26,7 +26,6 @@ from torch import Tensor
 from ess.clock import Clock, RealClock
 from ess.door import Offload
 from ess.door.handoff.port import Port
-from ess.engine import scheduler, tpot_control
 from ess.engine.admission import Admission
 from ess.engine.config import EngineConfig
 from ess.engine.entry import Entry
@@ -46,7 +45,7 @@ from ess.engine.step.runner import made_runner
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
-from ess.engine.tpot_control import Seen, drafts_of
+from ess.engine.tpot_control import Pace, Seen
 from ess.errors import BadInput, BadState, EssError, PoolFull, Unavailable
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
@@ -75,12 +74,6 @@ class Engine:
         self.step_count = 0
         self.preempted_count = 0
         self.moved_count = 0
-        self.pace = tpot_control.start(
-            target_ms=config.tpot_ms or None,
-            verified_max=config.mtp,
-            batch_max=config.max_running,
-            chunk_max=config.chunk_tokens,
-        )
         self._clock = clock or RealClock()
         self._config = config
         self.runner = made_runner(model, offload, config)
@@ -97,16 +90,13 @@ class Engine:
         )
         self._handoffs = Handoffs(port, self.runner, config, on_end=self._admission.ask_again)
         self._intake = Intake(self, self._roster, on_first=self._admission.ask_again)
-        self._flights = Flights(self.runner, clock=self._clock, verified_max=config.mtp)
+        self._flights = Flights(self.runner, config, clock=self._clock)
         self._made: list[Made] = []
 
     # ---- requests
 
     def add(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling | None = None,
-        **wishes: Unpack[Wishes],
+        self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
     ) -> Request:
         """`Wishes` says what each of them means."""
         request = self._intake.made(prompt, sampling, **wishes)
@@ -167,6 +157,10 @@ class Engine:
     def warmth(self) -> Warmth:
         return self._flights.warmth
 
+    @property
+    def pace(self) -> Pace:
+        return self._flights.pace
+
     def depth_reasons(self) -> tuple[str, ...]:
         """Why the next step runs at depth 0, whatever is configured; none if it need not."""
         return depth_reasons(self._roster.of("decoding"))
@@ -184,7 +178,6 @@ class Engine:
         self._handoffs.check(self._roster)
         check_waiting(self._roster, self._entry, self._intake.followers)
         self._flights.check(self._roster)
-        assert len(self._flights) <= self._config.depth, f"{len(self._flights)} steps are under way"
 
     # ---- the step
 
@@ -302,7 +295,10 @@ class Engine:
 
     def _land(self, request: Request, windows: Tensor | tuple[list[WindowSet], int] | None) -> None:
         """The request and its followers start to decode."""
-        for landed in (request, *self._forked(request)):
+        assert request.is_prefilled, f"request {request.number} has not all of its prompt"
+        followers = self._intake.followers.release(request)
+        forked = self._admission.fork(request, followers, limit=self.pace.batch_limit)
+        for landed in (request, *forked):
             assert landed.sequence is not None, f"request {landed.number} has no rows"
             assert not landed.output, f"request {landed.number} lands twice"
             if windows is not None and self._config.warm:
@@ -315,32 +311,13 @@ class Engine:
             self._roster.move(landed, "decoding")
             self._flights.enter(landed)
 
-    def _forked(self, leader: Request) -> list[Request]:
-        assert leader.is_prefilled, f"request {leader.number} has not all of its prompt"
-        followers = self._intake.followers.release(leader)
-        return self._admission.fork(leader, followers, limit=self.pace.batch_limit)
-
     def _launch(self) -> StepPlan:
-        """Plans and launches; where a request needs a page and none is free, makes room and plans
-        again."""
+        """Where a request needs a page and none is free, makes room and tries again."""
         while True:
-            plan = scheduler.plan(
-                self._roster,
-                batch_max=self._config.max_running,
-                query_max=self._config.query_max,
-                verified_max=self.pace.verified_count,
-                chunk_tokens=self.pace.chunk_limit,
-            )
-            if not plan.turns:
-                return plan
-            draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
-            assert len(self._flights) <= self._config.depth, "a step is launched too early"
             try:
-                self._flights.launch(plan.turns, draft_count=draft_count)
+                return self._flights.launch(self._roster)
             except PoolFull as refusal:
                 self._make_room(refusal)
-            else:
-                return plan
 
     def _refill(self, plan: StepPlan) -> None:
         if self._config.warm:
@@ -368,7 +345,7 @@ class Engine:
         scored = tuple(score(*each) for each in zip(prefilled, chunks, strict=True))
         seconds = self._clock.now_s() - started_s
         tokens = sum(chunk.count for chunk in chunks)
-        self._observe(Seen(chunk_tokens=tokens, chunk_seconds=seconds))
+        self._flights.observe(Seen(chunk_tokens=tokens, chunk_seconds=seconds))
         for chunk, made in zip(chunks, prefilled, strict=True):
             chunk.request.prefilled_count = chunk.stop
             if chunk.is_last:
@@ -380,14 +357,8 @@ class Engine:
     def _learn(self, flight_max: int) -> None:
         """Learns the oldest steps until at most `flight_max` are under way."""
         while len(self._flights) > flight_max:
-            outcomes, seen = self._flights.learn()
-            self._observe(seen)
-            for outcome in outcomes:
+            for outcome in self._flights.learn():
                 self._take(outcome)
-
-    def _observe(self, seen: Seen) -> None:
-        if self._config.is_paced:
-            self.pace = tpot_control.advance(self.pace, seen)
 
     def _take(self, outcome: Outcome) -> None:
         request = outcome.feed.request

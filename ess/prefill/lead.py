@@ -106,10 +106,7 @@ class Lead:
     # ---- requests
 
     def add(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling | None = None,
-        **wishes: Unpack[Wishes],
+        self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
     ) -> Request:
         """As an engine's. Every request gives its rows; none is decoded, scored or taken here."""
         request = self._intake.made(prompt, sampling, **wishes)

@@ -25,10 +25,7 @@ class Driven(Protocol):
     verifier: Verifier
 
     def add(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling | None = None,
-        **wishes: Unpack[Wishes],
+        self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
     ) -> Request: ...
 
     def cancel(self, request: Request) -> None: ...

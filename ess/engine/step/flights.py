@@ -1,4 +1,4 @@
-"""The steps under way: launched, and not yet learned by the host.
+"""The steps under way: launched at a pace, and not yet learned by the host.
 
 enter --> launch, launch, ... --> leave        of a request
              `-- learn --'                     of a step, the oldest first
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import deque
 
 from ess.clock import Clock
-from ess.engine.plan import Turn
+from ess.engine import scheduler, tpot_control
+from ess.engine.config import EngineConfig
+from ess.engine.plan import StepPlan, Turn
 from ess.engine.request import Request
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_flights
@@ -17,18 +19,26 @@ from ess.engine.step.decode import Flight, launch
 from ess.engine.step.future import FutureMap, Outcome
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import Warmth
-from ess.engine.tpot_control import Seen
+from ess.engine.tpot_control import Seen, drafts_of
 
 
 class Flights:
-    """Counts for each request the steps under way that it is in, and what they may make."""
+    """Counts for each request the steps under way that it is in, and what they may make. `pace`
+    says how many requests run, and how many tokens of each a step verifies."""
 
-    def __init__(self, runner: Runner, *, clock: Clock, verified_max: int) -> None:
+    def __init__(self, runner: Runner, config: EngineConfig, *, clock: Clock) -> None:
         self.warmth = Warmth()
+        self.pace = tpot_control.start(
+            target_ms=config.tpot_ms or None,
+            verified_max=config.mtp,
+            batch_max=config.max_running,
+            chunk_max=config.chunk_tokens,
+        )
         self._runner = runner
+        self._config = config
         self._clock = clock
         line_max = runner.offload.sizes.sequence_max
-        self._future = FutureMap(line_max=line_max, token_max=verified_max)
+        self._future = FutureMap(line_max=line_max, token_max=config.mtp)
         self._flights: deque[Flight] = deque()
 
     def __len__(self) -> int:
@@ -46,9 +56,24 @@ class Flights:
         if request.sequence.line >= 0:
             self._future.forget(request.sequence.line)
 
-    def launch(self, turns: tuple[Turn, ...], *, draft_count: int) -> None:
-        """PoolFull if there are no pages for the positions that the turns may reach: then nothing
-        has changed."""
+    def launch(self, roster: Roster[Request]) -> StepPlan:
+        """Plans a step and launches what decodes of it; its chunks are for the caller to run.
+        PoolFull if there are no pages for the positions that the turns may reach: then nothing has
+        changed."""
+        plan = scheduler.plan(
+            roster,
+            batch_max=self._config.max_running,
+            query_max=self._config.query_max,
+            verified_max=self.pace.verified_count,
+            chunk_tokens=self.pace.chunk_limit,
+        )
+        if plan.turns:
+            self._launch(plan.turns)
+        return plan
+
+    def _launch(self, turns: tuple[Turn, ...]) -> None:
+        assert len(self._flights) <= self._config.depth, "a step is launched too early"
+        draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
         flight = launch(
             self._runner, self._future, turns, draft_count=draft_count, clock=self._clock
         )
@@ -59,8 +84,8 @@ class Flights:
             turn.request.ahead_count += turn.count
             turn.request.draft_count = draft_count
 
-    def learn(self) -> tuple[tuple[Outcome, ...], Seen]:
-        """What the oldest step has made, and what it took."""
+    def learn(self) -> tuple[Outcome, ...]:
+        """What the oldest step has made. What it took goes into the pace."""
         flight = self._flights.popleft()
         outcomes = self._future.learn(flight.step.number)
         kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
@@ -70,8 +95,14 @@ class Flights:
             request.flight_count -= 1
             request.ahead_count -= len(outcome.feed.tokens)
             assert 0 <= request.flight_count <= request.ahead_count, f"request {request.number}"
-        return outcomes, flight.seen([outcome.verified for outcome in outcomes])
+        self.observe(flight.seen([outcome.verified for outcome in outcomes]))
+        return outcomes
+
+    def observe(self, seen: Seen) -> None:
+        if self._config.is_paced:
+            self.pace = tpot_control.advance(self.pace, seen)
 
     def check(self, roster: Roster[Request]) -> None:
+        assert len(self) <= self._config.depth, f"{len(self)} steps are under way"
         self._future.check()
         check_flights(self._flights, self._future, roster)
