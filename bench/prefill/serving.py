@@ -8,13 +8,12 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from ess import console
 from ess.bench.engine.serve import started
-from ess.bench.handoff.mixed import Seen, p99, streamed
+from ess.bench.handoff.mixed import Arm, Measure, p99, streamed
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import token_ids
 from ess.bench.prefill.rig import cores
@@ -47,27 +46,12 @@ class Talk:
         return [tokenizer.decode(doubled[start : start + self.length]) for start in starts]
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
-    seen: list[Seen]
-    took_s: float
-
-    @property
-    def firsts_ms(self) -> list[float]:
-        return sorted(1e3 * each.first_s for each in self.seen)
-
-    @property
-    def gaps_ms(self) -> list[float]:
-        return sorted(1e3 * gap for each in self.seen for gap in each.gaps_s)
-
-
-Measure = Callable[[Heard], float]
 MEASURES: Final[tuple[tuple[str, str, Measure], ...]] = (
-    ("first token, p50", "ms", lambda heard: statistics.median(heard.firsts_ms)),
-    ("first token, p99", "ms", lambda heard: p99(heard.firsts_ms)),
-    ("between tokens, p50", "ms", lambda heard: statistics.median(heard.gaps_ms)),
-    ("between tokens, p99", "ms", lambda heard: p99(heard.gaps_ms)),
-    ("all of it", "s", lambda heard: heard.took_s),
+    ("first token, p50", "ms", lambda arm: statistics.median(arm.firsts_ms)),
+    ("first token, p99", "ms", lambda arm: p99(arm.firsts_ms)),
+    ("between tokens, p50", "ms", lambda arm: statistics.median(arm.gaps_ms)),
+    ("between tokens, p99", "ms", lambda arm: p99(arm.gaps_ms)),
+    ("all of it", "s", lambda arm: arm.took_s),
 )
 
 
@@ -117,13 +101,13 @@ async def _until_up(url: str) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _heard(talk: Talk, url: str) -> Heard:
+async def _heard(talk: Talk, url: str) -> Arm:
     draw, begun_s, tasks = random.Random(talk.seed), time.monotonic(), []
     for prompt in talk.prompts():
         tasks.append(asyncio.ensure_future(streamed(url, _asked(prompt, talk.output))))
         await asyncio.sleep(draw.expovariate(1 / talk.gap_s))
     seen = await asyncio.gather(*tasks)
-    return Heard(list(seen), time.monotonic() - begun_s)
+    return Arm(list(seen), time.monotonic() - begun_s)
 
 
 def _asked(prompt: str, output: int) -> dict[str, object]:
