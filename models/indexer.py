@@ -16,6 +16,7 @@ from ess.kernels.cpu.stage import Heads, Stage, Values, pack
 from ess.layout import IndexCodec
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rotate_part
+from ess.models.weights.kept import plain
 
 KEY_NORM_EPS: Final = 1e-6
 SCORE_ELEMENTS: Final = 1 << 20
@@ -34,8 +35,8 @@ class Indexer:
         c = config
         self._config = c
         self._scale = c.index_head_count**-0.5 * c.index_dim**-0.5
-        self._query_up = source.matrix("wq_b", c.index_head_count * c.index_dim, c.query_rank)
-        self._key = source.matrix("wk", c.index_dim, c.hidden_dim)
+        self._query_up = source.weight("wq_b", c.index_head_count * c.index_dim, c.query_rank)
+        self._key = source.weight("wk", c.index_dim, c.hidden_dim)
         self._key_weight = source.vector("k_norm.weight", c.index_dim)
         self._key_bias = source.vector("k_norm.bias", c.index_dim)
         self._head = source.matrix("weights_proj", c.index_head_count, c.hidden_dim).float()
@@ -57,8 +58,8 @@ class Indexer:
     def probe_in(self, stage: Stage, normed: Values, query: Values, codec: IndexCodec) -> None:
         """The same as ops of a compiled stage; gives queries, weights and encoded keys."""
         c, is_fp8 = self._config, codec.form == "fp8"
-        queries = stage.linear(query, pack(self._query_up))
-        keys = stage.linear(normed, pack(self._key))
+        queries = stage.linear(query, pack(plain(self._query_up)))
+        keys = stage.linear(normed, pack(plain(self._key)))
         stage.center(keys, self._key_weight, self._key_bias, KEY_NORM_EPS)
         for values, count in ((queries, c.index_head_count), (keys, 1)):
             stage.rotate(Heads(values.part(0, c.rope_dim), count, c.index_dim), c.index_rope_style)

@@ -17,8 +17,9 @@ from ess.kernels.cpu.stage import Turns, look_at_turns
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
 from ess.models.rope import Rope
+from ess.models.weights.kept import Fp8Weight, Weight, plain
 
-TensorSource = Callable[[str], Tensor]
+TensorSource = Callable[[str], Weight]
 WEIGHT_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 
@@ -32,25 +33,31 @@ class Source:
     def under(self, part: str) -> Source:
         return Source(self._tensor, f"{self._prefix}{part}.")
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int) -> Weight:
         full_name = self._prefix + name
         weight = self._tensor(full_name)
         if tuple(weight.shape) != shape:
             raise BadInput(f"{full_name} has shape {tuple(weight.shape)}, expected {shape}")
-        if weight.dtype not in WEIGHT_DTYPES:
+        if isinstance(weight, Tensor) and weight.dtype not in WEIGHT_DTYPES:
             raise BadInput(f"{full_name} is {weight.dtype}, expected float32 or bfloat16")
         return weight
 
-    def matrix(self, name: str, out_dim: int, in_dim: int) -> Tensor:
+    def weight(self, name: str, out_dim: int, in_dim: int) -> Weight:
+        """For products only: in blocks of fp8 where it is kept so."""
         return self.take(f"{name}.weight", out_dim, in_dim)
+
+    def matrix(self, name: str, out_dim: int, in_dim: int) -> Tensor:
+        return plain(self.weight(name, out_dim, in_dim))
 
     def vector(self, name: str, dim: int) -> Tensor:
         """Norm weights and biases are kept in float32 whatever the file holds."""
-        return self.take(name, dim).float()
+        return plain(self.take(name, dim)).float()
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Weight) -> Tensor:
     """The product in the type of the weights; what comes out goes on in float32."""
+    if isinstance(weight, Fp8Weight):
+        return weight.times(x).float()
     return F.linear(x.to(weight.dtype), weight).float()
 
 
@@ -72,13 +79,13 @@ class Rotation:
 
 
 class RotaryPositions:
-    def __init__(self, config: ModelConfig) -> None:
-        self._frequencies = rope_frequencies(config)
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._frequencies = rope_frequencies(config).to(device)
         self._scale = config.rope.rotation_scale
 
     def at(self, positions: Tensor) -> Rotation:
-        frequencies = self._frequencies.to(positions.device)
-        angles = positions.float()[:, None] * frequencies
+        """Of positions on the device that this was made for."""
+        angles = positions.float()[:, None] * self._frequencies
         return Rotation(angles.cos() * self._scale, angles.sin() * self._scale)
 
 

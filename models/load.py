@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
+import torch
+
+from ess.errors import BadInput
+from ess.kernels.backend import ops
+from ess.models.layers import TensorSource
 from ess.models.model import Model
 from ess.models.registry import build
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.folder import Links
-from ess.models.weights.rank import RankWeights
+from ess.models.weights.kept import Product, Weight, dequantised_product
+from ess.models.weights.rank import Form, RankWeights
 from ess.models.weights.split import Split
 
 EMBEDDED: Final = Path(__file__).parent / "tiny" / "checkpoint"
@@ -19,17 +25,43 @@ EMBEDDED: Final = Path(__file__).parent / "tiny" / "checkpoint"
 def load_model(
     path: str | os.PathLike[str] = EMBEDDED,
     *,
-    form: Literal["bf16", "f32"] = "bf16",
+    form: Form = "bf16",
     links: Links = "refuse",
     layers: range | None = None,
     heads: Split | None = None,
+    device: str | torch.device = "cpu",
 ) -> Model:
     """Every tensor is checked on the way; the files are closed when this returns.
 
     Without a path it is the small model in the box. Of a part, which consists of these main layers,
-    only its own tensors are read; with `heads`, a split by heads, those of one rank's heads.
+    only its own tensors are read; with `heads`, a split by heads, those of one rank's heads. On a
+    `device` the tensors go there one by one, so the host never has all of them; there weights may
+    also stay as they are "stored", in blocks of fp8.
     """
+    place = torch.device(device)
+    if form == "stored" and place.type == "cpu":
+        raise BadInput("form 'stored' is for a device; on the CPU weights are in 'bf16' or 'f32'")
     with Checkpoint(path, links=links) as checkpoint:
         weights = RankWeights(checkpoint, form=form, split=heads)
         tp = 1 if heads is None else heads.tp
-        return build(checkpoint.model_config, weights.tensor, layers=layers, tp=tp)
+        return build(checkpoint.model_config, placed(weights, place), layers=layers, tp=tp)
+
+
+def placed(weights: RankWeights, device: torch.device) -> TensorSource:
+    """The weights by name, each on the device when it is asked for."""
+    product = product_on(device)
+
+    def weight(name: str) -> Weight:
+        if not weights.keeps_blocks(name):
+            return weights.tensor(name).to(device)
+        return weights.kept(name).to(device, product)
+
+    return weight
+
+
+def product_on(device: torch.device) -> Product:
+    """What multiplies by fp8 weights there."""
+    if device.type != "cuda":
+        return dequantised_product
+    product: Product = getattr(ops("cuda"), "linear_fp8", dequantised_product)
+    return product

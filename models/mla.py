@@ -15,6 +15,7 @@ from torch import Tensor
 from ess.kernels.cpu.stage import Heads, Stage, Values, pack
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rms_norm, rotate
+from ess.models.weights.kept import plain, stacked
 
 GATHER_ELEMENTS: Final = 1 << 20
 
@@ -27,23 +28,27 @@ class Mla:
         self._config = c
         self.head_count = heads = c.head_count // tp
         assert heads * tp == c.head_count, f"{c.head_count} heads of {tp} ranks"
-        self._down = torch.cat(
+        self._down = stacked(
             (
-                source.matrix("q_a_proj", c.query_rank, c.hidden_dim),
-                source.matrix("kv_a_proj_with_mqa", c.row_dim, c.hidden_dim),
+                source.weight("q_a_proj", c.query_rank, c.hidden_dim),
+                source.weight("kv_a_proj_with_mqa", c.row_dim, c.hidden_dim),
             )
         )
         self._query_norm = source.vector("q_a_layernorm.weight", c.query_rank)
         self._latent_norm = source.vector("kv_a_layernorm.weight", c.latent_dim)
-        self._query_up = source.matrix("q_b_proj", heads * (c.nope_dim + c.rope_dim), c.query_rank)
+        self._query_up = source.weight("q_b_proj", heads * (c.nope_dim + c.rope_dim), c.query_rank)
         up = source.matrix("kv_b_proj", heads * (c.nope_dim + c.value_dim), c.latent_dim)
         per_head = up.view(heads, c.nope_dim + c.value_dim, c.latent_dim)
         self._key_up, self._value_up = torch.split(per_head, [c.nope_dim, c.value_dim], 1)
-        self._out = source.matrix("o_proj", c.hidden_dim, c.head_count * c.value_dim)
+        self._out = source.weight("o_proj", c.hidden_dim, c.head_count * c.value_dim)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._out.dtype
+        return self._key_up.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._key_up.device
 
     def down(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Normed hidden -> (normed low-rank query, latent and rope key before norm and rope)."""
@@ -68,7 +73,7 @@ class Mla:
 
     def values(self, attended: Tensor) -> Tensor:
         """Attended latents, float32 [tokens, heads, latent] -> [tokens, heads, value]."""
-        latents = attended.to(self._value_up.dtype).transpose(0, 1)
+        latents = attended.to(self.dtype).transpose(0, 1)
         return torch.bmm(latents, self._value_up.transpose(1, 2)).transpose(0, 1)
 
     def output(self, attended: Tensor) -> Tensor:
@@ -80,7 +85,7 @@ class Mla:
     def project_in(self, stage: Stage, normed: Values) -> tuple[Values, Values]:
         """Normed hidden -> (normed low-rank query, the new row)."""
         c = self._config
-        both = stage.linear(normed, pack(self._down))
+        both = stage.linear(normed, pack(plain(self._down)))
         query, row = both.part(0, c.query_rank), both.part(c.query_rank, c.row_dim)
         stage.norm(query, self._query_norm, c.query_latent_eps, query)
         latent, rope = row.part(0, c.latent_dim), row.part(c.latent_dim, c.rope_dim)
@@ -91,7 +96,7 @@ class Mla:
     def query_stage(self) -> Stage:
         """Takes the low-rank query, gives absorbed queries."""
         c, stage = self._config, Stage()
-        heads = stage.linear(stage.take(c.query_rank), pack(self._query_up))
+        heads = stage.linear(stage.take(c.query_rank), pack(plain(self._query_up)))
         count = self.head_count
         nope = Heads(heads.part(0, c.nope_dim), count, c.nope_dim + c.rope_dim)
         rope = Heads(heads.part(c.nope_dim, c.rope_dim), count, nope.step)
@@ -101,7 +106,7 @@ class Mla:
         stage.linear_heads(nope, pack(self._key_up.transpose(1, 2)), latents)
         stage.copy(rope, turned)
         stage.rotate(turned, "interleaved")
-        stage.give(asked, self._query_up.dtype, count, c.row_dim)
+        stage.give(asked, self.dtype, count, c.row_dim)
         return stage
 
     def add_output(self, stage: Stage, hidden: Values) -> None:
@@ -127,7 +132,7 @@ class Mla:
         return values
 
     def _add(self, stage: Stage, values: Values, hidden: Values) -> None:
-        stage.add(stage.linear(values, pack(self._out)), hidden)
+        stage.add(stage.linear(values, pack(plain(self._out))), hidden)
 
 
 class MlaShare(Mla):

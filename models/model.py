@@ -43,7 +43,8 @@ class Model:
         self._take_ending(source)
         has_mtp = self.is_last and c.mtp_layer_count
         self.mtp = Mtp(c, source, first=part.start, tp=tp) if has_mtp else None
-        self._positions = RotaryPositions(c)
+        self.device = self.layers[0].mla.device
+        self._positions = RotaryPositions(c, self.device)
 
     def _embedding_of(self, source: Source) -> Tensor | None:
         c = self.config

@@ -16,6 +16,7 @@ from ess.kernels.cpu.stage import Stage, pack
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import Source, linear, rms_norm
+from ess.models.weights.kept import plain
 
 
 class Mtp:
@@ -26,7 +27,7 @@ class Mtp:
         self._eps = config.norm_eps
         self._embedding_norm = own.vector("enorm.weight", dim)
         self._hidden_norm = own.vector("hnorm.weight", dim)
-        self._join = own.matrix("eh_proj", dim, 2 * dim)
+        self._join = own.weight("eh_proj", dim, 2 * dim)
         self.norm = own.vector("shared_head.norm.weight", dim)
 
     def join(self, embedded: Tensor, finished: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ class Mtp:
         sides, both = (stage.take(dim), stage.take(dim)), stage.room(2 * dim)
         for place, norm in enumerate((self._embedding_norm, self._hidden_norm)):
             stage.norm(sides[place], norm, self._eps, both.part(place * dim, dim))
-        stage.give(stage.linear(both, pack(self._join)), torch.float32)
+        stage.give(stage.linear(both, pack(plain(self._join))), torch.float32)
         return stage
 
     def finish(self, hidden: Tensor) -> Tensor:

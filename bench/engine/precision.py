@@ -202,7 +202,7 @@ def forced_logits(eng: Engine, lines: Sequence[Sequence[int]], *, start: int) ->
     for at in range(start, len(lines[0])):
         step = offload.begin(sequences, query_counts=[1] * len(lines))
         now = [line[at] for line in lines]
-        made.append(runner.decode(runner.batch(step), now).logits)
+        made.append(runner.decode(runner.batch(step), torch.tensor(now)).logits)
         step.commit(accepted=[1] * len(lines), tokens=[[token] for token in now])
     for sequence in sequences:
         sequence.close()

@@ -39,8 +39,9 @@ from ess.engine.prompt.scores import score
 from ess.engine.request import Reason, Request, State
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_waiting
+from ess.engine.step.feeding import Outcome
 from ess.engine.step.flights import Flights
-from ess.engine.step.future import Outcome, depth_reasons
+from ess.engine.step.future import depth_reasons
 from ess.engine.step.runner import made_runner
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.chance import Chance
@@ -163,7 +164,8 @@ class Engine:
 
     def depth_reasons(self) -> tuple[str, ...]:
         """Why the next step runs at depth 0, whatever is configured; none if it need not."""
-        return depth_reasons(self._roster.of("decoding"))
+        on_device = self.runner.model.device.type != "cpu"
+        return depth_reasons(self._roster.of("decoding"), on_device=on_device)
 
     @property
     def depth(self) -> int:

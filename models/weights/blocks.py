@@ -51,7 +51,7 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype)
     Band by band of rows within one row of blocks, so that the f32 copy stays small.
     """
     row_count, column_count = weight.shape
-    out = torch.empty(row_count, column_count, dtype=dtype)
+    out = torch.empty(row_count, column_count, dtype=dtype, device=weight.device)
     for begin, end in _bands(row_count, column_count):
         factors = scale[begin // QUANT_BLOCK].repeat_interleave(QUANT_BLOCK)[:column_count]
         out[begin:end] = weight[begin:end].float().mul_(factors)

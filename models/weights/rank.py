@@ -10,6 +10,7 @@ import torch
 from ess.errors import BadInput
 from ess.models.weights.blocks import dequantise
 from ess.models.weights.checkpoint import Checkpoint
+from ess.models.weights.kept import Fp8Weight
 from ess.models.weights.shapes import Spec
 from ess.models.weights.split import Split, Window
 
@@ -58,6 +59,14 @@ class RankWeights:
             return dequantise(part, self.scale(name), dtype=dtype)
         keep = self._form == "bf16" and spec.role in ("norm", "correction")
         return part.contiguous() if keep else part.to(dtype).contiguous()
+
+    def keeps_blocks(self, name: str) -> bool:
+        """Does this weight stay in blocks of fp8?"""
+        return self._form == "stored" and self._checkpoint.blocked(self._spec(name).name)
+
+    def kept(self, name: str) -> Fp8Weight:
+        assert self.keeps_blocks(name), f"{name} is not in blocks in form {self._form}"
+        return Fp8Weight(self.tensor(name), self.scale(name))
 
     def scale(self, name: str) -> torch.Tensor:
         """The f32 scales of this rank's part of an fp8 weight."""

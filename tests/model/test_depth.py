@@ -15,7 +15,8 @@ from ess.engine import scheduler
 from ess.engine.plan import Feed
 from ess.engine.request import Request
 from ess.engine.step import decode
-from ess.engine.step.future import FutureMap, Outcome
+from ess.engine.step.feeding import Outcome
+from ess.engine.step.future import FutureMap
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.verification import Choice
 from ess.errors import PoolFull
@@ -236,7 +237,7 @@ def test_drafts_follow_the_tokens_that_were_accepted(monkeypatch):
     told: list[int] = []
 
     def draft(runner, batch, hidden, following, last, count):
-        told.extend(following[: last[0] + 1])
+        told.extend(following[: last[0] + 1].tolist())
         return made(runner, batch, hidden, following, last, count)
 
     made = decode.draft

@@ -7,6 +7,8 @@ Triton's kernels are interpreted, and every line of Python runs as it would besi
 real one refuses is refused: tensors of two devices in one call, NumPy's hands on a tensor of the
 device, a kernel over pageable memory, and while a graph is captured whatever waits or copies from
 pageable memory. A replay does again what was captured. Streams keep no time and run at once.
+
+`without_waits` refuses the same where nothing is captured: what makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ DEVICE = torch.device("cuda", 0)
 ANYWHERE = {"copy_", "set_", "__get__", "type_as", "view_as", "expand_as", "reshape_as"}
 WAITS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
 HOST_ONLY = {"numpy", "__array__"}
+UPLOADS = {"tensor", "as_tensor", "asarray"}
 REFUSED = "operation not permitted when stream is capturing: {}"
+WAITED = "the host waits for the device: {}"
 
 
 def is_there(thing):
@@ -43,6 +47,10 @@ def tensors(*things):
     return [one for one in tree_leaves(things) if isinstance(one, torch.Tensor)]
 
 
+def tree_top(index):
+    return index if isinstance(index, tuple) else ()
+
+
 def names_device(thing):
     return isinstance(thing, torch.device) or (isinstance(thing, str) and thing[:4] in "cuda cpu")
 
@@ -50,7 +58,7 @@ def names_device(thing):
 class Pretence(TorchFunctionMode):
     """`captured` holds what a replay does: (call, the tensors that its result goes to)."""
 
-    pinned, captured = frozenset(), None
+    pinned, captured, may_wait = frozenset(), None, True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.__name__, dict(kwargs or {})
@@ -67,8 +75,11 @@ class Pretence(TorchFunctionMode):
         wanted = kwargs.get("device")
         kwargs |= {"device": "cpu"} if wanted is not None else {}
         pins = kwargs.pop("pin_memory", False)
+        if name in UPLOADS and wanted is not None and torch.device(wanted).type == "cuda":
+            self.refuse(name)
         self.check(name, args, kwargs)
         given = any(map(is_there, tensors(args, kwargs)))
+        given = is_there(args[0]) if name == "copy_" else given
         there = given if wanted is None else torch.device(wanted).type == "cuda"
         return self.run(lambda: func(*args, **kwargs), there, pins)
 
@@ -93,12 +104,19 @@ class Pretence(TorchFunctionMode):
         free = name in ANYWHERE or (indexes and is_there(args[0]))
         if there and not free and any(one.dim() for one in here):
             raise RuntimeError(f"expected all tensors to be on the same device, in {name}")
-        if self.captured is None or not there:
+        if not there:
             return
         pageable = name == "copy_" and not all(map(self.is_pinned, here))
         masked = indexes and any(one.dtype == torch.bool for one in tensors(args[1]))
-        if name in WAITS or pageable or masked or (indexes and here):
+        listed = indexes and any(isinstance(one, list) for one in (args[1], *tree_top(args[1])))
+        if name in WAITS or pageable or masked or listed or (indexes and here):
+            self.refuse(name)
+
+    def refuse(self, name):
+        if self.captured is not None:
             raise RuntimeError(REFUSED.format(name))
+        if not self.may_wait:
+            raise RuntimeError(WAITED.format(name))
 
     def move(self, name, tensor, *args, **kwargs):
         """`cuda`, `cpu`, `pin_memory` and `to`, which copy where the place changes."""
@@ -106,8 +124,8 @@ class Pretence(TorchFunctionMode):
         wanted = torch.device(named[0]).type if named else name
         there = wanted == "cuda" if wanted in ("cuda", "cpu") else is_there(tensor)
         crosses = there != is_there(tensor) or name == "pin_memory"
-        if crosses and self.captured is not None:
-            raise RuntimeError(REFUSED.format(name))
+        if crosses:
+            self.refuse(name)
         args = [one for one in args if name == "to" and not names_device(one)]
         kwargs = {key: one for key, one in kwargs.items() if key in ("dtype", "copy")}
         convert = (lambda: tensor.to(*args, **kwargs)) if args or kwargs else (lambda: tensor)
@@ -156,8 +174,16 @@ class Event:
 
 
 def synchronize(device=None):
-    if PRETENCE.captured is not None:
-        raise RuntimeError(REFUSED.format("synchronize"))
+    PRETENCE.refuse("synchronize")
+
+
+@contextlib.contextmanager
+def without_waits():
+    before, PRETENCE.may_wait = PRETENCE.may_wait, False
+    try:
+        yield
+    finally:
+        PRETENCE.may_wait = before
 
 
 class CUDAGraph:

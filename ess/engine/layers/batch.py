@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ess.door import Offload, Step
-from ess.engine.step.warmth import StepWarmth
+from ess.engine.step.warmth import Watch
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
@@ -34,7 +34,7 @@ class Batch:
     page_table: Tensor
     lengths: Tensor
     scale: float
-    warmth: StepWarmth
+    warmth: Watch
     located: dict[int, Tensor | None] = field(default_factory=dict)
     selected: dict[int, dict[range, Tensor]] = field(default_factory=dict)
 
@@ -112,7 +112,11 @@ def compute_threads() -> int:
 
 
 def select(
-    batch: Batch, layer: int, queries: Tensor, weights: Tensor, which: slice | list[int] | None
+    batch: Batch,
+    layer: int,
+    queries: Tensor,
+    weights: Tensor,
+    which: slice | list[int] | Tensor | None,
 ) -> Tensor:
     """The selection of the queries that `which` names, of all for None: logits over the index
     pages, then top-k."""
@@ -149,7 +153,8 @@ def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
 
 
 def row_bytes(values: Tensor, layout: ModelLayout, ops: Ops) -> Tensor:
-    out = torch.empty(len(values), layout.row_bytes, dtype=torch.uint8)
+    shape = len(values), layout.row_bytes
+    out = torch.empty(shape, dtype=torch.uint8, device=values.device)
     return ops.encode_rows(values.float().contiguous(), layout.row, out)
 
 

@@ -41,7 +41,7 @@ def _select(
     share: Share, work: Work, layer: DecoderLayer, asked: Tensor, weights: Tensor
 ) -> Chosen:
     pack, group = work.asked, work.asked.layout.group_of(layer.number)
-    none = torch.empty(0, pack.layout.top_k, dtype=torch.int32)
+    none = torch.empty((0, pack.layout.top_k), dtype=torch.int32, device=pack.device)
     picked = [
         top_k(work.mine, span, layer.number, asked[place], weights[place])
         for _, span, place in work.mine.each()
@@ -55,12 +55,12 @@ def _select(
 
 def _attend(pack: Pack, layer: DecoderLayer, asked: Tensor, chosen: Chosen) -> Tensor:
     latent_dim = pack.layout.row.latent_dim
-    none = torch.empty(0, asked.shape[1], latent_dim)
+    none = asked.new_empty((0, asked.shape[1], latent_dim), dtype=torch.float32)
     attended = []
     for at, span, place in pack.each():
         selection = chosen[at]
         assert selection is not None, f"layer {layer.number} shares a selection that was not made"
-        host_rows = span.sequence.host_rows(0, span.stop)
+        host_rows = span.sequence.host_rows(0, span.stop).to(pack.device)
         attended.append(attend_chosen(pack, layer.number, asked[place], host_rows, selection))
     return joined(attended, none)
 

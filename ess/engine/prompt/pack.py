@@ -95,6 +95,10 @@ class Pack:
     def ops(self) -> Ops:
         return self.runner.ops
 
+    @property
+    def device(self) -> torch.device:
+        return self.runner.model.device
+
     def each(self) -> Iterator[tuple[int, Span, slice]]:
         return zip(range(len(self.spans)), self.spans, self.places, strict=True)
 
@@ -111,7 +115,7 @@ def packed(runner: Computer, spans: Sequence[Span]) -> Pack:
         runner=runner,
         spans=tuple(spans),
         places=tuple(itertools.starmap(slice, itertools.pairwise([0, *ends]))),
-        rotation=runner.model.rotation(torch.cat(positions)),
+        rotation=runner.model.rotation(torch.cat(positions).to(runner.model.device)),
     )
 
 

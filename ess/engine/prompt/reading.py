@@ -22,8 +22,8 @@ def top_k(pack: Pack, span: Span, layer: int, queries: Tensor, weights: Tensor) 
         queries,
         weights,
         pack.runner.offload.memory(layer).key_pages,
-        span.sequence.page_table.expand(count, -1),
-        torch.arange(span.start, span.stop, dtype=torch.int32) + 1,
+        span.sequence.page_table.to(pack.device).expand(count, -1),
+        torch.arange(span.start, span.stop, dtype=torch.int32, device=pack.device) + 1,
         codec,
         k=pack.layout.top_k,
         threads=compute_threads(),
@@ -35,19 +35,22 @@ def attend_chosen(
 ) -> Tensor:
     """In place, from the host's rows; some queries at a time, for ops that gather them."""
     assert len(queries) == len(chosen), f"{len(chosen)} selections for {len(queries)} queries"
-    offload, codec = pack.runner.offload, pack.layout.row
+    memory, codec = pack.runner.offload.memory(layer), pack.layout.row
+    shape, single = tuple(queries.shape[:2]), torch.float32
     into = Partial(
-        torch.empty(*queries.shape[:2], codec.latent_dim), torch.empty(queries.shape[:2])
+        queries.new_empty((*shape, codec.latent_dim), dtype=single),
+        queries.new_empty(shape, dtype=single),
     )
     for first in range(0, len(queries), QUERIES):
         some = slice(first, first + QUERIES)
-        named = torch.where(chosen[some] >= 0, host_rows[chosen[some].clamp_min(0)], -1)
+        named = torch.where(chosen[some] >= 0, -2 - host_rows[chosen[some].clamp_min(0)], -1)
         pack.ops.attend(
             queries[some],
-            offload.memory(layer).host,
+            memory.slots,
             named,
             codec,
             scale=pack.runner.model.config.attention_scale,
+            placed=memory.host,
             into=Partial(into.out[some], into.lse[some]),
             threads=compute_threads(),
         )

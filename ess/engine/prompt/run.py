@@ -62,7 +62,7 @@ def run_part(
     mine = work.mine.spans
     hidden = given
     if hidden is None:
-        hidden = runner.model.embed(_joined([span.tokens for span in mine]))
+        hidden = runner.model.embed(_joined([span.tokens for span in mine], work.mine))
     chosen: Chosen = [None] * len(work.asked.spans)
     for layer in runner.model.layers:
         hidden, chosen = run_layer(meets, work, layer, hidden, chosen)
@@ -71,7 +71,7 @@ def run_part(
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"
-        embedded = runner.model.embed(_joined([span.following for span in mine]))
+        embedded = runner.model.embed(_joined([span.following for span in mine], work.mine))
         joined = join(work.mine, mtp, embedded, runner.model.finish(hidden))
         run_layer(meets, work, mtp.layer, joined, [None] * len(work.asked.spans))
         if on_layer is not None:
@@ -96,5 +96,6 @@ def span_of(chunk: Chunk) -> Span:
     )
 
 
-def _joined(lines: Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor([token for line in lines for token in line], dtype=torch.int64)
+def _joined(lines: Sequence[Sequence[int]], pack: Pack) -> Tensor:
+    tokens = torch.tensor([token for line in lines for token in line], dtype=torch.int64)
+    return tokens.to(pack.device)

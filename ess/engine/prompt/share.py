@@ -116,7 +116,8 @@ class ByTokens:
     def windows(self, work: Work) -> list[Tensor]:
         """In rank order the windows of all slices are in the order of the spans."""
         layout = work.mine.layout
-        none = torch.empty(0, layout.group_count, layout.top_k, dtype=torch.int32)
+        shape = 0, layout.group_count, layout.top_k
+        none = torch.empty(shape, dtype=torch.int32, device=work.mine.device)
         lines = [_windows(work.mine, span).transpose(0, 1) for span in work.mine.spans]
         together = self._team.all_gather(joined(lines, none).contiguous())
         counts = [min(WINDOW_MAX, len(span.tokens)) for span in work.spans]

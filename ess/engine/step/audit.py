@@ -10,7 +10,7 @@ from ess.engine.followers import Followers
 from ess.engine.request import Request
 from ess.engine.roster import Roster
 from ess.engine.step.decode import Flight
-from ess.engine.step.future import FutureMap
+from ess.engine.step.feeding import Future
 
 
 def check_waiting(roster: Roster[Request], entry: Entry, followers: Followers) -> None:
@@ -22,7 +22,7 @@ def check_waiting(roster: Roster[Request], entry: Entry, followers: Followers) -
         request.check()
 
 
-def check_flights(flights: Collection[Flight], future: FutureMap, roster: Roster[Request]) -> None:
+def check_flights(flights: Collection[Flight], future: Future, roster: Roster[Request]) -> None:
     """An ended request stays in the steps that were launched before the host knew of its ending,
     and keeps its line until the last of them is learned."""
     running = roster.by_rank("landing", "loading", "prefilling", "decoding", "preempted")
@@ -42,7 +42,7 @@ def check_flights(flights: Collection[Flight], future: FutureMap, roster: Roster
     _check_lines(future, requests)
 
 
-def _check_lines(future: FutureMap, requests: Iterable[Request]) -> None:
+def _check_lines(future: Future, requests: Iterable[Request]) -> None:
     """A line holds tokens exactly if its request may still decode with them."""
     taken: set[int] = set()
     for request in requests:

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 from ess.clock import Clock
 from ess.door import Step
-from ess.engine.layers.batch import Batch
-from ess.engine.plan import Feed, Turn
+from ess.engine.plan import Turn
 from ess.engine.step.drafts import draft
-from ess.engine.step.future import FutureMap, Outcome
-from ess.engine.step.runner import Forward, Runner
-from ess.engine.step.warmth import StepWarmth
-from ess.engine.tokens.verification import choose_all
+from ess.engine.step.feeding import Future
+from ess.engine.step.runner import Runner
+from ess.engine.step.warmth import SeenRows
 from ess.engine.tpot_control import Seen
 
 
@@ -29,7 +27,7 @@ class Flight:
     step: Step
     draft_count: int
     seconds: float
-    warmth: StepWarmth
+    rows: SeenRows
 
     def seen(self, verified: Sequence[tuple[int, int]]) -> Seen:
         assert len(verified) == len(self.turns), f"{len(verified)} outcomes of {len(self.turns)}"
@@ -44,7 +42,7 @@ class Flight:
 
 def launch(
     runner: Runner,
-    future: FutureMap,
+    future: Future,
     turns: tuple[Turn, ...],
     *,
     draft_count: int,
@@ -57,36 +55,14 @@ def launch(
     started_s = clock.now_s()
     sequences = [turn.sequence for turn in turns]
     step = runner.offload.begin(sequences, query_counts=[turn.count for turn in turns])
-    firsts = step.firsts
-    feeds = [
-        Feed(turn.request, future.take(turn.sequence.line, turn.count), int(step.query_start[at]))
-        for turn, at in zip(turns, firsts, strict=True)
-    ]
+    fed = future.feed(step, turns)
     batch = runner.batch(step)
-    forward = runner.decode(batch, [token for feed in feeds for token in feed.tokens])
-    choices = choose_all(feeds, forward.logits)
-    targets = [choice.tokens for choice in choices]
-    drafts = _draft(runner, batch, forward, targets, draft_count)
-    for turn, target in zip(turns, targets, strict=True):
-        assert 1 <= len(target) <= turn.count, f"{len(target)} tokens of {turn.count} queries"
-    step.seal(accepted=[len(target) for target in targets])
-    for turn, target, guesses in zip(turns, targets, drafts, strict=True):
-        future.stash(turn.sequence.line, [target[-1], *guesses])
-    outcomes = zip(feeds, choices, map(tuple, drafts), strict=True)
-    future.tell(step.number, (Outcome(*each) for each in outcomes))
-    return Flight(turns, step, draft_count, clock.now_s() - started_s, batch.warmth)
-
-
-def _draft(
-    runner: Runner, batch: Batch, forward: Forward, targets: Sequence[tuple[int, ...]], count: int
-) -> list[list[int]]:
-    """Drafts behind each feed's last target. Called before the step is sealed, for drafting makes
-    the rows of the MTP layer."""
-    if not runner.offload.layout.mtp_layer_count or count == 0:
-        return [[] for _ in targets]
-    firsts = batch.step.firsts
-    following = [0] * batch.step.query_count
-    for at, target in zip(firsts, targets, strict=True):
-        following[at : at + len(target)] = target
-    last = [at + len(target) - 1 for at, target in zip(firsts, targets, strict=True)]
-    return draft(runner, batch, forward.hidden, following, last, count)
+    forward = runner.decode(batch, fed.tokens)
+    chosen = fed.choose(forward.logits)
+    drafts = None
+    if runner.offload.layout.mtp_layer_count and draft_count:
+        # Before the step is sealed, for drafting makes the rows of the MTP layer.
+        drafts = draft(runner, batch, forward.hidden, chosen.following, chosen.last, draft_count)
+    step.seal(accepted=chosen.accepted)
+    chosen.say(drafts)
+    return Flight(turns, step, draft_count, clock.now_s() - started_s, batch.warmth.seen())

@@ -9,12 +9,11 @@ and their attention reads the pool's resident rows: that costs acceptance, never
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ess.engine.layers.batch import Batch, attend, compute_threads, join, select, turned
+from ess.engine.step.feeding import Counts
 from ess.engine.step.runner import Runner
 from ess.kernels.merge import Partial, merge
 from ess.models.indexer import Probe
@@ -26,11 +25,11 @@ def draft(
     runner: Runner,
     batch: Batch,
     hidden: Tensor,
-    following: Sequence[int],
-    last: Sequence[int],
+    following: Tensor,
+    last: Counts,
     count: int,
-) -> list[list[int]]:
-    """`count` guesses per sequence.
+) -> Tensor:
+    """`count` guesses per sequence, int64 [sequences, count].
 
     `following` is the token after each query of the step; `last` is, per sequence, the query whose
     token is the newest that was kept.
@@ -40,14 +39,14 @@ def draft(
     assert count >= 1, f"{count} drafts"
     assert len(following) == batch.step.query_count, f"{len(following)} tokens behind queries"
     assert len(last) == len(batch.step.firsts), f"{len(last)} newest tokens"
-    joined = join(batch, mtp, runner.model.embed(torch.tensor(list(following))), hidden)
-    made = runner.layer(batch, mtp.layer, joined)[list(last)]
+    joined = join(batch, mtp, runner.model.embed(following), hidden)
+    made = runner.layer(batch, mtp.layer, joined)[last]
     finished, guess = _ended(batch, runner.model, mtp, made)
-    guesses, chain = [guess], Chain(runner, batch, mtp, list(last))
+    guesses, chain = [guess], Chain(runner, batch, mtp, last)
     while len(guesses) < count:
         finished, guess = _ended(batch, runner.model, mtp, chain.next(guess, finished))
         guesses.append(guess)
-    return torch.stack(guesses, dim=1).tolist()
+    return torch.stack(guesses, dim=1)
 
 
 def _ended(batch: Batch, model: Model, mtp: Mtp, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +61,7 @@ def _ended(batch: Batch, model: Model, mtp: Mtp, hidden: Tensor) -> tuple[Tensor
 class Chain:
     """Further guesses of one step, and the rows they have made so far."""
 
-    def __init__(self, runner: Runner, batch: Batch, mtp: Mtp, last: list[int]) -> None:
+    def __init__(self, runner: Runner, batch: Batch, mtp: Mtp, last: Counts) -> None:
         self._runner = runner
         self._batch = batch
         self._mtp = mtp

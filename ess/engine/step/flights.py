@@ -16,7 +16,9 @@ from ess.engine.request import Request
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_flights
 from ess.engine.step.decode import Flight, launch
-from ess.engine.step.future import FutureMap, Outcome
+from ess.engine.step.device_future import DeviceFuture
+from ess.engine.step.feeding import Future, Outcome
+from ess.engine.step.future import FutureMap
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import Warmth
 from ess.engine.tpot_control import Seen, drafts_of
@@ -37,8 +39,7 @@ class Flights:
         self._runner = runner
         self._config = config
         self._clock = clock
-        line_max = runner.offload.sizes.sequence_max
-        self._future = FutureMap(line_max=line_max, token_max=config.mtp)
+        self._future = future_of(runner, verified_max=config.mtp)
         self._flights: deque[Flight] = deque()
 
     def __len__(self) -> int:
@@ -78,7 +79,6 @@ class Flights:
             self._runner, self._future, turns, draft_count=draft_count, clock=self._clock
         )
         self._flights.append(flight)
-        self.warmth.stepped(turns, flight.step.firsts, flight.warmth)
         for turn in turns:
             turn.request.flight_count += 1
             turn.request.ahead_count += turn.count
@@ -89,6 +89,7 @@ class Flights:
         flight = self._flights.popleft()
         outcomes = self._future.learn(flight.step.number)
         kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
+        self.warmth.stepped(flight.turns, flight.step.firsts, flight.rows)
         flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
         for outcome in outcomes:
             request = outcome.feed.request
@@ -106,3 +107,11 @@ class Flights:
         assert len(self) <= self._config.depth, f"{len(self)} steps are under way"
         self._future.check()
         check_flights(self._flights, self._future, roster)
+
+
+def future_of(runner: Runner, *, verified_max: int) -> Future:
+    """Where the tokens lie that a step hands to the next: with the weights."""
+    sizes, device = runner.offload.sizes, runner.model.device
+    if device.type == "cpu":
+        return FutureMap(line_max=sizes.sequence_max, token_max=verified_max)
+    return DeviceFuture(sizes, token_max=verified_max, device=device)

@@ -27,35 +27,33 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ess.engine.plan import Feed
+from ess.door import Step
+from ess.engine.plan import Feed, Turn
 from ess.engine.request import Request
-from ess.engine.tokens.verification import Choice
+from ess.engine.step.feeding import Outcome
+from ess.engine.tokens.verification import Choice, choose_all
 
 ABSENT: Final = -1
 
 
-def depth_reasons(requests: Iterable[Request]) -> tuple[str, ...]:
+def depth_reasons(requests: Iterable[Request], *, on_device: bool = False) -> tuple[str, ...]:
     """Why a batch of these requests runs at depth 0, a sentence per reason; none if it need not."""
     return tuple(
         f"request {request.number}: {reason}"
         for request in requests
-        for reason in request.sampling.host_reasons(len(request.output))
+        for reason in _reasons(request, on_device=on_device)
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step has said for one feed: the targets up to the first wrong draft, new drafts."""
-
-    feed: Feed
-    choice: Choice
-    drafts: tuple[int, ...]
-
-    @property
-    def verified(self) -> tuple[int, int]:
-        """Drafts that were checked and how many were right."""
-        return len(self.feed.tokens) - 1, len(self.choice.tokens) - 1
+def _reasons(request: Request, *, on_device: bool) -> tuple[str, ...]:
+    sampling = request.sampling
+    reasons = sampling.host_reasons(len(request.output))
+    if on_device and not reasons and sampling.changes_logits:
+        return ("the host changes its logits",)
+    return reasons
 
 
 class FutureMap:
@@ -64,6 +62,14 @@ class FutureMap:
         assert token_max > 0, token_max
         self._tokens = np.full((line_max, token_max), ABSENT, np.int64)
         self._outcomes: deque[tuple[int, tuple[Outcome, ...]]] = deque()
+
+    def feed(self, step: Step, turns: Sequence[Turn]) -> HostFed:
+        starts = [int(step.query_start[first]) for first in step.firsts]
+        feeds = [
+            Feed(turn.request, self.take(turn.sequence.line, turn.count), start)
+            for turn, start in zip(turns, starts, strict=True)
+        ]
+        return HostFed(self, step, feeds)
 
     def stash(self, line: int, tokens: Sequence[int]) -> None:
         """The newest token of a line and the drafts behind it, for its next launch."""
@@ -120,3 +126,55 @@ class FutureMap:
     @property
     def is_empty(self) -> bool:
         return not self._outcomes and bool((self._tokens == ABSENT).all())
+
+
+@dataclass(frozen=True, slots=True)
+class HostFed:
+    """`Fed`, all of it known."""
+
+    future: FutureMap
+    step: Step
+    feeds: Sequence[Feed]
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.tensor([token for feed in self.feeds for token in feed.tokens])
+
+    def choose(self, logits: Tensor) -> HostChosen:
+        choices = choose_all(self.feeds, logits)
+        for feed, choice in zip(self.feeds, choices, strict=True):
+            count = len(choice.tokens)
+            assert 1 <= count <= len(feed.tokens), f"{count} tokens of {len(feed.tokens)} queries"
+        return HostChosen(self, choices)
+
+
+@dataclass(frozen=True, slots=True)
+class HostChosen:
+    fed: HostFed
+    choices: Sequence[Choice]
+
+    @property
+    def accepted(self) -> list[int]:
+        return [len(choice.tokens) for choice in self.choices]
+
+    @property
+    def last(self) -> list[int]:
+        kept = zip(self.fed.step.firsts, self.accepted, strict=True)
+        return [first + count - 1 for first, count in kept]
+
+    @property
+    def following(self) -> Tensor:
+        following = [0] * self.fed.step.query_count
+        for first, choice in zip(self.fed.step.firsts, self.choices, strict=True):
+            following[first : first + len(choice.tokens)] = choice.tokens
+        return torch.tensor(following)
+
+    def say(self, drafts: Tensor | None) -> None:
+        future, step, feeds = self.fed.future, self.fed.step, self.fed.feeds
+        listed = [[]] * len(feeds) if drafts is None else drafts.tolist()
+        outcomes = []
+        for feed, choice, guesses in zip(feeds, self.choices, listed, strict=True):
+            assert feed.request.sequence is not None, f"request {feed.request.number} has no rows"
+            future.stash(feed.request.sequence.line, [choice.tokens[-1], *guesses])
+            outcomes.append(Outcome(feed, choice, tuple(guesses)))
+        future.tell(step.number, outcomes)

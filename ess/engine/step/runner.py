@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from ess.engine.layers.experts import ExpertStep
 from ess.engine.layers.verifier import Verifier
 from ess.engine.step.half import Half, halves, whole
 from ess.engine.step.tuning import Tuning
-from ess.engine.step.warmth import StepWarmth
+from ess.engine.step.warmth import watch
 from ess.engine.tokens.determinism import require_alike
 from ess.kernels.backend import ops
 from ess.kernels.merge import Partial
@@ -77,7 +76,7 @@ class Runner:
         layer_total = self.offload.layout.layer_total
         self.verified_layer = self.verifier.layer_for(step.number, layer_total)
         self._vector = self.tuning.vector(step)
-        positions = torch.from_numpy(step.query_start + step.query_offset)
+        positions = torch.as_tensor(step.query_start + step.query_offset)
         assert len(self._vector) == layer_total, f"{len(self._vector)} modes of {layer_total}"
         assert len(positions) == step.query_count, f"{len(positions)} positions"
         return Batch(
@@ -88,12 +87,12 @@ class Runner:
             page_table=step.page_table,
             lengths=positions + 1,
             scale=self.model.config.attention_scale,
-            warmth=StepWarmth(np.minimum(step.query_stop, self.offload.layout.top_k)),
+            warmth=watch(step.query_stop, self.offload.layout.top_k),
         )
 
-    def decode(self, batch: Batch, tokens: Sequence[int]) -> Forward:
+    def decode(self, batch: Batch, tokens: Tensor) -> Forward:
         assert len(tokens) == batch.step.query_count, f"{len(tokens)} tokens for the queries"
-        hidden = self.model.embed(torch.tensor(tokens))
+        hidden = self.model.embed(tokens)
         pair = self._halves(batch)
         for can_split, layers in self._runs:
             if pair is not None and can_split:

@@ -182,12 +182,16 @@ class Tuning:
 
     def _start(self, step: Step) -> PolicyState:
         layout, known = self._offload.layout, self._calibrated
-        lengths = step.query_start + step.query_offset + 1
-        misses = known.misses_at(int(lengths.max()), layout.layer_total)
+        bounds = [sequence.length_bound for sequence in step.sequences]
+        key_count = sum(
+            sum(range(bound - count + 1, bound + 1))
+            for bound, count in zip(bounds, step.query_counts, strict=True)
+        )
+        misses = known.misses_at(max(bounds), layout.layer_total)
         per_query = float(np.mean(misses)) * len(step.sequences) / step.query_count
         behind = known.constants.hiding(
             query_count=step.query_count,
-            key_count=int(lengths.sum()),
+            key_count=key_count,
             missing_share=min(1.0, per_query / layout.top_k),
         )
         return policy.start(

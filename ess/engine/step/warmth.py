@@ -2,17 +2,20 @@
 
 A query of a group asks for min(length, top_k) rows. A resolution says how many of them could be
 attended at once; a row that is still on its way to its slot is no hit. A step whose rows were only
-located found all of them. The counts are read on the host; a planner on a device would have to hand
-them over with the step's results instead.
+located found all of them. Where a device counts, the counts come with the step's results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ess.engine.step.uploads import Download
 
 if TYPE_CHECKING:
     from ess.door import Resolution
@@ -21,6 +24,26 @@ if TYPE_CHECKING:
 LANDED_STEPS: Final = 32
 
 Counts = npt.NDArray[np.int64]
+
+
+class SeenRows(Protocol):
+    """Of a step that the host has learned: rows asked for by each query, and of those the hits."""
+
+    def read(self) -> tuple[Counts, Counts]: ...
+
+
+class Watch(Protocol):
+    def resolved(self, part: range, where: Resolution) -> None: ...
+    def located(self, part: range) -> None: ...
+    def seen(self) -> SeenRows:
+        """The step's layers are launched."""
+
+
+def watch(lengths: Any, top_k: int) -> Watch:
+    """For a step whose queries may select from so many rows each."""
+    if isinstance(lengths, Tensor):
+        return DeviceWatch(lengths.clamp_max(top_k))
+    return StepWarmth(np.minimum(lengths, top_k))
 
 
 class StepWarmth:
@@ -44,6 +67,39 @@ class StepWarmth:
         self.hits[mine] += self._each[mine]
         self.asked[mine] += self._each[mine]
 
+    def seen(self) -> StepWarmth:
+        return self
+
+    def read(self) -> tuple[Counts, Counts]:
+        return self.hits, self.asked
+
+
+class DeviceWatch:
+    """The same on a device."""
+
+    def __init__(self, each: Tensor) -> None:
+        self._each = each.long()
+        self._both = torch.zeros((2, len(each)), dtype=torch.int64, device=each.device)
+        self._seen: Download | None = None
+
+    def resolved(self, part: range, where: Resolution) -> None:
+        mine = slice(part.start, part.stop)
+        self._both[0, mine] += where.hit_count
+        self._both[1, mine] += self._each[mine]
+
+    def located(self, part: range) -> None:
+        mine = slice(part.start, part.stop)
+        self._both[:, mine] += self._each[mine]
+
+    def seen(self) -> DeviceWatch:
+        self._seen = Download(self._both)
+        return self
+
+    def read(self) -> tuple[Counts, Counts]:
+        assert self._seen is not None, "the step's layers are still to be launched"
+        hits, asked = self._seen.read().numpy()
+        return hits, asked
+
 
 class Warmth:
     """Since the start: `hits[i]` and `asked[i]` are of requests in their step i after landing."""
@@ -52,11 +108,10 @@ class Warmth:
         self.hits: Counts = np.zeros(LANDED_STEPS, np.int64)
         self.asked: Counts = np.zeros(LANDED_STEPS, np.int64)
 
-    def stepped(self, turns: Sequence[Turn], firsts: Sequence[int], seen: StepWarmth) -> None:
+    def stepped(self, turns: Sequence[Turn], firsts: Sequence[int], seen: SeenRows) -> None:
         """Adds the step's counts here and to each request's own counts."""
         assert len(turns) == len(firsts), f"{len(firsts)} first queries of {len(turns)} turns"
-        hits = np.add.reduceat(seen.hits, firsts).tolist()
-        asked = np.add.reduceat(seen.asked, firsts).tolist()
+        hits, asked = (np.add.reduceat(counts, firsts).tolist() for counts in seen.read())
         for turn, hit_count, asked_count in zip(turns, hits, asked, strict=True):
             request = turn.request
             assert 0 <= hit_count <= asked_count, f"{hit_count} hits of {asked_count}"

@@ -39,10 +39,10 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     assert len(logits) == len(samplings) == len(positions), "a sampling and a position per query"
     drawn = logits.argmax(-1)
     warm = [query for query, sampling in enumerate(samplings) if not sampling.is_greedy]
-    cut = [query for query in warm if _is_cut(samplings[query])]
-    whole = [query for query in warm if not _is_cut(samplings[query])]
+    cut = [query for query in warm if is_cut(samplings[query])]
+    whole = [query for query in warm if not is_cut(samplings[query])]
     assert len(cut) + len(whole) == len(warm), "a query is drawn twice or never"
-    for queries, draw_rows in ((whole, _draw_whole), (cut, _draw_cut)):
+    for queries, draw_rows in ((whole, draw_whole), (cut, _draw_cut)):
         for some in _some(queries, logits):
             given = [samplings[query] for query in some]
             rows = _rows(logits[some], given, [positions[query] for query in some])
@@ -60,6 +60,7 @@ class Rows:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    has_floor: bool
 
     def at(self, rows: Tensor) -> Rows:
         return Rows(
@@ -68,6 +69,7 @@ class Rows:
             self.top_k[rows],
             self.top_p[rows],
             self.min_p[rows],
+            self.has_floor,
         )
 
 
@@ -83,10 +85,11 @@ def _rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int
         top_k=column(lambda sampling: min(sampling.top_k or logits.shape[1], logits.shape[1])),
         top_p=column(lambda sampling: sampling.top_p if sampling.top_p < 1.0 else math.inf),
         min_p=column(lambda sampling: sampling.min_p),
+        has_floor=any(sampling.min_p for sampling in samplings),
     )
 
 
-def _is_cut(sampling: Sampling) -> bool:
+def is_cut(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0
 
 
@@ -96,11 +99,11 @@ def _some(queries: list[int], logits: Tensor) -> Iterator[list[int]]:
     return (queries[at : at + count] for at in range(0, len(queries), count))
 
 
-def _draw_whole(rows: Rows) -> Tensor:
+def draw_whole(rows: Rows) -> Tensor:
     """Every token is a candidate, but for those below min-p of the best."""
     noisy = gumbel(rows.keys, torch.arange(rows.scores.shape[1], device=rows.scores.device))
     noisy += rows.scores
-    if rows.min_p.any():
+    if rows.has_floor:
         floor = rows.scores.amax(-1) + rows.min_p.log()
         noisy.masked_fill_(rows.scores < floor[:, None], -torch.inf)
     return noisy.argmax(-1)
@@ -116,7 +119,7 @@ def _draw_within(rows: Rows, chances: Tensor, reach: int) -> Tensor:
     vocabulary = rows.scores.shape[1]
     reach = reach if reach * REACH_SHARE < vocabulary else vocabulary
     assert len(rows.scores) > 0, "no rows to draw from"
-    tokens, is_settled = _draw_reached(rows, chances, reach)
+    tokens, is_settled = draw_reached(rows, chances, reach)
     left = torch.nonzero(~is_settled)[:, 0]
     assert reach < vocabulary or len(left) == 0, "a whole row settles everything"
     if len(left):
@@ -124,7 +127,7 @@ def _draw_within(rows: Rows, chances: Tensor, reach: int) -> Tensor:
     return tokens
 
 
-def _draw_reached(rows: Rows, chances: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+def draw_reached(rows: Rows, chances: Tensor, reach: int) -> tuple[Tensor, Tensor]:
     """Tokens drawn among the `reach` best of each row, and which rows that settles."""
     scores, ids = best(rows.scores, reach)
     kept = _kept(rows, scores, chances.gather(-1, ids))
@@ -174,9 +177,17 @@ def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
 def noise_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     """int32 [rows, 2]: other keys for another seed or another position."""
     assert len(seeds) == len(positions), f"{len(positions)} positions for {len(seeds)} seeds"
-    wrapped = [(seed & ((1 << 64) - 1)) - ((seed & (1 << 63)) << 1) for seed in seeds]
-    mixed = _mix(torch.tensor(wrapped, dtype=torch.int64))
-    mixed = _mix(mixed + torch.as_tensor(positions, dtype=torch.int64))
+    wrapped = torch.tensor([wrapped_seed(seed) for seed in seeds], dtype=torch.int64)
+    return mixed_keys(wrapped, torch.as_tensor(positions, dtype=torch.int64))
+
+
+def wrapped_seed(seed: int) -> int:
+    """Its 64 bits as a number with a sign."""
+    return (seed & ((1 << 64) - 1)) - ((seed & (1 << 63)) << 1)
+
+
+def mixed_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    mixed = _mix(_mix(seeds) + positions)
     return torch.stack((mixed, mixed >> 32), dim=1).int()
 
 

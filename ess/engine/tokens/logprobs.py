@@ -30,6 +30,30 @@ def chances(logits: Tensor, tokens: Sequence[int], top_count: int) -> tuple[Chan
     return tuple(map(Chance, values.tolist(), ranks.tolist(), tops))
 
 
+def chance_block(logits: Tensor, tokens: Tensor, top_count: int) -> Tensor:
+    """The same where the numbers must stay on their device: float64 [tokens, 2 + 2 * top_count],
+    of each its logprob and rank, the ids of the likeliest and their logprobs. A line is sorted
+    whole, so nothing has to be looked at on the way."""
+    scores = logits.log_softmax(-1)
+    chosen = tokens[:, None].clamp_min(0)
+    ranks = 1 + (logits > logits.gather(-1, chosen)).sum(-1, keepdim=True)
+    parts = [scores.gather(-1, chosen).double(), ranks.double()]
+    if top_count:
+        ids = best(logits, logits.shape[1])[1][:, :top_count]
+        parts += [ids.double(), scores.gather(-1, ids).double()]
+    return torch.cat(parts, dim=1)
+
+
+def block_chances(block: Sequence[Sequence[float]]) -> tuple[Chance, ...]:
+    """What `chance_block` has said, on the host."""
+    made = []
+    for logprob, rank, *rest in block:
+        count = len(rest) // 2
+        ids = map(int, rest[:count])
+        made.append(Chance(logprob, int(rank), tuple(zip(ids, rest[count:], strict=True))))
+    return tuple(made)
+
+
 def _tops(logits: Tensor, scores: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
     """The `count` likeliest tokens of each row. Where the last value reached equals the last value
     listed, an equal logit of a lower id may lie beyond the reach: such a row is sorted whole.

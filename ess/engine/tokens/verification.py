@@ -35,7 +35,7 @@ def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
     """From logits float32 [queries of all feeds, vocabulary], which stay as they are."""
     counts = [len(feed.tokens) for feed in feeds]
     assert sum(counts) == len(logits), f"{len(logits)} rows of logits for {sum(counts)} queries"
-    changed, open_counts = _changed(feeds, logits, counts)
+    changed, open_counts = changed_logits(feeds, logits, counts)
     samplings = [feed.request.sampling for feed in feeds for _ in feed.tokens]
     targets = draw(changed, samplings, _positions(feeds)).tolist()
     choices, at = [], 0
@@ -71,7 +71,7 @@ def _chances(request: Request, logits: Tensor, tokens: tuple[int, ...]) -> tuple
     return () if top_count is None else chances(logits[: len(tokens)], tokens, top_count)
 
 
-def _changed(
+def changed_logits(
     feeds: Sequence[Feed], logits: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, list[int]]:
     """Logits to draw from, and how many queries of each feed may count."""
@@ -99,7 +99,8 @@ def _change(feed: Feed, logits: Tensor) -> int:
     assert not (sampling.grammar and request.matcher is None), "a grammar without its matcher"
     assert logits.shape[0] == len(feed.tokens), f"{len(logits)} rows for {len(feed.tokens)} queries"
     early_count = max(0, sampling.tokens_min - len(request.output))
-    logits[:early_count, sorted(request.ends)] = -torch.inf
+    if early_count:
+        logits[:early_count, sorted(request.ends)] = -torch.inf
     if sampling.allowed_ids is not None:
         _free_stuck(sampling.allowed_ids, logits)
     return len(logits) if request.matcher is None else _restrict(request, drafts, logits)

@@ -1,0 +1,52 @@
+"""Small inputs of a step on their way to a device, and small results on their way back.
+
+Neither waits. What goes up lies in pinned memory until it is there: a turn of `TURNS` comes round
+only when the host has learned the step that used it last, for a step at depth 1 is launched when
+the one before the last has been learned. What comes down is read when its moment has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+TURNS: Final = 3
+
+
+class Upload:
+    """Memory of one address on the device, for graphs, which know it by that."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._there = torch.zeros(shape, dtype=dtype, device=device)
+        self._here = [torch.zeros(shape, dtype=dtype, pin_memory=True) for _ in range(TURNS)]
+        self._turn = 0
+
+    def put(self, values: Sequence[Any]) -> Tensor:
+        """The first lines of it, with these values."""
+        count = len(values)
+        assert 0 < count <= len(self._there), f"{count} lines of {len(self._there)}"
+        here, self._turn = self._here[self._turn], (self._turn + 1) % TURNS
+        here[:count] = torch.tensor(values, dtype=here.dtype)
+        return self._there[:count].copy_(here[:count], non_blocking=True)
+
+
+class Download:
+    """Of a tensor of a device: its values, once the device has made them."""
+
+    def __init__(self, there: Tensor) -> None:
+        self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        self._here.copy_(there, non_blocking=True)
+        self._landed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._landed.record()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._here.shape
+
+    def read(self) -> Tensor:
+        """Waits, if it must."""
+        self._landed.synchronize()
+        return self._here

@@ -1,0 +1,90 @@
+"""Weights on the pretended device, in every form that they may have there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ess.errors import BadInput
+from ess.models.load import load_model
+from ess.models.weights.blocks import quantise
+from ess.models.weights.kept import Fp8Weight, plain, stacked
+from tests.support.pretended import is_there
+from tests.unit.weights.conftest import SMALL, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(path, SMALL)
+    return path
+
+
+def layers(model):
+    return [*model.layers, model.mtp.layer]
+
+
+def held(thing, seen):
+    """Every tensor that a model has, however deep."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif id(thing) not in seen and type(thing).__module__.startswith(("ess.models", "builtins")):
+        seen.add(id(thing))
+        inside = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", {})
+        inside = inside.values() if isinstance(inside, dict) else inside
+        if isinstance(thing, Fp8Weight):
+            inside = thing.values, thing.scales
+        for each in inside:
+            yield from held(each, seen)
+
+
+@pytest.mark.parametrize("form", ["bf16", "f32", "stored"])
+def test_all_of_a_model_is_on_the_device(form, folder):
+    made = load_model(folder, form=form, device="cuda")
+    tensors = list(held(made, set()))
+    assert len(tensors) > 40
+    assert all(map(is_there, tensors))
+    assert made.device.type == "cuda"
+    assert made.rotation(torch.arange(3).to("cuda")).cos.device.type == "cuda"
+
+
+def test_blocks_are_kept_for_products_and_nothing_else(folder):
+    stored = load_model(folder, form="stored", device="cuda")
+    for layer in layers(stored):
+        for weight in (layer.mla._query_up, layer.mla._out, layer.indexer._query_up):
+            assert isinstance(weight, Fp8Weight)
+            assert weight.values.element_size() == 1
+        assert layer.mla._key_up.dtype == layer.mla.dtype == torch.bfloat16
+
+
+def test_products_of_blocks_are_those_of_bf16(folder):
+    """Scales are powers of two, so bfloat16 has every weight exactly."""
+    stored, wide = (load_model(folder, form=form, device="cuda") for form in ("stored", "bf16"))
+    hidden = torch.randn(5, SMALL["hidden_size"]).to("cuda")
+    rotation = stored.rotation(torch.arange(5).to("cuda"))
+    for mine, theirs in zip(layers(stored), layers(wide), strict=True):
+        entry, other = mine.enter(hidden), theirs.enter(hidden)
+        for got, wanted in zip(entry, other, strict=True):
+            assert torch.equal(got.cpu(), wanted.cpu())
+        asked, probe = mine.pre_attn(entry, rotation), mine.index(entry, rotation)
+        assert torch.equal(asked.queries.cpu(), theirs.pre_attn(other, rotation).queries.cpu())
+        assert torch.equal(probe.keys.cpu(), theirs.index(other, rotation).keys.cpu())
+
+
+def test_matrices_are_stacked_in_blocks_where_no_block_has_rows_of_two():
+    first, second, third = (
+        Fp8Weight(*quantise(torch.randn(rows, 200))) for rows in (256, 100, 128)
+    )
+    joint = stacked((first, second))
+    assert isinstance(joint, Fp8Weight)
+    assert torch.equal(plain(joint), torch.cat((first.plain(), second.plain())))
+    uneven = stacked((second, third))
+    assert isinstance(uneven, torch.Tensor)
+    assert torch.equal(uneven, torch.cat((second.plain(), third.plain())))
+    assert isinstance(stacked((first, second.plain())), torch.Tensor)
+
+
+def test_the_host_computes_in_no_stored_form(folder):
+    with pytest.raises(BadInput, match="form 'stored' is for a device"):
+        load_model(folder, form="stored")

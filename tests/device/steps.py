@@ -1,0 +1,45 @@
+"""Whole steps on the pretended device: run by `test_pretended_steps`, in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.device import engines
+from tests.support.pairwise import all_pairs, pairs_of, pairwise
+
+CASES = pairwise(engines.FACTORS)
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    with engines.alone():
+        yield
+
+
+def close(said, wanted):
+    assert [tokens for tokens, _ in said] == [tokens for tokens, _ in wanted]
+    for (_, chances), (_, others) in zip(said, wanted, strict=True):
+        assert [chance.rank for chance in chances] == [chance.rank for chance in others]
+        for chance, other in zip(chances, others, strict=True):
+            assert chance.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in chance.top] == [token for token, _ in other.top]
+            for (_, mine), (_, theirs) in zip(chance.top, other.top, strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_every_pair_of_settings_meets():
+    met = set().union(*(pairs_of(case) for case in CASES))
+    assert met == all_pairs(engines.FACTORS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
+def test_the_tokens_are_those_of_the_host(case):
+    said = engines.scenario(engines.engine("cuda", **case))
+    close(said, engines.expected(case["family"]))
+
+
+@pytest.mark.parametrize("mtp", ["1", "3"])
+def test_what_the_host_changes_runs_at_depth_0(mtp):
+    eng = engines.engine("cuda", mtp=mtp, depth="1")
+    said = engines.scenario(eng, penalised=True)
+    close(said, engines.expected("v32", penalised=True))
