@@ -9,13 +9,12 @@ from typing import Final
 import torch
 
 from ess.errors import BadInput
-from ess.kernels.backend import ops
 from ess.models.layers import TensorSource
 from ess.models.model import Model
 from ess.models.registry import build
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.folder import Links
-from ess.models.weights.kept import Product, Weight, dequantised_product
+from ess.models.weights.kept import Weight
 from ess.models.weights.rank import Form, RankWeights
 from ess.models.weights.split import Split
 
@@ -49,19 +48,10 @@ def load_model(
 
 def placed(weights: RankWeights, device: torch.device) -> TensorSource:
     """The weights by name, each on the device when it is asked for."""
-    product = product_on(device)
 
     def weight(name: str) -> Weight:
-        if not weights.keeps_blocks(name):
-            return weights.tensor(name).to(device)
-        return weights.kept(name).to(device, product)
+        if weights.keeps_blocks(name):
+            return weights.kept(name).to(device)
+        return weights.tensor(name).to(device)
 
     return weight
-
-
-def product_on(device: torch.device) -> Product:
-    """What multiplies by fp8 weights there."""
-    if device.type != "cuda":
-        return dequantised_product
-    product: Product = getattr(ops("cuda"), "linear_fp8", dequantised_product)
-    return product

@@ -15,27 +15,27 @@ from ess.kernels import experts as routed
 from ess.kernels.backend import ops
 from ess.kernels.cpu import stage as compiled
 from ess.kernels.cpu.stage import Stage, Values, pack
-from ess.kernels.experts import swiglu
+from ess.kernels.experts import Weights, swiglu
 from ess.models.config import ModelConfig
 from ess.models.indexer import top_k
 from ess.models.layers import Source, linear
+from ess.models.weights.kept import Fp8Weight, Weight, plain, stacked
 
 GROUP_BEST: Final = 2
 
 
 class Mlp:
     def __init__(self, source: Source, *, hidden_dim: int, inner_dim: int) -> None:
-        gate = source.matrix("gate_proj", inner_dim, hidden_dim)
-        self._gate_up = torch.cat((gate, source.matrix("up_proj", inner_dim, hidden_dim)))
-        self._down = source.matrix("down_proj", hidden_dim, inner_dim)
+        self._gate_up = _gate_up(source, hidden_dim, inner_dim)
+        self._down = source.weight("down_proj", hidden_dim, inner_dim)
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(swiglu(linear(x, self._gate_up)), self._down)
 
     def add_to(self, stage: Stage, normed: Values, hidden: Values) -> None:
         """`hidden` += the block of `normed`, as ops of a compiled stage."""
-        inner = stage.gate(stage.linear(normed, pack(self._gate_up)))
-        stage.add(stage.linear(inner, pack(self._down)), hidden)
+        inner = stage.gate(stage.linear(normed, pack(plain(self._gate_up))))
+        stage.add(stage.linear(inner, pack(plain(self._down))), hidden)
 
 
 class Routing(NamedTuple):
@@ -86,7 +86,7 @@ class Moe:
             correction=self._correction,
         )
         logits = stage.linear(normed, pack(self._gate))
-        stage.experts(normed, logits, routing, pack(self._gate_up), pack(self._down), hidden)
+        stage.experts(normed, logits, routing, pack(self._gate_up[0]), pack(self._down[0]), hidden)
         if self._shared is not None:
             self._shared.add_to(stage, normed, hidden)
 
@@ -117,8 +117,7 @@ class Moe:
         Sorting is stable and the sum runs over ascending experts in float32, so a token's result
         does not depend on which other tokens chose the same experts, beyond the products' rounding.
         """
-        weights = (self._gate_up, None), (self._down, None)
-        return routed.experts(_products, x, *routing, *weights)
+        return routed.experts(_products, x, *routing, self._gate_up, self._down)
 
     @property
     def expert_count(self) -> int:
@@ -130,23 +129,29 @@ class Moe:
 
     def up(self, x: Tensor, routing: Routing) -> Inner:
         order, ends = routed.by_expert(routing.experts, self.expert_count)
-        tokens = x.to(self._gate_up.dtype)[order // self._config.experts_per_token]
-        both = _products(tokens, ends, self._gate_up, scales=None)
+        weights, scales = self._gate_up
+        kept = x.to(routed.product_type(weights))
+        both = _products(kept[order // routing.experts.shape[1]], ends, weights, scales=scales)
         values = swiglu(both.float()).to(both.dtype)
         edges, outer = F.pad(ends, (1, 0)), values.new_empty(len(values), self._config.hidden_dim)
         return Inner(values, order, edges, outer)
 
     def down(self, inner: Inner, experts: range) -> None:
         """These experts' lines of `inner.outer`, one per token that chose them."""
-        edges, weights = inner.edges[experts.start : experts.stop + 1], self._down
-        weights = weights[experts.start : experts.stop]
+        edges, some = (
+            inner.edges[experts.start : experts.stop + 1],
+            slice(experts.start, experts.stop),
+        )
+        weights, scales = self._down[0][some], None
+        if self._down[1] is not None:
+            scales = self._down[1][some]
         if inner.values.is_cpu:
             first, stop = int(edges[0]), int(edges[-1])
-            lines = _products(inner.values[first:stop], edges[1:] - first, weights, scales=None)
+            lines = _products(inner.values[first:stop], edges[1:] - first, weights, scales=scales)
             inner.outer[first:stop] = lines
             return
         ops("cuda").expert_products(
-            inner.values, edges[1:], weights, begin=edges[:1], out=inner.outer
+            inner.values, edges[1:], weights, scales=scales, begin=edges[:1], out=inner.outer
         )
 
     def collect(self, inner: Inner, routing: Routing) -> Tensor:
@@ -171,15 +176,38 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return top_k(scores, lengths, count).long()
 
 
-def _stack_experts(config: ModelConfig, source: Source) -> tuple[Tensor, Tensor]:
-    """[experts, 2 * inner, hidden] and [experts, hidden, inner], filled one expert at a time."""
+def _gate_up(source: Source, hidden_dim: int, inner_dim: int) -> Weight:
+    names = "gate_proj", "up_proj"
+    return stacked([source.weight(name, inner_dim, hidden_dim) for name in names])
+
+
+def _stack_experts(config: ModelConfig, source: Source) -> tuple[Weights, Weights]:
+    """[experts, 2 * inner, hidden] and [experts, hidden, inner], filled one expert at a time; their
+    scales, where the weights are kept in blocks."""
     inner, hidden = config.expert_dim, config.hidden_dim
-    first = source.matrix("0.gate_proj", inner, hidden)
-    gate_up = first.new_empty(config.expert_count, 2 * inner, hidden)
-    down = first.new_empty(config.expert_count, hidden, inner)
+    stacks: tuple[Weights, Weights] | None = None
     for number in range(config.expert_count):
         expert = source.under(str(number))
-        gate_up[number, :inner] = expert.matrix("gate_proj", inner, hidden)
-        gate_up[number, inner:] = expert.matrix("up_proj", inner, hidden)
-        down[number] = expert.matrix("down_proj", hidden, inner)
-    return gate_up, down
+        made = _gate_up(expert, hidden, inner), expert.weight("down_proj", hidden, inner)
+        if stacks is None:
+            stacks = _room(config.expert_count, made[0]), _room(config.expert_count, made[1])
+        for stack, weight in zip(stacks, made, strict=True):
+            _fill(stack, number, weight)
+    assert stacks is not None, "a model without experts"
+    return stacks
+
+
+def _room(count: int, like: Weight) -> Weights:
+    if isinstance(like, Fp8Weight):
+        values, scales = like.values, like.scales
+        return values.new_empty(count, *values.shape), scales.new_empty(count, *scales.shape)
+    return like.new_empty(count, *like.shape), None
+
+
+def _fill(stack: Weights, number: int, weight: Weight) -> None:
+    values, scales = stack
+    if not isinstance(weight, Fp8Weight):
+        values[number] = weight
+        return
+    assert scales is not None, f"expert {number} is in blocks, and expert 0 is not"
+    values[number], scales[number] = weight.values, weight.scales

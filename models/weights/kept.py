@@ -1,36 +1,26 @@
 """A matrix that stays as its file has it: e4m3 values, one scale for each block of 128 x 128.
 
-A product reads half the bytes of bfloat16. Which kernel makes it is decided where the weights are
-loaded: `product` is one of the ops of the device that they lie on, or torch's, here.
+A product reads half the bytes of bfloat16; it is made by the ops of the device that has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ess.kernels.backend import ops
 from ess.models.weights.blocks import dequantise
 from ess.models.weights.stored import QUANT_BLOCK
-
-Product: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""x [n, k] in bfloat16 or float32, values [m, k], scales [m / 128, k / 128] -> [n, m]."""
-
-
-def dequantised_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """In the type of `x`: the weights as that type has them."""
-    return F.linear(x, dequantise(values, scales, dtype=x.dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
     values: Tensor
     scales: Tensor
-    product: Product = dequantised_product
 
     @property
     def shape(self) -> torch.Size:
@@ -40,11 +30,13 @@ class Fp8Weight:
     def device(self) -> torch.device:
         return self.values.device
 
-    def to(self, device: torch.device, product: Product) -> Fp8Weight:
-        return Fp8Weight(self.values.to(device), self.scales.to(device), product)
+    def to(self, device: torch.device) -> Fp8Weight:
+        return Fp8Weight(self.values.to(device), self.scales.to(device))
 
     def times(self, x: Tensor) -> Tensor:
-        return self.product(x.bfloat16(), self.values, self.scales)
+        """In float32."""
+        computes = ops("cpu" if self.values.is_cpu else "cuda")
+        return computes.linear_fp8(x, self.values, self.scales)
 
     def plain(self) -> Tensor:
         """In bfloat16."""
@@ -67,4 +59,4 @@ def stacked(weights: Sequence[Weight]) -> Weight:
         return torch.cat([plain(weight) for weight in weights])
     values = torch.cat([weight.values for weight in blocked])
     scales = torch.cat([weight.scales for weight in blocked])
-    return replace(blocked[0], values=values, scales=scales)
+    return Fp8Weight(values, scales)

@@ -18,12 +18,11 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
 from ess.kernels import backend
 from ess.models.model import Model
-from ess.models.moe import Moe
 from ess.models.registry import build, read_config
 from tests.device.kernels import Kernels
 from tests.device.standin import opened
 from tests.support.checkpoints import TINY_GLM, TINY_V32, tensors, tokens
-from tests.support.pretended import PRETENCE, without_waits
+from tests.support.pretended import without_waits
 
 FAMILIES: Final = {"v32": TINY_V32, "glm": TINY_GLM}
 VOCABULARY: Final = TINY_V32["vocab_size"]
@@ -129,7 +128,7 @@ def expected(family: str, *, penalised: bool = False):
 @contextlib.contextmanager
 def alone():
     """Launches may not wait for the device, and the device's ops are quick."""
-    real, down, cuda, refuse = flights.launch, Moe.down, backend._cuda, config.refuse_cuda
+    real, cuda, refuse = flights.launch, backend._cuda, config.refuse_cuda
 
     def launch(*args, **kwargs):
         turns = args[2]
@@ -139,18 +138,13 @@ def alone():
         with guard:
             return real(*args, **kwargs)
 
-    def waiting(*args):
-        before, PRETENCE.may_wait = PRETENCE.may_wait, True
-        made, PRETENCE.may_wait = down(*args), before
-        return made
-
     torch.set_num_threads(1)
-    flights.launch, Moe.down, backend._cuda = launch, waiting, Kernels
+    flights.launch, backend._cuda = launch, Kernels
     config.refuse_cuda = lambda name, value: None
     backend._ops.cache_clear()
     try:
         yield
     finally:
-        flights.launch, Moe.down, backend._cuda = real, down, cuda
+        flights.launch, backend._cuda = real, cuda
         config.refuse_cuda = refuse
         backend._ops.cache_clear()
