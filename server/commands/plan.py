@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from cyclopts import Parameter
-from rich.table import Table
 
 from ess import console
 from ess.console import MaybeWhole, Whole
@@ -19,14 +18,18 @@ from ess.layout import ModelLayout
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.dry_run import read_config
 from ess.server.commands import planpage
+from ess.server.commands.planshow import show
 from ess.sim.locality import misses
 from ess.sim.operators.gpus import GPUS, MODELS, check_planned, operators_of
-from ess.sim.planning.advice import advice
+from ess.sim.operators.parallel import Parallel
+from ess.sim.planning.answers import Answer, Question, answered
 from ess.sim.planning.ask import Ask
-from ess.sim.planning.batches import Point
+from ess.sim.planning.deployment import CACHED_SHARE, OUTPUT_TOKENS, Work
+from ess.sim.planning.fleet import Wanted
 from ess.sim.planning.node import GIGABYTE_US, SOURCES, Node, Numa
-from ess.sim.planning.planner import Plan, Planner
-from ess.units import format_bytes, parse_size
+from ess.sim.planning.planner import Planner
+from ess.sim.planning.ways import best_way
+from ess.units import parse_size
 
 DURATION: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*$")
 DURATION_US: Final = {"us": 1.0, "ms": 1e3, "s": 1e6}
@@ -59,6 +62,55 @@ class DecodeFlags:
     "Slots over context: plans the batch for it. It cannot leave a layer less than its floor."
     perf_db: Path | None = None
     "An unpacked measurement package to use in place of the tables that ship."
+
+    attention_tp: MaybeWhole = None
+    "GPUs that share the heads of a request. Without this and the next two, the best is searched."
+    expert_tp: MaybeWhole = None
+    "GPUs that share each expert."
+    decode_pp: MaybeWhole = None
+    "Stages of decode, each with its share of the layers."
+
+    @property
+    def is_free(self) -> bool:
+        """To share the model in the way that is best."""
+        return self.way is None and self.batch is None and self.ratio is None
+
+    @property
+    def way(self) -> Parallel | None:
+        """None where the best is to be searched."""
+        if (self.attention_tp, self.expert_tp, self.decode_pp) == (None, None, None):
+            return None
+        tp, expert_tp, pp = self.attention_tp or 1, self.expert_tp or 1, self.decode_pp or 1
+        if min(tp, expert_tp, pp) < 1 or self.gpus % (tp * pp) or self.gpus % (expert_tp * pp):
+            raise BadInput(
+                f"--gpus {self.gpus} are not divided by --attention-tp {tp}, --expert-tp "
+                f"{expert_tp} and --decode-pp {pp}"
+            )
+        stage = self.gpus // pp
+        return Parallel(
+            attention_tp=tp,
+            attention_dp=stage // tp,
+            expert_ep=stage // expert_tp,
+            expert_tp=expert_tp,
+            pp=pp,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierFlags:
+    """Decode and prefill together: what a request is, and how many arrive."""
+
+    out: Whole = OUTPUT_TOKENS
+    "Tokens that a request makes; what is left of --ctx is its prompt."
+    cached: float = CACHED_SHARE
+    "Share of the prompt prefilled before; the default is a long conversation that goes on."
+    price_per_gpu_hour: float | None = None
+    "What a GPU costs for an hour: then the cost of a million tokens is said. None is assumed."
+    rate: float | None = None
+    "Requests per second: then the fewest GPUs that serve them are searched, of all group sizes."
+    ttft: str = "10s"
+    "With --rate: the most time to the first token, for nine in ten requests."
 
 
 @Parameter(name="*")
@@ -105,6 +157,7 @@ class NodeFlags:
 def plan(
     *,
     decode: DecodeFlags | None = None,
+    tiers: TierFlags | None = None,
     nodes: NodeFlags | None = None,
     html: Path | None = None,
     pp_size: MaybeWhole = None,
@@ -124,16 +177,22 @@ def plan(
     json
         Print one JSON document.
     """
-    decode, nodes = decode or DecodeFlags(), nodes or NodeFlags()
+    decode, tiers, nodes = decode or DecodeFlags(), tiers or TierFlags(), nodes or NodeFlags()
     console.check_folder("--html", html)
     check_planned(decode.model, decode.gpu)
     ask = _asked(decode, nodes)
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
     planner = planner_of(ask, decode.gpu, decode.perf_db, nodes.node)
+    if decode.is_free:
+        planner = best_way(planner)
     if html is not None:
         _write_page(html, planner, decode.model, decode.gpu)
-    answer = planner.plan()
-    _present(answer, ask, advice(planner, answer, nodes.node), cut, json=json)
+    question = _question(ask, tiers, nodes.node)
+    answer = answered(planner, question)
+    if json:
+        console.print_json(_document(answer, cut))
+    else:
+        show(answer, ask, question, [] if cut is None else cut.lines)
 
 
 def _asked(decode: DecodeFlags, nodes: NodeFlags) -> Ask:
@@ -148,26 +207,32 @@ def _asked(decode: DecodeFlags, nodes: NodeFlags) -> Ask:
         token_us_max=None if tpot is None else parse_duration(tpot),
         batch=decode.batch,
         ratio=decode.ratio,
+        parallel=decode.way,
     )
+
+
+def _question(ask: Ask, tiers: TierFlags, node: Node) -> Question:
+    wanted = None
+    if tiers.rate is not None:
+        wanted = Wanted(rate=tiers.rate, ttft_s=parse_duration(tiers.ttft) / 1e6)
+    return Question(
+        node=node,
+        work=Work(context=ask.context, output_tokens=tiers.out, cached_share=tiers.cached),
+        price=tiers.price_per_gpu_hour,
+        wanted=wanted,
+    )
+
+
+def _document(answer: Answer, cut: Cut | None) -> dict[str, Any]:
+    """The plan's own fields at the top."""
+    whole = msgspec.to_builtins(answer)
+    stages = {} if cut is None else {"pipeline": msgspec.to_builtins(cut)}
+    return {**whole.pop("plan"), **whole, "sources": dict(SOURCES), **stages}
 
 
 def _write_page(html: Path, planner: Planner, model: str, gpu: str) -> None:
     html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
     console.note(f"written: {html}")
-
-
-def _present(plan: Plan, ask: Ask, sentences: list[str], cut: Cut | None, *, json: bool) -> None:
-    if json:
-        stages = {} if cut is None else {"pipeline": msgspec.to_builtins(cut)}
-        said = {"advice": sentences, "sources": dict(SOURCES)}
-        console.print_json({**msgspec.to_builtins(plan), **said, **stages})
-        return
-    _print(plan, ask)
-    lines = [f"\n{sentence}" for sentence in sentences]
-    if cut is not None:
-        lines += [f"\nprefill in a pipeline of {len(cut.layers)}", *cut.explained]
-    if lines:
-        console.tables().print("\n".join(lines), highlight=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +241,10 @@ class Cut:
 
     layers: tuple[int, ...]
     explained: tuple[str, ...]
+
+    @property
+    def lines(self) -> list[str]:
+        return ["", f"prefill in a pipeline of {len(self.layers)}", *self.explained]
 
 
 def cut_of(model: str, ask: Ask, pp_size: int | None, given: str | None) -> Cut | None:
@@ -217,56 +286,3 @@ def parse_duration(text: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise BadInput(f"{text!r} is not a time; write 50ms, 800us or 0.05s")
     return float(match[1]) * DURATION_US[match[2]]
-
-
-def _print(plan: Plan, ask: Ask) -> None:
-    table = Table.grid(padding=(0, 3))
-    for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify)
-    table.add_row("", "with offload", "resident", "")
-    for line in _lines(plan, ask):
-        table.add_row(*line)
-    console.tables().print(table)
-
-
-def _lines(plan: Plan, ask: Ask) -> list[tuple[str, str, str, str]]:
-    chosen, resident = plan.chosen, plan.resident
-
-    def both(name: str, of: str, remark: str = "") -> tuple[str, str, str, str]:
-        return name, _show(chosen, of), "-" if resident is None else _show(resident, of), remark
-
-    gain = "" if plan.gain is None else f"x{plan.gain:.2f}"
-    even = "-" if plan.break_even_batch is None else f"{plan.break_even_batch}"
-    wall = f"index keys alone fill {format_bytes(plan.device_bytes)}"
-    return [
-        both("batch per GPU", "batch", f"limited by {plan.limiter}"),
-        both("slots per layer", "slots_each", f"floor {plan.slot_floor:,}"),
-        both("of the context", "ratio"),
-        both(
-            "step", "step_us", f"{ask.queries_each} tokens verified, {plan.accepted:.2f} accepted"
-        ),
-        both("time per token", "token_us"),
-        both("waits for the link", "exposed_us", _modes(chosen)),
-        both("tokens/s per GPU", "tokens_per_s", gain),
-        both("host memory per GPU", "host_bytes", f"{ask.gpu_count} GPUs"),
-        ("break-even batch", even, "", "the least that beats resident"),
-        ("floor batch", f"{plan.floor_batch}", "", "every request at the slot floor"),
-        ("index wall", f"{plan.index_wall}", "", wall),
-    ]
-
-
-def _modes(point: Point) -> str:
-    halves = "two halves" if point.tbo else "one batch"
-    return ", ".join([*(f"{count} layers {name}" for name, count in point.modes.items()), halves])
-
-
-def _show(point: Point, of: str) -> str:
-    value: float = getattr(point, of)
-    match of:
-        case "step_us" | "token_us" | "exposed_us":
-            return f"{value / 1e3:.1f} ms"
-        case "host_bytes":
-            return format_bytes(int(value))
-        case "ratio":
-            return f"{value:.1%}"
-    return f"{value:,.0f}"

@@ -144,6 +144,7 @@ def test_every_batch_beside_the_best_is_tried():
         return Point(
             batch=batch, slots_each=1, ratio=1.0, tbo=False, step_us=1.0, exposed_us=0.0,
             token_us=float(batch), tokens_per_s=rate, modes={}, host_bytes=0,
+            band=(0.0, 0.0), marks=(),
         )  # fmt: skip
 
     points = tried(500, point_of, lambda point: point.token_us <= 110)

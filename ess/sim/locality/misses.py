@@ -89,14 +89,15 @@ class MissCurves:
         return tuple(min(most, mean * part) for part in self.shapes[nearest])
 
 
-def published() -> MissCurves:
+def published(*, layer_count: int | None = None) -> MissCurves:
+    """With `layer_count`, for a model of so many layers: the shape stretched over them."""
     return MissCurves(
         means={
             context: Curve(tuple(points), tuple(math.log(miss) for miss in points.values()))
             for context, points in mean_misses().items()
         },
         shapes={
-            context: _shape(misses)
+            context: _stretched(_shape(misses), layer_count or len(misses))
             for (context, ratio), misses in layer_misses().items()
             if ratio == SHAPE_RATIO
         },
@@ -106,3 +107,10 @@ def published() -> MissCurves:
 def _shape(misses: Sequence[float]) -> tuple[float, ...]:
     mean = math.fsum(misses) / len(misses)
     return tuple(miss / mean for miss in misses)
+
+
+def _stretched(shape: Sequence[float], layer_count: int) -> tuple[float, ...]:
+    """As many values as there are layers, their mean 1 again."""
+    values = [shape[layer * len(shape) // layer_count] for layer in range(layer_count)]
+    mean = math.fsum(values) / layer_count
+    return tuple(value / mean for value in values)

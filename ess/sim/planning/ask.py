@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.errors import BadInput
+from ess.sim.operators.parallel import Parallel
 
 DRAFT_ACCEPTANCE: Final = 0.7
 QUERIES_MAX: Final = 8
@@ -15,12 +16,15 @@ QUERIES_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Of `batch` (per GPU) and `ratio` (slots over context) at most one is given."""
+    """Of `batch` (per attention group, a GPU where attention is not divided) and `ratio` (slots
+    over context) at most one is given. `parallel` is how the GPUs share the model: requests and
+    experts over all of them where that is not said."""
 
     context: int
     queries_each: int = 2
     accepted: float | None = None
     gpu_count: int = 32
+    parallel: Parallel | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
     token_us_max: float | None = None
@@ -31,6 +35,8 @@ class Ask:
         if min(self.context, self.queries_each, self.gpu_count) < 1:
             sizes = f"context {self.context}, mtp {self.queries_each}, gpus {self.gpu_count}"
             raise BadInput(f"{sizes}: all must be 1 or more")
+        if self.way.gpu_count != self.gpu_count:
+            raise BadInput(f"{self.way} takes {self.way.gpu_count} GPUs, not {self.gpu_count}")
         if self.queries_each > QUERIES_MAX:
             raise BadInput(
                 f"mtp {self.queries_each}: the engine verifies at most {QUERIES_MAX} tokens a step"
@@ -46,6 +52,10 @@ class Ask:
             raise BadInput(
                 f"{self.tokens_each} accepted tokens with mtp {self.queries_each}: {most}"
             )
+
+    @property
+    def way(self) -> Parallel:
+        return self.parallel or Parallel.wide(self.gpu_count)
 
     @property
     def tokens_each(self) -> float:

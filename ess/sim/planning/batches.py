@@ -12,7 +12,12 @@ CANDIDATES_MAX: Final = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One batch on one GPU. `exposed_us` is the part of a step that waits for the host link."""
+    """One batch on one GPU, or on the GPUs of one attention group: then `batch` is the group's,
+    the rate and `host_bytes` are those of one of its GPUs.
+
+    `exposed_us` is the part of a step that waits for the host link. `band` says how far `step_us`
+    may be off, as shares of it, `marks` what it rests on that was not measured.
+    """
 
     batch: int
     slots_each: int
@@ -24,6 +29,8 @@ class Point:
     tokens_per_s: float
     modes: dict[str, int]
     host_bytes: int
+    band: tuple[float, float]
+    marks: tuple[str, ...]
 
 
 def tried(

@@ -26,27 +26,27 @@ from ess.sim.memory_budget import Budget
 from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.stages import Operators
 from ess.sim.planning.ask import Ask
+from ess.sim.planning.bands import Band, ask_marks, inverse, joined, miss_marks
 from ess.sim.planning.batches import Point, best, tried
+from ess.sim.planning.weights import weight_bytes
 from ess.units import format_bytes
 
 MEMORY_SHARE: Final = 0.9
 RESERVED_BYTES: Final = 4_169_107_456
 """Workspace, graphs and communication: 3.5 GiB and 392 MiB."""
 
-REPLICATED_BYTES: Final = 20_600_000_000
-EXPERT_BYTES: Final = 652_800_000_000
-"""DeepSeek-V3.2 in fp8: what every GPU holds, and the routed experts that all share."""
-
 WORTH: Final = 1.02
 """Offload that gains less than this over resident is not worth its host memory."""
 
 HEAVY_LINK: Final = 0.05
+MISS_FACTORS: Final = (0.5, 2.0)
 TIME: Final = "time per token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`resident` is the best without offload; None when not one whole request fits.
+    """`resident` is the best without offload; None when not one whole request fits. A model that
+    attends to every row cannot offload: then the resident point is chosen.
 
     `break_even_batch` is the least batch tried that beats it, `index_wall` the batch at which index
     keys alone fill the device, `floor_batch` the batch at which slots reach their floor. Neither of
@@ -59,17 +59,22 @@ class Plan:
     limiter: str
     resident: Point | None
     gain: float | None
+    gain_band: Band
     recommended: Literal["offload", "resident"]
     break_even_batch: int | None
     slot_floor: int
     floor_batch: int
     index_wall: int
+    parallel: Parallel
+    resident_parallel: Parallel
+    marks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
     """Answers an ask. The paper counts memory without the slot map and the MTP layer. `link_name`
-    is what limits the rate of fetches."""
+    is what limits the rate of fetches; `baseline` plans the resident side where its GPUs share the
+    model in another way."""
 
     operators: Operators
     curves: misses.MissCurves
@@ -77,12 +82,15 @@ class Planner:
     layout: ModelLayout
     count_map: bool = True
     link_name: str = "host link"
+    baseline: Planner | None = None
 
     @property
     def budget(self) -> Budget:
-        """Host memory is shared evenly by the GPUs of the ask."""
+        """Host memory is shared evenly by the GPUs of the ask; those of an attention group keep
+        one copy of its rows."""
         ask = self.ask
-        share = None if ask.host_bytes is None else ask.host_bytes // ask.gpu_count
+        group = ask.way.attention_tp
+        share = None if ask.host_bytes is None else ask.host_bytes * group // ask.gpu_count
         return replace(self.device_budget, host_bytes=share)
 
     @property
@@ -95,7 +103,7 @@ class Planner:
         if self.ask.device_bytes is not None:
             return self.ask.device_bytes
         whole = MEMORY_SHARE * self.operators.machine.memory_bytes
-        weights = REPLICATED_BYTES + EXPERT_BYTES // self.ask.gpu_count
+        weights = weight_bytes(self.operators.family, self.ask.way)
         left = int(whole) - weights - RESERVED_BYTES
         if left <= 0:
             raise BadInput(
@@ -113,12 +121,17 @@ class Planner:
     def least_slots(self) -> int:
         return min(self.ask.context, self.slot_floor)
 
+    @property
+    def is_sparse(self) -> bool:
+        return self.operators.family.is_sparse
+
     def plan(self) -> Plan:
-        points = self._points()
+        points = self._points() if self.is_sparse else self._whole_points()
         kept = [point for point in points if self._in_time(point)]
         if not kept:
             raise BadInput(self._too_slow(min(points, key=lambda point: point.token_us)))
-        chosen, resident = best(kept), self._resident()
+        resident = (self.baseline or self).best_resident()
+        chosen = self._banded(best(kept))
         gain = None if resident is None else chosen.tokens_per_s / resident.tokens_per_s
         better = [
             point.batch for point in kept if resident and point.tokens_per_s > resident.tokens_per_s
@@ -130,18 +143,21 @@ class Planner:
             limiter=self._limiter(chosen, points),
             resident=resident,
             gain=gain,
+            gain_band=joined([inverse(chosen.band), (resident or chosen).band]),
             recommended="offload" if gain is None or gain >= WORTH else "resident",
             break_even_batch=min(better, default=None),
             slot_floor=self.least_slots,
             floor_batch=self._device_most(self.least_slots),
             index_wall=self._device_most(0),
+            parallel=self.ask.way,
+            resident_parallel=(self.baseline or self).ask.way,
+            marks=self._marks(chosen, resident),
         )
 
     def point(self, batch: int, slots_each: int) -> Point:
         """The faster of one batch and two overlapped halves."""
-        both = [self._predict(batch, slots_each, tbo=tbo) for tbo in (False, True)]
-        tbo = both[1].step_us < both[0].step_us
-        faster = both[tbo]
+        tbo, faster = self._faster(batch, slots_each)
+        group = self.ask.way.attention_tp
         return Point(
             batch=batch,
             slots_each=slots_each,
@@ -150,10 +166,44 @@ class Planner:
             step_us=faster.step_us,
             exposed_us=faster.exposed_us,
             token_us=faster.step_us / self.ask.tokens_each,
-            tokens_per_s=faster.tokens_per_s(batch=batch, accepted=self.ask.tokens_each),
+            tokens_per_s=faster.tokens_per_s(batch=batch / group, accepted=self.ask.tokens_each),
             modes={mode.name: faster.modes.count(mode) for mode in Mode if mode in faster.modes},
-            host_bytes=batch * page_count(self.ask.context) * self.layout.host_page_bytes,
+            host_bytes=batch * page_count(self.ask.context) * self.layout.host_page_bytes // group,
+            band=faster.band,
+            marks=faster.marks,
         )
+
+    def _faster(
+        self, batch: int, slots_each: int, *, miss_factor: float = 1.0
+    ) -> tuple[bool, Prediction]:
+        both = [
+            self._predict(batch, slots_each, tbo=tbo, miss_factor=miss_factor)
+            for tbo in (False, True)
+        ]
+        tbo = both[1].step_us < both[0].step_us
+        return tbo, both[tbo]
+
+    def _banded(self, point: Point) -> Point:
+        """With what half and twice the misses would make of the step."""
+        if point.slots_each >= self.ask.context:
+            return point
+        few, many = (
+            self._faster(point.batch, point.slots_each, miss_factor=factor)[1].step_us
+            for factor in MISS_FACTORS
+        )
+        missed = few / point.step_us - 1, many / point.step_us - 1
+        return replace(point, band=joined([point.band, missed]))
+
+    def _marks(self, chosen: Point, resident: Point | None) -> tuple[str, ...]:
+        marks = [*chosen.marks, *(resident.marks if resident else ()), *ask_marks(self.ask)]
+        if chosen.slots_each < self.ask.context:
+            marks += miss_marks(
+                self.curves,
+                self.ask,
+                slots_each=chosen.slots_each,
+                model=self.operators.family.name,
+            )
+        return tuple(dict.fromkeys(marks))
 
     def _points(self) -> list[Point]:
         ask, budget = self.ask, self.budget
@@ -201,31 +251,62 @@ class Planner:
             f"layer it {short}; {format_bytes(missing)} of {place} memory are missing per GPU"
         )
 
-    def _resident(self) -> Point | None:
+    def best_resident(self) -> Point | None:
         """The best batch with every row on the device, and none on the host."""
-        context = self.ask.context
-
-        def point_of(batch: int) -> Point:
-            return replace(self.point(batch, context), host_bytes=0)
-
-        points = tried(self._device_most(context), point_of, self._in_time)
-        kept = [point for point in points if self._in_time(point)]
+        most = self._device_most(self.ask.context)
+        kept = [point for point in self._resident_points(most) if self._in_time(point)]
         return best(kept) if kept else None
 
-    def _predict(self, batch: int, slots_each: int, *, tbo: bool) -> Prediction:
+    def _whole_points(self) -> list[Point]:
+        """Of a model that cannot offload."""
+        context, asked = self.ask.context, self.ask.batch
+        self._refuse_unless(asked or 1, context)
+        if asked is None:
+            return self._resident_points(self._device_most(context))
+        return [replace(self.point(asked, context), host_bytes=0)]
+
+    def _resident_points(self, most: int) -> list[Point]:
+        def point_of(batch: int) -> Point:
+            return replace(self.point(batch, self.ask.context), host_bytes=0)
+
+        return tried(most, point_of, self._in_time)
+
+    def _predict(self, batch: int, slots_each: int, *, tbo: bool, miss_factor: float) -> Prediction:
         ask = self.ask
-        layers = self.curves.layers(
-            context=ask.context, slots=slots_each, queries_each=ask.queries_each
+        layers = tuple(
+            miss_factor * count
+            for count in self.curves.layers(
+                context=ask.context, slots=slots_each, queries_each=ask.queries_each
+            )
         )
         scenario = Scenario(
-            batch=batch,
+            batch=batch / ask.way.attention_tp,
             queries_each=ask.queries_each,
             context=ask.context,
             tbo=tbo,
-            parallel=Parallel.wide(ask.gpu_count),
+            parallel=ask.way,
             misses=None if slots_each >= ask.context else layers,
         )
         return simulate(self.operators, scenario)
+
+    def quick(self, slots_each: int) -> Point | None:
+        """A guess at the best point in few steps: the largest batch that has at least these slots
+        and is in time, if steps only grow with the batch."""
+        context = self.ask.context
+        is_whole = slots_each >= context
+        budget = self.device_budget if is_whole else self.budget
+        low, high = 0, budget.batch_max(context=context, slots_each=slots_each)
+        found = None
+        batch = high
+        while low < high:
+            slots = budget.slots_each(context=context, batch=batch)
+            point = self.point(batch, context if is_whole else slots)
+            if self._in_time(point):
+                low, found = batch, point
+            else:
+                high = batch - 1
+            batch = (low + high + 1) // 2
+        return found
 
     def _in_time(self, point: Point) -> bool:
         return self.ask.token_us_max is None or point.token_us <= self.ask.token_us_max

@@ -50,9 +50,10 @@ class Handoff:
     token_bytes: int
     index_page_bytes: int
     link_rate: float
+    nic_rate: float = NIC_RATE
 
     def seconds(self, *, prompt: int, last_chunk: int) -> float:
-        wire_us = last_chunk * self.token_bytes / NIC_RATE
+        wire_us = last_chunk * self.token_bytes / self.nic_rate
         index_us = div_ceil(prompt, PAGE_ROWS) * self.index_page_bytes / self.link_rate
         return (wire_us + index_us) / 1e6
 

@@ -1,0 +1,64 @@
+"""The whole answer to an operator: a plan, the same over all GPUs, and the fewest GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ess.sim.planning.advice import advice
+from ess.sim.planning.deployment import Compared, Deployment, Work, compared
+from ess.sim.planning.fleet import Wanted
+from ess.sim.planning.fleets import Fleets, fleets
+from ess.sim.planning.node import Node
+from ess.sim.planning.planner import Plan, Planner
+from ess.sim.planning.prefilling import prefilling_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Beside the planner's ask: the node, what a request is, what a GPU costs for an hour, and how
+    many requests arrive within which time to the first token."""
+
+    node: Node
+    work: Work
+    price: float | None = None
+    wanted: Wanted | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """`marks` name what was not measured for this question."""
+
+    plan: Plan
+    all_gpus: Compared
+    fleets: Fleets | None
+    advice: tuple[str, ...]
+    marks: tuple[str, ...]
+
+
+def answered(planner: Planner, question: Question) -> Answer:
+    prefilling = prefilling_of(planner)
+    deployment = Deployment(
+        work=question.work,
+        prefilling=prefilling,
+        layout=planner.layout,
+        node=question.node,
+        gpu_count=planner.ask.gpu_count,
+        price=question.price,
+    )
+    plan = planner.plan()
+    found = None
+    if question.wanted is not None:
+        found = fleets(
+            planner,
+            prefilling=prefilling,
+            node=question.node,
+            work=question.work,
+            wanted=question.wanted,
+        )
+    return Answer(
+        plan=plan,
+        all_gpus=compared(deployment, plan.chosen, plan.resident),
+        fleets=found,
+        advice=tuple(advice(planner, plan, question.node)),
+        marks=tuple(dict.fromkeys([*plan.marks, *prefilling.marks])),
+    )

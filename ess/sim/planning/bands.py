@@ -1,0 +1,69 @@
+"""How far figures may be off, and what they rest on that was not measured for this question.
+
+A band is two shares of a figure: (-0.1, 0.2) is from a tenth less to a fifth more. Errors that come
+from different places are added as squares; those of the two sides of a comparison as well, which
+is wider than it must be, for both sides share their operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from ess.sim.locality.misses import PUBLISHED_QUERIES, MissCurves
+from ess.sim.planning.ask import Ask
+
+Band = tuple[float, float]
+
+EXACT: Final[Band] = (0.0, 0.0)
+MISSES_OF: Final = "deepseek-v3.2"
+
+
+def joined(bands: Iterable[Band]) -> Band:
+    """Of a product whose factors have these bands.
+
+    >>> joined([(-0.3, 0.1), (-0.4, 0.0)])
+    (-0.5, 0.1)
+    """
+    every = list(bands)
+    low, high = (math.sqrt(math.fsum(band[side] ** 2 for band in every)) for side in (0, 1))
+    return max(-low, -0.99), high
+
+
+def inverse(band: Band) -> Band:
+    """Of a rate whose time has this band.
+
+    >>> inverse((-0.5, 1.0))
+    (-0.5, 1.0)
+    """
+    low, high = band
+    return 1 / (1 + high) - 1, 1 / (1 + low) - 1
+
+
+def mixed(parts: Iterable[tuple[float, Band]]) -> Band:
+    """Of a sum of parts, each with its share of the sum."""
+    return joined((share * low, share * high) for share, (low, high) in parts)
+
+
+def miss_marks(curves: MissCurves, ask: Ask, *, slots_each: int, model: str) -> list[str]:
+    """Where misses are not read off the published curves."""
+    published = sorted(curves.means)
+    marks = []
+    if model != MISSES_OF:
+        marks.append(f"misses were published for {MISSES_OF}, not for {model}")
+    if not published[0] <= ask.context <= published[-1]:
+        marks.append(f"misses were published for contexts of {published[0]:,} to {published[-1]:,}")
+    elif slots_each < min(curves.means[published[0]].sizes[0], 1.0) * ask.context:
+        marks.append("misses at this share of slots are taken from a shorter context")
+    if ask.queries_each != PUBLISHED_QUERIES:
+        marks.append(
+            f"misses were published for {PUBLISHED_QUERIES} tokens a step, not {ask.queries_each}"
+        )
+    return marks
+
+
+def ask_marks(ask: Ask) -> list[str]:
+    if ask.accepted is None and ask.queries_each > 1:
+        return ["accepted tokens are assumed: 70 % of each draft in turn"]
+    return []

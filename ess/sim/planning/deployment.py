@@ -1,0 +1,188 @@
+"""Decode and prefill together: what every GPU of a deployment brings, and what a token costs.
+
+A decode GPU at its full batch ends so many requests a second, and each of them was prefilled by
+somebody: its prompt, less what was cached, takes seconds of a prefill GPU. So for every decode GPU
+there must be a number of prefill GPUs, and a gain that counts decode GPUs alone is not the gain of
+the machines that were bought. Both tiers are counted fully busy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from ess.engine.chunking.sizes import PrefillTime
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.sim.planning.bands import EXACT, Band, inverse, joined, mixed
+from ess.sim.planning.batches import Point
+from ess.sim.planning.node import Node
+from ess.units import PAGE_ROWS
+
+OUTPUT_TOKENS: Final = 1024
+CACHED_SHARE: Final = 0.9
+TOKENS_PRICED: Final = 1e6
+SECONDS_PRICED: Final = 3600.0
+NIC: Final = "NIC"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A request: `context` tokens at its end, of which it makes `output_tokens`; of the prompt this
+    share was prefilled before, as in a conversation that goes on."""
+
+    context: int
+    output_tokens: int = OUTPUT_TOKENS
+    cached_share: float = CACHED_SHARE
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.output_tokens < self.context:
+            raise BadInput(
+                f"an output of {self.output_tokens:,} tokens in a context of {self.context:,}: "
+                "there must be at least one, and a prompt before them"
+            )
+        if not 0.0 <= self.cached_share <= 1.0:
+            raise BadInput(f"a cached share of {self.cached_share} is outside 0..1")
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.context - self.output_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Whole pages; the last token of a prompt is run by decode."""
+        pages = int(self.cached_share * self.prompt_tokens) // PAGE_ROWS
+        return min(pages * PAGE_ROWS, (self.prompt_tokens - 1) // PAGE_ROWS * PAGE_ROWS)
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - 1 - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilling:
+    """What prefill takes of one GPU, and how far that may be off."""
+
+    time: PrefillTime
+    band: Band = EXACT
+    marks: tuple[str, ...] = ()
+
+    def seconds(self, work: Work) -> float:
+        """Of one GPU, for one request."""
+        return self.time.of(work.computed_tokens, after=work.cached_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """One system over all its GPUs. `prefill_gpus` are for each decode GPU; `tokens_per_s` and
+    `requests_per_s` are those of one GPU of either kind. `limiter` is set where the network of a
+    node holds decode back."""
+
+    prefill_gpus: float
+    tokens_per_s: float
+    requests_per_s: float
+    band: Band
+    limiter: str | None = None
+    cost_per_million: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What is asked of the two tiers together. `price` is of one GPU for an hour."""
+
+    work: Work
+    prefilling: Prefilling
+    layout: ModelLayout
+    node: Node
+    gpu_count: int
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.price is not None and not 0.0 < self.price < math.inf:
+            raise BadInput(f"a price of {self.price} for a GPU and hour must be above 0")
+
+    def shared(self, point: Point) -> Shared:
+        """The point's decode GPUs with the prefill GPUs that feed them."""
+        ended = point.tokens_per_s / self.work.output_tokens
+        landed = self.landing_max()
+        requests = min(ended, landed)
+        prefill_s = self.prefilling.seconds(self.work)
+        gpus = 1.0 + requests * prefill_s
+        share = 1.0 / gpus
+        tokens = requests * self.work.output_tokens / gpus
+        return Shared(
+            prefill_gpus=gpus - 1.0,
+            tokens_per_s=tokens,
+            requests_per_s=requests / gpus,
+            band=inverse(mixed([(share, point.band), (1.0 - share, self.prefilling.band)])),
+            limiter=NIC if landed < ended else None,
+            cost_per_million=self.cost(tokens),
+        )
+
+    def cost(self, tokens_per_s: float) -> float | None:
+        """Of a million tokens made, in the currency of the price."""
+        if self.price is None:
+            return None
+        return self.price / SECONDS_PRICED / tokens_per_s * TOKENS_PRICED
+
+    def landing_max(self) -> float:
+        """Requests a second whose rows the network brings to one decode GPU."""
+        token_bytes = self.layout.host_page_bytes / PAGE_ROWS
+        request_bytes = max(1, self.work.computed_tokens) * token_bytes
+        rate = self.node.nic_rate / self.node.neighbours(self.gpu_count)
+        return rate * 1e6 / request_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Offload beside resident over all GPUs; a gain of None has no resident to be held against."""
+
+    offload: Shared
+    resident: Shared | None
+    gain: float | None
+    gain_band: Band
+
+
+def compared(deployment: Deployment, offload: Point, resident: Point | None) -> Compared:
+    """Prefill is the same on both sides."""
+    ours = deployment.shared(offload)
+    if resident is None:
+        return Compared(offload=ours, resident=None, gain=None, gain_band=EXACT)
+    theirs = deployment.shared(resident)
+    return Compared(
+        offload=ours,
+        resident=theirs,
+        gain=ours.tokens_per_s / theirs.tokens_per_s,
+        gain_band=gain_band(
+            (1.0, offload.band),
+            (_decode_s(theirs) / _decode_s(ours), resident.band),
+            (ours.prefill_gpus, deployment.prefilling.band),
+        ),
+    )
+
+
+def _decode_s(shared: Shared) -> float:
+    """Of one decode GPU, for one request."""
+    return 1.0 / (shared.requests_per_s * (1.0 + shared.prefill_gpus))
+
+
+def gain_band(
+    ours: tuple[float, Band], theirs: tuple[float, Band], prefill: tuple[float, Band]
+) -> Band:
+    """Of (theirs + prefill) / (ours + prefill), each with its band: every one of the three moves
+    the gain by itself, and the moves are added as squares."""
+    parts = (ours, theirs, prefill)
+
+    def gain(times: list[float]) -> float:
+        return (times[1] + times[2]) / (times[0] + times[2])
+
+    exact = [time for time, _ in parts]
+    moves = []
+    for place, (time, band) in enumerate(parts):
+        moved = [
+            gain([*exact[:place], time * (1.0 + side), *exact[place + 1 :]]) / gain(exact) - 1.0
+            for side in band
+        ]
+        moves.append((min(*moved, 0.0), max(*moved, 0.0)))
+    return joined(moves)

@@ -1,0 +1,166 @@
+"""The fewest GPUs for a rate of requests and two objectives: decode in whole groups, prefill in
+whole pipelines.
+
+Decode: a group that runs at its best batch within the time per token ends so many requests a
+second. Arrivals are uneven, so it is given `LOAD_MAX` of them and no more; nor is prefill busier.
+
+Prefill: requests come as they like (Poisson), each keeps a pipeline busy for as long as its busiest
+stage works on it, and c pipelines share one queue (M/D/c). With Erlang's share C of requests that
+wait at all, and a load of a = rate x busy seconds, nine in ten wait no longer than
+
+    W = busy / 2 / (c - a) * ln(10 C)
+
+half of what it is where service times are drawn, since here all are alike. That, the way through
+the pipeline, the handoff and the first step are the time to the first token. It is an estimate of
+the queue; `ess sim` replays it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from ess.errors import BadInput
+from ess.sim.planning.batches import Point
+from ess.sim.planning.deployment import Work
+
+LOAD_MAX: Final = 0.9
+LATE_SHARE: Final = 0.1
+STAGES: Final = (1, 2, 4, 8, 16)
+PIPELINES_SPARE: Final = 1 << 10
+PIPELINES_MAX: Final = 1 << 14
+RATE_MAX: Final = 1e6
+
+Through = Callable[[int], tuple[float, float]]
+"""By the stages of a pipeline: how long a request keeps it, and how long until it may decode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Requests a second, seconds to the first token for nine in ten, and the least prefill GPUs
+    that hold the weights."""
+
+    rate: float
+    ttft_s: float
+    prefill_gpus_min: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.rate <= RATE_MAX:
+            raise BadInput(f"a rate of {self.rate:g} requests a second is outside 0..{RATE_MAX:g}")
+        if not 0.0 < self.ttft_s < math.inf:
+            raise BadInput(f"a time to the first token of {self.ttft_s:g} s must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTier:
+    """`load` is the share of time that its pipelines are busy."""
+
+    pipelines: int
+    stages: int
+    load: float
+    first_token_s: float
+
+    @property
+    def gpu_count(self) -> int:
+        return self.pipelines * self.stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """`load` is the share of the decode groups' full rate that is used."""
+
+    group_gpus: int
+    groups: int
+    load: float
+    prefill: PrefillTier
+    token_us: float
+
+    @property
+    def decode_gpus(self) -> int:
+        return self.group_gpus * self.groups
+
+    @property
+    def gpu_count(self) -> int:
+        return self.decode_gpus + self.prefill.gpu_count
+
+
+def fewest(point: Point, group_gpus: int, *, work: Work, wanted: Wanted, through: Through) -> Fleet:
+    """For a group that runs this batch."""
+    group_rate = point.tokens_per_s * group_gpus / work.output_tokens
+    groups = math.ceil(wanted.rate / (LOAD_MAX * group_rate))
+    return Fleet(
+        group_gpus=group_gpus,
+        groups=groups,
+        load=wanted.rate / (groups * group_rate),
+        prefill=smallest_tier(wanted, through, first_step_s=point.step_us / 1e6),
+        token_us=point.token_us,
+    )
+
+
+def smallest_tier(
+    wanted: Wanted, through: Through, *, first_step_s: float, stages: Iterable[int] = STAGES
+) -> PrefillTier:
+    """The fewest GPUs, and among equals the sooner first token."""
+    tiers = [
+        tier
+        for count in stages
+        if (tier := _tier(wanted, count, *through(count), first_step_s)) is not None
+    ]
+    if not tiers:
+        soonest = min(through(count)[1] for count in stages) + first_step_s
+        raise BadInput(
+            f"a first token within {wanted.ttft_s:g} s is out of reach: an idle pipeline of up to "
+            f"{max(stages)} GPUs takes {soonest:.1f} s"
+        )
+    return min(tiers, key=lambda tier: (tier.gpu_count, tier.first_token_s))
+
+
+def _tier(
+    wanted: Wanted, stages: int, busy_s: float, ready_s: float, first_step_s: float
+) -> PrefillTier | None:
+    """None where not even an idle pipeline is in time."""
+    spare_s = wanted.ttft_s - ready_s - first_step_s
+    if spare_s < 0.0:
+        return None
+    load = wanted.rate * busy_s
+    least = max(1, math.ceil(load / LOAD_MAX), math.ceil(wanted.prefill_gpus_min / stages))
+    most = least + PIPELINES_SPARE
+    if most > PIPELINES_MAX:
+        raise BadInput(f"{wanted.rate:g} requests a second keep {load:,.0f} pipelines busy")
+    pipelines = bisect_left(
+        range(most), True, lo=least, key=lambda count: late_wait_s(count, load, busy_s) <= spare_s
+    )
+    return PrefillTier(
+        pipelines=pipelines,
+        stages=stages,
+        load=load / pipelines,
+        first_token_s=late_wait_s(pipelines, load, busy_s) + ready_s + first_step_s,
+    )
+
+
+def late_wait_s(pipelines: int, load: float, busy_s: float) -> float:
+    """What nine in ten requests wait at most.
+
+    >>> late_wait_s(4, 0.5, 1.0)
+    0.0
+    """
+    if busy_s == 0.0:
+        return 0.0
+    late = erlang_c(pipelines, load) / LATE_SHARE
+    return 0.0 if late <= 1.0 else busy_s / 2 / (pipelines - load) * math.log(late)
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """The share of requests that wait, of Poisson arrivals at `servers` with a load below them.
+
+    >>> round(erlang_c(1, 0.5), 6), round(erlang_c(2, 1.0), 6)
+    (0.5, 0.333333)
+    """
+    assert 0.0 <= load < servers, f"a load of {load} on {servers}"
+    blocked = 1.0
+    for busy in range(1, servers + 1):
+        blocked = load * blocked / (busy + load * blocked)
+    return blocked / (1.0 - load / servers * (1.0 - blocked))

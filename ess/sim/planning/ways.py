@@ -1,0 +1,61 @@
+"""Which ways of sharing a model over GPUs are tried, and which is best with offload and without.
+
+Every way is judged by a quick guess, its largest batch in time; the best way is then planned in
+full. With offload and without the best ways may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from ess.errors import BadInput
+from ess.sim.operators.parallel import Parallel
+from ess.sim.planning.batches import Point
+from ess.sim.planning.planner import Planner
+
+ATTENTION_TP: Final = (1, 2, 4, 8)
+STAGES: Final = (1, 2)
+GROUPS: Final = (8, 16, 32, 64, 128, 256)
+"""GPUs that share a model: sizes for which exchange and experts were measured."""
+
+
+def ways(gpu_count: int) -> Iterator[Parallel]:
+    """Requests and experts over all GPUs first; then heads over up to a node, two stages, and on
+    one node experts in parts."""
+    for pp in STAGES:
+        stage, rest = divmod(gpu_count, pp)
+        for tp in ATTENTION_TP:
+            if rest or stage % tp:
+                continue
+            groups = stage // tp
+            yield Parallel(attention_tp=tp, attention_dp=groups, expert_ep=stage, pp=pp)
+            if groups == 1 < tp:
+                yield Parallel(attention_tp=tp, expert_tp=tp, pp=pp)
+
+
+def best_way(planner: Planner, candidates: Iterable[Parallel] | None = None) -> Planner:
+    """The planner with the best way, and the best way of the resident side as its baseline. Where
+    nothing fits in any way, the planner as it was, which then says why."""
+    tried = [_along(planner, way) for way in candidates or ways(planner.ask.gpu_count)]
+    chosen = _best(tried, lambda each: each.quick(each.least_slots)) or planner
+    baseline = _best(tried, lambda each: each.quick(each.ask.context))
+    return replace(chosen, baseline=baseline)
+
+
+def _along(planner: Planner, way: Parallel) -> Planner:
+    return replace(planner, ask=replace(planner.ask, gpu_count=way.gpu_count, parallel=way))
+
+
+def _best(tried: Iterable[Planner], point_of: Callable[[Planner], Point | None]) -> Planner | None:
+    """None where no way has a point; a way that operators or memory refuse has none."""
+    rated = []
+    for planner in tried:
+        try:
+            point = point_of(planner)
+        except BadInput:
+            continue
+        if point is not None:
+            rated.append((point.tokens_per_s, planner))
+    return max(rated, key=lambda pair: pair[0])[1] if rated else None
