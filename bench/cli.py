@@ -107,6 +107,11 @@ BENCHMARKS: Final = (
         summary="A pipeline of stages: bubbles, sends, chunk sizes, memory, turns, serving.",
     ),
     Command(
+        name="silicon",
+        home="ess.bench.silicon.against:silicon_benchmark",
+        summary="Public measurements of servings beside what measured operators predict.",
+    ),
+    Command(
         name="paper",
         home="ess.bench.paper.published:paper_benchmark",
         summary="The published tables and figures, ours beside theirs.",

@@ -28,8 +28,8 @@ class Scenario:
     """`batch` is requests per GPU, all stages of a pipeline counted: 4 requests on 8 GPUs are 0.5.
 
     `misses` are per request and layer; none given means that the whole latent is resident. `mode`
-    forces one schedule on every layer; without it the policy chooses per layer. Every attention
-    group also runs `prompt_chunk` tokens of a prompt, behind `prompt_prefix` others.
+    forces one schedule on every layer; without it the policy chooses per layer. `prompt_groups` of
+    the attention groups, or all, also run `prompt_chunk` tokens of a prompt behind `prompt_prefix`.
     """
 
     batch: float
@@ -41,6 +41,7 @@ class Scenario:
     mode: Mode | None = None
     prompt_chunk: int | None = None
     prompt_prefix: int = 0
+    prompt_groups: int | None = None
 
     def __post_init__(self) -> None:
         sizes = (self.batch, self.queries_each, self.context)
@@ -81,6 +82,7 @@ class Scenario:
             parallel=self.parallel,
             prompt_tokens=-(-(self.prompt_chunk or 0) // part_count),
             prompt_prefix=self.prompt_prefix,
+            prompt_groups=self.prompt_groups,
         )
 
 
@@ -120,13 +122,18 @@ def simulate(operators: Operators, scenario: Scenario) -> Prediction:
     if scenario.misses is not None and len(scenario.misses) != layers:
         raise BadInput(f"misses of {len(scenario.misses)} layers, the model has {layers}")
     nothing: tuple[LayerFetch | None, ...] = (None,) * layers
-    plain = _stages(operators, scenario)
+    plain = stages_of(operators, scenario.shape)
     fetches = _fetches(operators, scenario, plain)
-    timeline = _lay_out(operators, scenario, plain, fetches or nothing)
+    row_bytes, rate = operators.family.layout.row_bytes, operators.machine.store_rate
+    halves = scenario.half_count
+    timeline = lay_out(
+        plain,
+        fetches or nothing,
+        half_count=halves,
+        stored_us=scenario.shape.query_count * row_bytes / rate,
+    )
     layers_us = timeline.end_us
-    resident_us = layers_us
-    if fetches:
-        resident_us = _lay_out(operators, scenario, plain, nothing).end_us
+    resident_us = lay_out(plain, nothing, half_count=halves).end_us if fetches else layers_us
     trust = operators.trust(scenario.shape)
     return Prediction(
         step_us=layers_us + operators.around_us(scenario.whole),
@@ -139,10 +146,10 @@ def simulate(operators: Operators, scenario: Scenario) -> Prediction:
     )
 
 
-def _stages(operators: Operators, scenario: Scenario) -> list[Stages]:
+def stages_of(operators: Operators, shape: Shape) -> list[Stages]:
     """By layer."""
     kinds = operators.family.kinds
-    by_kind = {kind: operators.stages(scenario.shape, kind) for kind in set(kinds)}
+    by_kind = {kind: operators.stages(shape, kind) for kind in set(kinds)}
     return [by_kind[kind] for kind in kinds]
 
 
@@ -183,30 +190,38 @@ def _layer_fetch(
     )
 
 
-def _lay_out(
-    operators: Operators,
-    scenario: Scenario,
+def lay_out(
     layers: Sequence[Stages],
     fetches: Sequence[LayerFetch | None],
+    *,
+    half_count: int,
+    stored_us: float = 0.0,
 ) -> Timeline:
+    """`stored_us` is how long rows of a half leave for the host, in layers that fetch."""
     timeline = Timeline()
-    row_bytes = operators.family.layout.row_bytes
-    stored_us = scenario.shape.query_count * row_bytes / operators.machine.store_rate
-    before: list[tuple[int, ...]] = [()] * scenario.half_count
+    before: list[tuple[int, ...]] = [()] * half_count
+    joined_us = 0.0
     for stages, fetch in zip(layers, fetches, strict=True):
-        attended = [_attention(timeline, stages, fetch, after) for after in before]
+        attended = [_attention(timeline, stages, fetch, after, joined_us) for after in before]
         if fetch is not None:
             for task in attended:
                 timeline.add(STORE, "store", stored_us, (task,))
-        before = _experts(timeline, stages, attended)
+        before, joined_us = _experts(timeline, stages, attended), stages.join
+    for after in before:
+        timeline.add(COMPUTE, "join", joined_us, after)
     return timeline
 
 
 def _attention(
-    timeline: Timeline, stages: Stages, fetch: LayerFetch | None, after: tuple[int, ...]
+    timeline: Timeline,
+    stages: Stages,
+    fetch: LayerFetch | None,
+    after: tuple[int, ...],
+    joined_us: float,
 ) -> int:
-    """The attention block of one half; returns its last task."""
-    timeline.add(COMPUTE, "project", stages.project, after)
+    """The attention block of one half, once what its experts returned has been joined; returns its
+    last task."""
+    timeline.add(COMPUTE, "project", joined_us + stages.project, after)
     match fetch.mode if fetch else Mode.RESIDENT:
         case Mode.DA | Mode.DBA:
             assert fetch is not None
@@ -222,7 +237,7 @@ def _attention(
             timeline.add(COMPUTE, "pre_attn", stages.pre_attn)
             timeline.add(COMPUTE, "attend", stages.attend)
     timeline.add(COMPUTE, "output", stages.output)
-    return timeline.add(COMPUTE, "route", stages.route)
+    return timeline.add(COMPUTE, "route", stages.route + stages.send)
 
 
 def _split_attend(timeline: Timeline, stages: Stages, fetch: LayerFetch) -> None:

@@ -268,7 +268,9 @@ def planner_of(ask: Ask, gpu: str, perf_db: Path | None, node: Node) -> Planner:
     limits = node.fetch_limits(GPUS[gpu].machine, gpus=ask.gpu_count)
     link_name = min(limits, key=lambda name: limits[name])
     return Planner(
-        operators=operators_of(gpu, package=perf_db, link_rate=limits[link_name]),
+        operators=operators_of(
+            gpu, constants="paper", package=perf_db, link_rate=limits[link_name]
+        ),
         curves=misses.published(),
         ask=ask,
         layout=ModelLayout.deepseek_v32(),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,9 +32,10 @@ class Derivation:
     columns: tuple[str, ...]
     keep: Callable[[Source], bool]
     entry: Callable[[Source], tuple[float | str, ...]]
+    is_optional: bool = False
 
 
-def _us(milliseconds: float) -> float:
+def in_us(milliseconds: float) -> float:
     return round(1e3 * milliseconds, 1)
 
 
@@ -56,7 +57,7 @@ DERIVATIONS: Final = (
         path="sparse_attention/vllm/0.24.0/dsa_generation_module_perf.parquet",
         columns=("queries", "context", "us"),
         keep=_is_v32_block,
-        entry=lambda row: (row["batch_size"], row["step"], _us(row["latency"])),
+        entry=lambda row: (row["batch_size"], row["step"], in_us(row["latency"])),
     ),
     Derivation(
         name="experts",
@@ -67,7 +68,7 @@ DERIVATIONS: Final = (
             row["moe_ep_size"],
             row["distribution"],
             row["num_tokens"],
-            _us(row["latency"]),
+            in_us(row["latency"]),
         ),
     ),
     Derivation(
@@ -87,7 +88,7 @@ DERIVATIONS: Final = (
         path="mlp/sglang/0.5.6.post2/wideep_generation_mlp_perf.parquet",
         columns=("tokens", "us"),
         keep=lambda row: row["num_token"] <= 4096,
-        entry=lambda row: (row["num_token"], _us(row["avg_ms"])),
+        entry=lambda row: (row["num_token"], in_us(row["avg_ms"])),
     ),
     Derivation(
         name="gemm",
@@ -98,7 +99,7 @@ DERIVATIONS: Final = (
             and (row["n"], row["k"]) in GEMM_SHAPES
             and row["m"] <= GEMM_TOKENS_MAX
         ),
-        entry=lambda row: (row["n"], row["k"], row["m"], _us(row["latency"])),
+        entry=lambda row: (row["n"], row["k"], row["m"], in_us(row["latency"])),
     ),
     Derivation(
         name="absorb",
@@ -108,21 +109,28 @@ DERIVATIONS: Final = (
         entry=lambda row: (
             row["op_name"].removeprefix("mla_gen_"),
             row["num_tokens"],
-            _us(row["latency"]),
+            in_us(row["latency"]),
         ),
     ),
 )
 
 
 def derive(package: Path, *, system: str = "h200_sxm") -> dict[str, Entries]:
-    """Every table from an unpacked package; a file that is not there is named."""
+    """Every table of the paper's set from an unpacked package."""
+    return derived(package, DERIVATIONS, system=system)
+
+
+def derived(package: Path, derivations: Sequence[Derivation], *, system: str) -> dict[str, Entries]:
+    """A file that is not there is named, unless the table may be missing."""
     root = package / "aiconfigurator_core/systems/data" / system
     if not root.is_dir():
         raise BadInput(
             f"{package}: no folder {root.relative_to(package)}; unpack the package there"
         )
     return {
-        derivation.name: _entries(derivation, root / derivation.path) for derivation in DERIVATIONS
+        derivation.name: _entries(derivation, root / derivation.path)
+        for derivation in derivations
+        if not derivation.is_optional or (root / derivation.path).is_file()
     }
 
 
@@ -144,8 +152,10 @@ def _read(path: Path) -> Iterable[Source]:
     return rows
 
 
-def write(tables: Mapping[str, Entries], folder: Path) -> None:
-    for derivation in DERIVATIONS:
+def written(tables: Mapping[str, Entries], derivations: Sequence[Derivation], folder: Path) -> None:
+    for derivation in derivations:
+        if derivation.name not in tables:
+            continue
         with (folder / f"{derivation.name}.csv").open("w", newline="") as out:
             writer = csv.writer(out, lineterminator="\n")
             writer.writerow(derivation.columns)
@@ -156,7 +166,7 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 3:
         raise BadInput("give the unpacked package, the GPU's name in it and the folder to write to")
     package, system, folder = arguments
-    write(derive(Path(package), system=system), Path(folder))
+    written(derive(Path(package), system=system), DERIVATIONS, Path(folder))
 
 
 if __name__ == "__main__":

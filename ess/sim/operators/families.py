@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ess.errors import BadInput
-from ess.layout import ModelLayout
+from ess.layout import ModelLayout, RowCodec
 
 
 class Kind(NamedTuple):
@@ -41,6 +41,13 @@ class Family:
     def is_sparse(self) -> bool:
         return self.layout.index is not None
 
+    def table(self, *, shares: bool) -> str:
+        """The model whose sparse module was measured: GLM-5.2's own is of layers that share a
+        selection, its others are GLM-5's."""
+        if self.layout.hidden_dim == DENSE_DEEPSEEK.hidden_dim:
+            return "deepseek-v3.2"
+        return "glm-5.2" if shares else "glm-5"
+
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """By layer, MTP layers apart."""
@@ -61,7 +68,9 @@ def _glm(layout: ModelLayout) -> Family:
     return Family(layout=layout, vocabulary=154_880, dense_dim=12_288)
 
 
-DENSE_DEEPSEEK: Final = replace(ModelLayout.deepseek_v32(), name="deepseek-v3", index=None)
+DENSE_DEEPSEEK: Final = replace(
+    ModelLayout.deepseek_v32(), name="deepseek-v3", index=None, row=RowCodec(form="bf16")
+)
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {

@@ -15,7 +15,11 @@ from typing import Final, Literal
 
 from ess.errors import BadInput
 from ess.sim.operators import tables
+from ess.sim.operators.families import family_of
 from ess.sim.operators.paper import Fitted, PaperOperators
+from ess.sim.operators.silicon.assembled import SiliconOperators
+from ess.sim.operators.silicon.bank import package_bank, shipped_bank
+from ess.sim.operators.silicon.chip import chip_of
 from ess.sim.operators.stages import Machine, Operators
 
 MODELS: Final = ("deepseek-v3.2",)
@@ -59,6 +63,8 @@ def operators_of(
 ) -> Operators:
     """From the tables that ship, or from an unpacked package. `link_rate` is in bytes per
     microsecond, the machine's own where none is given."""
+    if constants == "silicon":
+        return silicon_of(gpu, family=family, package=package, link_rate=link_rate)
     check_planned(family, gpu)
     known = GPUS[gpu]
     machine = known.machine if link_rate is None else replace(known.machine, link_rate=link_rate)
@@ -67,3 +73,23 @@ def operators_of(
         fitted=Fitted.shipped(),
         machine=machine,
     )
+
+
+def silicon_of(
+    gpu: str,
+    *,
+    family: str,
+    kv: str | None = None,
+    package: Path | None = None,
+    link_rate: float | None = None,
+) -> SiliconOperators:
+    """Rows are on the device as the family's layout has them, unless `kv` says fp8 or bf16."""
+    chip, known = chip_of(gpu), family_of(family)
+    if link_rate is not None:
+        chip = replace(chip, machine=replace(chip.machine, link_rate=link_rate))
+    if package is None:
+        bank = shipped_bank(chip.base)
+    else:
+        bank = package_bank(package, gpu=chip.base, system=chip.system)
+    form = kv or ("fp8" if known.layout.row.form == "fp8" else "bf16")
+    return SiliconOperators(bank=bank, chip=chip, family=known, kv=form)

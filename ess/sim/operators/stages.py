@@ -36,7 +36,8 @@ class Shape:
     """One micro-batch of one layer, as one attention group of `parallel.attention_tp` GPUs sees it.
 
     `request_count` is a mean over groups and may be below 1: some groups then have nothing to do.
-    `prompt_tokens` of a prompt, behind `prompt_prefix` others, run in the same step.
+    `prompt_tokens` of `prompt_count` prompts, each behind `prompt_prefix` others, run in the same
+    step, in `prompt_groups` of the groups: all where that is not said.
     """
 
     request_count: float
@@ -45,16 +46,33 @@ class Shape:
     parallel: Parallel = field(default_factory=lambda: Parallel.wide(32))
     prompt_tokens: int = 0
     prompt_prefix: int = 0
+    prompt_count: int = 1
+    prompt_groups: int | None = None
 
     @property
     def query_count(self) -> float:
         return self.request_count * self.queries_each
 
+    @property
+    def sending_tokens(self) -> float:
+        """Of one GPU of a group that has a prompt, if there is any."""
+        return (self.query_count + self.prompt_tokens) / self.parallel.attention_tp
+
+    @property
+    def stage_tokens(self) -> float:
+        """Of all attention groups: what their experts share."""
+        groups = self.parallel.attention_dp
+        return self.query_count * groups + self.prompt_tokens * (self.prompt_groups or groups)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Microseconds of one layer of one micro-batch, offload apart. `route` is what lies between
-    attention and experts: norms, the gate, and what joins the heads of several GPUs."""
+    """Microseconds of one layer of one micro-batch, offload apart.
+
+    `route` is what lies between attention and experts: norms, the gate, and what joins the heads of
+    several GPUs. `send` and `join` are the parts of an exchange during which its kernels hold the
+    GPU; `dispatch` and `combine` are the rest of it, on the wire.
+    """
 
     project: float
     index: float
@@ -66,11 +84,13 @@ class Stages:
     dispatch: float
     combine: float
     route: float = 0.0
+    send: float = 0.0
+    join: float = 0.0
 
     @property
     def compute_us(self) -> float:
         attention = self.project + self.index + self.pre_attn + self.attend + self.output
-        return attention + self.route + self.shared + self.experts
+        return attention + self.route + self.send + self.shared + self.experts + self.join
 
 
 class Trust(NamedTuple):

@@ -77,12 +77,12 @@ def load(package: Path | None = None, *, gpu: str = "h200", system: str = "h200_
 
 def _shipped(gpu: str) -> dict[str, list[Entry]]:
     return {
-        derivation.name: _read(FOLDER / gpu / f"{derivation.name}.csv", derivation.columns)
+        derivation.name: entries_of(FOLDER / gpu / f"{derivation.name}.csv", derivation.columns)
         for derivation in DERIVATIONS
     }
 
 
-def _read(path: Path, columns: Sequence[str]) -> list[Entry]:
+def entries_of(path: Path, columns: Sequence[str]) -> list[Entry]:
     with path.open(newline="") as lines:
         header, *rest = csv.reader(lines)
     if tuple(header) != tuple(columns):
@@ -136,12 +136,12 @@ def _by_key(entries: Sequence[Entry], *, keys: Sequence[int]) -> dict[Entry, Cur
 
     (size_at,) = set(range(len(entries[0]) - 1)) - set(keys)
     return {
-        key: _curve([(_number(entry[size_at]), _number(entry[-1])) for entry in group])
+        key: curve_of([(_number(entry[size_at]), _number(entry[-1])) for entry in group])
         for key, group in itertools.groupby(sorted(entries, key=key_of), key=key_of)
     }
 
 
-def _curve(points: Sequence[tuple[float, float]]) -> Curve:
+def curve_of(points: Sequence[tuple[float, float]]) -> Curve:
     """Repeated measurements of one size count as their mean."""
     groups = itertools.groupby(sorted(points), key=lambda point: point[0])
     means = [(size, _mean([time for _, time in group])) for size, group in groups]

@@ -1,0 +1,233 @@
+"""Every public row beside what we say of it: `value` is ours, `baseline_value` the measurement.
+
+A row is met where the measurement lies within our band. The rows at the end say how far off we are
+as a whole: the middle error of rows whose conditions are nearly complete (E) or partly guessed (P),
+and how much the error changes from small to large batches and contexts. `seen` rows lent a host
+gap or a host time to our constants; the middle without them stands beside. Bounds (U) are not
+counted: they are met where we say that more is possible.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final
+
+from ess.bench.harness.agreement import agreement
+from ess.bench.harness.report import Row
+from ess.bench.silicon.outcome import Outcome
+from ess.sim.decode_step import Scenario, simulate
+from ess.sim.operators.gpus import silicon_of
+from ess.sim.operators.silicon import host
+from ess.sim.operators.silicon.assembled import SiliconOperators
+from ess.sim.prefill.colocated import mixed_us, prompt_us, stall_us
+from ess.sim.prefill.prompt_pass import PromptPass, pass_trust
+from ess.sim.published.serving import Serving, servings
+
+MIDDLE: Final = 0.08
+TREND: Final = 0.10
+GAPS: Final = MappingProxyType(
+    {"overlapped": host.STEP_GAP_US, "launched": host.LAUNCHED_US, "serial": host.SERIAL_US}
+)
+
+
+def silicon_benchmark(*, smoke: bool) -> list[Row]:
+    """Takes about two seconds, so the smoke size is the same."""
+    outcomes = outcomes_of(servings())
+    return [
+        *(_row(outcome) for outcome in outcomes if outcome.ours is not None),
+        *_middles(outcomes),
+        *_trends(outcomes),
+    ]
+
+
+def outcomes_of(rows: Sequence[Serving]) -> list[Outcome]:
+    """In the order of the rows; ratios are of what we say of both their rows."""
+    said: dict[str, Outcome] = {}
+    for row in rows:
+        predict = PREDICTIONS.get(row["kind"])
+        said[row["row"]] = predict(row, said) if predict else Outcome(row, None)
+    return list(said.values())
+
+
+def _decode(row: Serving, said: Mapping[str, Outcome]) -> Outcome:
+    """With prompts between the steps where they ran on the same GPUs."""
+    operators, scenario = _operators(row), _scenario(row)
+    step = simulate(operators, scenario)
+    step_us = step.step_us + (_stalled_us(row, operators, scenario) if row["prompt"] else 0.0)
+    return Outcome(row, step_us / 1e3, step.band, step.marks)
+
+
+def _stalled_us(row: Serving, operators: SiliconOperators, scenario: Scenario) -> float:
+    ended = scenario.batch * scenario.parallel.gpu_count / row.number("output")
+    prompt = row.count("prompt")
+    if row["prompts"] == "mixed":
+        return mixed_us(operators, scenario, ended_each=ended, prompt=prompt)
+    return stall_us(
+        operators, scenario.parallel, ended_each=ended, prompt=prompt, overlap=scenario.tbo
+    )
+
+
+def _prompt(row: Serving, said: Mapping[str, Outcome]) -> Outcome:
+    operators, count = _operators(row), max(1, row.count("count"))
+    groups = row.count("groups") or None
+    tokens, overlap = row.count("tokens"), row["tbo"] == "1"
+    us = prompt_us(
+        operators, row.parallel, prompt=tokens, count=count, groups=groups, overlap=overlap
+    )
+    trust = pass_trust(operators, PromptPass(parallel=row.parallel, tokens=tokens, count=count))
+    return Outcome(row, us / 1e6, trust.band, trust.marks)
+
+
+def _ratio(row: Serving, said: Mapping[str, Outcome]) -> Outcome:
+    above, below = (said[name] for name in row["over"].split("|"))
+    assert above.ours is not None, f"{above.row['row']}: a ratio needs a prediction"
+    assert below.ours is not None, f"{below.row['row']}: a ratio needs a prediction"
+    return Outcome(row, above.ours / below.ours, above.band, above.marks)
+
+
+def _rate(row: Serving, said: Mapping[str, Outcome]) -> Outcome:
+    """Tokens per second of one GPU."""
+    if row["batch"]:
+        took = _decode(row, {}) if not row["prompt"] else None
+        assert took is not None, f"{row['row']}: a rate with prompts between"
+        assert took.ours is not None, f"{row['row']}: no step"
+        return replace(took, ours=row.number("batch") * row.number("output") / took.ours * 1e3)
+    took = _prompt(row, {})
+    assert took.ours is not None, f"{row['row']}: no pass"
+    return replace(took, ours=row.number("tokens") * row.number("count") / took.ours)
+
+
+PREDICTIONS: Final[Mapping[str, Callable[[Serving, Mapping[str, Outcome]], Outcome]]] = (
+    MappingProxyType({"decode": _decode, "prompt": _prompt, "ratio": _ratio, "rate": _rate})
+)
+
+
+@lru_cache(maxsize=32)
+def _measured(gpu: str, family: str, kv: str) -> SiliconOperators:
+    return silicon_of(gpu, family=family, kv=kv or None)
+
+
+def _operators(row: Serving) -> SiliconOperators:
+    return replace(
+        _measured(row["gpu"], row["family"], row["kv"]),
+        balance=row["balance"] or None,
+        step_gap_us=GAPS[row["host"]],
+    )
+
+
+def _scenario(row: Serving) -> Scenario:
+    return Scenario(
+        batch=row.number("batch"),
+        queries_each=row.count("queries"),
+        context=row.count("context"),
+        tbo=row["tbo"] == "1",
+        parallel=row.parallel,
+    )
+
+
+def _row(outcome: Outcome) -> Row:
+    row, (below, above) = outcome.row, outcome.band
+    assert outcome.ours is not None, f"{row['row']}: no prediction"
+    config: dict[str, Any] = {
+        "use": row["use"],
+        "seen": row["seen"],
+        "band": f"{below:+.0%} {above:+.0%}",
+        **{name: row[name] for name in ("gpu", "family", "batch", "context", "source", "note")},
+        "marks": list(outcome.marks),
+    }
+    told = agreement(
+        name=row["row"],
+        unit=row["unit"],
+        ours=outcome.ours,
+        published=("measured", row.number("value")),
+        tolerance=above if row["use"] != "U" else None,
+        config={key: value for key, value in config.items() if value},
+    )
+    if row["kind"] != "rate":
+        return told
+    return _bound(told)
+
+
+def _bound(told: Row) -> Row:
+    """Met where we say that more is possible than was reached."""
+    assert told.baseline_value is not None, f"{told.name}: a bound without a measurement"
+    least = told.value / told.baseline_value
+    return Row(
+        name=f"{told.name}, bound",
+        value=told.value,
+        unit=told.unit,
+        baseline="reached",
+        baseline_value=told.baseline_value,
+        ratio=least,
+        target=1.0,
+        met=least >= 1.0,
+        config={key: value for key, value in told.config.items() if key != "error"},
+    )
+
+
+def _middles(outcomes: Sequence[Outcome]) -> list[Row]:
+    counted = [outcome for outcome in outcomes if outcome.is_counted]
+    choices: dict[str, list[Outcome]] = {
+        "middle error, all counted": counted,
+        "middle error, nothing seen": [each for each in counted if each.row["seen"] == "no"],
+        "middle error, E": [each for each in counted if each.row["use"] == "E"],
+        "middle error, decode": [each for each in counted if each.row["kind"] == "decode"],
+        "middle error, prompts": [each for each in counted if each.row["kind"] == "prompt"],
+    }
+    return [_middle(name, chosen) for name, chosen in choices.items()]
+
+
+def _middle(name: str, chosen: Sequence[Outcome]) -> Row:
+    errors = [outcome.error for outcome in chosen]
+    signed = statistics.median(errors)
+    middle = statistics.median(map(abs, errors))
+    within = sum(abs(error) <= MIDDLE for error in errors)
+    return Row(
+        name=name,
+        value=middle,
+        unit="of 1",
+        baseline="at most",
+        baseline_value=MIDDLE,
+        ratio=MIDDLE / middle,
+        target=1.0,
+        met=middle <= MIDDLE,
+        config={"rows": len(chosen), "signed": f"{signed:+.1%}", "within 8 %": within},
+    )
+
+
+def _trends(outcomes: Sequence[Outcome]) -> list[Row]:
+    decode = [each for each in outcomes if each.is_counted and each.row["kind"] == "decode"]
+    prompts = [each for each in outcomes if each.is_counted and each.row["kind"] == "prompt"]
+    return [
+        _trend("trend over batch, decode", decode, "batch"),
+        _trend("trend over context, decode", decode, "context"),
+        _trend("trend over length, prompts", prompts, "tokens"),
+        *(
+            _trend(f"trend within {name}", [each for each in rows if name in each.row["row"]], by)
+            for name, rows, by in (("D8 batch", decode, "batch"), ("at once", decode, "batch"))
+        ),
+        _trend("trend within P7", [each for each in prompts if "P7" in each.row["row"]], "tokens"),
+    ]
+
+
+def _trend(name: str, chosen: Sequence[Outcome], by: str) -> Row:
+    """What the error changes by from the least to the most, on a line through all logarithms."""
+    sizes = [math.log2(each.row.number(by)) for each in chosen]
+    slope = statistics.linear_regression(sizes, [each.error for each in chosen]).slope
+    change = slope * (max(sizes) - min(sizes))
+    return Row(
+        name=name,
+        value=change,
+        unit="of 1",
+        baseline="at most",
+        baseline_value=TREND,
+        ratio=TREND / max(abs(change), TREND / 100),
+        target=1.0,
+        met=abs(change) <= TREND,
+        config={"rows": len(chosen)},
+    )

@@ -1,0 +1,26 @@
+"""What we say of a public row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ess.sim.published.serving import Serving
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`ours` is in the unit of the row; None where no table covers it."""
+
+    row: Serving
+    ours: float | None
+    band: tuple[float, float] = (0.0, 0.0)
+    marks: tuple[str, ...] = ()
+
+    @property
+    def is_counted(self) -> bool:
+        return self.ours is not None and self.row["use"] != "U" and self.row["kind"] != "ratio"
+
+    @property
+    def error(self) -> float:
+        assert self.ours is not None, f"{self.row['row']}: no prediction, no error"
+        return self.ours / self.row.number("value") - 1

@@ -1,0 +1,293 @@
+"""One GPU of a deployment, put together from measured operators and argued costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Final
+
+from ess import cost
+from ess.cost import Hiding
+from ess.errors import BadInput
+from ess.sim.operators.families import Family, Kind
+from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.silicon import host
+from ess.sim.operators.silicon.attention import Dense, Sparse
+from ess.sim.operators.silicon.bank import Bank
+from ess.sim.operators.silicon.chip import Chip
+from ess.sim.operators.silicon.experts import Experts, Way
+from ess.sim.operators.silicon.prompts import Prompts
+from ess.sim.operators.silicon.trust import trust_of
+from ess.sim.operators.stages import Machine, Shape, Stages, Trust
+
+TABLED_COLUMNS: Final = 16_384
+HEAD_COLUMNS: Final = 65_536
+SPLIT_LAUNCHES: Final = 2
+MERGE_BYTES: Final = 4 + 4 + 2
+PARTS_MAX: Final = 0.9
+HOP_US: Final = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiliconOperators:
+    """`kv` is the form of a row on the device: fp8 or bf16. `balance` names how tokens fall on
+    experts in the tables, where that is known: uniform where a balancer has seen the traffic.
+    `step_gap_us` is what the host takes between steps: see `host`."""
+
+    bank: Bank
+    chip: Chip
+    family: Family
+    kv: str
+    balance: str | None = None
+    step_gap_us: float = host.STEP_GAP_US
+
+    @property
+    def machine(self) -> Machine:
+        return self.chip.machine
+
+    @property
+    def index_split_us(self) -> float:
+        return SPLIT_LAUNCHES * self.machine.launch_us
+
+    def stages(self, shape: Shape, kind: Kind) -> Stages:
+        attention = self._attention(shape, kind)
+        experts_us = self._mlp_us(shape) if kind.is_dense else self._experts(shape).us(shape)
+        way = self._way(shape, kind)
+        return replace(
+            attention,
+            route=self._route_us(shape, kind),
+            shared=0.0 if kind.is_dense else self._shared_us(shape),
+            experts=experts_us,
+            dispatch=way.dispatch,
+            combine=way.combine,
+            send=way.send,
+            join=way.join,
+        )
+
+    def hiding(self, stages: Stages, *, query_count: float, missing_share: float) -> Hiding:
+        return cost.hiding(
+            pre_attn_us=stages.pre_attn,
+            attend_us=stages.attend,
+            index_us=stages.index,
+            split_us=self.split_us(query_count),
+            index_split_us=self.index_split_us,
+            missing_share=missing_share,
+        )
+
+    def split_us(self, tokens: float) -> float:
+        """Two partials and a merge in place of one attention."""
+        layout = self.family.layout
+        per_token = MERGE_BYTES * layout.head_count * layout.row.latent_dim
+        return tokens * per_token / self.machine.hbm_rate
+
+    def around_us(self, whole: Shape) -> float:
+        """Embedding, head, sampling and the host; a pass of the draft layer for every further
+        query; the way between the stages of a pipeline."""
+        return (
+            self.head_us(whole, whole.query_count)
+            + self.step_gap_us
+            + (whole.queries_each - 1) * self._draft_us(whole)
+            + (whole.parallel.pp - 1) * self._hop_us(whole.query_count + whole.prompt_tokens)
+        )
+
+    def head_us(self, shape: Shape, tokens: float) -> float:
+        """The vocabulary, shared by the GPUs of a group, and a draw from it."""
+        if not tokens:
+            return 0.0
+        family = self.family
+        share = family.vocabulary / shape.parallel.attention_tp
+        product = self.bank.products["bf16", HEAD_COLUMNS, family.layout.hidden_dim]
+        flop = 2 * share * family.layout.hidden_dim * tokens
+        projected_us = self.chip.us(share / HEAD_COLUMNS * product.at(tokens), bf16_flop=flop)
+        return projected_us + tokens * share * host.SAMPLED_BYTES / self.machine.hbm_rate
+
+    def trust(self, shape: Shape) -> Trust:
+        return trust_of(self.chip, self.family, shape)
+
+    def _draft_us(self, whole: Shape) -> float:
+        """A layer and the head, after the pass before."""
+        stages = self.stages(replace(whole, queries_each=1, prompt_tokens=0), self._draft_kind)
+        hidden_us = min(stages.dispatch, stages.shared)
+        exchange_us = stages.dispatch + stages.combine - hidden_us
+        head_us = self.head_us(whole, whole.request_count)
+        return stages.compute_us + exchange_us + head_us + host.pass_gap_us(self.step_gap_us)
+
+    @property
+    def _draft_kind(self) -> Kind:
+        return Kind(is_dense=False, has_indexer=self.family.is_sparse)
+
+    def _hop_us(self, tokens: float) -> float:
+        moved = tokens * self.family.layout.hidden_dim * host.STATE_BYTES
+        return HOP_US + moved / 50e3
+
+    @cached_property
+    def _parts(self) -> Parts:
+        return Parts(self)
+
+    def _experts(self, shape: Shape) -> Experts:
+        return self._parts.experts(shape.parallel)
+
+    def _way(self, shape: Shape, kind: Kind) -> Way:
+        if not kind.is_dense:
+            return self._experts(shape).way(shape)
+        group = shape.parallel.attention_tp
+        reduced_us = self._experts(shape).reduced_us(shape.sending_tokens * group, group)
+        return Way(0.0, 0.0, 0.0, reduced_us)
+
+    def _route_us(self, shape: Shape, kind: Kind) -> float:
+        """Norms and the sum of what joins, for a group's tokens; the gate; adding up heads."""
+        machine, hidden = self.machine, self.family.layout.hidden_dim
+        tokens = shape.sending_tokens * shape.parallel.attention_tp
+        states = host.NORM_STATES + (0 if kind.is_dense else host.SUM_STATES)
+        moved_us = states * tokens * hidden * host.STATE_BYTES / machine.hbm_rate
+        joined_us = self._experts(shape).reduced_us(tokens, shape.parallel.attention_tp)
+        if kind.is_dense:
+            return 2 * machine.launch_us + moved_us + joined_us
+        launches = 2 + 1 + host.CHOICE_LAUNCHES
+        gate_us = self.bank.products["bf16", self.family.expert_count, hidden].at(tokens)
+        return launches * machine.launch_us + moved_us + gate_us + joined_us
+
+    def _shared_us(self, shape: Shape) -> float:
+        """Both products of a gated MLP, and the gate between them."""
+        hidden, width = self.family.layout.hidden_dim, self.family.expert_dim
+        tokens, products = shape.sending_tokens, self.bank.products
+        up_us = products["fp8", 2 * width, hidden].at(tokens)
+        down_us = products["fp8", hidden, width].at(tokens)
+        between_us = self.machine.launch_us + tokens * width * 6 / self.machine.hbm_rate
+        alone_us = self.chip.us(up_us + down_us, fp8_flop=6 * hidden * width * tokens)
+        return self._experts(shape).shared_us(shape, alone_us + between_us)
+
+    def _mlp_us(self, shape: Shape) -> float:
+        """The wide MLP of the first layers, in parts over a group, from products as wide."""
+        hidden, width = self.family.layout.hidden_dim, self.family.dense_dim
+        share = width / TABLED_COLUMNS / shape.parallel.attention_tp
+        tokens = shape.sending_tokens * shape.parallel.attention_tp
+        up_us = 2 * self.bank.products["fp8", TABLED_COLUMNS, hidden].at(tokens)
+        down_us = self.bank.products["fp8", hidden, TABLED_COLUMNS].at(tokens)
+        flop = 2 * 3 * hidden * width * tokens / shape.parallel.attention_tp
+        return self.chip.us(share * (up_us + down_us), fp8_flop=flop)
+
+    def _attention(self, shape: Shape, kind: Kind) -> Stages:
+        """The module in the parts that a fetch may hide behind; they add up to it."""
+        heads = self._heads(shape.parallel)
+        prompt_us = self._parts.prompts(heads).us(shape, kind) if shape.prompt_tokens else 0.0
+        if not shape.request_count:
+            return _attention_of(prompt_us, 0.0, 0.0, 0.0, 0.0)
+        busy = max(1.0, shape.request_count)
+        tokens = busy * shape.queries_each
+        scan_us = 0.0
+        if not self.family.is_sparse:
+            module_us = self._parts.dense(heads).us(
+                requests=busy, queries_each=shape.queries_each, context=shape.context
+            )
+        else:
+            module_us, scan_us = self._selecting_us(shape, kind, busy, heads)
+        module_us = self._scaled_us(module_us, tokens, shape, heads)
+        parts = self._named_parts(tokens, shape, heads)
+        shrunk = min(1.0, PARTS_MAX * module_us / sum(parts))
+        pre, attend, output = (shrunk * part for part in parts)
+        rest_us = module_us - pre - attend - output
+        return _attention_of(rest_us + prompt_us, self._scan_scaled(scan_us), pre, attend, output)
+
+    def _selecting_us(
+        self, shape: Shape, kind: Kind, busy: float, heads: int
+    ) -> tuple[float, float]:
+        """The module at a context of no more than what is selected, and the scan of all keys."""
+        sparse = self._parts.sparse(heads, shares=not kind.has_indexer)
+        top_k = self.family.layout.top_k
+        tokens = busy * shape.queries_each
+        module_us = sparse.us(tokens=tokens, context=min(shape.context, top_k))
+        if not kind.has_indexer:
+            return module_us, 0.0
+        return module_us, sparse.scan_us(
+            requests=busy, queries_each=shape.queries_each, context=shape.context, top_k=top_k
+        )
+
+    def _named_parts(self, tokens: float, shape: Shape, heads: int) -> tuple[float, float, float]:
+        """What q's second projection, attention and the output take at nominal rates."""
+        layout, machine = self.family.layout, self.machine
+        row = layout.row.latent_dim + layout.row.rope_dim
+        attended = min(shape.context, layout.top_k) if self.family.is_sparse else shape.context
+        attend_us = tokens * 2 * heads * attended * (row + layout.row.latent_dim)
+        query = layout.query_rank * heads * (layout.nope_dim + layout.row.rope_dim)
+        absorbed = heads * layout.row.latent_dim
+        pre_us = self._rated_us(tokens, query + absorbed * layout.nope_dim)
+        output = absorbed * layout.value_dim + heads * layout.value_dim * layout.hidden_dim
+        return pre_us, attend_us / machine.sparse_rate, self._rated_us(tokens, output)
+
+    def _rated_us(self, tokens: float, weights: float) -> float:
+        machine = self.machine
+        return machine.launch_us + max(
+            weights / machine.hbm_rate, 2 * weights * tokens / (0.6 * machine.fp8_rate)
+        )
+
+    def _scaled_us(self, us: float, tokens: float, shape: Shape, heads: int) -> float:
+        if not self.chip.is_scaled:
+            return us
+        layout = self.family.layout
+        row = layout.row.latent_dim + layout.row.rope_dim
+        attended = min(shape.context, layout.top_k) if self.family.is_sparse else shape.context
+        scored = 2 * tokens * heads * attended * (row + layout.row.latent_dim)
+        query = layout.query_rank * (layout.hidden_dim + heads * (layout.nope_dim + 64))
+        out = heads * layout.value_dim * layout.hidden_dim
+        return self.chip.us(us, fp8_flop=2 * tokens * (query + out), bf16_flop=scored)
+
+    def _scan_scaled(self, us: float) -> float:
+        return us * self.chip.by_memory
+
+    def _heads(self, parallel: Parallel) -> int:
+        count, parts = self.family.layout.head_count, parallel.attention_tp
+        if count % parts:
+            raise BadInput(f"{count} heads cannot be divided over attention TP {parts}")
+        return count // parts
+
+
+def _attention_of(
+    project: float, index: float, pre_attn: float, attend: float, output: float
+) -> Stages:
+    return Stages(
+        project=project,
+        index=index,
+        pre_attn=pre_attn,
+        attend=attend,
+        output=output,
+        shared=0.0,
+        experts=0.0,
+        dispatch=0.0,
+        combine=0.0,
+    )
+
+
+class Parts:
+    """Operators by heads and sizes, made once: their tables are carried on when first asked."""
+
+    def __init__(self, whole: SiliconOperators) -> None:
+        self._whole = whole
+        self.experts = lru_cache(self._experts)
+        self.prompts = lru_cache(self._prompts)
+        self.dense = lru_cache(self._dense)
+        self.sparse = lru_cache(self._sparse)
+
+    def _experts(self, parallel: Parallel) -> Experts:
+        whole = self._whole
+        return Experts(
+            bank=whole.bank,
+            chip=whole.chip,
+            family=whole.family,
+            parallel=parallel,
+            balance=whole.balance,
+        )
+
+    def _prompts(self, heads: int) -> Prompts:
+        whole = self._whole
+        return Prompts(
+            bank=whole.bank, chip=whole.chip, family=whole.family, heads=heads, kv=whole.kv
+        )
+
+    def _dense(self, heads: int) -> Dense:
+        return Dense(bank=self._whole.bank, heads=heads)
+
+    def _sparse(self, heads: int, *, shares: bool) -> Sparse:
+        whole = self._whole
+        model = whole.family.table(shares=shares)
+        return Sparse(bank=whole.bank, model=model, heads=heads, kv=whole.kv)

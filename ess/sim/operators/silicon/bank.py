@@ -1,0 +1,164 @@
+"""Measured tables of one GPU, each read when it is first asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from ess.sim.operators.derive import Entries, derived
+from ess.sim.operators.silicon.selection import SELECTION
+from ess.sim.operators.tables import FOLDER, Curve, Surface, curve_of, entries_of
+
+
+class Exchange(NamedTuple):
+    """Dispatch and combine over tokens of one GPU."""
+
+    dispatch: Curve
+    combine: Curve
+
+
+Keyed = Mapping[tuple[float | str, ...], Curve]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bank:
+    """`read` gives the entries of a table by name. Keys are columns in the order of the files."""
+
+    source: str
+    read: Callable[[str], Entries]
+
+    @cached_property
+    def sparse_decode(self) -> Mapping[tuple[float | str, ...], Surface]:
+        """By model, heads and form of a row: over queries and context."""
+        return _surfaces(self.read("sparse_decode"), keys=3)
+
+    @cached_property
+    def index_growth(self) -> Mapping[tuple[float | str, ...], Surface]:
+        """By model: over queries and context."""
+        return _surfaces(self.read("index_growth"), keys=1)
+
+    @cached_property
+    def dense_decode(self) -> Mapping[tuple[float | str, ...], Surface]:
+        """By heads: over queries and context."""
+        return _surfaces(self.read("dense_decode"), keys=1)
+
+    @cached_property
+    def dense_kernel(self) -> Mapping[tuple[float | str, ...], Surface]:
+        return _surfaces(self.read("dense_kernel"), keys=1)
+
+    @cached_property
+    def sparse_prompt(self) -> Mapping[tuple[float | str, ...], Surface]:
+        """By model, heads, form of a row and prompts at once: over tokens of each and prefix."""
+        return _surfaces(self.read("sparse_prompt"), keys=4)
+
+    @cached_property
+    def dense_prompt(self) -> Mapping[tuple[float | str, ...], Surface]:
+        """By heads: over tokens of each prompt and prompts at once."""
+        return _surfaces(self.read("dense_prompt"), keys=1)
+
+    @cached_property
+    def wide_experts(self) -> Keyed:
+        """By ranks and balance: over tokens of all ranks."""
+        return _curves(self.read("wide_experts"), keys=2)
+
+    @cached_property
+    def wide_experts_prompt(self) -> Keyed:
+        return _curves(self.read("wide_experts_prompt"), keys=2)
+
+    @cached_property
+    def fused_experts(self) -> Keyed:
+        """By width, EP and TP: over tokens of all ranks."""
+        return _curves(self.read("fused_experts"), keys=3)
+
+    @cached_property
+    def exchange(self) -> Mapping[float, Exchange]:
+        """By nodes; within a node at the width of DeepSeek."""
+        near = [entry[1:] for entry in self.read("exchange_near") if entry[0] == 7168]
+        return {1: _exchange(near)} | _exchanges(self.read("exchange_far"))
+
+    @cached_property
+    def bulk(self) -> Mapping[float, Exchange]:
+        """The exchange of prompts, by nodes."""
+        return {1: _exchange(self.read("bulk_near"))} | _exchanges(self.read("bulk_far"))
+
+    @cached_property
+    def reduce(self) -> Keyed:
+        """By GPUs: over bytes."""
+        return _curves(self.read("reduce"), keys=1)
+
+    @cached_property
+    def gather(self) -> Keyed:
+        """By verb and GPUs: over bytes."""
+        return _curves(self.read("gather"), keys=2)
+
+    @cached_property
+    def products(self) -> Keyed:
+        """By form, columns and depth: over tokens."""
+        return _curves(self.read("products"), keys=3)
+
+
+def shipped_bank(gpu: str) -> Bank:
+    columns = {derivation.name: derivation.columns for derivation in SELECTION}
+    far = FOLDER / ("h200" if gpu == "b200" else gpu)
+
+    def read(name: str) -> Entries:
+        path = FOLDER / gpu / f"{name}.csv"
+        return entries_of(path if path.is_file() else far / path.name, columns[name])
+
+    return Bank(source=f"shipped {gpu} subset", read=read)
+
+
+def package_bank(package: Path, *, gpu: str, system: str) -> Bank:
+    """Tables that the package has not are the shipped ones."""
+    chosen = {derivation.name: derivation for derivation in SELECTION}
+    shipped = shipped_bank(gpu)
+
+    def read(name: str) -> Entries:
+        found = derived(package, [chosen[name]], system=system)
+        return found[name] if found else shipped.read(name)
+
+    return Bank(source=str(package), read=read)
+
+
+def _curves(entries: Entries, *, keys: int) -> Keyed:
+    """Curves over the column before the last, which is the time."""
+    ordered = sorted(entries, key=lambda entry: entry[:keys])
+    return {
+        key: curve_of([(_number(size), _number(us)) for *_, size, us in group])
+        for key, group in itertools.groupby(ordered, key=lambda entry: entry[:keys])
+    }
+
+
+def _surfaces(entries: Entries, *, keys: int) -> Mapping[tuple[float | str, ...], Surface]:
+    """Surfaces over the second but last column first, then over the one before it."""
+    found: dict[tuple[float | str, ...], list[tuple[float, Curve]]] = {}
+    for key, curve in _curves(entries, keys=keys + 1).items():
+        found.setdefault(key[:keys], []).append((_number(key[keys]), curve))
+    return {
+        key: Surface(tuple(size for size, _ in curves), tuple(curve for _, curve in curves))
+        for key, curves in found.items()
+    }
+
+
+def _exchange(entries: Sequence[tuple[float | str, ...]]) -> Exchange:
+    rows = [tuple(map(_number, entry)) for entry in entries]
+    return Exchange(
+        curve_of([(tokens, dispatch) for tokens, dispatch, _ in rows]),
+        curve_of([(tokens, combine) for tokens, _, combine in rows]),
+    )
+
+
+def _exchanges(entries: Entries) -> dict[float, Exchange]:
+    counts = sorted({_number(entry[0]) for entry in entries})
+    return {
+        count: _exchange([entry[1:] for entry in entries if entry[0] == count]) for count in counts
+    }
+
+
+def _number(value: float | str) -> float:
+    assert not isinstance(value, str), f"{value!r} stands where a number is expected"
+    return value

@@ -1,0 +1,123 @@
+"""GPUs that were measured, and GPUs that are another one at stated ratios.
+
+H800 and H20 are not in the package. An H800 is an H100 whose NVLink carries 400 GB/s in place of
+900: kernels are an H100's, what crosses NVLink takes longer by what DeepEP prints for an H800 over
+what the package measured on an H100. An H20 has the memory of an H200's kind at 4.0 TB/s (4.8) and
+148 TFLOPS of bf16 (989): an operator takes what it takes on the H200 by memory, and no less than
+its operations at nine tenths of the H20's peak: products of an H200 reach 77 % in the tables, held
+back by power and memory, and an H20 has as much of both for a seventh of the operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from ess import cost
+from ess.errors import BadInput
+from ess.sim.operators.stages import Machine
+
+PEAK_SHARE: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """`base` is the GPU whose tables are read. `by_memory` multiplies a measured time, unless
+    operations at `bf16_rate` or `fp8_rate` take longer; `by_node` and `by_link` multiply exchanges
+    within a node and between nodes."""
+
+    base: str
+    system: str
+    machine: Machine
+    bf16_rate: float
+    by_memory: float = 1.0
+    by_node: float = 1.0
+    by_link: float = 1.0
+    marks: tuple[str, ...] = ()
+    slack: float = 0.0
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.by_memory != 1.0
+
+    def us(self, measured_us: float, *, fp8_flop: float = 0.0, bf16_flop: float = 0.0) -> float:
+        """What the operator takes here, given the base's time and what it computes."""
+        if not self.is_scaled:
+            return measured_us
+        flop_us = fp8_flop / self.machine.fp8_rate + bf16_flop / self.bf16_rate
+        return max(measured_us * self.by_memory, flop_us / PEAK_SHARE)
+
+
+HOPPER: Final = 989e6
+HOPPER_LAUNCH_US: Final = 2.4
+"""The least that any product in the tables takes inside a graph."""
+
+CHIPS: Final[Mapping[str, Chip]] = MappingProxyType(
+    {
+        "h100": Chip(
+            base="h100",
+            system="h100_sxm",
+            machine=Machine(
+                memory_bytes=85_899_345_920, hbm_rate=0.8 * 3.35e6, launch_us=HOPPER_LAUNCH_US
+            ),
+            bf16_rate=HOPPER,
+        ),
+        "h200": Chip(
+            base="h200",
+            system="h200_sxm",
+            machine=Machine(launch_us=HOPPER_LAUNCH_US),
+            bf16_rate=HOPPER,
+        ),
+        "b200": Chip(
+            base="b200",
+            system="b200_sxm",
+            machine=Machine(
+                memory_bytes=193_273_528_320,
+                hbm_rate=0.8 * 8.0e6,
+                fp8_rate=4500e6,
+                sparse_rate=410e6 * 2250 / 989,
+                launch_us=HOPPER_LAUNCH_US,
+                link_rate=cost.bytes_per_us(37.0),
+            ),
+            bf16_rate=2250e6,
+            marks=("rate of the sparse kernel and of the host link: an H200's, by peak",),
+            slack=0.05,
+        ),
+        "h800": Chip(
+            base="h100",
+            system="h100_sxm",
+            machine=Machine(
+                memory_bytes=85_899_345_920, hbm_rate=0.8 * 3.35e6, launch_us=HOPPER_LAUNCH_US
+            ),
+            bf16_rate=HOPPER,
+            by_node=1.75,
+            by_link=1.08,
+            marks=("H800: kernels of an H100, exchanges by what DeepEP prints for an H800",),
+            slack=0.05,
+        ),
+        "h20": Chip(
+            base="h200",
+            system="h200_sxm",
+            machine=Machine(
+                memory_bytes=103_079_215_104,
+                hbm_rate=0.8 * 4.0e6,
+                fp8_rate=296e6,
+                sparse_rate=PEAK_SHARE * 148e6,
+                launch_us=HOPPER_LAUNCH_US,
+            ),
+            bf16_rate=148e6,
+            by_memory=1.2,
+            marks=("H20: kernels of an H200 by memory rate, or operations at 9/10 of its peak",),
+            slack=0.15,
+        ),
+    }
+)
+
+
+def chip_of(gpu: str) -> Chip:
+    chip = CHIPS.get(gpu)
+    if chip is None:
+        raise BadInput(f"no operator tables for {gpu!r}; there are {', '.join(CHIPS)}")
+    return chip

@@ -1,0 +1,173 @@
+"""Routed experts of one layer on one GPU, and what carries tokens to them and back.
+
+    EP, DP attention    every GPU sends its own tokens to the experts they chose (DeepEP) and runs
+                        its experts whole
+    TP or TP attention  all tokens are on every GPU, or are gathered there; each GPU runs its part
+                        of every expert, or its own experts, and the parts are added up
+
+Experts beyond a node are spread with redundant copies, as every published wide deployment does, so
+loads are nearly even (the power law 0.6 of the tables); within a node they are not (1.01).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ess.errors import BadInput
+from ess.sim.operators.families import Family
+from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.silicon.bank import Bank, Exchange
+from ess.sim.operators.silicon.chip import Chip
+from ess.sim.operators.stages import Shape
+from ess.sim.operators.tables import Curve
+
+NODE_GPUS: Final = 8
+MEASURED_HIDDEN: Final = 7168
+BULK_TOKENS: Final = 1024
+
+SPREAD: Final = "power_law_0.6"
+UNEVEN: Final = "power_law_1.01"
+STATE_BYTES: Final = 2
+HOP_US: Final = 10.0
+NIC_RATE: Final = 50e3
+"""Nominal: between GPUs of two nodes, and 400 Gbit/s for each of them."""
+
+
+class Way(NamedTuple):
+    """Microseconds there and back: on the wire, and while kernels of the exchange hold the GPU."""
+
+    dispatch: float
+    combine: float
+    send: float
+    join: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    bank: Bank
+    chip: Chip
+    family: Family
+    parallel: Parallel
+    balance: str | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        return self.parallel.expert_tp == 1 and self.parallel.attention_dp > 1
+
+    def us(self, shape: Shape) -> float:
+        """Tokens of all groups share all experts of the stage."""
+        tokens = shape.stage_tokens
+        if self.is_sent:
+            us = self._wide_us(tokens, is_bulk=_is_bulk(shape))
+        else:
+            us = self._fused_us(tokens)
+        chosen = self.family.experts_each * tokens / self.parallel.stage_gpus
+        weights = 3 * self.family.layout.hidden_dim * self.family.expert_dim
+        return self.chip.us(us, fp8_flop=2 * weights * chosen)
+
+    def shared_us(self, shape: Shape, alone_us: float) -> float:
+        """The shared expert. Beside experts in parts it is one more of those that a batch touches,
+        in the same kernel; beside whole ones it is a kernel of its own."""
+        if self.is_sent:
+            return alone_us
+        touched = min(self.family.expert_count, self.family.experts_each * shape.stage_tokens)
+        return self.us(shape) / max(1.0, touched)
+
+    def way(self, shape: Shape) -> Way:
+        if self.is_sent:
+            return self._sent(shape)
+        if self.parallel.attention_dp == 1:
+            return Way(0.0, 0.0, 0.0, self.reduced_us(shape.stage_tokens, self.parallel.stage_gpus))
+        return self._gathered(shape.stage_tokens)
+
+    def reduced_us(self, tokens: float, gpus: int) -> float:
+        """States of all tokens added up over GPUs of one node, and beyond it over the network."""
+        if gpus == 1:
+            return 0.0
+        moved = tokens * self.family.layout.hidden_dim * STATE_BYTES
+        near = min(gpus, NODE_GPUS)
+        us = self.chip.by_node * self.bank.reduce[(float(_power_above(near)),)].at(moved)
+        return us + self._beyond_us(gpus, moved)
+
+    def _beyond_us(self, gpus: int, moved: float) -> float:
+        """Every node's sum to every other, each GPU of a node an eighth of it."""
+        nodes = math.ceil(gpus / NODE_GPUS)
+        if nodes == 1:
+            return 0.0
+        return HOP_US * math.log2(nodes) + 2 * moved / NODE_GPUS * (nodes - 1) / nodes / NIC_RATE
+
+    def _gathered(self, tokens: float) -> Way:
+        gpus = self.parallel.stage_gpus
+        moved = tokens * self.family.layout.hidden_dim * STATE_BYTES
+        near = float(_power_above(min(gpus, NODE_GPUS)))
+        there, back = (
+            self.chip.by_node * self.bank.gather[verb, near].at(moved)
+            for verb in ("all_gather", "reduce_scatter")
+        )
+        beyond_us = self._beyond_us(gpus, moved)
+        return Way(beyond_us, beyond_us, there, back)
+
+    def _sent(self, shape: Shape) -> Way:
+        """Within a node there is no wire to wait for: all of the exchange is its kernels at work.
+        They work as long for other nodes; what those take longer is waiting."""
+        tokens = shape.sending_tokens
+        tables = self.bank.bulk if _is_bulk(shape) else self.bank.exchange
+        nodes = math.ceil(self.parallel.stage_gpus / NODE_GPUS)
+        wide = self.family.layout.hidden_dim / MEASURED_HIDDEN
+        send, join = (wide * curve.at(tokens) for curve in tables[1])
+        if nodes == 1:
+            return Way(0.0, 0.0, self.chip.by_node * send, self.chip.by_node * join)
+        there, back = (
+            self.chip.by_link * wide * curve.at(tokens) for curve in _nearest(tables, nodes)
+        )
+        return Way(max(0.0, there - send), max(0.0, back - join), send, join)
+
+    def _wide_us(self, tokens: float, *, is_bulk: bool) -> float:
+        """Linear in the experts of a GPU between the counts of GPUs that were measured."""
+        table = self.bank.wide_experts_prompt if is_bulk else self.bank.wide_experts
+        each, count = tokens / self.parallel.expert_ep, self.family.expert_count
+        by_experts = sorted(
+            (count / ranks, curve.at(each * ranks))
+            for (ranks, balance), curve in table.items()
+            if balance == self.loads and not isinstance(ranks, str)
+        )
+        us = Curve(*zip(*by_experts, strict=True)).at(math.ceil(count / self.parallel.expert_ep))
+        return us * self.family.layout.hidden_dim / MEASURED_HIDDEN
+
+    @property
+    def loads(self) -> str:
+        """How tokens fall on the GPUs that have experts whole."""
+        return self.balance or (UNEVEN if self.parallel.stage_gpus <= NODE_GPUS else SPREAD)
+
+    def _fused_us(self, tokens: float) -> float:
+        parallel, model = self.parallel, _width(self.family)
+        key = (model, float(parallel.expert_ep), float(parallel.expert_tp))
+        curve = self.bank.fused_experts.get(key)
+        if curve is None:
+            known = sorted({key[1:3] for key in self.bank.fused_experts if key[0] == model})
+            raise BadInput(
+                f"experts EP{parallel.expert_ep} TP{parallel.expert_tp} were not measured; "
+                f"there are (EP, TP) {known}"
+            )
+        return curve.at(tokens)
+
+
+def _width(family: Family) -> str:
+    return "deepseek" if family.layout.hidden_dim == MEASURED_HIDDEN else "glm"
+
+
+def _is_bulk(shape: Shape) -> bool:
+    """With prompts, or more tokens than the exchange of decode takes at once."""
+    return bool(shape.prompt_tokens) or shape.sending_tokens > BULK_TOKENS
+
+
+def _nearest(tables: Mapping[float, Exchange], nodes: int) -> Exchange:
+    """Measured on 1, 2, 4 and 8 nodes: the next larger; more behave like 8."""
+    return tables[min((count for count in tables if count >= nodes), default=max(tables))]
+
+
+def _power_above(count: int) -> int:
+    return 1 << (count - 1).bit_length()

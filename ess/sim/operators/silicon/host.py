@@ -1,0 +1,39 @@
+"""Costs around the measured operators, each argued by itself and none fitted to a serving.
+
+Inside a layer, between attention and experts, run kernels that no table holds. Inside a graph each
+takes at least `Machine.launch_us`, and beyond that the bytes it moves:
+
+    two norms with the residual    read two states, write two
+    the gate                       a measured product of 256 columns
+    the choice of experts          one kernel over 256 scores of a token: a launch and a half
+    the sum of routed and shared   read two states, write one
+
+Between two steps the GPU waits for the host, however well the next step was prepared: tokens are
+sampled, the batch's tables are written, ranks agree on what they run next, and a graph of some two
+thousand kernels is launched. RTP-LLM measured 1.5 ms between its steps on H800 (without graphs, and
+2 ms more of launches inside). We take that millisecond and a half for all frameworks that prepare
+the next step while the present one runs. One that does not waits longer: SGLang's own figures with
+and without its overlapped scheduler, all else equal, are 6.1 ms of a step apart.
+
+Drafting launches a graph for every pass. Each waits for the pass before and not for the scheduler:
+a third of the gap. Where the host does not run ahead, a pass waits for the host as a step does.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+STEP_GAP_US: Final = 1500.0
+LAUNCHED_US: Final = STEP_GAP_US + 2000.0
+SERIAL_US: Final = STEP_GAP_US + 6100.0
+CHOICE_LAUNCHES: Final = 1.5
+NORM_STATES: Final = 8
+SUM_STATES: Final = 3
+STATE_BYTES: Final = 2
+SAMPLED_BYTES: Final = 4 * 4
+"""Of a score of the vocabulary: written, read and written as float32 once more, read for the sum
+and for the draw."""
+
+
+def pass_gap_us(step_gap_us: float) -> float:
+    return STEP_GAP_US if step_gap_us >= SERIAL_US else STEP_GAP_US / 3

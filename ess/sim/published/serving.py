@@ -1,0 +1,54 @@
+"""Public measurements of real servings, as conditions that can be simulated.
+
+`measured.csv` holds every row that was found, also those that no table of ours covers (`none`, with
+the reason). `use` says how complete the conditions are: E nearly, P with one or two guesses, U for
+a bound only. `seen` says whether any of it went into a constant: a host gap, a host time, or no.
+
+    decode    milliseconds of a step: requests per GPU x tokens a step over tokens per second
+    prompt    seconds of a pass over prompts, or until a first token
+    ratio     of the two rows in `over`
+    rate      tokens per second of a GPU that were reached: a bound, more must be possible
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ess.sim.operators.parallel import Parallel
+
+FILE: Final = Path(__file__).resolve().parent / "measured.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """One row; a number that a kind of row does not have is 0."""
+
+    texts: Mapping[str, str]
+
+    def __getitem__(self, column: str) -> str:
+        return self.texts[column]
+
+    def number(self, column: str) -> float:
+        return float(self.texts[column] or 0)
+
+    def count(self, column: str) -> int:
+        return int(self.number(column))
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(
+            attention_tp=self.count("attention_tp"),
+            attention_dp=self.count("attention_dp"),
+            expert_ep=self.count("expert_ep"),
+            expert_tp=self.count("expert_tp"),
+            pp=self.count("pp"),
+        )
+
+
+def servings() -> tuple[Serving, ...]:
+    with FILE.open(newline="") as lines:
+        return tuple(Serving(texts) for texts in csv.DictReader(lines))

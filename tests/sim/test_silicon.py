@@ -1,0 +1,136 @@
+"""Measured operators put together: where they were measured, beyond it, and what they refuse."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ess.errors import BadInput
+from ess.sim.decode_step import Scenario, simulate
+from ess.sim.operators.families import FAMILIES, Kind
+from ess.sim.operators.gpus import operators_of
+from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.silicon.attention import Dense, Sparse
+from ess.sim.operators.silicon.bank import shipped_bank
+from ess.sim.operators.silicon.chip import CHIPS
+from ess.sim.operators.stages import Shape
+from ess.sim.prefill.prompt_pass import PromptPass, pass_us
+
+NODE = Parallel.wide(8)
+HEADS = Parallel(attention_tp=8, expert_tp=8)
+EXPERT = Kind(is_dense=False, has_indexer=True)
+
+
+def step_us(gpu: str = "h200", family: str = "deepseek-v3.2", **asked: object) -> float:
+    sizes = {"batch": 16, "queries_each": 1, "context": 8192, "parallel": NODE, "tbo": False}
+    return simulate(operators_of(gpu, family=family), Scenario(**{**sizes, **asked})).step_us
+
+
+def test_a_measured_module_is_the_sum_of_its_parts():
+    found = operators_of("h200").stages(
+        Shape(request_count=16, queries_each=1, context=2048, parallel=NODE), EXPERT
+    )
+    parts = found.project + found.pre_attn + found.attend + found.output
+    assert found.index == 0
+    assert parts == pytest.approx(170.0)
+
+
+def test_modules_go_on_where_they_were_measured_and_beyond():
+    bank = shipped_bank("h200")
+    dense = Dense(bank=bank, heads=128)
+    assert dense.us(requests=8, queries_each=1, context=16_384) == pytest.approx(161.5)
+    sparse = Sparse(bank=bank, model="deepseek-v3.2", heads=128, kv="fp8")
+    assert sparse.us(tokens=128, context=2048) == pytest.approx(357.7)
+    for module in (
+        lambda count, context: dense.us(requests=count, queries_each=1, context=context),
+        lambda count, context: sparse.us(tokens=count, context=context),
+    ):
+        for count in (1, 3, 16, 100, 256):
+            times = [module(count, context) for context in (1024, 8192, 30_000, 131_072)]
+            assert times == sorted(times)
+        for context in (4096, 65_536):
+            times = [module(count, context) for count in (1, 4, 16, 64, 256)]
+            assert times == sorted(times)
+
+
+def test_layers_that_share_a_selection_scan_no_keys():
+    operators = operators_of("h200", family="glm-5.2")
+    kinds = operators.family.kinds
+    assert sum(kind.has_indexer for kind in kinds) == 21
+    shape = Shape(request_count=8, queries_each=1, context=131_072, parallel=NODE)
+    scans = [operators.stages(shape, kind).index for kind in kinds]
+    assert [scan > 0 for scan in scans] == [kind.has_indexer for kind in kinds]
+
+
+@pytest.mark.parametrize("gpu", CHIPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_on_every_gpu_and_more_work_takes_longer(gpu: str, family: str):
+    for parallel in (NODE, HEADS, Parallel(attention_dp=8, expert_tp=8), Parallel.wide(32)):
+        times = [step_us(gpu, family, parallel=parallel, batch=n) for n in (0.25, 4, 32, 128)]
+        assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(times))
+        assert times[-1] > times[0]
+
+
+def test_what_is_no_table_is_marked_and_widens_the_band():
+    told = simulate(
+        operators_of("h200"), Scenario(batch=4, queries_each=1, context=8192, tbo=False)
+    )
+    assert told.marks == ()
+    assert told.band == (-0.12, 0.12)
+    far = Scenario(batch=64, queries_each=1, context=1_000_000, parallel=Parallel.wide(144))
+    marked = simulate(operators_of("h800"), far)
+    text = " ".join(marked.marks)
+    assert [word for word in ("H100", "vLLM", "18 nodes", "131,072") if word not in text] == []
+    assert marked.band[1] > told.band[1]
+
+
+def test_two_queries_cost_less_than_two_requests():
+    """A dense kernel and an indexer read a row once for both."""
+    dense = [
+        step_us(family="deepseek-v3", context=32_768, parallel=HEADS, **asked)
+        for asked in ({"batch": 4, "queries_each": 2}, {"batch": 8, "queries_each": 1})
+    ]
+    drafts_us = operators_of("h200", family="deepseek-v3").around_us(
+        Scenario(batch=4, queries_each=2, context=32_768, parallel=HEADS).whole
+    )
+    assert dense[0] - drafts_us < dense[1]
+
+
+def test_prompts_in_the_same_step_make_it_longer():
+    alone = step_us()
+    chunked = [step_us(prompt_chunk=count, prompt_prefix=4096) for count in (256, 4096)]
+    assert alone < chunked[0] < chunked[1]
+
+
+def test_stages_of_a_pipeline_share_requests_and_pay_for_hops():
+    whole = step_us(batch=4, parallel=NODE)
+    halves = step_us(batch=2, parallel=Parallel(attention_dp=8, expert_ep=8, pp=2))
+    assert halves < whole + 1000
+
+
+def test_a_pass_over_prompts_grows_with_what_is_behind_and_overlap_helps():
+    operators = operators_of("h100", family="deepseek-v3")
+    wide = Parallel.wide(32)
+    sizes = {"parallel": wide, "tokens": 4096, "count": 4}
+    first = pass_us(operators, PromptPass(**sizes))
+    assert pass_us(operators, PromptPass(**sizes, prefix=32_768)) > 1.2 * first
+    assert pass_us(operators, PromptPass(**sizes, overlap=True)) < 0.8 * first
+    assert pass_us(operators, PromptPass(**sizes, groups=1)) < first
+
+
+def test_what_was_not_measured_is_refused_with_what_was():
+    with pytest.raises(BadInput, match="'a100'; there are h100, h200, b200, h800, h20"):
+        operators_of("a100")
+    with pytest.raises(BadInput, match=r"'llama'; there are deepseek-v3\.2, deepseek-v3"):
+        operators_of("h200", family="llama")
+    with pytest.raises(BadInput, match="EP1 TP3 were not measured"):
+        step_us(parallel=Parallel(attention_dp=3, expert_tp=3), family="glm-5")
+    with pytest.raises(BadInput, match="128 heads cannot be divided over attention TP 3"):
+        step_us(parallel=Parallel(attention_tp=3, expert_tp=3))
+    with pytest.raises(BadInput, match="nothing to offload"):
+        step_us(family="deepseek-v3", misses=(1.0,) * 61)
+    with pytest.raises(BadInput, match="0 prompts of 5 tokens"):
+        PromptPass(parallel=NODE, tokens=5, count=0)
+    with pytest.raises(BadInput, match="9 attention groups, there are 8"):
+        PromptPass(parallel=NODE, tokens=5, groups=9)
