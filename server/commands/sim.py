@@ -15,15 +15,17 @@ from rich.table import Table
 from ess import console
 from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput
-from ess.server.commands.plan import parse_duration, planner_of
+from ess.server.commands import simpage
+from ess.server.commands.plan import NodeFlags, parse_duration, planner_of
 from ess.sim.operators.gpus import check_planned
 from ess.sim.planning.ask import Ask
-from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
 from ess.sim.serving.arrivals import Arrival, read_arrivals
-from ess.sim.serving.comparison import RATE_MAX, MissesBy, Served, Serving, serve
+from ess.sim.serving.asked import AUTO, Auto, MissesBy, Serving
+from ess.sim.serving.comparison import Served, serve
 from ess.sim.serving.goodput import Objective, Spread, Summary
 from ess.sim.serving.traffic import Mix, at_rate, draw
+from ess.sim.serving.worker import RATE_MAX, Size
 from ess.units import parse_size
 
 TIER: Final = re.compile(r"^(\d{1,4})x(\d{1,4})$")
@@ -39,7 +41,7 @@ class RequestFlags:
     trace: Path | None = None
     "Requests to replay: Mooncake JSONL or Azure CSV. Without it they are drawn."
     rate: float | None = None
-    "Requests per second that reach this GPU; stretches a trace in time."
+    "Requests per second that reach this decode GPU; stretches a trace in time."
     requests: MaybeWhole = None
     "How many: the first of a trace, by default all; 200 when they are drawn."
     ctx: str = "32k"
@@ -84,14 +86,12 @@ class WorkerFlags:
     "Tokens verified per step."
     accepted: float | None = None
     "Tokens accepted per step; by default 70 % of each draft in turn."
-    ram: str | None = None
-    "Host memory of all nodes together, such as 2TiB. Without it there is enough."
     device_bytes: str | None = None
     "Memory per GPU for slots and index. By default what weights and reserves leave."
     perf_db: Path | None = None
     "An unpacked measurement package to use in place of the tables that ship."
 
-    def planner(self, context: int) -> Planner:
+    def planner(self, context: int, nodes: NodeFlags) -> Planner:
         check_planned(self.model, self.gpu)
         ask = Ask(
             context=context,
@@ -99,9 +99,9 @@ class WorkerFlags:
             accepted=self.accepted,
             gpu_count=self.gpus,
             device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
-            host_bytes=None if self.ram is None else parse_size(self.ram),
+            host_bytes=nodes.host_bytes(self.gpus),
         )
-        return planner_of(ask, self.gpu, self.perf_db, Node())
+        return planner_of(ask, self.gpu, self.perf_db, nodes.node)
 
 
 @Parameter(name="*")
@@ -109,8 +109,9 @@ class WorkerFlags:
 class ServingFlags:
     """Where prefill runs, and what is aimed at."""
 
-    prefill: str = "4x4"
-    "Pipelines x GPUs of each that prefill for one decode GPU, or beside: chunks beside decode."
+    prefill: str = AUTO
+    "Pipelines x GPUs of each that prefill for one decode GPU, such as 4x4; auto: as few as keep "
+    "--ttft; beside: chunks beside decode."
     cached: float | None = None
     "Share of every prompt prefilled before; by default what the blocks of a trace say, or none."
     misses: MissesBy = "curve"
@@ -144,7 +145,9 @@ def sim(
     requests: RequestFlags | None = None,
     worker: WorkerFlags | None = None,
     serving: ServingFlags | None = None,
+    nodes: NodeFlags | None = None,
     sustained: bool = False,
+    html: Path | None = None,
     json: bool = False,
 ) -> None:
     """Replay arriving requests on one decode GPU, with offload and without.
@@ -153,31 +156,39 @@ def sim(
     ----------
     sustained
         Also search the highest rates at which nine in ten requests meet both objectives.
+    html
+        Also write a page with time lines of batch, waiting, misses, link and first token.
     json
         Print one JSON document.
     """
-    requests = requests or RequestFlags()
+    console.check_folder("--html", html)
+    requests, nodes = requests or RequestFlags(), nodes or NodeFlags()
     arrivals = requests.arrivals()
     longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
-    planner = (worker or WorkerFlags()).planner(longest)
+    planner = (worker or WorkerFlags()).planner(longest, nodes)
     wanted = (serving or ServingFlags()).serving(seed=requests.seed)
-    served = serve(planner, arrivals, wanted, sustained=sustained)
+    served, replays = serve(planner, arrivals, wanted, node=nodes.node, sustained=sustained)
+    if html is not None:
+        html.write_text(simpage.page(served, replays, wanted), encoding="utf-8")
+        console.note(f"written: {html}")
     if json:
         console.print_json(msgspec.to_builtins(served))
     else:
         _print(served, arrivals, wanted)
 
 
-def parse_tier(text: str) -> tuple[int, int] | None:
+def parse_tier(text: str) -> Size | Auto | None:
     """
-    >>> parse_tier("4x2"), parse_tier("beside")
-    ((4, 2), None)
+    >>> parse_tier("4x2"), parse_tier("auto"), parse_tier("beside")
+    ((4, 2), 'auto', None)
     """
     if text == BESIDE:
         return None
+    if text == AUTO:
+        return AUTO
     match = TIER.match(text)
     if match is None:
-        raise BadInput(f"--prefill {text}: write pipelines x GPUs, such as 4x4, or {BESIDE}")
+        raise BadInput(f"--prefill {text}: write pipelines x GPUs, such as 4x4, {AUTO} or {BESIDE}")
     return int(match[1]), int(match[2])
 
 
@@ -189,6 +200,8 @@ def _print(served: Served, arrivals: list[Arrival], serving: Serving) -> None:
     for line in _lines(served, arrivals, serving):
         table.add_row(*line)
     console.tables().print(table)
+    marks = [f"not measured: {mark}" for mark in served.marks]
+    console.tables().print("\n".join(["", *marks]), highlight=False)
 
 
 def _lines(
@@ -201,17 +214,22 @@ def _lines(
 
     tokens = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
     wanted, prefill = serving.objective, f"{served.prefill_tokens_per_s:,.0f}"
-    gain = served.offload.tokens_per_s / max(served.resident.tokens_per_s, 1e-9)
+    gpus, low, high = f"{served.gpu_count}", *(f"{100 * side:+.0f}" for side in served.band)
     return [
         both(
             "served",
             lambda summary: f"{summary.served_count:,}",
             f"of {len(arrivals):,} that arrive in {arrivals[-1].at_s:,.0f} s",
         ),
-        ("prefill, tokens/s per GPU", prefill, prefill, "estimated, of a whole prompt"),
+        ("GPUs, prefill among them", gpus, gpus, _tier(served.prefill)),
+        ("prefill, tokens/s per GPU", prefill, prefill, "of a whole prompt"),
         both("refused", lambda summary: _named(summary.refused, "{:,}")),
         both("until all is done", lambda summary: f"{summary.seconds:,.0f} s"),
-        both("tokens/s per GPU", lambda summary: f"{summary.tokens_per_s:,.0f}", f"x{gain:.2f}"),
+        both(
+            "tokens/s per GPU, all",
+            lambda summary: f"{summary.tokens_per_s / served.gpu_count:,.1f}",
+            _ratio(served.offload.tokens_per_s, served.resident.tokens_per_s),
+        ),
         both(
             "batch, mean and peak",
             lambda summary: f"{summary.batch_mean:.1f}, {summary.batch_peak}",
@@ -221,13 +239,21 @@ def _lines(
             lambda summary: _percents(summary.ttft_s, 1.0, "s"),
             f"prompts of {tokens:,.0f} tokens, {served.cached_share:.0%} of them cached",
         ),
-        both("further tokens, p50 p90 p99", lambda summary: _percents(summary.tpot_s, 1e3, "ms")),
+        both(
+            "further tokens, p50 p90 p99",
+            lambda summary: _percents(summary.tpot_s, 1e3, "ms"),
+            f"a step may be off by {low}{high}%",
+        ),
         both(
             "within both objectives",
             lambda summary: f"{summary.good_share:.1%}",
             f"{wanted.ttft_s:g} s and {1e3 * wanted.tpot_s:g} ms",
         ),
-        both("goodput, requests/s", lambda summary: f"{summary.good_per_s:.2f}"),
+        both(
+            "goodput per GPU, requests/s",
+            lambda summary: f"{summary.good_per_s / served.gpu_count:.4f}",
+            _ratio(served.offload.good_per_s, served.resident.good_per_s),
+        ),
         *_sustained(served),
         both("misses per request and layer", lambda summary: f"{summary.misses_mean:.1f}"),
         *(("", "", "", line) for line in _agreed(served)),
@@ -236,14 +262,36 @@ def _lines(
     ]
 
 
+def _tier(size: Size | None) -> str:
+    if size is None:
+        return "prefill runs beside decode"
+    return f"1 decodes, {size[0]} x {size[1]} prefill for it"
+
+
+def _ratio(ours: float, theirs: float) -> str:
+    return f"x{ours / theirs:.2f}" if theirs > 0 else ""
+
+
 def _sustained(served: Served) -> list[tuple[str, str, str, str]]:
+    """Per decode GPU, and per GPU of all that each side takes."""
     if served.sustained is None:
         return []
     offload, resident = served.sustained
-    gain = f"x{offload / resident:.2f}" if resident else ""
-    if offload >= RATE_MAX:
-        gain = "these all fit at once: take more --requests"
-    return [("sustained, requests/s", f"{offload:.2f}", f"{resident:.2f}", gain)]
+    remark = _ratio(offload.rate_each, resident.rate_each)
+    if offload.rate >= RATE_MAX:
+        remark = "these all fit at once: take more --requests"
+    return [
+        (
+            "sustained, requests/s",
+            *(f"{side.rate:.2f} of {side.gpu_count}" for side in (offload, resident)),
+            "of so many GPUs, one of which decodes",
+        ),
+        (
+            "sustained per GPU, all",
+            *(f"{side.rate_each:.4f}" for side in (offload, resident)),
+            remark,
+        ),
+    ]
 
 
 def _agreed(served: Served) -> list[str]:

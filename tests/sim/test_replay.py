@@ -111,7 +111,7 @@ def test_steps_hold_what_the_engine_s_steps_hold():
         [arrival] = asks((0, length, 5))
         simulated.waiting.append(Life(number=number, arrival=arrival, right=bytes(5)))
     packed = 0
-    while (flight := simulated.launch()) is not None:
+    while (flight := simulated.launch(0.0)) is not None:
         result = eng.step()
         ours = [(chunk.request.number, chunk.start, chunk.stop) for chunk in result.chunks]
         assert [(life.number, *ends) for life, *ends in flight.chunks] == ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +16,25 @@ from ess.sim.operators import tables
 from ess.sim.operators.paper import Fitted, PaperOperators
 from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.ask import Ask
+from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
 from ess.sim.prefill.prefill_time import estimate
-from ess.sim.serving.comparison import RATE_MAX, Serving, serve
+from ess.sim.serving import comparison
+from ess.sim.serving.arrivals import Arrival
+from ess.sim.serving.asked import AUTO, Serving
+from ess.sim.serving.comparison import Served
 from ess.sim.serving.goodput import Objective
+from ess.sim.serving.lines import SPANS_MAX, Lines, Span
 from ess.sim.serving.traffic import Mix, at_rate, draw
+from ess.sim.serving.worker import RATE_MAX
 from ess.sim.step_grid import StepTimes
+from tests.support import chromium
 
 OBJECTIVE = Objective(ttft_s=10.0, tpot_s=0.06)
+
+
+def serve(planner: Planner, arrivals: list[Arrival], serving: Serving, **how: bool) -> Served:
+    return comparison.serve(planner, arrivals, serving, node=Node(), **how)[0]
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +84,19 @@ def test_what_is_sustained_is_and_a_fifth_more_is_not(planner: Planner):
     arrivals = draw(Mix(rate=1.0, count=120, prompt_tokens=130_048, output_tokens=1024), seed=0)
     serving = Serving(objective=OBJECTIVE, tier=(8, 8), cached_share=0.95)
     offload, resident = serve(planner, arrivals, serving, sustained=True).sustained
-    assert offload > 2.0 * resident > 0.0
-    for rate, is_met in ((offload, True), (1.2 * offload, False)):
+    assert offload.rate > 2.0 * resident.rate > 0.0
+    assert offload.gpu_count == resident.gpu_count == 65
+    for rate, is_met in ((offload.rate, True), (1.2 * offload.rate, False)):
         again = serve(planner, at_rate(arrivals, rate), serving).offload
         assert (again.good_share >= 0.9) == is_met
     few = serve(planner, arrivals[:20], serving, sustained=True).sustained
     assert few is not None
-    assert few[0] == RATE_MAX > few[1]
+    assert few[0].rate == RATE_MAX > few[1].rate
     out_of_reach = replace(serving, objective=Objective(ttft_s=1e-3, tpot_s=0.06))
-    assert serve(planner, arrivals, out_of_reach, sustained=True).sustained == (0.0, 0.0)
+    assert serve(planner, arrivals, out_of_reach, sustained=True).sustained == (
+        (0.0, 1),
+        (0.0, 1),
+    )
 
 
 def test_without_pressure_offload_changes_nothing(planner: Planner):
@@ -120,6 +136,88 @@ def test_a_trace_is_replayed_at_the_rate_asked_for(
     shown = capsys.readouterr().out
     assert "of 4 that arrive in 6 s" in shown
     assert "further tokens" in shown
+
+
+def test_prefill_is_sized_by_the_objective_and_counted(planner: Planner):
+    """Rates are those of all GPUs: as many as it takes, by the planner's own search, and one that
+    decodes. With one GPU fewer a tenth of the requests see their first token too late."""
+    arrivals = draw(Mix(rate=0.8, count=300, prompt_tokens=32_768, output_tokens=64), seed=1)
+    serving = Serving(objective=OBJECTIVE, tier=AUTO)
+    found = serve(planner, arrivals, serving)
+    pipelines, stages = found.prefill
+    assert found.gpu_count == 1 + pipelines * stages
+    assert found.resident.ttft_s is not None
+    assert found.resident.ttft_s.p90 <= OBJECTIVE.ttft_s
+    busy = found.prefill_tokens_per_s
+    assert found.gpu_count - 1 >= 0.8 * 32_768 / busy, "prefill cannot make more than it can"
+    given = serve(planner, arrivals, replace(serving, tier=found.prefill))
+    assert given == found
+    fewer = (1, pipelines * stages - 2)
+    late = serve(planner, arrivals, replace(serving, tier=fewer)).resident.ttft_s
+    assert late is not None
+    assert late.p90 > OBJECTIVE.ttft_s
+
+
+def test_a_line_keeps_what_was_seen_in_few_spans():
+    """5,000 steps, half of them with a batch of 3: sums over time stay what they were."""
+    lines = Lines()
+    for step in range(5000):
+        lines.add(Span(2.0 * step, 2.0, 3.0 if step < 2500 else 1.0, step % 2, 0.0, 0.5))
+    assert 200 < len(lines.spans) <= SPANS_MAX
+    assert sum(span.seconds for span in lines.spans) == pytest.approx(10_000.0)
+    weighted = sum(span.seconds * span.batch for span in lines.spans)
+    assert weighted == pytest.approx(2.0 * 2500 * (3 + 1))
+    assert [span.start_s for span in lines.spans] == sorted(span.start_s for span in lines.spans)
+    assert lines.spans[0].batch == 3.0
+    assert lines.spans[-1].batch == 1.0
+    assert {round(span.waiting, 3) for span in lines.spans} == {0.5}
+
+
+def drawn(folder: Path) -> Path:
+    out = folder / "replay.html"
+    asked = [
+        "--rate",
+        "0.8",
+        "--ctx",
+        "128k",
+        "--out",
+        "256",
+        "--cached",
+        "0.9",
+        "--requests",
+        "60",
+    ]
+    assert main(["sim", *asked, "--html", str(out)]) == 0
+    return out
+
+
+def test_the_page_holds_all_it_shows(tmp_path: Path):
+    html = drawn(tmp_path).read_text()
+    assert not re.search(r"(?:src|href)\s*=|https?://|@import|fetch\(", html)
+    found = re.search(r'application/json">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    numbers = json.loads(found[1])
+    assert [side["name"] for side in numbers["sides"]] == ["with offload", "resident"]
+    for side in numbers["sides"]:
+        assert len(side["firsts"]) == 60
+        assert 10 < len(side["spans"]) <= SPANS_MAX
+    assert main(["sim", "--rate", "1", "--html", "no/such/folder/p.html"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(chromium.path() is None, reason="no Chromium")
+def test_the_page_draws_five_lines_in_a_browser(tmp_path: Path):
+    """One chart each for batch, waiting, misses, link and first token, two colours in each."""
+    out = drawn(tmp_path)
+    with chromium.Browser() as browser:
+        browser.go(out.as_uri())
+        assert browser.value("document.querySelectorAll('svg').length") == 5
+        assert browser.value("document.querySelectorAll('svg path').length") == 8
+        assert browser.value("document.querySelectorAll('svg circle').length") == 120
+        assert browser.value(
+            "[...document.querySelectorAll('path')].every((path) => path.getTotalLength() > 0)"
+        )
+        assert browser.errors() == []
 
 
 @pytest.mark.parametrize("output", [-1, 2_000_000_000, 1 << 40])

@@ -29,6 +29,7 @@ from ess.errors import PoolFull
 from ess.pool.capacity import Needs, needs
 from ess.pool.ledger import Ledger, Reservation
 from ess.sim.serving.arrivals import Arrival
+from ess.sim.serving.lines import Lines, Span
 from ess.sim.step_grid import Clocked
 
 BATCH: Final = "batch"
@@ -141,6 +142,7 @@ class Running:
     batch_s: float = 0.0
     missed_s: float = 0.0
     waited_s: dict[str, float] = field(default_factory=dict)
+    lines: Lines = field(default_factory=Lines)
     _missed: float = 0.0
     _looked: tuple[int, int] = (-1, -1)
     _change_count: int = 0
@@ -158,7 +160,7 @@ class Running:
         """PoolFull if not even an empty rank could take it."""
         self.ledger.require(self.rank.needs(life.arrival))
 
-    def launch(self) -> Flight | None:
+    def launch(self, now_s: float) -> Flight | None:
         """Admits the requests that fit, then launches a step; None when no request runs."""
         self._admit()
         depth = self.pace.verified_count
@@ -173,7 +175,7 @@ class Running:
         if not turns and not chunks:
             return None
         flight = Flight(turns, depth, decode_s, exposed_s, chunks, self._chunk_s(chunks))
-        self._count(flight)
+        self._count(flight, now_s)
         return flight
 
     def land(self, flight: Flight, now_s: float) -> list[Life]:
@@ -278,12 +280,22 @@ class Running:
         )
         self.pace = tpot_control.advance(self.pace, seen)
 
-    def _count(self, flight: Flight) -> None:
+    def _count(self, flight: Flight, now_s: float) -> None:
         self.batch_peak = max(self.batch_peak, len(flight.turns))
         self.busy_s += flight.seconds
         self.exposed_s += flight.exposed_s
         self.batch_s += flight.seconds * len(flight.turns)
         self.missed_s += flight.decode_s * self._missed if flight.turns else 0.0
+        self.lines.add(
+            Span(
+                now_s,
+                flight.seconds,
+                len(flight.turns),
+                len(self.waiting),
+                self._missed if flight.turns else 0.0,
+                flight.exposed_s / flight.seconds,
+            )
+        )
         if self.limiter is not None:
             self.waited_s[self.limiter] = self.waited_s.get(self.limiter, 0.0) + flight.seconds
 

@@ -160,7 +160,7 @@ class _Events:
         return max(0, len(self._landing) - len(self._free_s))
 
     def _launch(self) -> None:
-        flight = self.rank.launch()
+        flight = self.rank.launch(self.now_s)
         if flight is not None:
             self._is_busy = True
             self.foresee(self.now_s + flight.seconds, flight)

@@ -1,0 +1,50 @@
+"""A replay as one page that needs no server: what happened over time, with offload and without."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any, Final
+
+import msgspec
+
+import ess
+from ess.sim.serving.asked import Serving
+from ess.sim.serving.comparison import Served
+from ess.sim.serving.goodput import ttft_s
+from ess.sim.serving.replay import Replay
+
+POINTS_MAX: Final = 2000
+
+
+def page(served: Served, replays: tuple[Replay, Replay], serving: Serving) -> str:
+    """The whole page, self-contained."""
+    folder = resources.files("ess.server.commands")
+    html = (folder / "sim.html").read_text(encoding="utf-8")
+    numbers = msgspec.json.encode(numbers_of(served, replays, serving)).decode()
+    return html.replace("/*NUMBERS*/", numbers.replace("<", "\\u003c"), 1)
+
+
+def numbers_of(served: Served, replays: tuple[Replay, Replay], serving: Serving) -> dict[str, Any]:
+    names = ("with offload", "resident")
+    return {
+        "about": f"ess {ess.__version__}. Simulated; a step may be off by "
+        f"{100 * served.band[0]:+.0f} to {100 * served.band[1]:+.0f} %.",
+        "gpus": served.gpu_count,
+        "objective": {"first_s": serving.objective.ttft_s, "token_s": serving.objective.tpot_s},
+        "sides": [
+            {"name": name, **_side(replayed)} for name, replayed in zip(names, replays, strict=True)
+        ],
+    }
+
+
+def _side(replayed: Replay) -> dict[str, Any]:
+    """Spans of the rank, and of each request when it arrived and how long its first token took."""
+    served = [life for life in replayed.lives if life.end_s is not None]
+    stride = -(-len(served) // POINTS_MAX) or 1
+    return {
+        "seconds": round(replayed.seconds, 3),
+        "spans": [[round(value, 4) for value in span] for span in replayed.rank.lines.spans],
+        "firsts": [
+            [round(life.arrival.at_s, 3), round(ttft_s(life), 4)] for life in served[::stride]
+        ],
+    }
