@@ -54,6 +54,7 @@ TPOT: Final = "time per token"
 FADE: Final = 0.98
 LEAN: Final = 0.01
 WEIGHT: Final = 1 / 32
+TRIES_MAX: Final = 2
 TRY_EVERY: Final = 32
 TRY_STEPS: Final = 2
 WIN: Final = 0.03
@@ -226,8 +227,8 @@ def _spread(moments: Floats) -> float:
 
 def _follow(chances: tuple[float, ...], verified: Sequence[tuple[int, int]]) -> tuple[float, ...]:
     """The chances after a step. A step tells of a draft's place only if all drafts before it were
-    right. A step counts as much in a large batch as in a small one: were its drafts to count one by
-    one, the chances would follow the luck of the last few steps, and since a request that was let
+    right. A step counts no more in a large batch than in one of `TRIES_MAX`: were all its drafts to
+    count, the chances would follow the luck of the last few steps, and since a request that was let
     in stays, lucky steps would fill the batch beyond the target."""
     assert all(0 <= right <= count for count, right in verified), (
         f"more right than made: {verified}"
@@ -237,7 +238,8 @@ def _follow(chances: tuple[float, ...], verified: Sequence[tuple[int, int]]) -> 
         tries = [right > place for count, right in verified if count > place <= right]
         if tries:
             share = sum(tries) / len(tries)
-            moved[place] = chance + WEIGHT * (share - chance)
+            weight = 1 - (1 - WEIGHT) ** min(len(tries), TRIES_MAX)
+            moved[place] = chance + weight * (share - chance)
     assert all(0.0 <= chance <= 1.0 for chance in moved), moved
     return tuple(moved)
 

@@ -283,12 +283,14 @@ def _sustained(served: Served) -> list[tuple[str, str, str, str]]:
     return [
         (
             "sustained, requests/s",
-            *(f"{side.rate:.2f} of {side.gpu_count}" for side in (offload, resident)),
+            f"{offload.rate:.2f} of {offload.gpu_count}",
+            f"{resident.rate:.2f} of {resident.gpu_count}",
             "of so many GPUs, one of which decodes",
         ),
         (
             "sustained per GPU, all",
-            *(f"{side.rate_each:.4f}" for side in (offload, resident)),
+            f"{offload.rate_each:.4f}",
+            f"{resident.rate_each:.4f}",
             remark,
         ),
     ]
