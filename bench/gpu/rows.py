@@ -88,6 +88,7 @@ class Moves:
             target_rows=target[1],
             target_stride=self.row_bytes,
             pair_count=self.row_count,
+            lines_of_target=self.verb == "scatter",
         )
 
     def lane_us(self, threads: int) -> list[float]:
@@ -163,10 +164,6 @@ def compare(moves: Moves, loop: Callable[..., int] | None) -> Iterator[Row]:
             yield rate_row(
                 f"{name}, {form.way}", us, byte_count, baseline=wanted, target=goal, **given
             )
-    for stores in ("streaming", "plain"):
-        form = flat_form(ROW_BYTES, stores="streaming" if stores == "streaming" else "plain")
-        us = moves.kernel_us(form, 4)
-        yield rate_row(f"{name}, flat", us, byte_count, baseline=rivals[4], blocks=4, stores=stores)
     for threads in (2, 4, 8) if moves.verb == "gather" and native.available() else ():
         us = moves.lane_us(threads)
         link = ("45 GB/s", 45.0)

@@ -4,7 +4,7 @@ Prints a table and writes the document of ess.bench.harness.report, with the dev
 row says of the questions that were open before the first device was seen:
 
 - how many blocks fill the link, and which loads, stores and loops: `gather N rows, ...` by blocks,
-  `flat` and `ring` beside `warp per row`, `stores=`, `in order` beside lists at random;
+  `flat` and `ring` beside `warp per row`, `in order` beside lists at random;
 - is the limit one of requests: `gather rows of 128, 656, 4096 bytes` by blocks, up to 16;
 - the link itself: `one large copy`, each way and both at once; `gather and scatter at once`;
 - what a split costs: `layer: attend twice` and `attend twice and merge` beside `attend all`, by

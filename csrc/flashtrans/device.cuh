@@ -17,22 +17,10 @@ typedef unsigned char u8;
 #define ESS_SHARED __shared__
 #define ESS_DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
-// How rows are read. 0: through the read-only path; nothing may write them while the kernel runs.
-// 1: past L1 and coherent with the host, for a kernel that outlives the writing of its rows.
-#if ESS_LOAD == 0
+// Rows are read through the read-only path: nothing may write them while the kernel runs. They are
+// written to L2, where attention soon looks.
 #define ESS_LOAD_OP "ld.global.nc.L1::no_allocate"
-#else
-#define ESS_LOAD_OP "ld.relaxed.sys.global"
-#endif
-
-// How rows are written. 0: evicted first. 1: kept in L2, where attention soon looks. 2: by default.
-#if ESS_STORE == 0
-#define ESS_STORE_OP "st.global.cs"
-#elif ESS_STORE == 1
 #define ESS_STORE_OP "st.global.cg"
-#else
-#define ESS_STORE_OP "st.global"
-#endif
 
 __device__ __forceinline__ uint4 load_unit(const uint4* from) {
     uint4 unit;

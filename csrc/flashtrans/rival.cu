@@ -1,5 +1,5 @@
-// The loop that others use, for the benchmark alone: a warp takes a row, 16 bytes a lane, and the
-// second step of a row starts when the first has been stored.
+// The loop that others use, for the benchmark alone: a warp takes a row, a unit of 8 or 16 bytes a
+// lane, and the next step of a row starts when the one before has been stored.
 #include "move.cuh"
 
 ESS_KERNEL __launch_bounds__(1024, 1) ess_rival_rows(const __grid_constant__ Move move) {
@@ -8,10 +8,10 @@ ESS_KERNEL __launch_bounds__(1024, 1) ess_rival_rows(const __grid_constant__ Mov
     for (i32 pair = (blockIdx.x * blockDim.x + threadIdx.x) / 32; pair < count; pair += warps) {
         const i32 source = move.source_row(pair), target = move.target_row(pair);
         if (source < 0 || target < 0) continue;
-        const uint4* from = (const uint4*)move.source_at(source);
-        uint4* to = (uint4*)move.target_at(target);
+        const Unit* from = (const Unit*)move.source_at(source);
+        Unit* to = (Unit*)move.target_at(target);
 #pragma unroll 1
-        for (i32 unit = lane; unit < ESS_ROW_BYTES / 16; unit += 32)
+        for (i32 unit = lane; unit < ESS_ROW_BYTES / ESS_UNIT_BYTES; unit += 32)
             store_unit(to + unit, load_unit(from + unit));
     }
 }

@@ -123,6 +123,7 @@ class RowMover:
             target_rows=target_rows or _list(copy.target),
             pair_count=copy.count,
             count=0 if copy.device_count is None else copy.device_count.address,
+            lines_of_target=not copy.target.on_device,
         )
         form = _form(copy, way)
         kernel = self._device.kernel(form.program, form.entry, shared_bytes=form.shared_bytes)

@@ -28,6 +28,8 @@ def programs() -> Iterator[Program]:
         yield slot_program(file, PHASE_THREADS)
 
 
-def rival_form(row_bytes: int) -> MoveForm:
+def rival_form(row_bytes: int, unit_bytes: int = 16) -> MoveForm:
     """What the benchmark compares with."""
-    return MoveForm(way="rival", row_bytes=row_bytes, unit_bytes=16, in_flight=1, threads=1024)
+    return MoveForm(
+        way="rival", row_bytes=row_bytes, unit_bytes=unit_bytes, in_flight=1, threads=1024
+    )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from ess.errors import Unavailable
 from ess.kernels.cuda import program
 from ess.kernels.cuda.program import ARCHITECTURES, Program
-from ess.kernels.cuda.rows import Hint, MoveForm
+from ess.kernels.cuda.rows import flat_form
 from ess.pool import cuda_programs
 
 needs_nvrtc = pytest.mark.skipif(
@@ -23,24 +22,13 @@ needs_nvrtc = pytest.mark.skipif(
 )
 ROOT = Path(__file__).resolve().parents[2]
 TRIED = [
-    MoveForm(
-        way="flat",
-        row_bytes=656,
-        unit_bytes=16,
-        in_flight=in_flight,
-        threads=1024,
-        stores=stores,
-        waits_for_host=waits,
-    ).program
-    for stores, in_flight, waits in itertools.product(get_args(Hint), (1, 2, 4), (False, True))
+    *(replace(flat_form(656), in_flight=in_flight).program for in_flight in (1, 2)),
+    *(cuda_programs.rival_form(656, unit_bytes).program for unit_bytes in (8, 16)),
+    flat_form(1152, 16).program,
 ]
-"""What benchmarks load beside what serving loads: other hints and depths, a rival."""
-EVERY = [
-    *cuda_programs.programs(),
-    *TRIED,
-    cuda_programs.rival_form(656).program,
-]
-SMALL = Program(file="rival.cu", defines=(("ESS_ROW_BYTES", 32), ("ESS_LOAD", 0), ("ESS_STORE", 0)))
+"""What benchmarks load beside what serving loads: other depths, rivals; rows at odd places."""
+EVERY = [*cuda_programs.programs(), *TRIED]
+SMALL = cuda_programs.rival_form(32).program
 SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(volatile float* at) {
     float held[96], total = 0;
 #pragma unroll
@@ -82,7 +70,7 @@ def test_a_program_is_compiled_once(tmp_path, monkeypatch):
 
 @needs_nvrtc
 def test_machine_code_is_kept_under_what_it_follows_from(tmp_path, monkeypatch):
-    wider = Program(file="rival.cu", defines=(("ESS_ROW_BYTES", 48), *SMALL.defines[1:]))
+    wider = cuda_programs.rival_form(48).program
     for one, arch in ((SMALL, "sm_90a"), (SMALL, "sm_100a"), (wider, "sm_90a")):
         program.cubin(one, arch, folder=tmp_path)
     assert len(list(tmp_path.iterdir())) == 3

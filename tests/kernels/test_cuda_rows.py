@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +13,8 @@ import pytest
 from ess.errors import BadInput
 from ess.kernels.cuda import rows
 from ess.kernels.cuda.rows import MoveForm
-from tests.support.emulate import emulated, lent, needs_compiler
+from ess.pool.cuda_programs import rival_form
+from tests.support.emulate import emulated, lent, needs_compiler, source_of
 
 pytestmark = needs_compiler
 
@@ -80,6 +84,18 @@ def run(form: MoveForm, case, record, folder, *, blocks=2, threads=None, seed=1)
         kernel(record, blocks=blocks, threads=threads, shared_bytes=shared, seed=seed)
 
 
+def requests_of(form, case, record, folder, lanes):
+    """How often `lanes` neighbours ask for a line, in all."""
+    counting = (*form.program.defines, ("ESS_COUNT_REQUESTS", 1))
+    program = replace(form.program, defines=counting)
+    kernel = emulated(program, {form.entry: "Move"}, folder)[form.entry]
+    library = ctypes.CDLL(str(folder / f"{source_of(program, {form.entry: 'Move'})[1]}.so"))
+    library.emulated_requests.restype = ctypes.c_int64
+    with lent(folder, case.arrays()):
+        kernel(record, blocks=2, threads=96)
+    return library.emulated_requests(lanes)
+
+
 def form_of(way, case):
     make = rows.ring_form if way == "ring" else rows.flat_form
     return make(case.row_bytes, *case.numbers())
@@ -126,6 +142,47 @@ def test_without_lists_rows_keep_their_numbers(way, row_bytes, left_out, folder)
     np.testing.assert_array_equal(case.target, expected)
 
 
+def lines_of(case, count):
+    """How many lines the rows of the far side touch, each row for itself."""
+    kept = case.source_rows[:count][
+        (case.source_rows[:count] >= 0) & (case.target_rows[:count] >= 0)
+    ]
+    first = address(case.source) + kept * np.int64(case.source.strides[0])
+    return int(((first + case.row_bytes - 1) // 128 - first // 128 + 1).sum())
+
+
+@pytest.mark.parametrize(("row_bytes", "gap"), [(656, 0), (656, 16), (528, 0), (584, 0), (264, 8)])
+def test_a_line_is_asked_for_once(row_bytes, gap, folder):
+    """By a warp, and by the eight lanes, or more with narrow units, that a line is wide."""
+    case = Case(row_bytes, 120, gap=gap)
+    case.source_rows = 2 * case.random.permutation(60).astype(np.int32)
+    case.target_rows, case.pair_count = case.target_rows[:60].copy(), 60
+    form, wanted = form_of("flat", case), lines_of(case, 60)
+    wide = 128 // form.unit_bytes
+    for lanes in (32, wide):
+        assert requests_of(form, case, case.record(), folder, lanes) == wanted
+
+
+def test_a_span_holds_a_row_at_the_worst_place():
+    assert rows.flat_form(656).span_bytes == 6 * 128
+    assert rows.flat_form(1152).span_bytes == rows.flat_form(1152, 4096).span_bytes == 9 * 128
+    assert rows.flat_form(1152, 1168).span_bytes == 10 * 128
+    for row_bytes in ROW_SIZES:
+        step = math.gcd(128, row_bytes)
+        worst = max(at % 128 + row_bytes for at in range(0, 1280, step))
+        assert rows.flat_form(row_bytes).span_bytes == -(-worst // 128) * 128
+
+
+@pytest.mark.parametrize("lines_of_target", [False, True])
+def test_lines_of_either_side(lines_of_target, folder):
+    case = Case(656, 200, offset=48)
+    expected = case.expected(200)
+    record = case.record()
+    record.lines_of = int(lines_of_target)
+    run(form_of("flat", case), case, record, folder, threads=96)
+    np.testing.assert_array_equal(case.target, expected)
+
+
 def test_odd_addresses_take_narrower_units(folder):
     case = Case(656, 30, gap=4)
     form = form_of("flat", case)
@@ -137,11 +194,11 @@ def test_odd_addresses_take_narrower_units(folder):
         rows.ring_form(656, *case.numbers())
 
 
-def test_the_rival_of_the_benchmark_moves_the_same(folder):
+@pytest.mark.parametrize("unit_bytes", [8, 16])
+def test_the_rival_of_the_benchmark_moves_the_same(unit_bytes, folder):
     case = Case(656, 70)
-    form = MoveForm(way="rival", row_bytes=656, unit_bytes=16, in_flight=1, threads=64)
     expected = case.expected(70)
-    run(form, case, case.record(), folder)
+    run(rival_form(656, unit_bytes), case, case.record(), folder, threads=64)
     np.testing.assert_array_equal(case.target, expected)
 
 

@@ -21,7 +21,7 @@ from ess.kernels.cuda.graphs import CudaGraph
 from ess.kernels.cuda.memory import DeviceMemory, copy_to_device, copy_to_host
 from ess.kernels.cuda.numa import prefer_node
 from ess.kernels.cuda.pinned import pinned_memory, register
-from ess.kernels.cuda.rows import MoveForm, flat_form, move_record
+from ess.kernels.cuda.rows import flat_form, move_record, ring_form
 from ess.kernels.cuda.streams import CudaEvent, CudaStream
 from ess.kernels.memory import host_memory
 from ess.kernels.streams import RowCopy
@@ -300,7 +300,7 @@ def memory_is_registered_whole_and_let_go():
 
 
 def every_form_moves_the_same_bytes(row_sizes=(264,), pair_count=300):
-    """Host to device and back, each compiled form and hint."""
+    """Host to device and back, each compiled form."""
     rig = Rig(5)
     for row_bytes in row_sizes:
         for form in forms(row_bytes):
@@ -323,20 +323,7 @@ def every_form_moves_the_same_bytes(row_sizes=(264,), pair_count=300):
 def forms(row_bytes):
     yield flat_form(row_bytes)
     if row_bytes % 16 == 0:
-        from ess.kernels.cuda.rows import ring_form
-
         yield ring_form(row_bytes)
-    if row_bytes == ROW_BYTES:
-        for stores in ("streaming", "plain"):
-            yield flat_form(row_bytes, stores=stores)
-        yield MoveForm(
-            way="flat",
-            row_bytes=row_bytes,
-            unit_bytes=16,
-            in_flight=4,
-            threads=1024,
-            waits_for_host=True,
-        )
 
 
 def pinned_rows(rig, row_bytes, count):

@@ -12,9 +12,9 @@ from typing import Any, Final, Literal
 
 from ess.errors import BadInput
 from ess.kernels.cuda.program import Program
+from ess.units import align_up
 
 Way = Literal["flat", "ring", "rival"]
-Hint = Literal["streaming", "near", "plain"]
 
 UNITS: Final = (16, 8, 4)
 PAIRS_MAX: Final = 1 << 30
@@ -23,7 +23,7 @@ FLAT_IN_FLIGHT: Final = 4
 RING_THREADS: Final = 64
 RING_DEPTH_MAX: Final = 4
 SHARED_BYTES_MAX: Final = 227 << 10
-STORES: Final[dict[Hint, int]] = {"streaming": 0, "near": 1, "plain": 2}
+LINE_BYTES: Final = 128
 KERNELS: Final[dict[Way, tuple[str, str]]] = {
     "flat": ("rows.cu", "ess_move_rows"),
     "ring": ("ring.cu", "ess_ring_rows"),
@@ -43,6 +43,7 @@ class MoveRecord(ctypes.Structure):
         ("target_stride", ctypes.c_int64),
         ("count", ctypes.c_void_p),
         ("count_max", ctypes.c_int64),
+        ("lines_of", ctypes.c_int64),
     )
 
 
@@ -50,8 +51,7 @@ class MoveRecord(ctypes.Structure):
 class MoveForm:
     """A kernel with its constants and the shape of its blocks.
 
-    `waits_for_host`: rows may be written while the kernel runs, so it must not use the read-only
-    path; slower.
+    `span_bytes` is the most that a row takes in whole lines of 128 bytes, wherever it begins.
     """
 
     way: Way
@@ -59,20 +59,17 @@ class MoveForm:
     unit_bytes: int
     in_flight: int
     threads: int
-    stores: Hint = "near"
-    waits_for_host: bool = False
+    span_bytes: int = 0
 
     @property
     def program(self) -> Program:
         shape = {
-            "flat": (("ESS_UNIT_BYTES", self.unit_bytes), ("ESS_IN_FLIGHT", self.in_flight)),
+            "flat": (("ESS_SPAN_BYTES", self.span_bytes), ("ESS_IN_FLIGHT", self.in_flight)),
             "ring": (("ESS_DEPTH", self.in_flight),),
             "rival": (),
         }[self.way]
-        ways = ("ESS_LOAD", int(self.waits_for_host)), ("ESS_STORE", STORES[self.stores])
-        return Program(
-            file=KERNELS[self.way][0], defines=(("ESS_ROW_BYTES", self.row_bytes), *shape, *ways)
-        )
+        row = ("ESS_ROW_BYTES", self.row_bytes), ("ESS_UNIT_BYTES", self.unit_bytes)
+        return Program(file=KERNELS[self.way][0], defines=(*row, *shape))
 
     @property
     def entry(self) -> str:
@@ -86,21 +83,22 @@ class MoveForm:
 
     def blocks(self, pair_count: int, *, block_count_max: int) -> int:
         """No more blocks than there is work for."""
-        units = pair_count * (self.row_bytes // self.unit_bytes if self.way == "flat" else 1)
+        units = pair_count * (self.span_bytes // self.unit_bytes if self.way == "flat" else 1)
         lanes = {"flat": self.threads * self.in_flight, "ring": self.threads}
         each = lanes.get(self.way, self.threads // 32)
         return max(1, min(block_count_max, -(-units // each)))
 
 
-def flat_form(row_bytes: int, *numbers: int, stores: Hint = "near") -> MoveForm:
-    """The widest units that rows, strides and addresses allow."""
+def flat_form(row_bytes: int, *numbers: int) -> MoveForm:
+    """The widest units that rows, strides and addresses allow, and the least span."""
+    step = math.gcd(LINE_BYTES, row_bytes, *numbers)
     return MoveForm(
         way="flat",
         row_bytes=row_bytes,
         unit_bytes=widest_unit(row_bytes, *numbers),
         in_flight=FLAT_IN_FLIGHT,
         threads=FLAT_THREADS,
-        stores=stores,
+        span_bytes=align_up(row_bytes + LINE_BYTES - step, LINE_BYTES),
     )
 
 
@@ -139,10 +137,13 @@ def move_record(
     source_rows: int = 0,
     target_rows: int = 0,
     count: int = 0,
+    lines_of_target: bool = False,
 ) -> Any:
-    """Addresses as numbers; 0 is no list, no count."""
+    """Addresses as numbers; 0 is no list, no count. `lines_of_target`: the target is farther."""
     if not 0 <= pair_count <= PAIRS_MAX:
         raise BadInput(f"{pair_count} rows in one call, at most {PAIRS_MAX}")
     return MoveRecord(
-        source, source_rows, source_stride, target, target_rows, target_stride, count, pair_count
+        *(source, source_rows, source_stride),
+        *(target, target_rows, target_stride),
+        *(count, pair_count, int(lines_of_target)),
     )

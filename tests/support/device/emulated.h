@@ -18,7 +18,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <string>
+#include <tuple>
 #include <ucontext.h>
 #include <vector>
 
@@ -82,6 +84,29 @@ struct Fiber {
     std::vector<std::vector<Store>> committed;
     std::vector<Store> stores;
 };
+
+// Lines that lanes have loaded from: a warp asks once for what its lanes want of a line at a time,
+// and comes past a line at one time only, if no two rows of the call share it.
+#ifdef ESS_COUNT_REQUESTS
+struct Asked {
+    i32 block, thread;
+    u64 line;
+};
+static std::vector<Asked> asked;
+
+inline void requested(const void* at) {
+    asked.push_back({blockIdx.x, threadIdx.x, u64(at) / 128});
+}
+
+extern "C" __attribute__((visibility("default"))) i64 emulated_requests(i32 lanes) {
+    std::set<std::tuple<i32, i32, u64>> requests;
+    for (const Asked& one : asked) requests.insert({one.block, one.thread / lanes, one.line});
+    asked.clear();
+    return i64(requests.size());
+}
+#else
+inline void requested(const void*) {}
+#endif
 
 // What a lane gave to its warp, and in which turn: one that has left gave nothing.
 struct Given {

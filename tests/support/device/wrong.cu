@@ -1,5 +1,4 @@
 // Kernels with one mistake each, and beside every mistake the right way: what the watch must find.
-#define ESS_LOAD 0
 #include "../../../csrc/flashtrans/device.cuh"
 
 namespace {
