@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.bench.gpu.rig import GpuRig, Row, median_rate, rate_row
-from ess.errors import Unavailable
 from ess.flashtrans.stream_lane import StreamLane
 from ess.kernels.cpu import native
 from ess.kernels.cuda.arrays import DeviceArray
-from ess.kernels.cuda.driver import call
+from ess.kernels.cuda.driver import call, entry
 from ess.kernels.cuda.pinned import pinned_memory
 from ess.kernels.cuda.program import source_text
 from ess.kernels.cuda.rows import MoveForm, flat_form, move_record, ring_form
@@ -255,17 +254,9 @@ def memcpy_loop() -> Callable[..., int] | None:
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     loop.argtypes = [pointer, number, number, pointer, pointer, number, number, pointer]
     copies = {"gather": "cuMemcpyHtoDAsync", "scatter": "cuMemcpyDtoHAsync"}
-    entries = {verb: driver_entry(name) for verb, name in copies.items()}
+    entries = {verb: entry(name) for verb, name in copies.items()}
 
     def run(verb: str, to: int, source: int, to_rows: int, rows: int, count: int, at: int) -> int:
         return int(loop(entries[verb], to, source, to_rows, rows, count, ROW_BYTES, at))
 
     return run
-
-
-def driver_entry(name: str) -> int:
-    library = ctypes.CDLL("libcuda.so.1")
-    for form in (f"{name}_v2", name):
-        if hasattr(library, form):
-            return ctypes.cast(getattr(library, form), ctypes.c_void_p).value or 0
-    raise Unavailable(f"the CUDA driver has no {name}")

@@ -159,7 +159,7 @@ def heading() -> dict[str, Any]:
         "build": dataclasses.asdict(machine.build())
         | {
             "cuda_bindings": machine.version_of("cuda-bindings"),
-            "compiler": program.compiler_version(),
+            "compiler": program.why_missing() or program.compiler_version(),
         },
         "machine": dataclasses.asdict(machine.machine())
         | {

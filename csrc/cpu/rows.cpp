@@ -288,14 +288,3 @@ ESS_EXPORT int32_t ess_rows_copy(const ess::RowCopy* copy, int32_t threads, int6
     return 0;
 }
 
-// For a caller that can hand over one pointer: a host function on a device's stream. The lists have
-// been checked. The ctypes twin is HostJob of ess/flashtrans/staging.py.
-struct RowJob {
-    ess::RowCopy copy;
-    int64_t threads;
-    int64_t stream_above;
-};
-
-ESS_EXPORT void ess_rows_copy_job(const RowJob* job) {
-    ess::copy_rows(job->copy, int(job->threads), job->stream_above);
-}

@@ -40,6 +40,13 @@ struct Fault {
 // True, with `fault` filled in, if any index lies outside -1 .. row_count - 1.
 bool find_fault(const RowCopy* copies, int64_t copy_count, Fault* fault);
 
+// A copy for a caller that can hand over one pointer only. The lists have been checked.
+struct RowJob {
+    RowCopy copy;
+    int64_t threads;
+    int64_t stream_above;
+};
+
 // Copies whose targets take more than `stream_above` bytes bypass the caches.
 void copy_rows(const RowCopy& copy, int threads, int64_t stream_above);
 

@@ -14,7 +14,14 @@ from typing import Any, Final, Literal
 from ess.errors import BadInput
 from ess.flashtrans.views import CheckedCopy, Side, check
 from ess.kernels.cuda.driver import Device, Kernel, attempt
-from ess.kernels.cuda.rows import MoveForm, flat_form, move_record, ring_form, widest_unit
+from ess.kernels.cuda.rows import (
+    MoveForm,
+    MoveRecord,
+    flat_form,
+    move_record,
+    ring_form,
+    widest_unit,
+)
 from ess.kernels.cuda.streams import CudaEvent
 from ess.kernels.streams import RowCopy
 
@@ -28,18 +35,17 @@ class Launch:
     """One kernel over the rows of one copy."""
 
     kernel: Kernel
-    record: Any
-    blocks: int
-    threads: int
-    shared_bytes: int
+    record: MoveRecord
+    form: MoveForm
+    block_count_max: int
 
     def queue(self, stream: int) -> None:
         self.kernel.launch(
             self.record,
-            blocks=self.blocks,
-            threads=self.threads,
+            blocks=self.form.blocks(self.record.count_max, block_count_max=self.block_count_max),
+            threads=self.form.threads,
             stream=stream,
-            shared_bytes=self.shared_bytes,
+            shared_bytes=self.form.shared_bytes,
         )
 
 
@@ -127,8 +133,7 @@ class RowMover:
         )
         form = _form(copy, way)
         kernel = self._device.kernel(form.program, form.entry, shared_bytes=form.shared_bytes)
-        blocks = form.blocks(copy.count, block_count_max=self._block_count_max)
-        return Launch(kernel, record, blocks, form.threads, form.shared_bytes)
+        return Launch(kernel, record, form, self._block_count_max)
 
     def _require_registered(self, side: Side) -> None:
         if not side.row_count or _is_pinned(side.owner):

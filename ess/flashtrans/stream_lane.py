@@ -23,17 +23,15 @@ import numpy.typing as npt
 
 from ess.errors import BadState
 from ess.flashtrans.mover import KernelWay, RowMover
-from ess.flashtrans.pick import pick_way
 from ess.flashtrans.row_lists import RowLists
-from ess.flashtrans.staging import Staging
+from ess.flashtrans.staging import PLACE_BYTES, Staging
 from ess.flashtrans.views import CheckedCopy, Side
-from ess.kernels.cpu import native
 from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.rows import PAIRS_MAX
 from ess.kernels.cuda.streams import CudaEvent, CudaStream
 from ess.kernels.streams import RowCopy, closed_lane
 
-LaneWay = Literal["auto", "flat", "ring", "staged"]
+LaneWay = Literal["flat", "ring", "staged"]
 
 ANCHOR_US_MAX: Final = 1e6
 
@@ -107,30 +105,33 @@ class _Job:
 
 
 class StreamLane:
-    """`compute_stream` names the stream that jobs follow, at each submission."""
+    """`compute_stream` names the stream that jobs follow, at each submission.
+
+    By the way `staged` the host gathers with `threads` threads and the copy engine sends: fetches
+    only, with lists of the host; what cannot go so is moved by the flat kernel.
+    """
 
     def __init__(
         self,
         device: Device,
         *,
         compute_stream: Callable[[], int],
-        way: LaneWay = "auto",
+        way: LaneWay = "flat",
         block_count_max: int = 4,
         threads: int = 2,
-        compute_fills_device: bool = False,
         list_capacity: int = 1 << 20,
-        place_bytes: int = 1 << 20,
+        place_bytes: int = PLACE_BYTES,
     ) -> None:
         self._device = device
         self._compute_stream = compute_stream
         self._way = way
         kernel_way: KernelWay = "ring" if way == "ring" else "flat"
         self._mover = RowMover(device, way=kernel_way, block_count_max=block_count_max)
-        self._threads = threads
-        self._compute_fills_device = compute_fills_device
         self._stream = CudaStream(device, priority=-1)
         self._lists = RowLists(device, capacity=list_capacity)
-        self._staging = self._open_staging(place_bytes)
+        self._staging = (
+            Staging(device, place_bytes=place_bytes, threads=threads) if way == "staged" else None
+        )
         self._order = threading.Lock()
         self._pending: deque[_Job] = deque()
         self._closed = False
@@ -139,7 +140,6 @@ class StreamLane:
 
     def submit(self, copies: Sequence[RowCopy]) -> StreamEvent:
         checked = [self._check(copy) for copy in copies]
-        ways = [self._way_of(copy) for copy in checked]
         with self._order:
             if self._closed:
                 raise closed_lane()
@@ -147,8 +147,8 @@ class StreamLane:
             CudaEvent(self._device).record(self._compute_stream()).hold(self._stream.handle)
             started = self._stream.record()
             kept: list[Any] = list(checked)
-            for copy, way in zip(checked, ways, strict=True):
-                kept += self._queue(copy, way)
+            for copy in checked:
+                kept += self._queue(copy)
             finished = self._stream.record()
             self._pending.append(_Job(finished, kept))
             self._anchor = self._last.later_anchor()
@@ -193,77 +193,54 @@ class StreamLane:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_staging(self, place_bytes: int) -> Staging | None:
-        if self._way not in ("auto", "staged") or not native.available():
-            return None
-        return Staging(self._device, place_bytes=place_bytes, threads=self._threads)
-
     def _check(self, copy: RowCopy) -> CheckedCopy:
         checked = self._mover.check(copy)
         for side in (checked.source, checked.target):
             _require_in_range(side)
         return checked
 
-    def _way_of(self, copy: CheckedCopy) -> Literal["flat", "ring", "staged"]:
+    def _is_staged(self, copy: CheckedCopy) -> bool:
         fetch = copy.target.on_device and not copy.source.on_device
-        listed = not any((copy.device_count, copy.source.device_rows, copy.target.device_rows))
-        places = 0 if self._staging is None else self._staging.rows_max(copy.source.row_bytes)
-        stageable = fetch and listed and places > 0
-        if self._way == "staged" and not stageable:
-            return "flat"
-        if self._way != "auto":
-            return self._way
-        return pick_way(
-            copy.count * copy.source.row_bytes,
-            host_lists=stageable,
-            compute_fills_device=self._compute_fills_device,
-            threads=self._threads,
-        )
+        device_lists = (copy.device_count, copy.source.device_rows, copy.target.device_rows)
+        fits = self._staging is not None and self._staging.rows_max(copy.source.row_bytes) > 0
+        return fits and fetch and not any(device_lists)
 
-    def _queue(self, copy: CheckedCopy, way: str) -> list[Any]:
-        """Cuts the copy into pieces that fit the ring of lists and, when staged, a staging place.
+    def _queue(self, copy: CheckedCopy) -> list[Any]:
+        """Cuts the copy into pieces whose lists fit the ring of lists.
 
         The host must not gather a row that an earlier copy, maybe of the same job, has still to
         store. So every gather waits for `before`, which passes when all earlier copies are done.
         """
         before = self._stream.record()
-        most = PAIRS_MAX
-        if copy.source.rows is not None or copy.target.rows is not None:
-            most = self._lists.piece_max
-        if way == "staged":
-            assert self._staging is not None, "picked without a staging area"
-            most = min(most, self._staging.rows_max(copy.source.row_bytes))
-        assert most > 0, f"rows of {copy.source.row_bytes} bytes do not fit a piece"
+        listed = copy.source.rows is not None or copy.target.rows is not None
+        staged = self._is_staged(copy)
+        most = self._lists.piece_max if listed or staged else PAIRS_MAX
         assert copy.device_count is None or most >= copy.count, "a counted copy in pieces"
         kept: list[Any] = []
         for first in range(0, copy.count, most):
             piece = _piece(copy, first, min(most, copy.count - first))
-            if way == "staged":
+            if staged:
                 kept.append(self._queue_staged(piece, before))
             else:
-                self._move(piece, way=way)
+                self._move(piece)
+            self._lists.seal(self._stream.record())
         return kept
 
     def _queue_staged(self, piece: CheckedCopy, before: CudaEvent) -> Any:
         assert self._staging is not None, "picked without a staging area"
-        there, job = self._staging.send(piece, before, self._stream.handle)
-        assert there % 4 == 0, f"rows are staged at {there:#x}, not at a word"
-        dense = replace(piece.source, address=there, stride_bytes=piece.source.row_bytes, rows=None)
-        assert dense.device_rows is None, "staged rows lie side by side"
-        dense.row_count = piece.count
-        self._move(CheckedCopy(dense, _skipping(piece)), way="flat")
-        self._staging.spread(self._stream.handle)
-        return piece, job
+        target = _skipping(piece)
+        spread = CheckedCopy(self._staging.there(piece), target)
+        launch = self._mover.launch(spread, "flat", target_rows=self._put(target))
+        return self._staging.send(piece, launch, before, self._stream.handle)
 
-    def _move(self, piece: CheckedCopy, *, way: str) -> None:
+    def _move(self, piece: CheckedCopy) -> None:
         launch = self._mover.launch(
             piece,
-            "ring" if way == "ring" else "flat",
+            "ring" if self._way == "ring" else "flat",
             source_rows=self._put(piece.source),
             target_rows=self._put(piece.target),
         )
         launch.queue(self._stream.handle)
-        self._lists.seal(self._stream.record())
 
     def _put(self, side: Side) -> int:
         """Where a list of the host will lie on the device; 0 where there is none."""

@@ -47,6 +47,11 @@ def test_refusals():
     scenarios.refusals_name_what_is_wrong_and_change_nothing()
 
 
+@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+def test_chunks_are_queued_by_native_code():
+    scenarios.chunks_are_queued_by_native_code()
+
+
 def test_counted_copies_follow_a_graph():
     scenarios.counted_copies_follow_a_graph(100)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ess.errors import Unavailable
-from ess.kernels.cuda import program
-from ess.kernels.cuda.program import ARCHITECTURES, Program
+from ess.kernels.cuda import driver, program
+from ess.kernels.cuda.program import ARCHITECTURES, Compiled, Program
 from ess.kernels.cuda.rows import flat_form
 from ess.pool import cuda_programs
 
@@ -66,6 +66,41 @@ def test_a_program_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "compile_program", None)
     assert program.cubin(SMALL, "sm_90a", folder=tmp_path) == first
     assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]
+
+
+def test_what_was_built_ahead_needs_no_compiler(tmp_path, monkeypatch):
+    def missing():
+        raise Unavailable("there is no NVRTC")
+
+    monkeypatch.setattr(
+        program, "compile_program", lambda *_: Compiled(code=b"built", resources=())
+    )
+    program.build(SMALL, "sm_90a", folder=tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(program, "_nvrtc", missing)
+    assert program.cubin(SMALL, "sm_90a", folder=tmp_path) == b"built"
+    with pytest.raises(Unavailable, match="no NVRTC"):
+        program.cubin(SMALL, "sm_100a", folder=tmp_path)
+    assert program.why_missing() == "there is no NVRTC"
+    monkeypatch.setattr(driver, "call", lambda name, *_: 1 if name == "cuDeviceGetCount" else None)
+    monkeypatch.setenv("ESS_CACHE_DIR", str(tmp_path / "empty"))
+    assert driver.why_missing() == "there is no NVRTC"
+    monkeypatch.setenv("ESS_CACHE_DIR", str(tmp_path))
+    assert driver.why_missing() is None
+
+
+def test_others_can_read_what_is_kept_and_what_cannot_be_read_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        program, "compile_program", lambda *_: Compiled(code=b"built", resources=())
+    )
+    program.cubin(SMALL, "sm_90a", folder=tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o644
+    kept.unlink()
+    kept.mkdir()
+    assert program.cubin(SMALL, "sm_90a", folder=tmp_path) == b"built"
+    (tmp_path / "file").touch()
+    assert program.cubin(SMALL, "sm_90a", folder=tmp_path / "file") == b"built"
 
 
 @needs_nvrtc

@@ -29,6 +29,7 @@ LANE = (
     "jobs_keep_their_order_and_their_rows",
     "a_job_follows_the_compute_stream_and_compute_follows_the_job",
     "refusals_name_what_is_wrong_and_change_nothing",
+    "chunks_are_queued_by_native_code",
     "counted_copies_follow_a_graph",
     "a_count_asks_for_lists_on_the_device",
     "memory_is_registered_whole_and_let_go",

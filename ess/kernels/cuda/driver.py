@@ -144,11 +144,20 @@ def enumerated(kind: str, name: str) -> Any:
     return getattr(getattr(_driver(), kind), name)
 
 
+def entry(name: str) -> int:
+    """The address of a driver function, in its newest form, for native code that calls it."""
+    library = ctypes.CDLL("libcuda.so.1")
+    for form in (f"{name}_v2", name):
+        if hasattr(library, form):
+            return ctypes.cast(getattr(library, form), ctypes.c_void_p).value or 0
+    raise Unavailable(f"the CUDA driver has no {name}")
+
+
 def why_missing() -> str | None:
     """A line for people, or None where there is a device."""
     try:
         if call("cuInit", 0) is None and call("cuDeviceGetCount") > 0:
-            return program.why_missing()
+            return None if program.built_ahead() else program.why_missing()
     except Unavailable as error:
         return str(error)
     return "the CUDA driver sees no device"

@@ -1,12 +1,15 @@
 """CUDA sources to machine code: compiled by NVRTC at first use and kept under their content.
 
-Neither a device, nor a driver, nor a CUDA toolkit is needed to compile. The key of a program is
-everything that its machine code follows from, so a kept file is always right, and ranks that build
-at the same time write the same bytes: each writes a draft of its own and renames it.
+Neither a device, nor a driver, nor a CUDA toolkit is needed to compile, and where a program has
+been built ahead no compiler either. The key of a program is its source with all that it includes,
+its options and the architecture, so a kept file does what it should; the compiler's version is not
+in it, since then only a compiler could find what another has built. `ess build-kernels` compiles
+anew. Ranks that build at the same time are no trouble: each writes a draft and renames it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -92,12 +95,15 @@ def compile_program(program: Program, arch: str) -> Compiled:
 
 
 def cubin(program: Program, arch: str, *, folder: Path | None = None) -> bytes:
-    """The machine code, from the folder of earlier builds when it is there."""
-    home = default_folder() if folder is None else folder
+    """The machine code, from the folder of earlier builds when it is there and can be read."""
+    path = _path(program, arch, default_folder() if folder is None else folder)
     try:
-        return _path(program, arch, home).read_bytes()
-    except FileNotFoundError:
-        return build(program, arch, folder=home).code
+        return path.read_bytes()
+    except OSError:
+        compiled = compile_program(program, arch)
+    with contextlib.suppress(OSError):
+        _keep(path, compiled.code)
+    return compiled.code
 
 
 def build(program: Program, arch: str, *, folder: Path) -> Compiled:
@@ -133,10 +139,15 @@ def why_missing() -> str | None:
     return None
 
 
+def built_ahead() -> bool:
+    """Whether any program is kept; a device may then do without a compiler."""
+    return any(default_folder().glob("*.cubin"))
+
+
 def _key(program: Program, arch: str) -> str:
     digest = hashlib.sha256()
     texts = (source_text(name) for name in (*HEADERS, program.file))
-    for part in (*texts, *program.options, arch, compiler_version()):
+    for part in (*texts, *program.options, arch):
         digest.update(len(part).to_bytes(8, "little") + part.encode())
     return digest.hexdigest()[:32]
 
@@ -145,6 +156,7 @@ def _keep(path: Path, code: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as draft:
         draft.write(code)
+    os.chmod(draft.name, 0o644)
     os.replace(draft.name, path)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from ess.errors import BadInput
 from ess.kernels.cuda.program import Program
-from ess.units import align_up
+from ess.units import align_up, div_ceil
 
 Way = Literal["flat", "ring", "rival"]
 
@@ -81,12 +81,16 @@ class MoveForm:
         places = self.threads * self.in_flight
         return places * (self.row_bytes + 8) if self.way == "ring" else 0
 
+    @property
+    def block_rows(self) -> int:
+        """As many rows as a block has on the wire at once."""
+        if self.way != "flat":
+            return self.threads if self.way == "ring" else self.threads // 32
+        return max(1, self.threads * self.in_flight * self.unit_bytes // self.span_bytes)
+
     def blocks(self, pair_count: int, *, block_count_max: int) -> int:
         """No more blocks than there is work for."""
-        units = pair_count * (self.span_bytes // self.unit_bytes if self.way == "flat" else 1)
-        lanes = {"flat": self.threads * self.in_flight, "ring": self.threads}
-        each = lanes.get(self.way, self.threads // 32)
-        return max(1, min(block_count_max, -(-units // each)))
+        return max(1, min(block_count_max, div_ceil(pair_count, self.block_rows)))
 
 
 def flat_form(row_bytes: int, *numbers: int) -> MoveForm:
@@ -138,7 +142,7 @@ def move_record(
     target_rows: int = 0,
     count: int = 0,
     lines_of_target: bool = False,
-) -> Any:
+) -> MoveRecord:
     """Addresses as numbers; 0 is no list, no count. `lines_of_target`: the target is farther."""
     if not 0 <= pair_count <= PAIRS_MAX:
         raise BadInput(f"{pair_count} rows in one call, at most {PAIRS_MAX}")
