@@ -10,7 +10,7 @@ from ess.bench.harness.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.engine.chunking.sizer import ChunkSizer
 from ess.sim.prefill.pipeline import autotune, exhaustive, prefill
-from ess.sim.prefill.published_rows import PROMPT, Fitted, Prediction, fit_all, predictions
+from ess.sim.prefill.published_rows import PROMPT, Fitted, fit_all, predictions
 from ess.sim.prefill.stage_clock import Clocked, Links, clocked
 
 TOLERANCE: Final = 0.05
@@ -32,7 +32,7 @@ def prefill_benchmark(*, smoke: bool) -> list[Row]:
             unit=prediction.unit,
             ours=prediction.predicted,
             published=("SGLang", prediction.published),
-            tolerance=_tolerance(prediction),
+            tolerance=None if prediction.fitted else TOLERANCE,
             config={"fitted": prediction.fitted},
         )
         for prediction in predictions()
@@ -42,13 +42,6 @@ def prefill_benchmark(*, smoke: bool) -> list[Row]:
     rows += [_followed(model) for model in models]
     rows += [_sends(models[0]), _bubbles(models[0])]
     return rows + [_tuner(model, smoke=smoke) for model in models]
-
-
-def _tolerance(prediction: Prediction) -> float | None:
-    """5 % of a time or a factor; 5 points of a figure in per cent."""
-    if prediction.fitted:
-        return None
-    return TOLERANCE / (prediction.published / 100) if prediction.unit == "%" else TOLERANCE
 
 
 def _overhead(model: Fitted) -> Row:

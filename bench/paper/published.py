@@ -1,14 +1,21 @@
-"""The published results of ESS beside ours: Table 2, Fig. 1 and Fig. 7, from one simulator.
+"""The published results of ESS, themselves a simulation, beside constants fitted to some of them.
 
 `value` is ours and `baseline_value` the paper's; `ratio` is how well they agree, and `target` the
-least agreement wanted (`ess.bench.harness.agreement`). Rows that the constants were fitted on say
-`in_fit`: they show how well the model can bend, not how well it predicts. No row with offload is
-among them. Fig. 7 was read off a plot to 4 us; where that is coarser than the target, it counts.
+least agreement wanted. There are four kinds of rows, and each has one tolerance:
+
+    capacity     batches exactly, ratios to two digits: what a row does not itself give us
+    throughput   5 %: Table 2 and Fig. 1
+    gain         8 points: quotients of throughputs of Table 2, so no facts of their own
+    overhead     15 %, or the 4 us to which Fig. 7 was read
+
+A fact counts once: blocks of Table 2 that differ in accepted tokens alone have the same steps, and
+batch 52 is in Fig. 1 as well. Rows that the constants or the memory were chosen on say `in_fit`;
+the scores count the others. The last rows ask what the scores would be if misses were none, half
+and double: where they would be as good, the rows do not test offload.
 """
 
 from __future__ import annotations
 
-import bisect
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +34,12 @@ from ess.sim.operators import tables
 from ess.sim.operators.paper import LAYERS, Fitted, PaperOperators
 from ess.sim.published import Throughput
 
-ROW_AGREEMENT: Final = 0.95
-MEAN_AGREEMENT: Final = 0.975
-FIG1_AGREEMENT: Final = 0.94
+THROUGHPUT: Final = 0.05
+MEAN: Final = 0.025
 POINTS: Final = 0.08
-NONE_AGREEMENT: Final = 0.97
-SPLIT_AGREEMENT: Final = 0.85
+OVERHEAD: Final = 0.15
 TBO_MULTIPLE: Final = 4
+FACTORS: Final = (0.0, 0.5, 1.0, 2.0)
 
 FIG1: Final[dict[str, Any]] = {"context": 32_768, "mtp": 2, "accepted": 1.7}
 FIG7: Final[dict[str, Any]] = {"context": 131_072, "mtp": 2, "batch": 160}
@@ -53,25 +59,82 @@ class Reproduced:
 def paper_benchmark(*, smoke: bool) -> list[Row]:
     """Takes about a second, so the smoke size is the same."""
     operators = PaperOperators(tables=tables.load(), fitted=Fitted.shipped())
-    table = reproduce_table(operators)
+    table = _once(reproduce_table(operators))
     held_out = [ours for ours in table if not ours.row.is_resident]
-    return [
+    rows = [
         *_capacity_rows(table),
         *map(_throughput_row, table),
-        _mean_row("table 2 mean agreement", table),
-        _mean_row("table 2 mean agreement, held out", held_out),
+        *_unlimited_rows(operators, table),
         *gain_rows(table),
-        *_unlimited_rows(operators),
         *_overhead_rows(operators),
+    ]
+    return [
+        *rows,
+        _mean_row("table 2 mean agreement, held out", held_out),
+        *_scores(rows),
+        *_falsified(operators),
     ]
 
 
-def reproduce_table(operators: PaperOperators) -> list[Reproduced]:
+def _once(table: Sequence[Reproduced]) -> list[Reproduced]:
+    """Steps do not depend on what is accepted: of two such blocks the later one."""
+    steps = {
+        (ours.row.queries_each, ours.row.context, ours.row.tbo, ours.row.batch): ours
+        for ours in table
+    }
+    return list(steps.values())
+
+
+def _scores(rows: Sequence[Row]) -> list[Row]:
+    """Of each kind, the rows that nothing was chosen on."""
+    tested = [row for row in rows if not row.config.get("in_fit")]
+    kinds = dict.fromkeys(row.config["kind"] for row in rows)
+    return [_score(kind, [row for row in tested if row.config["kind"] == kind]) for kind in kinds]
+
+
+def _score(kind: str, rows: Sequence[Row]) -> Row:
+    met = sum(bool(row.met) for row in rows)
+    return Row(
+        name=f"held out and met: {kind}",
+        value=met,
+        unit="rows",
+        baseline="of",
+        baseline_value=len(rows),
+        config={"missed": [row.name for row in rows if not row.met]},
+    )
+
+
+def _falsified(operators: PaperOperators) -> list[Row]:
+    """The held-out throughputs and gains with other misses."""
+    return [_with_misses(operators, factor) for factor in FACTORS]
+
+
+def _with_misses(operators: PaperOperators, factor: float) -> Row:
+    table = _once(reproduce_table(operators, miss_factor=factor))
+    held_out = [ours for ours in table if not ours.row.is_resident]
+    rows = [*map(_throughput_row, held_out), *gain_rows(table)]
+    errors = [abs(ours.node_tokens_per_s / ours.row.node_tokens_per_s - 1) for ours in held_out]
+    return Row(
+        name=f"with {factor:g} x the misses, met",
+        value=sum(bool(row.met) for row in rows),
+        unit="rows",
+        baseline="of",
+        baseline_value=len(rows),
+        config={"mean_error": f"{statistics.mean(errors):.1%}"},
+    )
+
+
+def reproduce_table(operators: PaperOperators, *, miss_factor: float = 1.0) -> list[Reproduced]:
     curves = misses.published()
-    return [_reproduce(operators, curves, row) for row in published.throughput()]
+    return [
+        _reproduce(operators, curves, row, miss_factor=miss_factor)
+        for row in published.throughput()
+    ]
 
 
-def _reproduce(operators: PaperOperators, curves: misses.MissCurves, row: Throughput) -> Reproduced:
+def _reproduce(
+    operators: PaperOperators, curves: misses.MissCurves, row: Throughput, *, miss_factor: float
+) -> Reproduced:
     """At 32K the batch was chosen and the ratio follows from it; at 128K the other way round."""
     budget = paper_budget()
     given_ratio = row.is_resident or not row.tbo
@@ -88,7 +151,7 @@ def _reproduce(operators: PaperOperators, curves: misses.MissCurves, row: Throug
         queries_each=row.queries_each,
         context=row.context,
         tbo=row.tbo,
-        misses=None if row.is_resident else layer_misses,
+        misses=None if row.is_resident else tuple(miss_factor * miss for miss in layer_misses),
     )
     prediction = simulate(operators, scenario)
     rate = prediction.tokens_per_s(batch=batch, accepted=row.accepted)
@@ -130,30 +193,26 @@ def _config(row: Throughput) -> dict[str, Any]:
         "accepted": row.accepted,
         "batch": row.batch,
         "slot_ratio": row.ratio,
-        "in_fit": row.is_resident,
     }
 
 
 def _capacity_rows(table: Sequence[Reproduced]) -> list[Row]:
-    """Batches exactly, ratios to two digits."""
-    rows = []
-    for ours in table:
-        config = _config(ours.row)
-        theirs = ours.row
-        rows += [
-            against_paper(
-                "table 2 batch", "requests", ours.batch, theirs.batch, target=1.0, config=config
-            ),
-            against_paper(
-                "table 2 slot ratio",
-                "of context",
-                round(ours.ratio, 2),
-                theirs.ratio,
-                target=1.0,
-                config=config,
-            ),
-        ]
-    return rows
+    """The ratio where the batch is given, and the batch where the ratio is. The memory of the
+    device was chosen on all of them."""
+    facts = {(ours.row.context, ours.row.batch): ours for ours in table}
+    return [_capacity_row(ours) for ours in facts.values()]
+
+
+def _capacity_row(ours: Reproduced) -> Row:
+    config = _config(ours.row) | {"kind": "capacity", "in_fit": True}
+    if ours.row.is_resident or not ours.row.tbo:
+        return against_paper(
+            "table 2 batch", "requests", ours.batch, ours.row.batch, target=1.0, config=config
+        )
+    ratio = round(ours.ratio, 2)
+    return against_paper(
+        "table 2 slot ratio", "of context", ratio, ours.row.ratio, target=1.0, config=config
+    )
 
 
 def _throughput_row(ours: Reproduced) -> Row:
@@ -165,17 +224,18 @@ def _throughput_row(ours: Reproduced) -> Row:
         "tok/s/node",
         ours.node_tokens_per_s,
         ours.row.node_tokens_per_s,
-        target=ROW_AGREEMENT,
-        config=_config(ours.row) | exposed | counts,
+        target=1.0 - THROUGHPUT,
+        config=_config(ours.row)
+        | {"kind": "throughput", "in_fit": ours.row.is_resident}
+        | exposed
+        | counts,
     )
 
 
 def _mean_row(name: str, table: Sequence[Reproduced]) -> Row:
     errors = [abs(ours.node_tokens_per_s / ours.row.node_tokens_per_s - 1) for ours in table]
     mean = 1.0 - statistics.mean(errors)
-    return against_paper(
-        name, "of 1", mean, 1.0, target=MEAN_AGREEMENT, config={"rows": len(table)}
-    )
+    return against_paper(name, "of 1", mean, 1.0, target=1.0 - MEAN, config={"rows": len(table)})
 
 
 def gain_rows(table: Sequence[Reproduced]) -> list[Row]:
@@ -200,10 +260,17 @@ def _factors(high: Reproduced, low: Reproduced) -> tuple[float, float]:
 
 
 def _gain_row(name: str, ours: float, theirs: float) -> Row:
-    return against_paper(name, "x", ours, round(theirs, 4), target=1.0 - POINTS / theirs, config={})
+    return against_paper(
+        name, "x", ours, round(theirs, 4), target=1.0 - POINTS / theirs, config={"kind": "gain"}
+    )
 
 
-def _unlimited_rows(operators: PaperOperators) -> list[Row]:
+def _unlimited_rows(operators: PaperOperators, table: Sequence[Reproduced]) -> list[Row]:
+    """Batches that Table 2 does not have without offload already."""
+    printed = {ours.row.batch for ours in table if ours.row.is_resident}
+    batches = {
+        batch: tokens for batch, tokens in published.unlimited().items() if batch not in printed
+    }
     return [
         against_paper(
             "fig. 1 throughput",
@@ -213,30 +280,32 @@ def _unlimited_rows(operators: PaperOperators) -> list[Row]:
                 operators, Scenario(batch=batch, queries_each=2, context=32_768)
             ).tokens_per_s(batch=batch, accepted=1.7),
             theirs,
-            target=FIG1_AGREEMENT,
-            config={**FIG1, "batch": batch, "in_fit": batch >= BATCH_MIN},
+            target=1.0 - THROUGHPUT,
+            config={**FIG1, "batch": batch, "kind": "throughput", "in_fit": batch >= BATCH_MIN},
         )
-        for batch, theirs in published.unlimited().items()
+        for batch, theirs in batches.items()
     ]
 
 
 def _overhead_rows(operators: PaperOperators) -> list[Row]:
-    rows = []
-    for miss_count, theirs in published.overhead().items():
-        for mode, bar_us in zip((Mode.NONE, Mode.DA, Mode.DBA), theirs, strict=True):
-            asked = NONE_AGREEMENT if mode is Mode.NONE else SPLIT_AGREEMENT
-            reading = 1.0 - published.OVERHEAD_READING_US / bar_us
-            rows.append(
-                against_paper(
-                    f"fig. 7 {mode.name}",
-                    "us/layer",
-                    overhead_us(operators, miss_count, mode),
-                    bar_us,
-                    target=min(asked, reading),
-                    config={**FIG7, "misses": miss_count},
-                )
-            )
-    return [*rows, _crossover_row(operators)]
+    """The rate of the link was deduced from the bars without overlap."""
+    return [
+        against_paper(
+            f"fig. 7 {mode.name}",
+            "us/layer",
+            overhead_us(operators, miss_count, mode),
+            bar_us,
+            target=1.0 - max(OVERHEAD, published.OVERHEAD_READING_US / bar_us),
+            config={
+                **FIG7,
+                "misses": miss_count,
+                "kind": "overhead",
+                "in_fit": mode is Mode.NONE,
+            },
+        )
+        for miss_count, theirs in published.overhead().items()
+        for mode, bar_us in zip((Mode.NONE, Mode.DA, Mode.DBA), theirs, strict=True)
+    ]
 
 
 def overhead_us(operators: PaperOperators, miss_count: float, mode: Mode) -> float:
@@ -249,24 +318,3 @@ def overhead_us(operators: PaperOperators, miss_count: float, mode: Mode) -> flo
         mode=mode,
     )
     return simulate(operators, scenario).exposed_us / (LAYERS * scenario.half_count)
-
-
-def crossover(operators: PaperOperators) -> int:
-    """The fewest misses at which DBA costs less than DA."""
-
-    def is_beyond(count: int) -> bool:
-        return overhead_us(operators, count, Mode.DBA) < overhead_us(operators, count, Mode.DA)
-
-    return 1 + bisect.bisect_left(range(1, 1024), True, key=is_beyond)
-
-
-def _crossover_row(operators: PaperOperators) -> Row:
-    """Published as between 128 and 256: agreement with the middle, within half the width."""
-    return against_paper(
-        "fig. 7 crossover",
-        "misses",
-        crossover(operators),
-        192,
-        target=1.0 - 64 / 192,
-        config=dict(FIG7),
-    )

@@ -84,9 +84,9 @@ def test_the_published_rows() -> None:
     fitted = [one for one in rows if one.fitted]
     assert all(abs(one.error) < 1e-3 for one in fitted)
     deepseek = [error for name, error in errors.items() if name.startswith("DeepSeek")]
-    assert len(deepseek) == 4
+    assert len(deepseek) == 2
     assert max(map(abs, deepseek)) < 0.05
-    assert sum(abs(error) < 0.05 for error in errors.values()) >= 7
+    assert sum(abs(error) < 0.05 for error in errors.values()) >= 5
     assert max(map(abs, errors.values())) < 0.08
 
 
