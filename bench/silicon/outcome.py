@@ -24,3 +24,13 @@ class Outcome:
     def error(self) -> float:
         assert self.ours is not None, f"{self.row['row']}: no prediction, no error"
         return self.ours / self.row.number("value") - 1
+
+    @property
+    def is_old(self) -> bool:
+        """Of software a year older than that of the tables."""
+        return self.row["date"].startswith("2025")
+
+    @property
+    def is_vllm(self) -> bool:
+        """The tables are SGLang's, and vLLM's kernels of its day were others."""
+        return "vllm" in self.row["source"].lower() or "vLLM" in self.row["row"]

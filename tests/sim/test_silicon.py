@@ -77,7 +77,7 @@ def test_what_is_no_table_is_marked_and_widens_the_band():
         operators_of("h200"), Scenario(batch=4, queries_each=1, context=8192, tbo=False)
     )
     assert told.marks == ()
-    assert told.band == (-0.12, 0.12)
+    assert told.band == (-0.15, 0.15)
     far = Scenario(batch=64, queries_each=1, context=1_000_000, parallel=Parallel.wide(144))
     marked = simulate(operators_of("h800"), far)
     text = " ".join(marked.marks)

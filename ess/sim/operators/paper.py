@@ -31,7 +31,7 @@ from ess import cost
 from ess.cost import Hiding
 from ess.errors import BadInput
 from ess.sim.operators.families import Family, Kind, family_of
-from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.parallel import NODE_GPUS, Parallel
 from ess.sim.operators.stages import Machine, Shape, Stages, Trust
 from ess.sim.operators.tables import Curve, Tables
 
@@ -48,7 +48,6 @@ HEAD_COLUMNS: Final = 65_536
 TOP_K: Final = LAYOUT.top_k
 DENSE_DIM: Final = 18_432
 MODULE_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-NODE_RANKS: Final = 8
 SPLIT_LAUNCHES: Final = 2
 
 LATENT_DIM: Final = LAYOUT.row.latent_dim
@@ -205,7 +204,7 @@ class PaperOperators:
     def _node_count(self, ranks: int) -> int:
         """Exchange was measured on 1, 2, 4 and 8 nodes; more behave like 8."""
         measured = sorted(self.tables.dispatch)
-        nodes = math.ceil(ranks / NODE_RANKS)
+        nodes = math.ceil(ranks / NODE_GPUS)
         return next((count for count in measured if count >= nodes), measured[-1])
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from ess.errors import BadInput
+
+NODE_GPUS: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
     """Attention by heads (TP) and by requests (DP), experts whole (EP) and in parts (TP), layers in
     stages (PP). Within a stage the same GPUs do attention and experts.
+
+    `is_sending`: tokens go to the GPUs of their experts (DeepEP), instead of being gathered on all.
+    Where that is not said, stages of more than a node send and smaller ones gather: so do the
+    frameworks unless told otherwise.
 
     >>> Parallel.wide(32).gpu_count, Parallel(attention_tp=8, expert_tp=8, pp=2).gpu_count
     (32, 16)
@@ -21,10 +28,13 @@ class Parallel:
     expert_ep: int = 1
     expert_tp: int = 1
     pp: int = 1
+    is_sending: bool | None = None
 
     def __post_init__(self) -> None:
         if min(self.attention_tp, self.attention_dp, self.expert_ep, self.expert_tp, self.pp) < 1:
             raise BadInput(f"{self}: every size must be 1 or more")
+        if self.is_sending and not self.can_send:
+            raise BadInput(f"{self}: tokens are sent to whole experts, from groups of their own")
         if self.stage_gpus != self.expert_ep * self.expert_tp:
             raise BadInput(
                 f"attention TP {self.attention_tp} x DP {self.attention_dp} are {self.stage_gpus} "
@@ -36,6 +46,15 @@ class Parallel:
     def wide(cls, gpu_count: int) -> Parallel:
         """Requests and experts over all GPUs, heads and layers undivided."""
         return cls(attention_dp=gpu_count, expert_ep=gpu_count)
+
+    @property
+    def can_send(self) -> bool:
+        return self.expert_tp == 1 and self.attention_dp > 1
+
+    @property
+    def sends(self) -> bool:
+        beyond = self.stage_gpus > NODE_GPUS
+        return self.can_send and (beyond if self.is_sending is None else self.is_sending)
 
     @property
     def stage_gpus(self) -> int:

@@ -20,7 +20,7 @@ GPUS_MAX: Final = 1 << 10
 
 def prefilling_of(planner: Planner) -> Prefilling:
     return Prefilling(
-        time=prefill_time.estimate(planner.layout, planner.operators.machine),
+        time=prefill_time.time_of(planner.operators, Parallel.wide(planner.ask.gpu_count)),
         band=ESTIMATE_BAND,
         marks=(ESTIMATE_MARK,),
     )

@@ -1,6 +1,8 @@
-"""What prefill takes on an H200, and where it runs: beside decode, or on a tier of its own.
+"""What prefill takes, and where it runs: beside decode, or on a tier of its own.
 
-There is no operator table for prefill, so this is an estimate from three published rates:
+With measured operators a time comes from two passes over a piece of a prompt, one from nothing and
+one behind a long prefix. The constants of the paper have no context modules; theirs is an estimate
+from three published rates, and measured prefill was slower by a quarter to three quarters:
 
     per token   SGLang prefills 52,300 tokens a second on a node of eight H100 (DeepSeek-V3, dense
                 attention, short prompts): 153 us of one GPU. To it come the 2,048 selected rows of
@@ -18,17 +20,46 @@ from typing import Final
 from ess.engine.chunking.sizes import Chunking, PrefillTime, chunks
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.sim.operators.paper import FLOP_PER_QUERY
-from ess.sim.operators.stages import Machine
+from ess.sim.operators.paper import FLOP_PER_QUERY, PaperOperators
+from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.stages import Machine, Operators
 from ess.sim.prefill.pipeline import Pipeline, prefill
+from ess.sim.prefill.prompt_pass import PromptPass, pass_us
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
 TOKEN_US: Final = 8 / 52_300 * 1e6
 SPARSE_PREFILL_RATE: Final = 640e6
 INDEX_SHARE: Final = 0.5
 FIRST_CHUNK: Final = 8192
+FAR: Final = 120 * 1024
+FLAT: Final = 1e-15
 NIC_RATE: Final = 50e3
 """Bytes per microsecond: 400 Gbit/s for every GPU."""
+
+
+def time_of(operators: Operators, parallel: Parallel) -> PrefillTime:
+    """Of one GPU among those of `parallel`, all of which prefill."""
+    if isinstance(operators, PaperOperators):
+        return estimate(operators.family.layout, operators.machine)
+    return measured_time(operators, parallel)
+
+
+def measured_time(operators: Operators, parallel: Parallel) -> PrefillTime:
+    """Through a first piece and one behind `FAR` tokens. A GPU's share of a pass is what it takes:
+    GPUs that hold heads in parts prefill one prompt together."""
+    first_s, far_s = (
+        pass_us(
+            operators,
+            PromptPass(parallel=parallel, tokens=FIRST_CHUNK, prefix=prefix, overlap=True),
+        )
+        * parallel.attention_tp
+        / 1e6
+        for prefix in (0, FAR)
+    )
+    quadratic = max((far_s - first_s) / (2 * FIRST_CHUNK * FAR), FLAT)
+    return PrefillTime(
+        quadratic=quadratic, linear=max(0.0, first_s / FIRST_CHUNK - quadratic * FIRST_CHUNK)
+    )
 
 
 def estimate(layout: ModelLayout, machine: Machine) -> PrefillTime:

@@ -1,9 +1,9 @@
 """Routed experts of one layer on one GPU, and what carries tokens to them and back.
 
-    EP, DP attention    every GPU sends its own tokens to the experts they chose (DeepEP) and runs
-                        its experts whole
-    TP or TP attention  all tokens are on every GPU, or are gathered there; each GPU runs its part
-                        of every expert, or its own experts, and the parts are added up
+    sent        every GPU sends its own tokens to the GPUs of the experts they chose (DeepEP), and
+                runs the experts that it has for all of them
+    gathered    all tokens are on every GPU, by TP attention or gathered there; each GPU runs its
+                part of every expert, or its own experts, and the parts are added up
 
 Experts beyond a node are spread with redundant copies, as every published wide deployment does, so
 loads are nearly even (the power law 0.6 of the tables); within a node they are not (1.01).
@@ -18,19 +18,19 @@ from typing import Final, NamedTuple
 
 from ess.errors import BadInput
 from ess.sim.operators.families import Family
-from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.parallel import NODE_GPUS, Parallel
 from ess.sim.operators.silicon.bank import Bank, Exchange
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.stages import Shape
 from ess.sim.operators.tables import Curve
 
-NODE_GPUS: Final = 8
 MEASURED_HIDDEN: Final = 7168
 BULK_TOKENS: Final = 1024
 
 SPREAD: Final = "power_law_0.6"
 UNEVEN: Final = "power_law_1.01"
 STATE_BYTES: Final = 2
+PRODUCT_SHARE: Final = 0.6
 HOP_US: Final = 10.0
 NIC_RATE: Final = 50e3
 """Nominal: between GPUs of two nodes, and 400 Gbit/s for each of them."""
@@ -53,14 +53,10 @@ class Experts:
     parallel: Parallel
     balance: str | None = None
 
-    @property
-    def is_sent(self) -> bool:
-        return self.parallel.expert_tp == 1 and self.parallel.attention_dp > 1
-
     def us(self, shape: Shape) -> float:
         """Tokens of all groups share all experts of the stage."""
         tokens = shape.stage_tokens
-        if self.is_sent:
+        if self.parallel.sends:
             us = self._wide_us(tokens, is_bulk=_is_bulk(shape))
         else:
             us = self._fused_us(tokens)
@@ -69,15 +65,18 @@ class Experts:
         return self.chip.us(us, fp8_flop=2 * weights * chosen)
 
     def shared_us(self, shape: Shape, alone_us: float) -> float:
-        """The shared expert. Beside experts in parts it is one more of those that a batch touches,
-        in the same kernel; beside whole ones it is a kernel of its own."""
-        if self.is_sent:
+        """The shared expert. Sent tokens leave a kernel of its own; gathered ones have it in the
+        kernel of the others, one more of those that a batch touches, and its operations."""
+        if self.parallel.sends:
             return alone_us
         touched = min(self.family.expert_count, self.family.experts_each * shape.stage_tokens)
-        return self.us(shape) / max(1.0, touched)
+        weights = 3 * self.family.layout.hidden_dim * self.family.expert_dim
+        each = shape.stage_tokens / self.parallel.stage_gpus
+        flop_us = 2 * weights * each / (PRODUCT_SHARE * self.chip.machine.fp8_rate)
+        return self.us(shape) / max(1.0, touched) + flop_us
 
     def way(self, shape: Shape) -> Way:
-        if self.is_sent:
+        if self.parallel.sends:
             return self._sent(shape)
         if self.parallel.attention_dp == 1:
             return Way(0.0, 0.0, 0.0, self.reduced_us(shape.stage_tokens, self.parallel.stage_gpus))
