@@ -12,20 +12,36 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ess.kernels.streams import Event, Lane, RowCopy
 
 Commit = Callable[[], None]
 
 
+class Landing(Protocol):
+    """When it is done, something has landed."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None = None) -> None: ...
+
+
+class Marks(Protocol):
+    def mark(self) -> Landing:
+        """Done when everything that is queued now is."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    event: Event
+    event: Landing
     commit: Commit
 
 
-class InFlight:
-    def __init__(self, lane: Lane) -> None:
+class Pending:
+    """Of copies that somebody else has queued, in the order of their lane."""
+
+    def __init__(self, lane: Marks) -> None:
         self._lane = lane
         self._pending: deque[_Pending] = deque()
 
@@ -33,10 +49,9 @@ class InFlight:
     def pending_count(self) -> int:
         return len(self._pending)
 
-    def submit(self, copies: Sequence[RowCopy], commit: Commit) -> Event:
-        event = self._lane.submit(copies)
+    def track(self, event: Landing, commit: Commit) -> None:
+        """`commit` once this has landed, and all that was under way before it."""
         self._pending.append(_Pending(event, commit))
-        return event
 
     def after(self, commit: Commit) -> None:
         """`commit` once all that is under way now has landed; at once when nothing is."""
@@ -50,7 +65,7 @@ class InFlight:
         while self._pending and self._pending[0].event.done():
             self._pending.popleft().commit()
 
-    def settle_until(self, event: Event) -> None:
+    def settle_until(self, event: Landing) -> None:
         """Wait for `event` and commit everything submitted up to it."""
         event.wait()
         assert event.done(), "a wait ended before its copy had landed"
@@ -74,3 +89,16 @@ class InFlight:
             pending.event.wait()
             assert pending.event.done(), "a commit before its copy has landed"
             pending.commit()
+
+
+class InFlight(Pending):
+    """Of copies that it submits to a lane."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(lane)
+        self._copies = lane
+
+    def submit(self, copies: Sequence[RowCopy], commit: Commit) -> Event:
+        event = self._copies.submit(copies)
+        self.track(event, commit)
+        return event

@@ -16,7 +16,6 @@ from ess.door.stats import Stats
 from ess.door.step import Step, begin
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
-from ess.kernels.served import refuse_cuda
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import DiskTier
@@ -90,7 +89,6 @@ class Offload:
             "slot_floor": layout.slot_floor if slot_floor is None else slot_floor,
         }.items():
             in_range(name, value, 1, 1 << 31)
-        refuse_cuda("device", device)
         if lane is not None and not hasattr(lane, "submit"):
             raise BadInput(f"lane is {lane!r}, must be a lane of ess.flashtrans")
         sizes = PoolSizes(
@@ -111,6 +109,8 @@ class Offload:
                 f"{layout.host_page_bytes}"
             )
         now = clock or RealClock()
+        if device != "cpu":
+            return cls(_device_side(layout, sizes, device, now, lane, placement, disk), now)
         opened = open_lane() if lane is None else lane
         pools = build_pools(layout, sizes, opened, disk)
         return cls(HostSide(pools, opened, now, placement), now)
@@ -285,7 +285,7 @@ class Offload:
     def drain(self) -> None:
         """Waits until every copy under way has landed."""
         self.owner.require_thread()
-        self._pools.inflight.drain()
+        self._side.drain()
 
     def close(self) -> None:
         """Ends the lane, behind what is under way, and the disk, behind what is to be stored in a
@@ -293,7 +293,7 @@ class Offload:
         if self.owner.is_open:
             self.owner.require_thread()
             self.owner.is_open = False
-            self._pools.inflight.drain()
+            self._side.drain()
             if self._pools.shelf is not None:
                 self._pools.shelf.close()
             self._side.close()
@@ -303,3 +303,21 @@ class Offload:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _device_side(
+    layout: ModelLayout,
+    sizes: PoolSizes,
+    device: str,
+    clock: Clock,
+    lane: Lane | None,
+    placement: MakePlacement | None,
+    disk: DiskTier | None,
+) -> Side:
+    """On a device its lane and its placement are its own."""
+    for name, value in {"lane": lane, "placement": placement}.items():
+        if value is not None:
+            raise BadInput(f"{name} is given, but {device!r} has its own")
+    from ess.door.device.device_side import open_device_side
+
+    return open_device_side(layout, sizes, device, clock, disk)

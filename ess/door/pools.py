@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from ess.door.arrays import HostArrays, StepArrays
-from ess.door.inflight import InFlight
+from ess.door.inflight import InFlight, Pending
 from ess.door.shelf import Shelf
 from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.views import known
@@ -74,7 +74,7 @@ class Pools(ABC):
     tables: PageTables
     sparse: Arenas
     ledger: Ledger
-    inflight: InFlight
+    inflight: Pending
     shelf: Shelf | None
 
     @abstractmethod
@@ -100,6 +100,7 @@ class HostPools(Pools):
 
     index: IndexPool
     sparse: SparsePool
+    inflight: InFlight
     slabs: tuple[Known, ...]
     host: Known
     host_layers: tuple[Known, ...]

@@ -48,6 +48,9 @@ class Side(Protocol):
     def differing(self, layer: int) -> list[tuple[int, int]]:
         """(slot, row id) of every clean slot that differs from its row on the host."""
 
+    def drain(self) -> None:
+        """Waits until every copy under way has landed."""
+
     def check(self) -> None: ...
 
     def close(self) -> None:
@@ -94,6 +97,9 @@ class HostSide:
     def differing(self, layer: int) -> list[tuple[int, int]]:
         slots, rows = differing_slots(self.pools, layer)
         return list(zip(slots.tolist(), rows.tolist(), strict=True))
+
+    def drain(self) -> None:
+        self.pools.inflight.drain()
 
     def check(self) -> None:
         for part in (self.slots, self.resident, self.keeper, self.budgets):

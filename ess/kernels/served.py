@@ -10,9 +10,9 @@ BackendName = Literal["reference", "cpu", "cuda"]
 
 
 def refuse_cuda(name: str, value: str) -> None:
-    """For all that serves: pools and engines. Benchmarks and device tests do use a GPU."""
+    """For engines. Pools, benchmarks and device tests do use a GPU."""
     if value.startswith("cuda"):
         raise Unavailable(
-            f"{name} is {value!r}, but Offload and `ess serve` run on the CPU today; CUDA kernels"
-            " are compiled and tested on an emulator only"
+            f"{name} is {value!r}, but `ess serve` runs on the CPU today; CUDA kernels are compiled"
+            " and tested on an emulator only"
         )

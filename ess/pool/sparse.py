@@ -92,13 +92,7 @@ class SparsePool:
         return np.concatenate([self._chunk_blocks(group, chunk) for chunk in chunks.tolist()])
 
     def _chunk_blocks(self, group: int, chunk: int) -> SlotIds:
-        stride = len(self.layout.groups[group]) * PAGE_ROWS
-        starts = np.arange(0, self._chunk_rows - stride + 1, stride, dtype=np.int32)
-        blocks: SlotIds = starts + np.int32(chunk * self._chunk_rows)
-        assert blocks[-1] + stride <= (chunk + 1) * self._chunk_rows, (
-            f"past the end of chunk {chunk}"
-        )
-        return blocks
+        return chunk_blocks(self.layout, group, chunk)
 
     # ---- what others may read
 
@@ -322,6 +316,16 @@ class SparsePool:
         assert len(set(blocks)) == len(blocks), "two groups own a block"
         mapped = int((self.slot_of >= 0).sum())
         assert mapped == sum(self._used_count), "rows in the map and slots in use differ"
+
+
+def chunk_blocks(layout: ModelLayout, group: int, chunk: int) -> SlotIds:
+    """Where the blocks begin that a chunk gives to this group."""
+    chunk_rows = layout.group_layers_max * PAGE_ROWS
+    stride = len(layout.groups[group]) * PAGE_ROWS
+    starts = np.arange(0, chunk_rows - stride + 1, stride, dtype=np.int32)
+    blocks: SlotIds = starts + np.int32(chunk * chunk_rows)
+    assert blocks[-1] + stride <= (chunk + 1) * chunk_rows, f"past the end of chunk {chunk}"
+    return blocks
 
 
 def even_owners(layout: ModelLayout, chunk_count: int) -> npt.NDArray[np.int32]:

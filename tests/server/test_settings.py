@@ -148,7 +148,7 @@ def test_a_gpu_is_refused_with_what_runs_today(
 ):
     assert cli.main(["serve", *words]) == 1
     said = capsys.readouterr().err
-    assert "backend is 'cuda', but Offload and `ess serve` run on the CPU today" in said
+    assert "backend is 'cuda', but `ess serve` runs on the CPU today" in said
     assert resolve({"backend": "auto"}, environment={}).settings.backend == "cpu"
 
 

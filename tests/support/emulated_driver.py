@@ -66,6 +66,7 @@ def begin(*, alone: bool = True) -> None:
     driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     if not alone:
         driver.watch_others()
+        driver.reach_others()
 
     def emulated_cubin(one: program.Program, arch: str, *, folder: Path | None = None) -> bytes:
         home = Path(os.environ["ESS_EMULATED"])

@@ -35,6 +35,12 @@ ANYWHERE = {"copy_", "set_", "__get__", "type_as", "view_as", "expand_as", "resh
 WAITS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
 HOST_ONLY = {"numpy", "__array__"}
 UPLOADS = {"tensor", "as_tensor", "asarray"}
+STREAM_OF = {
+    **dict.fromkeys(("cuStreamWaitEvent", "cuLaunchHostFunc"), 0),
+    "cuEventRecord": 1,
+    **dict.fromkeys(("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync"), -1),
+    "cuMemsetD32Async": -1,
+}
 REFUSED = "operation not permitted when stream is capturing: {}"
 WAITED = "the host waits for the device: {}"
 
@@ -79,20 +85,24 @@ class Pretence(TorchFunctionMode):
             self.refuse(name)
         self.check(name, args, kwargs)
         given = any(map(is_there, tensors(args, kwargs)))
-        given = is_there(args[0]) if name == "copy_" else given
         there = given if wanted is None else torch.device(wanted).type == "cuda"
-        return self.run(lambda: func(*args, **kwargs), there, pins)
+        if name == "copy_":
+            there = is_there(args[0])
+        return self.run(lambda: func(*args, **kwargs), there, pins, queues=given)
 
-    def run(self, call, there, pins=False):
+    def run(self, call, there, pins=False, queues=False):
+        """What `queues` is work of the device, wherever its result lies."""
         result = call()
         for one in tensors(result):
             one.is_there = there
             self.pinned |= {one.untyped_storage().data_ptr()} if pins else set()
-        if self.captured is not None and there:
+        if self.captured is not None and (there or queues):
             self.captured.append((call, result))
         return result
 
     def is_pinned(self, tensor):
+        if registered(tensor):
+            return True
         return tensor.untyped_storage().data_ptr() in self.pinned
 
     def check(self, name, args, kwargs):
@@ -124,7 +134,8 @@ class Pretence(TorchFunctionMode):
         wanted = torch.device(named[0]).type if named else name
         there = wanted == "cuda" if wanted in ("cuda", "cpu") else is_there(tensor)
         crosses = there != is_there(tensor) or name == "pin_memory"
-        if crosses:
+        queued = kwargs.get("non_blocking") and there and self.is_pinned(tensor)
+        if crosses and (self.captured is not None or not (queued or name == "pin_memory")):
             self.refuse(name)
         args = [one for one in args if name == "to" and not names_device(one)]
         kwargs = {key: one for key, one in kwargs.items() if key in ("dtype", "copy")}
@@ -142,6 +153,17 @@ class Pretence(TorchFunctionMode):
 
 
 PRETENCE = Pretence()
+
+
+def registered(tensor):
+    """Page-locked by the driver itself."""
+    from ess.kernels.cuda.driver import attempt
+
+    if not tensor.numel() or is_there(tensor):
+        return False
+    with torch._C.DisableTorchFunction():
+        ends = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size() - 1
+    return all(attempt("cuMemHostGetDevicePointer", end, 0)[0] == 0 for end in ends)
 
 
 class Stream(contextlib.nullcontext):
@@ -249,23 +271,42 @@ def capturing():
 
 
 def queue_at_once():
-    """Kernels of ours on torch's stream wait for nothing, and torch does not wait for them."""
-    from ess.kernels.cuda.driver import Kernel
-    from ess.kernels.cuda.streams import CudaEvent
+    """What is queued on torch's stream is done at once, as torch's own work is, and what is
+    queued on any stream while a graph is captured becomes part of it."""
+    from ess.kernels.cuda import driver
 
-    launch = Kernel.launch
+    launch, attempt = driver.Kernel.launch, driver.attempt
+
+    def finish(stream):
+        if stream == Stream.cuda_stream:
+            event = driver.attempt_now("cuEventCreate", 0)[1]
+            driver.attempt_now("cuEventRecord", event, stream)
+            while driver.attempt_now("cuEventQuery", event)[0] == driver.NOT_READY:
+                pass
+
+    def queue(call, stream):
+        def now():
+            result = call()
+            finish(stream)
+            return result
+
+        if PRETENCE.captured is None:
+            return now()
+        PRETENCE.captured.append((now, None))
+        return (0,)
 
     def launch_and_wait(kernel, record, *, stream, **shape):
-        if stream != Stream.cuda_stream:
-            return launch(kernel, record, stream=stream, **shape)
+        copied = type(record).from_buffer_copy(record)
+        queue(lambda: launch(kernel, copied, stream=stream, **shape), stream)
 
-        def call():
-            launch(kernel, record, stream=stream, **shape)
-            CudaEvent(kernel.device).record(stream).wait()
+    def attempt_and_wait(name, *given):
+        if name not in STREAM_OF:
+            return attempt(name, *given)
+        return queue(lambda: attempt(name, *given), given[STREAM_OF[name]])
 
-        return PRETENCE.launch(call)
-
-    Kernel.launch = launch_and_wait
+    driver.attempt_now = attempt
+    driver.Kernel.launch = launch_and_wait
+    driver.attempt = attempt_and_wait
 
 
 def pytest_collection_modifyitems(items):

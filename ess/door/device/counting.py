@@ -1,0 +1,136 @@
+"""What the device has counted, behind: one small copy per step brings it to the host.
+
+Kinds of calls are counted apart: those that resolve selections, those that find slots for new rows,
+those that land rows ahead of selections, and what makes rows leave. Beside the counts lie the
+answers to looks: how many rows of a sequence had no slot, and how many rows had given way by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ess.door.device.lane import DeviceLane
+from ess.door.device.uploads import Behind
+from ess.errors import BadState
+from ess.pool.lru.cuda_shape import REPORT
+
+Counts = npt.NDArray[np.int64]
+Kind = Literal["select", "write", "landing", "leave"]
+
+KINDS: Final[tuple[Kind, ...]] = ("select", "write", "landing", "leave")
+STORED: Final = len(REPORT)
+WIDTH: Final = STORED + 1
+EVICTED: Final = REPORT.index("evicted")
+FAULTS: Final = {
+    "faults": "are no positions of their sequences, or have no row yet",
+    "unwritten": "are rows that the host has never had",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What was queued since a sending: at most so many claims in each group. A step over sequences
+    that have all of their rows in slots claims slots for its new rows alone."""
+
+    sending: int
+    at_most: Counts
+    sequences: frozenset[int]
+    new_rows: int | None
+
+
+class Counting:
+    """`totals` [kinds, groups, counts]: each number of the reports, and rows that were stored.
+    `looks` [lines, 2]: absent rows, and rows that had given way."""
+
+    def __init__(self, lane: DeviceLane, group_count: int, line_count: int) -> None:
+        self._lane = lane
+        sizes = len(KINDS) * group_count * WIDTH, line_count * 2
+        self._numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=lane.home)
+        totals, looks = torch.split(self._numbers, list(sizes))
+        self.totals = totals.view(len(KINDS), group_count, WIDTH)
+        self.looks = looks.view(line_count, 2)
+        self._behind = Behind(lane.device, self._numbers)
+        self._since: list[Claims] = []
+        self._sending = 0
+
+    # ---- on the device
+
+    def add(self, kind: Kind, reports: Tensor) -> None:
+        """[calls, groups, numbers of a report]"""
+        self.totals[KINDS.index(kind), :, :STORED] += reports.sum(dim=0)
+
+    def add_landing(self, group: int, report: Tensor) -> None:
+        """Of one call for this group."""
+        self.totals[KINDS.index("landing"), group, :STORED] += report
+
+    def add_sealed(self, groups: slice, *, left: Tensor, stored: Tensor | int) -> None:
+        """New rows that left their slots of these groups, and rows that go home."""
+        totals = self.totals[KINDS.index("leave"), groups]
+        totals[:, REPORT.index("left")] += left
+        totals[:, STORED] += stored
+
+    def evicted(self) -> Tensor:
+        """Rows that have given way, of all groups: a number of the device."""
+        evicted: Tensor = self.totals[:, :, EVICTED].sum()
+        return evicted
+
+    def send(self) -> None:
+        self._sending = self._behind.send(self._numbers, self._lane.compute) or self._sending
+
+    # ---- on the host
+
+    @property
+    def next_sending(self) -> int:
+        return self._sending + 1
+
+    def claims(
+        self, at_most: Counts, sequences: Many[int] = (), *, new_rows: int | None = None
+    ) -> None:
+        """What was queued may claim so many slots in each group."""
+        self._since.append(Claims(self.next_sending, at_most, frozenset(sequences), new_rows))
+
+    def unheard(self) -> list[Claims]:
+        """Queued, and not in the numbers that the host has."""
+        self._behind.newest()
+        landed = self._behind.landed_count
+        self._since = [claims for claims in self._since if claims.sending > landed]
+        return self._since
+
+    def look(self, line: int, sending: int) -> tuple[int, int] | None:
+        """Absent rows and rows that had given way, once that sending has landed."""
+        numbers = self._behind.newest()[self.totals.numel() :].reshape(-1, 2)
+        if self._behind.landed_count < sending:
+            return None
+        return int(numbers[line, 0]), int(numbers[line, 1])
+
+    def counts(self, name: str, *kinds: Kind) -> Counts:
+        """By group, of these kinds, as of the latest step that the host has heard of."""
+        at = STORED if name == "stored" else REPORT.index(name)
+        chosen = [KINDS.index(kind) for kind in kinds or KINDS]
+        newest = self._behind.newest()[: self.totals.numel()].reshape(self.totals.shape)
+        counts: Counts = newest[chosen, :, at].sum(axis=0)
+        return counts
+
+    def used(self) -> Counts:
+        """Slots with a row."""
+        return self.counts("claimed") - self.counts("evicted") - self.counts("left")
+
+    def require_sound(self) -> None:
+        """BadState where kernels have met what the caller of a host's pool would be refused."""
+        for name, sentence in FAULTS.items():
+            counts = self.counts(name)
+            if counts.any():
+                group = int(counts.argmax())
+                raise BadState(f"group {group}: {int(counts[group])} selected entries {sentence}")
+
+    def wait(self) -> None:
+        """For audits: counts are those of now."""
+        self.send()
+        self._behind.wait()

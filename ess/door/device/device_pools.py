@@ -1,0 +1,114 @@
+"""All pools of one worker whose slots are on a device, sized as those of a host are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ess.door.device.arenas import DeviceArenas
+from ess.door.device.counting import Counting
+from ess.door.device.keys import DeviceKeys
+from ess.door.device.lane import DeviceLane
+from ess.door.device.maps import DeviceIndex, DeviceTables, Maps
+from ess.door.device.queries import DeviceArrays, Queries
+from ess.door.inflight import Pending
+from ess.door.pools import Counts, Pools, PoolSizes, make_ledger
+from ess.door.shelf import Shelf
+from ess.errors import Unavailable
+from ess.kernels.cuda.pinned import pinned_memory
+from ess.layout import ModelLayout
+from ess.pool.disk.tier import DiskTier
+from ess.pool.latent import LatentPool
+from ess.units import PAGE_ROWS, div_ceil
+
+Rows = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePools(Pools):
+    """`layer_lists` say of each layer its group, its first row in a slab of its group's first
+    layer, and its first row among the host's rows of all layers."""
+
+    index: DeviceIndex
+    tables: DeviceTables
+    sparse: DeviceArenas
+    lane: DeviceLane
+    queries: Queries
+    counting: Counting
+    layer_lists: tuple[Tensor, Tensor, Tensor]
+
+    def step_arrays(self, lines: list[int], query_counts: Many[int]) -> DeviceArrays:
+        return self.queries.begin(lines, query_counts)
+
+    def are_stored(self, group: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of these rows the host has, in all layers of the group."""
+        host_rows = self.index.host_rows(rows)
+        stored = np.ones(len(rows), np.bool_)
+        for layer in self.layout.groups[group]:
+            stored &= self.latent.is_stored(layer, host_rows)
+        return stored
+
+    def ints(self, count: int) -> Any:
+        """int32 numbers on the device."""
+        return torch.zeros(count, dtype=torch.int32, device=self.lane.home)
+
+
+def build_device_pools(
+    layout: ModelLayout, sizes: PoolSizes, lane: DeviceLane, disk: DiskTier | None
+) -> DevicePools:
+    if sizes.shared:
+        raise Unavailable("pools that other processes map are on the host: shared with a device")
+    counts = Counts.of(layout, sizes)
+    host_bytes = counts.host_pages * layout.host_page_bytes
+    memory = pinned_memory(lane.device, host_bytes, row_bytes=layout.row_bytes)
+    latent = LatentPool(layout, memory, poison=sizes.poison)
+    maps = Maps(
+        lane.home,
+        line_count=sizes.sequence_max,
+        page_max=div_ceil(sizes.length_max, PAGE_ROWS),
+        page_count=counts.index_pages,
+    )
+    keys = DeviceKeys(layout, counts.index_pages, lane, poison=sizes.poison)
+    index = DeviceIndex(keys, maps, host_page_count=counts.host_pages)
+    tables = DeviceTables(maps)
+    sparse = DeviceArenas(
+        layout,
+        lane.home,
+        chunk_count=counts.chunks,
+        row_id_count=counts.index_pages * PAGE_ROWS,
+        poison=sizes.poison,
+    )
+    return DevicePools(
+        layout=layout,
+        sizes=sizes,
+        latent=latent,
+        index=index,
+        tables=tables,
+        sparse=sparse,
+        ledger=make_ledger(layout, latent, index, sparse),
+        inflight=Pending(lane),
+        shelf=None if disk is None else Shelf(latent, disk),
+        lane=lane,
+        queries=Queries(tables, sizes.query_max),
+        counting=Counting(lane, layout.group_count, sizes.sequence_max),
+        layer_lists=_layer_lists(layout, latent.rows.shape[1], lane.home),
+    )
+
+
+def _layer_lists(
+    layout: ModelLayout, host_row_count: int, home: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    places = [layout.place_of(layer) for layer in range(layout.layer_total)]
+    owners = np.array([group for group, _ in places], np.int32)
+    members = np.array([member * PAGE_ROWS for _, member in places], np.int32)
+    firsts = np.arange(layout.layer_total, dtype=np.int64) * host_row_count
+    owner, member, first = (
+        torch.from_numpy(numbers.astype(np.int32)).to(home) for numbers in (owners, members, firsts)
+    )
+    return owner, member, first

@@ -1,0 +1,118 @@
+"""The slots of an offload on a CUDA device, and what the host knows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NoReturn
+
+import numpy as np
+
+from ess.clock import Clock
+from ess.door.device.device_pools import DevicePools, build_device_pools
+from ess.door.device.device_slots import DeviceSlots
+from ess.door.device.knowledge import Knowledge
+from ess.door.device.landings import Landings
+from ess.door.device.lane import DeviceLane
+from ess.door.device.leaving import Leaving
+from ess.door.device.refilling import DeviceRefill
+from ess.door.pools import PoolSizes
+from ess.door.sequences.sequence import Sequence
+from ess.door.stats import Stats, Timings
+from ess.errors import BadInput, Unavailable
+from ess.layout import ModelLayout
+from ess.pool.disk.tier import DiskTier
+
+
+class DeviceSide:
+    def __init__(self, pools: DevicePools, clock: Clock) -> None:
+        self.pools = pools
+        self.timings = Timings(layout=pools.layout, clock=clock)
+        self.landings = Landings(pools)
+        self.knowledge = Knowledge(pools, self.landings)
+        self.keeper = DeviceRefill(pools, self.landings, self.knowledge)
+        self.slots = DeviceSlots(pools, self.landings, self.knowledge)
+        self.placement = self.slots
+        self.step_count = 0
+        pools.sparse.leaving = Leaving(pools)
+
+    def step_begun(self) -> None:
+        self.step_count += 1
+
+    def stats(self) -> Stats:
+        """Counts are those of the latest step that the host has heard of."""
+        pools, counting = self.pools, self.pools.counting
+        row_bytes = np.array([len(g) for g in pools.layout.groups]) * pools.layout.row_bytes
+        groups = range(pools.layout.group_count)
+        return Stats(
+            hit_count=counting.counts("hits", "select"),
+            miss_count=counting.counts("claimed", "select"),
+            place_count=counting.counts("places", "select"),
+            evicted_count=counting.counts("evicted", "select", "landing"),
+            fetched_bytes=counting.counts("claimed", "select", "landing") * row_bytes,
+            stored_bytes=counting.counts("stored") * row_bytes,
+            **{name: counts.copy() for name, counts in self.timings.counts.items()},
+            used_slot_count=counting.used(),
+            slot_count=np.array([pools.sparse.slot_count(g) for g in groups], np.int64),
+            step_count=self.step_count,
+            host_page_count=pools.latent.pages.page_count,
+            free_host_page_count=pools.latent.free_count,
+            index_page_count=pools.index.pages.page_count,
+            free_index_page_count=pools.index.pages.free_count,
+            disk=None if pools.shelf is None else pools.shelf.uses,
+        )
+
+    def all_resident(self, sequences: Many[Sequence]) -> bool:
+        """For sure; what is not known yet is asked for, and answered behind a step."""
+        return self.knowledge.all_resident(sequences)
+
+    def is_scarce(self) -> bool:
+        """Where room is short `locate_all` stamps what it finds by itself."""
+        return False
+
+    def refill(self, sequences: Many[Sequence]) -> int:
+        """How many rows may be started: which of them are absent the device knows."""
+        return self.keeper.go_on(sequences)
+
+    def rebalance(self) -> int:
+        _not_yet("rebalance")
+
+    def differing(self, layer: int) -> list[tuple[int, int]]:
+        return []
+
+    def drain(self) -> None:
+        self.landings.drain()
+        self.slots.settle()
+        self.pools.inflight.drain()
+        self.pools.lane.mark().wait()
+        self.pools.counting.wait()
+
+    def check(self) -> None:
+        self.drain()
+        for part in (self.slots, self.landings, self.knowledge, self.keeper):
+            part.check()
+        self._check_used()
+
+    def _check_used(self) -> None:
+        used, pools = self.pools.counting.used(), self.pools
+        for group in range(pools.layout.group_count):
+            there = pools.sparse.used_count(group)
+            assert used[group] == there, f"group {group} counts {used[group]} slots, has {there}"
+
+    def close(self) -> None:
+        self.landings.drain()
+        self.pools.lane.close()
+
+
+def _not_yet(verb: str) -> NoReturn:
+    raise Unavailable(f"{verb} is not there for slots on a device yet")
+
+
+def open_device_side(
+    layout: ModelLayout, sizes: PoolSizes, device: str, clock: Clock, disk: DiskTier | None
+) -> DeviceSide:
+    """`device` is "cuda" or "cuda:0"."""
+    kind, _, ordinal = device.partition(":")
+    if kind != "cuda" or not (ordinal or "0").isdigit():
+        raise BadInput(f"device is {device!r}, must be 'cpu', 'cuda' or 'cuda:<number>'")
+    lane = DeviceLane(int(ordinal or 0))
+    return DeviceSide(build_device_pools(layout, sizes, lane, disk), clock)

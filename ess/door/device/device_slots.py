@@ -1,0 +1,459 @@
+"""The placement of a device: slots of the sparse pool there, absent rows fetched behind.
+
+The order of a step's calls is the host's alone, so it may be captured: which rows are hits, which
+are fetched into which slots and which are read in place is decided by kernels, and the host knows
+bounds. Compute waits for a fetch where a `Resolution` is waited for, at the latest where its place
+in the ring of claims is needed again or the step is sealed; the host never waits.
+
+New rows claim their slots group by group, before the group's first selection is resolved: groups
+share no slot, so that is as good as all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Final, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ess.door.arrays import Array, Kept
+from ess.door.device.arenas import TICKET_MAX
+from ess.door.device.device_pools import DevicePools
+from ess.door.device.knowledge import Knowledge
+from ess.door.device.landings import Landings
+from ess.door.device.maps import rows_of
+from ess.door.device.queries import DeviceArrays
+from ess.door.device.sealing import Sealing
+from ess.door.device.uploads import upload, upload_into
+from ess.door.placement import LayerMemory, Resolution
+from ess.door.residency.slots import SplitViews
+from ess.door.sequences.sequence import Sequence
+from ess.door.step import Step
+from ess.errors import BadState
+from ess.flashtrans.mover import PreparedCopies
+from ess.kernels.cuda.streams import CudaEvent
+from ess.kernels.streams import RowCopy
+from ess.pool.lru.cuda import Residency, forget_tickets
+from ess.pool.lru.cuda_audit import FINDINGS
+from ess.pool.lru.cuda_shape import REPORT, Moment, ResolveShape
+from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
+from ess.pool.warmup import WindowSet, last_windows, warm_set
+from ess.units import PAGE_ROWS
+
+Rows = npt.NDArray[np.int32]
+
+RING: Final = 3
+LOCATES: Final = 1
+"""The part of a group's calls in which rows may be absent; part 0 finds slots for new rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFetch:
+    """One layer's copy: the step's `copy`-th, complete with the last layer of its group."""
+
+    slots: DeviceSlots
+    event: CudaEvent
+    copy: int
+    is_last: bool
+
+    def ask(self) -> None:
+        return
+
+    def wait(self) -> None:
+        self.slots.hold(self)
+
+    @property
+    def is_done(self) -> bool:
+        """The host does not know, and nothing that is queued depends on it."""
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class DeviceSplit:
+    """Where a part's answer lies, with the names of ess.pool.lru.arena."""
+
+    slots: Tensor
+    hit: Tensor
+    miss: Tensor
+    place: Tensor
+    hit_count: Tensor
+    miss_count: Tensor
+    place_count: Tensor
+
+    @classmethod
+    def create(cls, query_max: int, top_k: int, home: torch.device) -> DeviceSplit:
+        lists = torch.full((4, query_max, top_k), -1, dtype=torch.int32, device=home)
+        counts = torch.zeros((3, query_max), dtype=torch.int32, device=home)
+        return cls(*lists.unbind(), *counts.unbind())
+
+    def views(self, count: int) -> SplitViews:
+        lists = self.hit[:count], self.miss[:count], self.place[:count], self.slots[:count]
+        counts = self.hit_count[:count], self.miss_count[:count], self.place_count[:count]
+        return *lists, *counts
+
+
+class DeviceSlots:
+    """`copy_count` copies of this step are queued; compute has waited for the first `waited`."""
+
+    def __init__(self, pools: DevicePools, landings: Landings, knowledge: Knowledge) -> None:
+        self.pools = pools
+        self.knowledge = knowledge
+        self._located_part = pools.sizes.part_max
+        self._landings = landings
+        self._sealing = Sealing(pools)
+        self._memory = [layer_memory(pools, layer) for layer in range(pools.layout.layer_total)]
+        self._make_selects()
+        self._make_writes()
+        self._prepared: dict[tuple[int, int, int], list[PreparedCopies]] = {}
+        self._events: dict[tuple[int, int], CudaEvent] = {}
+        self._constants: dict[int, Tensor] = {}
+        self._findings = pools.ints(FINDINGS)
+        self._fetches: list[DeviceFetch] = []
+        self._claimed: set[int] = set()
+        self._copy_count = 0
+        self._waited = 0
+        self._resolved = np.zeros(pools.layout.group_count, np.int64)
+
+    def _make_selects(self) -> None:
+        pools, layout, sizes = self.pools, self.pools.layout, self.pools.sizes
+        shape = ResolveShape.of(
+            query_max=sizes.query_max, top_k=layout.top_k, block_max=pools.sparse.block_max
+        )
+        self._works = ResidencyWorkspaces(
+            pools.lane.device,
+            shape,
+            pools.ints,
+            group_count=layout.group_count,
+            part_max=sizes.part_max + 1,
+            ring=RING,
+        )
+        self._selects = [
+            Residency(pools.lane.device, arena, self._works, group=group)
+            for group, arena in enumerate(pools.sparse.arenas)
+        ]
+        home, width = pools.lane.home, layout.top_k
+        self._splits = [
+            DeviceSplit.create(sizes.query_max, width, home) for _ in range(sizes.part_max)
+        ]
+        self._rows = torch.empty((sizes.query_max, width), dtype=torch.int32, device=home)
+
+    def _make_writes(self) -> None:
+        """One line of new rows, into a line of slots for each group."""
+        pools, layout, count = self.pools, self.pools.layout, self.pools.sizes.query_max
+        shape = ResolveShape.of(query_max=1, top_k=count, block_max=pools.sparse.block_max)
+        device, home = pools.lane.device, pools.lane.home
+        self._writing = ResidencyWorkspaces(
+            device, shape, pools.ints, group_count=layout.group_count, part_max=2, ring=1
+        )
+        self._writes = [
+            Residency(device, arena, self._writing, group=group)
+            for group, arena in enumerate(pools.sparse.arenas)
+        ]
+        unused = DeviceSplit.create(1, count, home)
+        self.new_slots = torch.full((layout.group_count, count), -1, dtype=torch.int32, device=home)
+        names = ("hit", "miss", "place", "hit_count", "miss_count", "place_count")
+        others = {name: getattr(unused, name) for name in names}
+        self._lines = [
+            DeviceSplit(slots=self.new_slots[group : group + 1], **others)
+            for group in range(layout.group_count)
+        ]
+
+    @property
+    def new_rows_max(self) -> int:
+        return self.pools.sparse.slot_count_min
+
+    def memory(self, layer: int) -> LayerMemory:
+        return self._memory[layer]
+
+    # ---- a step
+
+    def begin(self, step: Step) -> None:
+        pools = self.pools
+        assert not self._claimed, f"{step!r}: the step before it was not sealed"
+        if pools.lane.keys_under_way:
+            pools.lane.hold_compute()
+            pools.lane.keys_under_way = False
+        self.settle()
+        if pools.sparse.ticket > TICKET_MAX and self._landings.restart():
+            forget_tickets(pools.lane.device, pools.sparse.ticket_of, stream=pools.lane.compute)
+            pools.sparse.ticket = 0
+        ticket = pools.sparse.ticket
+        told = {"step": step.number, "ticket": ticket, "landed": ticket}
+        told["behind"] = self._landings.behind()
+        scarce = bool((self.knowledge.room() < 0).any())
+        for works, count in ((self._works, step.query_count), (self._writing, 1)):
+            stamps = scarce and works is self._works
+            now = now_of(**told, query_count=count, stamps=stamps)
+            upload_into(works.now, np.array(now, np.int32))
+            works.begin(stream=pools.lane.compute)
+
+    def settle(self) -> None:
+        """The slots of the latest step's rows are as old as the host, behind its store."""
+        self._sealing.settle(self._selects[0])
+
+    def append(self, step: Step, layer: int, queries: range, rows: Array, keys: Array) -> None:
+        pools, mine = self.pools, slice(queries.start, queries.stop)
+        group, member = pools.layout.place_of(layer)
+        self._claim(group)
+        copy = RowCopy(
+            source=rows,
+            target=pools.sparse.member_slab(member),
+            target_rows=self.new_slots[group, mine],
+        )
+        pools.lane.mover.queue([copy], pools.lane.compute)
+        if keys is not None:
+            pools.index.keys.write(group, step.row_ids[mine], keys)
+
+    def _claim(self, group: int) -> None:
+        """Slots for the step's new rows in this group."""
+        if group in self._claimed:
+            return
+        self._claimed.add(group)
+        self._writes[group].claim_new(
+            self._lines[group],
+            self.pools.queries.new_rows,
+            stream=self.pools.lane.compute,
+            moment=Moment(copy=self._copy_count + 1, waited=self._waited),
+        )
+
+    # ---- selections
+
+    def resolve(
+        self,
+        step: Step,
+        group: int,
+        queries: range,
+        selection: Array,
+        *,
+        workspace: int,
+        waits: bool,
+    ) -> tuple[Resolution, ...]:
+        pools, layers = self.pools, self.pools.layout.groups[group]
+        self._claim(group)
+        moment = self._next_moment(part=workspace, first=queries.start)
+        arrays = cast(DeviceArrays, step.arrays)
+        mine = slice(queries.start, queries.stop)
+        self._selects[group].plan(
+            self._splits[workspace],
+            self._rows[: len(selection)],
+            stream=pools.lane.compute,
+            moment=moment,
+            positions=selection,
+            page_table=pools.tables.maps.lines,
+            table_row=arrays.query_line[mine],
+            length=step.lengths(layers[0])[mine],
+            host_page_of=pools.tables.maps.host_page_of,
+        )
+        self._resolved[group] += selection.numel()
+        views = self._splits[workspace].views(len(selection))
+        fetches = self._fetch(group, layers, moment)
+        return tuple(Resolution(*views, fetch=fetch) for fetch in fetches)
+
+    def _next_moment(self, *, part: int, first: int) -> Moment:
+        """Compute has waited for the copy whose claims lay where those of the next one will."""
+        copy = self._copy_count + 1
+        if copy - RING > self._waited:
+            self.hold(self._last_fetch(copy - RING))
+        return Moment(copy=copy, waited=self._waited, part=part, first=first)
+
+    def _last_fetch(self, copy: int) -> DeviceFetch:
+        return next(fetch for fetch in self._fetches if fetch.copy == copy and fetch.is_last)
+
+    def _fetch(
+        self, group: int, layers: tuple[int, ...], moment: Moment
+    ) -> tuple[DeviceFetch, ...]:
+        lane = self.pools.lane
+        self._copy_count = moment.copy
+        lane.follow(lane.steps)
+        made = []
+        for layer, copies in zip(layers, self._copies(group, layers, moment), strict=True):
+            event = self._event(layer, moment.part)
+            lane.queue(copies, then=event)
+            made.append(DeviceFetch(self, event, moment.copy, layer == layers[-1]))
+        self._fetches += made
+        return tuple(made)
+
+    def _copies(self, group: int, layers: tuple[int, ...], moment: Moment) -> list[PreparedCopies]:
+        """One for each layer; they name the same memory whenever this moment comes round."""
+        key = group, moment.part, moment.copy % RING
+        if key not in self._prepared:
+            claims = self._selects[group].claims(moment)
+            self._prepared[key] = [
+                self.pools.lane.mover.prepare(
+                    [
+                        RowCopy(
+                            source=self._memory[layer].host,
+                            source_rows=claims.host_rows,
+                            target=self.pools.sparse.member_slab(member),
+                            target_rows=claims.slots,
+                            count=claims.count,
+                        )
+                    ]
+                )
+                for member, layer in enumerate(layers)
+            ]
+        return self._prepared[key]
+
+    def _event(self, layer: int, part: int) -> CudaEvent:
+        if (layer, part) not in self._events:
+            self._events[layer, part] = CudaEvent(self.pools.lane.device)
+        return self._events[layer, part]
+
+    def hold(self, fetch: DeviceFetch) -> None:
+        """Compute waits for a layer's copy, and so for all before it; the host does not."""
+        if fetch.copy <= self._waited:
+            return
+        fetch.event.hold(self.pools.lane.compute)
+        self._waited = fetch.copy if fetch.is_last else max(self._waited, fetch.copy - 1)
+
+    def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
+        """Rows may be absent here, so what this call's report calls faults are none."""
+        residency = self._writes[self.pools.layout.group_of(layer)]
+        return self._located(residency, step, layer, queries, selection, part=LOCATES)
+
+    def locate_all(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor | None:
+        """Who asks has been told that all is resident; should a row be absent after all, the host
+        hears of a fault when it learns this step."""
+        residency, part = self._selects[self.pools.layout.group_of(layer)], self._located_part
+        return self._located(residency, step, layer, queries, selection, part=part)
+
+    def _located(
+        self,
+        residency: Residency,
+        step: Step,
+        layer: int,
+        queries: Many[int] | Tensor,
+        selection: Array,
+        *,
+        part: int,
+    ) -> Tensor:
+        pools = self.pools
+        self._claim(pools.layout.group_of(layer))
+        lines, lengths = self._context(step, layer, queries)
+        slots = torch.empty_like(selection)
+        residency.locate(
+            slots,
+            self._rows[: len(selection)],
+            stream=pools.lane.compute,
+            moment=Moment(copy=self._copy_count + 1, waited=self._waited, part=part),
+            query_count=self._constant(len(selection)),
+            positions=selection,
+            page_table=pools.tables.maps.lines,
+            table_row=lines,
+            length=lengths,
+        )
+        return slots
+
+    def _context(
+        self, step: Step, layer: int, queries: Many[int] | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The line and the length of each of these queries."""
+        lines, lengths = step.query_line, step.lengths(layer)
+        if isinstance(queries, range):
+            return lines[queries.start : queries.stop], lengths[queries.start : queries.stop]
+        if not isinstance(queries, Tensor):
+            queries = upload(np.array(queries, np.int32), self.pools.lane.home)
+        return lines.index_select(0, queries), lengths.index_select(0, queries)
+
+    def _constant(self, number: int) -> Tensor:
+        """int32 [1] on the device."""
+        if number not in self._constants:
+            self._constants[number] = upload(np.array([number], np.int32), self.pools.lane.home)
+        return self._constants[number]
+
+    def host_codes(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor:
+        """-2 - host row, or the slot of a row that is newer than its host."""
+        pools, group = self.pools, self.pools.layout.group_of(layer)
+        lines, _ = self._context(step, layer, queries)
+        chosen, maps = selection >= 0, pools.tables.maps
+        every = lines.unsqueeze(1).expand_as(selection).reshape(-1)
+        rows = rows_of(maps, every, selection.reshape(-1).clamp(min=0)).clamp(min=0)
+        pages = maps.host_page_of.index_select(0, rows // PAGE_ROWS)
+        host_rows = pages * PAGE_ROWS + rows % PAGE_ROWS
+        slots = pools.sparse.slot_of[group].index_select(0, rows)
+        newer = (slots >= 0) & (pools.sparse.dirty.index_select(0, slots.clamp(min=0)) != 0)
+        codes = torch.where(newer, slots, -2 - host_rows).view_as(selection)
+        return torch.where(chosen, codes, -1)
+
+    # ---- the end of a step
+
+    def seal(self, step: Step, accepted: Kept) -> None:
+        pools = self.pools
+        if self._fetches:
+            self.hold(self._fetches[-1])
+        arrays = cast(DeviceArrays, step.arrays)
+        groups = [
+            (group, step.appended.issuperset(pools.layout.groups[group]))
+            for group in sorted(self._claimed)
+        ]
+        self._count(step)
+        arrays.seal = self._sealing.seal(
+            step, arrays, arrays.on_device(accepted), groups, self.new_slots
+        )
+        pools.sparse.ticket += 2 * self._copy_count
+        self._copy_count = self._waited = 0
+        self._fetches.clear()
+        self._claimed.clear()
+
+    def _count(self, step: Step) -> None:
+        """What all calls of the step have reported, but for those that may meet absent rows."""
+        shape = (-1, self.pools.layout.group_count, len(REPORT))
+        counting = self.pools.counting
+        counting.add("select", self._works.reports.view(shape))
+        counting.add("write", self._writing.reports.view(shape)[:LOCATES])
+        at_most = self._resolved + step.query_count
+        counting.claims(
+            at_most, [each.number for each in step.sequences], new_rows=step.query_count
+        )
+        self._resolved[:] = 0
+
+    # ---- ahead of selections
+
+    def warm(self, sequence: Sequence, windows: Array) -> None:
+        self.warm_from(sequence, map(last_windows, windows), windows.shape[1])
+
+    def warm_from(self, sequence: Sequence, sets: Iterable[WindowSet], window_count: int) -> None:
+        groups = range(self.pools.layout.group_count)
+        for group, (positions, last) in zip(groups, sets, strict=True):
+            chosen = warm_set(positions, last, window_count)
+            rows = self.pools.tables.rows_of(sequence.line, chosen.positions)
+            self._require_stored(group, rows)
+            self._landings.warm(sequence, group, rows, chosen.ages)
+        self._landings.go_on()
+
+    def fill(self, sequence: Sequence, row_max: int | None) -> int:
+        """How many rows may be started: which of them are absent the device knows."""
+        rows, layout = sequence.holding.row_ids(0, sequence.length), self.pools.layout
+        for group in range(layout.group_count):
+            there = rows[self.pools.are_stored(group, rows)]
+            self._landings.fill(sequence, group, there, row_max=row_max)
+        self._landings.go_on()
+        return min(len(rows), len(rows) if row_max is None else row_max) * layout.group_count
+
+    def _require_stored(self, group: int, rows: Rows) -> None:
+        are_stored = self.pools.are_stored(group, rows)
+        if not are_stored.all():
+            raise BadState(
+                f"group {group}: {int((~are_stored).sum())} of {len(rows)} rows were never "
+                f"written to the host; the first has row id {int(rows[~are_stored][0])}"
+            )
+
+    def check(self) -> None:
+        """Between steps nothing is claimed, and every group's arrays are sound. It waits."""
+        assert not self._claimed or self._copy_count >= 0, "claims of no step"
+        for residency in self._selects:
+            residency.check(self._findings, stream=self.pools.lane.compute)
+
+
+def layer_memory(pools: DevicePools, layer: int) -> LayerMemory:
+    (group, member), keys = pools.layout.place_of(layer), pools.index.keys.pages
+    return LayerMemory(
+        slots=pools.sparse.member_slab(member),
+        host=torch.from_numpy(pools.latent.rows[layer]),
+        key_pages=keys[group] if len(keys) else keys.reshape(0, 0),
+    )

@@ -1,0 +1,102 @@
+"""Index keys of active pages on the device, in the form of `ess.pool.keys`.
+
+Loads from the host's pages go through the copy lane, so that a resumed request's keys, a gigabyte
+at 128K, do not pass through the compute stream; it waits for them where a step begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ess.door.device.lane import DeviceLane
+from ess.door.device.uploads import upload
+from ess.kernels.streams import RowCopy
+from ess.layout import ModelLayout
+from ess.pool.latent import LatentPool
+from ess.pool.pages import PageIds
+from ess.units import PAGE_ROWS
+
+
+class DeviceKeys:
+    def __init__(
+        self, layout: ModelLayout, page_count: int, lane: DeviceLane, *, poison: bool
+    ) -> None:
+        codec = layout.index
+        self.page_count = page_count
+        self.key_bytes = 0 if codec is None else codec.key_bytes
+        self._value_bytes = 0 if codec is None else codec.value_bytes
+        self._lane = lane
+        shape = (layout.key_layer_count, page_count, PAGE_ROWS * self.key_bytes)
+        self.pages = torch.full(shape, 0xFF if poison else 0, dtype=torch.uint8, device=lane.home)
+        split = PAGE_ROWS * self._value_bytes
+        self._values = _by_key(self.pages[..., :split])
+        self._scales = _by_key(self.pages[..., split:])
+        self._copies_all = poison
+
+    @property
+    def layer_count(self) -> int:
+        return int(self.pages.shape[0])
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor) -> None:
+        """`keys` [n, key_bytes] of the device to row ids of the device."""
+        page, offset = _places(rows)
+        self._values[layer].index_put_((page, offset), keys[:, : self._value_bytes])
+        if self.key_bytes > self._value_bytes:
+            self._scales[layer].index_put_((page, offset), keys[:, self._value_bytes :])
+
+    def read(self, rows: Tensor) -> Tensor:
+        """[layers, n, key_bytes], of the device."""
+        page, offset = _places(rows)
+        return torch.cat((self._values[:, page, offset], self._scales[:, page, offset]), dim=2)
+
+    def upload(self, layer: int, rows: PageIds, keys: npt.NDArray[np.uint8]) -> None:
+        home = self._lane.home
+        self.write(layer, upload(rows, home), upload(keys, home))
+
+    def load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
+        """Whole pages of the host, as far as they have keys; of others nobody reads any."""
+        if self._copies_all:
+            chosen = np.arange(len(active))
+        else:
+            chosen = np.flatnonzero(latent.keyed[:, host_pages].any(axis=0))
+        if not self.layer_count or not len(chosen):
+            return
+        sources, targets = (
+            upload(pages[chosen], self._lane.home) for pages in (host_pages, active)
+        )
+        self._lane.submit(
+            [
+                RowCopy(
+                    source=torch.from_numpy(latent.keys.pages[layer]),
+                    source_rows=sources,
+                    target=self.pages[layer],
+                    target_rows=targets,
+                )
+                for layer in range(self.layer_count)
+            ]
+        )
+        self._lane.keys_under_way = True
+
+    def copy_page(self, source: int, target: int) -> None:
+        assert source != target, f"page {source} onto itself"
+        self.pages[:, target] = self.pages[:, source]
+
+
+def _places(rows: Tensor) -> tuple[Any, Any]:
+    return torch.div(rows, PAGE_ROWS, rounding_mode="floor").long(), (rows % PAGE_ROWS).long()
+
+
+def _by_key(part: Tensor) -> Tensor:
+    """[layers, pages, 64 * n] seen as [layers, pages, 64, n]."""
+    layers, pages, width = part.shape
+    step = part.stride()
+    return part.as_strided(
+        (layers, pages, PAGE_ROWS, width // PAGE_ROWS),
+        (step[0], step[1], width // PAGE_ROWS, 1),
+        part.storage_offset(),
+    )

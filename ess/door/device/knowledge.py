@@ -1,0 +1,147 @@
+"""What the host knows for sure of a device's slots, from what it has heard and what it has queued.
+
+A look asks the device how many rows of a sequence have no slot; the answer comes behind a step. If
+it was none, the sequence stays resident until a row gives way: new rows enter slots first. Rows
+give way only where a call finds no free slot, so the host goes through what it has queued since it
+heard last, in order: a step over sequences that were all resident before it claims slots for its
+new rows alone, any other call as many as it may. While free slots suffice for all of it, nothing
+has given way, and who was resident is.
+
+A sequence with absent rows is not looked at again for `PATIENCE` steps, as on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+
+from ess.door.device.counting import Counts
+from ess.door.device.device_pools import DevicePools
+from ess.door.device.landings import Landings
+from ess.door.residency.resident import PATIENCE, SCARCE
+from ess.door.sequences.sequence import Sequence
+from ess.units import div_ceil
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Asked with these arrivals, on a line that had been left so often; the answer comes with a
+    sending, and a "no" holds until a step."""
+
+    arrival_count: int
+    left_count: int
+    sending: int
+    until_step: int
+
+
+class Knowledge:
+    def __init__(self, pools: DevicePools, landings: Landings) -> None:
+        self._pools = pools
+        self._landings = landings
+        self._looks: dict[int, _Look] = {}
+
+    def all_resident(self, sequences: Many[Sequence]) -> bool:
+        """Every row of the main model's layers is in a slot, for sure; who is not known is asked
+        for."""
+        known = self.resident(sequences)
+        self._looks = {
+            s.number: self._looks[s.number] for s in sequences if s.number in self._looks
+        }
+        for sequence in sequences:
+            if sequence.number not in known and sequence.state == "active":
+                self._ask(sequence)
+        return len(known) == len(sequences)
+
+    def resident(self, sequences: Many[Sequence]) -> frozenset[int]:
+        """Of these, those that are known to be."""
+        counting, layout = self._pools.counting, self._pools.layout
+        evicted = int(counting.counts("evicted").sum())
+        known = frozenset(s.number for s in sequences if self._was_resident(s, evicted))
+        free = self.free()[: layout.main_group_count]
+        for claims in counting.unheard():
+            at_most = claims.at_most[: len(free)]
+            if claims.new_rows is not None and claims.sequences <= known:
+                at_most = np.minimum(at_most, claims.new_rows)
+            free = free - at_most
+            if (free < 0).any():
+                return frozenset()
+        return known
+
+    def free(self) -> Counts:
+        """Free slots by group, when the host heard last."""
+        sparse, layout = self._pools.sparse, self._pools.layout
+        counts = [sparse.slot_count(group) for group in range(layout.group_count)]
+        return np.array(counts, np.int64) - self._pools.counting.used()
+
+    def room(self) -> Counts:
+        """Free slots by group above the last tenth, for sure."""
+        sparse, free = self._pools.sparse, self.free()
+        for claims in self._pools.counting.unheard():
+            free = free - claims.at_most
+        tenths = [div_ceil(sparse.slot_count(group), SCARCE) for group in range(len(free))]
+        return free - np.array(tenths, np.int64)
+
+    def _was_resident(self, sequence: Sequence, evicted: int) -> bool:
+        return self._answer(sequence) == (0, evicted)
+
+    def lacks(self, sequence: Sequence) -> bool:
+        """It lacked a row when it was looked at."""
+        answer = self._answer(sequence)
+        return answer is not None and answer[0] > 0
+
+    def _valid(self, sequence: Sequence) -> _Look | None:
+        look = self._looks.get(sequence.number)
+        if look is None or sequence.state != "active":
+            return None
+        left_count = self._pools.tables.left_count[sequence.line]
+        same = (look.arrival_count, look.left_count) == (sequence.arrival_count, left_count)
+        return look if same else None
+
+    def _answer(self, sequence: Sequence) -> tuple[int, int] | None:
+        """Absent rows, and rows that had given way by then; None while it is not known."""
+        look = self._valid(sequence)
+        if look is None:
+            return None
+        return self._pools.counting.look(sequence.line, look.sending)
+
+    def _ask(self, sequence: Sequence) -> None:
+        sequence.progress.refresh()
+        look, step = self._valid(sequence), self._pools.sparse.step
+        if look is not None:
+            answer = self._answer(sequence)
+            if answer is None or (answer[0] > 0 and step < look.until_step):
+                return
+        self._look(sequence)
+        self._looks[sequence.number] = _Look(
+            sequence.arrival_count,
+            self._pools.tables.left_count[sequence.line],
+            self._pools.counting.next_sending,
+            step + PATIENCE,
+        )
+
+    def _look(self, sequence: Sequence) -> None:
+        """Counts the sequence's rows that have no slot, or whose copy may not have landed."""
+        pools = self._pools
+        pools.tables.maps.flush()
+        sparse, maps = pools.sparse, pools.tables.maps
+        rows = maps.rows_of_line(sequence.line, sequence.page_count)
+        counted = maps.places_of_line(sequence.page_count) < maps.lengths[sequence.line]
+        absent = pools.counting.looks.new_zeros(())
+        behind = self._landings.behind()
+        for group in range(pools.layout.main_group_count):
+            slots = sparse.slot_of[group].index_select(0, rows)
+            tickets = sparse.ticket_of.index_select(0, slots.clamp(min=0))
+            waits = (tickets % 2 == 1) & (tickets > behind)
+            absent = absent + (((slots < 0) | waits) & counted).sum()
+        pools.counting.looks[sequence.line, 0] = absent
+        pools.counting.looks[sequence.line, 1] = pools.counting.evicted()
+
+    def forget(self, sequence: Sequence) -> None:
+        self._looks.pop(sequence.number, None)
+
+    def check(self) -> None:
+        for number, look in self._looks.items():
+            assert look.until_step <= self._pools.sparse.step + PATIENCE, f"sequence {number}"
+            assert look.sending <= self._pools.counting.next_sending, f"sequence {number}"

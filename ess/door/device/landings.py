@@ -1,0 +1,196 @@
+"""Rows into slots ahead of selections: windows of a prompt, and fills of what room is left.
+
+A landing is cut into pieces of a few thousand rows. A piece claims its slots on compute, in the
+order of the steps, and is copied on a stream of its own; a few pieces are under way at a time, and
+each has its own place for what it has claimed. No step waits for one: what is still on its way is
+read in place. The host sends further pieces where it looks at landings anyway, between steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ess.door.device.device_pools import DevicePools
+from ess.door.device.uploads import upload, upload_into
+from ess.door.sequences.sequence import Sequence
+from ess.flashtrans.mover import PreparedCopies
+from ess.kernels.cuda.streams import CudaEvent
+from ess.kernels.streams import RowCopy
+from ess.pool.lru.cuda import Residency
+from ess.pool.lru.cuda_shape import ResolveShape
+from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
+
+Rows = npt.NDArray[np.int32]
+
+PIECE_ROWS: Final = 4096
+PLACES: Final = 8
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Rows of one group, with their ages or, to fill, without. Of those that fill, at most as many
+    absent ones as `limit` says, a number of the device that the pieces of a fill share."""
+
+    sequence: Sequence
+    group: int
+    rows: Rows
+    ages: Rows | None
+    limit: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    works: ResidencyWorkspaces
+    event: CudaEvent
+    copies: dict[int, PreparedCopies]
+
+
+class Landings:
+    """`under_way` are the places of pieces that may not have landed, oldest first, and tickets."""
+
+    def __init__(self, pools: DevicePools) -> None:
+        self._pools = pools
+        width = min(PIECE_ROWS, pools.sparse.row_id_count)
+        self._width = width
+        shape = ResolveShape.of(query_max=1, top_k=width, block_max=pools.sparse.block_max)
+        device = pools.lane.device
+        self._places = [
+            Place(ResidencyWorkspaces(device, shape, pools.ints, ring=1), CudaEvent(device), {})
+            for _ in range(PLACES)
+        ]
+        self._free = list(self._places)
+        self._under_way: deque[tuple[Place, int]] = deque()
+        self._waiting: deque[Piece] = deque()
+        self._residencies: dict[tuple[int, int], Residency] = {}
+        self._ticket = 1
+        self._landed = 1
+
+    @property
+    def is_busy(self) -> bool:
+        self.behind()
+        return bool(self._under_way or self._waiting)
+
+    def warm(self, sequence: Sequence, group: int, rows: Rows, ages: Rows) -> None:
+        """As if they had been used `ages` steps ago, newest first."""
+        for part in self._parts(rows):
+            self._waiting.append(Piece(sequence, group, rows[part], ages[part], None))
+
+    def fill(
+        self, sequence: Sequence, group: int, rows: Rows, *, row_max: int | None = None
+    ) -> None:
+        """The first absent rows, at most `row_max`, while there are free slots."""
+        limit = None
+        if row_max is not None and row_max < len(rows):
+            limit = upload(np.array([row_max], np.int32), self._pools.lane.home)
+        for part in self._parts(rows):
+            self._waiting.append(Piece(sequence, group, rows[part], None, limit))
+
+    def _parts(self, rows: Rows) -> list[slice]:
+        return [slice(at, at + self._width) for at in range(0, len(rows), self._width)]
+
+    def behind(self) -> int:
+        """Up to which ticket all have landed, as far as a look at their events shows."""
+        while self._under_way and self._under_way[0][0].event.done():
+            place, self._landed = self._under_way.popleft()
+            self._free.append(place)
+        return self._landed
+
+    def go_on(self) -> None:
+        """As many pieces as there are free places."""
+        self.behind()
+        while self._waiting and self._free:
+            piece = self._waiting.popleft()
+            if piece.sequence.state == "active":
+                self._start(self._free.pop(), piece)
+
+    def restart(self) -> bool:
+        """Tickets start over, if no landing is under way that has one."""
+        if self.is_busy:
+            return False
+        self._ticket = self._landed = 1
+        return True
+
+    def drain(self) -> None:
+        """Until nothing is under way and nothing waits."""
+        self.go_on()
+        while self._under_way:
+            self._under_way[0][0].event.wait()
+            self.go_on()
+        assert not self._waiting, f"{len(self._waiting)} pieces wait beside free places"
+
+    def _start(self, place: Place, piece: Piece) -> None:
+        pools, lane = self._pools, self._pools.lane
+        pools.tables.maps.flush()
+        now = now_of(
+            step=pools.sparse.step,
+            ticket=self._ticket,
+            landed=pools.sparse.ticket,
+            behind=self._landed,
+            query_count=1,
+        )
+        upload_into(place.works.now, np.array(now, np.int32))
+        place.works.begin(stream=lane.compute)
+        rows, count = self._listed(piece)
+        self._residency(place, piece.group).warm(
+            rows,
+            None if piece.ages is None else upload(piece.ages, lane.home),
+            stream=lane.compute,
+            count=count,
+            host_page_of=pools.tables.maps.host_page_of,
+        )
+        pools.counting.add_landing(piece.group, place.works.reports)
+        at_most = np.zeros(pools.layout.group_count, np.int64)
+        at_most[piece.group] = len(piece.rows)
+        pools.counting.claims(at_most)
+        lane.follow(lane.landings)
+        self._copies(place, piece.group).queue(lane.landings.handle, then=place.event)
+        self._ticket += 2
+        self._under_way.append((place, self._ticket))
+
+    def _listed(self, piece: Piece) -> tuple[Tensor, Tensor | None]:
+        """The piece's rows on the device, and how many of them count."""
+        rows = upload(piece.rows, self._pools.lane.home)
+        if piece.limit is None:
+            return rows, None
+        absent = self._pools.sparse.slot_of[piece.group].index_select(0, rows) < 0
+        taken = absent & (absent.cumsum(0) <= piece.limit)
+        order = torch.argsort(taken.to(torch.int32), descending=True, stable=True)
+        count = taken.sum(dtype=torch.int32).reshape(1)
+        piece.limit -= count
+        return rows.index_select(0, order), count
+
+    def _residency(self, place: Place, group: int) -> Residency:
+        key = self._places.index(place), group
+        if key not in self._residencies:
+            arena, device = self._pools.sparse.arenas[group], self._pools.lane.device
+            self._residencies[key] = Residency(device, arena, place.works)
+        return self._residencies[key]
+
+    def _copies(self, place: Place, group: int) -> PreparedCopies:
+        if group not in place.copies:
+            claims, pools = self._residency(place, group).claims(), self._pools
+            place.copies[group] = pools.lane.mover.prepare(
+                [
+                    RowCopy(
+                        source=torch.from_numpy(pools.latent.rows[layer]),
+                        source_rows=claims.host_rows,
+                        target=pools.sparse.member_slab(member),
+                        target_rows=claims.slots,
+                        count=claims.count,
+                    )
+                    for member, layer in enumerate(pools.layout.groups[group])
+                ]
+            )
+        return place.copies[group]
+
+    def check(self) -> None:
+        tickets = [ticket for _, ticket in self._under_way]
+        assert tickets == sorted(set(tickets)), f"landings {tickets} are out of order"
+        assert len(self._free) + len(self._under_way) == PLACES, "a place is lost"

@@ -1,0 +1,82 @@
+"""The copy lane of a device door: copies queued behind compute, and marks that the host looks at.
+
+Nothing that a step queues is a job of the host: lists and counts of its copies lie on the device.
+`queue` puts them on the lane's stream behind what compute has queued so far, and records an event
+that compute waits for where it needs the rows. The host looks at marks between steps, to learn what
+has landed; a mark covers compute and all copies. Landings, which fill slots ahead of selections,
+have a stream of their own, so that no fetch of a step queues behind them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ess.errors import BadState
+from ess.flashtrans.mover import PreparedCopies, RowMover
+from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.streams import CudaEvent, CudaStream
+from ess.kernels.streams import RowCopy
+
+Cuda: Any = torch.cuda
+
+
+class DeviceLane:
+    def __init__(self, ordinal: int, *, block_count_max: int = 4) -> None:
+        self.device = Device(ordinal)
+        self.home = torch.device("cuda", ordinal)
+        self.mover = RowMover(self.device, block_count_max=block_count_max)
+        self.steps = CudaStream(self.device, priority=-1)
+        self.landings = CudaStream(self.device)
+        self.keys_under_way = False
+        self._fork = CudaEvent(self.device)
+        self._kept: deque[tuple[CudaEvent, object]] = deque()
+        self._is_open = True
+
+    @property
+    def compute(self) -> int:
+        """The stream that the caller queues its kernels on."""
+        return int(Cuda.current_stream(self.home).cuda_stream)
+
+    def follow(self, stream: CudaStream) -> None:
+        """What is queued on the stream from now on runs behind what compute has queued so far."""
+        self._fork.record(self.compute).hold(stream.handle)
+
+    def queue(self, copies: PreparedCopies, *, then: CudaEvent) -> None:
+        """On the lane of steps, which the caller has let follow compute."""
+        copies.queue(self.steps.handle, then=then)
+
+    def submit(self, copies: Sequence[RowCopy]) -> CudaEvent:
+        """Copies of a moment between steps, behind compute; compute does not wait."""
+        if not self._is_open:
+            raise BadState("the lane is closed: it takes no more copies")
+        self.follow(self.steps)
+        event = CudaEvent(self.device)
+        prepared = self.mover.prepare(copies)
+        prepared.queue(self.steps.handle, then=event)
+        self.keep(prepared, event)
+        return event
+
+    def keep(self, what: object, until: CudaEvent) -> None:
+        """Memory that torch may not give to others while a stream of ours reads it."""
+        while self._kept and self._kept[0][0].done():
+            self._kept.popleft()
+        self._kept.append((until, what))
+
+    def mark(self) -> CudaEvent:
+        """Passed when compute and both lanes have done what is queued now."""
+        self.follow(self.steps)
+        CudaEvent(self.device).record(self.landings.handle).hold(self.steps.handle)
+        return self.steps.record()
+
+    def hold_compute(self) -> None:
+        """Compute waits for what is queued on the lane of steps."""
+        self._fork.record(self.steps.handle).hold(self.compute)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.mark().wait()

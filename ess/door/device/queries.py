@@ -1,0 +1,112 @@
+"""What a step knows of each of its queries, on a device.
+
+The host knows everything but where each sequence starts, which the device counts itself. So a step
+begins with one upload, of lines and places, and a few small kernels; the arrays are the first
+entries of memory that stays where it is, so that a graph over them can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ess.door.arrays import Kept, places, require_same
+from ess.door.checks import kept_counts
+from ess.door.device.maps import DeviceTables, rows_of
+from ess.door.device.uploads import given, upload, upload_into
+from ess.errors import BadInput
+
+LINE, OFFSET, SEQUENCE, START, STOP, ROW = range(6)
+NO_ROW = -1
+
+
+class Sealed(Protocol):
+    """What a step's seal has queued, until the host has learned."""
+
+    def learned(self, kept: list[int]) -> None: ...
+
+
+class Queries:
+    """The memory of the arrays of all steps, one after the other."""
+
+    def __init__(self, tables: DeviceTables, query_max: int) -> None:
+        self.tables = tables
+        self.home = tables.maps.lines.device
+        self.memory = torch.full((6, query_max), NO_ROW, dtype=torch.int32, device=self.home)
+
+    @property
+    def new_rows(self) -> Tensor:
+        """[1, query_max]: the row ids of the latest step's new rows, and -1 behind them."""
+        return self.memory[ROW : ROW + 1]
+
+    def begin(self, lines: list[int], query_counts: Many[int]) -> DeviceArrays:
+        self.tables.maps.flush()
+        sequence_of, offset = places(query_counts)
+        known = np.stack([np.array(lines, np.int32)[sequence_of], offset, sequence_of])
+        mine, count = self.memory[:, : len(offset)], len(offset)
+        upload_into(mine[:START], known.astype(np.int32))
+        maps = self.tables.maps
+        mine[START] = maps.lengths.index_select(0, mine[LINE])
+        positions = mine[START] + mine[OFFSET]
+        mine[STOP] = positions + 1
+        mine[ROW] = rows_of(maps, mine[LINE], positions)
+        self.memory[ROW, count:] = NO_ROW
+        return DeviceArrays(self, lines, count)
+
+
+class DeviceArrays:
+    def __init__(self, queries: Queries, lines: list[int], count: int) -> None:
+        self._tables = queries.tables
+        self._home = queries.home
+        self._lines = lines
+        self.lines = upload(np.array(lines, np.int32), self._home)
+        self._known: list[int] | None = None
+        self.seal: Sealed | None = None
+        mine = queries.memory[:, :count]
+        self.query_line, self.query_offset, self.sequence_of = (
+            mine[LINE],
+            mine[OFFSET],
+            mine[SEQUENCE],
+        )
+        self.query_start, self.query_stop, self.row_ids = mine[START], mine[STOP], mine[ROW]
+
+    def page_table(self) -> Tensor:
+        table: Tensor = self._tables.maps.lines.index_select(0, self.query_line)
+        return table
+
+    def lengths(self, appended_count: int) -> Tensor:
+        if appended_count == len(self.query_stop):
+            return self.query_stop
+        if appended_count == 0:
+            return self.query_start
+        return torch.cat((self.query_stop[:appended_count], self.query_start[appended_count:]))
+
+    def given(self, value: Any, name: str, dtype: str, shape: tuple[int | None, ...]) -> Tensor:
+        return given(value, name, dtype, shape, self._home)
+
+    def kept(self, accepted: Any, query_counts: Many[int]) -> Kept:
+        """Numbers are checked; a tensor of the device is trusted until the host learns them."""
+        if isinstance(accepted, Tensor) and accepted.device == self._home:
+            return self.given(accepted, "accepted", "int32", (len(query_counts),))
+        if isinstance(accepted, Tensor):
+            raise BadInput(f"accepted is on {accepted.device}, must be on {self._home} or a list")
+        return kept_counts(accepted, query_counts)
+
+    def on_device(self, kept: Kept) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        return upload(np.array(kept, np.int32), self._home)
+
+    def sealed(self, kept: Kept) -> None:
+        self._known = kept if isinstance(kept, list) else None
+
+    def learned(self, kept: list[int], *, number: int) -> None:
+        if self._known is not None:
+            require_same(kept, self._known, number=number)
+        assert self.seal is not None, f"step {number} is learned and was not sealed"
+        self.seal.learned(kept)
+        self._tables.learn(self._lines, kept)

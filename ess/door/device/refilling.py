@@ -1,0 +1,88 @@
+"""What pressure has left out comes back when there is room again, for slots on a device.
+
+As `ess.door.residency.refill`, but which rows are absent the device knows: a walk offers stretches
+of a sequence's rows, and its kernels take those that are absent. A stretch is offered only where
+all of it fits above the last tenth of the free slots, and only while no landing is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Final
+
+from ess.door.device.device_pools import DevicePools
+from ess.door.device.knowledge import Knowledge
+from ess.door.device.landings import PLACES, Landings
+from ess.door.sequences.sequence import Sequence
+from ess.units import PAGE_ROWS
+
+LOOK_PAGES: Final = 64
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Goes on at `page` and `group`. It rests where it came around with so many rows evicted."""
+
+    arrival_count: int
+    page: int = 0
+    group: int = 0
+    rests_at: int = -1
+
+
+class DeviceRefill:
+    def __init__(self, pools: DevicePools, landings: Landings, knowledge: Knowledge) -> None:
+        self._pools = pools
+        self._landings = landings
+        self._knowledge = knowledge
+        self._walks: dict[int, _Walk] = {}
+
+    def go_on(self, sequences: Many[Sequence]) -> int:
+        """How many rows were offered, all of one sequence."""
+        self._knowledge.all_resident(sequences)
+        if self._landings.is_busy:
+            return 0
+        lacking = [each for each in sequences if self._knowledge.lacks(each)]
+        self._walks = {each.number: self._walk(each) for each in lacking}
+        evicted = int(self._pools.counting.counts("evicted").sum())
+        for sequence in lacking:
+            walk = self._walks[sequence.number]
+            if walk.rests_at != evicted:
+                return self._walk_on(sequence, walk, evicted)
+        return 0
+
+    def _walk(self, sequence: Sequence) -> _Walk:
+        walk = self._walks.get(sequence.number)
+        if walk is None or walk.arrival_count != sequence.arrival_count:
+            return _Walk(sequence.arrival_count)
+        return walk
+
+    def _walk_on(self, sequence: Sequence, walk: _Walk, evicted: int) -> int:
+        start, room = walk.page * PAGE_ROWS, self._knowledge.room()
+        count = min(LOOK_PAGES * PAGE_ROWS, sequence.length - start)
+        rows = sequence.holding.row_ids(start, count) if count > 0 else None
+        group_count, offered = self._pools.layout.group_count, 0
+        last = min(walk.group + PLACES, group_count)
+        for group in range(walk.group, last):
+            if rows is not None and room[group] >= len(rows):
+                there = rows[self._pools.are_stored(group, rows)]
+                self._landings.fill(sequence, group, there)
+                offered += len(there)
+        self._landings.go_on()
+        self._turn(walk, sequence, last, evicted)
+        return offered
+
+    def _turn(self, walk: _Walk, sequence: Sequence, group: int, evicted: int) -> None:
+        """To later groups, to further pages, or around."""
+        walk.group = group % self._pools.layout.group_count
+        if walk.group:
+            return
+        walk.page += LOOK_PAGES
+        if walk.page * PAGE_ROWS >= sequence.length:
+            walk.page, walk.rests_at = 0, evicted
+            self._knowledge.forget(sequence)
+
+    def check(self) -> None:
+        for number, walk in self._walks.items():
+            assert walk.page % LOOK_PAGES == 0, f"sequence {number}: a walk at page {walk.page}"
+            assert 0 <= walk.group < self._pools.layout.group_count, f"sequence {number}: {walk}"

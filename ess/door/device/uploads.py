@@ -1,0 +1,99 @@
+"""Numbers of the host on their way to a device, and back, without anybody waiting.
+
+What leaves the host lies in page-locked memory, which torch lends and takes back when the device
+has read it. So an upload costs the host a copy into that memory and the queueing of another.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ess.errors import BadInput
+from ess.kernels.checks import fits
+from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.streams import CudaEvent
+
+TYPES: Final = {"uint8": torch.uint8, "int32": torch.int32}
+
+
+def upload(array: npt.NDArray[Any], home: torch.device) -> Tensor:
+    """A copy on the device, there when what is queued from now on runs."""
+    pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+    return pinned.to(home, non_blocking=True)
+
+
+def upload_into(target: Tensor, array: npt.NDArray[Any]) -> None:
+    """The same into memory that stays where it is."""
+    assert tuple(target.shape) == array.shape, f"{array.shape} into {tuple(target.shape)}"
+    pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+    target.copy_(pinned, non_blocking=True)
+
+
+class Behind:
+    """The latest copy of some numbers of the device that has reached the host.
+
+    `send` queues a copy; `newest` is what the last copy that has landed brought. Places take turns:
+    where all are under way the oldest is not overwritten, and the host keeps what it knows.
+    """
+
+    def __init__(self, device: Device, like: Tensor, *, place_count: int = 4) -> None:
+        assert place_count > 1, "what is read must not be written"
+        self._device = device
+        self._places = [
+            torch.zeros(like.shape, dtype=like.dtype, pin_memory=True) for _ in range(place_count)
+        ]
+        self._sent: list[tuple[int, int, CudaEvent]] = []
+        self._free = list(range(place_count))
+        self._known: npt.NDArray[Any] = np.zeros(tuple(like.shape), self._places[0].numpy().dtype)
+        self._count = 0
+        self.landed_count = 0
+
+    def send(self, numbers: Tensor, stream: int) -> int:
+        """The number of this sending; they count from 1. 0 where no place is free: try later."""
+        self._receive()
+        if not self._free:
+            return 0
+        place = self._free.pop()
+        self._places[place].copy_(numbers, non_blocking=True)
+        self._count += 1
+        self._sent.append((self._count, place, CudaEvent(self._device).record(stream)))
+        return self._count
+
+    def newest(self) -> npt.NDArray[Any]:
+        self._receive()
+        return self._known
+
+    def wait(self) -> npt.NDArray[Any]:
+        """For audits: what was sent last."""
+        if self._sent:
+            self._sent[-1][2].wait()
+        return self.newest()
+
+    def _receive(self) -> None:
+        while self._sent and self._sent[0][2].done():
+            self.landed_count, place, _ = self._sent.pop(0)
+            self._known = self._places[place].numpy().copy()
+            self._free.append(place)
+
+
+def given(
+    value: Any, name: str, dtype: str, shape: tuple[int | None, ...], home: torch.device
+) -> Tensor:
+    """A dense tensor of this device, which is not looked into."""
+    if not isinstance(value, Tensor):
+        raise BadInput(f"{name} is a {type(value).__name__}, must be a tensor on {home}")
+    if value.dtype is not TYPES[dtype]:
+        raise BadInput(f"{name} is {str(value.dtype).removeprefix('torch.')}, must be {dtype}")
+    if value.device != home:
+        raise BadInput(f"{name} is on {value.device}, this pool is on {home}")
+    if not fits(value.shape, shape):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise BadInput(f"{name} has shape {list(value.shape)}, must be [{wanted}]")
+    if not value.is_contiguous():
+        raise BadInput(f"{name} is not contiguous (strides {list(value.stride())})")
+    return value
