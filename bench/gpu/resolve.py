@@ -24,7 +24,8 @@ from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.graphs import CudaGraph
 from ess.pool.lru.arena import Arena, Split
 from ess.pool.lru.cuda import Residency
-from ess.pool.lru.cuda_shape import PHASE_THREADS, TOGETHER_THREADS, ResolveShape
+from ess.pool.lru.cuda_new_rows import NewRows
+from ess.pool.lru.cuda_shape import NOW, PHASE_THREADS, TOGETHER_THREADS, ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.units import div_ceil
 
@@ -36,6 +37,9 @@ LANDING_ROWS: Final = 6000
 WANTED_US: Final = {1: 10.0, 160: 25.0}
 WAYS: Final = {False: "a launch a phase", True: "one block"}
 ALONE_BATCH_MAX: Final = 16
+GROUPS: Final = 61
+ROW_IDS: Final = 65_536
+SLAB: Final = ("row_of", "last_use", "ticket_of", "dirty")
 
 
 class Cycle:
@@ -126,11 +130,48 @@ class Cycle:
         return taken
 
 
+class Claims:
+    """Slots for a step's new rows, in groups that own a part each of one slab."""
+
+    def __init__(self, rig: GpuRig, *, row_count: int, group_blocks: int) -> None:
+        self.rig, self.step, self.random = rig, 300, np.random.default_rng(2)
+        device, block_count = rig.device, GROUPS * group_blocks
+        slab = Arena.alone(row_count=ROW_IDS, slot_count=64 * block_count)
+        shared = {name: DeviceArray(device, getattr(slab, name)) for name in SLAB}
+        self.dirty = shared["dirty"]
+        self.groups: list[SimpleNamespace] = []
+        for blocks in np.split(slab.blocks, GROUPS):
+            slab.blocks = blocks
+            self.groups.append(SimpleNamespace(**lists_on(device, slab), **shared))
+        self.rows = DeviceArray(device, np.zeros((1, row_count), np.int32))
+        self.now = DeviceArray(device, np.zeros(len(NOW), np.int32))
+        ints = lambda n: DeviceArray(device, np.zeros(n, np.int32))  # noqa: E731
+        self.new = NewRows(
+            device, self.groups, self.rows, self.now, ints=ints, block_max=group_blocks
+        )
+
+    def us(self) -> list[float]:
+        stream = self.rig.stream.handle
+        return self.rig.us(lambda: self.new.claim(range(GROUPS), stream=stream), self.renew)
+
+    def renew(self) -> None:
+        """The rows of the step before have been stored, and these are others."""
+        self.step += 1
+        self.rows.write(self.random.permutation(ROW_IDS)[: self.rows.shape[1]])
+        self.now.write(now_of(step=self.step, ticket=0, query_count=0))
+        self.dirty.write(np.zeros(self.dirty.shape, np.uint8))
+
+
 def arena_on(device: Device, arena: Arena) -> SimpleNamespace:
-    names = ("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks", "hit_age")
-    there = {name: DeviceArray(device, getattr(arena, name)) for name in names}
-    count = DeviceArray(device, np.array([arena.blocks.size], np.int32))
-    return SimpleNamespace(**there, block_count=count)
+    slab = {name: DeviceArray(device, getattr(arena, name)) for name in SLAB}
+    return SimpleNamespace(**slab, **lists_on(device, arena))
+
+
+def lists_on(device: Device, arena: Arena) -> dict[str, DeviceArray]:
+    """What groups over one slab do not share."""
+    own = {name: getattr(arena, name) for name in ("slot_of", "blocks", "hit_age")}
+    own["block_count"] = np.array([arena.blocks.size], np.int32)
+    return {name: DeviceArray(device, array) for name, array in own.items()}
 
 
 def host_pages(row_count: int) -> np.ndarray:
@@ -164,6 +205,8 @@ def resolve_benchmark(*, smoke: bool) -> Iterator[Row]:
                 yield from plan_rows(cycle, batch, queries, misses)
         row_count = min(LANDING_ROWS, cycle.shape.query_max * TOP_K) // scale
         yield row(f"warm {row_count} rows, batch {batch}", "us", cycle.landing_us(row_count))
+        claims = Claims(rig, row_count=2 * batch, group_blocks=max(1, batch * SLOTS // scale // 64))
+        yield row(f"slots for {2 * batch} new rows, {GROUPS} groups", "us", claims.us())
 
 
 def plan_rows(cycle: Cycle, batch: int, queries: int, misses: int) -> Iterator[Row]:

@@ -18,13 +18,23 @@ struct Locate {
     i64 query_first;
     i64 split_width;
 
-    __device__ i32 slot(i32 query, i32 column, Landed landed) const {
-        const i32 row = selection.translate(query, column);
+    __device__ i32 slot(i32 row, Landed landed) const {
         if (row == -1) return -1;
         const i32 found = selection.names(row) ? arena.slot_of[row] : -1;
         if (found >= 0 && landed.has(arena.ticket_of[found])) return found;
         atomicAdd(&report->faults, 1);
         return -1;
+    }
+
+    __device__ void locate(i32 query, const i32 (&column)[kColumns], const i32 (&row)[kColumns],
+                           i32 step, bool stamps, Landed landed) const {
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++) {
+            if (column[i] >= selection.width) continue;
+            const i32 found = slot(row[i], landed);
+            slots[query * split_width + column[i]] = found;
+            if (stamps && found >= 0) store_relaxed(&arena.last_use[found], step);
+        }
     }
 };
 
@@ -35,9 +45,11 @@ ESS_KERNEL __launch_bounds__(kThreads) ess_locate(const __grid_constant__ Locate
     if (query >= *call.queries - call.query_first) return;
     const bool stamps = call.moment.now->stamps != 0;
     const Landed landed = call.moment.landed();
-    for (i32 column = threadIdx.x; column < call.selection.width; column += kThreads) {
-        const i32 slot = call.slot(query, column, landed);
-        call.slots[query * call.split_width + column] = slot;
-        if (stamps && slot >= 0) store_relaxed(&call.arena.last_use[slot], step);
+    for (i32 base = 0; base < call.selection.width; base += kColumns * kThreads) {
+        i32 column[kColumns], row[kColumns];
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++) column[i] = base + i * kThreads + i32(threadIdx.x);
+        call.selection.translate(query, column, row);
+        call.locate(query, column, row, step, stamps, landed);
     }
 }

@@ -30,7 +30,7 @@
 // A call that writes is claim_new(): its rows are distinct and about to be written by the step,
 // so their slots are dirty at once and nothing is in flight. The specification changes nothing when
 // there is no room for all; here the ledger has promised room, and what finds none shows as places.
-// A new row is on no host yet, so its place has no name.
+// A new row is on no host yet, so its place has no name. Of such a call only `slots` is written.
 //
 // A call that warms is warm(), and fill() when it has no ages: a list of distinct rows, cut into
 // queries of `width`, of which nothing is said but what was claimed, so there is no serving. A row
@@ -39,124 +39,86 @@
 // how many. Each looks at its own victim alone, which nobody else touches.
 //
 // When nothing is absent, count to assign return at once and only the selection has been touched.
-// Where there is a single tile, or a single query, nothing is to be scanned: its count is the sum.
+// A single query, and a single tile in a single block, need no scan: a count is the sum.
 //
 // The report is zero when a call begins, and all phases see one Landed (resolve.cuh).
 #pragma once
 
-#include "resolve.cuh"
+#include "victims.cuh"
 
 namespace {
 
-constexpr i32 kItems = 8;
-constexpr i32 kTileSlots = kThreads * kItems;
-constexpr i32 kClaim = -2147483647 - 1;
-constexpr i32 kAbsent = kClaim;
-constexpr i32 kBehind = kClaim + 1;
-constexpr i32 kPad = -1;
+// ---- entries of a query, by kColumns to a thread
 
-enum Purpose : i64 { kSelects, kWrites, kWarms };
+using Columns = i32[kColumns];
+using Flags = bool[kColumns];
 
-struct Resolve {
-    Arena arena;
-    Selection selection;
-    Moment moment;
-    const i32* queries;
-    Report* report;
-    i32 *slots, *hit, *miss, *place;
-    i32 *hit_count, *miss_count, *place_count;
-    i32 *claimed_slots, *claimed_host_rows;
-    const i32* host_page_of;
-    const u64* stored;
-    const i32 *ages, *list_count;
-    i32 *pending, *first_count;
-    i32 *bin_count, *bin_total;
-    i64 query_first;
-    i64 query_max;
-    i64 tile_max;
-    i64 split_width;
-    i64 stored_width;
-    i64 layer_count;
-    i64 list_max;
-    Purpose purpose;
-
-    __device__ i64 entry(i32 query, i32 column) const { return query * selection.width + column; }
-
-    __device__ i64 place_of(i32 query, i32 column) const { return query * split_width + column; }
-
-    __device__ i64 list_size() const {
-        return list_count != nullptr && *list_count < list_max ? *list_count : list_max;
-    }
-
-    // Of a step's queries those from query_first on, as many as the call has lines for.
-    __device__ i32 query_count() const {
-        if (purpose == kWarms) return i32((list_size() + selection.width - 1) / selection.width);
-        const i64 left = *queries - query_first;
-        return i32(left < 0 ? 0 : left < query_max ? left : query_max);
-    }
-
-    __device__ bool holds(i32 query, i32 column) const {
-        if (column >= selection.width) return false;
-        return purpose != kWarms || entry(query, column) < list_size();
-    }
-
-    // How long ago a row that warms was used.
-    __device__ i32 age(i64 entry) const { return ages == nullptr ? kAgeMax : ages[entry]; }
-
-    __device__ i32 tile_count() const {
-        return (arena.slot_count() + kTileSlots - 1) / kTileSlots;
-    }
-
-    // Where a row is on the host, -1 if nowhere.
-    __device__ i32 host_row(i32 row) const {
-        if (host_page_of == nullptr) return -1;
-        const i32 page = host_page_of[row / kPageRows], offset = row % kPageRows;
-        if (page < 0 || !was_written(page, offset)) atomicAdd(&report->unwritten, 1);
-        return page < 0 ? -1 : page * kPageRows + offset;
-    }
-
-    __device__ bool was_written(i32 host_page, i32 offset) const {
-        for (i64 layer = 0; layer < layer_count; layer++)
-            if ((stored[layer * stored_width + host_page] >> offset & 1) == 0) return false;
-        return true;
-    }
-};
+__device__ void columns_from(i32 base, Columns& column) {
+#pragma unroll
+    for (i32 i = 0; i < kColumns; i++) column[i] = base + i * kThreads + i32(threadIdx.x);
+}
 
 // ---- probe
 
-__device__ i32 find(const Resolve& call, i32 query, i32 column, Landed landed, u32* ages) {
-    const Arena& arena = call.arena;
-    const i32 row = call.selection.translate(query, column), step = call.moment.now->step;
-    if (!call.selection.names(row)) {
-        if (row != kPad) atomicAdd(&call.report->faults, 1);
-        return kPad;
-    }
-    const i32 slot = load_relaxed(&arena.slot_of[row]);
-    if (slot < 0) {
-        atomicMin(&arena.slot_of[row], kClaim + i32(call.entry(query, column)));
-        return kAbsent;
-    }
-    i32 used = load_relaxed(&arena.last_use[slot]);
-    const i32 ticket = arena.ticket_of[slot];
+// Marks a slot that was found as used in this step; when it was used before.
+__device__ i32 stamp(const Resolve& call, i32 slot, i32 used, i32 step) {
     if (call.purpose == kWrites) {
-        if (!landed.has(ticket)) atomicAdd(&call.report->faults, 1);
-        arena.last_use[slot] = step;
-        arena.dirty[slot] = 1;
-        return slot;
+        call.arena.last_use[slot] = step;
+        call.arena.dirty[slot] = 1;
+        return step;
     }
-    if (used != step) used = atomicExch(&arena.last_use[slot], step);
-    if (used > step) atomicAdd(&call.report->faults, 1);
-    if (!landed.has(ticket)) {
+    return used == step ? step : atomicExch(&call.arena.last_use[slot], step);
+}
+
+// What the mark of a row is whose slot was found, and its age among those of hits.
+__device__ i32 mark_of(const Resolve& call, i32 slot, i32 age, i32 ticket, Landed landed,
+                       u32* ages) {
+    const bool is_landed = landed.has(ticket);
+    if (age < 0 || (call.purpose == kWrites && !is_landed)) atomicAdd(&call.report->faults, 1);
+    if (call.purpose == kWrites) return slot;
+    if (!is_landed) {
         atomicMax(&call.report->late_ticket, ticket);
         return (ticket & 1) ? kBehind : -2 - slot;
     }
-    const i32 age = step - used;
     if (age > 0) atomicAdd(&ages[age < kAgeMax ? age : kAgeMax], 1u);
     return slot;
 }
 
-__device__ void fill(i32* list, i32 from, i64 width) {
-    for (i64 i = from + i32(threadIdx.x); i < width; i += kThreads) list[i] = -1;
+// Every kind of load is under way for all columns before the first is looked at.
+__device__ void find(const Resolve& call, i32 query, const Columns& column, Landed landed,
+                     u32* ages, Columns& mark) {
+    const Arena& arena = call.arena;
+    const i32 step = call.moment.now->step;
+    Columns row, used, ticket;
+    call.selection.translate(query, column, row);
+#pragma unroll
+    for (i32 i = 0; i < kColumns; i++)
+        mark[i] = call.selection.names(row[i]) ? load_relaxed(&arena.slot_of[row[i]]) : kNever;
+#pragma unroll
+    for (i32 i = 0; i < kColumns; i++) {
+        if (mark[i] == kNever) mark[i] = kPad;
+        else if (mark[i] < 0) mark[i] = kAbsent;
+        used[i] = mark[i] >= 0 ? load_relaxed(&arena.last_use[mark[i]]) : step;
+        ticket[i] = mark[i] >= 0 ? arena.ticket_of[mark[i]] : 0;
+    }
+#pragma unroll
+    for (i32 i = 0; i < kColumns; i++) {
+        if (mark[i] >= 0) used[i] = stamp(call, mark[i], used[i], step);
+        if (mark[i] == kAbsent)
+            atomicMin(&arena.slot_of[row[i]], kClaim + i32(call.entry(query, column[i])));
+        if (mark[i] == kPad && row[i] != kPad) atomicAdd(&call.report->faults, 1);
+    }
+#pragma unroll
+    for (i32 i = 0; i < kColumns; i++)
+        if (mark[i] >= 0)
+            mark[i] = mark_of(call, mark[i], step - used[i], ticket[i], landed, ages);
+}
+
+// The rest of a query's list, and how many it has.
+__device__ void end_list(const Resolve& call, i32* lists, i32* counts, i32 query, i32 count) {
+    i32* list = lists + call.place_of(query, 0);
+    for (i64 i = count + i32(threadIdx.x); i < call.selection.width; i += kThreads) list[i] = -1;
+    if (threadIdx.x == 0) counts[query] = count;
 }
 
 // A row of a list as if used `age` steps ago. Whether it is absent.
@@ -177,8 +139,8 @@ __device__ void probe_list(const Resolve& call, i32 query, Desk& desk) {
     i32 absent = 0;
     for (i32 base = 0; base < call.selection.width; base += kThreads) {
         const i32 column = base + i32(threadIdx.x);
-        const bool one = call.holds(query, column) && restamp(call, call.entry(query, column));
-        absent += rank_votes(one, false, desk.of_warp).total[0];
+        const i64 entry = call.entry(query, column);
+        absent += count_votes(call.holds(query, column) && restamp(call, entry), desk.of_warp);
     }
     if (threadIdx.x != 0) return;
     call.pending[query] = absent;
@@ -191,57 +153,75 @@ __device__ void probe(const Resolve& call, i32 query, Desk& desk) {
     __syncthreads();
     const Landed landed = call.moment.landed();
     const i64 width = call.selection.width;
+    const bool sorts = call.purpose == kSelects;
     i32 hits = 0, pending = 0, absent = 0;
     i32* hit = call.hit + call.place_of(query, 0);
-    for (i32 base = 0; base < width; base += kThreads) {
-        const i32 column = base + i32(threadIdx.x);
-        i32 mark = kPad;
-        if (column < width) {
-            mark = find(call, query, column, landed, desk.ages);
-            call.slots[call.place_of(query, column)] = mark;
+    for (i32 base = 0; base < width; base += kColumns * kThreads) {
+        Columns column, mark;
+        Flags is_hit, is_open;
+        columns_from(base, column);
+        find(call, query, column, landed, desk.ages, mark);
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++) {
+            if (column[i] < width) call.slots[call.place_of(query, column[i])] = mark[i];
+            is_hit[i] = mark[i] >= 0;
+            is_open[i] = mark[i] < kPad;
+            absent |= mark[i] == kAbsent;
         }
-        const Ranks ranks = rank_votes(mark >= 0, mark < kPad, desk.of_warp);
-        if (mark >= 0) hit[hits + ranks.before[0]] = mark;
+        const auto ranks = rank_votes(is_hit, is_open, desk.of_warp);
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++)
+            if (is_hit[i] && sorts) hit[hits + ranks.before[i][0]] = mark[i];
         hits += ranks.total[0];
         pending += ranks.total[1];
-        absent |= mark == kAbsent;
     }
-    fill(hit, hits, width);
     if (__ballot_sync(kAllLanes, absent) != 0 && threadIdx.x % 32 == 0)
         atomicExch(&call.report->absent, 1);
-    if (threadIdx.x == 0) {
-        call.hit_count[query] = hits;
-        call.pending[query] = pending;
-        if (hits > 0) atomicAdd(&call.report->hits, hits);
-    }
-    if (pending == 0) {
-        fill(call.miss + call.place_of(query, 0), 0, width);
-        fill(call.place + call.place_of(query, 0), 0, width);
-        if (threadIdx.x == 0) call.miss_count[query] = call.place_count[query] = 0;
+    if (threadIdx.x == 0) call.pending[query] = pending;
+    if (threadIdx.x == 0 && hits > 0) atomicAdd(&call.report->hits, hits);
+    if (sorts) {
+        end_list(call, call.hit, call.hit_count, query, hits);
+        if (pending == 0) {
+            end_list(call, call.miss, call.miss_count, query, 0);
+            end_list(call, call.place, call.place_count, query, 0);
+        }
     }
     // Ages are complete: the last votes were counted after the last entry.
     for (i32 i = threadIdx.x; i <= kAgeMax; i += kThreads)
         if (desk.ages[i] > 0) atomicAdd(&call.arena.hit_age[i], u64(desk.ages[i]));
 }
 
-// ---- count
+// ---- count and scan
 
-__device__ bool names_first(const Resolve& call, i32 query, i32 column) {
-    if (!call.holds(query, column)) return false;
+// Which of these entries are the first to name an absent row, and which rows they name.
+__device__ void name_first(const Resolve& call, i32 query, const Columns& column, Columns& row,
+                           Flags& first) {
     const bool lists = call.purpose == kWarms;
-    if (!lists && call.slots[call.place_of(query, column)] != kAbsent) return false;
-    const i64 entry = call.entry(query, column);
-    const i32 row = call.selection.rows[entry];
-    if (!call.selection.names(row)) return false;
-    return load_relaxed(&call.arena.slot_of[row]) == kClaim + i32(entry);
+    Flags is_open;
+#pragma unroll
+    for (i32 i = 0; i < kColumns; i++) {
+        const bool holds = call.holds(query, column[i]);
+        row[i] = holds ? call.selection.rows[call.entry(query, column[i])] : kPad;
+        is_open[i] = holds && (lists || call.slots[call.place_of(query, column[i])] == kAbsent);
+    }
+#pragma unroll
+    for (i32 i = 0; i < kColumns; i++) {
+        const i32 claim = kClaim + i32(call.entry(query, column[i]));
+        first[i] = is_open[i] && call.selection.names(row[i]) &&
+                   load_relaxed(&call.arena.slot_of[row[i]]) == claim;
+    }
 }
 
 __device__ void count_rows(const Resolve& call, i32 query, Desk& desk) {
+    const Flags none = {};
     i32 count = 0;
     if (call.pending[query] > 0)
-        for (i32 base = 0; base < call.selection.width; base += kThreads) {
-            const bool first = names_first(call, query, base + i32(threadIdx.x));
-            count += rank_votes(first, false, desk.of_warp).total[0];
+        for (i32 base = 0; base < call.selection.width; base += kColumns * kThreads) {
+            Columns column, row;
+            Flags first;
+            columns_from(base, column);
+            name_first(call, query, column, row, first);
+            count += rank_votes(first, none, desk.of_warp).total[0];
         }
     if (threadIdx.x != 0) return;
     const bool alone = call.query_count() == 1;
@@ -249,181 +229,32 @@ __device__ void count_rows(const Resolve& call, i32 query, Desk& desk) {
     if (alone) call.report->missing = count;
 }
 
-// Slots of a group in ascending order; warps take consecutive runs.
-__device__ i32 group_slot(i32 tile, i32 item) {
-    const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    return tile * kTileSlots + warp * (32 * kItems) + item * 32 + lane;
+// Where the rows of each query begin; one warp. A single query has counted them itself.
+__device__ void scan_rows(const Resolve& call) {
+    const i32 queries = call.query_count();
+    if (queries == 1) return;
+    const i32 sum = sums_before(call.first_count, queries);
+    if (threadIdx.x % 32 == 0) call.report->missing = sum;
 }
 
-// The slots of a tile that this thread looks at, -1 past the last, and the bin of each: 0 for a
-// free slot, then ages downward to 1; -1 for what must stay.
-struct Look {
-    i32 slot[kItems];
-    i32 bin[kItems];
-};
-
-// All loads of a kind are under way before the first is looked at.
-__device__ Look look(const Resolve& call, i32 tile) {
-    const Arena& arena = call.arena;
-    const i32 slots = arena.slot_count(), step = call.moment.now->step;
-    const Landed landed = call.moment.landed();
-    Look look;
-    i32 row[kItems], used[kItems], ticket[kItems];
-    bool dirty[kItems];
-#pragma unroll
-    for (i32 item = 0; item < kItems; item++) {
-        const i32 index = group_slot(tile, item);
-        const i32 block = index < slots ? arena.blocks[index / kPageRows] : -1;
-        look.slot[item] = block < 0 ? -1 : block + index % kPageRows;
-    }
-#pragma unroll
-    for (i32 item = 0; item < kItems; item++) {
-        const i32 at = look.slot[item];
-        row[item] = at < 0 ? -1 : arena.row_of[at];
-        used[item] = at < 0 ? 0 : arena.last_use[at];
-        ticket[item] = at < 0 ? 0 : arena.ticket_of[at];
-        dirty[item] = at < 0 || arena.dirty[at] != 0;
-    }
-#pragma unroll
-    for (i32 item = 0; item < kItems; item++) {
-        const i32 age = step - used[item];
-        const bool stays = (age < 1) | dirty[item] | !landed.has(ticket[item]);
-        const i32 of_age = kAgeMax + 1 - (age < kAgeMax ? age : kAgeMax);
-        look.bin[item] = row[item] < 0 ? 0 : stays ? -1 : of_age;
-        if (look.slot[item] < 0) look.bin[item] = -1;
-    }
-    return look;
-}
-
-// Adds a warp's lanes to its counts; the number of earlier ones of the same bin.
-__device__ i32 tally(i32* count, i32 bin) {
-    const u32 peers = __match_any_sync(kAllLanes, bin), below = peers & lanes_below();
-    const i32 before = bin >= 0 ? count[bin] : 0;
-    __syncwarp();
-    if (bin >= 0 && below == 0) count[bin] = before + __popc(peers);
-    __syncwarp();
-    return before + __popc(below);
-}
-
-__device__ void clear_counts(Desk& desk) {
-    for (i32 i = threadIdx.x; i < kWarps * kBins; i += kThreads) (&desk.count[0][0])[i] = 0;
-    __syncthreads();
-}
-
-__device__ void sum_up(const Resolve& call, i32 bin, i32 sum) {
-    call.bin_total[bin] = sum;
-    if (sum > 0) atomicAdd(&call.report->eligible, sum);
-}
-
-__device__ void count_slots(const Resolve& call, i32 tile, Desk& desk) {
-    clear_counts(desk);
-    const Look seen = look(call, tile);
-#pragma unroll
-    for (i32 item = 0; item < kItems; item++) tally(desk.count[threadIdx.x / 32], seen.bin[item]);
-    __syncthreads();
-    const bool alone = call.tile_count() == 1;
-    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads) {
-        i32 total = 0;
-#pragma unroll
-        for (i32 w = 0; w < kWarps; w++) total += desk.count[w][bin];
-        call.bin_count[bin * call.tile_max + tile] = alone ? 0 : total;
-        if (alone) sum_up(call, bin, total);
-    }
-    __syncthreads();
-}
-
-// ---- scan
-
-// Replaces n numbers by the sums before them; one warp. Returns the sum of all.
-__device__ i32 sums_before(i32* numbers, i32 n) {
-    const i32 lane = threadIdx.x % 32;
-    i32 sum = 0;
-    for (i32 base = 0; base < n; base += 32) {
-        const i32 own = base + lane < n ? numbers[base + lane] : 0;
-        i32 upto = own;
-#pragma unroll
-        for (i32 by = 1; by < 32; by *= 2) {
-            const i32 other = __shfl_up_sync(kAllLanes, upto, by);
-            if (lane >= by) upto += other;
-        }
-        if (base + lane < n) numbers[base + lane] = sum + upto - own;
-        sum += __shfl_sync(kAllLanes, upto, 31);
-    }
-    return sum;
-}
-
-// Warp 0 takes the rows of the queries, warp 1 + bin the tiles of a bin.
 __device__ void scan(const Resolve& call, i32 warp) {
-    const bool rows = warp == 0;
-    const i32 n = rows ? call.query_count() : call.tile_count();
-    if (warp > kBins || n == 1) return;
-    const i32 sum = sums_before(
-        rows ? call.first_count : call.bin_count + (warp - 1) * call.tile_max, n);
-    if (threadIdx.x % 32 != 0) return;
-    if (rows) call.report->missing = sum;
-    else sum_up(call, warp - 1, sum);
-}
-
-// ---- rank
-
-__device__ i32 claim_count(const Report& report) {
-    return report.missing < report.eligible ? report.missing : report.eligible;
-}
-
-// The number of the first slot of each bin and warp, in place of its count.
-__device__ void number(const Resolve& call, i32 tile, Desk& desk) {
-    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads) {
-        i32 next = desk.start[bin] + call.bin_count[bin * call.tile_max + tile];
-#pragma unroll
-        for (i32 w = 0; w < kWarps; w++) {
-            const i32 own = desk.count[w][bin];
-            desk.count[w][bin] = next;
-            next += own;
-        }
-    }
-    __syncthreads();
-}
-
-__device__ void rank(const Resolve& call, i32 tile, Desk& desk) {
-    clear_counts(desk);
-    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads) desk.start[bin] = call.bin_total[bin];
-    __syncthreads();
-    if (threadIdx.x < 32) sums_before(desk.start, kBins);
-    const Look seen = look(call, tile);
-    i32 earlier[kItems];
-    const i32 warp = threadIdx.x / 32;
-#pragma unroll
-    for (i32 item = 0; item < kItems; item++)
-        earlier[item] = tally(desk.count[warp], seen.bin[item]);
-    __syncthreads();
-    number(call, tile, desk);
-    const i32 claimed = claim_count(*call.report);
-#pragma unroll
-    for (i32 item = 0; item < kItems; item++) {
-        if (seen.bin[item] < 0) continue;
-        const i32 place = desk.count[warp][seen.bin[item]] + earlier[item];
-        if (place < claimed) call.claimed_slots[place] = seen.slot[item];
-    }
-    if (tile == 0 && threadIdx.x == 0) call.report->claimed = claimed;
-    __syncthreads();
+    if (warp == 0) scan_rows(call);
+    else if (warp <= kBins) scan_bin(call, warp - 1);
 }
 
 // ---- assign
 
-__device__ bool gives_way(const Resolve& call, i32 i, i64 entry) {
-    if (call.purpose != kWarms) return true;
-    const i32 slot = call.claimed_slots[i];
+// Whether a row that warms may take this slot, the i-th victim.
+__device__ bool gives_way(const Resolve& call, i32 i, i32 slot, i32 before, i64 entry) {
+    if (call.purpose != kWarms || before < 0) return true;
     const i32 age = call.moment.now->step - call.arena.last_use[slot];
-    if (call.arena.row_of[slot] < 0) return true;
     if ((age < kAgeMax ? age : kAgeMax) > call.age(entry)) return true;
     atomicMin(&call.report->claimed, i);
     return false;
 }
 
-__device__ void hand_over(const Resolve& call, i32 i, i64 entry) {
+__device__ void hand_over(const Resolve& call, i32 i, i64 entry, i32 row, i32 slot, i32 before) {
     const Arena& arena = call.arena;
-    const i32 row = call.selection.rows[entry];
-    const i32 slot = call.claimed_slots[i], before = arena.row_of[slot];
     if (before >= 0) {
         store_relaxed(&arena.slot_of[before], -1);
         atomicAdd(&call.report->evicted, 1);
@@ -438,17 +269,31 @@ __device__ void hand_over(const Resolve& call, i32 i, i64 entry) {
 
 __device__ void assign(const Resolve& call, i32 query, Desk& desk) {
     if (call.pending[query] == 0) return;
+    const Flags none = {};
     const i32 claimed = claim_count(*call.report);
     i32 next = call.first_count[query];
-    for (i32 base = 0; base < call.selection.width; base += kThreads) {
-        const i32 column = base + i32(threadIdx.x);
-        const bool first = names_first(call, query, column);
-        const Ranks ranks = rank_votes(first, false, desk.of_warp);
-        if (first) {
-            const i64 entry = call.entry(query, column);
-            const i32 i = next + ranks.before[0];
-            if (i < claimed && gives_way(call, i, entry)) hand_over(call, i, entry);
-            else store_relaxed(&call.arena.slot_of[call.selection.rows[entry]], -1);
+    for (i32 base = 0; base < call.selection.width; base += kColumns * kThreads) {
+        Columns column, row, slot, before;
+        Flags first;
+        columns_from(base, column);
+        name_first(call, query, column, row, first);
+        const auto ranks = rank_votes(first, none, desk.of_warp);
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++) {
+            const i32 at = next + ranks.before[i][0];
+            slot[i] = first[i] && at < claimed ? call.claimed_slots[at] : -1;
+        }
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++)
+            before[i] = slot[i] < 0 ? -1 : call.arena.row_of[slot[i]];
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++) {
+            if (!first[i]) continue;
+            const i32 at = next + ranks.before[i][0];
+            const i64 entry = call.entry(query, column[i]);
+            if (slot[i] >= 0 && gives_way(call, at, slot[i], before[i], entry))
+                hand_over(call, at, entry, row[i], slot[i], before[i]);
+            else store_relaxed(&call.arena.slot_of[row[i]], -1);
         }
         next += ranks.total[0];
     }
@@ -459,32 +304,45 @@ __device__ void assign(const Resolve& call, i32 query, Desk& desk) {
 __device__ void serve(const Resolve& call, i32 query, Desk& desk) {
     if (call.purpose == kWarms || call.pending[query] == 0) return;
     const i64 width = call.selection.width;
+    const bool sorts = call.purpose == kSelects;
     i32 *miss = call.miss + call.place_of(query, 0), *place = call.place + call.place_of(query, 0);
     i32 misses = 0, places = 0;
-    for (i32 base = 0; base < width; base += kThreads) {
-        const i32 column = base + i32(threadIdx.x);
-        i32 *mark = call.slots + call.place_of(query, column), slot = -1, host = -1;
-        const bool open = column < width && *mark < kPad;
-        if (open) {
-            const i32 row = call.selection.rows[call.entry(query, column)];
-            if (*mark == kAbsent) slot = call.arena.slot_of[row];
-            else if (*mark != kBehind) slot = -2 - *mark;
-            if (slot < 0) host = call.host_row(row);
-            *mark = slot >= 0 ? slot : host >= 0 ? -2 - host : kPad;
+    for (i32 base = 0; base < width; base += kColumns * kThreads) {
+        Columns column, mark, row, slot, host;
+        Flags is_miss, is_place;
+        columns_from(base, column);
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++) {
+            const bool holds = column[i] < width;
+            mark[i] = holds ? call.slots[call.place_of(query, column[i])] : kPad;
+            row[i] = holds ? call.selection.rows[call.entry(query, column[i])] : kPad;
         }
-        const Ranks ranks = rank_votes(open && slot >= 0, open && slot < 0, desk.of_warp);
-        if (open && slot >= 0) miss[misses + ranks.before[0]] = slot;
-        if (open && slot < 0) place[places + ranks.before[1]] = host;
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++) {
+            slot[i] = mark[i] == kAbsent ? call.arena.slot_of[row[i]] : -2 - mark[i];
+            if (mark[i] == kBehind) slot[i] = -1;
+        }
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++) {
+            is_miss[i] = mark[i] < kPad && slot[i] >= 0;
+            is_place[i] = mark[i] < kPad && slot[i] < 0;
+            host[i] = is_place[i] ? call.host_row(row[i]) : -1;
+            if (is_place[i]) slot[i] = host[i] < 0 ? kPad : -2 - host[i];
+            if (mark[i] < kPad) call.slots[call.place_of(query, column[i])] = slot[i];
+        }
+        const auto ranks = rank_votes(is_miss, is_place, desk.of_warp);
+#pragma unroll
+        for (i32 i = 0; i < kColumns; i++) {
+            if (is_miss[i] && sorts) miss[misses + ranks.before[i][0]] = slot[i];
+            if (is_place[i] && sorts) place[places + ranks.before[i][1]] = host[i];
+        }
         misses += ranks.total[0];
         places += ranks.total[1];
     }
-    fill(miss, misses, width);
-    fill(place, places, width);
-    if (threadIdx.x == 0) {
-        call.miss_count[query] = misses;
-        call.place_count[query] = places;
-        if (places > 0) atomicAdd(&call.report->places, places);
-    }
+    if (threadIdx.x == 0 && places > 0) atomicAdd(&call.report->places, places);
+    if (!sorts) return;
+    end_list(call, call.miss, call.miss_count, query, misses);
+    end_list(call, call.place, call.place_count, query, places);
 }
 
 }  // namespace

@@ -9,7 +9,12 @@ constexpr i32 kPageRows = 64;
 constexpr i32 kAgeMax = 255;
 constexpr i32 kBins = 256;
 constexpr u32 kAllLanes = ~0u;
+constexpr i32 kNever = 2147483647;
 static_assert(kThreads % 32 == 0, "blocks are whole warps");
+
+// Entries of a query that a thread looks at together, a block apart, so that their loads are under
+// way at once: what the top 2,048 take in one turn.
+constexpr i32 kColumns = kThreads > 512 ? 2 : 4;
 
 // The arrays of ess/pool/arena.py, on the device. How many blocks a group owns changes with its
 // budget, so it lies there too.
@@ -54,9 +59,9 @@ struct Now {
 // Wrong if tickets of a lane are queued out of order, on two streams, or start over while a slot
 // has an old one: then they must be cleared first.
 struct Landed {
-    i32 upto[2];
+    i32 even, odd;
 
-    __device__ bool has(i32 ticket) const { return ticket <= ((ticket & 1) ? upto[1] : upto[0]); }
+    __device__ bool has(i32 ticket) const { return ticket <= ((ticket & 1) ? odd : even); }
 };
 
 // A call's place in its step: its own copy is the copy-th, and the first `waited` of them have been
@@ -69,9 +74,9 @@ struct Moment {
     __device__ i32 ticket() const { return now->ticket + 2 * i32(copy); }
 
     __device__ Landed landed() const {
-        Landed landed = {{now->landed, now->behind}};
-        if (waited > 0) landed.upto[now->ticket & 1] = now->ticket + 2 * i32(waited);
-        return landed;
+        const i32 upto = now->ticket + 2 * i32(waited);
+        const bool is_odd = now->ticket & 1, tells = waited > 0;
+        return {tells && !is_odd ? upto : now->landed, tells && is_odd ? upto : now->behind};
     }
 };
 
@@ -105,19 +110,30 @@ struct Selection {
 
     __device__ bool names(i32 row) const { return row >= 0 && row < row_count; }
 
-    __device__ i32 translate(i32 query, i32 column) const {
-        i64 entry = query * width + column;
-        if (page_table == nullptr) return rows[entry];
-        i32 position = positions[entry], row = -1;
-        if (position >= 0) {
-            i64 page = position / kPageRows;
-            const bool inside = length == nullptr || position < length[query];
-            if (inside && page < table_width)
-                row = page_table[table_row[query] * table_width + page];
-            row = row < 0 ? -2 : row * kPageRows + position % kPageRows;
+    // Row ids of these columns of a query: -1 for a pad and past the width, -2 for what cannot be.
+    template <i32 n>
+    __device__ void translate(i32 query, const i32 (&column)[n], i32 (&row)[n]) const {
+        const i64 start = query * width;
+        const i32* given = page_table == nullptr ? rows : positions;
+#pragma unroll
+        for (i32 i = 0; i < n; i++) row[i] = column[i] < width ? given[start + column[i]] : -1;
+        if (page_table == nullptr) return;
+        const i32* line = page_table + table_row[query] * table_width;
+        const i32 stop = length == nullptr ? kNever : length[query];
+        i32 page[n];
+#pragma unroll
+        for (i32 i = 0; i < n; i++) {
+            const i64 at = row[i] / kPageRows;
+            const bool inside = row[i] >= 0 && row[i] < stop && at < table_width;
+            page[i] = inside ? line[at] : -1;
         }
-        rows[entry] = row;
-        return row;
+#pragma unroll
+        for (i32 i = 0; i < n; i++) {
+            if (column[i] >= width) continue;
+            if (row[i] < 0) row[i] = -1;
+            else row[i] = page[i] < 0 ? -2 : page[i] * kPageRows + row[i] % kPageRows;
+            rows[start + column[i]] = row[i];
+        }
     }
 };
 
@@ -126,33 +142,55 @@ struct Desk {
     i32 count[kWarps][kBins];
     i32 start[kBins];
     u32 ages[kAgeMax + 1];
-    u32 of_warp[kWarps];
+    u32 of_warp[kColumns * kWarps];
 };
 
 __device__ __forceinline__ u32 lanes_below() { return (1u << (threadIdx.x % 32)) - 1; }
 
-// Of two votes a thread: those of lower threads, and all.
+// Of two votes a thread and column: those of lower columns and, in its own, of lower threads; and
+// all.
+template <i32 n>
 struct Ranks {
-    i32 before[2];
+    i32 before[n][2];
     i32 total[2];
 };
 
-// All threads of the block take part. A warp's votes are at most 32, a block's at most 1,024, so
-// both sums travel in one word.
-__device__ __forceinline__ Ranks rank_votes(bool first, bool second, u32* of_warp) {
-    const u32 votes[2] = {__ballot_sync(kAllLanes, first), __ballot_sync(kAllLanes, second)};
+// All threads of the block take part. A block's votes are at most 1,024 for each column, so both
+// sums travel in one word.
+template <i32 n>
+__device__ __forceinline__ Ranks<n> rank_votes(const bool (&first)[n], const bool (&second)[n],
+                                               u32* of_warp) {
+    u32 votes[n][2], sum = 0;
     const i32 warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) of_warp[warp] = __popc(votes[0]) | __popc(votes[1]) << 16;
-    __syncthreads();
-    u32 before = 0, total = 0;
 #pragma unroll
-    for (i32 w = 0; w < kWarps; w++) {
-        before += w < warp ? of_warp[w] : 0;
-        total += of_warp[w];
+    for (i32 i = 0; i < n; i++) {
+        votes[i][0] = __ballot_sync(kAllLanes, first[i]);
+        votes[i][1] = __ballot_sync(kAllLanes, second[i]);
+        const u32 both = __popc(votes[i][0]) | __popc(votes[i][1]) << 16;
+        if (threadIdx.x % 32 == 0) of_warp[i * kWarps + warp] = both;
     }
     __syncthreads();
     const u32 below = lanes_below();
-    return {{i32(before & 0xFFFF) + __popc(votes[0] & below),
-             i32(before >> 16) + __popc(votes[1] & below)},
-            {i32(total & 0xFFFF), i32(total >> 16)}};
+    Ranks<n> ranks;
+#pragma unroll
+    for (i32 i = 0; i < n; i++) {
+        u32 before = sum;
+#pragma unroll
+        for (i32 w = 0; w < kWarps; w++) {
+            const u32 votes_of = of_warp[i * kWarps + w];
+            before += w < warp ? votes_of : 0;
+            sum += votes_of;
+        }
+        ranks.before[i][0] = i32(before & 0xFFFF) + __popc(votes[i][0] & below);
+        ranks.before[i][1] = i32(before >> 16) + __popc(votes[i][1] & below);
+    }
+    __syncthreads();
+    ranks.total[0] = i32(sum & 0xFFFF);
+    ranks.total[1] = i32(sum >> 16);
+    return ranks;
+}
+
+__device__ __forceinline__ i32 count_votes(bool vote, u32* of_warp) {
+    const bool votes[1] = {vote}, none[1] = {false};
+    return rank_votes(votes, none, of_warp).total[0];
 }

@@ -69,8 +69,7 @@ ESS_UPKEEP(ess_clear_blocks) {
     i32 held = 0;
     for (i32 base = 0; base < count; base += kThreads) {
         const i32 i = base + i32(threadIdx.x);
-        const bool stays = i < count && call.is_held(call.slot(i), landed);
-        held += rank_votes(stays, false, of_warp).total[0];
+        held += count_votes(i < count && call.is_held(call.slot(i), landed), of_warp);
     }
     if (threadIdx.x == 0) call.report->held = held;
     for (i32 i = threadIdx.x; held == 0 && i < count; i += kThreads) {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.support import device_claims as claims
 from tests.support import device_scenarios as scenarios
 from tests.support import residency_scenarios as residency
 
@@ -15,6 +16,7 @@ if __name__ == "__main__":
     for is_together in (False, True):
         residency.a_graph_is_replayed_with_changing_selections(3, 1, is_together=is_together)
         residency.a_landing_warms_and_fills_behind_the_plans(is_together)
+    claims.new_rows_get_slots_in_all_groups()
     residency.an_audit_names_what_is_wrong()
     residency.positions_become_slots_when_all_is_resident()
     residency.rows_leave_and_are_settled()

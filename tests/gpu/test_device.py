@@ -17,6 +17,7 @@ from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.rows import flat_form, ring_form
 from ess.pool.cuda_programs import ROW_BYTES as ROW_SIZES
 from ess.pool.cuda_programs import rival_form
+from tests.support import device_claims as claims
 from tests.support import device_scenarios as scenarios
 from tests.support import residency_scenarios as residency
 from tests.support.device_residency import DeviceCampaign
@@ -127,6 +128,10 @@ def test_a_landing_warms_and_fills(is_together):
 
 def test_tickets_start_over():
     residency.tickets_start_over_when_all_has_landed()
+
+
+def test_new_rows_get_slots_in_all_groups():
+    claims.new_rows_get_slots_in_all_groups(40)
 
 
 def test_what_is_in_flight_is_not_located():

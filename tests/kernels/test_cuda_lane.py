@@ -13,7 +13,7 @@ import os
 import pytest
 
 from ess.kernels.cpu import native
-from tests.support import device_scenarios, emulated_driver, residency_scenarios
+from tests.support import device_claims, device_scenarios, emulated_driver, residency_scenarios
 from tests.support.emulate import needs_compiler
 
 pytestmark = [
@@ -47,7 +47,12 @@ RESIDENCY = (
     "tickets_start_over_when_all_has_landed",
     "what_is_in_flight_is_not_located",
 )
-SCENARIOS = dict.fromkeys(LANE, device_scenarios) | dict.fromkeys(RESIDENCY, residency_scenarios)
+CLAIMS = ("new_rows_get_slots_in_all_groups",)
+SCENARIOS = (
+    dict.fromkeys(LANE, device_scenarios)
+    | dict.fromkeys(RESIDENCY, residency_scenarios)
+    | dict.fromkeys(CLAIMS, device_claims)
+)
 
 
 @pytest.fixture(scope="module")

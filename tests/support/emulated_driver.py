@@ -23,6 +23,9 @@ RECORDS = {
     "rows.cu": {"ess_move_rows": "Move"},
     "ring.cu": {"ess_ring_rows": "Move"},
     "rival.cu": {"ess_rival_rows": "Move"},
+    "each.cu": dict.fromkeys(
+        [f"ess_each_{name}" for name in ("probe", "count", "scan", "rank", "serve")], "Each"
+    ),
     "locate.cu": {"ess_locate": "Locate"},
     "resolve.cu": dict.fromkeys(
         [f"ess_{name}" for name in ("probe", "count", "scan", "rank", "assign", "serve")],

@@ -7,9 +7,17 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ess.pool.lru.arena import FetchPlan, Split
+from ess.pool.lru.arena import FetchPlan
 from ess.pool.lru.cuda_audit import KINDS, NONE_FOUND, assert_sound
-from ess.pool.lru.cuda_records import audit_record, resolve_record, upkeep_record, warm_record
+from ess.pool.lru.cuda_records import (
+    EachRecord,
+    ResolveRecord,
+    audit_record,
+    claim_record,
+    resolve_record,
+    upkeep_record,
+    warm_record,
+)
 from ess.pool.lru.cuda_shape import (
     FIRST,
     NOW,
@@ -23,9 +31,11 @@ from ess.pool.lru.cuda_workspaces import now_of
 from tests.support.device_residency import host_pages, in_flight
 from tests.support.emulate import emulated, lent
 from tests.support.residency_scenarios import ARENA, SPLIT
+from tests.support.twins import ids
 
 THREADS = 64
 LINE = 24
+EACH = ResolveShape.of_new_rows(1, 1).launches_each
 UPKEEP = ("ess_settle", "ess_drop", "ess_clear_blocks")
 
 
@@ -59,6 +69,7 @@ class Emulated:
         names = [launch.entry for launch in self.shape(1, 1, 1).launches(1)]
         self.kernels = emulated(program, dict.fromkeys(names, "Resolve"), folder)
         for file, records in (
+            ("each.cu", dict.fromkeys([launch.entry for launch in EACH], "Each")),
             ("upkeep.cu", dict.fromkeys(UPKEEP, "Upkeep")),
             ("audit.cu", {"ess_audit": "Audit"}),
         ):
@@ -158,15 +169,53 @@ class Emulated:
 
     def claim_new(self, arena, rows, *, step, out):
         """The kernels', where there is room; that there is, the ledger promises them."""
-        absent = int((arena.slot_of[rows] < 0).sum())
-        if absent > self.room(arena, rows, step):
-            return False
-        split = Split.create(query_count=1, top_k=max(1, rows.size))
-        line = rows[None] if rows.size else np.full((1, 1), -1, np.int32)
-        claims = self.plan(arena, line, step=step, ticket=None, split=split, purpose="write")
-        assert claims.place_count == 0
-        out[:] = split.slots[0, : rows.size]
-        return True
+        return self.claim_each([arena], rows, step=step, out=out[None], absent=np.zeros(1)) == 1
+
+    def claim_each(self, arenas, rows, *, step, out, absent):
+        """In all groups that come before one without room."""
+        done_count = 0
+        for group, arena in enumerate(arenas):
+            absent[group] = np.count_nonzero(arena.slot_of[rows] < 0)
+            if absent[group] > self.room(arena, rows, step):
+                break
+            done_count += 1
+        if done_count:
+            self.claim_all(arenas[:done_count], rows, step=step, out=out)
+        return done_count
+
+    def claim_all(self, arenas, rows, *, step, out):
+        """Pads among the rows; what is shared by the groups is lent once."""
+        line = np.append(rows, ids([-1, -1]))[None]
+        block_max = max(arena.blocks.size for arena in arenas)
+        shape = replace(
+            ResolveShape.of_new_rows(line.size, max(1, block_max)), threads=self.threads
+        )
+        slots, one = np.full((len(arenas), line.size), -77, np.int32), ids([1])
+        given, records, works = {"line": line, "slots": slots, "one": one}, [], []
+        for group, arena in enumerate(arenas):
+            there, _ = self.begin(arena, shape, step=step)
+            works.append(self.work | {"now": works[0]["now"]} if works else self.work)
+            at = {"slots": slots[group].ctypes.data, "query_count": one.ctypes.data}
+            records.append(claim_record(shape, arena=there, workspace=works[-1], rows=line, **at))
+            own = {"slot_of", "blocks", "block_count", "hit_age"} if group else ARENA
+            given |= {f"{name} {group}": getattr(there, name) for name in own}
+            named = (
+                works[-1].items() if group == 0 else [w for w in works[-1].items() if w[0] != "now"]
+            )
+            given |= {f"{name} {group}": array for name, array in named}
+        calls = np.frombuffer(bytes((ResolveRecord * len(records))(*records)), np.int32).copy()
+        written = {name for name in given if name.split()[0] in ("now", "report")}
+        unwritten = {f"{name} {g}" for g in range(len(arenas)) for name in self.work} | {"slots"}
+        with lent(self.folder, given | {"calls": calls}, unwritten=unwritten - written):
+            for entry, blocks in shape.launches_each:
+                self.seed += 1
+                each = EachRecord(calls.ctypes.data, blocks)
+                grid = {"blocks": blocks * len(arenas), "threads": self.threads}
+                self.kernels[entry](each, **grid, seed=self.seed)
+        assert all(work["report"][REPORT.index("faults")] == 0 for work in works)
+        assert all(work["report"][REPORT.index("places")] == 0 for work in works)
+        assert (slots[:, rows.size :] == -1).all()
+        out[: len(arenas)] = slots[:, : rows.size]
 
     def room(self, arena, rows, step):
         slots = arena.slots

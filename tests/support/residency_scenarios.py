@@ -19,7 +19,13 @@ from ess.pool.lru import specification
 from ess.pool.lru.arena import Arena, FetchPlan, Split
 from ess.pool.lru.cuda import Residency, forget_tickets
 from ess.pool.lru.cuda_audit import FINDINGS
-from ess.pool.lru.cuda_shape import FIRST, PHASE_THREADS, TOGETHER_THREADS, Moment, ResolveShape
+from ess.pool.lru.cuda_shape import (
+    FIRST,
+    PHASE_THREADS,
+    TOGETHER_THREADS,
+    Moment,
+    ResolveShape,
+)
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.units import PAGE_ROWS, div_ceil
 from tests.support.device_residency import Specified, host_pages, host_rows, in_flight

@@ -24,7 +24,7 @@ from typing import Any, Final
 from ess.errors import Unavailable
 
 FOLDERS: Final = ("flashtrans", "residency")
-HEADERS: Final = ("device.cuh", "move.cuh", "phases.cuh", "resolve.cuh")
+HEADERS: Final = ("device.cuh", "move.cuh", "phases.cuh", "resolve.cuh", "victims.cuh")
 ARCHITECTURES: Final = ("sm_90a", "sm_100a")
 
 _ENTRY: Final = re.compile(r"Compiling entry function '(\w+)'")

@@ -62,6 +62,12 @@ class ResolveRecord(ctypes.Structure):
     )
 
 
+class EachRecord(ctypes.Structure):
+    """Each of csrc/residency/each.cu."""
+
+    _fields_ = (*_pointers("calls"), *_sizes("each"))
+
+
 class LocateRecord(ctypes.Structure):
     """Locate of csrc/residency/locate.cu."""
 
@@ -141,6 +147,27 @@ def _require_lines(shape: ResolveShape, rows: Any, split: Any) -> None:
             f"a split of shape {tuple(split.slots.shape)} cannot hold {rows.shape[0]} queries "
             f"of {shape.top_k} rows"
         )
+
+
+def claim_record(
+    shape: ResolveShape,
+    *,
+    arena: Any,
+    workspace: Mapping[str, Any],
+    rows: Any,
+    slots: int,
+    query_count: int,
+) -> ResolveRecord:
+    """Slots, dirty at once, for a line of distinct rows that a step is about to write.
+
+    Where the slots go, and where it is written that there is one query, are addresses.
+    """
+    width = shape.top_k
+    assert tuple(rows.shape) == (1, width), f"rows of shape {tuple(rows.shape)}, not a line"
+    record = _claims_record(shape, arena, workspace, FIRST, None, None, "write")
+    record.selection = selection_record(arena, rows)
+    record.queries, record.slots, record.split_width = query_count, slots, width
+    return record
 
 
 def warm_record(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from ess.errors import BadInput
@@ -61,6 +61,12 @@ class ResolveShape:
     threads: int
 
     @classmethod
+    def of_new_rows(cls, row_max: int, block_max: int) -> ResolveShape:
+        """Of a call that finds slots for new rows, together with those of other groups."""
+        shape = cls.of(query_max=1, top_k=row_max, block_max=block_max)
+        return replace(shape, is_together=False, threads=PHASE_THREADS)
+
+    @classmethod
     def of(cls, *, query_max: int, top_k: int, block_max: int) -> ResolveShape:
         if min(query_max, top_k, block_max) < 1 or query_max * top_k > ENTRIES_MAX:
             raise BadInput(
@@ -102,6 +108,18 @@ class ResolveShape:
             Launch("ess_rank", tiles),
             Launch("ess_assign", queries),
             Launch("ess_serve", queries),
+        ]
+
+    @property
+    def launches_each(self) -> list[Launch]:
+        """Of the calls of several groups with a line of new rows each: blocks for one group."""
+        assert self.query_max == 1, f"{self.query_max} lines of new rows"
+        return [
+            Launch("ess_each_probe", 1),
+            Launch("ess_each_count", 1 + self.tile_max),
+            Launch("ess_each_scan", div_ceil(BINS + 1, self.threads // 32)),
+            Launch("ess_each_rank", self.tile_max),
+            Launch("ess_each_serve", 1),
         ]
 
     @property

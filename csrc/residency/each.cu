@@ -1,0 +1,69 @@
+// claim_each() of ess/pool/lru/specification.py: slots for the rows that a step writes, in all
+// groups at once. The phases of a plan, each in one launch over the groups: with a launch a group
+// and phase there would be hundreds at the head of every step.
+//
+// The calls lie on the device, one for each group, and write the same rows. Their arenas share the
+// arrays of the slab and differ in blocks, so no two groups touch one slot. A call has one query,
+// so a block that assigns its rows serves it too. `each` is how many blocks a group has in this
+// launch.
+#include "phases.cuh"
+
+namespace {
+
+struct Each {
+    const Resolve* calls;
+    i64 each;
+
+    // This block's call, for all its threads; which of the group's blocks it is.
+    __device__ i32 take(Resolve& call) const {
+        const i32 group = i32(blockIdx.x / each);
+        const u32* from = (const u32*)(calls + group);
+        for (i32 i = threadIdx.x; i < i32(sizeof(Resolve) / sizeof(u32)); i += kThreads)
+            ((u32*)&call)[i] = from[i];
+        __syncthreads();
+        return i32(blockIdx.x - group * each);
+    }
+};
+
+}  // namespace
+
+#define ESS_EACH_PHASE(name) \
+    ESS_KERNEL __launch_bounds__(kThreads) name(const __grid_constant__ Each each)
+
+ESS_EACH_PHASE(ess_each_probe) {
+    ESS_SHARED Desk desk;
+    ESS_SHARED Resolve call;
+    each.take(call);
+    probe(call, 0, desk);
+}
+
+ESS_EACH_PHASE(ess_each_count) {
+    ESS_SHARED Desk desk;
+    ESS_SHARED Resolve call;
+    const i32 block = each.take(call);
+    if (call.report->absent == 0) return;
+    if (block == 0) count_rows(call, 0, desk);
+    else if (block <= call.tile_count()) count_slots(call, block - 1, desk);
+}
+
+ESS_EACH_PHASE(ess_each_scan) {
+    ESS_SHARED Resolve call;
+    const i32 block = each.take(call);
+    if (call.report->absent != 0) scan(call, block * kWarps + i32(threadIdx.x) / 32);
+}
+
+ESS_EACH_PHASE(ess_each_rank) {
+    ESS_SHARED Desk desk;
+    ESS_SHARED Resolve call;
+    const i32 block = each.take(call);
+    if (call.report->absent != 0 && block < call.tile_count()) rank(call, block, desk);
+}
+
+ESS_EACH_PHASE(ess_each_serve) {
+    ESS_SHARED Desk desk;
+    ESS_SHARED Resolve call;
+    each.take(call);
+    if (call.report->absent != 0) assign(call, 0, desk);
+    __syncthreads();
+    serve(call, 0, desk);
+}

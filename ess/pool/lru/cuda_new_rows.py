@@ -1,0 +1,109 @@
+"""Slots for the rows that a step writes, in all layer groups at once and without the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ess.kernels.cuda.arrays import DeviceArray
+from ess.kernels.cuda.driver import Device, call
+from ess.pool.lru.cuda_records import EachRecord, ResolveRecord, claim_record
+from ess.pool.lru.cuda_shape import REPORT, ResolveShape, slot_program
+from ess.pool.lru.cuda_workspaces import MakeInts
+
+EACH: Final = "each.cu"
+
+
+class NewRows:
+    """The twin of `claim_each` on a device. `rows`, int32 [1, n], are distinct but for pads of -1:
+    the same memory in every step. `now` is that of the step.
+
+    The ledger has reserved room for them: should there be none in a group, its report counts
+    places. The records of the calls are written once, so that a claim can be captured; what they
+    name must outlive this object.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        arenas: Sequence[Any],
+        rows: Any,
+        now: Any,
+        *,
+        ints: MakeInts,
+        block_max: int,
+    ) -> None:
+        """`block_max` is the most blocks that any of the groups may ever own."""
+        self.shape = ResolveShape.of_new_rows(rows.shape[1], block_max)
+        self.group_count = len(arenas)
+        self._device = device
+        sizes = new_row_sizes(self.shape, len(arenas))
+        self._arrays = {name: ints(count) for name, count in sizes.items()}
+        program = slot_program(EACH, self.shape.threads)
+        self._kernels = {
+            entry: device.kernel(program, entry) for entry, _ in self.shape.launches_each
+        }
+        self._calls = DeviceArray(device, np.ones(self._word_count + 1, np.int32))
+        records = (ResolveRecord * len(arenas))(
+            *(self._record(group, arena, rows, now) for group, arena in enumerate(arenas))
+        )
+        words = np.frombuffer(bytes(records), np.int32)
+        self._calls.write(np.append(words, np.int32(1)))
+
+    @property
+    def slots(self) -> Any:
+        """int32 [group, n], flat: where the rows go; -1 where there is none."""
+        return self._arrays["slots"]
+
+    @property
+    def reports(self) -> Any:
+        """int32 [group, number of the report], flat; of each group's latest claim."""
+        return self._arrays["report"]
+
+    def claim(self, groups: range, *, stream: int) -> None:
+        """Dirty slots in these groups, neighbours."""
+        assert 0 <= groups.start < groups.stop <= self.group_count, f"groups {groups}"
+        self._device.make_current()
+        reports = self.reports[groups.start * len(REPORT) : groups.stop * len(REPORT)]
+        call("cuMemsetD32Async", reports.data_ptr(), 0, reports.shape[0], stream)
+        calls = self._calls.data_ptr() + groups.start * ctypes.sizeof(ResolveRecord)
+        for entry, blocks in self.shape.launches_each:
+            self._kernels[entry].launch(
+                EachRecord(calls, blocks),
+                blocks=blocks * len(groups),
+                threads=self.shape.threads,
+                stream=stream,
+            )
+
+    @property
+    def _word_count(self) -> int:
+        return self.group_count * ctypes.sizeof(ResolveRecord) // ctypes.sizeof(ctypes.c_int32)
+
+    def _record(self, group: int, arena: Any, rows: Any, now: Any) -> ResolveRecord:
+        workspace = {
+            name: self._of(group, name)
+            for name in ("report", *self.shape.scratch, *self.shape.claims)
+        }
+        slots, one = self._of(group, "slots"), self._calls[self._word_count :]
+        return claim_record(
+            self.shape,
+            arena=arena,
+            workspace=workspace | {"now": now},
+            rows=rows,
+            slots=slots.data_ptr(),
+            query_count=one.data_ptr(),
+        )
+
+    def _of(self, group: int, name: str) -> Any:
+        array = self._arrays[name]
+        count = array.shape[0] // self.group_count
+        return array[group * count : (group + 1) * count]
+
+
+def new_row_sizes(shape: ResolveShape, group_count: int) -> dict[str, int]:
+    """How many int32 numbers NewRows takes, by name."""
+    each = {"slots": shape.top_k, "report": len(REPORT)} | shape.scratch | shape.claims
+    return {name: group_count * count for name, count in each.items()}
