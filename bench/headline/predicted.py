@@ -27,7 +27,7 @@ CURVE_POINTS: Final = 20
 def predict(outcome: Outcome, plan: Plan, context: int, mtp: int) -> None:
     ask = Ask(context=context, queries_each=mtp, accepted=plan.accepted, gpu_count=plan.gpus)
     planner = Planner(
-        operators=operators_of(plan.gpu, constants="paper"),
+        operators=operators_of(plan.gpu),
         curves=misses.published(),
         ask=ask,
         layout=ModelLayout.deepseek_v32(),

@@ -14,14 +14,15 @@ from ess import console
 from ess.console import MaybeWhole, Whole
 from ess.engine.chunking.partition import counted_costs, explained, partition, read_partition
 from ess.errors import BadInput
-from ess.layout import ModelLayout
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.dry_run import read_config
 from ess.server.commands import planpage
 from ess.server.commands.planshow import show
 from ess.sim.locality import misses
-from ess.sim.operators.gpus import GPUS, MODELS, check_planned, operators_of
+from ess.sim.operators.families import family_of
+from ess.sim.operators.gpus import operators_of
 from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.silicon.chip import chip_of
 from ess.sim.planning.answers import Answer, Question, answered
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.deployment import CACHED_SHARE, OUTPUT_TOKENS, Work
@@ -31,6 +32,7 @@ from ess.sim.planning.planner import Planner
 from ess.sim.planning.ways import best_way
 from ess.units import parse_size
 
+MODEL: Final = "deepseek-v3.2"
 DURATION: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*$")
 DURATION_US: Final = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
@@ -42,10 +44,10 @@ class DecodeFlags:
 
     ctx: str = "128k"
     "Context length, such as 32k."
-    model: str = "deepseek-v3.2"
-    "A model with operator tables: deepseek-v3.2."
+    model: str = MODEL
+    "deepseek-v3.2, glm-5 or glm-5.2; deepseek-v3 and -r1 attend to every row, and run resident."
     gpu: str = "h200"
-    "A GPU with operator tables: h100 or h200."
+    "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these."
     gpus: Whole = 32
     "GPUs that share the experts: 8, 16, 32, 64, 128 or 256."
     mtp: Whole = 2
@@ -179,15 +181,14 @@ def plan(
     """
     decode, tiers, nodes = decode or DecodeFlags(), tiers or TierFlags(), nodes or NodeFlags()
     console.check_folder("--html", html)
-    check_planned(decode.model, decode.gpu)
     ask = _asked(decode, nodes)
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
-    planner = planner_of(ask, decode.gpu, decode.perf_db, nodes.node)
+    planner = planner_of(ask, decode.gpu, decode.perf_db, nodes.node, model=decode.model)
     if decode.is_free:
         planner = best_way(planner)
     if html is not None:
         _write_page(html, planner, decode.model, decode.gpu)
-    question = _question(ask, tiers, nodes.node)
+    question = _question(ask, tiers, nodes.node, is_searched=decode.is_free)
     answer = answered(planner, question)
     if json:
         console.print_json(_document(answer, cut))
@@ -211,7 +212,7 @@ def _asked(decode: DecodeFlags, nodes: NodeFlags) -> Ask:
     )
 
 
-def _question(ask: Ask, tiers: TierFlags, node: Node) -> Question:
+def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Question:
     wanted = None
     if tiers.rate is not None:
         wanted = Wanted(rate=tiers.rate, ttft_s=parse_duration(tiers.ttft) / 1e6)
@@ -220,6 +221,7 @@ def _question(ask: Ask, tiers: TierFlags, node: Node) -> Question:
         work=Work(context=ask.context, output_tokens=tiers.out, cached_share=tiers.cached),
         price=tiers.price_per_gpu_hour,
         wanted=wanted,
+        is_searched=is_searched,
     )
 
 
@@ -263,17 +265,18 @@ def cut_of(model: str, ask: Ask, pp_size: int | None, given: str | None) -> Cut 
     )
 
 
-def planner_of(ask: Ask, gpu: str, perf_db: Path | None, node: Node) -> Planner:
-    check_planned(MODELS[0], gpu)
-    limits = node.fetch_limits(GPUS[gpu].machine, gpus=ask.gpu_count)
+def planner_of(
+    ask: Ask, gpu: str, perf_db: Path | None, node: Node, *, model: str = MODEL
+) -> Planner:
+    family, machine = family_of(model), chip_of(gpu).machine
+    limits = node.fetch_limits(machine, gpus=ask.gpu_count)
     link_name = min(limits, key=lambda name: limits[name])
+    layer_count = family.layout.layer_count
     return Planner(
-        operators=operators_of(
-            gpu, constants="paper", package=perf_db, link_rate=limits[link_name]
-        ),
-        curves=misses.published(),
+        operators=operators_of(gpu, family=model, package=perf_db, link_rate=limits[link_name]),
+        curves=misses.published(layer_count=layer_count),
         ask=ask,
-        layout=ModelLayout.deepseek_v32(),
+        layout=family.layout,
         link_name=link_name,
     )
 

@@ -16,8 +16,7 @@ from ess import console
 from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput
 from ess.server.commands import simpage
-from ess.server.commands.plan import NodeFlags, parse_duration, planner_of
-from ess.sim.operators.gpus import check_planned
+from ess.server.commands.plan import MODEL, NodeFlags, parse_duration, planner_of
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.planner import Planner
 from ess.sim.serving.arrivals import Arrival, read_arrivals
@@ -76,10 +75,10 @@ class RequestFlags:
 class WorkerFlags:
     """What serves them; names as in `ess plan`."""
 
-    model: str = "deepseek-v3.2"
-    "A model with operator tables: deepseek-v3.2."
+    model: str = MODEL
+    "A model that selects rows: deepseek-v3.2, glm-5 or glm-5.2."
     gpu: str = "h200"
-    "A GPU with operator tables: h100 or h200."
+    "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these."
     gpus: Whole = 32
     "GPUs that share the experts."
     mtp: Whole = 2
@@ -92,7 +91,6 @@ class WorkerFlags:
     "An unpacked measurement package to use in place of the tables that ship."
 
     def planner(self, context: int, nodes: NodeFlags) -> Planner:
-        check_planned(self.model, self.gpu)
         ask = Ask(
             context=context,
             queries_each=self.mtp,
@@ -101,7 +99,7 @@ class WorkerFlags:
             device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
             host_bytes=nodes.host_bytes(self.gpus),
         )
-        return planner_of(ask, self.gpu, self.perf_db, nodes.node)
+        return planner_of(ask, self.gpu, self.perf_db, nodes.node, model=self.model)
 
 
 @Parameter(name="*")

@@ -8,52 +8,57 @@ from ess.errors import BadInput
 from ess.pool.capacity import HOST_PAGES
 from ess.sim.planning.node import NORMAL_HOST_BYTES, Node
 from ess.sim.planning.planner import Plan, Planner
+from ess.sim.planning.ways import best_way
 from ess.units import format_bytes
 
 
-def advice(planner: Planner, plan: Plan, node: Node) -> list[str]:
-    """Sentences, the most important first; none when there is nothing to say."""
+def advice(planner: Planner, plan: Plan, node: Node, *, is_searched: bool) -> list[str]:
+    """Sentences, the most important first; none when there is nothing to say. With other memory the
+    best way to share the model is searched again, where it was searched."""
     return [
-        *_resident_is_better(plan),
-        *_host_memory(planner, plan, node),
+        *_offload_or_not(planner, plan),
+        *_host_memory(planner, plan, node, is_searched),
     ]
 
 
-def _resident_is_better(plan: Plan) -> list[str]:
-    if plan.recommended == "offload" or plan.resident is None:
+def _offload_or_not(planner: Planner, plan: Plan) -> list[str]:
+    if not planner.is_sparse:
+        return [f"{planner.operators.family.name} attends to every row: nothing can be offloaded"]
+    if plan.resident is None or plan.gain is None:
         return []
-    assert plan.gain is not None
+    if plan.recommended == "offload":
+        least = plan.gain * (1.0 + plan.gain_band[0])
+        return [f"the gain is within the error: it may be x{least:.2f}"] if least < 1.0 else []
     return [
         f"run resident, batch {plan.resident.batch}: offload would give x{plan.gain:.2f} of its "
         "tokens per second, and take host memory"
     ]
 
 
-def _host_memory(planner: Planner, plan: Plan, node: Node) -> list[str]:
+def _host_memory(planner: Planner, plan: Plan, node: Node, is_searched: bool) -> list[str]:
     """Above what a normal node has: what is gained with that. Held back by it: what more gives."""
     gpus = planner.ask.gpu_count
     needed = plan.chosen.host_bytes * node.neighbours(gpus)
-    normal = replace(node, host_bytes=NORMAL_HOST_BYTES)
     if needed > NORMAL_HOST_BYTES:
+        normal = NORMAL_HOST_BYTES * node.count(gpus)
+        try:
+            said = _outcome(_with(planner, normal, is_searched))
+        except BadInput as refusal:
+            said = str(refusal)
         has = f"a DGX H200 has {format_bytes(NORMAL_HOST_BYTES)}"
-        return [f"{format_bytes(needed)} of host memory per node; {has}: {_with(planner, normal)}"]
+        return [f"{format_bytes(needed)} of host memory per node; {has}: with that, {said}"]
     if plan.limiter != HOST_PAGES or planner.ask.host_bytes is None:
         return []
-    ample = replace(planner, ask=replace(planner.ask, host_bytes=None))
-    answer = ample.plan()
+    answer = _with(planner, None, is_searched)
     if answer.chosen.batch <= plan.chosen.batch:
         return []
     amount = format_bytes(answer.chosen.host_bytes * node.neighbours(gpus))
     return [f"host memory limits the batch: {amount} per node would give {_outcome(answer)}"]
 
 
-def _with(planner: Planner, node: Node) -> str:
-    host_bytes = node.host_bytes * node.count(planner.ask.gpu_count)
-    try:
-        answer = replace(planner, ask=replace(planner.ask, host_bytes=host_bytes)).plan()
-    except BadInput as refusal:
-        return f"with that, {refusal}"
-    return f"with that, {_outcome(answer)}"
+def _with(planner: Planner, host_bytes: int | None, is_searched: bool) -> Plan:
+    other = replace(planner, ask=replace(planner.ask, host_bytes=host_bytes))
+    return (best_way(other) if is_searched else other).plan()
 
 
 def _outcome(answer: Plan) -> str:

@@ -16,12 +16,14 @@ from ess.sim.planning.prefilling import prefilling_of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """Beside the planner's ask: the node, what a request is, what a GPU costs for an hour, and how
-    many requests arrive within which time to the first token."""
+    many requests arrive within which time to the first token; whether the way to share the model
+    was searched."""
 
     node: Node
     work: Work
     price: float | None = None
     wanted: Wanted | None = None
+    is_searched: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,6 @@ def answered(planner: Planner, question: Question) -> Answer:
         plan=plan,
         all_gpus=compared(deployment, plan.chosen, plan.resident),
         fleets=found,
-        advice=tuple(advice(planner, plan, question.node)),
+        advice=tuple(advice(planner, plan, question.node, is_searched=question.is_searched)),
         marks=tuple(dict.fromkeys([*plan.marks, *prefilling.marks])),
     )

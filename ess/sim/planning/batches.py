@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-CANDIDATES_MAX: Final = 24
+CANDIDATES_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,7 @@ class Planner:
 
     @property
     def least_slots(self) -> int:
-        return min(self.ask.context, self.slot_floor)
+        return min(self.ask.context, self.slot_floor) if self.is_sparse else self.ask.context
 
     @property
     def is_sparse(self) -> bool:

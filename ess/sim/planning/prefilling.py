@@ -10,19 +10,23 @@ from ess.sim.planning.node import Node
 from ess.sim.planning.planner import MEMORY_SHARE, RESERVED_BYTES, Planner
 from ess.sim.planning.weights import weight_bytes
 from ess.sim.prefill import prefill_time
-from ess.sim.prefill.prefill_time import Handoff, Tier
+from ess.sim.prefill.prefill_time import FAR, FIRST_CHUNK, Handoff, Tier
+from ess.sim.prefill.prompt_pass import PromptPass, pass_trust
 from ess.units import PAGE_ROWS
 
-ESTIMATE_BAND: Final = (0.0, 0.75)
-ESTIMATE_MARK: Final = "prefill is estimated from published rates; measured prefill was slower"
+NODE_GPUS: Final = 8
 GPUS_MAX: Final = 1 << 10
 
 
 def prefilling_of(planner: Planner) -> Prefilling:
+    """On the smallest group of whole nodes that holds the weights."""
+    way = Parallel.wide(max(NODE_GPUS, least_gpus(planner)))
+    farthest = PromptPass(parallel=way, tokens=FIRST_CHUNK, prefix=FAR, overlap=True)
+    trust = pass_trust(planner.operators, farthest)
     return Prefilling(
-        time=prefill_time.time_of(planner.operators, Parallel.wide(planner.ask.gpu_count)),
-        band=ESTIMATE_BAND,
-        marks=(ESTIMATE_MARK,),
+        time=prefill_time.time_of(planner.operators, way),
+        band=trust.band,
+        marks=trust.marks,
     )
 
 

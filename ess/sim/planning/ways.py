@@ -1,7 +1,8 @@
 """Which ways of sharing a model over GPUs are tried, and which is best with offload and without.
 
 Every way is judged by a quick guess, its largest batch in time; the best way is then planned in
-full. With offload and without the best ways may differ.
+full. A way that is not the plainest must be better by `CLEARLY`: less than that is within the error
+of the guess. With offload and without the best ways may differ.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.batches import Point
 from ess.sim.planning.planner import Planner
 
+CLEARLY: Final = 1.05
 ATTENTION_TP: Final = (1, 2, 4, 8)
 STAGES: Final = (1, 2)
 GROUPS: Final = (8, 16, 32, 64, 128, 256)
@@ -49,7 +51,8 @@ def _along(planner: Planner, way: Parallel) -> Planner:
 
 
 def _best(tried: Iterable[Planner], point_of: Callable[[Planner], Point | None]) -> Planner | None:
-    """None where no way has a point; a way that operators or memory refuse has none."""
+    """None where no way has a point; a way that operators or memory refuse has none. An earlier
+    way is plainer."""
     rated = []
     for planner in tried:
         try:
@@ -58,4 +61,7 @@ def _best(tried: Iterable[Planner], point_of: Callable[[Planner], Point | None])
             continue
         if point is not None:
             rated.append((point.tokens_per_s, planner))
-    return max(rated, key=lambda pair: pair[0])[1] if rated else None
+    if not rated:
+        return None
+    most = max(rate for rate, _ in rated)
+    return next(planner for rate, planner in rated if CLEARLY * rate >= most)
