@@ -20,8 +20,7 @@ from ess.bench.gpu.rig import Row, row
 from ess.kernels.backend import ops
 from ess.kernels.cuda.triton.attend import attend_lists, close_up
 from ess.kernels.cuda.triton.index import logits_into, top_k_into
-from ess.kernels.cuda.triton.launch import place
-from ess.kernels.cuda.triton.shapes import Shape, candidates, split_keys_for
+from ess.kernels.cuda.triton.shapes import candidates
 from ess.kernels.merge import Partial
 from ess.layout import IndexCodec, RowCodec, RowForm
 from ess.units import PAGE_ROWS, div_ceil
@@ -80,29 +79,11 @@ def attention_rows(point: Point, timed: Timed, *, device: str) -> Iterator[Row]:
     into = Partial(out, torch.empty(shape, device=device))
     taken: dict[str, list[float]] = {}
     for candidate in candidates(form=point.form, heads=point.heads, is_half=True):
-        for cut in _cuts(candidate, point, place(queries).sm_count):
-
-            def work(chosen: Shape = candidate, cut: int | None = cut) -> Partial:
-                return attend_lists(
-                    queries,
-                    slab,
-                    lists,
-                    codec,
-                    scale=SCALE,
-                    into=into,
-                    shape=chosen,
-                    split_keys=cut,
-                )
-
-            taken[f"{candidate.name}, parts of {cut or point.k}"] = timed(work)
+        for way, balanced in (("even shares", True), ("whole lists", False)):
+            more: dict[str, Any] = {"shape": candidate, "balanced": balanced, "scale": SCALE}
+            work = partial(attend_lists, queries, slab, lists, codec, into=into, **more)
+            taken[f"{candidate.name}, {way}"] = timed(work)
     yield from verdict("attention", taken, point._asdict())
-
-
-def _cuts(shape: Shape, point: Point, programs: int) -> list[int | None]:
-    """The cut that fills the device, then no cut; only the latter where they are the same."""
-    tasks = point.batch * point.mtp * div_ceil(point.heads, shape.heads)
-    cut = split_keys_for(tasks=tasks, width=point.k, programs=programs)
-    return [None] if cut is None else [cut, None]
 
 
 def verdict(of: str, taken: dict[str, list[float]], config: dict[str, Any]) -> Iterator[Row]:

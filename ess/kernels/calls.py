@@ -73,6 +73,7 @@ class Attend(NamedTuple):
     placed: Tensor | None
     into: Partial
     threads: int
+    balanced: bool
 
 
 def slot_range(rows: Tensor, placed: Tensor | None) -> tuple[int, int]:

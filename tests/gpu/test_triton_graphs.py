@@ -95,7 +95,8 @@ class Step:
             self.asked.cpu(), self.weights.cpu(), self.pages.cpu(), self.table.cpu(),
             self.lengths.cpu(), KEYS,
         )  # fmt: skip
-        torch.testing.assert_close(self.logits.cpu(), logits, atol=1e-4, rtol=1e-5)
+        seen, ours = logits > -torch.inf, self.logits.cpu()
+        torch.testing.assert_close(ours[seen], logits[seen], atol=1e-4, rtol=1e-5)
         selection = reference.top_k(self.logits.cpu(), self.lengths.cpu(), k=K)
         assert torch.equal(self.selection.cpu(), selection)
         queries = self.queries.cpu()

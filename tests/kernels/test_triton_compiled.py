@@ -33,7 +33,7 @@ SHARED_MAX = 227 << 10
 REGISTERS = 64 << 10
 # What is spilled outside the loop: values that are the same for every task, and with `adds` a part
 # of the partial that is taken over.
-SPILLED_MAX = {False: 24, True: 344}
+SPILLED_MAX = {False: 24, True: 256}
 TOP_K = types(
     "*fp32: logits kept, *i32: lengths out positions slots slot_of table,"
     "i32: k logit_stride table_stride"
@@ -147,18 +147,23 @@ def test_experts_in_float32_compile_without_spills() -> None:
 
 def test_the_small_kernels_compile_without_spills() -> None:
     from ess.kernels.cuda.triton import copy, index
-    from ess.kernels.cuda.triton.device import attend, partials, topk
+    from ess.kernels.cuda.triton.device import attend, partials, shares, topk
     from ess.kernels.cuda.triton.device import copy as device
 
     sizes = {"ROOM": index.ROOM, "SAMPLE": index.SAMPLE, "BLOCK": index.BLOCK}
     width = {"WIDTH": 512, "PADDED": 512}
     sides = types("*fp32: first_out first_lse second_out second_lse out lse")
-    parts = types("*fp32: part_out part_lse out lse, *i32: counts, i32: heads splits split_keys")
+    parts = types(
+        "*fp32: part_out part_lse out lse, *i32: cuts counts, i32: query_count heads programs"
+    )
+    piece = {"HEADS": 64, "KEYS": 64, "ADDS": True}
+    shared = types("*i32: counts cuts pieces, i32: query_count head_blocks")
     lists = types("*i32: slots named counts, i32: width slot_stride")
     for binary in (
         compiled(topk.top_k, TOP_K, sizes | {"HAS_SLOTS": True}, num_warps=8),
         compiled(partials.merge, sides, width, enable_fp_fusion=False),
-        compiled(partials.join, parts, width),
+        compiled(partials.join, parts, width | piece),
+        compiled(shares.lay_out, shared, {"KEYS": 64, "BLOCKS_MIN": 2, "IS_CUT": True}),
         compiled(attend.close_up, lists, {"BLOCK": 1024}),
         compiled(device.copy_rows, COPY, {"WORDS": 82, "BLOCK": copy.BLOCK}, num_warps=16),
     ):

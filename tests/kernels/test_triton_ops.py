@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from ess.errors import BadInput
+from ess.errors import BadInput, Unavailable
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import RowCodec
@@ -47,23 +49,72 @@ def attend_lists(
     return Partial(into.out.cpu(), into.lse.cpu())
 
 
+@pytest.fixture
+def grids(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """How many multiprocessors to spare for so many programs, each of at least one block."""
+    from ess.kernels.cuda.triton import attend, launch
+
+    monkeypatch.setattr(attend, "PIECE_KEYS_MIN", 1)
+    monkeypatch.setattr(launch, "INTERPRETED_SMS", 40)
+    sm_count = launch.place(torch.empty(0, device=device())).sm_count
+    return {programs: sm_count - programs for programs in (1, 2, 3, 7, 40)}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_cut_of_the_lists_agrees(ops: Ops, dtype: torch.dtype) -> None:
-    """Cuts that leave splits empty, full, and partly full; one query has nothing at all."""
-    case = test_attend.make(RowCodec(), heads=5, keys=90, dtype=dtype)
+def test_any_cut_of_the_lists_agrees(ops: Ops, grids: dict[int, int], dtype: torch.dtype) -> None:
+    """Lists in one piece, in two, and in as many as they have blocks; one query has little, one
+    nothing at all, and heads fill more than a block."""
+    case = test_attend.make(RowCodec(), heads=19, keys=90, queries=4, dtype=dtype)
     case.slots[1, case.slots[1].argsort()[40:]] = -1
-    want = test_attend.exact(case)
-    for split_keys in (16, 45, 90, 1000):
-        ours = attend_lists(case, split_keys=split_keys)
-        test_attend.close(ours, want, *test_attend.tolerance(case.codec, dtype))
-    case.slots[1] = -1
-    empty = attend_lists(case, split_keys=45)
-    assert (empty.out[1] == 0).all()
-    assert (empty.lse[1] == -math.inf).all()
+    out, lse = test_attend.exact(case)
+    out[2], lse[2] = 0.0, -math.inf
+    case.slots[2] = -1
+    for spare_sms in grids.values():
+        ours = attend_lists(case, balanced=True, spare_sms=spare_sms)
+        test_attend.close(ours, (out, lse), *test_attend.tolerance(case.codec, dtype))
+        assert (ours.out[2] == 0).all()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_every_key_is_in_one_piece_and_shares_are_even(ops: Ops, is_cut: bool) -> None:
+    """Of lists of any length: none, less than a block, many; of few programs and of more than
+    there are blocks."""
+    from ess.kernels.cuda.triton.device.shares import lay_out
+
+    generator = torch.Generator().manual_seed(0)
+    for query_count, programs, head_blocks, least in ((9, 4, 2, 1), (1, 7, 1, 2), (1100, 5, 1, 1)):
+        counts = torch.randint(0, 130, (query_count,), generator=generator).int()
+        counts[::3] = 0
+        cuts = torch.full((programs, 4), 99, dtype=torch.int32, device=device())
+        room = query_count * head_blocks + 1
+        pieces = torch.full((room, programs, 4), 99, dtype=torch.int32, device=device())
+        there = counts.to(device())
+        given = there, cuts, pieces, query_count, head_blocks
+        lay_out[(programs,)](*given, KEYS=16, BLOCKS_MIN=least, IS_CUT=is_cut)
+        seen, sizes = {}, []
+        for program, (begin, start, stop, count) in enumerate(cuts.tolist()):
+            mine = pieces[:count, program].tolist()
+            sizes.append(sum(max(1, -(-(end - first) // 16)) for _, first, end, _ in mine))
+            for number, (task, first, end, part) in enumerate(mine):
+                seen.setdefault(task, []).append((first, end))
+                whole = (first, end) == (0, int(counts[task // head_blocks]))
+                assert part == (-1 if whole else 2 * program + (number > 0))
+            if start >= 0 and is_cut:
+                assert start < begin < stop
+                assert mine[0][1] == 16 * (begin - start)
+        for task in range(query_count * head_blocks):
+            spans = sorted(seen[task])
+            length = int(counts[task // head_blocks])
+            assert spans[0][0] == 0
+            assert spans[-1][1] == length
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+            assert is_cut or len(spans) == 1
+        live = [size for size in sizes if size]
+        assert not is_cut or max(live) - min(live) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_added_to_a_partial(ops: Ops, dtype: torch.dtype) -> None:
+def test_rows_are_added_to_a_partial(ops: Ops, grids: dict[int, int], dtype: torch.dtype) -> None:
     """Query 0 has rows on both sides, 1 on the first only, 2 on the second only, 3 nowhere."""
     case = test_attend.make(test_attend.CODECS["264"], heads=3, keys=60, queries=4, dtype=dtype)
     case.slots[3] = -1
@@ -74,29 +125,58 @@ def test_rows_are_added_to_a_partial(ops: Ops, dtype: torch.dtype) -> None:
     case.slots = sides[0]
     first = attend_lists(case)
     case.slots = sides[1]
-    ours = attend_lists(case, onto=first)
     out, lse = test_attend.tolerance(case.codec, dtype)
-    torch.testing.assert_close(ours.out, want.out, atol=out, rtol=0)
-    torch.testing.assert_close(ours.lse, want.lse, atol=lse, rtol=0)
-    for query in (1, 3):
-        test_attend.same_bits(
-            Partial(*(side[query] for side in ours)), Partial(*(side[query] for side in first))
-        )
-    with pytest.raises(BadInput, match="cut by split_keys 9 cannot be added"):
-        attend_lists(case, onto=first, split_keys=9)
+    for spare_sms in (0, grids[3], grids[7]):
+        for balanced in (False, True):
+            ours = attend_lists(case, onto=first, balanced=balanced, spare_sms=spare_sms)
+            torch.testing.assert_close(ours.out, want.out, atol=out, rtol=0)
+            torch.testing.assert_close(ours.lse, want.lse, atol=lse, rtol=0)
+            for query in (1, 3):
+                test_attend.same_bits(
+                    Partial(*(side[query] for side in ours)),
+                    Partial(*(side[query] for side in first)),
+                )
 
 
-def test_bits_do_not_depend_on_the_grid(ops: Ops) -> None:
+def test_bits_do_not_depend_on_the_grid(ops: Ops, grids: dict[int, int]) -> None:
     case = test_attend.make(test_attend.CODECS["264"], heads=17, keys=40)
-    for split_keys in (None, 20):
-        want = attend_lists(case, split_keys=split_keys)
-        for spare_sms in (1, 2):
-            ours = attend_lists(case, split_keys=split_keys, spare_sms=spare_sms)
-            test_attend.same_bits(ours, want)
+    want = attend_lists(case)
+    for spare_sms in grids.values():
+        test_attend.same_bits(attend_lists(case, spare_sms=spare_sms), want)
+    cut = attend_lists(case, balanced=True)
+    for _ in range(3):
+        test_attend.same_bits(attend_lists(case, balanced=True), cut)
     with pytest.raises(BadInput, match="spare_sms is -1, outside 0"):
         attend_lists(case, spare_sms=-1)
     with pytest.raises(BadInput, match="spare_sms is 100000"):
         attend_lists(case, spare_sms=100_000)
+
+
+def test_a_shape_that_does_not_fit_gives_way(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ess.kernels.cuda.triton import attend
+    from ess.kernels.cuda.triton.shapes import EXACT
+
+    case, tried = test_attend.make(test_attend.CODECS["264"], heads=3, keys=20), []
+    launch = attend.device.attend
+    shapes = [EXACT._replace(name=name) for name in ("too large", "fits", "never asked")]
+    monkeypatch.setattr(attend, "candidates", lambda **_: shapes)
+
+    class Refusing:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def run(*given: object, **constants: object) -> None:
+                tried.append(grid)
+                if len(tried) == 1:
+                    raise attend.OutOfResources(240_000, 232_448, "shared memory")
+                launch[grid](*given, **constants)
+
+            return run
+
+    monkeypatch.setattr(attend.device, "attend", Refusing())
+    test_attend.close(attend_lists(case), test_attend.exact(case), 1e-5, 1e-5)
+    assert len(tried) == 2
+    tried.clear()
+    with pytest.raises(Unavailable, match="no shape of attention over fp8 rows fits this device"):
+        attend_lists(case, shape=shapes[0])
 
 
 def test_lists_close_up_in_their_order(ops: Ops) -> None:

@@ -49,9 +49,9 @@ def types(text: str) -> dict[str, str]:
 
 
 ATTEND = types(
-    "*i16: queries, *u8: rows, *i32: named counts, *fp32: out lse, fp32: scale, i64: placed_from,"
-    "i32: row_stride placed_stride query_stride head_stride query_count heads width"
-    " splits split_keys"
+    "*i16: queries, *u8: rows, *i32: named cuts pieces, *fp32: out lse, fp32: scale,"
+    "i64: placed_from part_from part_lse_from,"
+    "i32: row_stride placed_stride query_stride head_stride heads width"
 )
 LOGITS = types(
     "*u8: queries pages, *fp32: weights out, *i32: table lengths, i32: query_stride head_stride"
@@ -148,10 +148,11 @@ def _loop(code: list[tuple[int, str, str]]) -> list[str]:
     return min(bodies, key=len)
 
 
-def attention_of(shape: Shape, form: RowForm, *, adds: bool = False) -> Any:
+def attention_of(shape: Shape, form: RowForm, *, adds: bool = False, capability: int = 90) -> Any:
     given = attend.constants(RowCodec(form=form), query_dtype=torch.bfloat16, interpreted=False)
     given |= {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": adds}
-    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    options: dict[str, Any] = {"num_warps": shape.warps, "num_stages": shape.stages}
+    options["capability"] = capability
     return compiled(attention.attend, ATTEND, given, **options)
 
 

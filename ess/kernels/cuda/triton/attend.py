@@ -6,15 +6,17 @@ that keeps the scratch may replay it with other lists.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from ess.errors import BadInput
+from ess.errors import Unavailable
 from ess.kernels.cuda.triton.device import attend as device
-from ess.kernels.cuda.triton.device import partials
+from ess.kernels.cuda.triton.device import partials, shares
 from ess.kernels.cuda.triton.launch import bits, on, place
 from ess.kernels.cuda.triton.shapes import Shape, candidates
 from ess.kernels.merge import Partial
@@ -23,6 +25,7 @@ from ess.units import div_ceil
 
 DOT_MIN: Final = 16
 LIST_BLOCK: Final = 1024
+PIECE_KEYS_MIN: Final = 128
 
 
 class Lists(NamedTuple):
@@ -30,15 +33,6 @@ class Lists(NamedTuple):
 
     named: Tensor
     counts: Tensor
-
-
-class _Cut(NamedTuple):
-    """What runs apart, and on how much of the device."""
-
-    splits: int
-    split_keys: int
-    spare_sms: int
-    adds: bool
 
 
 def close_up(slots: Tensor) -> Lists:
@@ -67,7 +61,7 @@ def attend_lists(
     into: Partial,
     placed: Tensor | None = None,
     spare_sms: int = 0,
-    split_keys: int | None = None,
+    balanced: bool = False,
     adds: bool = False,
     shape: Shape | None = None,
 ) -> Partial:
@@ -76,68 +70,130 @@ def attend_lists(
     With `adds`, `into` holds a partial over other rows and gets the joint one, in one pass over it
     where attention apart and a merge take two; a query that names nothing is not touched.
 
-    `split_keys` cuts every list into parts of so many names that run apart and are joined after:
-    for batches too small to fill the device. The cut is part of the arithmetic: the same rows give
-    the same bits for the same cut, whatever else is in the batch. `shape` is for
-    measurements: the bits of another shape differ.
+    `balanced` cuts lists where the programs' equal shares of all keys end, and joins the pieces
+    after: a batch of any size then fills the device. The cut is part of the arithmetic, so bits
+    follow from the batch; without it a list is one program's, and bits from the list alone. `shape`
+    is for measurements: the bits of another shape differ.
     """
     count, heads = queries.shape[:2]
-    width = lists.named.shape[1]
-    if adds and split_keys is not None:
-        raise BadInput(f"lists cut by split_keys {split_keys} cannot be added to a partial")
-    if adds and not width:
+    if adds and not lists.named.shape[1]:
         return into
-    if not count or not width:
+    if not count or not lists.named.shape[1]:
         into.out.zero_()
         into.lse.fill_(float("-inf"))
         return into
-    if shape is None:
-        is_half = in_half(queries.dtype, codec)
-        shape = candidates(form=codec.form, heads=heads, is_half=is_half)[0]
-    split_keys = split_keys or width
-    cut = _Cut(div_ceil(width, split_keys), split_keys, spare_sms, adds)
-    parts = into if cut.splits == 1 else _parts(queries, cut.splits, codec.latent_dim)
-    with on(queries):
-        _launch(queries, rows, lists, codec, scale, placed, parts, cut, shape)
-        if cut.splits > 1:
-            dim = codec.latent_dim
-            partials.join[(count, heads)](
-                *parts, lists.counts, *into, heads, *cut[:2], dim, _padded(dim)
-            )
-    return into
+    shapes: Sequence[Shape] = (shape,) if shape is not None else ()
+    is_half = in_half(queries.dtype, codec)
+    for chosen in shapes or candidates(form=codec.form, heads=heads, is_half=is_half):
+        work = _Work(queries, rows, lists, codec, scale, placed, into, chosen, adds)
+        if work.runs(spare_sms, balanced=balanced):
+            return into
+    raise Unavailable(f"no shape of attention over {codec.form} rows fits this device")
 
 
-def _parts(queries: Tensor, splits: int, dim: int) -> Partial:
-    shape = queries.shape[0], splits, queries.shape[1]
-    device = queries.device
-    return Partial(torch.empty(*shape, dim, device=device), torch.empty(shape, device=device))
+class _Work(NamedTuple):
+    """One launch, or with lists in pieces two."""
+
+    queries: Tensor
+    rows: Tensor
+    lists: Lists
+    codec: RowCodec
+    scale: float
+    placed: Tensor | None
+    into: Partial
+    shape: Shape
+    adds: bool
+
+    def runs(self, spare_sms: int, *, balanced: bool) -> bool:
+        """False where a program of this shape takes more memory than a multiprocessor has."""
+        where = place(self.queries)
+        programs = where.programs(self._block_count(), spare_sms=spare_sms)
+        is_cut = balanced and programs > 1
+        parts = self._parts(programs) if is_cut else self.into
+        cuts, pieces = self._ints(programs, 4), self._ints(self._pieces_max(programs), programs, 4)
+        with on(self.queries):
+            self._lay_out(programs, cuts, pieces, is_cut=is_cut)
+            try:
+                self._attend(programs, parts, (cuts, pieces), interpreted=where.interpreted)
+            except OutOfResources:
+                return False
+            if is_cut:
+                self._join(programs, parts, cuts)
+        return True
+
+    def _block_count(self) -> int:
+        """The most blocks of keys that there can be."""
+        count, heads = self.queries.shape[:2]
+        blocks = div_ceil(self.lists.named.shape[1], self.shape.keys)
+        return count * div_ceil(heads, self.shape.heads) * blocks
+
+    def _pieces_max(self, programs: int) -> int:
+        """Of a program: lists have a block or more, and its share may cut one at each end. With
+        few blocks fewer programs have any, each less than twice the least."""
+        lists = len(self.queries) * div_ceil(self.queries.shape[1], self.shape.heads)
+        share = max(div_ceil(self._block_count(), programs), 2 * self._blocks_min())
+        return min(lists, share + 1)
+
+    def _blocks_min(self) -> int:
+        return max(1, PIECE_KEYS_MIN // self.shape.keys)
+
+    def _ints(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self.queries.device)
+
+    def _parts(self, programs: int) -> Partial:
+        """Two of each program: dense, so that they lie behind one another."""
+        shape, device = (2 * programs, self.shape.heads), self.queries.device
+        out = torch.empty(*shape, self.codec.latent_dim, device=device)
+        return Partial(out, torch.empty(shape, device=device))
+
+    def _lay_out(self, programs: int, cuts: Tensor, pieces: Tensor, *, is_cut: bool) -> None:
+        count, heads = self.queries.shape[:2]
+        shares.lay_out[(programs,)](
+            *(self.lists.counts, cuts, pieces, count, div_ceil(heads, self.shape.heads)),
+            KEYS=self.shape.keys,
+            BLOCKS_MIN=self._blocks_min(),
+            IS_CUT=is_cut,
+        )
+
+    def _attend(
+        self,
+        programs: int,
+        parts: Partial,
+        room: tuple[Tensor, Tensor],
+        *,
+        interpreted: bool,
+    ) -> None:
+        queries, rows, codec, shape = self.queries, self.rows, self.codec, self.shape
+        elsewhere = rows if self.placed is None else self.placed
+        device.attend[(programs,)](
+            *(bits(queries), rows, self.lists.named, *room, *self.into, self.scale),
+            elsewhere.data_ptr() - rows.data_ptr(),
+            *(_apart(part, mine) for part, mine in zip(parts, self.into, strict=True)),
+            *(rows.stride(0), elsewhere.stride(0), *queries.stride()[:2]),
+            *(queries.shape[1], self.lists.named.shape[1]),
+            **constants(codec, query_dtype=queries.dtype, interpreted=interpreted),
+            HEADS=shape.heads,
+            KEYS=shape.keys,
+            ADDS=self.adds,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+        )
+
+    def _join(self, programs: int, parts: Partial, cuts: Tensor) -> None:
+        dim, shape = self.codec.latent_dim, self.shape
+        partials.join[(programs - 1, shape.heads)](
+            *(*parts, cuts, self.lists.counts, *self.into, *self.queries.shape[:2], programs),
+            WIDTH=dim,
+            PADDED=_padded(dim),
+            HEADS=shape.heads,
+            KEYS=shape.keys,
+            ADDS=self.adds,
+        )
 
 
-def _launch(
-    queries: Tensor,
-    rows: Tensor,
-    lists: Lists,
-    codec: RowCodec,
-    scale: float,
-    placed: Tensor | None,
-    parts: Partial,
-    cut: _Cut,
-    shape: Shape,
-) -> None:
-    where, heads = place(queries), queries.shape[1]
-    tasks = len(queries) * cut.splits * div_ceil(heads, shape.heads)
-    elsewhere = rows if placed is None else placed
-    device.attend[(where.programs(tasks, spare_sms=cut.spare_sms),)](
-        *(bits(queries), rows, *lists, *parts),
-        *(scale, elsewhere.data_ptr() - rows.data_ptr(), rows.stride(0), elsewhere.stride(0)),
-        *(*queries.stride()[:2], len(queries), heads, lists.named.shape[1], *cut[:2]),
-        **constants(codec, query_dtype=queries.dtype, interpreted=where.interpreted),
-        HEADS=shape.heads,
-        KEYS=shape.keys,
-        ADDS=cut.adds,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-    )
+def _apart(part: Tensor, mine: Tensor) -> int:
+    """Numbers from one tensor to another."""
+    return (part.data_ptr() - mine.data_ptr()) // mine.itemsize
 
 
 def constants(

@@ -75,10 +75,12 @@ def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
 
 
 def attend(call: Attend) -> None:
-    queries, rows, slots, codec, scale, placed, into, _ = call
+    queries, rows, slots, codec, scale, placed, into, _, balanced = call
     asked = queries if queries.dtype == torch.bfloat16 else queries.float()
     lists = attention.close_up(slots)
-    attention.attend_lists(asked, rows, lists, codec, scale=scale, placed=placed, into=into)
+    attention.attend_lists(
+        asked, rows, lists, codec, scale=scale, placed=placed, into=into, balanced=balanced
+    )
 
 
 def index_logits(call: IndexQueries, out: Tensor) -> None:

@@ -10,10 +10,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from ess.layout import RowForm
-from ess.units import align_up, div_ceil
-
-SPLIT_KEYS_MIN: Final = 128
-SPLIT_STEP: Final = 64
 
 
 class Shape(NamedTuple):
@@ -35,7 +31,7 @@ HALF: Final = Shape("half", 64, 32, 8, 3, "half the keys: products by narrower i
 HALF_FAR: Final = Shape("half, far", 64, 32, 8, 4, "half the keys, rows under way two blocks ahead")
 SMALL: Final = Shape("small", 32, 32, 8, 3, "no heads of zeros up to 32 of them")
 NARROW: Final = Shape("narrow", 16, 64, 8, 3, "no heads of zeros; products of single warps")
-NARROW_FAR: Final = Shape("narrow, far", 16, 32, 8, 4, "less to wait for at the start of a list")
+NARROW_FAR: Final = Shape("narrow, far", 16, 32, 8, 6, "less to wait for at the start of a list")
 
 CANDIDATES: Final[dict[tuple[RowForm, int], tuple[Shape, ...]]] = {
     ("fp8", 16): (NARROW, NARROW_FAR, WIDE),
@@ -54,14 +50,3 @@ def candidates(*, form: RowForm, heads: int, is_half: bool) -> tuple[Shape, ...]
     limits = sorted(limit for of_form, limit in CANDIDATES if of_form == form)
     fitting = next((limit for limit in limits if heads <= limit), limits[-1])
     return CANDIDATES[form, fitting]
-
-
-def split_keys_for(*, tasks: int, width: int, programs: int) -> int | None:
-    """How many names a part of a list has, so that few tasks fill many programs; None: uncut.
-
-    A cut is part of the arithmetic: a caller that promises equal bits in every batch keeps one cut.
-    """
-    if 2 * tasks > programs or width <= SPLIT_KEYS_MIN:
-        return None
-    parts = min(programs // tasks, div_ceil(width, SPLIT_KEYS_MIN))
-    return align_up(div_ceil(width, parts), SPLIT_STEP)

@@ -4,8 +4,8 @@
 walks true lengths: a block of keys is full but for the last one, and what a query gets depends on
 its rows and their order alone, not on pads, on other queries or on the grid.
 
-A task is (query, split of its list, block of heads). Of a grid of n programs each takes every n-th
-task, for any n, so a caller can leave multiprocessors to a copy kernel.
+Programs share all blocks of keys out evenly, for any number of programs, so a caller can leave
+multiprocessors to a copy kernel: `shares` says how.
 
 Rows lie in two matrices. The second is named by its distance from the first, in bytes: a device
 that shares the host's addresses reads pinned host rows in place through the same loads.
@@ -17,6 +17,8 @@ What the compiler for sm_90 makes of this is the reason for its form (Triton 3.6
 - Names are loaded one block ahead and carried. Rows then hang on one load and not on two, and with
   three stages they are under way while the block before them is computed. Left to itself, Triton
   asks for rows at the end of a block and waits for them at the start of the next.
+- What stands in `pieces` is read again behind the loop over keys instead of being held through it,
+  and laid out by another kernel: with that in front of it the loop spilled.
 - Products that feed another product are given to all warps by rows, of which 64 heads have work for
   half of them: the other half repeats it. `_logits` hides the chain behind branches.
 """
@@ -127,43 +129,47 @@ def _logits(asked, values, asked_rope, rope, first, end, PRECISION: tl.constexpr
     return logits
 
 
-@triton.jit(do_not_specialize=["query_count"])
+@triton.jit
 def attend(
-    queries, rows, named, counts, out, lse,
-    scale, placed_from, row_stride, placed_stride, query_stride, head_stride,
-    query_count, heads, width, splits, split_keys,
+    queries, rows, named, cuts, pieces, out, lse,
+    scale, placed_from, part_from, part_lse_from,
+    row_stride, placed_stride, query_stride, head_stride, heads, width,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr,
     ROPE_FROM: tl.constexpr, FORM: tl.constexpr, QUERY_IS_BF16: tl.constexpr,
     IN_BF16: tl.constexpr, INTERPRETED: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Writes out and lse [query, split, head]; a split behind the end of a list only if first.
+    """Writes out and lse [query, head] of every list that is whole in `pieces`, which `shares`
+    lays out; the part of another lies behind `out` and `lse`, so many numbers away.
 
     ADDS goes on from the partial that is there, as if its rows had been the first of the list: a
-    list that is empty then costs nothing, and no second partial is ever written.
+    list that is empty then costs nothing, and no second partial is ever written. A list in pieces
+    leaves that to the join.
     """
     head_blocks = tl.cdiv(heads, HEADS)
-    for task in range(tl.program_id(0), query_count * splits * head_blocks, tl.num_programs(0)):
-        query = (task // head_blocks // splits).to(tl.int64)
-        split = task // head_blocks % splits
+    count = tl.load(cuts + 4 * tl.program_id(0) + 3)
+    for number in range(tl.program_id(0), count * tl.num_programs(0), tl.num_programs(0)):
+        piece = pieces + number * 4
+        task, start = tl.load(piece), tl.load(piece + 1)
+        end = tl.load(piece + 2) - start
+        query = (task // head_blocks).to(tl.int64)
         head = task % head_blocks * HEADS + tl.arange(0, HEADS)
-        start = split * split_keys
-        end = tl.minimum(tl.load(counts + query), start + split_keys)
-        is_live = (head < heads) & (start < end)
+        is_live = (head < heads) & (end > 0)
         asking = queries + query * query_stride + head * head_stride
         asked = _query(asking, is_live, DIM, DIM_PADDED, QUERY_IS_BF16, IN_BF16)
         if ROPE > 0:
             asked_rope = _query(asking + DIM, is_live, ROPE, ROPE_PADDED, QUERY_IS_BF16, IN_BF16)
-        place = (query * splits + split) * heads + task % head_blocks * HEADS
         top = tl.full((HEADS,), -float("inf"), tl.float32)
-        total = tl.zeros((HEADS,), tl.float32)
+        total_weight = tl.zeros((HEADS,), tl.float32)
         sums = tl.zeros((HEADS, DIM_PADDED), tl.float32)
         if ADDS:
-            top, sums = _go_on(out + place * DIM, lse + place, is_live, DIM, DIM_PADDED)
-            total = tl.where(top == -float("inf"), 0.0, 1.0)
-        listed = named + query * width
-        slot = _names(listed, start, end, KEYS)
-        for first in range(start, end, KEYS):
+            line = query * heads + task % head_blocks * HEADS
+            is_on = is_live & (tl.load(piece + 3) < 0)
+            top, sums = _go_on(out + line * DIM, lse + line, is_on, DIM, DIM_PADDED)
+            total_weight = tl.where(top == -float("inf"), 0.0, 1.0)
+        listed = named + (query * width + start)
+        slot = _names(listed, 0, end, KEYS)
+        for first in range(0, end, KEYS):
             is_key = first + tl.arange(0, KEYS) < end
             starts = _starts(rows, slot, placed_from, row_stride, placed_stride)
             slot = _names(listed, first + KEYS, end, KEYS)
@@ -181,16 +187,34 @@ def attend(
             level = tl.where(higher == -float("inf"), 0.0, higher)
             weights = tl.exp2((logits - level[:, None]) * LOG2E)
             fade = tl.exp2((top - level) * LOG2E)
-            total = total * fade + tl.sum(weights, axis=1)
+            total_weight = total_weight * fade + tl.sum(weights, axis=1)
             kept = weights.to(tl.bfloat16) if IN_BF16 else weights
             sums = tl.dot(kept, values, acc=sums * fade[:, None], input_precision=PRECISION)
             top = higher
-        is_written = (head < heads) & ((start < end) | ((start == 0) & (not ADDS)))
-        mean = tl.where(start < end, sums / total[:, None], 0.0)
-        top = tl.where(start < end, top + tl.log2(total) * LN2, top)
+        line_at, lse_at, head, is_any = _places(
+            piece, heads, head_blocks, part_from, part_lse_from, DIM, HEADS
+        )
+        is_written = (head < heads) & (is_any | (not ADDS))
+        mean = tl.where(is_any, sums / total_weight[:, None], 0.0)
+        top = tl.where(is_any, top + tl.log2(total_weight) * LN2, top)
         at, mask = _out(is_written, DIM, DIM_PADDED)
-        tl.store(out + place * DIM + at, mean, mask=mask)
-        tl.store(lse + place + tl.arange(0, HEADS), top, mask=is_written)
+        tl.store(out + line_at + at, mean, mask=mask)
+        tl.store(lse + lse_at + tl.arange(0, HEADS), top, mask=is_written)
+
+
+@triton.jit
+def _places(
+    piece, heads, head_blocks, part_from, part_lse_from, DIM: tl.constexpr, HEADS: tl.constexpr
+):  # fmt: skip
+    """Where the lines of a whole list start, or those of a part, and where their lse; which heads
+    these are, and whether there was any key."""
+    task, part = tl.load(piece, volatile=True), tl.load(piece + 3, volatile=True)
+    is_any = tl.load(piece + 1, volatile=True) < tl.load(piece + 2, volatile=True)
+    first = task % head_blocks * HEADS
+    line = (task // head_blocks).to(tl.int64) * heads + first
+    line_at = tl.where(part < 0, line * DIM, part_from + part.to(tl.int64) * (HEADS * DIM))
+    lse_at = tl.where(part < 0, line, part_lse_from + part.to(tl.int64) * HEADS)
+    return line_at, lse_at, first + tl.arange(0, HEADS), is_any
 
 
 @triton.jit

@@ -1,7 +1,9 @@
-"""Partials that become one partial: of two calls, or of the splits of a call."""
+"""Partials that become one partial: of two calls, or of the pieces of a list."""
 
 import triton
 import triton.language as tl
+
+from ess.kernels.cuda.triton.device.shares import task_at
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -39,28 +41,49 @@ def merge(
 
 @triton.jit
 def join(
-    part_out, part_lse, counts, out, lse, heads, splits, split_keys,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    part_out, part_lse, cuts, counts, out, lse, query_count, heads, programs,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
-    """One program per (query, head) over the splits of its list, in their order.
+    """Program (p, h) makes head h of the list that is cut for the first time where share p begins.
 
-    A split that starts behind the end of the list was never written, so it is not read.
+    Its pieces are the last one of the program before p, and the first ones of p and of those after
+    it whose shares begin within the list; they are added up in this order, with ADDS behind the
+    partial that is there. `shares` says what a share is, `attend` what `cuts` holds.
     """
-    query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, PADDED)
-    mask = column < WIDTH
-    live = tl.cdiv(tl.load(counts + query), split_keys)
-    top = -float("inf")
-    for split in range(live):
-        lse_here = tl.load(part_lse + (query * splits + split) * heads + head)
-        top = tl.maximum(top, lse_here, propagate_nan=tl.PropagateNan.ALL)
-    total = tl.zeros((), tl.float32)
-    whole = tl.zeros((PADDED,), tl.float32)
-    for split in range(live):
-        at = (query * splits + split) * heads + head
-        weight = tl.exp2((tl.load(part_lse + at) - top) * LOG2E)
-        total += weight
-        whole += weight * tl.load(part_out + at * WIDTH + column, mask=mask, other=0.0)
-    at = query * heads + head
-    tl.store(out + at * WIDTH + column, tl.where(live > 0, whole / total, 0.0), mask=mask)
-    tl.store(lse + at, tl.where(live > 0, top + tl.log2(total) * LN2, -float("inf")))
+    program = tl.program_id(0) + 1
+    start = tl.load(cuts + 4 * program + 1)
+    before = tl.load(cuts + 4 * program - 4)
+    if (start >= 0) & (before <= start):
+        stop = tl.load(cuts + 4 * program + 2)
+        head_blocks = tl.cdiv(heads, HEADS)
+        task, _, _ = task_at(counts, start, query_count, head_blocks, KEYS)
+        head = task % head_blocks * HEADS + tl.program_id(1)
+        if head < heads:
+            at = (task // head_blocks).to(tl.int64) * heads + head
+            column = tl.arange(0, PADDED)
+            mask = column < WIDTH
+            top = tl.full((), -float("inf"), tl.float32)
+            total = tl.zeros((), tl.float32)
+            whole = tl.zeros((PADDED,), tl.float32)
+            if ADDS:
+                top = tl.load(lse + at)
+                total = tl.where(top == -float("inf"), 0.0, 1.0)
+                whole = tl.load(out + at * WIDTH + column, mask=mask, other=0.0)
+            part = 2 * (program - 1) + (before < start).to(tl.int32)
+            begin = start
+            while (program <= programs) & (begin < stop):
+                piece = part.to(tl.int64) * HEADS + tl.program_id(1)
+                level = tl.load(part_lse + piece)
+                higher = tl.maximum(top, level, propagate_nan=tl.PropagateNan.ALL)
+                fade, weight = tl.exp2((top - higher) * LOG2E), tl.exp2((level - higher) * LOG2E)
+                total = total * fade + weight
+                given = tl.load(part_out + piece * WIDTH + column, mask=mask, other=0.0)
+                whole = whole * fade + weight * given
+                top = higher
+                part = 2 * program
+                begin = tl.load(cuts + 4 * program, mask=program < programs, other=0)
+                begin = tl.where(program < programs, begin, stop)
+                program += 1
+            tl.store(out + at * WIDTH + column, whole / total, mask=mask)
+            tl.store(lse + at, top + tl.log2(total) * LN2)
