@@ -52,7 +52,8 @@ def numbers_of(
         "model": model,
         "gpu": gpu,
         "gpus": ask.gpu_count,
-        "about": f"ess {ess.__version__}. Times are the simulator's, read between grid points.",
+        "about": f"ess {ess.__version__}. Times are the simulator's, read between grid points; "
+        "of decode GPUs alone, those that prefill for them are not counted.",
         "ask": {
             "context": ask.context,
             "mtp": ask.queries_each,
