@@ -25,6 +25,7 @@ from ess.models.decoder import DecoderLayer
 def run_layer(
     share: Share, work: Work, layer: DecoderLayer, hidden: Tensor, given: Chosen
 ) -> tuple[Tensor, Chosen]:
+    work.mine.rows.enter(layer.number)
     mine, made, chosen = work.mine, front(work.mine, layer, hidden), given
     if made.keys is not None:
         _import_keys(mine, layer, made.keys)
@@ -57,11 +58,10 @@ def _attend(pack: Pack, layer: DecoderLayer, asked: Tensor, chosen: Chosen) -> T
     latent_dim = pack.layout.row.latent_dim
     none = asked.new_empty((0, asked.shape[1], latent_dim), dtype=torch.float32)
     attended = []
-    for at, span, place in pack.each():
+    for at, _, place in pack.each():
         selection = chosen[at]
         assert selection is not None, f"layer {layer.number} shares a selection that was not made"
-        host_rows = span.sequence.host_rows(0, span.stop).to(pack.device)
-        attended.append(attend_chosen(pack, layer.number, asked[place], host_rows, selection))
+        attended.append(attend_chosen(pack, layer.number, at, asked[place], selection))
     return joined(attended, none)
 
 
@@ -71,5 +71,6 @@ def _import_keys(pack: Pack, layer: DecoderLayer, keys: Tensor) -> None:
 
 
 def _import_rows(pack: Pack, layer: DecoderLayer, rows: Tensor) -> None:
+    pack.rows.put(layer.number, [rows[place] for place in pack.places])
     for _, span, place in pack.each():
         span.sequence.import_rows(layer.number, span.start, rows[place])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ess.door import LayerMemory
+from ess.engine.prompt.plain_rows import PlainRows
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.layers import Rotation
@@ -78,6 +79,37 @@ class Span:
         return self.start + len(self.tokens)
 
 
+class PackRows(Protocol):
+    """Where the attention of a pack reads."""
+
+    def enter(self, layer: int) -> None:
+        """The layer begins."""
+
+    def put(self, layer: int, rows: Sequence[Tensor]) -> None:
+        """The new rows of each span have been made."""
+
+    def reading(self, layer: int, at: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows, and what the selections of span number `at` are called among them."""
+
+
+class HostRows:
+    """In place, where `import_rows` has put them."""
+
+    def __init__(self, computer: Computer, spans: Sequence[Span]) -> None:
+        self._offload, self._spans = computer.offload, spans
+
+    def enter(self, layer: int) -> None:
+        return
+
+    def put(self, layer: int, rows: Sequence[Tensor]) -> None:
+        return
+
+    def reading(self, layer: int, at: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self._spans[at].sequence.host_rows(0, self._spans[at].stop)
+        codes = torch.where(chosen >= 0, rows[chosen.clamp_min(0)], -1)
+        return self._offload.memory(layer).host, codes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
     """Spans, one behind the other. `places[i]` are the tokens of span i among those of all."""
@@ -86,6 +118,7 @@ class Pack:
     spans: tuple[Span, ...]
     places: tuple[slice, ...]
     rotation: Rotation
+    rows: PackRows
 
     @property
     def layout(self) -> ModelLayout:
@@ -109,6 +142,7 @@ Chosen = Sequence[Tensor | None]
 
 def packed(runner: Computer, spans: Sequence[Span]) -> Pack:
     assert len({span.sequence for span in spans}) == len(spans), "a sequence has two spans"
+    is_there = runner.model.device.type != "cpu"
     ends = list(itertools.accumulate(len(span.tokens) for span in spans))
     positions = [torch.arange(0), *(torch.arange(span.start, span.stop) for span in spans)]
     return Pack(
@@ -116,6 +150,7 @@ def packed(runner: Computer, spans: Sequence[Span]) -> Pack:
         spans=tuple(spans),
         places=tuple(itertools.starmap(slice, itertools.pairwise([0, *ends]))),
         rotation=runner.model.rotation(torch.cat(positions).to(runner.model.device)),
+        rows=PlainRows(runner, spans) if is_there else HostRows(runner, spans),
     )
 
 

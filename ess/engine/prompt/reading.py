@@ -1,4 +1,4 @@
-"""What a chunk reads of its sequence: top-k over the index keys, attention over the host's rows."""
+"""What a chunk reads of its sequence: top-k over the index keys, attention over its rows."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ def top_k(pack: Pack, span: Span, layer: int, queries: Tensor, weights: Tensor) 
     )
 
 
-def attend_chosen(
-    pack: Pack, layer: int, queries: Tensor, host_rows: Tensor, chosen: Tensor
-) -> Tensor:
-    """In place, from the host's rows; some queries at a time, for ops that gather them."""
+def attend_chosen(pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tensor) -> Tensor:
+    """Span number `at`; some queries at a time, for ops that gather their rows."""
     assert len(queries) == len(chosen), f"{len(chosen)} selections for {len(queries)} queries"
-    memory, codec = pack.runner.offload.memory(layer), pack.layout.row
+    codec, (rows, codes) = pack.layout.row, pack.rows.reading(layer, at, chosen)
     shape, single = tuple(queries.shape[:2]), torch.float32
     into = Partial(
         queries.new_empty((*shape, codec.latent_dim), dtype=single),
@@ -43,14 +41,12 @@ def attend_chosen(
     )
     for first in range(0, len(queries), QUERIES):
         some = slice(first, first + QUERIES)
-        named = torch.where(chosen[some] >= 0, -2 - host_rows[chosen[some].clamp_min(0)], -1)
         pack.ops.attend(
             queries[some],
-            memory.slots,
-            named,
+            rows,
+            codes[some],
             codec,
             scale=pack.runner.model.config.attention_scale,
-            placed=memory.host,
             into=Partial(into.out[some], into.lse[some]),
             threads=compute_threads(),
         )
