@@ -40,7 +40,7 @@ class PlainRows:
             for _ in range(SIDES)
         ]
         self._pages, self._places = (pages.to(device) for pages in self._before())
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._landed: dict[int, Any] = {}
         self._numbers = [layer.number for layer in computer.model.layers]
         if layout.mtp_layer_count and computer.model.mtp is not None:
