@@ -67,10 +67,10 @@ def _attend(pack: Pack, layer: DecoderLayer, asked: Tensor, chosen: Chosen) -> T
 
 def _import_keys(pack: Pack, layer: DecoderLayer, keys: Tensor) -> None:
     for _, span, place in pack.each():
-        span.sequence.import_keys(layer.number, span.start, keys[place])
+        span.sequence.import_keys(layer.number, span.start, keys[place].cpu())
 
 
 def _import_rows(pack: Pack, layer: DecoderLayer, rows: Tensor) -> None:
     pack.rows.put(layer.number, [rows[place] for place in pack.places])
     for _, span, place in pack.each():
-        span.sequence.import_rows(layer.number, span.start, rows[place])
+        span.sequence.import_rows(layer.number, span.start, rows[place].cpu())

@@ -117,7 +117,7 @@ class ByTokens:
         """In rank order the windows of all slices are in the order of the spans."""
         layout = work.mine.layout
         shape = 0, layout.group_count, layout.top_k
-        none = torch.empty(shape, dtype=torch.int32, device=work.mine.device)
+        none = torch.empty(shape, dtype=torch.int32)
         lines = [_windows(work.mine, span).transpose(0, 1) for span in work.mine.spans]
         together = self._team.all_gather(joined(lines, none).contiguous())
         counts = [min(WINDOW_MAX, len(span.tokens)) for span in work.spans]
@@ -194,4 +194,6 @@ def _bounds(count: int, rank: int, size: int) -> slice:
 
 def _windows(pack: Pack, span: Span) -> Tensor:
     assert len(span.windows) == pack.layout.group_count, "a group without a window"
-    return torch.stack([span.windows[group] for group in sorted(span.windows)]).int().contiguous()
+    """Read by the host, which plans the working set with them."""
+    lines = torch.stack([span.windows[group] for group in sorted(span.windows)])
+    return lines.int().contiguous().cpu()
