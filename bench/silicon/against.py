@@ -180,6 +180,9 @@ def _middles(outcomes: Sequence[Outcome]) -> list[Row]:
     choices: dict[str, list[Outcome]] = {
         "middle error, all counted": counted,
         "middle error, nothing seen": [each for each in counted if each.row["seen"] == "no"],
+        "middle error, nothing seen, not vLLM": [
+            each for each in counted if each.row["seen"] == "no" and not each.is_vllm
+        ],
         "middle error, E": [each for each in counted if each.row["use"] == "E"],
         "middle error, decode": [each for each in counted if each.row["kind"] == "decode"],
         "middle error, prompts": [each for each in counted if each.row["kind"] == "prompt"],

@@ -13,7 +13,7 @@ from ess.bench.silicon.against import outcomes_of, silicon_benchmark
 from ess.sim.published.serving import servings
 
 MISSED = {
-    *("D6 EP32", "D6 EP72", "D6 EP96", "D7", "D10 vLLM", "D11 16 at once", "D22"),
+    *("D6 EP32", "D6 EP72", "D6 EP96", "D7", "D10 vLLM", "D22"),
     *("P5 EP8", "P5 EP16", "P5 EP32"),
     *(f"P7 {tokens} in all groups" for tokens in ("3 500", "8 192", "16 384", "32 768")),
 }
@@ -47,7 +47,7 @@ def test_how_far_off_they_are(rows: dict[str, Row]):
         "middle error, all counted": 0.105,
         "middle error, E": 0.092,
         "middle error, not vLLM": 0.087,
-        "middle error, software of 2026": 0.08,
+        "middle error, software of 2026": 0.084,
     }
     assert {name: rows[name].value <= error for name, error in most.items()} == dict.fromkeys(
         most, True
@@ -66,7 +66,8 @@ def test_rows_that_a_choice_was_made_on_say_so(rows: dict[str, Row]):
     prompts = {name for name in rows if name.startswith("P7")}
     assert len(hosts) == 4
     assert len(prompts) == 14
-    assert seen == {"D5", "P6", "P8", *hosts, *prompts}
+    latencies = {name for name in rows if name.startswith("D11")}
+    assert seen == {"D5", "P6", "P8", *hosts, *prompts, *latencies}
 
 
 def test_a_bound_is_met_by_more_than_was_reached(rows: dict[str, Row]):

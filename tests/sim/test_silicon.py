@@ -15,6 +15,8 @@ from ess.sim.operators.silicon.attention import Dense, Sparse
 from ess.sim.operators.silicon.bank import shipped_bank
 from ess.sim.operators.silicon.chip import CHIPS
 from ess.sim.operators.stages import Shape
+from ess.sim.prefill import prefill_time
+from ess.sim.prefill.colocated import mixed_us, prompt_us, stall_us
 from ess.sim.prefill.prompt_pass import PromptPass, pass_us
 
 NODE = Parallel.wide(8)
@@ -52,6 +54,15 @@ def test_modules_go_on_where_they_were_measured_and_beyond():
         for context in (4096, 65_536):
             times = [module(count, context) for count in (1, 4, 16, 64, 256)]
             assert times == sorted(times)
+
+
+def test_few_tokens_read_the_experts_that_they_touch():
+    """No jump of four fifths from 8 to 16 tokens and of a seventh from 16 to 32."""
+    curve = shipped_bank("h200").fused_experts["deepseek", 1, 8]
+    grown = [curve.at(2 * count) / curve.at(count) for count in (8, 16, 32)]
+    assert grown == sorted(grown, reverse=True)
+    assert curve.at(1) == pytest.approx(36.6, abs=1)
+    assert curve.at(128) == pytest.approx(351, abs=1)
 
 
 def test_layers_that_share_a_selection_scan_no_keys():
@@ -117,6 +128,25 @@ def test_a_pass_over_prompts_grows_with_what_is_behind_and_overlap_helps():
     assert pass_us(operators, PromptPass(**sizes, prefix=32_768)) > 1.2 * first
     assert pass_us(operators, PromptPass(**sizes, overlap=True)) < 0.8 * first
     assert pass_us(operators, PromptPass(**sizes, groups=1)) < first
+
+
+def test_a_tiers_time_is_that_of_its_passes():
+    """Two passes fix it; a prompt in pieces takes as long, whatever its length."""
+    operators, wide = operators_of("h200"), Parallel.wide(32)
+    time = prefill_time.time_of(operators, wide)
+    for prompt in (8192, 65_536, 131_072):
+        passes_s = prompt_us(operators, wide, prompt=prompt, overlap=True) / 1e6
+        assert time.of(prompt) == pytest.approx(passes_s, rel=0.03)
+
+
+def test_prompts_between_steps_hold_them_up_and_prompts_within_do_so_less():
+    operators = operators_of("h200", family="deepseek-v3")
+    scenario = Scenario(batch=64, queries_each=1, context=2048, parallel=NODE, tbo=False)
+    between = stall_us(operators, NODE, ended_each=0.5, prompt=1024, overlap=False)
+    assert between == pytest.approx(
+        stall_us(operators, NODE, ended_each=0.25, prompt=1024, overlap=False) * 2
+    )
+    assert 0 < mixed_us(operators, scenario, ended_each=0.5, prompt=1024) < between
 
 
 def test_what_was_not_measured_is_refused_with_what_was():

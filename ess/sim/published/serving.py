@@ -3,7 +3,8 @@
 `measured.csv` holds every row that was found, also those that no table of ours covers (`none`, with
 the reason). `use` says how complete the conditions are: E nearly, P with one or two guesses, U for
 a bound only. `seen` says what of the model was chosen with the row in view: a host gap or a host
-time (taken from it), the share of peak of an H20, that a node gathers tokens; or no.
+time (taken from it), the share of peak of an H20, that a node gathers tokens, how many experts few
+tokens touch; or no.
 
     decode    milliseconds of a step: requests per GPU x tokens a step over tokens per second
     prompt    seconds of a pass over prompts, or until a first token
