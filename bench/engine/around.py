@@ -47,6 +47,11 @@ class Around:
     ) -> tuple[Resolution, ...]:
         return self.slots.resolve(step, group, queries, selection, workspace=workspace, waits=waits)
 
+    def observe(
+        self, step: Step, layer: int, queries: range, selection: Array, logits: Array
+    ) -> None:
+        self.slots.observe(step, layer, queries, selection, logits)
+
     def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
         return self.slots.locate(step, layer, queries, selection)
 

@@ -82,6 +82,11 @@ class EveryRow:
         hits = (rows >= 0).sum(dim=1, dtype=torch.int32)
         return (Resolution(rows, absent, absent, rows, hits, none, none),) * len(layers)
 
+    def observe(
+        self, step: Step, layer: int, queries: range, selection: Array, logits: Array
+    ) -> None:
+        """Nothing ever gives way."""
+
     def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
         rows, chosen = np.empty_like(selection), np.array(queries, np.int32)
         lines, lengths = step.query_line[chosen], step.lengths(layer)[chosen]

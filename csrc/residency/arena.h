@@ -9,6 +9,9 @@ constexpr int kBlockSlots = 64;
 constexpr int kAgeMax = 255;
 constexpr int kAgeFree = 256;
 
+// The policies of ess/pool/lru/eviction.py, in its order.
+enum class Policy : int64_t { lru = 0, sieve = 1, score = 2 };
+
 struct Arena {
     int32_t* slot_of;
     int32_t* row_of;
@@ -18,10 +21,15 @@ struct Arena {
     const int32_t* blocks;
     int64_t* hit_age;
     int32_t* scratch;
+    int64_t* came;
+    int32_t* spared;
+    int64_t* hand;
+    uint16_t* rank_of;
     int64_t row_count;
     int64_t slab_count;
     int64_t block_count;
     int64_t evicted_count;
+    Policy policy;
 
     int32_t* candidates() const { return scratch; }
     int32_t* candidate_ages() const { return scratch + slab_count; }
@@ -44,11 +52,26 @@ struct Arena {
         row_of[slot] = row;
         last_use[slot] = used;
         ticket_of[slot] = ticket;
+        if (policy == Policy::sieve) came[slot] = hand[1]++, spared[slot] = used;
+    }
+
+    // The row id may stand for another row next time.
+    void forget(int32_t row) const {
+        if (policy == Policy::score) rank_of[row] = 0;
     }
 };
 
 // The first `wanted` victims of age >= `floor` in (age descending, slot ascending) order; returns
 // how many there are.
 int64_t oldest(const Arena& arena, int32_t step, int64_t wanted, int floor, int32_t* victims);
+
+// The same for the lowest ranks: 255 less the rank's upper byte stands for the age.
+int64_t lowest(const Arena& arena, int32_t step, int64_t wanted, int32_t* victims);
+
+// The first `wanted` victims in the order of the arena's policy; nothing else is written.
+int64_t choose_victims(const Arena& arena, int32_t step, int64_t wanted, int32_t* victims);
+
+// SIEVE's hand has walked to the last of these victims, which still hold their rows.
+void pass_by(Arena& arena, const int32_t* victims, int64_t count, int32_t step);
 
 }  // namespace ess

@@ -156,6 +156,19 @@ AVX512 int64_t list_avx512(const Arena& arena, int32_t step, int floor, int32_t 
 }
 #endif
 
+// The same of slots that stand by their rows' ranks; those of this step are passed over.
+int64_t list_ranked(const Arena& arena, int32_t step, int floor, int32_t first, int32_t* slots,
+                    int32_t* ages) {
+    int64_t listed = 0;
+    for (int32_t slot = first; slot < first + kBlockSlots; slot++) {
+        const int32_t row = arena.row_of[slot];
+        slots[listed] = slot;
+        ages[listed] = row < 0 ? kAgeFree : kAgeMax - (arena.rank_of[row] >> 8);
+        listed += ages[listed] >= floor && (row < 0 || arena.last_use[slot] != step);
+    }
+    return listed;
+}
+
 using List = decltype(&list_portable);
 
 List list_block() {
@@ -176,12 +189,10 @@ __attribute__((always_inline)) inline void prefetch_block(const Arena& arena, in
     }
 }
 
-}  // namespace
-
-int64_t oldest(const Arena& arena, int32_t step, int64_t wanted, int floor, int32_t* victims) {
+int64_t search_with(List list, const Arena& arena, int32_t step, int64_t wanted, int floor,
+                    int32_t* victims) {
     if (wanted == 0) return 0;
     Search search{arena, step, wanted, floor, arena.candidates(), arena.candidate_ages()};
-    const List list = list_block();
     for (int64_t b = 0; b < arena.block_count && !search.complete(); b++) {
         prefetch_block(arena, b + 8, search.floor <= kAgeMax);
         search.listed += list(arena, step, search.floor, arena.blocks[b],
@@ -190,6 +201,16 @@ int64_t oldest(const Arena& arena, int32_t step, int64_t wanted, int floor, int3
     }
     search.admit();
     return search.sorted(victims);
+}
+
+}  // namespace
+
+int64_t oldest(const Arena& arena, int32_t step, int64_t wanted, int floor, int32_t* victims) {
+    return search_with(list_block(), arena, step, wanted, floor, victims);
+}
+
+int64_t lowest(const Arena& arena, int32_t step, int64_t wanted, int32_t* victims) {
+    return search_with(list_ranked, arena, step, wanted, 0, victims);
 }
 
 }  // namespace ess

@@ -1,10 +1,11 @@
 // The native twin of ess/pool/lru/specification.py: same arrays in, same bits out.
 //
 // A plan costs one random probe of slot_of per selected entry; only when something is missing does
-// it also pass once over the arena (oldest.cpp). Nothing is hashed and nothing grows with the
-// context. While a call runs, slot_of itself remembers what was already seen: -2 - i marks the
-// row as the i-th missing one, so a second occurrence finds the same claim, and a row named twice
-// where rows must be distinct is noticed. Every mark is gone when the call returns.
+// it also pass once over the arena (oldest.cpp, or as eviction.cpp says). Nothing is hashed and
+// nothing grows with the context. While a call runs, slot_of itself remembers what was already
+// seen: -2 - i marks the row as the i-th missing one, so a second occurrence finds the same claim,
+// and a row named twice where rows must be distinct is noticed. Every mark is gone when the call
+// returns.
 //
 // Functions return a count, or a refusal (below zero) that the caller turns into an assertion.
 // Every refusal but kUsedLater comes before anything has changed.
@@ -148,7 +149,8 @@ struct Plan {
     }
 
     int64_t claim(int32_t ticket) {
-        int64_t claimed = oldest(arena, step, missing, 1, split.claimed_slots());
+        int64_t claimed = choose_victims(arena, step, missing, split.claimed_slots());
+        pass_by(arena, split.claimed_slots(), claimed, step);
         for (int64_t i = 0; i < claimed; i++) {
             int32_t next = split.claimed_slots()[std::min(i + kSlotAhead, claimed - 1)];
             __builtin_prefetch(arena.slot_of + arena.row_of[next], 0, kIntoL2);
@@ -285,6 +287,7 @@ inline __attribute__((always_inline)) int64_t drop_rows(Arena& arena, const int3
     int64_t left = 0;
     auto leave = [&](int32_t row) {
         int32_t slot = arena.slot_of[row];
+        arena.forget(row);
         if (slot < 0) return;
         left++;
         arena.slot_of[row] = arena.row_of[slot] = -1;
@@ -299,6 +302,8 @@ inline __attribute__((always_inline)) int64_t drop_rows(Arena& arena, const int3
                 held &= arena.slot_of[rows[i] + j];
             }
             if (astray == 0 && held < 0) {
+                if (arena.policy == Policy::score)
+                    std::fill_n(arena.rank_of + rows[i], 16, uint16_t(0));
                 i += 16;
                 continue;
             }
@@ -383,11 +388,12 @@ ESS_EXPORT int64_t ess_claim_new(Arena* arena, const int32_t* rows, int32_t* out
         if (found(i)) probed[i] = std::exchange(arena->last_use[probed[i]], int32_t(step));
     // Free slots go before all others, so where they are enough nobody's age is looked at.
     if (oldest(*arena, int32_t(step), absent, kAgeFree, arena->victims()) < absent &&
-        oldest(*arena, int32_t(step), absent, 1, arena->victims()) < absent) {
+        choose_victims(*arena, int32_t(step), absent, arena->victims()) < absent) {
         for (int64_t i = 0; i < n; i++)
             if (found(i)) arena->last_use[arena->slot_of[rows[i]]] = probed[i];
         return 0;
     }
+    pass_by(*arena, arena->victims(), absent, int32_t(step));
     for (int64_t i = 0, next = 0; i < n; i++) {
         if (!found(i)) arena->hand_over(arena->victims()[next++], rows[i], int32_t(step), 0);
         out[i] = arena->slot_of[rows[i]];
@@ -431,10 +437,13 @@ ESS_EXPORT int64_t ess_warm(Arena* arena, const int32_t* rows, const int32_t* ag
     int64_t found = oldest(*arena, int32_t(step), absent, floor, claimed_slots);
     for (int64_t i = 0; i < found; i++) {
         int32_t age = ages[place[i]];
-        if (arena->age(claimed_slots[i], int32_t(step)) <= std::min(age, kAgeMax)) return i;
+        if (arena->age(claimed_slots[i], int32_t(step)) <= std::min(age, kAgeMax)) found = i;
+        if (i == found) break;
         claimed_rows[i] = rows[place[i]];
         arena->hand_over(claimed_slots[i], claimed_rows[i], int32_t(step - age), int32_t(ticket));
     }
+    if (arena->policy == Policy::sieve)  // the newest were first, and are to be met last
+        for (int64_t i = 0; i < found; i++) arena->came[claimed_slots[i]] = arena->hand[1] - 1 - i;
     return found;
 }
 

@@ -23,7 +23,7 @@ __attribute__((target("avx2"))) bool in_range_avx2(const int32_t* ids, int64_t n
 }
 #endif
 
-bool within(const int32_t* ids, int64_t n, int32_t lowest, int64_t bound) {
+[[maybe_unused]] bool within(const int32_t* ids, int64_t n, int32_t lowest, int64_t bound) {
 #if defined(__x86_64__)
     if (isa() != Isa::portable) return in_range_avx2(ids, n, lowest, bound);
 #endif
@@ -47,7 +47,7 @@ __attribute__((target("avx2"))) bool in_order_avx2(const int32_t* position, int6
 }
 #endif
 
-bool ascends(const int32_t* position, int64_t n) {
+[[maybe_unused]] bool ascends(const int32_t* position, int64_t n) {
 #if defined(__x86_64__)
     if (isa() != Isa::portable) return in_order_avx2(position, n);
 #endif

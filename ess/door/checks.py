@@ -14,7 +14,7 @@ from ess.errors import BadInput
 from ess.kernels.checks import fits
 from ess.pool.warmup import WINDOW_MAX, WindowSet
 
-TYPES: Final = {"uint8": torch.uint8, "int32": torch.int32}
+TYPES: Final = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
 DTYPES: Final = {name: np.dtype(name) for name in TYPES}
 TOKEN_MAX: Final = (1 << 63) - 1
 

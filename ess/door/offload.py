@@ -20,6 +20,7 @@ from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import DiskTier
 from ess.pool.ledger import Promise
+from ess.pool.lru.eviction import PolicyName, check_policy
 from ess.pool.prefix import PrefixListener
 from ess.units import parse_size
 
@@ -63,6 +64,7 @@ class Offload:
         clock: Clock | None = None,
         poison: bool = False,
         shared: bool = False,
+        evict: PolicyName = "lru",
         placement: MakePlacement | None = None,
         disk: DiskTier | None = None,
     ) -> Offload:
@@ -78,6 +80,8 @@ class Offload:
         Copies run beside compute unless another `lane` is given; waits for them are timed on
         `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         `shared` puts the host's rows and keys into memory that other processes can map.
+        `evict` says which row gives way: the longest unused (lru), by SIEVE's walk, or the one that
+        the indexer scores lowest; score needs `Step.observe` before each `resolve`.
         `placement` is given the slots and returns what a step uses in their place.
         `disk` keeps pages of the prefix cache beyond the host's memory and beyond this process; its
         pages have `layout.host_page_bytes`, and `close` closes it too.
@@ -89,6 +93,7 @@ class Offload:
             "slot_floor": layout.slot_floor if slot_floor is None else slot_floor,
         }.items():
             in_range(name, value, 1, 1 << 31)
+        _check_eviction(evict, device)
         if lane is not None and not hasattr(lane, "submit"):
             raise BadInput(f"lane is {lane!r}, must be a lane of ess.flashtrans")
         sizes = PoolSizes(
@@ -102,12 +107,9 @@ class Offload:
             slot_floor=layout.slot_floor if slot_floor is None else slot_floor,
             poison=poison,
             shared=shared,
+            evict=evict,
         )
-        if disk is not None and disk.page_bytes != layout.host_page_bytes:
-            raise BadInput(
-                f"disk has pages of {disk.page_bytes} bytes, {layout.name!r} has "
-                f"{layout.host_page_bytes}"
-            )
+        _check_disk(disk, layout)
         now = clock or RealClock()
         if device != "cpu":
             return cls(_device_side(layout, sizes, device, now, lane, placement, disk), now)
@@ -129,6 +131,11 @@ class Offload:
         """Every row of these sequences is in a slot, in every layer of the main model."""
         self.owner.require()
         return self._side.all_resident(self.owner.own(sequences))
+
+    @property
+    def wants_scores(self) -> bool:
+        """Rows give way by what the indexer gives them: `Step.observe` its logits."""
+        return self.sizes.evict == "score"
 
     @property
     def is_scarce(self) -> bool:
@@ -321,3 +328,17 @@ def _device_side(
     from ess.door.device.device_side import open_device_side
 
     return open_device_side(layout, sizes, device, clock, disk)
+
+
+def _check_eviction(evict: str, device: str) -> None:
+    check_policy("evict", evict)
+    if device != "cpu" and evict != "lru":
+        raise BadInput(f"evict is {evict!r}: on {device} rows give way by lru alone")
+
+
+def _check_disk(disk: DiskTier | None, layout: ModelLayout) -> None:
+    if disk is not None and disk.page_bytes != layout.host_page_bytes:
+        raise BadInput(
+            f"disk has pages of {disk.page_bytes} bytes, {layout.name!r} has "
+            f"{layout.host_page_bytes}"
+        )

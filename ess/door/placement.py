@@ -114,6 +114,11 @@ class Placement(Protocol):
     ) -> tuple[Resolution, ...]:
         """One for each layer of the group; absent rows are under way to all of them."""
 
+    def observe(
+        self, step: Step, layer: int, queries: range, selection: Array, logits: Array
+    ) -> None:
+        """What the indexer gave every position of these queries, before they are resolved."""
+
     def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
         """Slots of the selected rows, -1 where one is absent. Nothing is fetched."""
 

@@ -20,6 +20,7 @@ from ess.pool.disk.tier import DiskTier
 from ess.pool.index import ActivePages, IndexPool, PageTables
 from ess.pool.latent import Bytes, LatentPool
 from ess.pool.ledger import Ledger
+from ess.pool.lru.eviction import PolicyName
 from ess.pool.pages import PageIds
 from ess.pool.sparse import SparsePool
 from ess.units import PAGE_ROWS, div_ceil
@@ -45,6 +46,7 @@ class PoolSizes:
     slot_floor: int
     poison: bool
     shared: bool
+    evict: PolicyName = "lru"
 
 
 class Arenas(Protocol):
@@ -155,6 +157,7 @@ def build_pools(
         host_memory(counts.chunks * layout.chunk_bytes),
         row_id_count=counts.index_pages * PAGE_ROWS,
         poison=sizes.poison,
+        evict=sizes.evict,
     )
     tables = PageTables(
         sequence_max=sizes.sequence_max, page_max=div_ceil(sizes.length_max, PAGE_ROWS)

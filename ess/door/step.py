@@ -194,6 +194,23 @@ class Step:
             resolution.fetch.ask()
         return resolution
 
+    def observe(
+        self, layer: int, selection: Any, logits: Any, *, queries: range | None = None
+    ) -> None:
+        """What the indexer gave every position, and the selection that it led to.
+
+        `logits` is float32 [queries, positions]. Slots that give way by score follow it, so it
+        comes before `resolve`; an offload that does not want scores refuses it.
+        """
+        self._require_open()
+        pools, part = self.owner.pools, self._part(queries)
+        pools.layout.check_layer(layer)
+        if pools.sizes.evict != "score":
+            raise BadState(f"evict is {pools.sizes.evict!r}: no scores are kept")
+        array = self._selection(selection, len(part))
+        scores = self.arrays.given(logits, "logits", "float32", (len(part), None))
+        self.owner.placement.observe(self, layer, part, array, scores)
+
     def _lead(
         self,
         layer: int,

@@ -14,6 +14,7 @@ from ess.kernels.served import BackendName, refuse_cuda
 from ess.overlap.sbo import Sbo
 from ess.overlap.tbo import Tbo
 from ess.pool.ledger import Promise
+from ess.pool.lru.eviction import PolicyName
 
 Modes = Literal["layerwise", "resident", "none", "da", "dba"] | Sequence[str]
 
@@ -102,6 +103,11 @@ class ProcessConfig(EngineConfig):
 
     form: Literal["bf16", "f32"] = setting("bf16", "model", "What weights are computed in.")
     row: Literal["fp8", "bf16", "f32"] = setting("fp8", "memory", "How latent rows are stored.")
+    evict: PolicyName = setting(
+        "lru",
+        "memory",
+        "Which row gives way: the longest unused, by SIEVE, or of the lowest score.",
+    )
     role: Literal["both", "prefill", "decode"] = setting(
         "both", "handoff", "What this worker does: whole requests, their prompts, or their answers."
     )

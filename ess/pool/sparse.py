@@ -29,6 +29,7 @@ from ess.pool.capacity import even_chunks
 from ess.pool.index import page_rows
 from ess.pool.lru import planner
 from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Lookup, Split, make_scratch
+from ess.pool.lru.eviction import Evictions, PolicyName
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 
@@ -47,9 +48,16 @@ class SparsePool:
     holds while the count stands."""
 
     def __init__(
-        self, layout: ModelLayout, memory: Bytes, *, row_id_count: int, poison: bool = False
+        self,
+        layout: ModelLayout,
+        memory: Bytes,
+        *,
+        row_id_count: int,
+        poison: bool = False,
+        evict: PolicyName = "lru",
     ) -> None:
         self.layout = layout
+        self.evict = evict
         self._poison = poison
         self._chunk_rows = layout.group_layers_max * PAGE_ROWS
         chunk_count = len(memory) // (self._chunk_rows * layout.row_bytes)
@@ -68,6 +76,7 @@ class SparsePool:
         self._owner_of = even_owners(layout, chunk_count)
         self._scratch = make_scratch(slab_rows)
         self._used_count = [0] * layout.group_count
+        self._evictions = Evictions(evict, slot_count=slab_rows, row_count=row_id_count)
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
         self.step = FIRST_STEP
         self.departed_count = 0
@@ -84,6 +93,7 @@ class SparsePool:
             hit_age=np.zeros(256, np.int64),
             scratch=self._scratch,
             group=group,
+            eviction=self._evictions.group(),
         )
 
     def _blocks(self, group: int) -> SlotIds:
@@ -166,6 +176,18 @@ class SparsePool:
             split=split,
         )
         return self._counted(plan)
+
+    def observe(
+        self,
+        group: int,
+        lookup: Lookup,
+        selection: RowIds,
+        line_of: RowIds,
+        length: RowIds,
+        logits: npt.NDArray[np.float32],
+    ) -> None:
+        """What the indexer gave every position of each query: for eviction by score."""
+        planner.observe(self._arenas[group], lookup, selection, line_of, length, logits=logits)
 
     def locate_into(
         self,

@@ -17,20 +17,23 @@ from ess.errors import BadInput
 from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
 from ess.pool.lru.arena import Arena, Split
+from ess.pool.lru.eviction import POLICIES
 from tests.support.twins import ROW_COUNT, Side, Twins, assert_every_case_was_met, campaign, ids
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_missing())
 pytestmark = needs_native
 
 
-def test_two_hundred_steps_agree():
-    assert_every_case_was_met(campaign(7, 200))
+@pytest.mark.parametrize("evict", POLICIES)
+def test_two_hundred_steps_agree(evict):
+    assert_every_case_was_met(campaign(7, 200, evict))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("evict", POLICIES)
 @pytest.mark.parametrize("seed", range(4))
-def test_two_thousand_steps_agree(seed):
-    assert_every_case_was_met(campaign(seed, 500))
+def test_two_thousand_steps_agree(seed, evict):
+    assert_every_case_was_met(campaign(seed, 500, evict))
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
@@ -188,5 +191,6 @@ def test_a_slot_used_after_the_step_is_refused_by_both():
 
 
 if __name__ == "__main__":
-    campaign(11, 60)
+    for evict in POLICIES:
+        campaign(11, 60, evict)
     print(f"{native.isa()} agrees")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ess.kernels.cpu import native
 from ess.pool.lru import specification
+from ess.pool.lru.eviction import POLICIES
 from tests.support.twins import Twins, ids
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
@@ -21,9 +23,9 @@ class TwinsMachine(stateful.RuleBasedStateMachine):
     rows = st.lists(st.integers(-1, 200), min_size=12, max_size=12)
     group = st.integers(0, 1)
 
-    @stateful.initialize(blocks=st.sampled_from([(1, 1), (2, 1)]))
-    def begin(self, blocks):
-        self.twins = Twins(blocks)
+    @stateful.initialize(blocks=st.sampled_from([(1, 1), (2, 1)]), evict=st.sampled_from(POLICIES))
+    def begin(self, blocks, evict):
+        self.twins = Twins(blocks, evict)
 
     @stateful.rule(passed=st.sampled_from([1, 2, 254, 300]))
     def next_step(self, passed):
@@ -54,6 +56,17 @@ class TwinsMachine(stateful.RuleBasedStateMachine):
     )
     def warm(self, group, rows):
         self.twins.fetch("warm", group, ids(list(rows)), ids(sorted(rows.values())))
+
+    @stateful.rule(
+        group=group,
+        chosen=st.sets(st.integers(0, 199), min_size=1, max_size=9),
+        seed=st.integers(0, 9),
+    )
+    def observe(self, group, chosen, seed):
+        if self.twins.evict == "score":
+            logits = np.random.default_rng(seed).normal(size=(1, 256)).astype(np.float32)
+            given = ids([range(4)]), [0], ids([200]), ids([sorted(chosen)])
+            self.twins.score(group, *given, logits)
 
     @stateful.rule(at=st.integers(0, 9))
     def land(self, at):

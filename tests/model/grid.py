@@ -29,6 +29,7 @@ from ess.layout import ModelLayout
 from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
+from ess.pool.lru.eviction import POLICIES
 from tests.support.checkpoints import TINY_GLM, TINY_V32, model, tokens
 from tests.support.greedy import greedy
 from tests.support.manual_lane import ManualLane
@@ -42,6 +43,7 @@ FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
     "depth": ("0", "1"),
     "arena": ("ample", "tight", "smallest"),
     "warm": ("on", "off"),
+    "evict": POLICIES,
 }
 LENGTH_MAX: Final = 1024
 TOKEN_COUNT: Final = 12
@@ -81,6 +83,7 @@ def engine(case: Case, *, lane: Any = None, **changes: Any) -> Engine:
         slot_floor=min(24, layout.top_k),
         lane=lane or ManualLane(seed=mtp, delay_max=3),
         poison=True,
+        evict=case["evict"],
     )
     config = EngineConfig(
         modes=case["mode"],
@@ -162,10 +165,10 @@ def differences(case: Case) -> list[str]:
 
 
 def full_grid() -> Iterator[Case]:
-    """Every combination; where SBO is on, its three orders take turns."""
-    orders = itertools.cycle(FACTORS["sbo"][1:])
-    for values in itertools.product(*{**FACTORS, "sbo": ("off", "on")}.values()):
-        case = dict(zip(FACTORS, values, strict=True))
+    """Every combination; where SBO is on, its three orders take turns, and policies always do."""
+    orders, policies = itertools.cycle(FACTORS["sbo"][1:]), itertools.cycle(POLICIES)
+    for values in itertools.product(*{**FACTORS, "sbo": ("off", "on"), "evict": ("",)}.values()):
+        case = {**dict(zip(FACTORS, values, strict=True)), "evict": next(policies)}
         yield case if case["sbo"] == "off" else {**case, "sbo": next(orders)}
 
 
@@ -205,7 +208,8 @@ def section(cases: list[Case], passed: Counter[tuple[str, str]], failed: list[st
         "",
         *(f"- {name}: {', '.join(values)}" for name, values in FACTORS.items()),
         "",
-        "Where SBO is on its three orders take turns, so that a case has one of them.",
+        "Where SBO is on its three orders take turns, so that a case has one of them; so do the",
+        "policies of eviction in all cases.",
         "",
         f"{len(cases):,} cases, {len(failed)} differences.",
         "",

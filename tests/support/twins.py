@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 
 from ess.pool.lru import planner, specification
-from ess.pool.lru.arena import Arena, Split, make_scratch
+from ess.pool.lru.arena import Arena, Lookup, Split, make_scratch
+from ess.pool.lru.eviction import Evictions
 
 ROW_COUNT = 40 * 64
 SLAB = ("row_of", "last_use", "ticket_of", "dirty")
@@ -29,18 +30,20 @@ def assert_equal(name, expected, found):
 class Side:
     """Two groups on one slab, driven through one implementation."""
 
-    def __init__(self, operations, group_blocks):
+    def __init__(self, operations, group_blocks, evict="lru"):
         self.operations = operations
         slot_count = 64 * (sum(group_blocks) + 1)
         shared = dict(zip(SLAB, np.zeros((3, slot_count), np.int32), strict=False))
         shared["row_of"] -= 1
         shared |= {"dirty": np.zeros(slot_count, np.uint8), "scratch": make_scratch(slot_count)}
+        evictions = Evictions(evict, slot_count=slot_count, row_count=ROW_COUNT)
         starts = np.split(64 * np.arange(sum(group_blocks)), np.cumsum(group_blocks)[:-1])
         self.arenas = [
             Arena(
                 slot_of=np.full(ROW_COUNT, -1, np.int32),
                 blocks=start.astype(np.int32),
                 hit_age=np.zeros(256, np.int64),
+                eviction=evictions.group(),
                 **shared,
             )
             for start in starts
@@ -74,14 +77,18 @@ class Side:
         arrays = {f"slot_of[{g}]": arena.slot_of for g, arena in enumerate(self.arenas)}
         arrays |= {f"hit_age[{g}]": arena.hit_age for g, arena in enumerate(self.arenas)}
         arrays |= {name: getattr(self.arenas[0], name) for name in SLAB}
+        for name in ("came", "spared", "hand", "rank_of"):
+            kept = {f"{name}[{g}]": getattr(a.eviction, name) for g, a in enumerate(self.arenas)}
+            arrays |= kept
         return arrays | {f"split.{name}": getattr(self.split, name) for name in SPLIT}
 
 
 class Twins:
     """Both sides under one sequence of calls; they must agree after every one."""
 
-    def __init__(self, group_blocks=(3, 2)):
-        self.sides = [Side(specification, group_blocks), Side(planner, group_blocks)]
+    def __init__(self, group_blocks=(3, 2), evict="lru"):
+        self.sides = [Side(twin, group_blocks, evict) for twin in (specification, planner)]
+        self.evict = evict
         self.step, self.ticket = 255, 0
         self.flying = []
         self.seen = Counter()
@@ -128,6 +135,17 @@ class Twins:
             done = self.both("claim_new", group, rows, step=self.step, out=np.full_like(rows, -7))
             self.seen["claim_new", bool(done["result"])] += 1
 
+    def score(self, group, lines, line_of, length, selection, logits):
+        room, pages = np.zeros((1, 1), np.int32), np.zeros(ROW_COUNT // 64, np.int32)
+        stored = np.zeros((1, 1), np.uint64)
+        lookup = Lookup(
+            lines=lines, host_page_of=pages, stored=stored, rows=room, host_rows=room[0]
+        )
+        for side in self.sides:
+            given = lookup, selection, ids(line_of), length
+            side.operations.observe(side.arenas[group], *given, logits=logits)
+        assert_equal("observe", *(side.everything() for side in self.sides))
+
     def settle(self, group):
         slots = self.arenas[group].slots
         self.both("settle", group, ids(slots[self.arenas[group].dirty[slots] != 0]))
@@ -151,8 +169,8 @@ class Twins:
 class Campaign(Twins):
     """Requests with page tables over one set of row ids; some share their first pages."""
 
-    def __init__(self, seed):
-        super().__init__()
+    def __init__(self, seed, evict="lru"):
+        super().__init__(evict=evict)
         self.random = np.random.default_rng(seed)
         self.chance = random.Random(seed)
         self.tables = np.full((4, 10), -1, np.int32)
@@ -201,8 +219,20 @@ class Campaign(Twins):
                 line[-(line.size // 4) :] = line[: line.size // 4]
         return rows
 
-    def rows_of(self, requests, top_k):
+    def observe(self, group, requests, selection):
+        """Logits as an indexer gives them: some equal, one without bound, one that is none."""
+        logits = self.random.normal(size=(len(requests), 10 * 64)).astype(np.float32).round(1)
+        chosen = np.take_along_axis(logits, np.maximum(selection, 0), 1)
+        np.put_along_axis(logits, np.maximum(selection, 0), chosen + np.float32(2), 1)
+        for value in (np.nan, np.inf, -np.inf, 0.0):
+            if self.chance.random() < 0.1:
+                logits[:, self.chance.randrange(640)] = value
+        self.score(group, self.tables, requests, self.lengths[requests], selection, logits)
+
+    def rows_of(self, requests, top_k, group):
         selection = np.stack([self.selection(request, top_k) for request in requests])
+        if self.evict == "score":
+            self.observe(group, requests, selection)
         outs = np.full((2, *selection.shape), -7, np.int32)
         for operations, out in zip((specification, planner), outs, strict=True):
             operations.translate(
@@ -220,7 +250,7 @@ class Campaign(Twins):
         self.write(group, ids(last + self.random.choice(64, 3, replace=False)))
         parts = [[0, 0, 1], [2, 3, 3, 2]] if self.chance.random() < 0.6 else [[0, 1, 2, 3]]
         for part in parts:
-            self.fetch("plan", group, self.rows_of(part, top_k))
+            self.fetch("plan", group, self.rows_of(part, top_k, group))
         rows = ids(self.random.choice(ROW_COUNT, 40, replace=False))
         self.write(self.chance.choice([group, None]), rows)
         for at in reversed(range(len(self.flying))):
@@ -248,8 +278,8 @@ class Campaign(Twins):
             self.fetch("warm", group, rows, ids(ages))
 
 
-def campaign(seed, step_count):
-    world = Campaign(seed)
+def campaign(seed, step_count, evict="lru"):
+    world = Campaign(seed, evict)
     for _ in range(step_count):
         world.one_step()
     return world.seen

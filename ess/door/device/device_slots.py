@@ -366,6 +366,11 @@ class DeviceSlots:
             self._constants[number] = upload(np.array([number], np.int32), self.pools.lane.home)
         return self._constants[number]
 
+    def observe(
+        self, step: Step, layer: int, queries: range, selection: Array, logits: Array
+    ) -> None:
+        raise AssertionError("on a device rows give way by lru alone, and a step takes no scores")
+
     def host_codes(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor:
         """-2 - host row, or the slot of a row that is newer than its host."""
         pools, group = self.pools, self.pools.layout.group_of(layer)

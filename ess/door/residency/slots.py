@@ -35,6 +35,7 @@ from ess.pool.warmup import WindowSet, last_windows, warm_set
 Ints = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
+Scores = npt.NDArray[np.float32]
 SplitViews: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -123,6 +124,13 @@ class Slots:
         views = space.views(len(selection))
         fetches = self._fetches(plan, lookup, layers)
         return tuple(Resolution(*views, fetch) for fetch in fetches)
+
+    def observe(
+        self, step: Step, layer: int, queries: range, selection: Ints, logits: Scores
+    ) -> None:
+        lines, lengths = _context(step, layer, queries)
+        group, lookup = self.pools.layout.group_of(layer), self._workspaces[0].lookup
+        self.pools.sparse.observe(group, lookup, selection, lines, lengths, logits)
 
     def _fetches(
         self, plan: FetchPlan, lookup: Lookup, layers: tuple[int, ...]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ess.door import Resolution
-from ess.engine.layers.batch import attend, front, queries, select
+from ess.engine.layers.batch import attend, front, queries, select, select_scored
 from ess.engine.step.half import Half
 from ess.errors import BadState
 from ess.kernels.merge import Partial, merge
@@ -82,7 +82,11 @@ class LayerStep:
         span = None if part == self._half.queries else self._half.local(part)
         if span is not None:
             asked, weights = asked[span], weights[span]
-        chosen = select(batch, self._layer.number, asked, weights, span)
+        if batch.offload.wants_scores:
+            chosen, logits = select_scored(batch, self.number, asked, weights, span)
+            batch.step.observe(self.number, chosen, logits, queries=part)
+        else:
+            chosen = select(batch, self.number, asked, weights, span)
         assert len(chosen) == len(part), f"{len(chosen)} selections for {len(part)} queries"
         selected[part] = chosen
         return chosen

@@ -138,6 +138,24 @@ def select(
     )
 
 
+def select_scored(
+    batch: Batch,
+    layer: int,
+    queries: Tensor,
+    weights: Tensor,
+    which: slice | None,
+) -> tuple[Tensor, Tensor]:
+    """`select` of neighbours, and all the logits that it chose among."""
+    table, lengths, codec = batch.page_table, batch.lengths, batch.layout.index
+    if which is not None:
+        table, lengths = table[which], lengths[which]
+    assert codec is not None, "an indexer without an index codec"
+    pages, threads = batch.offload.memory(layer).key_pages, compute_threads()
+    logits = batch.ops.index_logits(queries, weights, pages, table, lengths, codec, threads=threads)
+    chosen = batch.ops.top_k(logits, lengths, k=batch.layout.top_k, threads=threads)
+    return chosen, logits
+
+
 def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
     """One pass over `codes`: a slot, -1 for padding, or -2 - host row for a row in place."""
     memory = batch.offload.memory(layer)

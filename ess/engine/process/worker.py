@@ -413,6 +413,7 @@ def build(launch: Launch, clock: Clock) -> Built:
         sequence_max=chosen.max_running,
         query_max=chosen.query_max,
         shared=chosen.transport == "shared",
+        evict=chosen.evict,
         disk=disk_of(launch, layout),
     )
     port = open_port(launch, offload, clock)

@@ -7,8 +7,8 @@
                         copy in flight      |
     dirty[slot]      -> 1 newer than host  /
 
-The arrays belong to the caller and change in place. The operations on them are `lru` (the
-specification) and `planner` (the native twin).
+The arrays belong to the caller and change in place. The operations on them are `specification` and
+`planner` (the native twin); `eviction` has what a policy keeps beside them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from ess.pool.lru.eviction import Eviction, Evictions, PolicyName
 
 Ints = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -50,6 +52,7 @@ class Arena:
     hit_age: npt.NDArray[np.int64]
     scratch: Ints | None = field(default=None, repr=False)
     group: int = 0
+    eviction: Eviction = field(default_factory=Eviction)
     native: Any = field(default=None, init=False, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -72,12 +75,23 @@ class Arena:
         assert self.hit_age.shape == (AGE_MAX + 1,), f"hit_age has shape {self.hit_age.shape}"
         for array in (*shapes.values(), self.slot_of, self.blocks, self.hit_age):
             assert array.flags.c_contiguous, "an array of the arena is not C-contiguous"
+        self._assert_eviction()
         if self.scratch is not None:
             assert self.scratch.shape == (SCRATCH_ROWS, self.row_of.size), "scratch: make_scratch"
             assert self.scratch.flags.c_contiguous, "scratch is not C-contiguous"
 
+    def _assert_eviction(self) -> None:
+        kept, slab, rows = self.eviction, self.row_of.size, self.slot_of.size
+        sizes = {"lru": (0, 0, 0, 0), "sieve": (slab, slab, 2, 0), "score": (0, 0, 0, rows)}
+        arrays: tuple[npt.NDArray[Any], ...] = (kept.came, kept.spared, kept.hand, kept.rank_of)
+        kinds = (np.int64, np.int32, np.int64, np.uint16)
+        for array, size, kind in zip(arrays, sizes[kept.name], kinds, strict=True):
+            assert array.shape == (size,), f"{kept.name}: an array of {array.shape}, not ({size},)"
+            assert array.dtype == kind, f"{kept.name}: an array of {array.dtype}, not {kind}"
+            assert array.flags.c_contiguous, f"{kept.name}: an array is not C-contiguous"
+
     @classmethod
-    def alone(cls, *, row_count: int, slot_count: int) -> Arena:
+    def alone(cls, *, row_count: int, slot_count: int, evict: PolicyName = "lru") -> Arena:
         """One group that owns a whole empty slab."""
         assert row_count > 0, f"an arena for {row_count} rows"
         assert slot_count % BLOCK_SLOTS == 0, f"{slot_count} slots are not whole blocks"
@@ -89,6 +103,7 @@ class Arena:
             dirty=np.zeros(slot_count, np.uint8),
             blocks=np.arange(0, slot_count, BLOCK_SLOTS, dtype=np.int32),
             hit_age=np.zeros(AGE_MAX + 1, np.int64),
+            eviction=Evictions(evict, slot_count=slot_count, row_count=row_count).group(),
         )
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ess.kernels.cpu import native
 from ess.pool.lru import specification
@@ -30,6 +31,7 @@ __all__ = [
     "fill",
     "land",
     "locate",
+    "observe",
     "plan",
     "resolve",
     "settle",
@@ -70,11 +72,12 @@ class _ArenaRecord(ctypes.Structure):
 
     _fields_ = (
         *_pointer_fields("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks"),
-        *_pointer_fields("hit_age", "scratch"),
+        *_pointer_fields("hit_age", "scratch", "came", "spared", "hand", "rank_of"),
         ("row_count", ctypes.c_int64),
         ("slab_count", ctypes.c_int64),
         ("block_count", ctypes.c_int64),
         ("evicted_count", ctypes.c_int64),
+        ("policy", ctypes.c_int64),
     )
 
 
@@ -126,10 +129,11 @@ def _accepted(status: int) -> int:
     return status
 
 
-def _bind(record: ctypes.Structure, owner: Any, **numbers: int) -> _Bound:
-    """Fills each pointer of the record from the owner's array of that name."""
+def _bind(record: ctypes.Structure, *owners: Any, **numbers: int) -> _Bound:
+    """Fills each pointer of the record from the array of that name, of the owner that has one."""
     for name, kind in record._fields_:  # type: ignore[misc]
         if kind is ctypes.c_void_p:
+            owner = next(owner for owner in owners if hasattr(owner, name))
             setattr(record, name, native.address(getattr(owner, name)))
     for name, number in numbers.items():
         setattr(record, name, number)
@@ -144,9 +148,11 @@ def _bound_arena(arena: Arena) -> _Bound:
         arena.native = _bind(
             _ArenaRecord(),
             arena,
+            arena.eviction,
             row_count=arena.slot_of.size,
             slab_count=arena.row_of.size,
             block_count=arena.blocks.size,
+            policy=arena.eviction.number,
         )
     return arena.native  # type: ignore[no-any-return]
 
@@ -303,6 +309,29 @@ def _refuse_positions(lookup: Lookup, selection: Ints, line_of: Ints, length: In
     out = np.empty_like(selection)
     specification.translate(selection, lookup.lines, line_of, length, out=out)
     raise AssertionError("the native translation refused what its specification accepts")
+
+
+@_twin_of(specification.observe)
+def observe(
+    arena: Arena,
+    lookup: Lookup,
+    selection: Ints,
+    line_of: Ints,
+    length: Ints,
+    *,
+    logits: npt.NDArray[np.float32],
+) -> None:
+    """What the indexer gave each query's first `length` positions, and what it selected of them."""
+    _assert_positions(selection, line_of, length)
+    assert arena.eviction.name == "score", f"an arena under {arena.eviction.name} takes no scores"
+    assert logits.dtype == np.float32, f"logits are {logits.dtype}, expected float32"
+    assert logits.flags.c_contiguous, "logits are not C-contiguous"
+    assert len(logits) == len(selection), f"{len(logits)} lines of logits, {len(selection)} queries"
+    given = (lookup.lines, line_of, length, selection, logits)
+    numbers = (*selection.shape, logits.shape[1], *lookup.lines.shape)
+    at = _bound_arena(arena).at
+    done = _symbol("ess_observe", 6, 5)(at, *map(native.address, given), *numbers)
+    assert done, "a position, a line or a page that is not there"
 
 
 @_twin_of(specification.claim_new)

@@ -1,10 +1,11 @@
-"""Exact batch LRU over one arena: the specification, in NumPy, in the order it is argued.
+"""Residency in one arena: the specification, in NumPy, in the order it is argued.
 
 The age of a used slot is min(step - last use, 255); a free slot counts as 256. Age 0 means that
 this step selected the row, in this part or in an earlier one. A victim is a free slot, or one of
-age >= 1 that is neither dirty nor in flight. Victims go in the order (age descending, slot
-ascending): the oldest first, and among equals the lowest slot, so that every implementation, with
-any number of threads, picks the same ones.
+age >= 1 that is neither dirty nor in flight. Under LRU, the default, victims go in the order (age
+descending, slot ascending): the oldest first, and among equals the lowest slot, so that every
+implementation, with any number of threads, picks the same ones. `eviction` has the other policies,
+which differ in that order alone.
 
 A plan first stamps everything it finds, then looks for victims. So no row that any query of the
 call selected can give way to a row of the same call, and the order of queries decides nothing but
@@ -29,7 +30,6 @@ import numpy.typing as npt
 
 from ess.errors import BadInput
 from ess.pool.lru.arena import (
-    AGE_FREE,
     AGE_MAX,
     BLOCK_SLOTS,
     Arena,
@@ -39,6 +39,9 @@ from ess.pool.lru.arena import (
     Split,
     check,
 )
+from ess.pool.lru.eviction import follow, scored
+from ess.pool.lru.victims import admit, age, oldest, pass_by
+from ess.pool.lru.victims import victims as claimable
 from ess.units import PAGE_ROWS
 
 __all__ = [
@@ -51,6 +54,7 @@ __all__ = [
     "fill",
     "land",
     "locate",
+    "observe",
     "plan",
     "resolve",
     "settle",
@@ -115,10 +119,12 @@ def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> F
 
     absent = (rows >= 0) & ~resident
     missing = _first_occurrences(rows[absent])
-    victims = _oldest(arena, step=step, wanted=missing.size)
+    victims = claimable(arena, step=step, wanted=missing.size)
     missing = missing[: victims.size]
+    pass_by(arena, victims, step=step)
     late_ticket = int(arena.ticket_of[slot[late]].max(initial=0))
     evicted = _hand_over(arena, victims, missing, last_use=step, ticket=ticket)
+    admit(arena, victims)
 
     slot[absent] = arena.slot_of[rows[absent]]
     place = absent & (slot < 0)
@@ -178,6 +184,32 @@ def locate(
     return int(((selection >= 0) & (out < 0)).sum())
 
 
+def observe(
+    arena: Arena,
+    lookup: Lookup,
+    selection: Ints,
+    line_of: Ints,
+    length: Ints,
+    *,
+    logits: npt.NDArray[np.float32],
+) -> None:
+    """What the indexer gave each query's first `length` positions, and what it selected of them.
+
+    Queries count in their order, one after another.
+    """
+    assert arena.eviction.name == "score", f"an arena under {arena.eviction.name} takes no scores"
+    assert len(logits) == len(selection) == len(line_of) == len(length), "one line a query"
+    assert _within(length, 0, logits.shape[1] + 1), "a length beyond its logits"
+    assert _within(length, 0, lookup.lines.shape[1] * PAGE_ROWS + 1), "a length beyond its table"
+    for query, count in enumerate(length.tolist()):
+        assert _within(selection[query], -1, count), f"query {query} selects beyond its context"
+        position = np.arange(count)
+        page = lookup.lines[line_of[query], position // PAGE_ROWS]
+        assert _within(page, 0, arena.slot_of.size // PAGE_ROWS), "a page without an id"
+        scores = scored(logits[query, :count], selection[query])
+        follow(arena.eviction.rank_of, page * PAGE_ROWS + position % PAGE_ROWS, scores)
+
+
 def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
     """Slots, dirty at once, for rows the step is about to write. False: nothing has changed."""
     _assert_distinct(arena, rows)
@@ -187,11 +219,13 @@ def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
     assert not arena.ticket_of[found].any(), "a row to be written is still being fetched"
     before = arena.last_use[found]
     arena.last_use[found] = step
-    victims = _oldest(arena, step=step, wanted=absent.size)
+    victims = claimable(arena, step=step, wanted=absent.size)
     if victims.size < absent.size:
         arena.last_use[found] = before
         return False
+    pass_by(arena, victims, step=step)
     _hand_over(arena, victims, absent, last_use=step, ticket=0)
+    admit(arena, victims)
     out[:] = arena.slot_of[rows]
     arena.dirty[out] = 1
     return True
@@ -216,7 +250,8 @@ def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> Fet
     """Rows as if they had been selected `ages` steps ago, newest first.
 
     All resident rows are stamped first. An absent row takes the next victim while that is older
-    than itself; ages ascend and victims descend, so after the first refusal there is no other.
+    than itself; ages ascend and victims descend, so after the first refusal there is no other. This
+    goes by age under every policy.
     """
     _assert_distinct(arena, rows)
     assert ages.shape == rows.shape, f"{ages.shape} ages for {rows.shape} rows"
@@ -226,11 +261,12 @@ def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> Fet
     found, absent = slot[slot >= 0], slot < 0
     arena.last_use[found] = np.maximum(arena.last_use[found], step - ages[~absent])
     rows, ages = rows[absent], ages[absent]
-    victims = _oldest(arena, step=step, wanted=rows.size)
+    victims = oldest(arena, step=step, wanted=rows.size)
     rows, ages = rows[: victims.size], ages[: victims.size]
-    older = _age(arena, victims, step) > np.minimum(ages, AGE_MAX)
+    older = age(arena, victims, step) > np.minimum(ages, AGE_MAX)
     victims, rows = victims[older], rows[older]
     evicted = _hand_over(arena, victims, rows, last_use=step - ages[older], ticket=ticket)
+    admit(arena, victims[::-1])
     return FetchPlan(
         group=arena.group, ticket=ticket, slots=victims, rows=rows, evicted_count=evicted
     )
@@ -255,6 +291,8 @@ def drop(arena: Arena, rows: Ints) -> int:
     _assert_rows(arena, rows, lowest=0)
     slot = np.unique(arena.slot_of[rows])
     slot = slot[slot >= 0]
+    if arena.eviction.name == "score":
+        arena.eviction.rank_of[rows] = 0
     arena.slot_of[rows] = -1
     arena.row_of[slot] = -1
     arena.dirty[slot] = 0
@@ -273,29 +311,10 @@ def clear_block(arena: Arena, block: int, *, step: int) -> bool:
     slots = slots[arena.row_of[slots] >= 0]
     if arena.dirty[slots].any() or arena.ticket_of[slots].any():
         return False
-    if (_age(arena, slots, step) == 0).any():
+    if (age(arena, slots, step) == 0).any():
         return False
     drop(arena, arena.row_of[slots])
     return True
-
-
-def _age(arena: Arena, slots: npt.NDArray[Any], step: int) -> Ints:
-    since = step - arena.last_use[slots]
-    assert (since[arena.row_of[slots] >= 0] >= 0).all(), f"a slot was used after step {step}"
-    age: Ints = np.where(arena.row_of[slots] < 0, AGE_FREE, np.minimum(since, AGE_MAX))
-    return age
-
-
-def _oldest(arena: Arena, *, step: int, wanted: int) -> Ints:
-    if wanted == 0:
-        return np.empty(0, np.int32)
-    slots = arena.slots
-    age = _age(arena, slots, step).astype(np.int16)
-    bound = (arena.dirty[slots] != 0) | (arena.ticket_of[slots] != 0)
-    eligible = (age == AGE_FREE) | ((age >= 1) & ~bound)
-    slots, age = slots[eligible], age[eligible]
-    victims: Ints = slots[np.argsort(-age, kind="stable")[:wanted]].astype(np.int32)
-    return victims
 
 
 def _hand_over(arena: Arena, slots: Ints, rows: Ints, *, last_use: Any, ticket: int) -> int:
@@ -314,8 +333,8 @@ def _hand_over(arena: Arena, slots: Ints, rows: Ints, *, last_use: Any, ticket: 
 def _count_ages(arena: Arena, hits: Ints, step: int) -> None:
     seen = np.zeros(arena.row_of.size, bool)
     seen[hits] = True
-    age = _age(arena, np.flatnonzero(seen), step)
-    arena.hit_age += np.bincount(age[age > 0], minlength=AGE_MAX + 1)
+    ages = age(arena, np.flatnonzero(seen), step)
+    arena.hit_age += np.bincount(ages[ages > 0], minlength=AGE_MAX + 1)
 
 
 def _first_occurrences(values: Ints) -> Ints:

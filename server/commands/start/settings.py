@@ -38,7 +38,7 @@ SECTIONS: Final = (
 OF_DECODING: Final = frozenset(
     {
         *("modes", "calibration", "tbo", "sbo", "mtp_auto", "depth", "promise"),
-        *("budget_every", "warm", "verify_every"),
+        *("budget_every", "warm", "verify_every", "evict"),
     }
 )
 """What only steps that decode obey."""
