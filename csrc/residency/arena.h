@@ -21,14 +21,14 @@ struct Arena {
     const int32_t* blocks;
     int64_t* hit_age;
     int32_t* scratch;
-    int64_t* came;
-    int32_t* spared;
-    int64_t* hand;
-    uint16_t* rank_of;
     int64_t row_count;
     int64_t slab_count;
     int64_t block_count;
     int64_t evicted_count;
+    int64_t* came;
+    int32_t* spared;
+    int64_t* hand;
+    uint16_t* rank_of;
     Policy policy;
 
     int32_t* candidates() const { return scratch; }

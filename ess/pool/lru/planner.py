@@ -72,11 +72,12 @@ class _ArenaRecord(ctypes.Structure):
 
     _fields_ = (
         *_pointer_fields("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks"),
-        *_pointer_fields("hit_age", "scratch", "came", "spared", "hand", "rank_of"),
+        *_pointer_fields("hit_age", "scratch"),
         ("row_count", ctypes.c_int64),
         ("slab_count", ctypes.c_int64),
         ("block_count", ctypes.c_int64),
         ("evicted_count", ctypes.c_int64),
+        *_pointer_fields("came", "spared", "hand", "rank_of"),
         ("policy", ctypes.c_int64),
     )
 
