@@ -39,6 +39,21 @@ def path() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
+DIFFERING = """async (...pictures) => {
+  const [a, b] = await Promise.all(pictures.map(async (text) => {
+    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    const drawn = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
+    const pen = new OffscreenCanvas(drawn.width, drawn.height).getContext("2d");
+    pen.drawImage(drawn, 0, 0);
+    return pen.getImageData(0, 0, drawn.width, drawn.height);
+  }));
+  const pixels = (image) => new Uint32Array(image.data.buffer);
+  const [left, right] = [pixels(a), pixels(b)];
+  if (a.width !== b.width || a.height !== b.height) return Math.max(left.length, right.length);
+  return left.reduce((count, pixel, at) => count + (pixel !== right[at]), 0);
+}"""
+
+
 class Browser:
     def __init__(self, *, width: int = 1280, height: int = 800) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
@@ -186,6 +201,12 @@ class Browser:
     def picture(self, *, whole: bool = False) -> bytes:
         taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(taken["data"])
+
+    def differing(self, first: bytes, second: bytes) -> int:
+        """How many pixels of two pictures differ; all of the larger one if their sizes do."""
+        given = ", ".join(f'"{base64.b64encode(each).decode()}"' for each in (first, second))
+        count: int = self.value(f"({DIFFERING})({given})")
+        return count
 
 
 def _error(event: dict[str, Any]) -> str:
