@@ -153,7 +153,7 @@ class NodeFlags:
         """Of all nodes."""
         if self.ram is not None:
             return parse_size(self.ram)
-        return self.node.host_bytes * self.node.count(max(gpus, 1))
+        return self.node.host_bytes_of(max(gpus, 1))
 
 
 def plan(

@@ -221,6 +221,8 @@ def test_a_node_shares_its_memory_and_the_link_between_sockets():
     assert limit(dram_rate=240e3, gpu_count=4) == ("host link", 40e3)
     assert limit(numa="interleaved", socket_rate=40e3) == ("socket link", 20e3)
     assert limit(link_rate=10e3) == ("host link", 10e3)
+    shares = [Node().host_bytes_of(gpus) for gpus in (4, 8, 12, 300)]
+    assert shares == [2 << 40, 2 << 40, 3 << 40, 75 << 40], "no GPU gets more than in a full node"
     with pytest.raises(BadInput, match="NIC rate of 0"):
         Node(nic_rate=0.0)
 

@@ -40,7 +40,7 @@ def _host_memory(planner: Planner, plan: Plan, node: Node, is_searched: bool) ->
     gpus = planner.ask.gpu_count
     needed = plan.chosen.host_bytes * node.neighbours(gpus)
     if needed > NORMAL_HOST_BYTES:
-        normal = NORMAL_HOST_BYTES * node.count(gpus)
+        normal = replace(node, host_bytes=NORMAL_HOST_BYTES).host_bytes_of(gpus)
         try:
             said = _outcome(_with(planner, normal, is_searched))
         except BadInput as refusal:

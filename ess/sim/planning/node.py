@@ -66,8 +66,9 @@ class Node:
             if not 0.0 < rate < float("inf"):
                 raise BadInput(f"a {name} rate of {rate / GIGABYTE_US:g} GB/s must be above 0")
 
-    def count(self, gpus: int) -> int:
-        return -(-gpus // self.gpu_count)
+    def host_bytes_of(self, gpus: int) -> int:
+        """Of all nodes, as far as a full node's share for each GPU goes."""
+        return self.host_bytes * gpus // self.neighbours(gpus)
 
     def neighbours(self, gpus: int) -> int:
         """GPUs of a deployment of `gpus` that share one node."""
