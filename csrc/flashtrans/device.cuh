@@ -69,6 +69,17 @@ __device__ __forceinline__ void store_relaxed(i32* to, i32 word) {
     asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" :: "l"(to), "r"(word) : "memory");
 }
 
+// Until the host has written the word, or so much time is over.
+__device__ __forceinline__ void wait_for_host(const i32* word, i64 limit_ns) {
+    i64 begun, now;
+    i32 seen;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begun) :: "memory");
+    do {
+        asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory");
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now) :: "memory");
+    } while (seen == 0 && now - begun < limit_ns);
+}
+
 // ---- clusters (sm_90): blocks that run at once and wait for one another
 
 #define ESS_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)

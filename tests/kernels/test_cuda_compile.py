@@ -25,8 +25,9 @@ TRIED = [
     *(replace(flat_form(656), in_flight=in_flight).program for in_flight in (1, 2)),
     *(cuda_programs.rival_form(656, unit_bytes).program for unit_bytes in (8, 16)),
     flat_form(1152, 16).program,
+    Program(file="gate.cu"),
 ]
-"""What benchmarks load beside what serving loads: other depths, rivals; rows at odd places."""
+"""What benchmarks load beside what serving loads: other depths, rivals, a gate; odd places."""
 EVERY = [*cuda_programs.programs(), *TRIED]
 SMALL = cuda_programs.rival_form(32).program
 SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(volatile float* at) {

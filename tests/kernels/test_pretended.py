@@ -18,7 +18,7 @@ from tests.support.emulate import needs_compiler
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     "tests/gpu/test_device.py::test_a_lane_follows_torch",
-    "tests/gpu/test_device.py::test_a_thousand_replays_of_one_graph[alone]",
+    "tests/gpu/test_device.py::test_a_thousand_replays_of_one_graph[together]",
     "tests/gpu/test_experts.py::test_replays_follow_the_counts",
     "tests/kernels/test_grouped.py::test_every_token_meets_its_expert[cuda-token3-weight3]",
     "tests/kernels/test_triton_ops.py::test_positions_become_slots[cuda]",

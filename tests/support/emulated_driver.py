@@ -23,6 +23,7 @@ RECORDS = {
     "rows.cu": {"ess_move_rows": "Move"},
     "ring.cu": {"ess_ring_rows": "Move"},
     "rival.cu": {"ess_rival_rows": "Move"},
+    "gate.cu": {"ess_gate": "Gate"},
     "each.cu": dict.fromkeys(
         [f"ess_each_{name}" for name in ("probe", "count", "scan", "rank", "serve")], "Each"
     ),

@@ -381,6 +381,14 @@ EXPORT Result cuMemcpyDtoHAsync(void* to, Address from, size_t bytes, void* stre
 EXPORT Result cuMemcpyDtoDAsync(Address to, Address from, size_t bytes, void* stream) {
     return copy(to, from, bytes, stream);
 }
+// In any order; the copies of a batch depend on nothing in it.
+EXPORT Result cuMemcpyBatchAsync_v2(const Address* to, const Address* from, const size_t* bytes,
+                                    size_t count, const void*, const size_t*, size_t,
+                                    void* stream) {
+    for (size_t i = count; i-- > 0;)
+        if (Result wrong = copy(to[i], from[i], bytes[i], stream)) return wrong;
+    return kOk;
+}
 EXPORT Result cuMemsetD32Async(Address at, unsigned value, size_t count, void* stream) {
     if (!reachable(at, count * 4) || at % 4) return kInvalid;
     return queue(stream, [=] {
