@@ -11,7 +11,7 @@ import contextlib
 import numpy as np
 import torch
 
-from ess.door import Offload
+from ess.door import Offload, Sequence
 from ess.errors import PoolFull
 from ess.flashtrans import InlineLane
 from ess.layout import IndexCodec, ModelLayout, RowCodec
@@ -94,9 +94,11 @@ class Doors:
         for sequence in pair:
             sequence.close()
 
-    def each(self, pair, verb, **options):
-        """A verb of a sequence."""
-        return self.both(lambda _, sequence: getattr(sequence, verb)(**options), pair)
+    def each(self, pair, verb, *, says=True, **options):
+        """A verb of a sequence. What it `says` is the same, where the device can know it."""
+        said = self.both(lambda _, sequence: getattr(sequence, verb)(**options), pair)
+        assert not says or isinstance(said[0], Sequence) or said[0] == said[1]
+        return said
 
     def fork(self, pair):
         made = self.each(pair, "fork")
@@ -157,6 +159,14 @@ class Doors:
             for step, given in zip(steps, (torch.from_numpy, there), strict=True)
         ]
         same(*made, f"located of layer {layer}")
+
+    def locate_all(self, steps, layer, selection):
+        """On the device every row must be resident: who asks has been told so."""
+        made = [
+            step.locate_all(layer, given(selection))
+            for step, given in zip(steps, (torch.from_numpy, there), strict=True)
+        ]
+        same(*made, f"slots of layer {layer}")
 
     def codes(self, steps, layer, selection):
         """What reads the truth names the same rows on both sides."""
