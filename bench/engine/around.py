@@ -35,6 +35,15 @@ class Around:
     def append(self, step: Step, layer: int, queries: range, rows: Array, keys: Array) -> None:
         self.slots.append(step, layer, queries, rows, keys)
 
+    def places(self, step: Step, layer: int, queries: range) -> Tensor:
+        return self.slots.places(step, layer, queries)
+
+    def record(self, step: Step) -> object:
+        return self.slots.record(step)
+
+    def replay(self, step: Step, recorded: object) -> None:
+        self.slots.replay(step, recorded)
+
     def resolve(
         self,
         step: Step,

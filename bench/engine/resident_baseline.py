@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from ess.door import LayerMemory, Resolution, Sequence, Step
 from ess.door.placement import Array, Kept
 from ess.door.residency.row_copies import write_new
 from ess.door.residency.slots import Slots, layer_memory
+from ess.errors import BadState
 from ess.flashtrans.views import known
 from ess.pool.lru import planner
 from ess.pool.warmup import WindowSet
@@ -64,6 +66,15 @@ class EveryRow:
     def append(self, step: Step, layer: int, queries: range, rows: Array, keys: Array) -> None:
         ids, group = step.row_ids[queries.start : queries.stop], self._pools.layout.group_of(layer)
         write_new(self._pools, group, ids, keys, slab=self._slabs[layer], slots=ids, rows=rows)
+
+    def places(self, step: Step, layer: int, queries: range) -> Tensor:
+        return torch.from_numpy(step.row_ids[queries.start : queries.stop])
+
+    def record(self, step: Step) -> NoReturn:
+        raise BadState("a baseline on the host is not captured")
+
+    def replay(self, step: Step, recorded: object) -> NoReturn:
+        self.record(step)
 
     def resolve(
         self,

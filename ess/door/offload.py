@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 from ess.clock import Clock, RealClock
+from ess.door.beginning import begin
 from ess.door.checks import counts, in_list, in_range, token_ids
 from ess.door.owner import Owner
 from ess.door.placement import LayerMemory
@@ -13,7 +14,7 @@ from ess.door.sequences.opening import count_on_disk, open_sequence
 from ess.door.sequences.sequence import Sequence
 from ess.door.side import HostSide, MakePlacement, Side
 from ess.door.stats import Stats
-from ess.door.step import Step, begin
+from ess.door.step import Step
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane
@@ -252,6 +253,7 @@ class Offload:
         *,
         query_counts: Many[int],
         starts: Many[int] | None = None,
+        room: int | None = None,
     ) -> Step:
         """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit.
 
@@ -262,6 +264,8 @@ class Offload:
         have accepted, and positions follow the device's own lengths. `starts` says where the new
         rows begin; where rows were imported for a part of the known tokens only, a step without it
         is refused.
+        On a device `room` pads the step to so many queries, which select nothing and whose rows are
+        nowhere: a graph of that size can be replayed for it.
         """
         self.owner.require_between_steps()
         if len(self.owner.sealed) > 1:
@@ -269,7 +273,7 @@ class Offload:
         batch = self.owner.own(sequences)
         listed = counts("query_counts", query_counts, len(batch))
         first = None if starts is None else counts("starts", starts, len(batch))
-        step = begin(self.owner, batch, listed, first)
+        step = begin(self.owner, batch, listed, first, room)
         self._side.step_begun()
         return step
 

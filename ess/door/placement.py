@@ -102,6 +102,9 @@ class Placement(Protocol):
     def append(self, step: Step, layer: int, queries: range, rows: Array, keys: Array) -> None:
         """New rows of a layer, uint8 [queries, row_bytes], and their index keys or None."""
 
+    def places(self, step: Step, layer: int, queries: range) -> Tensor:
+        """Slots of the step's new rows of these queries in this layer's group."""
+
     def resolve(
         self,
         step: Step,
@@ -127,6 +130,12 @@ class Placement(Protocol):
 
     def host_codes(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor:
         """Codes that read the truth, whatever is resident."""
+
+    def record(self, step: Step) -> object:
+        """What the step's calls have queued, for steps that replay it."""
+
+    def replay(self, step: Step, recorded: object) -> None:
+        """A graph has queued it again."""
 
     def seal(self, step: Step, accepted: Kept) -> None:
         """Of each sequence's new rows the first `accepted` are kept, the others are gone."""

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from ess.door.arrays import HostArrays, StepArrays
 from ess.door.inflight import InFlight, Pending
 from ess.door.shelf import Shelf
+from ess.errors import BadInput
 from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.views import known
 from ess.kernels.memory import host_memory, memory_file
@@ -80,8 +81,8 @@ class Pools(ABC):
     shelf: Shelf | None
 
     @abstractmethod
-    def step_arrays(self, lines: list[int], query_counts: Many[int]) -> StepArrays:
-        """Of a step that begins now, over these lines of the tables."""
+    def step_arrays(self, lines: list[int], query_counts: Many[int], room: int) -> StepArrays:
+        """Of a step that begins now, over these lines of the tables, padded to `room` queries."""
 
     def slot_need(self, length_max: int | None) -> int:
         """Slots per group that a sequence of at most this length reserves."""
@@ -108,7 +109,9 @@ class HostPools(Pools):
     host_layers: tuple[Known, ...]
     at_once_bytes: int
 
-    def step_arrays(self, lines: list[int], query_counts: Many[int]) -> StepArrays:
+    def step_arrays(self, lines: list[int], query_counts: Many[int], room: int) -> StepArrays:
+        if room != sum(query_counts):
+            raise BadInput(f"room is {room}, but steps on the host have no pads")
         return HostArrays(self.tables, lines, query_counts)
 
     def at_once_max(self, *, waits: bool) -> int:

@@ -30,8 +30,7 @@ from ess.door.arrays import Array, Kept, StepArrays
 from ess.door.checks import in_range, kept_counts, token_ids
 from ess.door.owner import Owner
 from ess.door.placement import Resolution
-from ess.door.sequences.holding import grow
-from ess.door.sequences.sequence import Sequence, key_group, require_state
+from ess.door.sequences.sequence import Sequence, key_group
 from ess.errors import BadInput, BadState
 
 StepState = Literal["open", "sealed", "learned"]
@@ -51,6 +50,15 @@ class _Answer(NamedTuple):
     resolutions: tuple[Resolution, ...]
 
 
+class Recording(NamedTuple):
+    """What the calls of a step were, between `begin` and `seal`."""
+
+    query_count: int
+    row_counts: dict[int, int]
+    key_counts: dict[int, int]
+    placed: object
+
+
 class Step:
     """Made by `Offload.begin`. Query numbers count through the sequences in batch order.
 
@@ -60,7 +68,8 @@ class Step:
     number          of the step; they count up
     state           "open", "sealed" or "learned"
     sequences       the batch
-    query_counts    how many new rows each sequence brings, and query_count: all together
+    query_counts    how many new rows each sequence brings
+    query_count     all together, and pads behind them where the step has room for more
     firsts          of each sequence, the number of its first query
     appended        layers whose new rows are all there
     keyed           layer groups whose new index keys are all there
@@ -75,7 +84,11 @@ class Step:
     """
 
     def __init__(
-        self, owner: Owner, sequences: tuple[Sequence, ...], query_counts: list[int]
+        self,
+        owner: Owner,
+        sequences: tuple[Sequence, ...],
+        query_counts: list[int],
+        room: int,
     ) -> None:
         lines = [sequence.holding.line for sequence in sequences]
         self.owner = owner
@@ -83,9 +96,9 @@ class Step:
         self.state: StepState = "open"
         self.sequences = sequences
         self.query_counts = tuple(query_counts)
-        self.query_count = sum(query_counts)
+        self.query_count = room
         self.firsts: list[int] = np.cumsum([0, *query_counts[:-1]]).tolist()
-        self.arrays: StepArrays = owner.pools.step_arrays(lines, self.query_counts)
+        self.arrays: StepArrays = owner.pools.step_arrays(lines, self.query_counts, room)
         self.appended: set[int] = set()
         self.keyed: set[int] = set()
         self._row_counts: dict[int, int] = {}
@@ -135,19 +148,44 @@ class Step:
         """New rows of this layer, uint8 [queries, row_bytes], and their index keys, uint8 [queries,
         layout.index.key_bytes], which the first layer of a group has."""
         self._require_open()
-        pools = self.owner.pools
-        group, _ = pools.layout.place_of(layer)
-        part = self._part(queries)
+        pools, part = self.owner.pools, self._part(queries)
+        pools.layout.check_layer(layer)
         array = self.arrays.given(rows, "rows", "uint8", (len(part), pools.layout.row_bytes))
         self._require_next(f"layer {layer}", self._row_counts.get(layer, 0), part)
         if keys is not None:
-            key_group(pools.layout, layer)
             shape = len(part), pools.latent.keys.key_bytes
             keys = self.arrays.given(keys, "keys", "uint8", shape)
-            self._require_next(f"group {group}", self._key_counts.get(group, 0), part)
-            self._key_counts[group] = part.stop
+            self._require_keys_next(layer, part)
         self.owner.placement.append(self, layer, part, array, keys)
+        self._count(layer, part, has_keys=keys is not None)
+
+    def places(self, layer: int, *, queries: range | None = None) -> Tensor:
+        """Rows of `LayerMemory.slots` for the new rows, int32: an engine whose kernels write them
+        there, and keys to `row_ids` of `LayerMemory.key_pages`, says so by `wrote` and appends
+        nothing. -1 for a pad."""
+        self._require_open()
+        self.owner.pools.layout.check_layer(layer)
+        return self.owner.placement.places(self, layer, self._part(queries))
+
+    def wrote(self, layer: int, *, keys: bool = False, queries: range | None = None) -> None:
+        """New rows of this layer lie where `places` says, and with `keys` their index keys."""
+        self._require_open()
+        part = self._part(queries)
+        self._require_next(f"layer {layer}", self._row_counts.get(layer, 0), part)
+        if keys:
+            self._require_keys_next(layer, part)
+        self.owner.placement.places(self, layer, part)
+        self._count(layer, part, has_keys=keys)
+
+    def _require_keys_next(self, layer: int, part: range) -> None:
+        group = key_group(self.owner.pools.layout, layer)
+        self._require_next(f"group {group}", self._key_counts.get(group, 0), part)
+
+    def _count(self, layer: int, part: range, *, has_keys: bool) -> None:
+        group = self.owner.pools.layout.group_of(layer)
         self._row_counts[layer] = part.stop
+        if has_keys:
+            self._key_counts[group] = part.stop
         if part.stop == self.query_count:
             self.appended.add(layer)
             if self._key_counts.get(group) == self.query_count:
@@ -314,6 +352,30 @@ class Step:
             raise BadInput(f"queries is {queries!r}, must lie within 0..{self.query_count - 1}")
         return queries
 
+    # ---- graphs of a device
+
+    def record(self) -> Recording:
+        """What has been called, for steps that replay the graph that it was captured into. Compute
+        waits for all fetches: the last call of a capture."""
+        self._require_open()
+        counts = dict(self._row_counts), dict(self._key_counts)
+        placed = self.owner.placement.record(self)
+        return Recording(self.query_count, *counts, placed)
+
+    def replay(self, recording: Recording) -> None:
+        """A graph does all that was recorded; this step is ready to be sealed."""
+        self._require_open()
+        if recording.query_count != self.query_count or self._row_counts:
+            raise BadState(
+                f"step {self.number} has {self.query_count} queries and {len(self._row_counts)} "
+                f"layers appended; what was recorded has {recording.query_count} queries"
+            )
+        self.owner.placement.replay(self, recording.placed)
+        self._row_counts = dict(recording.row_counts)
+        self._key_counts = dict(recording.key_counts)
+        for made, counts in ((self.appended, self._row_counts), (self.keyed, self._key_counts)):
+            made.update(name for name, count in counts.items() if count == self.query_count)
+
     # ---- its end
 
     def commit(self, *, accepted: Many[int], tokens: Tokens = None) -> None:
@@ -403,7 +465,7 @@ class Step:
             raise BadState(f"step {self.number} is {self.state}")
 
     def check(self) -> None:
-        assert sum(self.query_counts) == self.query_count, f"{self!r}: {self.query_counts}"
+        assert sum(self.query_counts) <= self.query_count, f"{self!r}: {self.query_counts}"
         for counts_of in (self._row_counts, self._key_counts):
             assert all(0 < n <= self.query_count for n in counts_of.values()), counts_of
         full = {layer for layer, n in self._row_counts.items() if n == self.query_count}
@@ -411,42 +473,6 @@ class Step:
         for sequence in self.sequences:
             assert self.number in sequence.step_numbers, f"{sequence!r} does not know {self!r}"
             sequence.holding.check()
-
-
-def begin(
-    owner: Owner, sequences: tuple[Sequence, ...], query_counts: list[int], starts: list[int] | None
-) -> Step:
-    """PoolFull if the pages for the new rows do not fit: then nothing has changed."""
-    pools, total = owner.pools, sum(query_counts)
-    if len(set(sequences)) != len(sequences):
-        raise BadInput("a sequence is in the step twice")
-    if not 1 <= total <= pools.sizes.query_max:
-        raise BadInput(f"query_counts sum to {total}, must be 1..{pools.sizes.query_max}")
-    if total > owner.placement.new_rows_max:
-        raise BadInput(
-            f"{total} new rows do not fit a group of {owner.placement.new_rows_max} slots"
-        )
-    pools.inflight.settle()
-    for place, sequence in enumerate(sequences):
-        _check_turn(sequence, query_counts[place], None if starts is None else starts[place])
-    ends = [s.length_bound + count for s, count in zip(sequences, query_counts, strict=True)]
-    grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
-    step = owner.open_step = Step(owner, sequences, query_counts)
-    for sequence, count in zip(sequences, query_counts, strict=True):
-        sequence.progress.joined(step.number, count)
-    owner.placement.begin(step)
-    return step
-
-
-def _check_turn(sequence: Sequence, count: int, start: int | None) -> None:
-    require_state(sequence, "active")
-    sequence.progress.check_start(start)
-    limit = sequence.length_max or sequence.owner.pools.sizes.length_max
-    if count < 1 or sequence.length_bound + count > limit:
-        raise BadInput(
-            f"sequence {sequence.number}: {count} new rows after {sequence.length_bound}, "
-            f"must be at least 1 and end within {limit}"
-        )
 
 
 def _named(queries: range) -> str:

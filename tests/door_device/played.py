@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from ess.kernels.cuda.streams import CudaEvent
 from tests.door_device.doors import LAYOUT, LEADERS, STYLES, Doors, there
@@ -57,7 +58,7 @@ def test_a_tight_arena(made, style):
     """Rows give way, and where none can, others are read in place."""
     doors = made(chunks=3, seed=2)
     pairs = [doors.open(list(range(n, 3 * n)), promise="some") for n in (60, 90)]
-    for _turn in range(5):
+    for _turn in range(8):
         counts = doors.random.integers(1, 5, 2).tolist()
         accepted = [int(doors.random.integers(0, count + 1)) for count in counts]
         step(doors, pairs, counts, style, accepted)
@@ -186,3 +187,123 @@ def no_waits():
         yield
     finally:
         CudaEvent.wait, pretence.may_wait = wait, True
+
+
+def test_an_engine_writes_its_rows_itself(made):
+    """Kernels put new rows where `places` says; pads behind them have no place."""
+    doors = made(chunks=6, seed=8)
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (70, 33)]
+    for counts in ([2, 1], [1, 3], [3, 3]):
+        here = doors.host.begin([pair[0] for pair in pairs], query_counts=counts)
+        away = doors.device.begin([pair[1] for pair in pairs], query_counts=counts, room=8)
+        steps = Padded(here, away)
+        for layer in range(LAYOUT.layer_total):
+            steps.write(doors, layer)
+            steps.resolve(doors, layer)
+        doors.seal((here, away), [1, 1])
+        doors.learn()
+        doors.compare()
+    doors.audit()
+
+
+class Padded:
+    """A step of the host beside one of the device that has pads."""
+
+    def __init__(self, here, away):
+        self.here, self.away = here, away
+        self.count, self.room = here.query_count, away.query_count
+
+    def write(self, doors, layer):
+        rows, keys = doors.bytes(self.count, LAYOUT.row_bytes), doors.bytes(self.count, 12)
+        has_keys = layer in LEADERS
+        self.here.append(layer, rows, keys=keys if has_keys else None)
+        places = self.away.places(layer)
+        assert (places[self.count :] == -1).all()
+        doors.device.memory(layer).slots[places[: self.count].long()] = there(rows)
+        if has_keys:
+            self.write_keys(doors.device.memory(layer).key_pages, there(keys))
+        self.away.wrote(layer, keys=has_keys)
+
+    def write_keys(self, pages, keys):
+        rows = self.away.row_ids[: self.count].long()
+        values = pages[:, : 64 * 8].view(-1, 64, 8)
+        values[rows // 64, rows % 64] = keys[:, :8]
+        scales = pages[:, 64 * 8 :].view(-1, 64, 4)
+        scales[rows // 64, rows % 64] = keys[:, 8:]
+
+    def resolve(self, doors, layer):
+        selection, padded = None, None
+        if layer in LEADERS:
+            selection = doors.select((self.here, self.away), layer)
+            padded = np.pad(selection, ((0, self.room - self.count), (0, 0)), constant_values=-1)
+        here, away = self.here.resolve(layer, selection), self.away.resolve(layer, there(padded))
+        away.wait()
+        assert (away.slots[self.count :] == -1).all()
+        np.testing.assert_array_equal(away.slots[: self.count].cpu().numpy(), here.wait().slots)
+
+
+def test_a_graph_is_replayed_for_other_steps(made):
+    """What one step has queued is captured, and done again for later steps' rows and selections."""
+    doors = made(chunks=3, seed=9)
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (70, 90)]
+    layers, graph = Inputs(doors), torch.cuda.CUDAGraph()
+    recording, answers = None, None
+    for turn in range(5):
+        here = doors.host.begin([pair[0] for pair in pairs], query_counts=[2, 2])
+        away = doors.device.begin([pair[1] for pair in pairs], query_counts=[2, 2])
+        layers.draw(doors, here)
+        if turn < 2:
+            answers = layers.run(away)
+        elif recording is None:
+            with torch.cuda.graph(graph):
+                answers = layers.run(away)
+                recording = away.record()
+            graph.replay()
+        else:
+            away.replay(recording)
+            graph.replay()
+        for layer, slots in layers.expected.items():
+            np.testing.assert_array_equal(answers[layer].cpu().numpy(), slots, f"turn {turn}")
+        doors.seal((here, away), [1, 2])
+        doors.learn()
+        doors.compare()
+    doors.audit()
+
+
+class Inputs:
+    """New rows, keys and selections of four queries, in memory that stays where it is."""
+
+    def __init__(self, doors):
+        make = lambda *shape: torch.zeros(shape, dtype=torch.uint8, device="cuda:0")  # noqa: E731
+        layers = range(LAYOUT.layer_total)
+        self.rows = {layer: make(4, LAYOUT.row_bytes) for layer in layers}
+        self.keys = {layer: make(4, 12) for layer in LEADERS}
+        self.selections = {
+            layer: torch.zeros((4, LAYOUT.top_k), dtype=torch.int32, device="cuda:0")
+            for layer in LEADERS
+        }
+        self.out = {
+            layer: torch.zeros((4, LAYOUT.top_k), dtype=torch.int32, device="cuda:0")
+            for layer in layers
+        }
+
+    def draw(self, doors, here):
+        """The host's step runs with what the device's will find."""
+        self.expected = {}
+        for layer, rows in self.rows.items():
+            drawn, keys = doors.bytes(4, LAYOUT.row_bytes), doors.bytes(4, 12)
+            rows.copy_(there(drawn))
+            leads = layer in LEADERS
+            here.append(layer, drawn, keys=keys if leads else None)
+            selection = doors.select((here,), layer) if leads else None
+            if leads:
+                self.keys[layer].copy_(there(keys))
+                self.selections[layer].copy_(there(selection))
+            self.expected[layer] = here.resolve(layer, selection).wait().slots.numpy().copy()
+
+    def run(self, away):
+        for layer, rows in self.rows.items():
+            away.append(layer, rows, keys=self.keys.get(layer))
+            where = away.resolve(layer, self.selections.get(layer))
+            self.out[layer].copy_(where.wait().slots)
+        return self.out

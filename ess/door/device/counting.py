@@ -62,9 +62,12 @@ class Counting:
 
     # ---- on the device
 
-    def add(self, kind: Kind, reports: Tensor) -> None:
-        """[calls, groups, numbers of a report]"""
-        self.totals[KINDS.index(kind), :, :STORED] += reports.sum(dim=0)
+    def add(self, kind: Kind, reports: Tensor, groups: range | None = None) -> None:
+        """[calls, groups, numbers of a report]; of these groups, or of all."""
+        totals = self.totals[KINDS.index(kind), :, :STORED]
+        if groups is not None:
+            totals = totals[groups.start : groups.stop]
+        totals += reports.sum(dim=0)
 
     def add_landing(self, group: int, report: Tensor) -> None:
         """Of one call for this group."""

@@ -43,8 +43,8 @@ class DevicePools(Pools):
     counting: Counting
     layer_lists: tuple[Tensor, Tensor, Tensor]
 
-    def step_arrays(self, lines: list[int], query_counts: Many[int]) -> DeviceArrays:
-        return self.queries.begin(lines, query_counts)
+    def step_arrays(self, lines: list[int], query_counts: Many[int], room: int) -> DeviceArrays:
+        return self.queries.begin(lines, query_counts, room)
 
     def are_stored(self, group: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of these rows the host has, in all layers of the group."""
@@ -95,7 +95,7 @@ def build_device_pools(
         inflight=Pending(lane),
         shelf=None if disk is None else Shelf(latent, disk),
         lane=lane,
-        queries=Queries(tables, sizes.query_max),
+        queries=Queries(tables, keys, sizes.query_max),
         counting=Counting(lane, layout.group_count, sizes.sequence_max),
         layer_lists=_layer_lists(layout, latent.rows.shape[1], lane.home),
     )

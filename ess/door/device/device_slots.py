@@ -5,15 +5,14 @@ are fetched into which slots and which are read in place is decided by kernels, 
 bounds. Compute waits for a fetch where a `Resolution` is waited for, at the latest where its place
 in the ring of claims is needed again or the step is sealed; the host never waits.
 
-New rows claim their slots group by group, before the group's first selection is resolved: groups
-share no slot, so that is as good as all at once.
+The first call of a step that needs them claims slots for its new rows in all groups of the main
+model, as on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import Final, cast
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ess.door.arrays import Array, Kept
+from ess.door.device.answers import DeviceFetch, DeviceSplit, Recorded
 from ess.door.device.arenas import TICKET_MAX
 from ess.door.device.device_pools import DevicePools
 from ess.door.device.knowledge import Knowledge
@@ -31,7 +31,6 @@ from ess.door.device.queries import DeviceArrays
 from ess.door.device.sealing import Sealing
 from ess.door.device.uploads import upload, upload_into
 from ess.door.placement import LayerMemory, Resolution
-from ess.door.residency.slots import SplitViews
 from ess.door.sequences.sequence import Sequence
 from ess.door.step import Step
 from ess.errors import BadState
@@ -40,6 +39,7 @@ from ess.kernels.cuda.streams import CudaEvent
 from ess.kernels.streams import RowCopy
 from ess.pool.lru.cuda import Residency, forget_tickets
 from ess.pool.lru.cuda_audit import FINDINGS
+from ess.pool.lru.cuda_new_rows import NewRows
 from ess.pool.lru.cuda_shape import REPORT, Moment, ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.pool.warmup import WindowSet, last_windows, warm_set
@@ -48,53 +48,6 @@ from ess.units import PAGE_ROWS
 Rows = npt.NDArray[np.int32]
 
 RING: Final = 3
-LOCATES: Final = 1
-"""The part of a group's calls in which rows may be absent; part 0 finds slots for new rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFetch:
-    """One layer's copy: the step's `copy`-th, complete with the last layer of its group."""
-
-    slots: DeviceSlots
-    event: CudaEvent
-    copy: int
-    is_last: bool
-
-    def ask(self) -> None:
-        return
-
-    def wait(self) -> None:
-        self.slots.hold(self)
-
-    @property
-    def is_done(self) -> bool:
-        """The host does not know, and nothing that is queued depends on it."""
-        return False
-
-
-@dataclass(slots=True, eq=False)
-class DeviceSplit:
-    """Where a part's answer lies, with the names of ess.pool.lru.arena."""
-
-    slots: Tensor
-    hit: Tensor
-    miss: Tensor
-    place: Tensor
-    hit_count: Tensor
-    miss_count: Tensor
-    place_count: Tensor
-
-    @classmethod
-    def create(cls, query_max: int, top_k: int, home: torch.device) -> DeviceSplit:
-        lists = torch.full((4, query_max, top_k), -1, dtype=torch.int32, device=home)
-        counts = torch.zeros((3, query_max), dtype=torch.int32, device=home)
-        return cls(*lists.unbind(), *counts.unbind())
-
-    def views(self, count: int) -> SplitViews:
-        lists = self.hit[:count], self.miss[:count], self.place[:count], self.slots[:count]
-        counts = self.hit_count[:count], self.miss_count[:count], self.place_count[:count]
-        return *lists, *counts
 
 
 class DeviceSlots:
@@ -108,13 +61,14 @@ class DeviceSlots:
         self._sealing = Sealing(pools)
         self._memory = [layer_memory(pools, layer) for layer in range(pools.layout.layer_total)]
         self._make_selects()
-        self._make_writes()
+        self._make_others()
         self._prepared: dict[tuple[int, int, int], list[PreparedCopies]] = {}
         self._events: dict[tuple[int, int], CudaEvent] = {}
         self._constants: dict[int, Tensor] = {}
         self._findings = pools.ints(FINDINGS)
         self._fetches: list[DeviceFetch] = []
         self._claimed: set[int] = set()
+        self._written: list[range] = []
         self._copy_count = 0
         self._waited = 0
         self._resolved = np.zeros(pools.layout.group_count, np.int64)
@@ -142,25 +96,26 @@ class DeviceSlots:
         ]
         self._rows = torch.empty((sizes.query_max, width), dtype=torch.int32, device=home)
 
-    def _make_writes(self) -> None:
-        """One line of new rows, into a line of slots for each group."""
-        pools, layout, count = self.pools, self.pools.layout, self.pools.sizes.query_max
-        shape = ResolveShape.of(query_max=1, top_k=count, block_max=pools.sparse.block_max)
-        device, home = pools.lane.device, pools.lane.home
-        self._writing = ResidencyWorkspaces(
-            device, shape, pools.ints, group_count=layout.group_count, part_max=2, ring=1
+    def _make_others(self) -> None:
+        """What finds slots for new rows, and what locates rows that may be absent."""
+        pools, layout = self.pools, self.pools.layout
+        device, block_max = pools.lane.device, pools.sparse.block_max
+        self._writes = NewRows(
+            device,
+            pools.sparse.arenas,
+            pools.queries.new_rows,
+            self._works.now,
+            ints=pools.ints,
+            block_max=block_max,
         )
-        self._writes = [
-            Residency(device, arena, self._writing, group=group)
+        self.new_slots = self._writes.slots.view(layout.group_count, -1)
+        shape = ResolveShape.of(query_max=1, top_k=1, block_max=block_max)
+        self._locating = ResidencyWorkspaces(
+            device, shape, pools.ints, group_count=layout.group_count, ring=1
+        )
+        self._locates = [
+            Residency(device, arena, self._locating, group=group)
             for group, arena in enumerate(pools.sparse.arenas)
-        ]
-        unused = DeviceSplit.create(1, count, home)
-        self.new_slots = torch.full((layout.group_count, count), -1, dtype=torch.int32, device=home)
-        names = ("hit", "miss", "place", "hit_count", "miss_count", "place_count")
-        others = {name: getattr(unused, name) for name in names}
-        self._lines = [
-            DeviceSplit(slots=self.new_slots[group : group + 1], **others)
-            for group in range(layout.group_count)
         ]
 
     @property
@@ -186,9 +141,8 @@ class DeviceSlots:
         told = {"step": step.number, "ticket": ticket, "landed": ticket}
         told["behind"] = self._landings.behind()
         scarce = bool((self.knowledge.room() < 0).any())
-        for works, count in ((self._works, step.query_count), (self._writing, 1)):
-            stamps = scarce and works is self._works
-            now = now_of(**told, query_count=count, stamps=stamps)
+        for works, stamps in ((self._works, scarce), (self._locating, False)):
+            now = now_of(**told, query_count=step.query_count, stamps=stamps)
             upload_into(works.now, np.array(now, np.int32))
             works.begin(stream=pools.lane.compute)
 
@@ -207,19 +161,24 @@ class DeviceSlots:
         )
         pools.lane.mover.queue([copy], pools.lane.compute)
         if keys is not None:
-            pools.index.keys.write(group, step.row_ids[mine], keys)
+            arrays = cast(DeviceArrays, step.arrays)
+            pools.index.keys.write(group, arrays.key_places(), keys, first=queries.start)
+
+    def places(self, step: Step, layer: int, queries: range) -> Tensor:
+        group = self.pools.layout.group_of(layer)
+        self._claim(group)
+        slots: Tensor = self.new_slots[group, queries.start : queries.stop]
+        return slots
 
     def _claim(self, group: int) -> None:
-        """Slots for the step's new rows in this group."""
+        """Slots for the step's new rows in this group; all main groups are claimed together."""
         if group in self._claimed:
             return
-        self._claimed.add(group)
-        self._writes[group].claim_new(
-            self._lines[group],
-            self.pools.queries.new_rows,
-            stream=self.pools.lane.compute,
-            moment=Moment(copy=self._copy_count + 1, waited=self._waited),
-        )
+        main = range(self.pools.layout.main_group_count)
+        groups = main if group in main else range(group, group + 1)
+        self._writes.claim(groups, stream=self.pools.lane.compute)
+        self._claimed.update(groups)
+        self._written.append(groups)
 
     # ---- selections
 
@@ -274,7 +233,7 @@ class DeviceSlots:
         for layer, copies in zip(layers, self._copies(group, layers, moment), strict=True):
             event = self._event(layer, moment.part)
             lane.queue(copies, then=event)
-            made.append(DeviceFetch(self, event, moment.copy, layer == layers[-1]))
+            made.append(DeviceFetch(self.hold, event, moment.copy, layer == layers[-1]))
         self._fetches += made
         return tuple(made)
 
@@ -313,8 +272,8 @@ class DeviceSlots:
 
     def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
         """Rows may be absent here, so what this call's report calls faults are none."""
-        residency = self._writes[self.pools.layout.group_of(layer)]
-        return self._located(residency, step, layer, queries, selection, part=LOCATES)
+        residency = self._locates[self.pools.layout.group_of(layer)]
+        return self._located(residency, step, layer, queries, selection, part=0)
 
     def locate_all(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor | None:
         """Who asks has been told that all is resident; should a row be absent after all, the host
@@ -385,6 +344,24 @@ class DeviceSlots:
         codes = torch.where(newer, slots, -2 - host_rows).view_as(selection)
         return torch.where(chosen, codes, -1)
 
+    # ---- graphs
+
+    def record(self, step: Step) -> Recorded:
+        """Compute waits for all copies, so that what has been captured ends where it began."""
+        if self._fetches:
+            self.hold(self._fetches[-1])
+        assert self._waited == self._copy_count, f"{step!r}: a copy was not waited for"
+        return Recorded(self._copy_count, tuple(self._written), self._resolved.copy())
+
+    def replay(self, step: Step, recorded: object) -> None:
+        """The kernels of a graph have done, or will do, what the recorded step's calls queued."""
+        assert isinstance(recorded, Recorded), f"{step!r} replays {recorded!r}"
+        assert not self._claimed, f"{step!r}: a step is replayed whole"
+        self._copy_count = self._waited = recorded.copy_count
+        self._written += recorded.written
+        self._claimed.update(group for groups in recorded.written for group in groups)
+        self._resolved += recorded.resolved
+
     # ---- the end of a step
 
     def seal(self, step: Step, accepted: Kept) -> None:
@@ -404,13 +381,16 @@ class DeviceSlots:
         self._copy_count = self._waited = 0
         self._fetches.clear()
         self._claimed.clear()
+        self._written.clear()
 
     def _count(self, step: Step) -> None:
         """What all calls of the step have reported, but for those that may meet absent rows."""
         shape = (-1, self.pools.layout.group_count, len(REPORT))
         counting = self.pools.counting
         counting.add("select", self._works.reports.view(shape))
-        counting.add("write", self._writing.reports.view(shape)[:LOCATES])
+        for groups in self._written:
+            reports = self._writes.reports.view(shape)[:, groups.start : groups.stop]
+            counting.add("write", reports, groups)
         at_most = self._resolved + step.query_count
         counting.claims(
             at_most, [each.number for each in step.sequences], new_rows=step.query_count

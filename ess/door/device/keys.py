@@ -6,7 +6,8 @@ at 128K, do not pass through the compute stream; it waits for them where a step 
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,17 @@ from ess.pool.latent import LatentPool
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 
+WORD: Final = 4
+
+
+class KeyPlaces(NamedTuple):
+    """Rows of a layer's pages, seen as equal pieces: `pieces` of them have a key's values, a word
+    its scale."""
+
+    values: Tensor
+    scales: Tensor
+    pieces: int
+
 
 class DeviceKeys:
     def __init__(
@@ -31,6 +43,8 @@ class DeviceKeys:
         self.key_bytes = 0 if codec is None else codec.key_bytes
         self._value_bytes = 0 if codec is None else codec.value_bytes
         self._lane = lane
+        self._page_bytes = PAGE_ROWS * self.key_bytes
+        self._unit = math.gcd(self._value_bytes, self._page_bytes)
         shape = (layout.key_layer_count, page_count, PAGE_ROWS * self.key_bytes)
         self.pages = torch.full(shape, 0xFF if poison else 0, dtype=torch.uint8, device=lane.home)
         split = PAGE_ROWS * self._value_bytes
@@ -42,21 +56,48 @@ class DeviceKeys:
     def layer_count(self) -> int:
         return int(self.pages.shape[0])
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor) -> None:
-        """`keys` [n, key_bytes] of the device to row ids of the device."""
-        page, offset = _places(rows)
-        self._values[layer].index_put_((page, offset), keys[:, : self._value_bytes])
+    def places(self, rows: Tensor) -> KeyPlaces:
+        """Where keys of these row ids lie in their layers' pages; -1 for a row of no page."""
+        page, offset = torch.div(rows, PAGE_ROWS, rounding_mode="floor"), rows % PAGE_ROWS
+        pieces = self._value_bytes // self._unit if self.key_bytes else 0
+        steps = torch.arange(pieces, dtype=torch.int32, device=rows.device)
+        first = page * (self._page_bytes // max(1, self._unit)) + offset * pieces
+        values = torch.where(rows < 0, -1, first).unsqueeze(1) + steps * (rows >= 0).unsqueeze(1)
+        split = PAGE_ROWS * self._value_bytes
+        scales = (page * self._page_bytes + split) // WORD + offset
+        return KeyPlaces(values.reshape(-1), torch.where(rows < 0, -1, scales), pieces)
+
+    def write(self, layer: int, places: KeyPlaces, keys: Tensor, *, first: int = 0) -> None:
+        """`keys` [n, key_bytes] of the device, to the places from the first-th on."""
+        lane, pages, size = self._lane, self.pages[layer], len(keys) * places.pieces
+        begin = first * places.pieces
+        values = keys[:, : self._value_bytes].reshape(size, self._unit)
+        copies = [
+            RowCopy(
+                source=values,
+                target=pages.view(-1, self._unit),
+                target_rows=places.values[begin : begin + size],
+            )
+        ]
         if self.key_bytes > self._value_bytes:
-            self._scales[layer].index_put_((page, offset), keys[:, self._value_bytes :])
+            copies.append(
+                RowCopy(
+                    source=keys[:, self._value_bytes :],
+                    target=pages.view(-1, WORD),
+                    target_rows=places.scales[first : first + len(keys)],
+                )
+            )
+        lane.mover.queue(copies, lane.compute)
 
     def read(self, rows: Tensor) -> Tensor:
         """[layers, n, key_bytes], of the device."""
-        page, offset = _places(rows)
+        page = torch.div(rows, PAGE_ROWS, rounding_mode="floor").long()
+        offset = (rows % PAGE_ROWS).long()
         return torch.cat((self._values[:, page, offset], self._scales[:, page, offset]), dim=2)
 
     def upload(self, layer: int, rows: PageIds, keys: npt.NDArray[np.uint8]) -> None:
         home = self._lane.home
-        self.write(layer, upload(rows, home), upload(keys, home))
+        self.write(layer, self.places(upload(rows, home)), upload(keys, home))
 
     def load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
         """Whole pages of the host, as far as they have keys; of others nobody reads any."""
@@ -85,10 +126,6 @@ class DeviceKeys:
     def copy_page(self, source: int, target: int) -> None:
         assert source != target, f"page {source} onto itself"
         self.pages[:, target] = self.pages[:, source]
-
-
-def _places(rows: Tensor) -> tuple[Any, Any]:
-    return torch.div(rows, PAGE_ROWS, rounding_mode="floor").long(), (rows % PAGE_ROWS).long()
 
 
 def _by_key(part: Tensor) -> Tensor:

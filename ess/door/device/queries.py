@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ess.door.arrays import Kept, places, require_same
 from ess.door.checks import kept_counts
+from ess.door.device.keys import DeviceKeys, KeyPlaces
 from ess.door.device.maps import DeviceTables, rows_of
 from ess.door.device.uploads import given, upload, upload_into
 from ess.errors import BadInput
@@ -33,8 +34,9 @@ class Sealed(Protocol):
 class Queries:
     """The memory of the arrays of all steps, one after the other."""
 
-    def __init__(self, tables: DeviceTables, query_max: int) -> None:
+    def __init__(self, tables: DeviceTables, keys: DeviceKeys, query_max: int) -> None:
         self.tables = tables
+        self.keys = keys
         self.home = tables.maps.lines.device
         self.memory = torch.full((6, query_max), NO_ROW, dtype=torch.int32, device=self.home)
 
@@ -43,30 +45,38 @@ class Queries:
         """[1, query_max]: the row ids of the latest step's new rows, and -1 behind them."""
         return self.memory[ROW : ROW + 1]
 
-    def begin(self, lines: list[int], query_counts: Many[int]) -> DeviceArrays:
+    def begin(self, lines: list[int], query_counts: Many[int], room: int) -> DeviceArrays:
+        """Pads behind the queries, as far as there is `room`, have no position and no row."""
         self.tables.maps.flush()
         sequence_of, offset = places(query_counts)
-        known = np.stack([np.array(lines, np.int32)[sequence_of], offset, sequence_of])
-        mine, count = self.memory[:, : len(offset)], len(offset)
-        upload_into(mine[:START], known.astype(np.int32))
+        count, mine = len(offset), self.memory[:, :room]
+        known = np.zeros((START, room), np.int32)
+        known[:, :count] = np.array(lines, np.int32)[sequence_of], offset, sequence_of
+        upload_into(mine[:START], known)
         maps = self.tables.maps
         mine[START] = maps.lengths.index_select(0, mine[LINE])
         positions = mine[START] + mine[OFFSET]
         mine[STOP] = positions + 1
         mine[ROW] = rows_of(maps, mine[LINE], positions)
+        mine[START : STOP + 1, count:] = 0
         self.memory[ROW, count:] = NO_ROW
-        return DeviceArrays(self, lines, count)
+        return DeviceArrays(self, lines, room, count)
 
 
 class DeviceArrays:
-    def __init__(self, queries: Queries, lines: list[int], count: int) -> None:
+    """`new_count` of the queries bring rows, the others are pads."""
+
+    def __init__(self, queries: Queries, lines: list[int], room: int, new_count: int) -> None:
+        self.new_count = new_count
+        self._keys = queries.keys
+        self._key_places: KeyPlaces | None = None
         self._tables = queries.tables
         self._home = queries.home
         self._lines = lines
         self.lines = upload(np.array(lines, np.int32), self._home)
         self._known: list[int] | None = None
         self.seal: Sealed | None = None
-        mine = queries.memory[:, :count]
+        mine = queries.memory[:, :room]
         self.query_line, self.query_offset, self.sequence_of = (
             mine[LINE],
             mine[OFFSET],
@@ -84,6 +94,12 @@ class DeviceArrays:
         if appended_count == 0:
             return self.query_start
         return torch.cat((self.query_stop[:appended_count], self.query_start[appended_count:]))
+
+    def key_places(self) -> KeyPlaces:
+        """Where the index keys of the new rows go."""
+        if self._key_places is None:
+            self._key_places = self._keys.places(self.row_ids)
+        return self._key_places
 
     def given(self, value: Any, name: str, dtype: str, shape: tuple[int | None, ...]) -> Tensor:
         return given(value, name, dtype, shape, self._home)

@@ -72,7 +72,8 @@ class Sealing:
         """`groups` have claimed; of each whether all of its layers have the new rows."""
         assert self._unsettled is None, f"{step!r}: the step before it was not settled"
         place, pools = self._take(), self._pools
-        keep = accepted.clamp(min=0).index_select(0, arrays.sequence_of) > arrays.query_offset
+        count = arrays.new_count
+        keep = accepted.index_select(0, arrays.sequence_of[:count]) > arrays.query_offset[:count]
         stored: list[int] = []
         for part, is_whole in _runs(groups):
             stays = keep if is_whole else torch.zeros_like(keep)
@@ -90,7 +91,7 @@ class Sealing:
             copies = self._stores(place, arrays, keep, slice(stored[0], stored[-1] + 1), new_slots)
             pools.lane.mover.queue(copies, pools.lane.steps.handle)
         place.event.record(pools.lane.steps.handle)
-        made = SealedStep(pools, place, step, stored, step.query_count)
+        made = SealedStep(pools, place, step, stored, count)
         pools.inflight.track(place.event, made.landed)
         pools.counting.send()
         return made
@@ -105,13 +106,12 @@ class Sealing:
 
     def _leave(self, groups: slice, keep: Tensor, arrays: DeviceArrays, new_slots: Tensor) -> None:
         """Rows that are not kept leave the slots that these groups have claimed for them."""
-        sparse, count = self._pools.sparse, len(arrays.row_ids)
-        slots = new_slots[groups, :count]
-        rows = arrays.row_ids.long()
+        sparse, rows = self._pools.sparse, arrays.row_ids[: arrays.new_count]
+        slots = new_slots[groups, : arrays.new_count]
         named = sparse.slot_of[groups]
-        named.index_copy_(1, rows, torch.where(keep, slots, -1))
+        named.index_copy_(1, rows.long(), torch.where(keep, slots, -1))
         flat, keeps = slots.reshape(-1).long(), keep.expand_as(slots).reshape(-1)
-        every = arrays.row_ids.expand_as(slots).reshape(-1)
+        every = rows.expand_as(slots).reshape(-1)
         sparse.row_of.index_copy_(0, flat, torch.where(keeps, every, -1))
         sparse.dirty.index_copy_(0, flat, keeps.to(torch.uint8))
 
@@ -120,7 +120,7 @@ class Sealing:
     ) -> list[RowCopy]:
         """The kept rows of all layers of these groups in one copy: slots of all members are rows of
         one slab, and rows of all layers lie in one matrix behind one another."""
-        pools, count = self._pools, len(arrays.row_ids)
+        pools, count = self._pools, arrays.new_count
         place.slots[groups, :count] = torch.where(keep, new_slots[groups, :count], -1)
         first, last = pools.layout.groups[groups.start][0], pools.layout.groups[groups.stop - 1][-1]
         owners, members, firsts = (part[first : last + 1] for part in pools.layer_lists)
@@ -144,11 +144,11 @@ class Sealing:
         size = keys.layer_count * count
         if not size:
             return []
-        place.keys[:size].view(keys.layer_count, count, -1).copy_(keys.read(arrays.row_ids))
+        place.keys[:size].view(keys.layer_count, count, -1).copy_(keys.read(arrays.row_ids[:count]))
         return [RowCopy(source=place.keys[:size], target=torch.from_numpy(place.host_keys)[:size])]
 
     def _host_rows(self, arrays: DeviceArrays) -> Tensor:
-        maps, rows = self._pools.tables.maps, arrays.row_ids
+        maps, rows = self._pools.tables.maps, arrays.row_ids[: arrays.new_count]
         pages = torch.div(rows, PAGE_ROWS, rounding_mode="floor")
         host_rows: Tensor = maps.host_page_of.index_select(0, pages) * PAGE_ROWS + rows % PAGE_ROWS
         return host_rows

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,10 @@ class Slots:
             slots=self._claim(step, group)[mine],
             rows=rows,
         )
+
+    def places(self, step: Step, layer: int, queries: range) -> Tensor:
+        group = self.pools.layout.group_of(layer)
+        return torch.from_numpy(self._claim(step, group)[queries.start : queries.stop])
 
     def _claim(self, step: Step, group: int) -> Ints:
         """The slots of the step's new rows in this group; all main groups are claimed together."""
@@ -203,6 +207,12 @@ class Slots:
         return torch.from_numpy(codes)
 
     # ---- the end of a step
+
+    def record(self, step: Step) -> NoReturn:
+        raise BadState(f"step {step.number} is on the host: there are no graphs to replay")
+
+    def replay(self, step: Step, recorded: object) -> NoReturn:
+        self.record(step)
 
     def seal(self, step: Step, accepted: Kept) -> None:
         pools = self.pools
