@@ -204,12 +204,15 @@ __device__ void name_first(const Resolve& call, i32 query, const Columns& column
         row[i] = holds ? call.selection.rows[call.entry(query, column[i])] : kPad;
         is_open[i] = holds && (lists || call.slots[call.place_of(query, column[i])] == kAbsent);
     }
+    Columns holder;
 #pragma unroll
     for (i32 i = 0; i < kColumns; i++) {
-        const i32 claim = kClaim + i32(call.entry(query, column[i]));
-        first[i] = is_open[i] && call.selection.names(row[i]) &&
-                   load_relaxed(&call.arena.slot_of[row[i]]) == claim;
+        const bool is_named = is_open[i] && call.selection.names(row[i]);
+        holder[i] = is_named ? load_relaxed(&call.arena.slot_of[row[i]]) : 0;
     }
+#pragma unroll
+    for (i32 i = 0; i < kColumns; i++)
+        first[i] = holder[i] == kClaim + i32(call.entry(query, column[i]));
 }
 
 __device__ void count_rows(const Resolve& call, i32 query, Desk& desk) {
@@ -253,7 +256,13 @@ __device__ bool gives_way(const Resolve& call, i32 i, i32 slot, i32 before, i64 
     return false;
 }
 
-__device__ void hand_over(const Resolve& call, i32 i, i64 entry, i32 row, i32 slot, i32 before) {
+// What was read ahead for a row that gets a slot.
+struct Ahead {
+    i32 step, ticket, page;
+};
+
+__device__ void hand_over(const Resolve& call, i32 i, i64 entry, i32 row, i32 slot, i32 before,
+                          Ahead ahead) {
     const Arena& arena = call.arena;
     if (before >= 0) {
         store_relaxed(&arena.slot_of[before], -1);
@@ -261,19 +270,20 @@ __device__ void hand_over(const Resolve& call, i32 i, i64 entry, i32 row, i32 sl
     }
     store_relaxed(&arena.slot_of[row], slot);
     arena.row_of[slot] = row;
-    arena.last_use[slot] = call.moment.now->step - (call.purpose == kWarms ? call.age(entry) : 0);
-    arena.ticket_of[slot] = call.purpose == kWrites ? 0 : call.moment.ticket();
+    arena.last_use[slot] = ahead.step - (call.purpose == kWarms ? call.age(entry) : 0);
+    arena.ticket_of[slot] = call.purpose == kWrites ? 0 : ahead.ticket;
     if (call.purpose == kWrites) arena.dirty[slot] = 1;
-    else call.claimed_host_rows[i] = call.host_row(row);
+    else call.claimed_host_rows[i] = call.host_row(row, ahead.page);
 }
 
 __device__ void assign(const Resolve& call, i32 query, Desk& desk) {
     if (call.pending[query] == 0) return;
     const Flags none = {};
-    const i32 claimed = claim_count(*call.report);
+    const i32 claimed = claim_count(*call.report), step = call.moment.now->step;
+    const i32 ticket = call.moment.ticket();
     i32 next = call.first_count[query];
     for (i32 base = 0; base < call.selection.width; base += kColumns * kThreads) {
-        Columns column, row, slot, before;
+        Columns column, row, slot, before, page;
         Flags first;
         columns_from(base, column);
         name_first(call, query, column, row, first);
@@ -284,15 +294,17 @@ __device__ void assign(const Resolve& call, i32 query, Desk& desk) {
             slot[i] = first[i] && at < claimed ? call.claimed_slots[at] : -1;
         }
 #pragma unroll
-        for (i32 i = 0; i < kColumns; i++)
+        for (i32 i = 0; i < kColumns; i++) {
             before[i] = slot[i] < 0 ? -1 : call.arena.row_of[slot[i]];
+            page[i] = slot[i] < 0 ? -1 : call.host_page(row[i]);
+        }
 #pragma unroll
         for (i32 i = 0; i < kColumns; i++) {
             if (!first[i]) continue;
             const i32 at = next + ranks.before[i][0];
             const i64 entry = call.entry(query, column[i]);
             if (slot[i] >= 0 && gives_way(call, at, slot[i], before[i], entry))
-                hand_over(call, at, entry, row[i], slot[i], before[i]);
+                hand_over(call, at, entry, row[i], slot[i], before[i], {step, ticket, page[i]});
             else store_relaxed(&call.arena.slot_of[row[i]], -1);
         }
         next += ranks.total[0];
@@ -326,7 +338,7 @@ __device__ void serve(const Resolve& call, i32 query, Desk& desk) {
         for (i32 i = 0; i < kColumns; i++) {
             is_miss[i] = mark[i] < kPad && slot[i] >= 0;
             is_place[i] = mark[i] < kPad && slot[i] < 0;
-            host[i] = is_place[i] ? call.host_row(row[i]) : -1;
+            host[i] = is_place[i] ? call.host_row(row[i], call.host_page(row[i])) : -1;
             if (is_place[i]) slot[i] = host[i] < 0 ? kPad : -2 - host[i];
             if (mark[i] < kPad) call.slots[call.place_of(query, column[i])] = slot[i];
         }

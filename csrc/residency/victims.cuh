@@ -64,11 +64,15 @@ struct Resolve {
         return (arena.slot_count() + kTileSlots - 1) / kTileSlots;
     }
 
-    // Where a row is on the host, -1 if nowhere.
-    __device__ i32 host_row(i32 row) const {
-        if (host_page_of == nullptr) return -1;
-        const i32 page = host_page_of[row / kPageRows], offset = row % kPageRows;
-        if (page < 0 || !was_written(page, offset)) atomicAdd(&report->unwritten, 1);
+    __device__ i32 host_page(i32 row) const {
+        return host_page_of == nullptr ? -1 : host_page_of[row / kPageRows];
+    }
+
+    // Where a row of this page is on the host, -1 if nowhere. New rows are on none.
+    __device__ i32 host_row(i32 row, i32 page) const {
+        const i32 offset = row % kPageRows;
+        if (host_page_of != nullptr && (page < 0 || !was_written(page, offset)))
+            atomicAdd(&report->unwritten, 1);
         return page < 0 ? -1 : page * kPageRows + offset;
     }
 
