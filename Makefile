@@ -9,7 +9,7 @@ NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/residency/*.cpp csrc/resid
 # Where two targets are asked for, the second runs even if the first has failed.
 MAKEFLAGS += --keep-going
 
-.PHONY: serve test check bench test-gpu bench-gpu clean
+.PHONY: serve test test-long check bench test-gpu bench-gpu clean
 
 # The CPU build of torch is pinned first: a looser request would pull gigabytes of CUDA.
 define INSTALL
@@ -36,7 +36,11 @@ serve: $(SERVES)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 test: check
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not long and not gpu"
+
+# Campaigns: the same checks as in `make test`, over many more inputs.
+test-long: $(STAMP)
+	$(PYTEST) -m "long and not gpu"
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

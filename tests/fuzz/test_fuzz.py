@@ -65,6 +65,7 @@ def test_the_corpus_and_some_fresh_inputs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
 def test_many_fresh_inputs(name: str, tmp_path: Path) -> None:
     fuzzed(name, FRESH[name] * SLOW_FACTOR, seed=2, folder=tmp_path)

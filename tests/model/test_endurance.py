@@ -65,6 +65,7 @@ def calls_made(eng, count: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [0, 1])
 def test_ten_thousand_short_requests(depth):
     eng = engine("v32", modes="none", depth=depth, budget_every=0)

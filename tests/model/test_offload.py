@@ -32,6 +32,7 @@ def test_on_the_real_lanes(lane):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fifty_thousand_operations():
     worlds = [
         drive(World(layout, 1000 + seed), 500) for seed in range(50) for layout in (SINGLE, GROUPED)

@@ -58,7 +58,7 @@ def seen(name: str, found: Apart) -> Apart:
     return found
 
 
-@pytest.mark.parametrize("context", SIZES)
+@pytest.mark.parametrize("context", [min(SIZES), pytest.param(max(SIZES), marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", [FP8, SERVED], ids=lambda form: form.name)
 def test_low_precision_is_near_float32(context: int, form: Form) -> None:
     found = seen(form.name, apart(logits(context)[EXACT, "none"], logits(context)[form, "none"]))

@@ -183,6 +183,7 @@ def test_three_thousand_bodies():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_thousand_bodies():
     for seed in range(10):
         storm(10_150, seed=seed)

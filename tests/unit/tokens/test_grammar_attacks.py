@@ -18,6 +18,8 @@ from ess.engine.tokens.grammar import Grammar, Grammars
 from ess.errors import BadInput
 from tests.unit.tokens.test_grammar import END, VOCABULARY, matcher, texts, tokenizer
 
+LONG = (pytest.mark.slow, pytest.mark.long)
+
 pytest.importorskip("llguidance")
 
 
@@ -101,7 +103,7 @@ def processor_s(process: int) -> float:
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.parametrize(("seed", "count"), [(1, 25), pytest.param(2, 600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seed", "count"), [(1, 25), pytest.param(2, 600, marks=LONG)])
 def test_drawn_grammars_are_followed_or_refused(fresh, seed, count):
     """Whatever they are: no other error, and no more processor time than their limits allow."""
     rng, compiled_count, step_count = random.Random(seed), 0, 0

@@ -337,5 +337,6 @@ def test_100_damaged_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_10_000_damaged_checkpoints(tmp_path: Path) -> None:
     campaign(10_000, 2, tmp_path)
