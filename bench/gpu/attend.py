@@ -101,7 +101,8 @@ class Bench:
         layer = self.layer
         counts = torch.full((len(named),), named.shape[1], dtype=torch.int32, device="cuda")
         given = layer.queries, layer.slab, Lists(named, counts), ROWS
-        attend_lists(*given, scale=SCALE, placed=layer.host, into=layer.partials[0])
+        into = layer.partials[0]
+        attend_lists(*given, scale=SCALE, placed=layer.host, into=into, balanced=True)
 
     def flash_mla(self, theirs: FlashMla) -> Iterator[Row]:
         """A whole selection, and parts of it down to the shortest list that FlashMLA takes."""

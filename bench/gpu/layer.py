@@ -242,6 +242,7 @@ class LayerStages:
             scale=SCALE,
             into=Partial(*(tensor[at] for tensor in layer.partials[side])),
             spare_sms=spare_sms,
+            balanced=True,
             adds=adds,
         )
 
@@ -348,6 +349,7 @@ def measure(layer: Layer, *, replays: int = REPLAYS) -> dict[str, list[float]]:
         "dba": lambda: finish(dba(moving)),
         "copy": lambda: copy_missing(layer, whole),
         "attend 0": run(moving.attend_resident),
+        "attend 0 on the whole device": run(resting.attend_resident),
         "attend 0 and copy": beside,
         "attend all": run(resting.attend_all),
         "attend 1": run(moving.attend_fetched),
@@ -359,7 +361,37 @@ def measure(layer: Layer, *, replays: int = REPLAYS) -> dict[str, list[float]]:
         ),
     }
     taken = {name: captured_us(layer.compute, run, replays=replays) for name, run in work.items()}
+    alone = statistics.median(taken["attend 0"])
+    turns = 2 + round(alone / max(statistics.median(taken["copy"]), 1.0))
+    name = "attend 0 while copies run"
+    taken[name] = under_copies_us(layer, work["attend 0"], turns, replays=replays)
     return taken | in_both_orders(layer, {"all": resting, "all but 4": moving}, where, replays)
+
+
+def under_copies_us(
+    layer: Layer, attend: Callable[[], Any], turns: int, *, replays: int
+) -> list[float]:
+    """Attn0 from its own start to its own end, while so many copies that it cannot outlast them run
+    one after the other."""
+    whole = range(layer.point.batch)
+    copies = captured(lambda: copy_missing(layer, whole), layer.copies)
+    attention = captured(attend, layer.compute)
+    samples = []
+    for _ in range(replays):
+        begun = CUDA.Event()
+        start, end = (CUDA.Event(enable_timing=True) for _ in range(2))
+        begun.record(layer.copies)
+        layer.compute.wait_event(begun)
+        with torch.cuda.stream(layer.copies):
+            for _ in range(turns):
+                copies.replay()
+        start.record(layer.compute)
+        with torch.cuda.stream(layer.compute):
+            attention.replay()
+        end.record(layer.compute)
+        torch.cuda.synchronize()
+        samples.append(1e3 * start.elapsed_time(end))
+    return samples[replays // 5 :]
 
 
 def in_both_orders(
@@ -397,13 +429,14 @@ def rows_of(point: Point, batch: Batch, samples: dict[str, list[float]]) -> list
 
 
 def _interference(medians: dict[str, float], config: dict[str, Any]) -> Row:
-    """Attention and the copy together against the longer of them: 1 if neither slows the other."""
-    longer = max(medians["attend 0"], medians["copy"])
+    """Attn0 with copies beside it all along, on the multiprocessors that it leaves them, against
+    Attn0 with the whole device to itself."""
+    alone = "attend 0 on the whole device"
     return row(
         "layer: attend 0 beside the copy",
         "us",
-        [medians["attend 0 and copy"]],
-        baseline=("the longer alone", longer),
+        [medians["attend 0 while copies run"]],
+        baseline=(alone, medians[alone]),
         target=1 / SLOWDOWN_MAX,
         **config,
     )

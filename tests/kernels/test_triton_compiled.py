@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tests.support.compiled import (
     ATTEND,
     LOGITS,
+    TOP_K,
     Figures,
     attention_of,
     compiled,
@@ -26,6 +27,7 @@ from tests.support.compiled import (
     linear_of,
     logits_of,
     products_of,
+    top_k_of,
     types,
 )
 
@@ -34,10 +36,6 @@ REGISTERS = 64 << 10
 # What is spilled outside the loop: values that are the same for every task, and with `adds` a part
 # of the partial that is taken over.
 SPILLED_MAX = {False: 24, True: 256}
-TOP_K = types(
-    "*fp32: logits kept, *i32: lengths out positions slots slot_of table,"
-    "i32: k logit_stride table_stride"
-)
 SPREAD = types("*fp32: logits, *i32: lengths known, i32: k logit_stride")
 COPY = types(
     "*i64: source target, *i32: source_rows target_rows count, i32: source_stride target_stride"
@@ -146,11 +144,10 @@ def test_experts_in_float32_compile_without_spills() -> None:
 
 
 def test_the_small_kernels_compile_without_spills() -> None:
-    from ess.kernels.cuda.triton import copy, index
-    from ess.kernels.cuda.triton.device import attend, partials, shares, topk
+    from ess.kernels.cuda.triton import copy
+    from ess.kernels.cuda.triton.device import attend, partials, shares
     from ess.kernels.cuda.triton.device import copy as device
 
-    sizes = {"ROOM": index.ROOM, "SAMPLE": index.SAMPLE, "BLOCK": index.BLOCK}
     width = {"WIDTH": 512, "PADDED": 512}
     sides = types("*fp32: first_out first_lse second_out second_lse out lse")
     parts = types(
@@ -160,7 +157,7 @@ def test_the_small_kernels_compile_without_spills() -> None:
     shared = types("*i32: counts cuts pieces, i32: query_count head_blocks")
     lists = types("*i32: slots named counts, i32: width slot_stride")
     for binary in (
-        compiled(topk.top_k, TOP_K, sizes | {"HAS_SLOTS": True}, num_warps=8),
+        top_k_of(),
         compiled(partials.merge, sides, width, enable_fp_fusion=False),
         compiled(partials.join, parts, width | piece),
         compiled(shares.lay_out, shared, {"KEYS": 64, "BLOCKS_MIN": 2, "IS_CUT": True}),

@@ -25,6 +25,7 @@ from ess.kernels.cuda.triton.device import finish as finishing
 from ess.kernels.cuda.triton.device import grouped as experts
 from ess.kernels.cuda.triton.device import index as keys
 from ess.kernels.cuda.triton.device import linear as dense
+from ess.kernels.cuda.triton.device import topk
 from ess.kernels.cuda.triton.shapes import CANDIDATES, Shape
 from ess.layout import IndexCodec, RowCodec, RowForm
 
@@ -59,6 +60,10 @@ LOGITS = types(
 )
 PRODUCTS = types("*i32: begin ends, *fp32: scales, i32: token_stride out_stride expert_count")
 LINEAR = types("*u8: codes weights, *fp32: sizes scales, *i16: out, i32: count out_stride")
+TOP_K = types(
+    "*fp32: logits kept, *i32: lengths out positions slots slot_of table,"
+    "i32: k logit_stride table_stride"
+)
 TURN = types(
     "*fp32: cos sin, *i16: out, i32: line_count heads token_stride head_stride, fp32: factor"
 )
@@ -156,7 +161,9 @@ def attention_of(shape: Shape, form: RowForm, *, adds: bool = False, capability:
     return compiled(attention.attend, ATTEND, given, **options)
 
 
-def logits_of(kind: str, dtype: torch.dtype, codec: IndexCodec, *, each: int = 1) -> Any:
+def logits_of(
+    kind: str, dtype: torch.dtype, codec: IndexCodec, *, each: int = 1, capability: int = 90
+) -> Any:
     """A count of one is a constant for Triton."""
     is_half = index.in_half(dtype, codec)
     shape = index.logits_shape(is_half=is_half, queries_per_request=each)
@@ -167,11 +174,16 @@ def logits_of(kind: str, dtype: torch.dtype, codec: IndexCodec, *, each: int = 1
     if shape.each == 1:
         del names["each"]
         given["each"] = 1
-    return compiled(keys.logits, names, given, num_warps=shape.warps, num_stages=shape.stages)
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    return compiled(keys.logits, names, given, capability=capability, **options)
 
 
 def products_of(
-    shape: grouped.Shape, weight: torch.dtype, *, token: torch.dtype = torch.bfloat16
+    shape: grouped.Shape,
+    weight: torch.dtype,
+    *,
+    token: torch.dtype = torch.bfloat16,
+    capability: int = 90,
 ) -> Any:
     """Of 32 experts as wide and deep as those of DeepSeek-V3.2."""
     weights = torch.empty(32, 4096, 7168, dtype=weight, device="meta")
@@ -179,7 +191,8 @@ def products_of(
     given["HAS_BEGIN"] = False
     pointers = {"tokens": POINTERS[token], "weights": POINTERS[weight], "out": POINTERS[token]}
     options = {"num_warps": shape.warps, "num_stages": shape.stages}
-    return compiled(experts.products, PRODUCTS | pointers, given, **options)
+    names = PRODUCTS | pointers
+    return compiled(experts.products, names, given, capability=capability, **options)
 
 
 def linear_of(shape: linear.Shape, *, capability: int = 90) -> Any:
@@ -205,23 +218,35 @@ def finishes(kind: str, *, capability: int = 90) -> Iterator[Any]:
     yield compiled(finishing.finish_rows, FINISH_ROWS | {"values": kind}, rows | is_half, **options)
 
 
-def report() -> Iterator[tuple[str, Figures]]:
-    for (form, heads), shapes in CANDIDATES.items():
-        for shape in shapes:
-            for adds in (False, True) if shape is shapes[0] else (False,):
-                name = f"attend {form} to {heads} heads: {shape.name}{', adds' * adds}"
-                yield name, figures(attention_of(shape, form, adds=adds))
-    for each in (1, 2, 3, 4):
-        binary = logits_of("*u8", torch.float8_e4m3fn, IndexCodec(), each=each)
+def top_k_of(*, capability: int = 90) -> Any:
+    given = {"HAS_SLOTS": True, "ROOM": index.ROOM, "SAMPLE": index.SAMPLE, "BLOCK": index.BLOCK}
+    return compiled(topk.top_k, TOP_K, given, capability=capability, num_warps=8)
+
+
+def report(capability: int) -> Iterator[tuple[str, Figures]]:
+    """The shapes in use."""
+    given: dict[str, Any] = {"capability": capability}
+    for (form, heads), (shape, *_) in CANDIDATES.items():
+        for adds in (False, True):
+            name = f"attend {form} to {heads} heads: {shape.name}{', adds' * adds}"
+            yield name, figures(attention_of(shape, form, adds=adds, **given))
+    for each in (1, 2, 4):
+        binary = logits_of("*i16", torch.bfloat16, IndexCodec(), each=each, **given)
         yield f"index logits of {each} a request", figures(binary)
-    for (is_fp8, tokens), shapes in grouped.CANDIDATES.items():
-        for one in shapes[:1]:
-            weight = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
-            name = f"experts {'fp8' if is_fp8 else 'bf16'} to {tokens} tokens: {one.name}"
-            yield name, figures(products_of(one, weight))
+    yield "top-k of a list", figures(top_k_of(**given))
+    for (is_fp8, tokens), (used, *_) in grouped.CANDIDATES.items():
+        weight = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
+        name = f"experts {'fp8' if is_fp8 else 'bf16'} to {tokens} tokens: {used.name}"
+        yield name, figures(products_of(used, weight, **given))
+    for dense_shape in linear.SHAPES:
+        yield f"linear fp8: {dense_shape.name}", figures(linear_of(dense_shape, **given))
+    names = "turn index queries", "finish keys", "finish rows"
+    for name, binary in zip(names, finishes("*fp32", **given), strict=True):
+        yield name, figures(binary)
 
 
 if __name__ == "__main__":
-    print(f"{'':<42}", *(f"{one:>11}" for one in Figures._fields))
-    for title, row in report():
-        print(f"{title:<42}", *(f"{one:>11}" for one in row), flush=True)
+    for target in (90, 100):
+        print(f"{f'sm_{target}a':<42}", *(f"{field:>11}" for field in Figures._fields))
+        for title, row in report(target):
+            print(f"{title:<42}", *(f"{field:>11}" for field in row), flush=True)

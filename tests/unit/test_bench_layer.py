@@ -88,7 +88,8 @@ def test_rows_say_what_is_exposed_and_what_disturbs() -> None:
     batch = lay_out(SMALL, draw(SMALL), host_row_count=20_000)
     times = {
         "resident": 100.0, "none": 141.0, "da": 105.0, "dba": 99.0, "copy": 40.0,
-        "attend 0": 50.0, "attend 0 and copy": 60.0, "attend all": 55.0, "attend 1": 9.0,
+        "attend 0": 52.0, "attend 0 on the whole device": 50.0, "attend 0 while copies run": 60.0,
+        "attend 0 and copy": 55.0, "attend all": 55.0, "attend 1": 9.0,
         "merge": 3.0, "attend twice": 66.0, "attend twice and merge": 110.0,
     }  # fmt: skip
     rows = {row["name"]: row for row in rows_of(SMALL, batch, {n: [t] for n, t in times.items()})}
