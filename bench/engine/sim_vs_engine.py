@@ -25,7 +25,7 @@ from ess.door import Resolution, Sequence, Step
 from ess.door.placement import Array, Kept
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.policies import PlannerArena
 from ess.sim.locality.workloads import recorded
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 
@@ -102,7 +102,7 @@ def twin_row(prefix: Prefix, *, ratio: float, mtp: int, steps: int) -> Row:
 def _replay(reader: TraceReader, group: int, recording: Recording, slots: int) -> int:
     """Warmed by the windows, then filled with the first rows that are absent, as the door does."""
     load = dataclasses.replace(recorded(reader, group=group), windows=recording.windows[group])
-    arena = PlannerLru(load, slots=slots, top_k=reader.header.top_k)
+    arena = PlannerArena(load, slots=slots, top_k=reader.header.top_k)
     arena.warm(load.windows)
     rows = np.arange(recording.start, dtype=np.int32)
     arena.fill(rows[~arena.resident()[: recording.start]])

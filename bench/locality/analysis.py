@@ -13,7 +13,7 @@ from ess.pool.warmup import WINDOW_MAX
 from ess.sim.locality import laboratory
 from ess.sim.locality.laboratory import Start
 from ess.sim.locality.oracles import Min, next_uses
-from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.policies import PlannerArena
 from ess.sim.locality.similarity import containment, step_similarity
 from ess.sim.locality.workloads import Workload, recorded
 from ess.trace import TraceReader
@@ -78,7 +78,7 @@ def slots_for(ratio: float, context: int) -> int:
 
 
 def _series(load: Workload, slots: int, top_k: int, start: Start) -> list[int]:
-    arena = PlannerLru(load, slots=slots, top_k=top_k)
+    arena = PlannerArena(load, slots=slots, top_k=top_k)
     return laboratory.run(load, {"lru": arena}, start=start)["lru"].misses
 
 

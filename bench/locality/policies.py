@@ -27,7 +27,7 @@ from ess.sim.locality.laboratory import Outcome, Start
 from ess.sim.locality.oracles import Min, next_uses
 from ess.sim.locality.policies import (
     Fifo,
-    PlannerLru,
+    PlannerArena,
     Policy,
     Random,
     ScoreEma,
@@ -83,7 +83,7 @@ def _replayed() -> Row:
 def every_policy(workload: Workload, *, slots: int) -> dict[str, Policy]:
     future = next_uses(workload)
     return {
-        "lru": PlannerLru(workload, slots=slots, top_k=TOP_K),
+        "lru": PlannerArena(workload, slots=slots, top_k=TOP_K),
         "sieve": Sieve(workload, slots=slots),
         "fifo": Fifo(workload, slots=slots),
         "random": Random(workload, slots=slots),
@@ -168,7 +168,7 @@ def warm_up_rows() -> list[Row]:
     config = {"context": CONTEXT, "slots": SLOTS, "queries": 1}
     first, early = {}, {}
     for name, start in (("cold", Start()), ("warm", Start(warm=True, fill=True))):
-        arena = PlannerLru(workload, slots=SLOTS, top_k=TOP_K)
+        arena = PlannerArena(workload, slots=SLOTS, top_k=TOP_K)
         misses = laboratory.run(workload, {"lru": arena}, start=start)["lru"].misses
         first[name], early[name] = misses[0], misses[:10]
     return [
@@ -193,7 +193,7 @@ def brute_rows() -> list[Row]:
     """Targets of exactly 1: the same misses, step by step for LRU, in sum for MIN."""
     load = Load(context=400, step_count=40, query_count=2, top_k=32, recent=2, seed=5)
     workload = generated(load, LayerProfile(hot=70, cold=3, drift=1.0))
-    arena = PlannerLru(workload, slots=64, top_k=32)
+    arena = PlannerArena(workload, slots=64, top_k=32)
     misses = laboratory.run(workload, {"lru": arena})["lru"].misses
     wanted = lru_bruteforce.lru_misses(workload, slots=64)
     same = sum(a == b for a, b in zip(misses, wanted, strict=True))

@@ -7,10 +7,13 @@ when a prompt's last chunk is done. They are the same that decode would make beh
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from ess.bench.engine.around import Around
 from ess.bench.engine.decode_arm import lay_in
@@ -19,11 +22,15 @@ from ess.door import Offload, Sequence
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+from ess.kernels.ops import Ops
+from ess.layout import IndexCodec
+from ess.pool.lru.eviction import scored
 from ess.pool.warmup import WINDOW_MAX
 from ess.trace import RequestStep, TraceHeader, TraceWriter
 from ess.units import PAGE_ROWS
 
 Windows = npt.NDArray[np.int32]
+Scores = npt.NDArray[np.uint8]
 
 
 class Windowed(Around):
@@ -52,13 +59,55 @@ def record(path: Path, prefix: Prefix, ids: list[int], *, query_count: int, mtp:
         mtp=mtp,
         context=start + query_count,
         metadata={"text": prefix.text, "context": prefix.shortcut},
+        scored=True,
     )
     with TraceWriter(path, header=header) as writer:
-        for number, windows in enumerate(_windows(prefix, ids, query_count)):
-            _write(writer, number * WINDOW_MAX, start, windows, mtp)
+        for number, (windows, scores) in enumerate(_windows(prefix, ids, query_count)):
+            _write(writer, number * WINDOW_MAX, start, (windows, scores), mtp)
 
 
-def _windows(prefix: Prefix, ids: list[int], query_count: int) -> list[Windows]:
+@dataclass(frozen=True, slots=True)
+class Scoring(Ops):
+    """Keeps, per layer group, the scores of the last queries that a prompt selected by."""
+
+    heard: list[Scores]
+
+    def index_top_k(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        codec: IndexCodec,
+        *,
+        k: int,
+        out: Tensor | None = None,
+        threads: int = 1,
+    ) -> Tensor:
+        logits = self.index_logits(
+            queries, weights, pages, page_table, lengths, codec, threads=threads
+        )
+        chosen = self.top_k(logits, lengths, k=k, out=out, threads=threads)
+        last = (each[-WINDOW_MAX:].numpy() for each in (logits, chosen, lengths))
+        self.heard.append(_quantised(*last))
+        return chosen
+
+
+def _scoring(ops: Ops) -> Scoring:
+    return Scoring(ops.name, ops.backend, [])
+
+
+def _quantised(logits: Any, chosen: Windows, lengths: Any) -> Scores:
+    scores = np.zeros(logits.shape, np.uint8)
+    for query, count in enumerate(lengths.tolist()):
+        scores[query, :count] = scored(logits[query, :count], chosen[query])
+    return scores
+
+
+def _windows(
+    prefix: Prefix, ids: list[int], query_count: int
+) -> list[tuple[Windows, list[Scores]]]:
     """Prompt after prompt, each 32 words longer; all but its end is prefix of the one before."""
     layout, start = prefix.layout, prefix.length
     pages = -(-(start + query_count + WINDOW_MAX) // PAGE_ROWS) + 4
@@ -73,21 +122,27 @@ def _windows(prefix: Prefix, ids: list[int], query_count: int) -> list[Windows]:
         placement=kept.over,
     ) as offload:
         engine = Engine(prefix.model, offload, EngineConfig(mtp=1))
+        engine.runner.ops = scoring = _scoring(engine.runner.ops)
         lay_in(offload, prefix, [ids[: start + 1]])
         for stop in range(start + WINDOW_MAX, start + query_count + 1, WINDOW_MAX):
+            scoring.heard.clear()
             request = engine.add(ids[: stop + 1], Sampling(tokens_max=1))
             while request.state in ("waiting", "prefilling"):
                 engine.step()
             engine.cancel(request)
             offload.drain()
-            recorded.append(kept.windows)
+            recorded.append((kept.windows, scoring.heard[-layout.group_count :]))
     return recorded
 
 
-def _write(writer: TraceWriter, first: int, start: int, windows: Windows, mtp: int) -> None:
+def _write(
+    writer: TraceWriter, first: int, start: int, made: tuple[Windows, list[Scores]], mtp: int
+) -> None:
     for at in range(0, WINDOW_MAX, mtp):
-        for group, selections in enumerate(windows):
-            writer.write_group(group, selections[at : at + mtp])
+        for group, (selections, scores) in enumerate(zip(*made, strict=True)):
+            some = slice(at, at + mtp)
+            width = min(scores.shape[1], writer.header.context)
+            writer.write_group(group, selections[some], scores=scores[some, :width])
         length = start + first + at
         request_step = RequestStep(request=0, length=length, query_count=mtp, accepted=mtp)
         writer.commit_step((first + at) // mtp, [request_step])

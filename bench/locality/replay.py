@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.pool.lru.arena import BLOCK_SLOTS
+from ess.pool.lru.eviction import PolicyName
 from ess.sim.locality import laboratory
-from ess.sim.locality.laboratory import Start
+from ess.sim.locality.laboratory import Outcome, Start
 from ess.sim.locality.oracles import Min, next_uses
-from ess.sim.locality.policies import Fifo, PlannerLru, Policy, Random, SelectionEma, Sieve
+from ess.sim.locality.policies import Fifo, PlannerArena, Policy, Random, SelectionEma
 from ess.sim.locality.selections import LayerProfile, Load
 from ess.sim.locality.similarity import containment, step_similarity
 from ess.sim.locality.stack_distances import MissCurve, miss_curve
@@ -21,41 +24,79 @@ from ess.sim.locality.workloads import Workload, generated, recorded, write_trac
 from ess.trace import TraceReader
 
 WINDOWS: Final = 32
-RATIOS: Final = (0.1, 0.2, 0.3, 0.5)
+MULTIPLES: Final = (1.5, 2.0, 3.0, 4.0)
+JUDGED: Final[tuple[PolicyName, ...]] = ("lru", "sieve", "score")
 GROUPS_MAX: Final = 8
+Judged: TypeAlias = defaultdict[tuple[float, str], list[float]]
 
 
 def recorded_rows(path: Path) -> list[Row]:
-    """Misses per step of up to eight groups, spread over all, at four shares of what is used."""
+    """Misses per step of up to eight groups, spread over all, in pools of 1.5 to 4 times top-k."""
     with TraceReader(path) as reader:
         header = reader.header
         groups = np.linspace(0, header.group_count - 1, min(GROUPS_MAX, header.group_count))
         lead = min(len(reader) // 4, -(-WINDOWS // header.mtp))
         rows: list[Row] = []
+        judged: Judged = defaultdict(list)
         for group in sorted({round(float(place)) for place in groups}):
             workload = recorded(reader, group=group, lead_steps=lead)
-            rows += _group_rows(workload, group, header.top_k)
+            rows += _group_rows(workload, group, header.top_k, judged)
             rows += _neighbour_row(reader, group)
-        return rows
+        return [*rows, *_judged_rows(judged, header.top_k)]
 
 
-def _group_rows(workload: Workload, group: int, top_k: int) -> list[Row]:
+def _judged_rows(judged: Judged, top_k: int) -> list[Row]:
+    """The mean over groups, of each policy that the pool has, over the mean of MIN."""
+    rows = []
+    for (multiple, name), misses in judged.items():
+        if name == "min" or not (least := float(np.mean(judged[multiple, "min"]))):
+            continue
+        mean = float(np.mean(misses))
+        rows.append(
+            Row(
+                name=f"misses over MIN at {multiple:g} top-k, {name}",
+                value=mean / least,
+                unit="x",
+                config={
+                    "slots": slots_of(multiple, top_k),
+                    "groups": len(misses),
+                    "misses": round(mean, 1),
+                    "min": round(least, 1),
+                },
+            )
+        )
+    return rows
+
+
+def slots_of(multiple: float, top_k: int) -> int:
+    return max(1, round(multiple * top_k / BLOCK_SLOTS)) * BLOCK_SLOTS
+
+
+def _group_rows(workload: Workload, group: int, top_k: int, judged: Judged) -> list[Row]:
     curve = miss_curve(workload)
     used = len(set().union(*(set(step.rows[step.rows >= 0].tolist()) for step in workload.steps())))
     alike = step_similarity(step.rows for step in workload.steps())
     config: dict[str, Any] = {"group": group, "steps": workload.step_count, "rows_used": used}
     rows = [Row(name="intra-layer similarity", value=alike, unit="", config=config)]
-    for ratio in RATIOS:
-        slots = max(BLOCK_SLOTS, int(ratio * used) // BLOCK_SLOTS * BLOCK_SLOTS)
-        rows += _size_rows(workload, curve, slots, top_k, config | {"slots": slots})
+    for multiple in MULTIPLES:
+        slots = slots_of(multiple, top_k)
+        policies = _policies(workload, slots, top_k)
+        outcomes = laboratory.run(workload, policies, start=Start(warm=True))
+        for name in outcomes.keys() & {*JUDGED, "min"}:
+            judged[multiple, name].append(outcomes[name].mean())
+        rows += _size_rows(workload, curve, outcomes, top_k, config | {"slots": slots})
     return rows
 
 
 def _size_rows(
-    workload: Workload, curve: MissCurve, slots: int, top_k: int, config: dict[str, Any]
+    workload: Workload,
+    curve: MissCurve,
+    outcomes: Mapping[str, Outcome],
+    top_k: int,
+    config: dict[str, Any],
 ) -> list[Row]:
-    outcomes = laboratory.run(workload, _policies(workload, slots, top_k), start=Start(warm=True))
-    arena = PlannerLru(workload, slots=slots, top_k=top_k)
+    slots = config["slots"]
+    arena = PlannerArena(workload, slots=slots, top_k=top_k)
     cold = laboratory.run(workload, {"lru": arena})["lru"].mean()
     lru = outcomes["lru"].mean()
     rows = [Row(name="misses per step, lru from cold", value=cold, unit="rows", config=config)]
@@ -84,11 +125,13 @@ def _size_rows(
 
 
 def _policies(workload: Workload, slots: int, top_k: int) -> dict[str, Policy]:
-    """Without the policies that need scores: traces hold selections only."""
+    """The pool's own by its planner; score only where the trace holds scores."""
     future = next_uses(workload)
-    return {
-        "lru": PlannerLru(workload, slots=slots, top_k=top_k),
-        "sieve": Sieve(workload, slots=slots),
+    names = JUDGED if next(workload.steps()).seen is not None else JUDGED[:-1]
+    pools: dict[str, Policy] = {
+        name: PlannerArena(workload, slots=slots, top_k=top_k, evict=name) for name in names
+    }
+    return pools | {
         "fifo": Fifo(workload, slots=slots),
         "random": Random(workload, slots=slots),
         "selection EMA": SelectionEma(workload, slots=slots),
@@ -123,7 +166,7 @@ def replay_row(path: Path) -> Row:
                 recorded(reader, group=group),
             )
             for side, workload in enumerate(workloads):
-                arena = PlannerLru(workload, slots=448, top_k=load.top_k)
+                arena = PlannerArena(workload, slots=448, top_k=load.top_k)
                 totals[side] += sum(laboratory.run(workload, {"lru": arena})["lru"].misses)
     return agreement(
         name="misses of a trace that was written and replayed",

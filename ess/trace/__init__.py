@@ -4,7 +4,8 @@ A file is a preamble, then frames that are only ever appended:
 
     preamble   "ESSTRACE", version, header length, header check, header (msgpack)
     per step   one STEP frame (number, requests with length, queries and accepted, size per group),
-               then one SELS frame per layer group, in order
+               then one SELS frame per layer group, in order; in a scored trace (version 2)
+               each is followed by a SCRS frame: a byte for every position a query could select
     at close   one INDX frame (size of every step), then a trailer that says where it begins
 
 Why a damaged file cannot pass for a whole one: the check of a frame covers its payload, its kind,

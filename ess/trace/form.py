@@ -13,6 +13,7 @@ from ess.errors import BadInput
 from ess.trace import varints
 
 VERSION: Final = 1
+VERSION_SCORED: Final = 2
 VALUES_MAX: Final = 1 << 24
 HEADER_BYTES_MAX: Final = 1 << 20
 PAYLOAD_BYTES_MAX: Final = 1 << 27
@@ -21,6 +22,7 @@ MAGIC: Final = b"ESSTRACE"
 END: Final = b"ESSTREND"
 STEP: Final = b"STEP"
 SELECTION: Final = b"SELS"
+SCORES: Final = b"SCRS"
 INDEX: Final = b"INDX"
 
 PREAMBLE: Final = struct.Struct("<8sIII")
@@ -32,7 +34,8 @@ _PLACE: Final = struct.Struct("<4sIQ")
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the trace was recorded from. Every position is below `context`.
 
-    `mtp` is the most queries that one request has in one step: 1 without drafts.
+    `mtp` is the most queries that one request has in one step: 1 without drafts. Where it is
+    `scored`, every selection comes with the scores that led to it, of all positions.
     """
 
     layout: str
@@ -41,6 +44,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mtp: int
     context: int
     metadata: dict[str, str | int | float | bool] = {}
+    scored: bool = False
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -102,24 +106,31 @@ def decode_step(
 
 def encode_preamble(header: TraceHeader) -> tuple[bytes, int]:
     """The first bytes of a file, and their check: the seed of every later check."""
+    version = VERSION_SCORED if header.scored else VERSION
+    fields = msgspec.structs.asdict(header)
+    if not header.scored:
+        del fields["scored"]
     try:
-        payload = msgspec.msgpack.encode(header)
+        payload = msgspec.msgpack.encode(fields)
     except (TypeError, OverflowError) as error:
         raise BadInput(f"trace header: {error}; metadata holds text and numbers") from None
     if len(payload) > HEADER_BYTES_MAX:
         raise BadInput(f"the trace header takes {len(payload)} bytes, at most {HEADER_BYTES_MAX}")
-    seed = zlib.crc32(payload, VERSION)
-    decode_header(payload, check=seed)
-    return PREAMBLE.pack(MAGIC, VERSION, len(payload), seed) + payload, seed
+    seed = zlib.crc32(payload, version)
+    decode_header(payload, check=seed, version=version)
+    return PREAMBLE.pack(MAGIC, version, len(payload), seed) + payload, seed
 
 
-def decode_header(payload: bytes, *, check: int) -> TraceHeader:
-    if zlib.crc32(payload, VERSION) != check:
+def decode_header(payload: bytes, *, check: int, version: int) -> TraceHeader:
+    if zlib.crc32(payload, version) != check:
         raise BadInput("the header is damaged: its check does not fit")
     try:
-        return msgspec.msgpack.decode(payload, type=TraceHeader)
+        header = msgspec.msgpack.decode(payload, type=TraceHeader)
     except msgspec.MsgspecError as error:
-        raise BadInput(f"the header is not of version {VERSION}: {error}") from None
+        raise BadInput(f"the header is not of version {version}: {error}") from None
+    if header.scored != (version == VERSION_SCORED):
+        raise BadInput(f"the header is not of version {version}: scored is {header.scored}")
+    return header
 
 
 def frame_check(kind: bytes, payload: bytes, *, offset: int, seed: int) -> int:

@@ -70,18 +70,38 @@ class TraceStep:
 
     def selection(self, group: int) -> npt.NDArray[np.int32]:
         """[queries, top_k], in the order of the requests, ascending, -1 pads."""
-        if not 0 <= group < self.header.group_count:
-            raise BadInput(f"group {group} is outside 0..{self.header.group_count - 1}")
-        start, end = self.offsets[group], self.offsets[group + 1]
         try:
-            payload, after = self.source.frame(form.SELECTION, start, end=end)
-            if after != end:
-                raise BadInput(f"the frame at byte {start} ends at {after}, not at {end}")
+            payload, _ = self._frames(group)
             return selections.decode(
                 payload, group=group, query_count=self.query_count, header=self.header
             )
         except BadInput as error:
             raise BadInput(f"{self.source.path}, step {self.number}: {error}") from None
+
+    def scores(self, group: int) -> npt.NDArray[np.uint8]:
+        """[queries, positions]: what the indexer gave each position, 0 behind a query's last."""
+        try:
+            _, payload = self._frames(group)
+            if payload is None:
+                raise BadInput("this trace was recorded without scores")
+            return selections.decode_scores(
+                payload, query_count=self.query_count, header=self.header
+            )
+        except BadInput as error:
+            raise BadInput(f"{self.source.path}, step {self.number}: {error}") from None
+
+    def _frames(self, group: int) -> tuple[bytes, bytes | None]:
+        """A group's selection, and its scores where there are any."""
+        if not 0 <= group < self.header.group_count:
+            raise BadInput(f"group {group} is outside 0..{self.header.group_count - 1}")
+        start, end = self.offsets[group], self.offsets[group + 1]
+        payload, after = self.source.frame(form.SELECTION, start, end=end)
+        scores = None
+        if self.header.scored:
+            scores, after = self.source.frame(form.SCORES, after, end=end)
+        if after != end:
+            raise BadInput(f"the frame at byte {start} ends at {after}, not at {end}")
+        return payload, scores
 
 
 class TraceReader:
@@ -138,12 +158,16 @@ class TraceReader:
         if not head.startswith(form.MAGIC) or len(head) < form.PREAMBLE.size:
             raise BadInput(f"not an ESS trace: it does not begin with {form.MAGIC.decode()}")
         _, version, size, check = form.PREAMBLE.unpack(head)
-        if version != form.VERSION:
-            raise BadInput(f"version {version} of the format; this ESS reads {form.VERSION}")
+        if version not in (form.VERSION, form.VERSION_SCORED):
+            raise BadInput(
+                f"version {version} of the format; this ESS reads {form.VERSION} and "
+                f"{form.VERSION_SCORED}"
+            )
         if size > form.HEADER_BYTES_MAX:
             raise BadInput(f"a header of {size} bytes, at most {form.HEADER_BYTES_MAX} are allowed")
         self._source.seed = check
-        header = form.decode_header(self._source.read(len(head), size), check=check)
+        payload = self._source.read(len(head), size)
+        header = form.decode_header(payload, check=check, version=version)
         return header, len(head) + size
 
     def _read_index(self) -> npt.NDArray[np.int64]:

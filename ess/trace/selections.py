@@ -1,19 +1,23 @@
 """One group of one step as bytes: the counts of its queries, then the gaps between positions.
 
 A selection is ascending, so a gap is small: of 2,048 positions among 131,072 most take one byte.
-Pads are not stored; the counts imply them.
+Pads are not stored; the counts imply them. Scores are one byte a position, by zlib.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import struct
+import zlib
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput
 from ess.trace import varints
-from ess.trace.form import VALUES_MAX, TraceHeader
+from ess.trace.form import PAYLOAD_BYTES_MAX, VALUES_MAX, TraceHeader
+
+_SHAPE: Final = struct.Struct("<II")
 
 
 def check(selection: npt.NDArray[Any], header: TraceHeader) -> None:
@@ -69,3 +73,29 @@ def decode(
     if max(largest, int(positions.max(initial=0))) >= header.context:
         raise BadInput(f"a position of group {group} leaves the context of {header.context}")
     return np.where(present, positions, -1).astype(np.int32)
+
+
+def encode_scores(scores: npt.NDArray[Any], header: TraceHeader) -> bytes:
+    if scores.ndim != 2 or scores.dtype != np.uint8:
+        raise BadInput(f"scores are [queries, positions] of uint8, not {scores.dtype}")
+    if scores.shape[1] > header.context or scores.size > PAYLOAD_BYTES_MAX:
+        raise BadInput(f"scores of {scores.shape}: a context of {header.context} has fewer")
+    return _SHAPE.pack(*scores.shape) + zlib.compress(scores.tobytes(), 1)
+
+
+def decode_scores(
+    payload: bytes, *, query_count: int, header: TraceHeader
+) -> npt.NDArray[np.uint8]:
+    if len(payload) < _SHAPE.size:
+        raise BadInput("the scores have no shape")
+    queries, width = _SHAPE.unpack_from(payload)
+    if queries != query_count or width > header.context or queries * width > PAYLOAD_BYTES_MAX:
+        raise BadInput(f"scores of [{queries}, {width}] for {query_count} queries")
+    opened = zlib.decompressobj()
+    try:
+        values = opened.decompress(payload[_SHAPE.size :], queries * width + 1)
+    except zlib.error as error:
+        raise BadInput(f"the scores are damaged: {error}") from None
+    if len(values) != queries * width:
+        raise BadInput(f"{len(values)} scores are not [{queries}, {width}]")
+    return np.frombuffer(values, np.uint8).reshape(queries, width)

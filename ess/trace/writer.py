@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput, BadState
@@ -24,7 +25,7 @@ class TraceWriter:
         preamble, self._seed = form.encode_preamble(header)
         self.header = header
         self._step_sizes: list[int] = []
-        self._pending: list[bytes] = []
+        self._pending: list[list[tuple[bytes, bytes]]] = []
         self._query_count = 0
         self._last_number = -1
         self._offset = 0
@@ -40,8 +41,17 @@ class TraceWriter:
     def step_count(self) -> int:
         return len(self._step_sizes)
 
-    def write_group(self, group: int, selection: npt.NDArray[Any]) -> None:
-        """What every query of this step picked: [queries, up to top_k], ascending, -1 pads."""
+    def write_group(
+        self,
+        group: int,
+        selection: npt.NDArray[Any],
+        *,
+        scores: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """What every query of this step picked: [queries, up to top_k], ascending, -1 pads.
+
+        A `scored` trace takes [queries, positions] `scores` too, 0 behind a query's last.
+        """
         self._check_open()
         if group != len(self._pending) or group >= self.header.group_count:
             raise BadInput(
@@ -51,8 +61,15 @@ class TraceWriter:
         selections.check(selection, self.header)
         if group and len(selection) != self._query_count:
             raise BadInput(f"{len(selection)} queries, the first group had {self._query_count}")
+        if (scores is not None) != self.header.scored:
+            raise BadInput(f"the header says scored is {self.header.scored}: group {group} differs")
         self._query_count = len(selection)
-        self._pending.append(selections.encode(group, selection))
+        frames = [(form.SELECTION, selections.encode(group, selection))]
+        if scores is not None:
+            if len(scores) != len(selection):
+                raise BadInput(f"{len(selection)} queries, scores of {len(scores)}")
+            frames.append((form.SCORES, selections.encode_scores(scores, self.header)))
+        self._pending.append(frames)
 
     def commit_step(self, number: int, requests: Sequence[RequestStep]) -> None:
         """Publish the groups written since the last commit, with what was accepted."""
@@ -104,9 +121,11 @@ class TraceWriter:
             raise BadState(f"this trace is closed after {self.step_count} steps; begin a new trace")
 
     def _encode_step(self, number: int, requests: Sequence[RequestStep]) -> bytes:
-        group_sizes = [form.FRAME.size + len(payload) for payload in self._pending]
+        group_sizes = [
+            sum(form.FRAME.size + len(payload) for _, payload in frames) for frames in self._pending
+        ]
         payloads = [(form.STEP, form.encode_step(number, requests, group_sizes))]
-        payloads += [(form.SELECTION, payload) for payload in self._pending]
+        payloads += [frame for frames in self._pending for frame in frames]
         step = bytearray()
         for kind, payload in payloads:
             offset = self._offset + len(step)

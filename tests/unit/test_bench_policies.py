@@ -12,11 +12,13 @@ import pytest
 from ess.bench import cli
 from ess.bench.harness.agreement import agreement
 from ess.bench.locality import lru_bruteforce, policies, replay
+from ess.pool.lru.eviction import scored
 from ess.sim.locality import laboratory
 from ess.sim.locality.oracles import Min, next_uses
-from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.policies import PlannerArena
 from ess.sim.locality.selections import LayerProfile, Load
 from ess.sim.locality.workloads import generated, write_trace
+from ess.trace import RequestStep, TraceHeader, TraceWriter
 
 
 @pytest.mark.parametrize(("ours", "met"), [(100, True), (110, True), (90, True), (89, False)])
@@ -49,10 +51,10 @@ def test_a_recorded_trace_through_the_command(
     assert cli.main(["policies", "--json", "--trace", str(tmp_path / "t")]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     by_name = {
-        (row["name"], row["config"]["group"], row["config"].get("slots")): row for row in rows
+        (row["name"], row["config"].get("group"), row["config"].get("slots")): row for row in rows
     }
     slots = sorted({row["config"]["slots"] for row in rows if "slots" in row["config"]})
-    assert len(slots) >= 4
+    assert slots == [128, 192, 256], "1.5, 2, 3 and 4 times 64, in blocks of 64"
     for group in (0, 1):
         for count in slots:
             least = by_name.get(("misses per step, min with bypass warmed", group, count))
@@ -63,6 +65,31 @@ def test_a_recorded_trace_through_the_command(
                 cold = by_name["misses per step, lru from cold", group, count]
                 assert cold["value"] == pytest.approx(exact["value"], rel=0.05)
     assert ("inter-layer similarity", 1, None) in by_name
+
+
+def test_a_scored_trace_compares_the_policies_of_the_pool_in_multiples_of_top_k(
+    tmp_path: Path,
+) -> None:
+    rng, level = np.random.default_rng(2), np.linspace(0, 1, 640)
+    header = TraceHeader(
+        layout="x", group_count=1, top_k=64, mtp=1, context=640, scored=True, metadata={}
+    )
+    with TraceWriter(tmp_path / "t", header=header) as writer:
+        for number in range(60):
+            logits = (level + rng.normal(0, 0.2, 640)).astype(np.float32)[: 580 + number]
+            chosen = np.sort(np.argsort(-logits)[:64]).astype(np.int32)
+            scores = scored(logits, chosen).astype(np.uint8)
+            writer.write_group(0, chosen[None], scores=scores[None])
+            entry = RequestStep(request=0, length=579 + number, query_count=1, accepted=1)
+            writer.commit_step(number, [entry])
+    over = {
+        (row.name.rsplit(" ", 1)[1], row.config["slots"]): row.value
+        for row in replay.recorded_rows(tmp_path / "t")
+        if row.name.startswith("misses over MIN")
+    }
+    assert {slots for _, slots in over} == {128, 192, 256}, "1.5, 2, 3 and 4 times 64, in blocks"
+    assert all(over["score", slots] < over["lru", slots] for slots in (128, 192, 256))
+    assert min(over.values()) >= 1
 
 
 @pytest.mark.slow
@@ -80,7 +107,7 @@ def test_campaign_planner_lru_is_the_lru_of_a_dictionary(seed: int) -> None:
     profile = LayerProfile(hot=int(rng.integers(30, 100)), cold=int(rng.integers(0, 8)), drift=1.0)
     workload = generated(load, profile)
     for slots in (64, 128, 256):
-        arena = PlannerLru(workload, slots=slots, top_k=load.top_k)
+        arena = PlannerArena(workload, slots=slots, top_k=load.top_k)
         found = laboratory.run(workload, {"lru": arena})["lru"].misses
         assert found == lru_bruteforce.lru_misses(workload, slots=slots)
 

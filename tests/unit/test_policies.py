@@ -12,7 +12,7 @@ from ess.errors import BadInput
 from ess.sim.locality import laboratory
 from ess.sim.locality.laboratory import Start
 from ess.sim.locality.oracles import Min, next_uses
-from ess.sim.locality.policies import Fifo, PlannerLru, Random, ScoreEma, SelectionEma, Sieve
+from ess.sim.locality.policies import Fifo, PlannerArena, Random, ScoreEma, SelectionEma, Sieve
 from ess.sim.locality.selections import LayerProfile, Load
 from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import Step, Workload, generated
@@ -39,7 +39,7 @@ def random_steps(seed: int, *, rows: int, picks: int, count: int) -> list[list[l
 
 
 def lru_misses(workload: Workload, slots: int, *, warm: bool = False) -> list[int]:
-    policy = PlannerLru(workload, slots=slots, top_k=32)
+    policy = PlannerArena(workload, slots=slots, top_k=32)
     return laboratory.run(workload, {"lru": policy}, start=Start(warm=warm))["lru"].misses
 
 
@@ -67,7 +67,7 @@ def test_bypass_needs_no_more_than_forced_and_both_no_more_than_lru() -> None:
     workload = generated(SMALL, QUIET)
     future = next_uses(workload)
     policies = {
-        "lru": PlannerLru(workload, slots=64, top_k=32),
+        "lru": PlannerArena(workload, slots=64, top_k=32),
         "forced": Min(workload, slots=64, future=future),
         "bypass": Min(workload, slots=64, future=future, bypass=True),
     }
@@ -159,7 +159,7 @@ def test_more_rows_than_slots_are_served_in_place() -> None:
 
 def test_warm_up_removes_the_cold_start_and_fetching_ahead_is_counted() -> None:
     workload = generated(SMALL, QUIET)
-    policy = PlannerLru(workload, slots=128, top_k=32)
+    policy = PlannerArena(workload, slots=128, top_k=32)
     cold, warm = lru_misses(workload, 128), lru_misses(workload, 128, warm=True)
     assert warm[0] < cold[0] / 2
     replayed = lru_bruteforce.lru_misses(workload, slots=128, warm=True)

@@ -10,7 +10,7 @@ import pytest
 
 from ess.errors import BadInput
 from ess.sim.locality import laboratory, profiles
-from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.policies import PlannerArena
 from ess.sim.locality.selections import COLD_SCORE, LayerProfile, LayerStream, Load
 from ess.sim.locality.similarity import containment, neighbour_fetch, step_similarity
 from ess.sim.locality.stack_distances import miss_curve
@@ -147,7 +147,7 @@ def test_requests_have_rows_of_their_own_and_leave_when_they_end(tmp_path: Path)
     with TraceReader(tmp_path / "t") as reader:
         workload = recorded(reader)
         first, second, last = workload.steps()
-        arena = PlannerLru(workload, slots=64, top_k=2)
+        arena = PlannerArena(workload, slots=64, top_k=2)
         assert laboratory.run(workload, {"lru": arena})["lru"].misses == [5, 0, 1]
     assert first.rows.tolist() == [[3, 5], [103, 105], [104, -1]]
     assert first.fresh.tolist() == [10, 110, 111]

@@ -337,7 +337,7 @@ def foreign(raw: bytes, version: int) -> bytes:
         (lambda raw: b"", "not an ESS trace"),
         (lambda raw: b"PK" + raw[2:], "not an ESS trace"),
         (lambda raw: raw[:15], "not an ESS trace"),
-        (lambda raw: foreign(raw, 2), "version 2 of the format; this ESS reads 1"),
+        (lambda raw: foreign(raw, 3), "version 3 of the format; this ESS reads 1 and 2"),
         (lambda raw: raw[:12] + b"\xff\xff\xff\x7f" + raw[16:], "a header of 2147483647 bytes"),
         (lambda raw: raw[:12] + b"\x00\x00\x0f\x00" + raw[16:], "truncated"),
         (lambda raw: raw[:30] + b"?" + raw[31:], "the header is damaged"),

@@ -17,7 +17,7 @@ from ess.pool.lru.arena import BLOCK_SLOTS
 from ess.sim.locality import laboratory, profiles
 from ess.sim.locality.laboratory import Start
 from ess.sim.locality.misses import PUBLISHED_QUERIES, MissCurves
-from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.policies import PlannerArena
 from ess.sim.locality.selections import Load
 from ess.sim.locality.workloads import generated
 from ess.sim.operators.paper import TOP_K
@@ -109,7 +109,7 @@ def _means(context: int, drawing: Drawing) -> Mapping[float, float]:
         )
         workload = generated(load, profiles.profile(layer), layer=layer)
         arenas = {
-            str(ratio): PlannerLru(workload, slots=_slots(ratio * context), top_k=TOP_K)
+            str(ratio): PlannerArena(workload, slots=_slots(ratio * context), top_k=TOP_K)
             for ratio in drawing.ratios
         }
         outcomes = laboratory.run(workload, arenas, start=Start(warm=True, fill=True))

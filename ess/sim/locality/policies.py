@@ -4,8 +4,8 @@ A step writes its fresh rows, then stamps the rows that are resident, and only t
 victims; no row of the step can be a victim. Rows that find no victim are served in place: they miss
 and are not admitted.
 
-`PlannerLru` is not a model of the product but the product: `ess.pool.lru.planner` on a real arena.
-The others rank rows and evict the lowest; SIEVE walks. Policies that read the future are in
+`PlannerArena` is not a model of the product but the product: `ess.pool.lru.planner` on a real
+arena. The others rank rows and evict the lowest; SIEVE walks. Policies that read the future are in
 `oracles`.
 """
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ess.errors import BadInput
 from ess.pool.lru import planner
 from ess.pool.lru.arena import BLOCK_SLOTS, Arena, Split
+from ess.pool.lru.eviction import PolicyName, follow
 from ess.pool.warmup import last_windows, warm_set
 from ess.sim.locality.selections import COLD_SCORE, Ints
 from ess.sim.locality.workloads import Step, Workload, distinct
@@ -48,13 +49,15 @@ class Policy(Protocol):
     def drop(self, start: int, stop: int) -> None: ...
 
 
-class PlannerLru:
-    """Exact batch LRU by the product's own planner."""
+class PlannerArena:
+    """A policy of the product, exact batch LRU or another one, by its own planner."""
 
-    def __init__(self, workload: Workload, *, slots: int, top_k: int) -> None:
+    def __init__(
+        self, workload: Workload, *, slots: int, top_k: int, evict: PolicyName = "lru"
+    ) -> None:
         if slots < BLOCK_SLOTS or slots % BLOCK_SLOTS:
             raise BadInput(f"{slots} slots are not whole blocks of {BLOCK_SLOTS}")
-        self._arena = Arena.alone(row_count=workload.row_count, slot_count=slots)
+        self._arena = Arena.alone(row_count=workload.row_count, slot_count=slots, evict=evict)
         self._split = Split.create(query_count=workload.query_count_max, top_k=top_k)
         self._step = 0
 
@@ -73,12 +76,22 @@ class PlannerLru:
         written = np.empty(step.fresh.size, np.int32)
         claimed = planner.claim_new(self._arena, step.fresh, step=self._step, out=written)
         rows = np.ascontiguousarray(step.rows)
+        if self._arena.eviction.name == "score":
+            self._observe(step)
         claims = planner.plan(self._arena, rows, step=self._step, ticket=1, split=self._split)
         place = distinct(self._split.place[: len(rows), : rows.shape[1]])
         planner.land(self._arena, claims.slots, ticket=1)
         if claimed:
             planner.settle(self._arena, written)
         return np.concatenate([claims.rows, place])
+
+    def _observe(self, step: Step) -> None:
+        if step.seen is None:
+            raise BadInput(
+                "this workload carries no quantised scores: score cannot be judged by it"
+            )
+        for rows, scores in step.seen:
+            follow(self._arena.eviction.rank_of, rows, scores.astype(np.int64))
 
     def fetch_ahead(self, rows: Ints) -> Ints:
         return self._warm(rows, np.ones(rows.size, np.int32))
@@ -190,7 +203,8 @@ class Random(Ranked):
 
 
 class ScoreEma(Ranked):
-    """Lowest moving average of indexer scores. It needs scores, which traces do not record."""
+    """Lowest moving average of indexer scores. It needs scores in full, which traces do not
+    hold: `PlannerArena` under score goes by the bytes that a scored trace does hold."""
 
     def __init__(self, workload: Workload, *, slots: int, weight: float = EMA_WEIGHT) -> None:
         super().__init__(workload, slots=slots)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ess.sim.locality.policies import PlannerLru
+from ess.sim.locality.policies import PlannerArena
 from ess.sim.locality.selections import LayerProfile, Load
 from ess.sim.locality.workloads import distinct, generated
 
@@ -54,7 +54,7 @@ def neighbour_fetch(
     """The prefetch of `layer` from the selections of the layer before it."""
     above = generated(load, profiles[0], layer=layer - 1)
     below = generated(load, profiles[1], layer=layer)
-    arena = PlannerLru(below, slots=slots, top_k=load.top_k)
+    arena = PlannerArena(below, slots=slots, top_k=load.top_k)
     arena.warm(below.windows)
     steps = []
     for hint, step in zip(above.steps(), below.steps(), strict=True):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ess.errors import BadInput
 from ess.pool.warmup import WINDOW_MAX
 from ess.sim.locality.selections import Floats, Ints, LayerProfile, LayerStream, Load
-from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
+from ess.trace import RequestStep, TraceHeader, TraceReader, TraceStep, TraceWriter
 
 ROWS_MAX: Final = 1 << 27
 
@@ -29,13 +29,15 @@ ROWS_MAX: Final = 1 << 27
 class Step:
     """Selected rows [queries, top_k] with -1 pads, and the rows that the step writes itself.
 
-    `scores` is over all rows, or None where they were not recorded. `ended` are ranges of rows
-    whose request ends with this step.
+    `scores` is over all rows, or None where they were not recorded. `seen` has, for each query of
+    a scored trace, the rows that it could select and what the indexer gave them, in bytes. `ended`
+    are ranges of rows whose request ends with this step.
     """
 
     rows: Ints
     fresh: Ints
     scores: Floats | None = None
+    seen: tuple[tuple[Ints, npt.NDArray[np.uint8]], ...] | None = None
     ended: tuple[tuple[int, int], ...] = ()
 
 
@@ -111,6 +113,7 @@ def recorded(reader: TraceReader, *, group: int = 0, lead_steps: int = 0) -> Wor
         return Step(
             rows=np.where(selection < 0, np.int32(-1), selection + offset[:, None]),
             fresh=_fresh_rows(step.requests, base),
+            seen=_seen(step, group, base) if step.header.scored else None,
             ended=tuple(
                 (base[entry.request], base[entry.request] + context)
                 for entry in step.requests
@@ -170,6 +173,22 @@ def _places(requests: Sequence[Sequence[RequestStep]], last_step: dict[int, int]
             if last_step[entry.request] == number:
                 heapq.heappush(free, places[entry.request])
     return places
+
+
+def _seen(
+    step: TraceStep, group: int, base: dict[int, int]
+) -> tuple[tuple[Ints, npt.NDArray[np.uint8]], ...]:
+    """Query n of a request sees what was there before the step, and n + 1 rows of its own."""
+    counts = [
+        (base[entry.request], entry.length + n + 1)
+        for entry in step.requests
+        for n in range(entry.query_count)
+    ]
+    scores = step.scores(group)
+    return tuple(
+        (np.arange(first, first + count, dtype=np.int32), mine[:count])
+        for (first, count), mine in zip(counts, scores, strict=True)
+    )
 
 
 def _fresh_rows(requests: Sequence[RequestStep], base: dict[int, int]) -> Ints:
