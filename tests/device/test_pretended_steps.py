@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("module", ["choices", "loading", "steps"])
+@pytest.mark.parametrize("module", ["choices", "doors", "loading", "steps"])
 def test_an_engine_on_the_pretended_device(module: str, tmp_path: Path) -> None:
     given = "pytest", "-p", "tests.support.pretended", f"tests/device/{module}.py"
     env = {**os.environ, "ESS_EMULATED": str(tmp_path)}

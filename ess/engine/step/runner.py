@@ -182,6 +182,7 @@ def made_runner(model: Model, offload: Offload, config: EngineConfig) -> Runner:
             calibration=config.calibration,
             tbo=config.tbo,
             sbo=config.sbo,
+            asks_first=model.device.type != "cpu",
         ),
         verifier=Verifier(every=config.verify_every, is_fatal=config.verify_fatal),
     )

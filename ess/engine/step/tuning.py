@@ -90,8 +90,12 @@ class Tuning:
         calibration: str = "",
         tbo: Tbo = "off",
         sbo: Sbo = "off",
+        asks_first: bool = False,
     ) -> None:
+        """`asks_first`: nobody hears in time that a row is absent, so a layer runs RESIDENT only
+        where all rows are known to be there: never the MTP module's."""
         self.sbo = sbo
+        self._asks_first = asks_first
         self.split_count = 0
         self.reasons: tuple[str, ...] = ("no step has run",)
         self.timeline = Timeline(clock=offload.clock)
@@ -109,6 +113,15 @@ class Tuning:
 
     def vector(self, step: Step) -> Vector:
         """What this step runs. Asked once per step, before its first layer."""
+        wanted = self._wanted(step)
+        if not self._asks_first or Mode.RESIDENT not in wanted:
+            return wanted
+        is_there = self._offload.all_resident(step.sequences)
+        known_count = self._offload.layout.layer_count if is_there else 0
+        known, others = wanted[:known_count], wanted[known_count:]
+        return (*known, *(max(mode, Mode.NONE) for mode in others))
+
+    def _wanted(self, step: Step) -> Vector:
         self.timeline.spans.clear()
         if self._fixed is not None:
             self.timeline.restart()
