@@ -171,8 +171,8 @@ class PageTables:
         return line
 
     def extend(self, line: int, first: int, active: PageIds) -> None:
-        """Pages of a line from the first-th on."""
-        assert self.lengths[line] != NONE or first == 0, f"line {line} grows and has no length"
+        """Pages of a line from the first-th on. Its length, which a device may have, is not read."""
+        assert first == 0 or self.lines[line, first - 1] != NONE, f"line {line} grows behind a gap"
         self.lines[line, first : first + len(active)] = active
 
     def set_length(self, line: int, length: int) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from ess.door import step as steps
+from ess.door import beginning
 from ess.door.sequences import holding
 from ess.engine import scheduler
 from ess.engine.plan import Feed
@@ -71,7 +71,7 @@ def test_plan_and_pages_are_made_without_the_device_s_knowledge(mtp, monkeypatch
         return call
 
     monkeypatch.setattr(scheduler, "plan", blind(scheduler.plan))
-    monkeypatch.setattr(steps, "grow", blind(holding.grow))
+    monkeypatch.setattr(beginning, "grow", blind(holding.grow))
     for length in (60, 90, 130):
         eng.add(prompt(length), Sampling(tokens_max=40))
     late_count = 0
