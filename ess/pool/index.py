@@ -171,7 +171,7 @@ class PageTables:
         return line
 
     def extend(self, line: int, first: int, active: PageIds) -> None:
-        """Pages of a line from the first-th on. Its length, which a device may have, is not read."""
+        """Pages of a line from the first-th on. Its length may be known to a device only."""
         assert first == 0 or self.lines[line, first - 1] != NONE, f"line {line} grows behind a gap"
         self.lines[line, first : first + len(active)] = active
 
