@@ -16,6 +16,8 @@ from ess.bench.prefill.stages import arms_of, stage_rows
 from ess.bench.prefill.turns import turn_rows
 
 ROUNDS: Final = 3
+COMPARED: Final = 6
+"""Rounds of pipelines: some are fitted, those between are predicted."""
 REQUESTS: Final = 8
 OUTPUT: Final = 64
 GAP_S: Final = 1 / 1500
@@ -69,7 +71,7 @@ def prefill_benchmark(
             *peak_rows([640], 128),
         ]
     context = sizes("--ctx", ctx)[0]
-    arms = arms_of(sizes("--pp", pp), context, chunk, rounds=ROUNDS)
+    arms = arms_of(sizes("--pp", pp), context, chunk, rounds=COMPARED)
     sent = functools.partial(send_rows, context=context, chunk=chunk, rounds=ROUNDS)
     return [
         *stage_rows(arms, context, chunk),
