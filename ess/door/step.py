@@ -311,13 +311,19 @@ class Step:
             )
         return answer
 
-    def locate(self, layer: int, selection: Any, *, queries: Many[int] | None = None) -> Tensor:
-        """Slots of the selected rows that are resident, -1 where one is not. Nothing is fetched."""
+    def locate(
+        self, layer: int, selection: Any, *, queries: Many[int] | Tensor | None = None
+    ) -> Tensor:
+        """Slots of the selected rows that are resident, -1 where one is not. Nothing is fetched.
+        On a device `queries` may be an int32 tensor there."""
         self._require_open()
         self.owner.pools.layout.check_layer(layer)
-        chosen = range(self.query_count) if queries is None else queries
-        for query in chosen:
-            in_range("a query", query, 0, self.query_count - 1)
+        chosen: Any = range(self.query_count) if queries is None else queries
+        if isinstance(chosen, Tensor):
+            chosen = self.arrays.given(chosen, "queries", "int32", (None,))
+        else:
+            for query in chosen:
+                in_range("a query", query, 0, self.query_count - 1)
         array = self._selection(selection, len(chosen))
         return self.owner.placement.locate(self, layer, chosen, array)
 

@@ -159,6 +159,8 @@ class Doors:
             for step, given in zip(steps, (torch.from_numpy, there), strict=True)
         ]
         same(*made, f"located of layer {layer}")
+        chosen = there(np.array(queries, np.int32))
+        same(made[0], steps[1].locate(layer, there(selection), queries=chosen), "by a tensor")
 
     def locate_all(self, steps, layer, selection):
         """On the device every row must be resident: who asks has been told so."""
