@@ -28,7 +28,7 @@ pytestmark = [
 
 def test_the_doors_agree(tmp_path: Path) -> None:
     played = ROOT / "tests" / "door_device" / "played.py"
-    given = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.pretended", str(played)]
+    given = [sys.executable, "-m", "pytest", "-p", "tests.support.pretended", str(played)]
     env = {**os.environ, "ESS_EMULATED": str(tmp_path)}
     done = subprocess.run(given, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
