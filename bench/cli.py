@@ -57,6 +57,11 @@ BENCHMARKS: Final = (
         summary="Similarity, misses, warm-up and MTP acceptance on real text.",
     ),
     Command(
+        name="own-grid",
+        home="ess.bench.prediction.own_grid:own_grid_benchmark",
+        summary="Steps of this machine over a grid: predicted from its tables, and measured.",
+    ),
+    Command(
         name="orders",
         home="ess.bench.engine.orders:orders_benchmark",
         summary="What TBO and the orders of SBO cost on one rank.",

@@ -20,6 +20,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
+from ess.pool.lru.eviction import PolicyName
 from ess.units import PAGE_ROWS, div_ceil
 
 STAGGER: Final = PAGE_ROWS
@@ -63,6 +64,7 @@ class Way:
     name: str
     mode: Any
     ratio: float | None
+    evict: PolicyName = "lru"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,6 +192,7 @@ def _offload(
         length_max=shape.length_max + PAGE_ROWS,
         query_max=max(shape.batch * shape.mtp, 1),
         slot_floor=max(1, min(each, shape.length_max)),
+        evict=way.evict,
         lane=lane,
         placement=placement,
     )

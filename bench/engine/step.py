@@ -21,11 +21,12 @@ from ess.bench.engine.arrivals import rows_of as arrival_rows
 from ess.bench.engine.cpu_tables import stage_medians
 from ess.bench.engine.decode_arm import Arm, Shape, Way, slots_each
 from ess.bench.harness.folders import default_folder
-from ess.bench.harness.lists import modes, shares, sizes
+from ess.bench.harness.lists import modes, policies, shares, sizes
 from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, embedded_prefix, prefix_row
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
 from ess.errors import BadInput
+from ess.pool.lru.eviction import PolicyName
 from ess.units import PAGE_ROWS, div_ceil
 
 WHOLE: Final = Way(name="no offload", mode="resident", ratio=None)
@@ -44,6 +45,7 @@ class Plan:
     mtps: Sequence[int] = (2,)
     ratios: Sequence[float] = (0.2,)
     modes: Sequence[str] = ("layerwise",)
+    policies: Sequence[PolicyName] = ("lru",)
     stages: bool = False
     steps: int
     segment: int = SEGMENT
@@ -63,6 +65,7 @@ def step_benchmark(
     mtp: str = "2",
     ratio: str = "0.2",
     mode: str = "layerwise",
+    evict: str = "lru",
     steps: int = 24,
     text: Path | None = None,
     snapshots: Path | None = None,
@@ -84,6 +87,8 @@ def step_benchmark(
         Slots over context, a list.
     mode
         How layers fetch: layerwise, none, da or dba, a list.
+    evict
+        Which rows give way: lru, sieve or score, a list.
     steps
         Measured steps of each way.
     text
@@ -107,6 +112,7 @@ def step_benchmark(
         mtps=sizes("--mtp", mtp),
         ratios=shares("--ratio", ratio),
         modes=modes("--mode", mode),
+        policies=policies("--evict", evict),
         steps=steps,
         stages=stages,
     )
@@ -138,11 +144,16 @@ def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> lis
 
 def ways(plan: Plan) -> list[Way]:
     offloaded = [
-        Way(name=f"{mode.upper()} at {ratio:g}", mode=mode, ratio=ratio)
+        Way(name=named(mode, ratio, evict), mode=mode, ratio=ratio, evict=evict)
         for ratio in plan.ratios
         for mode in plan.modes
+        for evict in plan.policies
     ]
     return [WHOLE, RESIDENT, *offloaded]
+
+
+def named(mode: str, ratio: float, evict: PolicyName) -> str:
+    return f"{mode.upper()} at {ratio:g}" + ("" if evict == "lru" else f", {evict}")
 
 
 def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan) -> list[Row]:

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from ess.errors import BadInput
+from ess.pool.lru.eviction import POLICIES, PolicyName
 from ess.units import parse_size
 
 RANGE: Final = re.compile(r"^([^-]+)-([^-*+]+)(?:([*+])(\d+))?$")
@@ -40,6 +41,14 @@ def modes(option: str, text: str) -> list[str]:
         if mode not in MODES:
             raise BadInput(f"{option} {mode}: choose from {', '.join(MODES)}")
     return list(dict.fromkeys(values))
+
+
+def policies(option: str, text: str) -> list[PolicyName]:
+    values = [part.strip() for part in text.split(",")]
+    for value in values:
+        if value not in POLICIES:
+            raise BadInput(f"{option} {value}: choose from {', '.join(POLICIES)}")
+    return [policy for policy in POLICIES if policy in values]
 
 
 def shares(option: str, text: str) -> list[float]:

@@ -15,7 +15,6 @@ import numpy as np
 
 from ess import console
 from ess.bench.engine.decode_arm import Arm, Shape, Way
-from ess.bench.engine.sim_vs_engine import least_slots, twin_row
 from ess.bench.harness import plots
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import shares, size
@@ -25,6 +24,7 @@ from ess.bench.harness.text import token_ids
 from ess.bench.harness.threads import compute_threads
 from ess.bench.locality.analysis import EARLY_STEPS, Locality, analyse, slots_for
 from ess.bench.locality.record_trace import record
+from ess.bench.prediction.sim_vs_engine import least_slots, twin_row
 from ess.pool.lru.arena import BLOCK_SLOTS
 from ess.trace import TraceReader
 

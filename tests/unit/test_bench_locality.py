@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ess.bench.engine.sim_vs_engine import twin_row
 from ess.bench.harness import plots
 from ess.bench.locality import on_text
 from ess.bench.locality.analysis import Locality, analyse, slots_for
 from ess.bench.locality.on_text import Plan
 from ess.bench.locality.record_trace import record
+from ess.bench.prediction.sim_vs_engine import twin_row
 from ess.errors import BadInput, Unavailable
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 from tests.unit.test_bench_step import build, ids

@@ -13,7 +13,7 @@ from ess.bench import cli
 from ess.bench.engine.decode_arm import Arm, Shape, Way
 from ess.bench.engine.step import RESIDENT, WHOLE, take_turns
 from ess.bench.harness import prefix as prefixes
-from ess.bench.harness.lists import modes, shares, size, sizes
+from ess.bench.harness.lists import modes, policies, shares, size, sizes
 from ess.bench.harness.prefix import Prefix, build_prefix
 from ess.bench.harness.text import token_ids
 from ess.errors import BadInput
@@ -136,6 +136,9 @@ def test_lists_and_ranges() -> None:
     assert modes("--mode", "none, da") == ["none", "da"]
     with pytest.raises(BadInput, match="--mode fast: choose from layerwise"):
         modes("--mode", "none,fast")
+    assert policies("--evict", "score,lru") == ["lru", "score"]
+    with pytest.raises(BadInput, match="--evict fifo: choose from lru, sieve, score"):
+        policies("--evict", "fifo")
     with pytest.raises(BadInput, match="--ctx 4k,8k: one value, not 2"):
         size("--ctx", "4k,8k")
     for bad in ("0", "4-8*1", "1-99999", "x", "1,,2"):
@@ -147,13 +150,24 @@ def test_lists_and_ranges() -> None:
 
 
 def test_the_command_runs_small(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    small = ("--ctx", "256", "--batch", "1", "--steps", "3", "--json")
+    small = ("--ctx", "256", "--batch", "1", "--steps", "3", "--evict", "lru,sieve", "--json")
     assert cli.main(["step", *small, "--snapshots", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     named = {row["name"]: row for row in rows}
     assert named["decode, LAYERWISE at 0.2"]["baseline"] == "no offload"
     assert named["decode, LAYERWISE at 0.2"]["config"]["ctx"] == 256
+    assert named["decode, LAYERWISE at 0.2, sieve"]["config"]["same_text"] == "1/1"
     assert named["decode, RESIDENT"]["target"] == 0.99
     assert len(named["decode, RESIDENT"]["samples"]) == 3
     assert cli.main(["step", "--batch", "0"]) == 2
     assert "--batch 0: every value must be 1 or more" in capsys.readouterr().err
+
+
+def test_a_grid_of_steps_is_predicted_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["own-grid", "--smoke", "--json"]) == 0
+    step, *errors = json.loads(capsys.readouterr().out)["rows"]
+    assert step["baseline"] == "measured"
+    asked = {"ctx": 704, "batch": 1, "mtp": 2, "ratio": 0.5}
+    assert asked.items() <= step["config"].items()
+    off = abs(step["value"] / step["baseline_value"] - 1) * 100
+    assert [row["value"] for row in errors] == pytest.approx([off, off])
