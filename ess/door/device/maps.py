@@ -66,11 +66,6 @@ class Maps:
         count = page_count * PAGE_ROWS
         return torch.arange(count, dtype=torch.int32, device=self._home)
 
-    @property
-    def waiting_count(self) -> int:
-        """Changes that the device has not got."""
-        return len(self._changed)
-
 
 class DeviceTables(PageTables):
     """Page tables whose changes go to the device. `lengths` are what the host has learned.

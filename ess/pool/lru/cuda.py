@@ -85,13 +85,6 @@ class Residency:
         record = resolve_record(self.shape, **given, **options)
         self._resolve(record, self.shape.launches(rows.shape[0]), stream)
 
-    def claim_new(self, split: Any, rows: Any, *, stream: int, moment: Moment = FIRST) -> None:
-        """Dirty slots for distinct rows that the step is about to write; pads are left out.
-
-        The ledger has reserved room for them: should there be none, the report counts places.
-        """
-        self.plan(split, rows, stream=stream, purpose="write", moment=moment)
-
     def warm(
         self,
         rows: Any,

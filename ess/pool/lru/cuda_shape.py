@@ -157,5 +157,4 @@ def resolve_program(*, is_together: bool, threads: int) -> Program:
 def slot_program(file: str, threads: int) -> Program:
     assert 0 < threads <= 1024, f"a block of {threads} threads"
     assert threads % 32 == 0, f"{threads} threads are not whole warps"
-    ways = ("ESS_LOAD", 0), ("ESS_STORE", 0)
-    return Program(file=file, defines=(("ESS_THREADS", threads), *ways))
+    return Program(file=file, defines=(("ESS_THREADS", threads),))
