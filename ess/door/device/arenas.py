@@ -28,7 +28,7 @@ TICKET_MAX: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceArena:
-    """One group's, with the names of ess.pool.lru.arena."""
+    """The arrays of one group, with the names of ess.pool.lru.arena."""
 
     slot_of: Tensor
     row_of: Tensor
@@ -48,7 +48,7 @@ class DeviceArenas:
     """The arenas of all groups over one slab, as their kernels and the host know them.
 
     `ticket` is the last one given before the open step; up to it all copies of steps have landed.
-    `leaving` takes rows out of all groups; who makes the pools' kernels sets it.
+    `leaving` takes rows out of all groups; `DeviceSide` sets it.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ FAULTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What was queued since a sending: at most so many claims in each group. A step over sequences
-    that have all of their rows in slots claims slots for its new rows alone."""
+    """What is queued before a sending: at most so many claims in each group. Where all rows of
+    these sequences are in slots, their step claims slots for its new rows alone."""
 
     sending: int
     at_most: Counts
@@ -63,14 +63,14 @@ class Counting:
     # ---- on the device
 
     def add(self, kind: Kind, reports: Tensor, groups: range | None = None) -> None:
-        """[calls, groups, numbers of a report]; of these groups, or of all."""
+        """`reports` [calls, groups, numbers of a report], of these groups or of all."""
         totals = self.totals[KINDS.index(kind), :, :STORED]
         if groups is not None:
             totals = totals[groups.start : groups.stop]
         totals += reports.sum(dim=0)
 
     def add_landing(self, group: int, report: Tensor) -> None:
-        """Of one call for this group."""
+        """The report of one call for this group."""
         self.totals[KINDS.index("landing"), group, :STORED] += report
 
     def add_sealed(self, groups: slice, *, left: Tensor, stored: Tensor | int) -> None:

@@ -63,7 +63,10 @@ def build_device_pools(
     layout: ModelLayout, sizes: PoolSizes, lane: DeviceLane, disk: DiskTier | None
 ) -> DevicePools:
     if sizes.shared:
-        raise Unavailable("pools that other processes map are on the host: shared with a device")
+        raise Unavailable(
+            f"shared pools lie on the host, so that other processes can map them; slots on "
+            f"{lane.home} cannot be shared"
+        )
     counts = Counts.of(layout, sizes)
     host_bytes = counts.host_pages * layout.host_page_bytes
     memory = pinned_memory(lane.device, host_bytes, row_bytes=layout.row_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import NoReturn
 
 import numpy as np
 
@@ -70,11 +69,11 @@ class DeviceSide:
         return False
 
     def refill(self, sequences: Many[Sequence]) -> int:
-        """How many rows may be started: which of them are absent the device knows."""
+        """How many rows are offered: the device knows which of them are absent, and takes those."""
         return self.keeper.go_on(sequences)
 
     def rebalance(self) -> int:
-        _not_yet("rebalance")
+        raise Unavailable("rebalance is not there for slots on a device yet")
 
     def differing(self, layer: int) -> list[tuple[int, int]]:
         return []
@@ -101,10 +100,6 @@ class DeviceSide:
     def close(self) -> None:
         self.landings.drain()
         self.pools.lane.close()
-
-
-def _not_yet(verb: str) -> NoReturn:
-    raise Unavailable(f"{verb} is not there for slots on a device yet")
 
 
 def open_device_side(

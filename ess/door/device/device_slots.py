@@ -54,14 +54,14 @@ class DeviceSlots:
     """`copy_count` copies of this step are queued; compute has waited for the first `waited`."""
 
     def __init__(self, pools: DevicePools, landings: Landings, knowledge: Knowledge) -> None:
-        self.pools = pools
-        self.knowledge = knowledge
+        self.pools, self.knowledge = pools, knowledge
         self._located_part = pools.sizes.part_max
         self._landings = landings
         self._sealing = Sealing(pools)
         self._memory = [layer_memory(pools, layer) for layer in range(pools.layout.layer_total)]
         self._make_selects()
-        self._make_others()
+        self._make_writes()
+        self._make_locates()
         self._prepared: dict[tuple[int, int, int], list[PreparedCopies]] = {}
         self._events: dict[tuple[int, int], CudaEvent] = {}
         self._constants: dict[int, Tensor] = {}
@@ -96,20 +96,23 @@ class DeviceSlots:
         ]
         self._rows = torch.empty((sizes.query_max, width), dtype=torch.int32, device=home)
 
-    def _make_others(self) -> None:
-        """What finds slots for new rows, and what locates rows that may be absent."""
-        pools, layout = self.pools, self.pools.layout
-        device, block_max = pools.lane.device, pools.sparse.block_max
+    def _make_writes(self) -> None:
+        """What finds slots for new rows."""
+        pools = self.pools
         self._writes = NewRows(
-            device,
+            pools.lane.device,
             pools.sparse.arenas,
             pools.queries.new_rows,
             self._works.now,
             ints=pools.ints,
-            block_max=block_max,
+            block_max=pools.sparse.block_max,
         )
-        self.new_slots = self._writes.slots.view(layout.group_count, -1)
-        shape = ResolveShape.of(query_max=1, top_k=1, block_max=block_max)
+        self.new_slots = self._writes.slots.view(pools.layout.group_count, -1)
+
+    def _make_locates(self) -> None:
+        """What locates rows that may be absent."""
+        pools, layout, device = self.pools, self.pools.layout, self.pools.lane.device
+        shape = ResolveShape.of(query_max=1, top_k=1, block_max=pools.sparse.block_max)
         self._locating = ResidencyWorkspaces(
             device, shape, pools.ints, group_count=layout.group_count, ring=1
         )
@@ -138,11 +141,11 @@ class DeviceSlots:
             forget_tickets(pools.lane.device, pools.sparse.ticket_of, stream=pools.lane.compute)
             pools.sparse.ticket = 0
         ticket = pools.sparse.ticket
-        told = {"step": step.number, "ticket": ticket, "landed": ticket}
-        told["behind"] = self._landings.behind()
+        moment = {"step": step.number, "ticket": ticket, "landed": ticket}
+        moment["behind"] = self._landings.behind()
         scarce = bool((self.knowledge.room() < 0).any())
         for works, stamps in ((self._works, scarce), (self._locating, False)):
-            now = now_of(**told, query_count=step.query_count, stamps=stamps)
+            now = now_of(**moment, query_count=step.query_count, stamps=stamps)
             upload_into(works.now, np.array(now, np.int32))
             works.begin(stream=pools.lane.compute)
 
@@ -214,7 +217,8 @@ class DeviceSlots:
         return tuple(Resolution(*views, fetch=fetch) for fetch in fetches)
 
     def _next_moment(self, *, part: int, first: int) -> Moment:
-        """Compute has waited for the copy whose claims lay where those of the next one will."""
+        """Of the next copy. Its claims overwrite those of the copy `RING` before it, which compute
+        waits for first."""
         copy = self._copy_count + 1
         if copy - RING > self._waited:
             self.hold(self._last_fetch(copy - RING))
@@ -276,8 +280,8 @@ class DeviceSlots:
         return self._located(residency, step, layer, queries, selection, part=0)
 
     def locate_all(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor | None:
-        """Who asks has been told that all is resident; should a row be absent after all, the host
-        hears of a fault when it learns this step."""
+        """The caller has been told that all rows are resident. Should a row be absent after all,
+        the host hears of a fault when it learns this step."""
         residency, part = self._selects[self.pools.layout.group_of(layer)], self._located_part
         return self._located(residency, step, layer, queries, selection, part=part)
 
@@ -412,7 +416,7 @@ class DeviceSlots:
         self._landings.go_on()
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
-        """How many rows may be started: which of them are absent the device knows."""
+        """How many rows are offered: the device knows which of them are absent, and takes those."""
         rows, layout = sequence.holding.row_ids(0, sequence.length), self.pools.layout
         for group in range(layout.group_count):
             there = rows[self.pools.are_stored(group, rows)]
@@ -429,8 +433,10 @@ class DeviceSlots:
             )
 
     def check(self) -> None:
-        """Between steps nothing is claimed, and every group's arrays are sound. It waits."""
-        assert not self._claimed or self._copy_count >= 0, "claims of no step"
+        """Every group's arrays are sound. It waits."""
+        count = self._copy_count
+        assert self._waited <= count, f"compute has waited for {self._waited} of {count} copies"
+        assert self._claimed or not count, f"{count} copies of a step that has claimed no slot"
         for residency in self._selects:
             residency.check(self._findings, stream=self.pools.lane.compute)
 

@@ -26,8 +26,8 @@ WORD: Final = 4
 
 
 class KeyPlaces(NamedTuple):
-    """Rows of a layer's pages, seen as equal pieces: `pieces` of them have a key's values, a word
-    its scale."""
+    """Where keys lie in a layer's pages: values by pieces of equal size, of which a key has
+    `pieces`, and scales by words, of which it has one."""
 
     values: Tensor
     scales: Tensor
@@ -45,7 +45,7 @@ class DeviceKeys:
         self._lane = lane
         self._page_bytes = PAGE_ROWS * self.key_bytes
         self._unit = math.gcd(self._value_bytes, self._page_bytes)
-        shape = (layout.key_layer_count, page_count, PAGE_ROWS * self.key_bytes)
+        shape = (layout.key_layer_count, page_count, self._page_bytes)
         self.pages = torch.full(shape, 0xFF if poison else 0, dtype=torch.uint8, device=lane.home)
         split = PAGE_ROWS * self._value_bytes
         self._values = _by_key(self.pages[..., :split])
@@ -100,7 +100,7 @@ class DeviceKeys:
         self.write(layer, self.places(upload(rows, home)), upload(keys, home))
 
     def load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
-        """Whole pages of the host, as far as they have keys; of others nobody reads any."""
+        """Whole pages of the host; pages without keys are left out, since nobody reads them."""
         if self._copies_all:
             chosen = np.arange(len(active))
         else:

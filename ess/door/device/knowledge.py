@@ -5,7 +5,7 @@ it was none, the sequence stays resident until a row gives way: new rows enter s
 give way only where a call finds no free slot, so the host goes through what it has queued since it
 heard last, in order: a step over sequences that were all resident before it claims slots for its
 new rows alone, any other call as many as it may. While free slots suffice for all of it, nothing
-has given way, and who was resident is.
+has given way, and a sequence that was resident still is.
 
 A sequence with absent rows is not looked at again for `PATIENCE` steps, as on the host.
 """
@@ -27,8 +27,8 @@ from ess.units import div_ceil
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Asked with these arrivals, on a line that had been left so often; the answer comes with a
-    sending, and a "no" holds until a step."""
+    """A question about one sequence: how many arrivals it had and how often its line had been left
+    when it was asked, the sending that brings the answer, and the step until which a "no" holds."""
 
     arrival_count: int
     left_count: int
@@ -43,8 +43,8 @@ class Knowledge:
         self._looks: dict[int, _Look] = {}
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
-        """Every row of the main model's layers is in a slot, for sure; who is not known is asked
-        for."""
+        """Every row of the main model's layers is in a slot, for sure. The device is asked about
+        sequences of which that is not known."""
         known = self.resident(sequences)
         self._looks = {
             s.number: self._looks[s.number] for s in sequences if s.number in self._looks
@@ -55,7 +55,7 @@ class Knowledge:
         return len(known) == len(sequences)
 
     def resident(self, sequences: Many[Sequence]) -> frozenset[int]:
-        """Of these, those that are known to be."""
+        """The numbers of those of these sequences that are known to be resident."""
         counting, layout = self._pools.counting, self._pools.layout
         evicted = int(counting.counts("evicted").sum())
         known = frozenset(s.number for s in sequences if self._was_resident(s, evicted))
@@ -87,7 +87,7 @@ class Knowledge:
         return self._answer(sequence) == (0, evicted)
 
     def lacks(self, sequence: Sequence) -> bool:
-        """It lacked a row when it was looked at."""
+        """A look at the sequence has been answered, and a row was absent."""
         answer = self._answer(sequence)
         return answer is not None and answer[0] > 0
 

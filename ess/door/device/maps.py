@@ -1,5 +1,4 @@
-"""The maps of the host that kernels read too: page tables, lengths, which host page is active as
-which.
+"""The maps of the host that kernels read too: page tables, lengths, the host pages of active pages.
 
 The host owns them and decides by them; what it changes reaches the device at the next `flush`, in
 one upload, behind everything that was queued before. So kernels of earlier steps read what was true
@@ -62,7 +61,7 @@ class Maps:
         return rows
 
     def places_of_line(self, page_count: int) -> torch.Tensor:
-        """0, 1, ..."""
+        """0, 1, ..., for all positions of so many pages."""
         count = page_count * PAGE_ROWS
         return torch.arange(count, dtype=torch.int32, device=self._home)
 

@@ -87,14 +87,14 @@ class NewRows:
             name: self._of(group, name)
             for name in ("report", *self.shape.scratch, *self.shape.claims)
         }
-        slots, one = self._of(group, "slots"), self._calls[self._word_count :]
+        slots, query_count = self._of(group, "slots"), self._calls[self._word_count :]
         return claim_record(
             self.shape,
             arena=arena,
             workspace=workspace | {"now": now},
             rows=rows,
             slots=slots.data_ptr(),
-            query_count=one.data_ptr(),
+            query_count=query_count.data_ptr(),
         )
 
     def _of(self, group: int, name: str) -> Any:
