@@ -16,7 +16,7 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 class ExpertProducts(Protocol):
-    """`Ops.expert_products`, or what else has its contract."""
+    """`Ops.expert_products`, or another function of the same contract."""
 
     def __call__(
         self, tokens: Tensor, ends: Tensor, weights: Tensor, *, scales: Tensor | None

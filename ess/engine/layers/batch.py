@@ -15,7 +15,7 @@ from ess.door import Offload, Step
 from ess.engine.step.warmth import Watch
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
-from ess.layout import ModelLayout
+from ess.layout import IndexCodec, ModelLayout
 from ess.models.decoder import DecoderLayer, Front
 from ess.models.indexer import Probe
 from ess.models.layers import Rotation
@@ -120,12 +120,8 @@ def select(
 ) -> Tensor:
     """The selection of the queries that `which` names, of all for None: logits over the index
     pages, then top-k."""
-    codec = batch.layout.index
-    table, lengths = batch.page_table, batch.lengths
-    if which is not None:
-        table, lengths = table[which], lengths[which]
+    table, lengths, codec = _contexts(batch, which)
     assert len(queries) == len(lengths), f"{len(queries)} queries, {len(lengths)} lengths"
-    assert codec is not None, "an indexer without an index codec"
     return batch.ops.index_top_k(
         queries,
         weights,
@@ -146,14 +142,22 @@ def select_scored(
     which: slice | None,
 ) -> tuple[Tensor, Tensor]:
     """`select` of neighbours, and all the logits that it chose among."""
-    table, lengths, codec = batch.page_table, batch.lengths, batch.layout.index
-    if which is not None:
-        table, lengths = table[which], lengths[which]
-    assert codec is not None, "an indexer without an index codec"
+    table, lengths, codec = _contexts(batch, which)
     pages, threads = batch.offload.memory(layer).key_pages, compute_threads()
     logits = batch.ops.index_logits(queries, weights, pages, table, lengths, codec, threads=threads)
     chosen = batch.ops.top_k(logits, lengths, k=batch.layout.top_k, threads=threads)
     return chosen, logits
+
+
+def _contexts(
+    batch: Batch, which: slice | list[int] | Tensor | None
+) -> tuple[Tensor, Tensor, IndexCodec]:
+    """Page tables and lengths of the queries that `which` names, and how index keys are coded."""
+    table, lengths, codec = batch.page_table, batch.lengths, batch.layout.index
+    assert codec is not None, "an indexer without an index codec"
+    if which is None:
+        return table, lengths, codec
+    return table[which], lengths[which], codec
 
 
 def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:

@@ -93,7 +93,7 @@ class PackRows(Protocol):
 
 
 class HostRows:
-    """In place, where `import_rows` has put them."""
+    """Rows of the host, read in place, where `import_rows` has put them."""
 
     def __init__(self, computer: Computer, spans: Sequence[Span]) -> None:
         self._offload, self._spans = computer.offload, spans

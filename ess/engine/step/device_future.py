@@ -32,8 +32,8 @@ from ess.engine.tokens.verification import Choice, changed_logits
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a step has said: [sequences, count and targets and drafts], and by feed the chances of
-    its targets, if it asks for them."""
+    """What a step has said. `block` has a line for each sequence: how many targets count, all
+    targets, then drafts. `chances` has those feeds, by number, that ask for them."""
 
     step_number: int
     feeds: tuple[Feed, ...]
@@ -226,6 +226,6 @@ class DeviceChosen:
 
 
 def there(array: object) -> Tensor:
-    """What a step of a device has for each query."""
+    """An array of a step on a device, which has an entry for each query."""
     assert isinstance(array, Tensor), "a step of the host"
     return array

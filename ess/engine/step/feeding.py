@@ -58,7 +58,7 @@ class Chosen(Protocol):
 class Fed(Protocol):
     @property
     def tokens(self) -> Tensor:
-        """Of each query."""
+        """The token of each query."""
 
     def choose(self, logits: Tensor) -> Chosen: ...
 

@@ -27,7 +27,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class SeenRows(Protocol):
-    """Of a step that the host has learned: rows asked for by each query, and of those the hits."""
+    """Of a step that the host has learned: hits of each query, and rows that it asked for."""
 
     def read(self) -> tuple[Counts, Counts]: ...
 
@@ -75,7 +75,7 @@ class StepWarmth:
 
 
 class DeviceWatch:
-    """The same on a device."""
+    """What `StepWarmth` counts, for a step on a device."""
 
     def __init__(self, each: Tensor) -> None:
         self._each = each.long()
