@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class LandingPlace:
     works: ResidencyWorkspaces
     event: CudaEvent
     copies: dict[int, PreparedCopies]
@@ -62,11 +62,13 @@ class Landings:
         shape = ResolveShape.of(query_max=1, top_k=width, block_max=pools.sparse.block_max)
         device = pools.lane.device
         self._places = [
-            Place(ResidencyWorkspaces(device, shape, pools.ints, ring=1), CudaEvent(device), {})
+            LandingPlace(
+                ResidencyWorkspaces(device, shape, pools.ints, ring=1), CudaEvent(device), {}
+            )
             for _ in range(PLACES)
         ]
         self._free = list(self._places)
-        self._under_way: deque[tuple[Place, int]] = deque()
+        self._under_way: deque[tuple[LandingPlace, int]] = deque()
         self._waiting: deque[Piece] = deque()
         self._residencies: dict[tuple[int, int], Residency] = {}
         self._ticket = 1
@@ -125,7 +127,7 @@ class Landings:
             self.go_on()
         assert not self._waiting, f"{len(self._waiting)} pieces wait beside free places"
 
-    def _start(self, place: Place, piece: Piece) -> None:
+    def _start(self, place: LandingPlace, piece: Piece) -> None:
         pools, lane = self._pools, self._pools.lane
         pools.tables.maps.flush()
         now = now_of(
@@ -166,14 +168,14 @@ class Landings:
         piece.limit -= count
         return rows.index_select(0, order), count
 
-    def _residency(self, place: Place, group: int) -> Residency:
+    def _residency(self, place: LandingPlace, group: int) -> Residency:
         key = self._places.index(place), group
         if key not in self._residencies:
             arena, device = self._pools.sparse.arenas[group], self._pools.lane.device
             self._residencies[key] = Residency(device, arena, place.works)
         return self._residencies[key]
 
-    def _copies(self, place: Place, group: int) -> PreparedCopies:
+    def _copies(self, place: LandingPlace, group: int) -> PreparedCopies:
         if group not in place.copies:
             claims, pools = self._residency(place, group).claims(), self._pools
             place.copies[group] = pools.lane.mover.prepare(

@@ -40,7 +40,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class SealPlace:
     """Room for one step's seal: the slots of its new rows, the store's lists, its keys."""
 
     slots: Tensor
@@ -96,7 +96,7 @@ class Sealing:
         pools.counting.send()
         return made
 
-    def _take(self) -> Place:
+    def _take(self) -> SealPlace:
         place = self._places[self._turn]
         if not place.is_free:
             raise BadInput(f"{PLACES} steps are sealed and not stored: learn the oldest first")
@@ -116,7 +116,7 @@ class Sealing:
         sparse.dirty.index_copy_(0, flat, keeps.to(torch.uint8))
 
     def _stores(
-        self, place: Place, arrays: DeviceArrays, keep: Tensor, groups: slice, new_slots: Tensor
+        self, place: SealPlace, arrays: DeviceArrays, keep: Tensor, groups: slice, new_slots: Tensor
     ) -> list[RowCopy]:
         """The kept rows of all layers of these groups in one copy: slots of all members are rows of
         one slab, and rows of all layers lie in one matrix behind one another."""
@@ -138,7 +138,7 @@ class Sealing:
         )
         return [rows, *self._keys(place, arrays, count)]
 
-    def _keys(self, place: Place, arrays: DeviceArrays, count: int) -> list[RowCopy]:
+    def _keys(self, place: SealPlace, arrays: DeviceArrays, count: int) -> list[RowCopy]:
         """All index keys of the new rows, side by side; the host puts them where they belong."""
         keys = self._pools.index.keys
         size = keys.layer_count * count
@@ -168,7 +168,7 @@ class Sealing:
 
 
 class Unsettled(NamedTuple):
-    place: Place
+    place: SealPlace
     groups: slice
     query_count: int
 
@@ -177,7 +177,7 @@ class SealedStep:
     """One that the host has not heard of: landed and learned, in either order, it is over."""
 
     def __init__(
-        self, pools: DevicePools, place: Place, step: Step, groups: list[int], query_count: int
+        self, pools: DevicePools, place: SealPlace, step: Step, groups: list[int], query_count: int
     ) -> None:
         self._pools = pools
         self._place = place
@@ -239,11 +239,11 @@ class SealedStep:
         return np.concatenate(places), np.concatenate(host_rows)
 
 
-def _place(pools: DevicePools) -> Place:
+def _place(pools: DevicePools) -> SealPlace:
     layout, count, home = pools.layout, pools.sizes.query_max, pools.lane.home
     shape = (pools.index.keys.layer_count * count, max(1, pools.index.keys.key_bytes))
     host_keys = pinned_memory(pools.lane.device, max(1, shape[0] * shape[1]), touch_threads=1)
-    return Place(
+    return SealPlace(
         slots=ints(home, -1, layout.group_count, count),
         sources=ints(home, -1, layout.layer_total * count),
         targets=ints(home, -1, layout.layer_total * count),

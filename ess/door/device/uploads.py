@@ -6,19 +6,18 @@ has read it. So an upload costs the host a copy into that memory and the queuein
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.door.checks import TYPES
 from ess.errors import BadInput
 from ess.kernels.checks import fits
 from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.streams import CudaEvent
-
-TYPES: Final = {"uint8": torch.uint8, "int32": torch.int32}
 
 
 def upload(array: npt.NDArray[Any], home: torch.device) -> Tensor:
