@@ -242,6 +242,17 @@ class Padded:
         np.testing.assert_array_equal(away.slots[: self.count].cpu().numpy(), here.wait().slots)
 
 
+def test_a_slot_that_differs_from_its_host_is_named(made):
+    doors = made(chunks=12, seed=10)
+    doors.each(doors.open(list(range(70))), "fill", says=False)
+    doors.drain()
+    assert doors.device.verify(2) == []
+    slots, rows = doors.device._pools.sparse.copies(LAYOUT.group_of(2))
+    memory, spoilt = doors.device.memory(2).slots, there(slots[:1]).long()
+    memory[spoilt] = 255 - memory[spoilt]
+    assert doors.device.verify(2) == [(int(slots[0]), int(rows[0]))]
+
+
 def test_a_graph_is_replayed_for_other_steps(made):
     """What one step has queued is captured, and done again for later steps' rows and selections."""
     doors = made(chunks=3, seed=9)

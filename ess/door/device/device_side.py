@@ -14,6 +14,7 @@ from ess.door.device.landings import Landings
 from ess.door.device.lane import DeviceLane
 from ess.door.device.leaving import Leaving
 from ess.door.device.refilling import DeviceRefill
+from ess.door.device.uploads import upload
 from ess.door.pools import PoolSizes
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Stats, Timings
@@ -76,7 +77,15 @@ class DeviceSide:
         raise Unavailable("rebalance is not there for slots on a device yet")
 
     def differing(self, layer: int) -> list[tuple[int, int]]:
-        return []
+        """Waits until what is queued is done: then a clean slot is a copy."""
+        pools = self.pools
+        pools.lane.mark().wait()
+        group, member = pools.layout.place_of(layer)
+        slots, rows = pools.sparse.copies(group)
+        held = pools.sparse.member_slab(member).index_select(0, upload(slots, pools.lane.home))
+        truth = pools.latent.rows[layer][pools.index.host_rows(rows)]
+        differs = (held.cpu().numpy() != truth).any(axis=1)
+        return list(zip(slots[differs].tolist(), rows[differs].tolist(), strict=True))
 
     def drain(self) -> None:
         self.landings.drain()
