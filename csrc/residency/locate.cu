@@ -20,8 +20,8 @@ struct Locate {
 
     __device__ i32 slot(i32 row, Landed landed) const {
         if (row == -1) return -1;
-        const i32 found = selection.names(row) ? arena.slot_of[row] : -1;
-        if (found >= 0 && landed.has(arena.ticket_of[found])) return found;
+        const i32 held = selection.names(row) ? arena.slot_of[row] : -1;
+        if (held >= 0 && landed.has(arena.ticket_of[held])) return held;
         atomicAdd(&report->faults, 1);
         return -1;
     }
@@ -31,9 +31,9 @@ struct Locate {
 #pragma unroll
         for (i32 i = 0; i < kColumns; i++) {
             if (column[i] >= selection.width) continue;
-            const i32 found = slot(row[i], landed);
-            slots[query * split_width + column[i]] = found;
-            if (stamps && found >= 0) store_relaxed(&arena.last_use[found], step);
+            const i32 held = slot(row[i], landed);
+            slots[query * split_width + column[i]] = held;
+            if (stamps && held >= 0) store_relaxed(&arena.last_use[held], step);
         }
     }
 };

@@ -74,16 +74,7 @@ class Sealing:
         place, pools = self._take(), self._pools
         count = arrays.new_count
         keep = accepted.index_select(0, arrays.sequence_of[:count]) > arrays.query_offset[:count]
-        stored: list[int] = []
-        for part, is_whole in _runs(groups):
-            stays = keep if is_whole else torch.zeros_like(keep)
-            self._leave(part, stays, arrays, new_slots)
-            pools.counting.add_sealed(
-                part, left=(~stays).sum(), stored=stays.sum() if is_whole else 0
-            )
-            if is_whole:
-                assert not stored, f"{step!r}: groups {groups} are stored in two pieces"
-                stored += range(part.start, part.stop)
+        stored = self._leave_rejected(groups, arrays, keep, new_slots)
         pools.tables.maps.lengths.index_add_(0, arrays.lines, accepted)
         place.accepted[: len(step.sequences)].copy_(accepted, non_blocking=True)
         pools.lane.follow(pools.lane.steps)
@@ -95,6 +86,22 @@ class Sealing:
         pools.inflight.track(place.event, made.landed)
         pools.counting.send()
         return made
+
+    def _leave_rejected(
+        self, groups: Many[tuple[int, bool]], arrays: DeviceArrays, keep: Tensor, new_slots: Tensor
+    ) -> list[int]:
+        """The groups whose kept rows stay, to be stored; rows of the others all leave."""
+        stored: list[int] = []
+        for part, is_whole in _runs(groups):
+            stays = keep if is_whole else torch.zeros_like(keep)
+            self._leave(part, stays, arrays, new_slots)
+            self._pools.counting.add_sealed(
+                part, left=(~stays).sum(), stored=stays.sum() if is_whole else 0
+            )
+            if is_whole:
+                assert not stored, f"groups {groups} are stored in two pieces"
+                stored += range(part.start, part.stop)
+        return stored
 
     def _take(self) -> SealPlace:
         place = self._places[self._turn]
