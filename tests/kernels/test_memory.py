@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,17 +15,22 @@ import pytest
 from ess.errors import BadInput, Unavailable
 from ess.kernels.memory import host_memory, map_memory_file, memory_file
 
+LIBC = ctypes.CDLL(None, use_errno=True)
+PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
 
 def resident_bytes(begin: int, size: int) -> int:
-    """Of the mappings that have a part of these addresses."""
-    total, is_ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if bounds is not None:
-            first, stop = (int(bound, 16) for bound in bounds.groups())
-            is_ours = first < begin + size and begin < stop
-        elif is_ours and line.startswith("Rss:"):
-            total += int(line.split()[1]) << 10
+    """Of these addresses. A mapping may have neighbours of the same kind, which the system joins
+    with it, so only what lies between the addresses is asked for."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, stop = (int(bound, 16) for bound in line.split()[0].split("-"))
+        first, stop = max(first, begin // PAGE_BYTES * PAGE_BYTES), min(stop, begin + size)
+        if first < stop:
+            pages = (ctypes.c_ubyte * -(-(stop - first) // PAGE_BYTES))()
+            done = LIBC.mincore(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), pages)
+            assert done == 0, os.strerror(ctypes.get_errno())
+            total += sum(page & 1 for page in bytes(pages)) * PAGE_BYTES
     return total
 
 

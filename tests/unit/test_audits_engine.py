@@ -24,7 +24,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.stops import StopText
 from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.row_lists import RowLists
-from ess.flashtrans.staging import Staging
+from ess.flashtrans.staging import PLACES, Staging
 from ess.kernels.cpu import native
 from ess.overlap.policy import Mode
 from tests.support.layouts import PLAIN as LAYOUT
@@ -227,11 +227,11 @@ def test_a_ring_of_lists_audits_itself(fault: Callable[[RowLists], None], findin
 
 def test_a_staging_area_audits_itself() -> None:
     staging = object.__new__(Staging)
-    staging._turn, staging._sent = 1, False
-    staging._gathered = staging._spread = [SimpleNamespace()] * 2
+    staging._fetch = SimpleNamespace(turn=PLACES - 1)  # type: ignore[assignment]
+    staging._events = [SimpleNamespace()] * (2 * PLACES)  # type: ignore[list-item]
     staging.check()
-    staging._sent = True
-    with pytest.raises(AssertionError, match="never spread"):
+    staging._fetch.turn = PLACES
+    with pytest.raises(AssertionError, match=f"the next place is {PLACES} of {PLACES}"):
         staging.check()
 
 
