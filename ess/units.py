@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from ess.errors import BadInput
@@ -43,3 +44,20 @@ def format_bytes(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.2f} {suffix}"
     return f"{count} B"
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """
+    >>> counted(1, "query", "queries"), counted(2, "query", "queries"), counted(1200, "layer")
+    ('1 query', '2 queries', '1,200 layers')
+    """
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def listed(choices: Iterable[str | float]) -> str:
+    """
+    >>> listed(["bf16"]), listed([1.0, 2.0, 4.0])
+    ('bf16', '1, 2 or 4')
+    """
+    *others, last = (choice if isinstance(choice, str) else f"{choice:g}" for choice in choices)
+    return f"{', '.join(others)} or {last}" if others else last

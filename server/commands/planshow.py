@@ -14,7 +14,7 @@ from ess.sim.planning.bands import Band, inverse
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import SECONDS_PRICED, TOKENS_PRICED, Shared
 from ess.sim.planning.fleets import Deployed, Fleets
-from ess.units import format_bytes
+from ess.units import counted, format_bytes
 
 Line = tuple[str, str, str, str]
 
@@ -183,7 +183,9 @@ def name_of(way: Parallel) -> str:
 
 def modes(point: Point) -> str:
     halves = "two halves" if point.tbo else "one batch"
-    return ", ".join([*(f"{count} layers {name}" for name, count in point.modes.items()), halves])
+    return ", ".join(
+        [*(f"{counted(count, 'layer')} {name}" for name, count in point.modes.items()), halves]
+    )
 
 
 def _banded(figure: str, band: Band) -> str:

@@ -203,9 +203,9 @@ def test_what_misses_rest_on_is_marked():
 
     assert marks(26_000, context=131_072) == ""
     assert "32,768 to 131,072" in marks(26_000, context=524_288)
-    assert "2 tokens a step, not 4" in marks(26_000, context=131_072, queries_each=4)
+    assert "misses of 4 tokens a step" in marks(26_000, context=131_072, queries_each=4)
     assert "shorter context" in marks(8000, context=131_072)
-    assert "not for glm-5" in marks(26_000, "glm-5", context=131_072)
+    assert "misses of glm-5" in marks(26_000, "glm-5", context=131_072)
     stretched = misses.published(layer_count=78)
     assert len(stretched.layers(context=131_072, slots=13_107, queries_each=2)) == 78
     assert sum(stretched.shapes[131_072]) == pytest.approx(78)

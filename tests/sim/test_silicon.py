@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,8 @@ def test_what_is_no_table_is_marked_and_widens_the_band():
     text = " ".join(marked.marks)
     assert [word for word in ("H100", "vLLM", "18 nodes", "131,072") if word not in text] == []
     assert marked.band[1] > told.band[1]
+    fewer = simulate(operators_of("h800"), replace(far, batch=32))
+    assert fewer.marks == marked.marks, "one sentence, however many queries"
 
 
 def test_two_queries_cost_less_than_two_requests():
@@ -154,7 +157,9 @@ def test_what_was_not_measured_is_refused_with_what_was():
         operators_of("a100")
     with pytest.raises(BadInput, match=r"'llama'; there are deepseek-v3\.2, deepseek-v3"):
         operators_of("h200", family="llama")
-    with pytest.raises(BadInput, match="EP1 TP3 were not measured"):
+    with pytest.raises(
+        BadInput, match=r"3 GPUs \(EP 1 x TP 3\) were not measured; .* EP 64 with TP 1$"
+    ):
         step_us(parallel=Parallel(attention_dp=3, expert_tp=3), family="glm-5")
     with pytest.raises(BadInput, match="128 heads cannot be divided over attention TP 3"):
         step_us(parallel=Parallel(attention_tp=3, expert_tp=3))

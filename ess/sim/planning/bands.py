@@ -13,6 +13,7 @@ from typing import Final
 
 from ess.sim.locality.misses import PUBLISHED_QUERIES, MissCurves
 from ess.sim.planning.ask import Ask
+from ess.units import counted
 
 Band = tuple[float, float]
 
@@ -51,19 +52,25 @@ def miss_marks(curves: MissCurves, ask: Ask, *, slots_each: int, model: str) -> 
     published = sorted(curves.means)
     marks = []
     if model != MISSES_OF:
-        marks.append(f"misses were published for {MISSES_OF}, not for {model}")
+        marks.append(f"misses of {model}: those published for {MISSES_OF} stand in")
     if not published[0] <= ask.context <= published[-1]:
-        marks.append(f"misses were published for contexts of {published[0]:,} to {published[-1]:,}")
+        marks.append(
+            f"misses at {ask.context:,} tokens: published for contexts of {published[0]:,} to "
+            f"{published[-1]:,}"
+        )
     elif slots_each < min(curves.means[published[0]].sizes[0], 1.0) * ask.context:
-        marks.append("misses at this share of slots are taken from a shorter context")
+        marks.append(
+            "misses with so few slots for the context: those of a shorter context stand in"
+        )
     if ask.queries_each != PUBLISHED_QUERIES:
         marks.append(
-            f"misses were published for {PUBLISHED_QUERIES} tokens a step, not {ask.queries_each}"
+            f"misses of {counted(ask.queries_each, 'token')} a step: those published for "
+            f"{PUBLISHED_QUERIES} stand in"
         )
     return marks
 
 
 def ask_marks(ask: Ask) -> list[str]:
     if ask.accepted is None and ask.queries_each > 1:
-        return ["accepted tokens are assumed: 70 % of each draft in turn"]
+        return ["accepted tokens: assumed, 70 % of each draft in turn"]
     return []

@@ -81,7 +81,7 @@ def serve(
         prefill_tokens_per_s=mean / worker.prefilling.time.of(mean),
         cached_share=sum(worker.cached) / tokens,
         band=sample.band,
-        marks=(*sample.marks, *worker.prefilling.marks),
+        marks=tuple(dict.fromkeys([*sample.marks, *worker.prefilling.marks])),
         sustained=(rates[0], rates[1]) if rates else None,
         agreed=agreed,
     )

@@ -21,6 +21,7 @@ from typing import Final
 
 from ess.errors import BadInput
 from ess.sim.operators.silicon.bank import Bank
+from ess.sim.operators.silicon.choices import choices
 from ess.sim.operators.tables import Curve, Surface
 
 MEASURED_TOKENS: Final = 1 << 18
@@ -93,10 +94,13 @@ class Sparse:
     def _module(self) -> Surface:
         module = self.bank.sparse_decode.get((self.model, self.heads, self.kv))
         if module is None:
-            known = sorted(key[1:] for key in self.bank.sparse_decode if key[0] == self.model)
+            known = [
+                (kv, heads) for model, heads, kv in self.bank.sparse_decode if model == self.model
+            ]
+            measured = "; ".join(f"{heads} heads over {kv} rows" for kv, heads in choices(known))
             raise BadInput(
                 f"{self.model}: attention of {self.heads} heads over {self.kv} rows was not "
-                f"measured; there are {known}"
+                f"measured; measured were {measured}"
             )
         alone = Curve(module.sizes, tuple(curve.at(1.0) for curve in module.curves))
         other = self.bank.index_growth.get((self.model,))

@@ -82,7 +82,10 @@ CHIPS: Final[Mapping[str, Chip]] = MappingProxyType(
                 link_rate=cost.bytes_per_us(37.0),
             ),
             bf16_rate=2250e6,
-            marks=("rate of the sparse kernel and of the host link: an H200's, by peak",),
+            marks=(
+                "the sparse kernel on B200: an H200's rate, scaled by peak operations",
+                "the host link of B200: an H200's rate",
+            ),
             slack=0.05,
         ),
         "h800": Chip(
@@ -94,7 +97,7 @@ CHIPS: Final[Mapping[str, Chip]] = MappingProxyType(
             bf16_rate=HOPPER,
             by_node=1.75,
             by_link=1.08,
-            marks=("H800: kernels of an H100, exchanges by what DeepEP prints for an H800",),
+            marks=("H800: an H100's kernels stand in; exchanges are scaled to what DeepEP prints",),
             slack=0.05,
         ),
         "h20": Chip(
@@ -109,7 +112,10 @@ CHIPS: Final[Mapping[str, Chip]] = MappingProxyType(
             ),
             bf16_rate=148e6,
             by_memory=1.2,
-            marks=("H20: kernels of an H200 by memory rate, or operations at 9/10 of its peak",),
+            marks=(
+                "H20: an H200's kernels stand in, scaled by memory rate, and take no less than "
+                "their operations at 9/10 of an H20's peak",
+            ),
             slack=0.15,
         ),
     }

@@ -21,6 +21,7 @@ from ess.sim.operators.families import Family
 from ess.sim.operators.parallel import NODE_GPUS, Parallel
 from ess.sim.operators.silicon.bank import Bank, Exchange
 from ess.sim.operators.silicon.chip import Chip
+from ess.sim.operators.silicon.choices import choices
 from ess.sim.operators.stages import Shape
 from ess.sim.operators.tables import Curve
 
@@ -146,10 +147,11 @@ class Experts:
         key = (model, float(parallel.expert_ep), float(parallel.expert_tp))
         curve = self.bank.fused_experts.get(key)
         if curve is None:
-            known = sorted({key[1:3] for key in self.bank.fused_experts if key[0] == model})
+            known = [key[1:] for key in self.bank.fused_experts if key[0] == model]
+            measured = "; ".join(f"EP {ep} with TP {tp}" for ep, tp in choices(known))
             raise BadInput(
-                f"experts EP{parallel.expert_ep} TP{parallel.expert_tp} were not measured; "
-                f"there are (EP, TP) {known}"
+                f"experts on {parallel.stage_gpus} GPUs (EP {parallel.expert_ep} x TP "
+                f"{parallel.expert_tp}) were not measured; measured were {measured}"
             )
         return curve.at(tokens)
 

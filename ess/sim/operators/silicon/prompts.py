@@ -15,6 +15,7 @@ from ess.errors import BadInput
 from ess.sim.operators.families import Family, Kind
 from ess.sim.operators.silicon.bank import Bank
 from ess.sim.operators.silicon.chip import Chip
+from ess.sim.operators.silicon.choices import choices
 from ess.sim.operators.stages import Shape
 from ess.sim.operators.tables import Surface
 
@@ -51,9 +52,11 @@ class Prompts:
                 return count / known * surface.at(tokens, prefix)
         surface = self.bank.sparse_prompt.get((model, self.heads, self.kv, 1))
         if surface is None:
-            known_heads = sorted({key[1] for key in self.bank.sparse_prompt if key[0] == model})
+            known = [(kv, heads) for name, heads, kv, _ in self.bank.sparse_prompt if name == model]
+            measured = "; ".join(f"{heads} heads over {kv} rows" for kv, heads in choices(known))
             raise BadInput(
-                f"{model}: prompts with {self.heads} heads were not measured; {known_heads} were"
+                f"{model}: prompts of {self.heads} heads over {self.kv} rows were not measured; "
+                f"measured were {measured}"
             )
         return count * surface.at(tokens, prefix)
 

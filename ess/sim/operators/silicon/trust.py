@@ -9,7 +9,9 @@ from ess.sim.operators.families import Family
 from ess.sim.operators.parallel import NODE_GPUS
 from ess.sim.operators.silicon.attention import MEASURED_CONTEXT, MEASURED_TOKENS, QUERIES
 from ess.sim.operators.silicon.chip import Chip
+from ess.sim.operators.silicon.experts import MEASURED_HIDDEN
 from ess.sim.operators.stages import Shape, Trust
+from ess.units import counted
 
 BASE: Final = 0.15
 """Four of five public rows of the tables' own framework lie within their bands with it: `ess-bench
@@ -30,12 +32,18 @@ def _family_marks(family: Family, shape: Shape) -> list[str]:
     marks = []
     tokens = max(1.0, shape.query_count)
     if family.is_sparse and tokens * shape.context > MEASURED_TOKENS:
+        count = MEASURED_TOKENS // shape.context
+        which = f" of more than {counted(count, 'query', 'queries')}" if count else ""
         marks.append(
-            f"{tokens:,.0f} queries at {shape.context:,}: SGLang's sparse module was measured to "
-            f"{MEASURED_TOKENS:,} tokens; beyond, keys cost what they cost in vLLM's"
+            f"sparse attention{which} at {shape.context:,} tokens: SGLang's was "
+            f"measured up to {MEASURED_TOKENS:,} for queries x context; from there its "
+            "time grows as vLLM's does"
         )
-    if shape.parallel.sends and family.layout.hidden_dim != 7168:
-        marks.append("experts and their exchange: DeepSeek's, by the width of a state")
+    if shape.parallel.sends and family.layout.hidden_dim != MEASURED_HIDDEN:
+        marks.append(
+            f"experts of {family.name} and their exchange: DeepSeek's times stand in, scaled by "
+            "the width of a token's state"
+        )
     return marks
 
 
@@ -43,19 +51,31 @@ def _shape_marks(chip: Chip, shape: Shape) -> list[str]:
     parallel, marks = shape.parallel, []
     nodes = math.ceil(parallel.stage_gpus / NODE_GPUS)
     if shape.context > MEASURED_CONTEXT:
-        marks.append(f"{shape.context:,} tokens: modules were measured to {MEASURED_CONTEXT:,}")
+        marks.append(
+            f"attention at {shape.context:,} tokens: measured up to {MEASURED_CONTEXT:,}, and "
+            "carried on from there"
+        )
     if shape.query_count > QUERIES[-1]:
         marks.append(
-            f"{shape.query_count:,.0f} queries: modules were measured to {QUERIES[-1]:.0f}"
+            f"attention of {shape.query_count:,.0f} queries at once: measured up to "
+            f"{QUERIES[-1]:,.0f}, and carried on from there"
         )
     if nodes > NODES_MEASURED:
-        marks.append(f"exchange over {nodes} nodes: as over {NODES_MEASURED}, the most measured")
+        marks.append(
+            f"the exchange over {nodes} nodes: taken as over {NODES_MEASURED}, the most measured"
+        )
     if nodes > 1 and chip.base == "b200":
-        marks.append("exchange between nodes of B200: an H200's")
+        marks.append("the exchange between nodes of B200: an H200's times stand in")
     if parallel.expert_ep > RANKS_MEASURED:
-        marks.append(f"experts over {parallel.expert_ep} GPUs: as over {RANKS_MEASURED}")
+        marks.append(
+            f"experts over {parallel.expert_ep} GPUs: taken as over {RANKS_MEASURED}, the most "
+            "measured"
+        )
     if shape.prompt_prefix > PREFIX_MEASURED:
-        marks.append(f"a prefix of {shape.prompt_prefix:,}: measured to {PREFIX_MEASURED:,}")
+        marks.append(
+            f"prompts behind a prefix of {shape.prompt_prefix:,} tokens: measured up to "
+            f"{PREFIX_MEASURED:,}, and carried on from there"
+        )
     if parallel.pp > 1:
-        marks.append(f"{parallel.pp} stages: what a hop takes is nominal")
+        marks.append(f"the hop between {parallel.pp} stages: its time is nominal")
     return marks
