@@ -1,9 +1,9 @@
 """Decode and prefill together: what every GPU of a deployment brings, and what a token costs.
 
-A decode GPU at its full batch ends so many requests a second, and each of them was prefilled by
-somebody: its prompt, less what was cached, takes seconds of a prefill GPU. So for every decode GPU
-there must be a number of prefill GPUs, and a gain that counts decode GPUs alone is not the gain of
-the machines that were bought. Both tiers are counted fully busy.
+A decode GPU at its full batch ends so many requests a second. The prompt of each, less what was
+cached, took seconds of a prefill GPU before. So every decode GPU needs a number of prefill GPUs,
+and a gain that counts decode GPUs alone is not the gain of the machines that were bought. Both
+tiers are counted fully busy.
 """
 
 from __future__ import annotations

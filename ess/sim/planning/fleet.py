@@ -26,6 +26,7 @@ from typing import Final
 from ess.errors import BadInput
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import Work
+from ess.units import counted
 
 LOAD_MAX: Final = 0.9
 LATE_SHARE: Final = 0.1
@@ -129,7 +130,11 @@ def _tier(
     least = max(1, math.ceil(load / LOAD_MAX), math.ceil(wanted.prefill_gpus_min / stages))
     most = least + PIPELINES_SPARE
     if most > PIPELINES_MAX:
-        raise BadInput(f"{wanted.rate:g} requests a second keep {load:,.0f} pipelines busy")
+        raise BadInput(
+            f"{wanted.rate:,g} requests a second keep {load:,.0f} pipelines of "
+            f"{counted(stages, 'GPU')} busy; at most {PIPELINES_MAX - PIPELINES_SPARE:,} can be "
+            "planned"
+        )
     pipelines = bisect_left(
         range(most), True, lo=least, key=lambda count: late_wait_s(count, load, busy_s) <= spare_s
     )

@@ -55,9 +55,17 @@ def fleets(
 
     offload = smallest(lambda sized: sized.quick(sized.least_slots))
     if offload is None:
-        most = (planner.ask.token_us_max or 0.0) / 1e3
-        raise BadInput(f"no number of GPUs makes a token in {most:.1f} ms at this context")
+        raise BadInput(_too_small(planner))
     return Fleets(offload=offload, resident=smallest(lambda sized: sized.quick(sized.ask.context)))
+
+
+def _too_small(planner: Planner) -> str:
+    ask = planner.ask
+    sizes = f"{min(GROUPS[0], ask.gpu_count)} to {max(GROUPS[-1], ask.gpu_count)} GPUs"
+    where = f"no decode group of {sizes} at {ask.context:,} tokens"
+    if ask.token_us_max is None:
+        return f"{where} has memory for a request"
+    return f"{where} makes a token within {ask.token_us_max / 1e3:.1f} ms"
 
 
 def _sizes(planner: Planner) -> Iterable[Planner]:
