@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rich.table import Table
 
@@ -20,16 +20,17 @@ Line = tuple[str, str, str, str]
 
 
 def show(answer: Answer, ask: Ask, question: Question, lines: list[str]) -> None:
-    _print([*plan_lines(answer, ask, question), *all_gpu_lines(answer, question)])
+    print_sides([*plan_lines(answer, ask, question), *all_gpu_lines(answer, question)])
     if answer.fleets is not None:
         console.tables().print()
-        _print(fleet_lines(answer.fleets, question))
+        print_sides(fleet_lines(answer.fleets, question))
     sentences = [*answer.advice, *(f"not measured: {mark}" for mark in answer.marks)]
     after = ["", *sentences, *lines]
     console.tables().print("\n".join(after), highlight=False)
 
 
-def _print(lines: list[Line]) -> None:
+def print_sides(lines: Iterable[Line]) -> None:
+    """Each line: what it is about, with offload, resident, a remark."""
     table = Table.grid(padding=(0, 3))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify)
@@ -114,15 +115,15 @@ def all_gpu_lines(answer: Answer, question: Question) -> list[Line]:
     return lines
 
 
-def fleet_lines(found: Fleets, question: Question) -> list[Line]:
+def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
     wanted = question.wanted
     assert wanted is not None, "fleets of no rate"
 
     def both(name: str, said: Callable[[Deployed], str], remark: str = "") -> Line:
         return (
             name,
-            said(found.offload),
-            "-" if found.resident is None else said(found.resident),
+            said(fleets.offload),
+            "-" if fleets.resident is None else said(fleets.resident),
             remark,
         )
 

@@ -10,13 +10,13 @@ from typing import Final
 
 import msgspec
 from cyclopts import Parameter
-from rich.table import Table
 
 from ess import console
 from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput
 from ess.server.commands import simpage
 from ess.server.commands.plan import MODEL, NodeFlags, parse_duration, planner_of
+from ess.server.commands.planshow import Line, print_sides
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.planner import Planner
 from ess.sim.serving.arrivals import Arrival, read_arrivals
@@ -191,23 +191,13 @@ def parse_tier(text: str) -> Size | Auto | None:
 
 
 def _print(served: Served, arrivals: list[Arrival], serving: Serving) -> None:
-    table = Table.grid(padding=(0, 3))
-    for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify)
-    table.add_row("", "with offload", "resident", "")
-    for line in _lines(served, arrivals, serving):
-        table.add_row(*line)
-    console.tables().print(table)
-    marks = [f"not measured: {mark}" for mark in served.marks]
-    console.tables().print("\n".join(["", *marks]), highlight=False)
+    print_sides(_lines(served, arrivals, serving))
+    for mark in ("", *(f"not measured: {mark}" for mark in served.marks)):
+        console.tables().print(mark, highlight=False)
 
 
-def _lines(
-    served: Served, arrivals: list[Arrival], serving: Serving
-) -> list[tuple[str, str, str, str]]:
-    def both(
-        name: str, show: Callable[[Summary], str], remark: str = ""
-    ) -> tuple[str, str, str, str]:
+def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Line]:
+    def both(name: str, show: Callable[[Summary], str], remark: str = "") -> Line:
         return name, show(served.offload), show(served.resident), remark
 
     tokens = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
@@ -270,7 +260,7 @@ def _ratio(ours: float, theirs: float) -> str:
     return f"x{ours / theirs:.2f}" if theirs > 0 else ""
 
 
-def _sustained(served: Served) -> list[tuple[str, str, str, str]]:
+def _sustained(served: Served) -> list[Line]:
     """Per decode GPU, and per GPU of all that each side takes."""
     if served.sustained is None:
         return []
