@@ -95,8 +95,8 @@ def _ratio(row: Serving, said: Mapping[str, Outcome]) -> Outcome:
 def _rate(row: Serving, said: Mapping[str, Outcome]) -> Outcome:
     """Tokens per second of one GPU."""
     if row["batch"]:
-        took = _decode(row, {}) if not row["prompt"] else None
-        assert took is not None, f"{row['row']}: a rate with prompts between"
+        assert not row["prompt"], f"{row['row']}: a rate with prompts between"
+        took = _decode(row, {})
         assert took.ours is not None, f"{row['row']}: no step"
         return replace(took, ours=row.number("batch") * row.number("output") / took.ours * 1e3)
     took = _prompt(row, {})

@@ -48,9 +48,9 @@ def answered(planner: Planner, question: Question) -> Answer:
         price=question.price,
     )
     plan = planner.plan()
-    found = None
+    smallest = None
     if question.wanted is not None:
-        found = fleets(
+        smallest = fleets(
             planner,
             prefilling=prefilling,
             node=question.node,
@@ -60,7 +60,7 @@ def answered(planner: Planner, question: Question) -> Answer:
     return Answer(
         plan=plan,
         all_gpus=compared(deployment, plan.chosen, plan.resident),
-        fleets=found,
+        fleets=smallest,
         advice=tuple(advice(planner, plan, question.node, is_searched=question.is_searched)),
         marks=tuple(dict.fromkeys([*plan.marks, *prefilling.marks])),
     )

@@ -2,7 +2,7 @@
 
 For every batch the index takes what its pages need and slots get the rest of the device memory, so
 the ratio falls as the batch grows. Below the slot floor misses explode (the working set of a layer
-no longer fits), so a batch that cannot give every request its floor is not planned, whoever asks.
+no longer fits), so a batch that cannot give every request its floor is refused, asked for or not.
 The floor is that of the layout, or every row that a step's queries can select, whichever is more.
 Among the batches that remain, and that keep the time per token, the one with the most tokens per
 second is taken. It is recommended only where it beats the best batch without offload, whose rows
@@ -296,17 +296,17 @@ class Planner:
         is_whole = slots_each >= context
         budget = self.device_budget if is_whole else self.budget
         low, high = 0, budget.batch_max(context=context, slots_each=slots_each)
-        found = None
+        largest = None
         batch = high
         while low < high:
             slots = budget.slots_each(context=context, batch=batch)
             point = self.point(batch, context if is_whole else slots)
             if self._in_time(point):
-                low, found = batch, point
+                low, largest = batch, point
             else:
                 high = batch - 1
             batch = (low + high + 1) // 2
-        return found
+        return largest
 
     def _in_time(self, point: Point) -> bool:
         return self.ask.token_us_max is None or point.token_us <= self.ask.token_us_max

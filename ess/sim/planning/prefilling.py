@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.parallel import NODE_GPUS, Parallel
 from ess.sim.planning.deployment import Prefilling, Work
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import MEMORY_SHARE, RESERVED_BYTES, Planner
@@ -14,7 +14,6 @@ from ess.sim.prefill.prefill_time import FAR, FIRST_CHUNK, Handoff, Tier
 from ess.sim.prefill.prompt_pass import PromptPass, pass_trust
 from ess.units import PAGE_ROWS
 
-NODE_GPUS: Final = 8
 GPUS_MAX: Final = 1 << 10
 
 

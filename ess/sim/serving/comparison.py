@@ -68,7 +68,7 @@ def serve(
     worker = _worker(planner, arrivals, serving, node)
     floors, size = (planner.slot_floor, None), worker.size(arrivals)
     both = tuple(worker.replayed(arrivals, slot_floor=floor, size=size) for floor in floors)
-    offload, resident = (summarise(found, serving.objective) for found in both)
+    offload, resident = (summarise(side, serving.objective) for side in both)
     tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     mean = tokens / len(arrivals)
     rates = [worker.sustained(arrivals, slot_floor=floor) for floor in floors if sustained]

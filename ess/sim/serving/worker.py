@@ -102,8 +102,8 @@ class Worker:
         def gpus_if_met(rate: float) -> int | None:
             stretched = at_rate(arrivals, rate)
             size = self.sized(rate, arrivals) if self.serving.tier == AUTO else self.size(stretched)
-            found = self.replayed(stretched, slot_floor=slot_floor, size=size)
-            good_share = summarise(found, self.serving.objective).good_share
+            lived = self.replayed(stretched, slot_floor=slot_floor, size=size)
+            good_share = summarise(lived, self.serving.objective).good_share
             return gpu_count(size) if good_share >= GOOD_SHARE else None
 
         gpus = gpus_if_met(RATE_MIN)

@@ -25,7 +25,6 @@ HEAD_COLUMNS: Final = 65_536
 SPLIT_LAUNCHES: Final = 2
 MERGE_BYTES: Final = 4 + 4 + 2
 PARTS_MAX: Final = 0.9
-HOP_US: Final = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +117,7 @@ class SiliconOperators:
 
     def _hop_us(self, tokens: float) -> float:
         moved = tokens * self.family.layout.hidden_dim * host.STATE_BYTES
-        return HOP_US + moved / 50e3
+        return host.HOP_US + moved / host.NIC_RATE
 
     @cached_property
     def _parts(self) -> Parts:
@@ -187,7 +186,9 @@ class SiliconOperators:
         shrunk = min(1.0, PARTS_MAX * module_us / sum(parts))
         pre, attend, output = (shrunk * part for part in parts)
         rest_us = module_us - pre - attend - output
-        return _attention_of(rest_us + prompt_us, self._scan_scaled(scan_us), pre, attend, output)
+        return _attention_of(
+            rest_us + prompt_us, scan_us * self.chip.by_memory, pre, attend, output
+        )
 
     def _selecting_us(
         self, shape: Shape, kind: Kind, busy: float, heads: int
@@ -218,7 +219,8 @@ class SiliconOperators:
     def _rated_us(self, tokens: float, weights: float) -> float:
         machine = self.machine
         return machine.launch_us + max(
-            weights / machine.hbm_rate, 2 * weights * tokens / (0.6 * machine.fp8_rate)
+            weights / machine.hbm_rate,
+            2 * weights * tokens / (host.PRODUCT_SHARE * machine.fp8_rate),
         )
 
     def _scaled_us(self, us: float, tokens: float, shape: Shape, heads: int) -> float:
@@ -228,12 +230,11 @@ class SiliconOperators:
         row = layout.row.latent_dim + layout.row.rope_dim
         attended = min(shape.context, layout.top_k) if self.family.is_sparse else shape.context
         scored = 2 * tokens * heads * attended * (row + layout.row.latent_dim)
-        query = layout.query_rank * (layout.hidden_dim + heads * (layout.nope_dim + 64))
+        query = layout.query_rank * (
+            layout.hidden_dim + heads * (layout.nope_dim + layout.row.rope_dim)
+        )
         out = heads * layout.value_dim * layout.hidden_dim
         return self.chip.us(us, fp8_flop=2 * tokens * (query + out), bf16_flop=scored)
-
-    def _scan_scaled(self, us: float) -> float:
-        return us * self.chip.by_memory
 
     def _heads(self, parallel: Parallel) -> int:
         count, parts = self.family.layout.head_count, parallel.attention_tp

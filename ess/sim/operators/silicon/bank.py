@@ -125,8 +125,8 @@ def package_bank(package: Path, *, gpu: str, system: str) -> Bank:
     shipped = shipped_bank(gpu)
 
     def read(name: str) -> Entries:
-        found = derived(package, [chosen[name]], system=system)
-        return found[name] if found else shipped.read(name)
+        tables = derived(package, [chosen[name]], system=system)
+        return tables[name] if tables else shipped.read(name)
 
     return Bank(source=str(package), read=read)
 
@@ -142,12 +142,12 @@ def _curves(entries: Entries, *, keys: int) -> Keyed:
 
 def _surfaces(entries: Entries, *, keys: int) -> Mapping[tuple[float | str, ...], Surface]:
     """Surfaces over the second but last column first, then over the one before it."""
-    found: dict[tuple[float | str, ...], list[tuple[float, Curve]]] = {}
+    by_key: dict[tuple[float | str, ...], list[tuple[float, Curve]]] = {}
     for key, curve in _curves(entries, keys=keys + 1).items():
-        found.setdefault(key[:keys], []).append((_number(key[keys]), curve))
+        by_key.setdefault(key[:keys], []).append((_number(key[keys]), curve))
     return {
         key: Surface(tuple(size for size, _ in curves), tuple(curve for _, curve in curves))
-        for key, curves in found.items()
+        for key, curves in by_key.items()
     }
 
 

@@ -22,6 +22,7 @@ from ess.sim.operators.parallel import NODE_GPUS, Parallel
 from ess.sim.operators.silicon.bank import Bank, Exchange
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.choices import choices
+from ess.sim.operators.silicon.host import HOP_US, NIC_RATE, PRODUCT_SHARE, STATE_BYTES
 from ess.sim.operators.stages import Shape
 from ess.sim.operators.tables import Curve
 
@@ -30,11 +31,6 @@ BULK_TOKENS: Final = 1024
 
 SPREAD: Final = "power_law_0.6"
 UNEVEN: Final = "power_law_1.01"
-STATE_BYTES: Final = 2
-PRODUCT_SHARE: Final = 0.6
-HOP_US: Final = 10.0
-NIC_RATE: Final = 50e3
-"""Nominal: between GPUs of two nodes, and 400 Gbit/s for each of them."""
 
 
 class Way(NamedTuple):

@@ -30,6 +30,11 @@ CHOICE_LAUNCHES: Final = 1.5
 NORM_STATES: Final = 8
 SUM_STATES: Final = 3
 STATE_BYTES: Final = 2
+PRODUCT_SHARE: Final = 0.6
+"""Of the peak of fp8 that a product reaches, where none was measured."""
+HOP_US: Final = 10.0
+NIC_RATE: Final = 50e3
+"""Nominal: between GPUs of two nodes, and 400 Gbit/s for each of them."""
 SAMPLED_BYTES: Final = 4 * 4
 """Of a score of the vocabulary: written, read and written as float32 once more, read for the sum
 and for the draw."""

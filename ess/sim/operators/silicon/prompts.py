@@ -13,15 +13,15 @@ from typing import Final
 
 from ess.errors import BadInput
 from ess.sim.operators.families import Family, Kind
+from ess.sim.operators.silicon.attention import HEADS_MIN
 from ess.sim.operators.silicon.bank import Bank
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.choices import choices
+from ess.sim.operators.silicon.host import PRODUCT_SHARE
 from ess.sim.operators.stages import Shape
 from ess.sim.operators.tables import Surface
 
-HEADS_MIN: Final = 16
 COUNTS: Final = (16, 4, 1)
-PRODUCT_SHARE: Final = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,9 @@ class Prompts:
             pair = 2 * self.heads * (2 * layout.row.latent_dim + layout.row.rope_dim)
         index = layout.index
         scanned = 2 * index.head_count * index.key_dim * reach if index is not None else 0
-        query = layout.query_rank * (layout.hidden_dim + self.heads * (layout.nope_dim + 64))
+        query = layout.query_rank * (
+            layout.hidden_dim + self.heads * (layout.nope_dim + layout.row.rope_dim)
+        )
         out = self.heads * layout.value_dim * layout.hidden_dim
         fp8 = total * (2 * (query + out) + scanned)
         return self.chip.us(us, fp8_flop=fp8, bf16_flop=total * rows * pair)
