@@ -7,14 +7,14 @@ from collections.abc import Sequence as Many
 import numpy as np
 
 from ess.clock import Clock
-from ess.door.device.device_pools import DevicePools, build_device_pools
-from ess.door.device.device_slots import DeviceSlots
-from ess.door.device.knowledge import Knowledge
-from ess.door.device.landings import Landings
-from ess.door.device.lane import DeviceLane
-from ess.door.device.leaving import Leaving
-from ess.door.device.refilling import DeviceRefill
-from ess.door.device.uploads import upload
+from ess.door.device.memory.device_pools import DevicePools, build_device_pools
+from ess.door.device.memory.lane import DeviceLane
+from ess.door.device.memory.uploads import upload
+from ess.door.device.residency.knowledge import Knowledge
+from ess.door.device.residency.landings import Landings
+from ess.door.device.residency.leaving import Leaving
+from ess.door.device.residency.refilling import DeviceRefill
+from ess.door.device.steps.device_slots import DeviceSlots
 from ess.door.pools import PoolSizes
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Stats, Timings

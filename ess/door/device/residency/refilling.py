@@ -11,9 +11,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Final
 
-from ess.door.device.device_pools import DevicePools
-from ess.door.device.knowledge import Knowledge
-from ess.door.device.landings import PLACES, Landings
+from ess.door.device.memory.device_pools import DevicePools
+from ess.door.device.residency.knowledge import Knowledge
+from ess.door.device.residency.landings import PLACES, Landings
 from ess.door.sequences.sequence import Sequence
 from ess.units import PAGE_ROWS
 

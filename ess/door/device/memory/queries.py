@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ess.door.arrays import Kept, places, require_same
 from ess.door.checks import kept_counts
-from ess.door.device.keys import DeviceKeys, KeyPlaces
-from ess.door.device.maps import DeviceTables, rows_of
-from ess.door.device.uploads import given, upload, upload_into
+from ess.door.device.memory.keys import DeviceKeys, KeyPlaces
+from ess.door.device.memory.maps import DeviceTables, rows_of
+from ess.door.device.memory.uploads import given, upload, upload_into
 from ess.errors import BadInput
 
 LINE, OFFSET, SEQUENCE, START, STOP, ROW = range(6)

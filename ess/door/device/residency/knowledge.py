@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ess.door.device.counting import Counts
-from ess.door.device.device_pools import DevicePools
-from ess.door.device.landings import Landings
+from ess.door.device.memory.counting import Counts
+from ess.door.device.memory.device_pools import DevicePools
+from ess.door.device.residency.landings import Landings
 from ess.door.residency.resident import PATIENCE, SCARCE
 from ess.door.sequences.sequence import Sequence
 from ess.units import div_ceil

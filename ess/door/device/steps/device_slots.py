@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from ess.door.arrays import Array, Kept
-from ess.door.device.answers import DeviceFetch, DeviceSplit, Recorded
-from ess.door.device.arenas import TICKET_MAX
-from ess.door.device.device_pools import DevicePools
-from ess.door.device.knowledge import Knowledge
-from ess.door.device.landings import Landings
-from ess.door.device.maps import rows_of
-from ess.door.device.queries import DeviceArrays
-from ess.door.device.sealing import Sealing
-from ess.door.device.uploads import upload, upload_into
+from ess.door.device.memory.arenas import TICKET_MAX
+from ess.door.device.memory.device_pools import DevicePools
+from ess.door.device.memory.maps import rows_of
+from ess.door.device.memory.queries import DeviceArrays
+from ess.door.device.memory.uploads import upload, upload_into
+from ess.door.device.residency.knowledge import Knowledge
+from ess.door.device.residency.landings import Landings
+from ess.door.device.steps.answers import DeviceFetch, DeviceSplit, Recorded
+from ess.door.device.steps.sealing import Sealing
 from ess.door.placement import LayerMemory, Resolution
 from ess.door.sequences.sequence import Sequence
 from ess.door.step import Step

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.door.device.lane import DeviceLane
-from ess.door.device.uploads import Behind
+from ess.door.device.memory.lane import DeviceLane
+from ess.door.device.memory.uploads import Behind
 from ess.errors import BadState
 from ess.pool.lru.cuda_shape import REPORT
 

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.door.device.arenas import ints
-from ess.door.device.device_pools import DevicePools
-from ess.door.device.queries import DeviceArrays
+from ess.door.device.memory.arenas import ints
+from ess.door.device.memory.device_pools import DevicePools
+from ess.door.device.memory.queries import DeviceArrays
 from ess.door.step import Step
 from ess.errors import BadInput
 from ess.kernels.cuda.pinned import pinned_memory

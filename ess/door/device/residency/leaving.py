@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ess.door.device.device_pools import DevicePools
-from ess.door.device.uploads import upload
+from ess.door.device.memory.device_pools import DevicePools
+from ess.door.device.memory.uploads import upload
 from ess.pool.index import page_rows
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_shape import ResolveShape

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ess.door.device.keys import DeviceKeys
-from ess.door.device.uploads import upload
+from ess.door.device.memory.keys import DeviceKeys
+from ess.door.device.memory.uploads import upload
 from ess.pool.index import NONE, ActivePages, PageTables
 from ess.pool.latent import LatentPool
 from ess.pool.pages import PageIds

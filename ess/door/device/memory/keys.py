@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.door.device.lane import DeviceLane
-from ess.door.device.uploads import upload
+from ess.door.device.memory.lane import DeviceLane
+from ess.door.device.memory.uploads import upload
 from ess.kernels.streams import RowCopy
 from ess.layout import ModelLayout
 from ess.pool.latent import LatentPool

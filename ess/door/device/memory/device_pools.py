@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.door.device.arenas import DeviceArenas
-from ess.door.device.counting import Counting
-from ess.door.device.keys import DeviceKeys
-from ess.door.device.lane import DeviceLane
-from ess.door.device.maps import DeviceIndex, DeviceTables, Maps
-from ess.door.device.queries import DeviceArrays, Queries
+from ess.door.device.memory.arenas import DeviceArenas
+from ess.door.device.memory.counting import Counting
+from ess.door.device.memory.keys import DeviceKeys
+from ess.door.device.memory.lane import DeviceLane
+from ess.door.device.memory.maps import DeviceIndex, DeviceTables, Maps
+from ess.door.device.memory.queries import DeviceArrays, Queries
 from ess.door.inflight import Pending
 from ess.door.pools import Counts, Pools, PoolSizes, make_ledger
 from ess.door.shelf import Shelf

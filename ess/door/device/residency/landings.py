@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.door.device.device_pools import DevicePools
-from ess.door.device.uploads import upload, upload_into
+from ess.door.device.memory.device_pools import DevicePools
+from ess.door.device.memory.uploads import upload, upload_into
 from ess.door.sequences.sequence import Sequence
 from ess.flashtrans.mover import PreparedCopies
 from ess.kernels.cuda.streams import CudaEvent

@@ -1,0 +1,1 @@
+"""What lies on a device, and what the host knows of it: slots, keys, maps, counters, the lane."""
