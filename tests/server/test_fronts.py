@@ -28,7 +28,7 @@ def children(pid: int) -> dict[int, str]:
     """Pids and command lines."""
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             words = Path(f"/proc/{child}/cmdline").read_bytes()
             found[int(child)] = words.replace(b"\0", b" ").decode()
     return found
@@ -42,7 +42,7 @@ def is_running(pid: int) -> bool:
     """A zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: it ended while it was read
         return False
 
 
