@@ -14,18 +14,8 @@ import torch
 from ess.door import Offload, Sequence
 from ess.errors import PoolFull
 from ess.flashtrans import InlineLane
-from ess.layout import IndexCodec, ModelLayout, RowCodec
+from tests.handoff.layout import LAYOUT
 
-LAYOUT = ModelLayout(
-    name="t",
-    layer_count=3,
-    groups=((0, 1), (2,), (3,)),
-    row=RowCodec(form="opaque", opaque_bytes=16),
-    index=IndexCodec(key_dim=8, head_count=1),
-    mtp_layer_count=1,
-    top_k=8,
-    slot_floor=8,
-)
 LEADERS = [group[0] for group in LAYOUT.groups]
 FIELDS = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
 MAPS = ("slot_of", "row_of", "last_use", "dirty")

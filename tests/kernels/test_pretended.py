@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ess.bench.harness import table
-from ess.kernels.cpu import native
-from tests.support.emulate import needs_compiler
+from tests.support import beside
 
-ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     "tests/gpu/test_device.py::test_a_lane_follows_torch",
     "tests/gpu/test_device.py::test_a_thousand_replays_of_one_graph[together]",
@@ -27,39 +21,24 @@ TESTS = (
     "tests/kernels/test_rowcodec.py::test_golden_row[cuda]",
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    needs_compiler,
-    pytest.mark.skipif(not native.available(), reason=native.why_missing()),
-    *(
-        pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is missing")
-        for name in ("cuda", "triton")
-    ),
-]
+pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {**os.environ, "ESS_EMULATED": str(tmp_path_factory.mktemp("emulated"))}
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
 
 
-def run(*command: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    given = [sys.executable, "-m", *map(str, command)]
-    done = subprocess.run(given, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done
-
-
-def test_tests_of_a_device(emulated: dict[str, str]) -> None:
-    printed = run("pytest", "-p", "tests.support.pretended", *TESTS, env=emulated).stdout
+def test_tests_of_a_device(emulated: Path) -> None:
+    printed = beside.run_tests(*TESTS, built=emulated)
     assert f"{len(TESTS)} passed" in printed, printed
 
 
 @pytest.mark.parametrize("name", ["rows", "resolve", "layer", "attend", "experts"])
-def test_benchmarks_of_a_device(name: str, emulated: dict[str, str], tmp_path: Path) -> None:
+def test_benchmarks_of_a_device(name: str, emulated: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     given = "ess.bench.gpu.suite", "--smoke", "--only", name, "--out", out
-    printed = run("tests.support.pretended", *given, env=emulated).stdout.splitlines()
+    printed = beside.run("tests.support.pretended", *given, built=emulated).stdout.splitlines()
     rows = json.loads(out.read_text())["rows"]
     assert rows
     assert max(map(len, printed)) <= 120
@@ -67,10 +46,10 @@ def test_benchmarks_of_a_device(name: str, emulated: dict[str, str], tmp_path: P
     assert printed == [*table.heading(), *shown]
 
 
-def test_libraries_that_are_missing_are_named(emulated: dict[str, str], tmp_path: Path) -> None:
+def test_libraries_that_are_missing_are_named(emulated: Path, tmp_path: Path) -> None:
     """There is nothing to time beside our kernels, and the reason is said for each library."""
     given = "ess.bench.gpu.suite", "--smoke", "--only", "others", "--json"
-    done = run("tests.support.pretended", *given, env=emulated)
+    done = beside.run("tests.support.pretended", *given, built=emulated)
     assert done.stdout == ""
     for said in ("attention: triton (", "indexer: triton (", "experts: triton ("):
         assert said in done.stderr
@@ -111,7 +90,7 @@ assert two.cpu().tolist() == [10, 10, 10]
 """
 
 
-def test_the_pretence_refuses_what_a_device_does(emulated: dict[str, str], tmp_path: Path) -> None:
+def test_the_pretence_refuses_what_a_device_does(emulated: Path, tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(f"WRONG = {WRONG!r}\n{SCRIPT}")
-    run(script.stem, env=emulated | {"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    beside.run(script.stem, built=emulated, path=f"{beside.ROOT}:{tmp_path}")

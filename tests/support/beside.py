@@ -1,0 +1,41 @@
+"""Python that runs in a process of its own, beside a device that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ess.kernels.cpu import native
+from tests.support.emulate import needs_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS = (
+    needs_compiler,
+    pytest.mark.skipif(not native.available(), reason=native.why_missing()),
+    *(
+        pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is missing")
+        for name in ("cuda", "triton")
+    ),
+)
+"""Marks of a test that runs such a process."""
+
+
+def run(*command: object, built: Path, path: str = "") -> subprocess.CompletedProcess[str]:
+    """`python -m command`; the emulated device's libraries are kept in the folder `built`."""
+    env = {**os.environ, "ESS_EMULATED": str(built), **({"PYTHONPATH": path} if path else {})}
+    given = [sys.executable, "-m", *map(str, command)]
+    done = subprocess.run(given, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    return done
+
+
+def run_tests(*tests: str, built: Path) -> str:
+    """What pytest printed, which met no failure and has run some."""
+    printed = run("pytest", "-p", "tests.support.pretended", *tests, built=built).stdout
+    assert " passed" in printed, printed
+    return printed
