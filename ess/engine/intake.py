@@ -82,7 +82,7 @@ class Intake:
         if request.refusal is None and self.followers.hold(request, request.leader):
             return
         self._roster.add(request)
-        if self._roster.first_waiting() is request:
+        if request.refusal is None and self._roster.first_waiting() is request:
             self._on_first()
 
     def leave(self, request: Request) -> None:

@@ -155,20 +155,6 @@ class StreamLane:
             self._last = StreamEvent(started, finished, self._anchor)
         return self._last
 
-    def queue(
-        self,
-        copies: Sequence[RowCopy],
-        stream: int,
-        *,
-        after: CudaEvent | None = None,
-        then: CudaEvent | None = None,
-    ) -> None:
-        """Into `stream`, which may be captured: no job, no wait. Lists must lie on the device.
-
-        The lane's jobs and these copies know nothing of one another but for `after` and `then`.
-        """
-        self._mover.queue(copies, stream, after=after, then=then)
-
     def mark(self) -> StreamEvent:
         return self._last
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput, BadState, Unavailable
+from ess.flashtrans.mover import RowMover
 from ess.flashtrans.stream_lane import StreamLane
 from ess.kernels.cuda import driver
 from ess.kernels.cuda.arrays import DeviceArray
@@ -42,6 +43,7 @@ class Rig:
         self.compute = CudaStream(self.device)
         options = {"list_capacity": 256, "place_bytes": 20_480, "block_count_max": 2} | options
         self.lane = StreamLane(self.device, compute_stream=lambda: self.compute.handle, **options)
+        self.mover = RowMover(self.device, block_count_max=2)
         pool = pinned_memory(self.device, 500 * ROW_BYTES, row_bytes=ROW_BYTES, touch_threads=1)
         self.pool = pool.reshape(-1, ROW_BYTES)
         self.pool[:] = random_rows(self.random, 500)
@@ -157,12 +159,12 @@ def counted_copies_follow_a_graph(replay_count=8):
     fetch = RowCopy(source=rig.pool, target=rig.slab, count=count, **rows)
     rows = {"source_rows": there["slab"], "target_rows": there["pool"]}
     store = RowCopy(source=rig.slab, target=again, count=count, **rows)
-    rig.lane.queue([fetch, store], rig.compute.handle)  # loads the programs
+    rig.mover.queue([fetch, store], rig.compute.handle)  # loads the programs
     graph, begun, landed = CudaGraph(rig.device), CudaEvent(rig.device), CudaEvent(rig.device)
     with graph.capture(rig.compute.handle):
         begun.record(rig.compute.handle)
-        rig.lane.queue([fetch], copies.handle, after=begun, then=landed)
-        rig.lane.queue([store], rig.compute.handle, after=landed)
+        rig.mover.queue([fetch], copies.handle, after=begun, then=landed)
+        rig.mover.queue([store], rig.compute.handle, after=landed)
     expected_again = np.zeros((500, ROW_BYTES), np.uint8)
     for wanted in [0, 1, most, 3 * most, *rig.random.integers(2, most, replay_count)]:
         taken = min(int(wanted), most)
@@ -197,7 +199,7 @@ def a_count_asks_for_lists_on_the_device():
         with pytest.raises(BadInput, match=words):
             rig.lane.submit([RowCopy(**keywords)])
     with pytest.raises(BadInput, match="submit such copies to a lane"):
-        rig.lane.queue([RowCopy(**good | {"target_rows": rows})], rig.compute.handle)
+        rig.mover.queue([RowCopy(**good | {"target_rows": rows})], rig.compute.handle)
     there.write([3, 2, 500_000, -7])
     event = rig.lane.submit([RowCopy(**good, count=count)])
     rig.move({"pool": np.array([3, 2]), "slab": np.array([3, 2])}, "pool", "slab")
