@@ -31,6 +31,11 @@ class Outcome:
         return self.row["date"].startswith("2025")
 
     @property
+    def is_held_out(self) -> bool:
+        """Nothing was chosen with the row in view."""
+        return self.row["seen"] == "no"
+
+    @property
     def is_vllm(self) -> bool:
         """The tables are SGLang's, and vLLM's kernels of its day were others."""
         return "vllm" in self.row["source"].lower() or "vLLM" in self.row["row"]

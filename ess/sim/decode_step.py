@@ -19,7 +19,7 @@ from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
 from ess.overlap.policy import Mode, best_mode
 from ess.sim.operators.parallel import Parallel
-from ess.sim.operators.stages import Operators, Shape, Stages
+from ess.sim.operators.stages import Operators, Shape, Stages, hiding_of
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 
 
@@ -179,7 +179,7 @@ def _layer_fetch(
     )
     mode = scenario.mode
     if mode is None:
-        behind = operators.hiding(stages, query_count=query_count, missing_share=share)
+        behind = hiding_of(operators, stages, query_count=query_count, missing_share=share)
         mode = best_mode(exposed(moved_us, behind))
     return LayerFetch(
         mode=mode,

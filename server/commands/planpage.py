@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import resources
 from typing import Any, Final
 
-import msgspec
-
 import ess
+from ess.server.commands.htmlfile import whole
 from ess.sim.planning.batches import Point
 from ess.sim.planning.planner import WORTH, Planner
 
@@ -25,12 +23,8 @@ SLOTS: Final = (6400, 8192, 12288, 16384, 24576, 49152, 131072)
 
 def page(planner: Planner, *, model: str, gpu: str) -> str:
     """The whole page, self-contained."""
-    folder = resources.files("ess.server.commands")
-    html = (folder / "plan.html").read_text(encoding="utf-8")
-    code = (folder / "plan.js").read_text(encoding="utf-8")
-    numbers = msgspec.json.encode(numbers_of(planner, model=model, gpu=gpu)).decode()
-    safe = numbers.replace("<", "\\u003c")
-    return html.replace("/*NUMBERS*/", safe, 1).replace("/*MODEL*/", code, 1)
+    numbers = numbers_of(planner, model=model, gpu=gpu)
+    return whole("plan", title="ESS plan", numbers=numbers, code="plan.js")
 
 
 def numbers_of(

@@ -13,6 +13,7 @@ from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import Band, inverse
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import SECONDS_PRICED, TOKENS_PRICED, Shared
+from ess.sim.planning.fleet import Groups
 from ess.sim.planning.fleets import Deployed, Fleets
 from ess.units import counted, format_bytes
 
@@ -127,9 +128,8 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
             remark,
         )
 
-    def tier(side: Deployed) -> str:
-        prefill = side.fleet.prefill
-        return f"{prefill.gpu_count:,} ({prefill.pipelines:,} x {prefill.stages})"
+    def gpus_of(groups: Groups) -> str:
+        return f"{groups.gpu_count:,} ({groups.count:,} x {groups.gpus_each})"
 
     rate = wanted.rate * question.work.output_tokens
     lines = [
@@ -138,19 +138,21 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
         ),
         both(
             "decode GPUs",
-            lambda side: (
-                f"{side.fleet.decode_gpus:,} ({side.fleet.groups:,} x {side.fleet.group_gpus})"
-            ),
+            lambda side: gpus_of(side.fleet.decode),
             "groups x GPUs of each",
         ),
         both(
             "the model is shared", lambda side: name_of(side.parallel), "heads x requests, experts"
         ),
-        both("prefill GPUs", tier, "pipelines x GPUs of each"),
+        both(
+            "prefill GPUs",
+            lambda side: gpus_of(side.fleet.prefill),
+            "pipelines x GPUs of each",
+        ),
         both("batch per group of heads", lambda side: f"{side.point.batch}", "at most"),
         both(
             "busy, decode and prefill",
-            lambda side: f"{side.fleet.load:.0%}, {side.fleet.prefill.load:.0%}",
+            lambda side: f"{side.fleet.decode.load:.0%}, {side.fleet.prefill.load:.0%}",
         ),
         both(
             "first token, nine in ten",

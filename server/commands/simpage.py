@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any, Final
 
-import msgspec
-
 import ess
+from ess.server.commands.htmlfile import whole
 from ess.sim.serving.asked import Serving
 from ess.sim.serving.comparison import Served
 from ess.sim.serving.goodput import ttft_s
@@ -18,10 +16,7 @@ POINTS_MAX: Final = 2000
 
 def page(served: Served, replays: tuple[Replay, Replay], serving: Serving) -> str:
     """The whole page, self-contained."""
-    folder = resources.files("ess.server.commands")
-    html = (folder / "sim.html").read_text(encoding="utf-8")
-    numbers = msgspec.json.encode(numbers_of(served, replays, serving)).decode()
-    return html.replace("/*NUMBERS*/", numbers.replace("<", "\\u003c"), 1)
+    return whole("sim", title="ESS sim", numbers=numbers_of(served, replays, serving))
 
 
 def numbers_of(served: Served, replays: tuple[Replay, Replay], serving: Serving) -> dict[str, Any]:

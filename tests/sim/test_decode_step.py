@@ -11,7 +11,7 @@ from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators import tables
 from ess.sim.operators.paper import LAYERS, Fitted, PaperOperators
 from ess.sim.operators.parallel import Parallel
-from ess.sim.operators.stages import Shape
+from ess.sim.operators.stages import Shape, hiding_of
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 
 WIDE = Parallel.wide(32)
@@ -70,9 +70,8 @@ def test_lanes_and_formula_agree(operators: PaperOperators, miss_count: float, m
         row_bytes=656,
         bytes_per_us=operators.machine.link_rate,
     )
-    behind = operators.hiding(
-        operators.stages(asked.shape), query_count=160, missing_share=miss_count / 4096
-    )
+    stages = operators.stages(asked.shape)
+    behind = hiding_of(operators, stages, query_count=160, missing_share=miss_count / 4096)
     said = exposed(moved, behind)
     formula = {Mode.NONE: said.none, Mode.DA: said.da, Mode.DBA: said.dba}[mode]
     timeline = simulate(operators, asked).exposed_us / (2 * LAYERS)

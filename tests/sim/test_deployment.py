@@ -158,8 +158,8 @@ def test_a_fleet_has_whole_groups_with_something_to_spare():
             wanted=Wanted(rate=rate, ttft_s=9.0),
             through=lambda stages: (1.0, 1.0),
         )
-        assert (found.groups, found.decode_gpus) == (groups, 8 * groups)
-        assert found.load <= 0.9
+        assert (found.decode.count, found.decode.gpu_count) == (groups, 8 * groups)
+        assert found.decode.load <= 0.9
 
 
 def test_weights_are_those_of_the_models():

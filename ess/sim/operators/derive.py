@@ -21,6 +21,9 @@ from ess.errors import BadInput, Unavailable
 
 Source = Mapping[str, Any]
 Entries = list[tuple[float | str, ...]]
+Entry = Callable[[Source], tuple[float | str, ...]]
+Part = str | Callable[[Source], float | str]
+"""A column of the package, or a function of its row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +34,26 @@ class Derivation:
     path: str
     columns: tuple[str, ...]
     keep: Callable[[Source], bool]
-    entry: Callable[[Source], tuple[float | str, ...]]
+    entry: Entry
     is_optional: bool = False
 
 
 def in_us(milliseconds: float) -> float:
     return round(1e3 * milliseconds, 1)
+
+
+def timed(*parts: Part) -> Entry:
+    """What the parts say of a row, then its time."""
+    return lambda row: (*_said(row, parts), in_us(row["latency"]))
+
+
+def exchanged(*parts: Part, dispatch: str, combine: str) -> Entry:
+    """What the parts say of a row, then its two times, which are microseconds already."""
+    return lambda row: (*_said(row, parts), round(row[dispatch], 1), round(row[combine], 1))
+
+
+def _said(row: Source, parts: Sequence[Part]) -> list[float | str]:
+    return [row[part] if isinstance(part, str) else part(row) for part in parts]
 
 
 def _is_v32_block(row: Source) -> bool:
@@ -57,30 +74,22 @@ DERIVATIONS: Final = (
         path="sparse_attention/vllm/0.24.0/dsa_generation_module_perf.parquet",
         columns=("queries", "context", "us"),
         keep=_is_v32_block,
-        entry=lambda row: (row["batch_size"], row["step"], in_us(row["latency"])),
+        entry=timed("batch_size", "step"),
     ),
     Derivation(
         name="experts",
         path="moe/sglang/0.5.10/wideep_generation_moe_perf.parquet",
         columns=("ranks", "balance", "group_tokens", "us"),
         keep=lambda row: True,
-        entry=lambda row: (
-            row["moe_ep_size"],
-            row["distribution"],
-            row["num_tokens"],
-            in_us(row["latency"]),
-        ),
+        entry=timed("moe_ep_size", "distribution", "num_tokens"),
     ),
     Derivation(
         name="exchange",
         path="comm/sglang/0.5.6.post2/wideep_deepep_ll_perf.parquet",
         columns=("nodes", "tokens", "dispatch_us", "combine_us"),
         keep=lambda row: row["num_experts"] == 256,
-        entry=lambda row: (
-            row["node_num"],
-            row["num_token"],
-            round(row["dispatch_avg_t_us"], 1),
-            round(row["combine_avg_t_us"], 1),
+        entry=exchanged(
+            "node_num", "num_token", dispatch="dispatch_avg_t_us", combine="combine_avg_t_us"
         ),
     ),
     Derivation(
@@ -99,18 +108,14 @@ DERIVATIONS: Final = (
             and (row["n"], row["k"]) in GEMM_SHAPES
             and row["m"] <= GEMM_TOKENS_MAX
         ),
-        entry=lambda row: (row["n"], row["k"], row["m"], in_us(row["latency"])),
+        entry=timed("n", "k", "m"),
     ),
     Derivation(
         name="absorb",
         path="mla_bmm/sglang/0.5.14/mla_bmm_perf.parquet",
         columns=("side", "tokens", "us"),
         keep=lambda row: row["num_heads"] == 128 and row["bmm_dtype"] == "bfloat16",
-        entry=lambda row: (
-            row["op_name"].removeprefix("mla_gen_"),
-            row["num_tokens"],
-            in_us(row["latency"]),
-        ),
+        entry=timed(lambda row: row["op_name"].removeprefix("mla_gen_"), "num_tokens"),
     ),
 )
 

@@ -48,6 +48,13 @@ class Family:
             return "deepseek-v3.2"
         return "glm-5.2" if shares else "glm-5"
 
+    def projection_weights(self, heads: int) -> int:
+        """Of the query's two projections and the output's, for so many heads."""
+        layout = self.layout
+        asked = heads * (layout.nope_dim + layout.row.rope_dim)
+        query = layout.query_rank * (layout.hidden_dim + asked)
+        return query + heads * layout.value_dim * layout.hidden_dim
+
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """By layer, MTP layers apart."""

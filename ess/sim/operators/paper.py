@@ -27,8 +27,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ess import cost
-from ess.cost import Hiding
 from ess.errors import BadInput
 from ess.sim.operators.families import Family, Kind, family_of
 from ess.sim.operators.parallel import NODE_GPUS, Parallel
@@ -118,16 +116,6 @@ class PaperOperators:
         """The vocabulary projection; the measured GEMM is about half as wide."""
         share = VOCABULARY / HEAD_COLUMNS
         return share * self.tables.gemm[HEAD_COLUMNS, HIDDEN_DIM].at(tokens)
-
-    def hiding(self, stages: Stages, *, query_count: float, missing_share: float) -> Hiding:
-        return cost.hiding(
-            pre_attn_us=stages.pre_attn,
-            attend_us=stages.attend,
-            index_us=stages.index,
-            split_us=self.split_us(query_count),
-            index_split_us=self.index_split_us,
-            missing_share=missing_share,
-        )
 
     def split_us(self, tokens: float) -> float:
         """Two partials and a merge in place of one attention."""

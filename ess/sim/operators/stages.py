@@ -118,8 +118,20 @@ class Operators(Protocol):
         """Outside the layers, for the whole batch."""
         ...
 
-    def hiding(self, stages: Stages, *, query_count: float, missing_share: float) -> Hiding: ...
-
     def split_us(self, tokens: float) -> float: ...
 
     def trust(self, shape: Shape) -> Trust: ...
+
+
+def hiding_of(
+    operators: Operators, stages: Stages, *, query_count: float, missing_share: float
+) -> Hiding:
+    """How long a fetch may take behind these stages, and what splitting them costs."""
+    return cost.hiding(
+        pre_attn_us=stages.pre_attn,
+        attend_us=stages.attend,
+        index_us=stages.index,
+        split_us=operators.split_us(query_count),
+        index_split_us=operators.index_split_us,
+        missing_share=missing_share,
+    )

@@ -56,36 +56,33 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillTier:
-    """`load` is the share of time that its pipelines are busy."""
+class Groups:
+    """GPUs in groups for decode or in pipelines for prefill, all alike; `load` is the share that is
+    used of what they can do."""
 
-    pipelines: int
-    stages: int
+    count: int
+    gpus_each: int
     load: float
-    first_token_s: float
 
     @property
     def gpu_count(self) -> int:
-        return self.pipelines * self.stages
+        return self.count * self.gpus_each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTier(Groups):
+    first_token_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """`load` is the share of the decode groups' full rate that is used."""
-
-    group_gpus: int
-    groups: int
-    load: float
+    decode: Groups
     prefill: PrefillTier
     token_us: float
 
     @property
-    def decode_gpus(self) -> int:
-        return self.group_gpus * self.groups
-
-    @property
     def gpu_count(self) -> int:
-        return self.decode_gpus + self.prefill.gpu_count
+        return self.decode.gpu_count + self.prefill.gpu_count
 
 
 def fewest(point: Point, group_gpus: int, *, work: Work, wanted: Wanted, through: Through) -> Fleet:
@@ -93,9 +90,7 @@ def fewest(point: Point, group_gpus: int, *, work: Work, wanted: Wanted, through
     group_rate = point.tokens_per_s * group_gpus / work.output_tokens
     groups = math.ceil(wanted.rate / (LOAD_MAX * group_rate))
     return Fleet(
-        group_gpus=group_gpus,
-        groups=groups,
-        load=wanted.rate / (groups * group_rate),
+        decode=Groups(count=groups, gpus_each=group_gpus, load=wanted.rate / (groups * group_rate)),
         prefill=smallest_tier(wanted, through, first_step_s=point.step_us / 1e6),
         token_us=point.token_us,
     )
@@ -139,8 +134,8 @@ def _tier(
         range(most), True, lo=least, key=lambda count: late_wait_s(count, load, busy_s) <= spare_s
     )
     return PrefillTier(
-        pipelines=pipelines,
-        stages=stages,
+        count=pipelines,
+        gpus_each=stages,
         load=load / pipelines,
         first_token_s=late_wait_s(pipelines, load, busy_s) + ready_s + first_step_s,
     )

@@ -89,7 +89,7 @@ class Worker:
 
         wanted = Wanted(rate=rate, ttft_s=self.serving.objective.ttft_s)
         tier = smallest_tier(wanted, through, first_step_s=self.serving.objective.tpot_s)
-        return tier.pipelines, tier.stages
+        return tier.count, tier.gpus_each
 
     def sustained(self, arrivals: Sequence[Arrival], *, slot_floor: int | None) -> Sustained:
         """The highest rate, to 5 %, at which enough requests meet the objective; 0 if none does.

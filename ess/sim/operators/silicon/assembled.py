@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Final
 
-from ess import cost
-from ess.cost import Hiding
 from ess.errors import BadInput
 from ess.sim.operators.families import Family, Kind
 from ess.sim.operators.parallel import Parallel
@@ -61,16 +59,6 @@ class SiliconOperators:
             combine=way.combine,
             send=way.send,
             join=way.join,
-        )
-
-    def hiding(self, stages: Stages, *, query_count: float, missing_share: float) -> Hiding:
-        return cost.hiding(
-            pre_attn_us=stages.pre_attn,
-            attend_us=stages.attend,
-            index_us=stages.index,
-            split_us=self.split_us(query_count),
-            index_split_us=self.index_split_us,
-            missing_share=missing_share,
         )
 
     def split_us(self, tokens: float) -> float:
@@ -230,11 +218,8 @@ class SiliconOperators:
         row = layout.row.latent_dim + layout.row.rope_dim
         attended = min(shape.context, layout.top_k) if self.family.is_sparse else shape.context
         scored = 2 * tokens * heads * attended * (row + layout.row.latent_dim)
-        query = layout.query_rank * (
-            layout.hidden_dim + heads * (layout.nope_dim + layout.row.rope_dim)
-        )
-        out = heads * layout.value_dim * layout.hidden_dim
-        return self.chip.us(us, fp8_flop=2 * tokens * (query + out), bf16_flop=scored)
+        projected = 2 * tokens * self.family.projection_weights(heads)
+        return self.chip.us(us, fp8_flop=projected, bf16_flop=scored)
 
     def _heads(self, parallel: Parallel) -> int:
         count, parts = self.family.layout.head_count, parallel.attention_tp

@@ -27,7 +27,42 @@ class Exchange(NamedTuple):
     combine: Curve
 
 
-Keyed = Mapping[tuple[float | str, ...], Curve]
+Key = tuple[float | str, ...]
+Keyed = Mapping[Key, Curve]
+Surfaces = Mapping[Key, Surface]
+
+
+def _number(value: float | str) -> float:
+    assert not isinstance(value, str), f"{value!r} stands where a number is expected"
+    return value
+
+
+def _curves(entries: Entries, *, keys: int) -> Keyed:
+    """Curves over the column before the last, which is the time."""
+    ordered = sorted(entries, key=lambda entry: entry[:keys])
+    return {
+        key: curve_of([(_number(size), _number(us)) for *_, size, us in group])
+        for key, group in itertools.groupby(ordered, key=lambda entry: entry[:keys])
+    }
+
+
+def _surfaces(entries: Entries, *, keys: int) -> Surfaces:
+    """Surfaces over the second but last column first, then over the one before it."""
+    by_key: dict[Key, list[tuple[float, Curve]]] = {}
+    for key, curve in _curves(entries, keys=keys + 1).items():
+        by_key.setdefault(key[:keys], []).append((_number(key[keys]), curve))
+    return {
+        key: Surface(tuple(size for size, _ in curves), tuple(curve for _, curve in curves))
+        for key, curves in by_key.items()
+    }
+
+
+def _surface_table(name: str, *, keys: int) -> cached_property[Surfaces]:
+    return cached_property(lambda bank: _surfaces(bank.read(name), keys=keys))
+
+
+def _curve_table(name: str, *, keys: int) -> cached_property[Keyed]:
+    return cached_property(lambda bank: _curves(bank.read(name), keys=keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,43 +72,38 @@ class Bank:
     source: str
     read: Callable[[str], Entries]
 
-    @cached_property
-    def sparse_decode(self) -> Mapping[tuple[float | str, ...], Surface]:
-        """By model, heads and form of a row: over queries and context."""
-        return _surfaces(self.read("sparse_decode"), keys=3)
+    sparse_decode = _surface_table("sparse_decode", keys=3)
+    """By model, heads and form of a row: over queries and context."""
 
-    @cached_property
-    def index_growth(self) -> Mapping[tuple[float | str, ...], Surface]:
-        """By model: over queries and context."""
-        return _surfaces(self.read("index_growth"), keys=1)
+    index_growth = _surface_table("index_growth", keys=1)
+    """By model: over queries and context."""
 
-    @cached_property
-    def dense_decode(self) -> Mapping[tuple[float | str, ...], Surface]:
-        """By heads: over queries and context."""
-        return _surfaces(self.read("dense_decode"), keys=1)
+    dense_decode = _surface_table("dense_decode", keys=1)
+    """By heads: over queries and context."""
 
-    @cached_property
-    def dense_kernel(self) -> Mapping[tuple[float | str, ...], Surface]:
-        return _surfaces(self.read("dense_kernel"), keys=1)
+    dense_kernel = _surface_table("dense_kernel", keys=1)
+    """As `dense_decode`, of the attention kernel alone."""
 
-    @cached_property
-    def sparse_prompt(self) -> Mapping[tuple[float | str, ...], Surface]:
-        """By model, heads, form of a row and prompts at once: over tokens of each and prefix."""
-        return _surfaces(self.read("sparse_prompt"), keys=4)
+    sparse_prompt = _surface_table("sparse_prompt", keys=4)
+    """By model, heads, form of a row and prompts at once: over tokens of each and prefix."""
 
-    @cached_property
-    def dense_prompt(self) -> Mapping[tuple[float | str, ...], Surface]:
-        """By heads: over tokens of each prompt and prompts at once."""
-        return _surfaces(self.read("dense_prompt"), keys=1)
+    dense_prompt = _surface_table("dense_prompt", keys=1)
+    """By heads: over tokens of each prompt and prompts at once."""
 
-    @cached_property
-    def wide_experts(self) -> Keyed:
-        """By ranks and balance: over tokens of all ranks."""
-        return _curves(self.read("wide_experts"), keys=2)
+    wide_experts = _curve_table("wide_experts", keys=2)
+    """By ranks and balance: over tokens of all ranks."""
 
-    @cached_property
-    def wide_experts_prompt(self) -> Keyed:
-        return _curves(self.read("wide_experts_prompt"), keys=2)
+    wide_experts_prompt = _curve_table("wide_experts_prompt", keys=2)
+    """As `wide_experts`, of kernels for prompts."""
+
+    reduce = _curve_table("reduce", keys=1)
+    """By GPUs: over bytes."""
+
+    gather = _curve_table("gather", keys=2)
+    """By verb and GPUs: over bytes."""
+
+    products = _curve_table("products", keys=3)
+    """By form, columns and depth: over tokens."""
 
     @cached_property
     def fused_experts(self) -> Keyed:
@@ -91,21 +121,6 @@ class Bank:
     def bulk(self) -> Mapping[float, Exchange]:
         """The exchange of prompts, by nodes."""
         return {1: _exchange(self.read("bulk_near"))} | _exchanges(self.read("bulk_far"))
-
-    @cached_property
-    def reduce(self) -> Keyed:
-        """By GPUs: over bytes."""
-        return _curves(self.read("reduce"), keys=1)
-
-    @cached_property
-    def gather(self) -> Keyed:
-        """By verb and GPUs: over bytes."""
-        return _curves(self.read("gather"), keys=2)
-
-    @cached_property
-    def products(self) -> Keyed:
-        """By form, columns and depth: over tokens."""
-        return _curves(self.read("products"), keys=3)
 
 
 def shipped_bank(gpu: str) -> Bank:
@@ -131,26 +146,6 @@ def package_bank(package: Path, *, gpu: str, system: str) -> Bank:
     return Bank(source=str(package), read=read)
 
 
-def _curves(entries: Entries, *, keys: int) -> Keyed:
-    """Curves over the column before the last, which is the time."""
-    ordered = sorted(entries, key=lambda entry: entry[:keys])
-    return {
-        key: curve_of([(_number(size), _number(us)) for *_, size, us in group])
-        for key, group in itertools.groupby(ordered, key=lambda entry: entry[:keys])
-    }
-
-
-def _surfaces(entries: Entries, *, keys: int) -> Mapping[tuple[float | str, ...], Surface]:
-    """Surfaces over the second but last column first, then over the one before it."""
-    by_key: dict[tuple[float | str, ...], list[tuple[float, Curve]]] = {}
-    for key, curve in _curves(entries, keys=keys + 1).items():
-        by_key.setdefault(key[:keys], []).append((_number(key[keys]), curve))
-    return {
-        key: Surface(tuple(size for size, _ in curves), tuple(curve for _, curve in curves))
-        for key, curves in by_key.items()
-    }
-
-
 def _by_touched(curve: Curve) -> Curve:
     """Few tokens take the time to read the experts that they touch, on a line through what was
     measured. The tables' loads are drawn and rounded to whole tokens: 8 to 16 of them touch up to a
@@ -173,7 +168,7 @@ def _touched(tokens: float) -> float:
     return EXPERTS * (1 - missed)
 
 
-def _exchange(entries: Sequence[tuple[float | str, ...]]) -> Exchange:
+def _exchange(entries: Sequence[Key]) -> Exchange:
     rows = [tuple(map(_number, entry)) for entry in entries]
     return Exchange(
         curve_of([(tokens, dispatch) for tokens, dispatch, _ in rows]),
@@ -186,8 +181,3 @@ def _exchanges(entries: Entries) -> dict[float, Exchange]:
     return {
         count: _exchange([entry[1:] for entry in entries if entry[0] == count]) for count in counts
     }
-
-
-def _number(value: float | str) -> float:
-    assert not isinstance(value, str), f"{value!r} stands where a number is expected"
-    return value

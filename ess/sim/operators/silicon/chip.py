@@ -53,15 +53,16 @@ class Chip:
 HOPPER: Final = 989e6
 HOPPER_LAUNCH_US: Final = 2.4
 """The least that any product in the tables takes inside a graph."""
+H100: Final = Machine(
+    memory_bytes=85_899_345_920, hbm_rate=0.8 * 3.35e6, launch_us=HOPPER_LAUNCH_US
+)
 
 CHIPS: Final[Mapping[str, Chip]] = MappingProxyType(
     {
         "h100": Chip(
             base="h100",
             system="h100_sxm",
-            machine=Machine(
-                memory_bytes=85_899_345_920, hbm_rate=0.8 * 3.35e6, launch_us=HOPPER_LAUNCH_US
-            ),
+            machine=H100,
             bf16_rate=HOPPER,
         ),
         "h200": Chip(
@@ -91,9 +92,7 @@ CHIPS: Final[Mapping[str, Chip]] = MappingProxyType(
         "h800": Chip(
             base="h100",
             system="h100_sxm",
-            machine=Machine(
-                memory_bytes=85_899_345_920, hbm_rate=0.8 * 3.35e6, launch_us=HOPPER_LAUNCH_US
-            ),
+            machine=H100,
             bf16_rate=HOPPER,
             by_node=1.75,
             by_link=1.08,

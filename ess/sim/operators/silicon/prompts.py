@@ -81,11 +81,7 @@ class Prompts:
             pair = 2 * self.heads * (2 * layout.row.latent_dim + layout.row.rope_dim)
         index = layout.index
         scanned = 2 * index.head_count * index.key_dim * reach if index is not None else 0
-        query = layout.query_rank * (
-            layout.hidden_dim + self.heads * (layout.nope_dim + layout.row.rope_dim)
-        )
-        out = self.heads * layout.value_dim * layout.hidden_dim
-        fp8 = total * (2 * (query + out) + scanned)
+        fp8 = total * (2 * self.family.projection_weights(self.heads) + scanned)
         return self.chip.us(us, fp8_flop=fp8, bf16_flop=total * rows * pair)
 
 

@@ -11,11 +11,12 @@ kept on the grids below, tokens of experts and products on every power of two an
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from ess.errors import BadInput
-from ess.sim.operators.derive import Derivation, Source, derived, in_us, written
+from ess.sim.operators.derive import Derivation, Source, derived, exchanged, timed, written
 
 MODELS: Final = {
     "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
@@ -32,6 +33,8 @@ PROMPTS: Final = {1, 4, 16}
 TOKENS: Final = {1 << power for power in range(18)} | {48, 96, 160, 192, 320, 384, 768, 1536, 3072}
 PLACES_MAX: Final = 64
 BULK_SMS: Final = 24
+NODES: Final = ("nodes", "node_num")
+"""Not every GPU was measured over several nodes."""
 
 FP8_PRODUCTS: Final = {
     *((n, k) for k in WIDTHS for n in (16_384, 4096)),
@@ -122,6 +125,44 @@ def _is_kept_bulk(row: Source) -> bool:
     )
 
 
+def _width(row: Source) -> str:
+    return WIDTHS[row["hidden_size"]]
+
+
+def _form(row: Source) -> str:
+    return "fp8" if row["gemm_dtype"] == "fp8_block" else "bf16"
+
+
+def _wide_experts(name: str, *, phase: str) -> Derivation:
+    return Derivation(
+        name=name,
+        path=f"moe/sglang/0.5.10/wideep_{phase}_moe_perf.parquet",
+        columns=("ranks", "balance", "group_tokens", "us"),
+        keep=lambda row: row["distribution"] in ("uniform", "power_law_0.6", "power_law_1.01"),
+        entry=timed("moe_ep_size", "distribution", "num_tokens"),
+    )
+
+
+def _exchange(
+    name: str,
+    *,
+    file: str,
+    keep: Callable[[Source], bool],
+    time: str,
+    first: tuple[str, str] | None = None,
+) -> Derivation:
+    """`first` is a column before the tokens: our name for it and the package's."""
+    ours, theirs = zip(*(pair for pair in (first, ("tokens", "num_token")) if pair), strict=True)
+    return Derivation(
+        name=name,
+        path=f"comm/sglang/{file}.parquet",
+        columns=(*ours, "dispatch_us", "combine_us"),
+        keep=keep,
+        entry=exchanged(*theirs, dispatch=f"dispatch_{time}_us", combine=f"combine_{time}_us"),
+        is_optional=first == NODES,
+    )
+
+
 SELECTION: Final = (
     Derivation(
         name="sparse_decode",
@@ -133,28 +174,21 @@ SELECTION: Final = (
             and _is_replayed(row)
             and row["step"] > CONTEXT_MIN
         ),
-        entry=lambda row: (
-            _model(row),
-            row["num_heads"],
-            _kv(row),
-            row["step"],
-            row["batch_size"],
-            in_us(row["latency"]),
-        ),
+        entry=timed(_model, "num_heads", _kv, "step", "batch_size"),
     ),
     Derivation(
         name="index_growth",
         path="sparse_attention/vllm/0.24.0/dsa_generation_module_perf.parquet",
         columns=("model", "context", "queries", "us"),
         keep=lambda row: _is_whole_model(row) and row["step"] > CONTEXT_MIN,
-        entry=lambda row: (_model(row), row["step"], row["batch_size"], in_us(row["latency"])),
+        entry=timed(_model, "step", "batch_size"),
     ),
     Derivation(
         name="dense_decode",
         path="mla/sglang/0.5.10/wideep_generation_mla_perf.parquet",
         columns=("heads", "context", "queries", "us"),
         keep=lambda row: _is_default_kernel(row) and row["isl"] > CONTEXT_MIN,
-        entry=lambda row: (row["num_heads"], row["isl"], row["batch_size"], in_us(row["latency"])),
+        entry=timed("num_heads", "isl", "batch_size"),
     ),
     Derivation(
         name="dense_kernel",
@@ -163,129 +197,66 @@ SELECTION: Final = (
         keep=lambda row: (
             _is_native_kv(row) and row["num_heads"] >= 16 and row["step"] >= CONTEXT_MIN
         ),
-        entry=lambda row: (
-            row["num_heads"],
-            row["step"] + 1,
-            row["batch_size"],
-            in_us(row["latency"]),
-        ),
+        entry=timed("num_heads", lambda row: row["step"] + 1, "batch_size"),
     ),
     Derivation(
         name="sparse_prompt",
         path="sparse_attention/sglang/0.5.14/dsa_context_module_perf.parquet",
         columns=("model", "heads", "kv", "prompts", "prefix", "tokens", "us"),
         keep=_is_kept_prompt,
-        entry=lambda row: (
-            _model(row),
-            row["num_heads"],
-            _kv(row),
-            row["batch_size"],
-            row["step"],
-            row["isl"],
-            in_us(row["latency"]),
-        ),
+        entry=timed(_model, "num_heads", _kv, "batch_size", "step", "isl"),
     ),
     Derivation(
         name="dense_prompt",
         path="mla/sglang/0.5.10/wideep_context_mla_perf.parquet",
         columns=("heads", "prompts", "tokens", "us"),
         keep=lambda row: _is_default_kernel(row) and row["isl"] > CONTEXT_MIN,
-        entry=lambda row: (row["num_heads"], row["batch_size"], row["isl"], in_us(row["latency"])),
+        entry=timed("num_heads", "batch_size", "isl"),
     ),
-    Derivation(
-        name="wide_experts",
-        path="moe/sglang/0.5.10/wideep_generation_moe_perf.parquet",
-        columns=("ranks", "balance", "group_tokens", "us"),
-        keep=lambda row: row["distribution"] in ("uniform", "power_law_0.6", "power_law_1.01"),
-        entry=lambda row: (
-            row["moe_ep_size"],
-            row["distribution"],
-            row["num_tokens"],
-            in_us(row["latency"]),
-        ),
-    ),
-    Derivation(
-        name="wide_experts_prompt",
-        path="moe/sglang/0.5.10/wideep_context_moe_perf.parquet",
-        columns=("ranks", "balance", "group_tokens", "us"),
-        keep=lambda row: row["distribution"] in ("uniform", "power_law_0.6", "power_law_1.01"),
-        entry=lambda row: (
-            row["moe_ep_size"],
-            row["distribution"],
-            row["num_tokens"],
-            in_us(row["latency"]),
-        ),
-    ),
+    _wide_experts("wide_experts", phase="generation"),
+    _wide_experts("wide_experts_prompt", phase="context"),
     Derivation(
         name="fused_experts",
         path="moe/sglang/0.5.14/moe_perf.parquet",
         columns=("model", "ep", "tp", "group_tokens", "us"),
         keep=_is_kept_mixture,
-        entry=lambda row: (
-            WIDTHS[row["hidden_size"]],
-            row["moe_ep_size"],
-            row["moe_tp_size"],
-            row["num_tokens"],
-            in_us(row["latency"]),
-        ),
+        entry=timed(_width, "moe_ep_size", "moe_tp_size", "num_tokens"),
     ),
-    Derivation(
-        name="exchange_near",
-        path="comm/sglang/0.5.12/wideep_deepep_ll_perf.parquet",
-        columns=("hidden", "tokens", "dispatch_us", "combine_us"),
+    _exchange(
+        "exchange_near",
+        file="0.5.12/wideep_deepep_ll_perf",
+        time="avg_t",
+        first=("hidden", "hidden_size"),
         keep=lambda row: (
             row["num_experts"] == 256 and row["num_topk"] == 8 and row["hidden_size"] in WIDTHS
         ),
-        entry=lambda row: (
-            row["hidden_size"],
-            row["num_token"],
-            round(row["dispatch_avg_t_us"], 1),
-            round(row["combine_avg_t_us"], 1),
-        ),
     ),
-    Derivation(
-        name="exchange_far",
-        path="comm/sglang/0.5.6.post2/wideep_deepep_ll_perf.parquet",
-        columns=("nodes", "tokens", "dispatch_us", "combine_us"),
+    _exchange(
+        "exchange_far",
+        file="0.5.6.post2/wideep_deepep_ll_perf",
+        time="avg_t",
+        first=NODES,
         keep=lambda row: row["num_experts"] == 256 and row["node_num"] > 1,
-        entry=lambda row: (
-            row["node_num"],
-            row["num_token"],
-            round(row["dispatch_avg_t_us"], 1),
-            round(row["combine_avg_t_us"], 1),
-        ),
-        is_optional=True,
     ),
-    Derivation(
-        name="bulk_near",
-        path="comm/sglang/0.5.12/wideep_deepep_normal_perf.parquet",
-        columns=("tokens", "dispatch_us", "combine_us"),
+    _exchange(
+        "bulk_near",
+        file="0.5.12/wideep_deepep_normal_perf",
+        time="transmit",
         keep=_is_kept_bulk,
-        entry=lambda row: (
-            row["num_token"],
-            round(row["dispatch_transmit_us"], 1),
-            round(row["combine_transmit_us"], 1),
-        ),
     ),
-    Derivation(
-        name="bulk_far",
-        path="comm/sglang/0.5.6.post2/wideep_deepep_normal_perf.parquet",
-        columns=("nodes", "tokens", "dispatch_us", "combine_us"),
+    _exchange(
+        "bulk_far",
+        file="0.5.6.post2/wideep_deepep_normal_perf",
+        time="transmit",
+        first=NODES,
         keep=lambda row: _is_kept_bulk(row) and row["node_num"] > 1,
-        entry=lambda row: (
-            row["node_num"],
-            row["num_token"],
-            round(row["dispatch_transmit_us"], 1),
-            round(row["combine_transmit_us"], 1),
-        ),
-        is_optional=True,
     ),
     Derivation(
         name="reduce",
         path="comm/sglang/0.5.14/custom_allreduce_perf.parquet",
         columns=("gpus", "bytes", "us"),
         keep=lambda row: row["backend"] == "sglang_graph",
-        entry=lambda row: (row["num_gpus"], row["message_size"], in_us(row["latency"])),
+        entry=timed("num_gpus", "message_size"),
     ),
     Derivation(
         name="gather",
@@ -294,25 +265,14 @@ SELECTION: Final = (
         keep=lambda row: (
             row["nccl_dtype"] == "half" and row["op_name"] in ("all_gather", "reduce_scatter")
         ),
-        entry=lambda row: (
-            row["op_name"],
-            row["num_gpus"],
-            row["message_size"],
-            in_us(row["latency"]),
-        ),
+        entry=timed("op_name", "num_gpus", "message_size"),
     ),
     Derivation(
         name="products",
         path="gemm/sglang/0.5.14/gemm_perf.parquet",
         columns=("form", "n", "k", "tokens", "us"),
         keep=_is_kept_product,
-        entry=lambda row: (
-            "fp8" if row["gemm_dtype"] == "fp8_block" else "bf16",
-            row["n"],
-            row["k"],
-            row["m"],
-            in_us(row["latency"]),
-        ),
+        entry=timed(_form, "n", "k", "m"),
     ),
 )
 
