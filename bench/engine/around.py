@@ -54,7 +54,11 @@ class Around:
         workspace: int,
         waits: bool,
     ) -> tuple[Resolution, ...]:
+        self.before_resolve(step, group, queries, selection)
         return self.slots.resolve(step, group, queries, selection, workspace=workspace, waits=waits)
+
+    def before_resolve(self, step: Step, group: int, queries: range, selection: Array) -> None:
+        """For what looks at a selection, or changes what is resident, before it is resolved."""
 
     def observe(
         self, step: Step, layer: int, queries: range, selection: Array, logits: Array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ess.bench.engine.around import Around
-from ess.door import Resolution, Step
+from ess.door import Step
 from ess.door.placement import Array
 from ess.pool.lru import planner
 
@@ -17,19 +17,9 @@ class Forced(Around):
 
     miss_count = 0
 
-    def resolve(
-        self,
-        step: Step,
-        group: int,
-        queries: range,
-        selection: Array,
-        *,
-        workspace: int,
-        waits: bool,
-    ) -> tuple[Resolution, ...]:
+    def before_resolve(self, step: Step, group: int, queries: range, selection: Array) -> None:
         if self.miss_count:
             self._drop(step, group, queries, selection)
-        return super().resolve(step, group, queries, selection, workspace=workspace, waits=waits)
 
     def _drop(self, step: Step, group: int, queries: range, selection: Array) -> None:
         pools, mine = self.slots.pools, slice(queries.start, queries.stop)

@@ -21,7 +21,7 @@ from ess.bench.engine.decode_arm import Arm, Shape, Way, slots_each
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.prefix import Prefix
 from ess.bench.harness.report import Row
-from ess.door import Resolution, Sequence, Step
+from ess.door import Sequence, Step
 from ess.door.placement import Array, Kept
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -41,19 +41,9 @@ class Recording(Around):
         self.windows, self.start = windows.copy(), sequence.length
         super().warm(sequence, windows)
 
-    def resolve(
-        self,
-        step: Step,
-        group: int,
-        queries: range,
-        selection: Array,
-        *,
-        workspace: int,
-        waits: bool,
-    ) -> tuple[Resolution, ...]:
+    def before_resolve(self, step: Step, group: int, queries: range, selection: Array) -> None:
         if self.writer is not None:
             self.writer.write_group(group, selection)
-        return super().resolve(step, group, queries, selection, workspace=workspace, waits=waits)
 
     def seal(self, step: Step, accepted: Kept) -> None:
         if self.writer is not None:
