@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -201,11 +201,24 @@ def test_pages_of_something_else_are_not_found(tmp_path: Path) -> None:
     other.close()
 
 
-def test_a_damaged_catalogue_starts_empty(tmp_path: Path) -> None:
+def no_catalogue(before: bytes) -> bytes:
+    return b"no catalogue at all" * 500
+
+
+def a_name_in_no_encoding(before: bytes) -> bytes:
+    """SQLite quotes the name of the table in what it says."""
+    spoilt = before.replace(b"tablepagespages", b"tablep\xe7\xe7\xe7\xe7pages")
+    assert spoilt != before
+    return spoilt
+
+
+@pytest.mark.parametrize("spoilt", [no_catalogue, a_name_in_no_encoding])
+def test_a_damaged_catalogue_starts_empty(spoilt: Callable[[bytes], bytes], tmp_path: Path) -> None:
     made = tier(tmp_path)
     fill(made, range(3))
     made.close()
-    (tmp_path / CATALOGUE).write_bytes(b"no catalogue at all" * 500)
+    catalogue = tmp_path / CATALOGUE
+    catalogue.write_bytes(spoilt(catalogue.read_bytes()))
     again = tier(tmp_path)
     assert "its catalogue is damaged" in again.opened
     assert "\n" not in again.opened

@@ -18,6 +18,9 @@ VERSION: Final = 1
 USED_MAX: Final = 1 << 62
 KEY: Final = "what these pages are of"
 
+ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
+"""What SQLite raises: its messages may quote damaged bytes, which Python cannot decode then."""
+
 _TABLES: Final = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
 CREATE TABLE pages (
@@ -51,7 +54,7 @@ class Catalogue:
         self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             self._open(is_new=is_new, identity=VERSION.to_bytes(4, "little") + identity)
-        except sqlite3.DatabaseError as error:
+        except ERRORS as error:
             self._base.close()
             raise Unusable(f"its catalogue is damaged ({error})") from error
         except Unusable:
@@ -82,7 +85,7 @@ class Catalogue:
             good = [Entry(*row[:4]) for row in rows if self._is_good(row, record_max)]
             kept = {entry.content for entry in good}
             self.change(gone=[row[0] for row in rows if row[0] not in kept])
-        except (sqlite3.DatabaseError, TypeError) as error:
+        except (*ERRORS, TypeError) as error:
             raise Unusable(f"its catalogue is damaged ({error})") from error
         if len({entry.record for entry in good}) != len(good):
             raise Unusable("its catalogue is damaged (two texts in one record)")
@@ -104,7 +107,7 @@ class Catalogue:
         come: Sequence[Entry] = (),
         used: Sequence[Entry] = (),
     ) -> None:
-        """One transaction, on the disk when this returns; sqlite3.Error, and nothing is changed."""
+        """One transaction, on the disk when this returns; one of ERRORS, and nothing is changed."""
         lost = [(content,) for content in gone]
         if not (lost or come or used):
             return
@@ -117,7 +120,7 @@ class Catalogue:
             base.executemany("INSERT INTO pages VALUES (?, ?, ?, ?, ?)", rows)
             base.executemany("UPDATE pages SET used = ? WHERE content = ?", uses)
             base.execute("COMMIT")
-        except sqlite3.Error:
+        except ERRORS:
             if base.in_transaction:
                 base.execute("ROLLBACK")
             raise

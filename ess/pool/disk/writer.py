@@ -11,7 +11,6 @@ turn comes, and then asks whether it still was that text (`Copy`).
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 import time
 from collections import OrderedDict
@@ -20,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.pool.disk.catalogue import Catalogue, Entry
+from ess.pool.disk.catalogue import ERRORS, Catalogue, Entry
 from ess.pool.disk.records import Records
 from ess.pool.disk.slab import Bytes, Slab, checksum
 
@@ -130,7 +129,7 @@ class Writer:
                 self._is_busy, self._taken_count = True, len(leaving)
             try:
                 self._write(batch, leaving, is_last=is_over)
-            except (OSError, sqlite3.Error) as error:
+            except (OSError, *ERRORS) as error:
                 self._stop(error, is_over=is_over)
             finally:
                 with self.lock:
