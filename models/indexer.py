@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ess.kernels.calls import KeyFinish
 from ess.kernels.cpu.stage import Heads, Stage, Values, pack
 from ess.layout import IndexCodec
 from ess.models.config import ModelConfig
@@ -43,17 +44,28 @@ class Indexer:
 
     def probe(self, hidden: Tensor, query: Tensor, rotation: Rotation) -> Probe:
         """From the normed hidden state and the normed low-rank query of the new tokens."""
-        c = self._config
-        queries = linear(query, self._query_up).view(-1, c.index_head_count, c.index_dim)
-        weights = F.linear(hidden.float(), self._head) * self._scale
-        return Probe(self._turn(queries, rotation), weights, self._keys(hidden, rotation))
-
-    def _keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
-        keys = linear(hidden, self._key)
+        queries, weights, keys = self.raw(hidden, query)
         normed = F.layer_norm(
             keys, (keys.shape[-1],), self._key_weight, self._key_bias, KEY_NORM_EPS
         )
-        return self._turn(normed, rotation)
+        return Probe(self._turn(queries, rotation), weights, self._turn(normed, rotation))
+
+    def raw(self, hidden: Tensor, query: Tensor) -> Probe:
+        """The same, but that queries and keys are still to be turned, and keys to be normed."""
+        return Probe(self.queries(query), self.weights(hidden), linear(hidden, self._key))
+
+    def queries(self, query: Tensor) -> Tensor:
+        """Still to be turned."""
+        c = self._config
+        return linear(query, self._query_up).view(-1, c.index_head_count, c.index_dim)
+
+    def weights(self, hidden: Tensor) -> Tensor:
+        weights: Tensor = F.linear(hidden.float(), self._head) * self._scale
+        return weights
+
+    def key_finish(self, rotation: Rotation) -> KeyFinish:
+        """What keys still need, for an op that does it."""
+        return KeyFinish(self._key_weight, self._key_bias, KEY_NORM_EPS, rotation.angles)
 
     def probe_in(self, stage: Stage, normed: Values, query: Values, codec: IndexCodec) -> None:
         """The same as ops of a compiled stage; gives queries, weights and encoded keys."""

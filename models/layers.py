@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ess.errors import BadInput
+from ess.kernels.calls import Angles
 from ess.kernels.cpu.stage import Turns, look_at_turns
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
@@ -76,6 +77,11 @@ class Rotation:
     def turns(self) -> Turns:
         """For compiled stages."""
         return look_at_turns(self.cos, self.sin)
+
+    @property
+    def angles(self) -> Angles:
+        """For ops that finish what a projection gives."""
+        return Angles(self.cos, self.sin)
 
 
 class RotaryPositions:

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ess.kernels.calls import RowFinish
 from ess.kernels.cpu.stage import Heads, Stage, Values, pack
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rms_norm, rotate
@@ -70,6 +71,10 @@ class Mla:
         latent, rope = torch.split(row, [c.latent_dim, c.rope_dim], -1)
         normed = rms_norm(latent, self._latent_norm, c.query_latent_eps)
         return torch.cat((normed, rotate(rope, rotation, "interleaved")), -1)
+
+    def row_finish(self, rotation: Rotation) -> RowFinish:
+        """What `rows` does, for an op that stores them as well."""
+        return RowFinish(self._latent_norm, self._config.query_latent_eps, rotation.angles)
 
     def values(self, attended: Tensor) -> Tensor:
         """Attended latents, float32 [tokens, heads, latent] -> [tokens, heads, value]."""

@@ -168,6 +168,7 @@ def offload_for(model: Model, form: Form, lines: Sequence[Sequence[int]]) -> Off
     slot_pages = len(lines) * 2 * layout.top_k // PAGE_ROWS
     return Offload.create(
         layout,
+        device="cpu" if model.device.type == "cpu" else f"cuda:{model.device.index or 0}",
         slot_bytes=layout.group_count * layout.group_layers_max * slot_pages * layout.page_bytes,
         host_bytes=len(lines) * 2 * pages * layout.host_page_bytes,
         length_max=pages * PAGE_ROWS,
@@ -202,7 +203,8 @@ def forced_logits(eng: Engine, lines: Sequence[Sequence[int]], *, start: int) ->
     for at in range(start, len(lines[0])):
         step = offload.begin(sequences, query_counts=[1] * len(lines))
         now = [line[at] for line in lines]
-        made.append(runner.decode(runner.batch(step), torch.tensor(now)).logits)
+        ids = torch.tensor(now).to(runner.model.device)
+        made.append(runner.decode(runner.batch(step), ids).logits)
         step.commit(accepted=[1] * len(lines), tokens=[[token] for token in now])
     for sequence in sequences:
         sequence.close()

@@ -73,7 +73,7 @@ class Scoring(Ops):
 
     heard: list[Scores]
 
-    def index_top_k(self, *indexed: Any, **options: Any) -> Tensor:
+    def index_top_k(self, *indexed: Any, queries_per_request: int = 1, **options: Any) -> Tensor:
         logits = self.index_logits(*indexed, threads=options.get("threads", 1))
         lengths = indexed[LENGTHS_AT]
         chosen = self.top_k(logits, lengths, **options)

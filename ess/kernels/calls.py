@@ -83,7 +83,8 @@ def slot_range(rows: Tensor, placed: Tensor | None) -> tuple[int, int]:
 
 class IndexQueries(NamedTuple):
     """Queries as those of `Attend`; float32 weights [q, heads] dense; the page table and the
-    lengths in int32, dense in the last axis; bytes of a page side by side."""
+    lengths in int32, dense in the last axis; bytes of a page side by side. Those of a request lie
+    beside each other and may share a read of its keys."""
 
     queries: Tensor
     weights: Tensor
@@ -92,6 +93,7 @@ class IndexQueries(NamedTuple):
     lengths: Tensor
     codec: IndexCodec
     threads: int
+    queries_per_request: int
 
     @property
     def width(self) -> int:

@@ -131,3 +131,9 @@ def check_angles(angles: Angles, count: int, *, low: int, high: int) -> None:
         require_dense(name, part)
     if not low <= angles.dim <= high:
         raise BadInput(f"angles turn {angles.dim} numbers, outside {low}..{high}")
+
+
+def check_shared(count: int, queries_per_request: int) -> None:
+    """Queries of a request lie beside each other, as many of each."""
+    if queries_per_request < 1 or count % queries_per_request:
+        raise BadInput(f"{count} queries are not {queries_per_request} of each request")

@@ -41,6 +41,7 @@ from ess.kernels.checks import (
     check_angles,
     check_linear,
     check_products,
+    check_shared,
     check_threads,
     require,
     require_adjacent,
@@ -276,9 +277,13 @@ class Ops:
         k: int,
         out: Tensor | None = None,
         threads: int = 1,
+        queries_per_request: int = 1,
     ) -> Tensor:
-        """`index_logits`, then `top_k`."""
-        call = self._index_queries(queries, weights, pages, page_table, lengths, codec, threads)
+        """`index_logits`, then `top_k`. Queries of a request lie beside each other and name the
+        same pages: a device reads their keys once. What each gets is what it would get alone."""
+        call = self._index_queries(
+            queries, weights, pages, page_table, lengths, codec, threads, queries_per_request
+        )
         out = self._selection(queries, k, out)
         self.backend.index_top_k(call, out)
         return out
@@ -457,6 +462,7 @@ class Ops:
         lengths: Tensor,
         codec: IndexCodec,
         threads: int,
+        queries_per_request: int = 1,
     ) -> IndexQueries:
         self._check_bytes("pages", pages, None, codec.page_bytes)
         self._check("queries", queries, (None, None, codec.key_dim), QUERIES)
@@ -465,6 +471,7 @@ class Ops:
         self._check("page_table", page_table, (count, None), COUNTS)
         self._check("lengths", lengths, (count,), COUNTS)
         check_threads(threads)
+        check_shared(count, queries_per_request)
         width = page_table.shape[1] * PAGE_ROWS
         lengths = self._ids("lengths", lengths, 0, width + 1)
         if self.backend.checked_before("page_table", page_table):
@@ -473,7 +480,7 @@ class Ops:
             require_within("page_table", seen, low=0, limit=len(pages))
         return IndexQueries(
             *(plain(queries), weights.contiguous(), pages, int32(page_table), lengths),
-            *(codec, threads),
+            *(codec, threads, queries_per_request),
         )
 
     def _selection(self, queries: Tensor, k: int, out: Tensor | None) -> Tensor:

@@ -41,6 +41,9 @@ class StandInStep:
         slots = self._step.locate_all(*args, **kwargs)
         return None if slots is None else marked(slots)
 
+    def places(self, *args, **kwargs):
+        return marked(self._step.places(*args, **kwargs))
+
     def host_codes(self, *args, **kwargs):
         return marked(self._step.host_codes(*args, **kwargs))
 

@@ -7,7 +7,6 @@ from typing import Final
 KEPT: Final = {
     "ess.adapters.vllm.connector:EssConnector": "vLLM loads it by the path of its module",
     "ess.door.placement:Resolution.is_ready": "an engine of one's own may poll instead of wait",
-    "ess.door.step:Step.wrote": "for an engine whose kernels put new rows into their slots",
     "ess.flashtrans.rows:gather_rows": "half of FlashTrans' public door, beside scatter_rows",
     "ess.kernels.cuda.triton.copy:copy_rows": "a gather where Triton is and NVRTC is not",
     **dict.fromkeys(

@@ -278,7 +278,7 @@ def test_a_module_that_cannot_be_imported_is_refused_by_its_words(
 def test_deep_gemm_bad_input(install: Install) -> None:
     gemm(DeepGemmStandIn(), install)
     adapter, case = deep_gemm.load(CPU), index_case(3, 1)
-    with pytest.raises(BadInput, match="3 queries are not 2 for each request"):
+    with pytest.raises(BadInput, match="3 queries are not 2 of each request"):
         adapter.index_logits(**case, queries_per_request=2)
     with pytest.raises(BadInput, match=r"weights has shape \(2, 64\), must be \(3, 64\)"):
         adapter.index_logits(**case | {"weights": case["weights"][:2]})

@@ -48,7 +48,10 @@ def test_queries_that_share_keys_get_what_one_gets_alone(ops: Ops, each: int) ->
     lengths[each:] = 1100
     lengths[1] = 0
     exact = reference.index_logits(queries, weights, pages, table, lengths, CODEC)
-    there = [one.to(device()) for one in (queries, weights, pages, table, lengths)]
+    given = queries, weights, pages, table, lengths
+    chosen = ops.index_top_k(*given, CODEC, k=60, queries_per_request=each)
+    assert torch.equal(chosen, reference.top_k(exact, lengths, k=60))
+    there = [tensor.to(device()) for tensor in given]
     want = torch.full((2 * each, pages_each * 64), 7.0, device=device())
     ours = want.clone()
     logits_into(*there, CODEC, out=want)
@@ -57,8 +60,9 @@ def test_queries_that_share_keys_get_what_one_gets_alone(ops: Ops, each: int) ->
     logits_into(*there, CODEC, out=ours, queries_per_request=each)
     assert torch.equal(ours, want)
     assert torch.equal(ours.cpu(), exact.where(exact > -torch.inf, 7.0))
-    with pytest.raises(BadInput, match=f"{2 * each} queries are not 5 of each request"):
-        logits_into(*there, CODEC, out=ours, queries_per_request=5)
+    for refusing in (ops, reference):
+        with pytest.raises(BadInput, match=f"{2 * each} queries are not 5 of each request"):
+            refusing.index_top_k(*given, CODEC, k=60, queries_per_request=5)
 
 
 def lists_of(count: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

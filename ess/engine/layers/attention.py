@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ess.door import Resolution
-from ess.engine.layers.batch import attend, front, queries, select, select_scored
+from ess.engine.layers.batch import attend, queries, select, select_scored
+from ess.engine.layers.front import Asking, stored
 from ess.engine.step.half import Half
 from ess.errors import BadState
 from ess.kernels.merge import Partial, merge
-from ess.models.decoder import DecoderLayer, Front
+from ess.models.decoder import DecoderLayer
 from ess.overlap.policy import Mode
 from ess.overlap.timeline import Timeline, timed
 
@@ -57,7 +58,7 @@ class LayerStep:
         self._layer = layer
         self._group = half.batch.layout.group_of(layer.number)
         self._hidden = hidden
-        self._front: Front | None = None
+        self._asking: Asking | None = None
         self._queries: Tensor | None = None
 
     def parts(self, count: int) -> list[range]:
@@ -65,20 +66,18 @@ class LayerStep:
 
     @timed
     def index(self) -> None:
-        """The new rows and keys go to their slots first: a token may select itself."""
-        batch = self._batch
-        self._front = made = front(batch, self._layer, self._hidden)
-        batch.step.append(self.number, made.rows, keys=made.keys, queries=self._half.queries)
+        self._asking = stored(self._batch, self._layer, self._hidden, self._half.queries)
 
     @timed
     def select(self, part: range) -> Tensor | None:
         """The part's selection; None when the group's first layer has made it already."""
-        if self._front is None or self._front.queries is None or self._front.weights is None:
+        asking = self._asking
+        if asking is None or asking.queries is None or asking.weights is None:
             return None
         selected = self._batch.selected.setdefault(self._group, {})
         if part in selected:
             return selected[part]
-        batch, asked, weights = self._batch, self._front.queries, self._front.weights
+        batch, asked, weights = self._batch, asking.queries, asking.weights
         span = None if part == self._half.queries else self._half.local(part)
         if span is not None:
             asked, weights = asked[span], weights[span]
@@ -134,9 +133,9 @@ class LayerStep:
 
     @timed
     def pre_attn(self) -> None:
-        if self._front is None:
+        if self._asking is None:
             raise BadState("index comes before pre_attn")
-        self._queries = queries(self._batch, self._layer, self._front.query)
+        self._queries = queries(self._batch, self._layer, self._asking.query)
 
     @timed
     def attend_all(self, found: Found) -> Partial:

@@ -1,6 +1,6 @@
 """Between the model and the door: what a step's layers share, and the calls that both sides need.
 
-Rows and keys become bytes here, queries become selections, codes become attention.
+Queries become selections here, codes become attention.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from ess.engine.step.warmth import Watch
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import IndexCodec, ModelLayout
-from ess.models.decoder import DecoderLayer, Front
-from ess.models.indexer import Probe
+from ess.models.decoder import DecoderLayer
 from ess.models.layers import Rotation
 from ess.models.model import Model
 from ess.models.mtp import Mtp
@@ -25,16 +24,20 @@ from ess.models.mtp import Mtp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What all layers of a step share."""
+    """What all layers of a step share. Attention that is `balanced` fills a device, and its bits
+    follow from the batch. Every request has `queries_per_request` queries, or it is 1."""
 
     offload: Offload
     step: Step
     ops: Ops
     rotation: Rotation
+    row_ids: Tensor
     page_table: Tensor
     lengths: Tensor
     scale: float
     warmth: Watch
+    balanced: bool
+    queries_per_request: int
     located: dict[int, Tensor | None] = field(default_factory=dict)
     selected: dict[int, dict[range, Tensor]] = field(default_factory=dict)
 
@@ -52,20 +55,6 @@ class Shared(Protocol):
     def ops(self) -> Ops: ...
     @property
     def rotation(self) -> Rotation: ...
-
-
-def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
-    """A layer's input as the pools and the attention need it."""
-    layout, ops, rotation = batch.layout, batch.ops, batch.rotation
-    if ops.has_stages():
-        return layer.compiled(layout).front(hidden, rotation, threads=compute_threads())
-    entry = layer.enter(hidden)
-    rows = row_bytes(layer.mla.rows(entry.row, rotation), layout, ops)
-    if layer.indexer is None:
-        return Front(entry.query, rows)
-    probe = turned(layer.index(entry, rotation), layout, ops)
-    keys = key_records(probe.keys, layout, ops)
-    return Front(entry.query, rows, probe.queries, probe.weights, keys)
 
 
 def queries(batch: Shared, layer: DecoderLayer, query: Tensor) -> Tensor:
@@ -131,6 +120,7 @@ def select(
         codec,
         k=batch.layout.top_k,
         threads=compute_threads(),
+        queries_per_request=1 if isinstance(which, list | Tensor) else batch.queries_per_request,
     )
 
 
@@ -171,32 +161,5 @@ def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
         scale=batch.scale,
         placed=memory.host,
         threads=compute_threads(),
+        balanced=batch.balanced,
     )
-
-
-def row_bytes(values: Tensor, layout: ModelLayout, ops: Ops) -> Tensor:
-    shape = len(values), layout.row_bytes
-    out = torch.empty(shape, dtype=torch.uint8, device=values.device)
-    return ops.encode_rows(values.float().contiguous(), layout.row, out)
-
-
-def turned(probe: Probe, layout: ModelLayout, ops: Ops) -> Probe:
-    """Keys that are quantised are mixed first, and so are the queries, which meet them in bf16."""
-    codec = layout.index
-    if codec is None or codec.form == "f32":
-        return probe
-    queries, keys = probe.queries, probe.keys
-    if codec.hadamard:
-        queries, keys = ops.hadamard(queries), ops.hadamard(keys)
-    return Probe(queries.bfloat16(), probe.weights, keys)
-
-
-def key_records(keys: Tensor, layout: ModelLayout, ops: Ops) -> Tensor:
-    """One record per key: values, then the scale where the form has one."""
-    codec = layout.index
-    assert codec is not None, "keys without an index codec"
-    encoded = ops.encode_keys(keys.float().contiguous(), codec)
-    if not codec.scale_bytes:
-        return encoded.values
-    scales = encoded.scales.contiguous().view(torch.uint8).reshape(len(keys), -1)
-    return torch.cat((encoded.values, scales), dim=1)

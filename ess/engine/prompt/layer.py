@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ess.engine.layers.batch import back, front, queries
+from ess.engine.layers.batch import back, queries
+from ess.engine.layers.front import front
 from ess.engine.prompt.pack import Chosen, Pack, window_of
 from ess.engine.prompt.reading import attend_chosen, top_k
 from ess.engine.prompt.share import Share, Work, joined

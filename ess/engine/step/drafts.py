@@ -12,11 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ess.engine.layers.batch import Batch, attend, compute_threads, join, select, turned
+from ess.engine.layers.batch import Batch, attend, compute_threads, join, select
+from ess.engine.layers.front import turned
 from ess.engine.step.feeding import Counts
 from ess.engine.step.runner import Runner
 from ess.kernels.merge import Partial, merge
-from ess.models.indexer import Probe
+from ess.models.decoder import Entry
+from ess.models.layers import Rotation
 from ess.models.model import Model
 from ess.models.mtp import Mtp
 
@@ -76,13 +78,19 @@ class Chain:
         entry = layer.enter(hidden)
         self._own.append(layer.mla.rows(entry.row, rotation).float())
         queries = layer.mla.queries(entry.query, rotation)
-        probe = turned(layer.index(entry, rotation), self._batch.layout, runner.ops)
-        partial = merge(self._over_pool(queries, probe), self._over_own(queries))
+        selection = self._selected(entry, rotation)
+        partial = merge(self._over_pool(queries, selection), self._over_own(queries))
         return layer.mlp(layer.output(hidden, partial.out))
 
-    def _over_pool(self, queries: Tensor, probe: Probe) -> Partial:
+    def _selected(self, entry: Entry, rotation: Rotation) -> Tensor:
+        batch, layer = self._batch, self._mtp.layer
+        assert layer.indexer is not None, "the module selects for itself"
+        asked = turned(batch, layer.indexer.queries(entry.query), rotation)
+        weights = layer.indexer.weights(entry.hidden)
+        return select(batch, layer.number, asked, weights, self._last)
+
+    def _over_pool(self, queries: Tensor, selection: Tensor) -> Partial:
         batch, number = self._batch, self._mtp.layer.number
-        selection = select(batch, number, probe.queries, probe.weights, self._last)
         slots = batch.step.locate(number, selection, queries=self._last)
         return attend(batch, number, queries, slots)
 

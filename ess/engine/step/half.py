@@ -64,6 +64,7 @@ def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_work
     own = replace(
         batch,
         rotation=rotation,
+        row_ids=batch.row_ids[mine],
         page_table=batch.page_table[mine],
         lengths=batch.lengths[mine],
         located={},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ess.door import Sequence
-from ess.engine.layers.batch import key_records, row_bytes
 from ess.engine.step.runner import Runner
+from ess.kernels.ops import Ops
+from ess.layout import IndexCodec
 from ess.units import PAGE_ROWS, div_ceil
 
 
@@ -17,16 +19,26 @@ def invent(runner: Runner, sequence: Sequence) -> None:
     if count == 0:
         return
     page_count = div_ceil(count, PAGE_ROWS)
-    rows = row_bytes(_noise(runner.model.config.row_dim), layout, runner.ops)
+    rows = torch.empty((PAGE_ROWS, layout.row_bytes), dtype=torch.uint8)
+    runner.ops.encode_rows(_noise(runner.model.config.row_dim), layout.row, rows)
     for layer in range(layout.layer_total):
         sequence.import_rows(layer, start, rows.repeat(page_count, 1)[:count])
     if layout.index is None:
         return
-    keys = key_records(_noise(layout.index.key_dim), layout, runner.ops)
+    keys = _records(runner.ops, layout.index)
     for group in layout.groups:
         sequence.import_keys(group[0], start, keys.repeat(page_count, 1)[:count])
 
 
-def _noise(width: int) -> torch.Tensor:
+def _records(ops: Ops, codec: IndexCodec) -> Tensor:
+    """One per key: values, then the scale where the form has one."""
+    encoded = ops.encode_keys(_noise(codec.key_dim), codec)
+    if not codec.scale_bytes:
+        return encoded.values
+    scales = encoded.scales.contiguous().view(torch.uint8).reshape(PAGE_ROWS, -1)
+    return torch.cat((encoded.values, scales), dim=1)
+
+
+def _noise(width: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(PAGE_ROWS, width, generator=generator)

@@ -61,13 +61,16 @@ class Runner:
         *,
         tuning: Tuning,
         verifier: Verifier,
+        balanced: bool,
     ) -> None:
+        """`balanced`: bits may follow from the batch, where that fills a device."""
         self.model = model
         self.offload = offload
         self.ops = ops
         self.verifier = verifier
         self.verified_layer: int | None = None
         self.tuning = tuning
+        self._balanced = balanced
         self.on_layer: Callable[[], None] | None = None
         self._runs = layer_runs(model.layers, offload.layout)
         self._vector: Vector = ()
@@ -84,10 +87,13 @@ class Runner:
             step=step,
             ops=self.ops,
             rotation=self.model.rotation(positions),
+            row_ids=torch.as_tensor(step.row_ids),
             page_table=step.page_table,
             lengths=positions + 1,
             scale=self.model.config.attention_scale,
             warmth=watch(step.query_stop, self.offload.layout.top_k),
+            balanced=self._balanced,
+            queries_per_request=queries_per_request(step),
         )
 
     def decode(self, batch: Batch, tokens: Tensor) -> Forward:
@@ -185,7 +191,15 @@ def made_runner(model: Model, offload: Offload, config: EngineConfig) -> Runner:
             asks_first=model.device.type != "cpu",
         ),
         verifier=Verifier(every=config.verify_every, is_fatal=config.verify_fatal),
+        balanced=not config.deterministic,
     )
+
+
+def queries_per_request(step: Step) -> int:
+    """As many as each sequence of the step has, pads behind them too; else 1."""
+    first, *others = step.query_counts
+    is_even = all(count == first for count in others) and step.query_count % first == 0
+    return first if is_even else 1
 
 
 def layer_runs(

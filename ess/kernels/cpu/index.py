@@ -43,7 +43,7 @@ def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:
 
 def _record(call: IndexQueries) -> records.Index:
     """It names memory of the call's tensors, which live as long as the call."""
-    queries, weights, pages, table, lengths, codec, _ = call
+    queries, weights, pages, table, lengths, codec, *_ = call
     return records.Index(
         *(*queries.shape, FORMS[codec.form], QUERY_FORMS[queries.dtype], *strides(queries)),
         *(table.shape[1], table.stride()[0], matrix(pages)),

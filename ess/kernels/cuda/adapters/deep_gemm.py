@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ess.errors import BadInput, Unavailable
-from ess.kernels.checks import BYTES, CODED, COUNTS, SINGLE, require
+from ess.errors import Unavailable
+from ess.kernels.checks import BYTES, CODED, COUNTS, SINGLE, check_shared, require
 from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.layout import IndexCodec
 from ess.units import PAGE_ROWS
@@ -59,8 +59,7 @@ class DeepGemm:
         require("pages", pages, (None, CODEC.page_bytes), BYTES)
         require("page_table", page_table, (count, None), COUNTS)
         require("lengths", lengths, (count,), COUNTS)
-        if queries_per_request < 1 or count % queries_per_request:
-            raise BadInput(f"{count} queries are not {queries_per_request} for each request")
+        check_shared(count, queries_per_request)
         together = next(n for n in self.together if queries_per_request % n == 0)
         return self._run(queries, weights, pages, page_table, lengths, together)
 

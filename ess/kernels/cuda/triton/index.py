@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ess.errors import BadInput
+from ess.kernels.checks import check_shared
 from ess.kernels.cuda.triton.device import index as device
 from ess.kernels.cuda.triton.device import spread, topk
 from ess.kernels.cuda.triton.launch import bits, on, place
@@ -58,8 +58,7 @@ def logits_into(
     With several queries per request, those of a request lie beside each other and name the same
     pages: they share one read of the keys, and each gets the bits that it would get alone.
     """
-    if queries_per_request < 1 or len(queries) % queries_per_request:
-        raise BadInput(f"{len(queries)} queries are not {queries_per_request} of each request")
+    check_shared(len(queries), queries_per_request)
     where, width = place(queries), table.shape[1]
     if not len(queries) or not width:
         return out

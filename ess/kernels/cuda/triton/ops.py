@@ -94,8 +94,10 @@ def index_top_k(call: IndexQueries, out: Tensor) -> None:
 
 
 def _logits(call: IndexQueries, out: Tensor) -> Tensor:
-    queries, weights, pages, table, lengths, codec, _ = call
-    return index.logits_into(queries, weights, pages, table, lengths, codec, out=out)
+    queries, weights, pages, table, lengths, codec, _, each = call
+    return index.logits_into(
+        queries, weights, pages, table, lengths, codec, out=out, queries_per_request=each
+    )
 
 
 def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:

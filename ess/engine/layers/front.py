@@ -1,0 +1,87 @@
+"""A layer's input as the pools and the attention need it: what asks, and new rows and keys.
+
+Where stages are compiled, rows and keys come out of them as bytes. Elsewhere an op takes what a
+projection gives, norms, rotates and codes it, and stores it where it stays.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ess.engine.layers.batch import Batch, Shared, compute_threads
+from ess.models.decoder import DecoderLayer, Front
+from ess.models.layers import Rotation
+
+
+class Asking(NamedTuple):
+    """The normed low-rank query, and of a full layer the index queries and their weights."""
+
+    query: Tensor
+    queries: Tensor | None = None
+    weights: Tensor | None = None
+
+
+class Room(NamedTuple):
+    """Where new rows go, and index keys: one behind the other without `places` and `row_ids`."""
+
+    rows: Tensor
+    keys: Tensor | None
+    places: Tensor | None = None
+    row_ids: Tensor | None = None
+
+
+def stored(batch: Batch, layer: DecoderLayer, hidden: Tensor, queries: range) -> Asking:
+    """The step has the new rows and keys of these queries: a token may select itself."""
+    step, number = batch.step, layer.number
+    if batch.ops.has_stages():
+        made = front(batch, layer, hidden)
+        step.append(number, made.rows, keys=made.keys, queries=queries)
+        return Asking(made.query, made.queries, made.weights)
+    memory, places = batch.offload.memory(number), step.places(number, queries=queries)
+    room = Room(memory.slots, memory.key_pages, places, batch.row_ids)
+    asking = _finished(batch, layer, hidden, room)
+    step.wrote(number, keys=layer.indexer is not None, queries=queries)
+    return asking
+
+
+def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
+    """Rows and keys as bytes, one behind the other."""
+    layout = batch.layout
+    if batch.ops.has_stages():
+        compiled = layer.compiled(layout)
+        return compiled.front(hidden, batch.rotation, threads=compute_threads())
+    room = Room(_bytes(hidden, layout.row_bytes), None)
+    if layer.indexer is not None:
+        assert layout.index is not None, "an indexer without an index codec"
+        room = room._replace(keys=_bytes(hidden, layout.index.key_bytes))
+    query, queries, weights = _finished(batch, layer, hidden, room)
+    return Front(query, room.rows, queries, weights, room.keys)
+
+
+def turned(batch: Shared, queries: Tensor, rotation: Rotation) -> Tensor:
+    """Index queries as they meet the keys."""
+    codec = batch.layout.index
+    assert codec is not None, "an indexer without an index codec"
+    return batch.ops.turn_queries(queries, rotation.angles, codec)
+
+
+def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) -> Asking:
+    layout, ops, rotation = batch.layout, batch.ops, batch.rotation
+    entry = layer.enter(hidden)
+    finish = layer.mla.row_finish(rotation)
+    ops.finish_rows(entry.row, finish, layout.row, room.rows, room.places)
+    if layer.indexer is None:
+        return Asking(entry.query)
+    assert layout.index is not None, "an indexer without an index codec"
+    assert room.keys is not None, f"layer {layer.number} has keys"
+    raw = layer.indexer.raw(entry.hidden, entry.query)
+    key_finish = layer.indexer.key_finish(rotation)
+    ops.finish_keys(raw.keys, key_finish, layout.index, room.keys, room.row_ids)
+    return Asking(entry.query, turned(batch, raw.queries, rotation), raw.weights)
+
+
+def _bytes(hidden: Tensor, width: int) -> Tensor:
+    return torch.empty((len(hidden), width), dtype=torch.uint8, device=hidden.device)
