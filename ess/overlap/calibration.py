@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from ess.cost import Calibration
+from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 
@@ -97,7 +98,7 @@ def load(path: str | Path, layout: ModelLayout) -> Calibrated:
     """What the file says; it must have been measured of this layout, with all of its layers."""
     try:
         document = msgspec.json.decode(Path(path).read_bytes(), type=_Document)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise BadInput(f"calibration {path}: {error}") from None
     rows = document.rows
     values = {row.name.removeprefix(PREFIX): row.value for row in rows if PREFIX in row.name}

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
 from ess.trace import varints
 
@@ -126,7 +127,7 @@ def decode_header(payload: bytes, *, check: int, version: int) -> TraceHeader:
         raise BadInput("the header is damaged: its check does not fit")
     try:
         header = msgspec.msgpack.decode(payload, type=TraceHeader)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise BadInput(f"the header is not of version {version}: {error}") from None
     if header.scored != (version == VERSION_SCORED):
         raise BadInput(f"the header is not of version {version}: scored is {header.scored}")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
+from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
 from ess.server.dialects import unserved
 from ess.server.process.bounds import PROMPT_IDS_MAX, PROMPTS_MAX
@@ -287,7 +288,7 @@ def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:
     for kind, many in ((list[int], False), (list[list[int]], True)):
         try:
             ids: Any = msgspec.json.decode(raw, type=kind)
-        except (msgspec.MsgspecError, RecursionError):
+        except UNDECODABLE:
             continue
         return ids if many else [ids]
     raise BadInput(f"{where} must be a list of token ids or a list of such lists")
@@ -310,7 +311,7 @@ def read_texts(raw: msgspec.Raw, *, where: str) -> list[str] | list[list[int]]:
     """A prompt as OpenAI has it: a text, texts, ids, or several lists of ids."""
     try:
         texts = msgspec.json.decode(raw, type=str | list[str])
-    except (msgspec.MsgspecError, RecursionError):
+    except UNDECODABLE:
         pass
     else:
         return [texts] if isinstance(texts, str) else texts

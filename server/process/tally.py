@@ -16,6 +16,8 @@ from typing import Final
 
 import msgspec
 
+from ess.decoding import UNDECODABLE
+
 WAIT_BOUNDS_S: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
@@ -125,5 +127,5 @@ def _write(path: Path, tally: Tally) -> None:
 def _read(path: Path) -> Tally | None:
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=Tally)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNDECODABLE):
         return None

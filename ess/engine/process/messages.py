@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from ess.decoding import UNDECODABLE
 from ess.engine.config import ProcessConfig
 from ess.engine.request import Reason
 from ess.engine.tokens.chance import Chance
@@ -385,13 +386,13 @@ class Packer:
     def for_engine(self, raw: bytes) -> ToEngine:
         try:
             return self._to_engine.decode(raw)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise BadInput(f"a message to the engine is malformed: {error}") from None
 
     def for_server(self, raw: bytes) -> FromEngine:
         try:
             return self._from_engine.decode(raw)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise BadInput(f"a message from the engine is malformed: {error}") from None
 
 

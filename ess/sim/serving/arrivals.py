@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -69,7 +70,7 @@ def read_mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
             continue
         try:
             record = decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise BadInput(f"line {number}: {error}") from None
         _check(number, record.timestamp, record.input_length, record.output_length)
         yield Arrival(

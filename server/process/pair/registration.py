@@ -20,6 +20,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from ess import console
+from ess.decoding import UNDECODABLE
 from ess.errors import Unavailable
 from ess.server.commands.start.settings import Settings
 
@@ -67,7 +68,7 @@ class Router:
             raise Unavailable(f"it answers {answer.status}: {said}")
         try:
             return msgspec.json.decode(content or b"{}")
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             raise Unavailable("its answer is not JSON") from None
 
 

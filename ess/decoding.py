@@ -1,0 +1,10 @@
+"""What msgspec raises for bytes that are not a document of the wanted kind."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""In this order: another document, a text in no UTF-8, a document that is nested too deeply."""
