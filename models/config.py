@@ -56,9 +56,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_count: Size = field(name="num_attention_heads")
     query_rank: Size = field(name="q_lora_rank")
     latent_dim: Size = field(name="kv_lora_rank")
-    nope_dim: Size = field(name="qk_nope_head_dim")
+    nope_dim: Count = field(name="qk_nope_head_dim")
     rope_dim: Size = field(name="qk_rope_head_dim")
     value_dim: Size = field(name="v_head_dim")
+    key_head_count: Count = 0
+    """Heads of keys and values that lie side by side in a row; 0: the row is one latent."""
 
     index_head_count: Size = field(name="index_n_heads")
     index_dim: Size = field(name="index_head_dim")
@@ -92,6 +94,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _check_attention(self) -> None:
+        _require(self.nope_dim > 0 or self.is_grouped, "qk_nope_head_dim is 0")
         _require(self.rope_dim % 2 == 0, f"qk_rope_head_dim {self.rope_dim} is odd")
         _require(
             self.rope_dim <= self.index_dim,
@@ -182,6 +185,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layer_total(self) -> int:
         return self.layer_count + self.mtp_layer_count
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.key_head_count > 0
 
     @property
     def row_dim(self) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 from ess.kernels.cpu.stage import Stage
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
+from ess.models.guest.grouped import Grouped
 from ess.models.indexer import Indexer, Probe
 from ess.models.layers import Rotation, Source, rms_norm
 from ess.models.mla import Mla, MlaShare
@@ -68,7 +69,7 @@ class DecoderLayer:
         its place in the part."""
         attention = source.under("self_attn")
         self.number = number - first
-        self.mla = Mla(config, attention) if tp == 1 else MlaShare(config, attention, tp=tp)
+        self.mla = _attention(config, attention, tp)
         self.indexer = (
             Indexer(config, attention.under("indexer")) if config.has_indexer(number) else None
         )
@@ -133,6 +134,12 @@ class DecoderLayer:
         if self._compiled is None or self._compiled.layout is not layout:
             self._compiled = CompiledLayer(self, layout)
         return self._compiled
+
+
+def _attention(config: ModelConfig, source: Source, tp: int) -> Mla | Grouped:
+    if config.is_grouped:
+        return Grouped(config, source)
+    return Mla(config, source) if tp == 1 else MlaShare(config, source, tp=tp)
 
 
 class CompiledLayer:

@@ -22,6 +22,7 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "deepseek_v32": "ess.models.deepseek_v32",
         "glm_moe_dsa": "ess.models.glm_dsa",
+        "llama": "ess.models.guest.llama",
     }
 )
 

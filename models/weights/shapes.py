@@ -4,8 +4,9 @@ It closes on the published checkpoints: DeepSeek-V3.2 has 92,425 tensors in 689,
 GLM-5.2 has 59,585 tensors of 753,329,940,480 values. So a checkpoint can be verified name by name,
 and a plan can be made without one.
 
-Both families share one table. They differ in sizes, in which layers own an indexer, and in the MTP
-layer, where DeepSeek stores copies of the embedding and the head and GLM does not.
+The families share one table. DeepSeek and GLM differ in sizes, in which layers own an indexer, and
+in the MTP layer, where DeepSeek stores copies of the embedding and the head and GLM does not; a
+guest has Llama's attention in the place of theirs, and no experts.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def _decoder_layer(config: ModelConfig, layer: int) -> Iterator[Spec]:
     prefix = f"model.layers.{layer}."
     hidden = (config.hidden_dim,)
     yield Spec(name=f"{prefix}input_layernorm.weight", shape=hidden, role="norm", layer=layer)
-    yield from _attention(config, layer, f"{prefix}self_attn.")
+    attention = _grouped_attention if config.is_grouped else _attention
+    yield from attention(config, layer, f"{prefix}self_attn.")
     if config.has_indexer(layer):
         yield from _indexer(config, layer, f"{prefix}self_attn.indexer.")
     post = f"{prefix}post_attention_layernorm.weight"
@@ -123,6 +125,19 @@ def _attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     yield linear("kv_b_proj", heads * both_dims, config.latent_dim, by_head)
     out_cut = Cut(dim=1, part_count=heads)
     yield linear("o_proj", config.hidden_dim, heads * config.value_dim, out_cut)
+
+
+def _grouped_attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
+    """Not cut: a rank's rows hold the keys and values of all heads."""
+    queries, keys = config.query_rank, config.key_head_count * config.value_dim
+    for name, rows, columns in (
+        ("q_proj", queries, config.hidden_dim),
+        ("k_proj", keys, config.hidden_dim),
+        ("v_proj", keys, config.hidden_dim),
+        ("o_proj", config.hidden_dim, queries),
+    ):
+        full_name = f"{prefix}{name}.weight"
+        yield Spec(name=full_name, shape=(rows, columns), role="linear", layer=layer)
 
 
 def _indexer(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:

@@ -95,6 +95,29 @@ _TINY: Final[dict[str, Any]] = {
     "num_experts_per_tok": 2,
     "index_topk": 16,
 }
+TINY_LLAMA: Final[dict[str, Any]] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 16,
+}
 TINY_V32: Final = {**V32, **_TINY}
 TINY_GLM: Final = {**GLM, **_TINY}
 

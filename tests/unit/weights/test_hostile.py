@@ -275,7 +275,7 @@ def test_many_missing_are_counted(written: Written, copy: Path) -> None:
     ("key", "value", "says"),
     [
         ("auto_map", {"AutoModel": "evil.Model"}, "runs code from the checkpoint"),
-        ("model_type", "llama", "not supported"),
+        ("model_type", "mamba", "not supported"),
         ("model_type", None, "not supported"),
         ("hidden_size", 10**30, "hidden_size"),
         ("hidden_size", "256", "Expected `int`"),
