@@ -8,9 +8,10 @@ from typing import Literal
 
 from ess import config
 from ess.config import setting
+from ess.engine.devices import check_device
 from ess.engine.tokens.determinism import check_deterministic
 from ess.errors import BadInput
-from ess.kernels.served import BackendName, refuse_cuda
+from ess.kernels.served import BackendName
 from ess.overlap.sbo import Sbo
 from ess.overlap.tbo import Tbo
 from ess.pool.ledger import Promise
@@ -72,7 +73,7 @@ class EngineConfig:
         0, "engine", "Check one layer of every n-th step against the host; 0: never.", (0, 1 << 20)
     )
     backend: BackendName = setting(
-        "cpu", "engine", "What computes: reference is slow and exact, cuda is not served yet."
+        "cpu", "engine", "What computes: reference is slow and exact, cuda is for a device."
     )
     handoff_failure: Literal["recompute", "refuse"] = setting(
         "recompute", "handoff", "When rows do not come: prefill the prompt here, or answer 503."
@@ -85,7 +86,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         config.check(self)
-        refuse_cuda("backend", self.backend)
         if self.deterministic:
             check_deterministic(self.modes, tbo=self.tbo, sbo=self.sbo)
         if self.calibration and (self.modes != "layerwise" or self.deterministic):
@@ -101,7 +101,12 @@ class EngineConfig:
 class ProcessConfig(EngineConfig):
     """What an engine process is told beyond that."""
 
-    form: Literal["bf16", "f32"] = setting("bf16", "model", "What weights are computed in.")
+    device: str = setting(
+        "cpu", "engine", "Where weights, slots and all compute are: cpu, cuda or cuda:N."
+    )
+    form: Literal["bf16", "f32", "stored"] = setting(
+        "bf16", "model", "What weights are computed in; on a device also as they are stored."
+    )
     row: Literal["fp8", "bf16", "f32"] = setting("fp8", "memory", "How latent rows are stored.")
     evict: PolicyName = setting(
         "lru",
@@ -179,6 +184,7 @@ class ProcessConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
+        check_device(self)
         check_stages(self)
 
     @property

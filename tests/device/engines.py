@@ -11,12 +11,12 @@ import msgspec
 import torch
 
 from ess.door import Offload
-from ess.engine import config
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.step import flights
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
 from ess.kernels import backend
+from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
 from tests.device.kernels import Kernels
@@ -49,7 +49,7 @@ def engine(
 ) -> Engine:
     """Not through the `door`: over the host's, which looks like the device's and is quick."""
     made, count = model(family, device), int(mtp)
-    kept = made.config if count > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
+    kept = made.config if count > 1 else without_mtp(made.config)
     layout = kept.layout(row="f32", index="f32")
     chunk = layout.group_layers_max * layout.page_bytes
     made_here = device == "cpu" or not door
@@ -65,6 +65,10 @@ def engine(
     shuffle(offload)
     chosen = EngineConfig(modes=mode, mtp=count, depth=int(depth), chunk_tokens=96, backend=device)
     return Engine(made, offload, chosen)
+
+
+def without_mtp(config: ModelConfig) -> ModelConfig:
+    return msgspec.structs.replace(config, mtp_layer_count=0)
 
 
 def shuffle(offload) -> None:
@@ -133,7 +137,7 @@ def expected(family: str, *, penalised: bool = False):
 @contextlib.contextmanager
 def alone():
     """Launches may not wait for the device, and the device's ops are quick."""
-    real, cuda, refuse = flights.launch, backend._cuda, config.refuse_cuda
+    real, cuda = flights.launch, backend._cuda
 
     def launch(*args, **kwargs):
         turns = args[2]
@@ -145,11 +149,9 @@ def alone():
 
     torch.set_num_threads(1)
     flights.launch, backend._cuda = launch, Kernels
-    config.refuse_cuda = lambda name, value: None
     backend._ops.cache_clear()
     try:
         yield
     finally:
         flights.launch, backend._cuda = real, cuda
-        config.refuse_cuda = refuse
         backend._ops.cache_clear()

@@ -9,7 +9,10 @@ from ess.errors import BadInput
 from ess.models.load import load_model
 from ess.models.weights.blocks import quantise
 from ess.models.weights.kept import Fp8Weight, plain, stacked
+from ess.models.weights.kept_bytes import kept_bytes
+from ess.server.commands.start.checkpoint import read_entries
 from tests.device import engines
+from tests.device.memory import tensor_bytes
 from tests.support.pretended import is_there
 from tests.unit.weights.conftest import SMALL, write_checkpoint
 
@@ -54,6 +57,13 @@ def test_all_of_a_model_is_on_the_device(form, folder):
     assert all(map(is_there, tensors))
     assert made.device.type == "cuda"
     assert made.rotation(torch.arange(3).to("cuda")).cos.device.type == "cuda"
+
+
+@pytest.mark.parametrize("form", ["bf16", "f32", "stored"])
+def test_a_plan_says_what_a_model_takes(form, folder):
+    entries, before = read_entries(folder), tensor_bytes()
+    made = load_model(folder, form=form, device="cuda")
+    assert tensor_bytes() - before == kept_bytes(made.config, entries, form)
 
 
 def test_blocks_are_kept_for_products_and_nothing_else(folder):

@@ -11,6 +11,6 @@ from tests.support import beside
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
-@pytest.mark.parametrize("module", ["choices", "doors", "loading", "steps"])
-def test_an_engine_on_the_pretended_device(module: str, tmp_path: Path) -> None:
-    beside.run_tests(f"tests/device/{module}.py", built=tmp_path)
+@pytest.mark.parametrize("module", ["choices", "doors", "loading", "memory", "steps"])
+def test_an_engine_on_the_pretended_device(module: str, built: Path) -> None:
+    beside.run_tests(f"tests/device/{module}.py", built=built)

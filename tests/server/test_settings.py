@@ -10,6 +10,7 @@ import pytest
 
 from ess.config import Setting, settings_of
 from ess.engine.config import ProcessConfig
+from ess.engine.devices import DEFAULTS
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -86,7 +87,12 @@ NEEDS = {
     "nnodes": NODES,
     "node_rank": (*NODES, "--nnodes", "2"),
 }
-OTHERS = {"smooth": 0.5, "dist_init_addr": "10.0.0.1:5", "pp_layer_partition": "3,4"}
+OTHERS = {
+    "device": "cuda:1",
+    "smooth": 0.5,
+    "dist_init_addr": "10.0.0.1:5",
+    "pp_layer_partition": "3,4",
+}
 
 
 def other_than_default(known: Setting) -> tuple[list[str], object]:
@@ -110,7 +116,9 @@ def test_every_setting_of_the_engine_reaches_its_process(
     needed = NEEDS.get(known.name, ())
     config = told(*needed, *words, monkeypatch=monkeypatch).config
     plain = told(*needed, monkeypatch=monkeypatch).config
-    assert config == replace(plain, **{known.name: value, "query_max": config.query_max})
+    brought = DEFAULTS if known.name == "device" else {}
+    changed = {**brought, known.name: value, "query_max": config.query_max}
+    assert config == replace(plain, **changed)
     assert config != plain
 
 
@@ -140,16 +148,6 @@ def test_the_document_has_every_setting(section: str):
     head = [f"| {section} | default | | elsewhere |", "|---|---|---|---|"]
     table = "\n".join([*head, *listed]) + "\n\n"
     assert table in (ROOT / "docs" / "serving.md").read_text(), f"write into it:\n{table}"
-
-
-@pytest.mark.parametrize("words", [["--device", "cuda"], ["--backend", "cuda"]])
-def test_a_gpu_is_refused_with_what_runs_today(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-):
-    assert cli.main(["serve", *words]) == 1
-    said = capsys.readouterr().err
-    assert "backend is 'cuda', but `ess serve` runs on the CPU today" in said
-    assert resolve({"backend": "auto"}, environment={}).settings.backend == "cpu"
 
 
 @pytest.mark.parametrize(

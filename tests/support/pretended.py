@@ -260,7 +260,7 @@ def begin():
         "get_device_capability": lambda _=None: (9, 0),
         "get_device_name": lambda _=None: "pretended",
         "get_device_properties": lambda _=None: properties, "device_count": lambda: 1,
-        "current_device": lambda: 0, "empty_cache": lambda: None,
+        "current_device": lambda: 0, "empty_cache": lambda: None, "set_device": lambda _: None,
     }.items():  # fmt: skip
         setattr(torch.cuda, name, thing)
     PRETENCE.__enter__()

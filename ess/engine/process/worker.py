@@ -24,6 +24,7 @@ from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.door.stats import Stats
 from ess.engine.config import ProcessConfig
+from ess.engine.devices import is_device, ordinal_of
 from ess.engine.engine import Engine
 from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
@@ -399,7 +400,9 @@ def build(launch: Launch, clock: Clock) -> Built:
 
     chosen = launch.config
     torch.set_num_threads(chosen.threads)
-    model = load_model(launch.model, form=chosen.form)
+    if is_device(chosen.device):
+        torch.cuda.set_device(ordinal_of(chosen.device))
+    model = load_model(launch.model, form=chosen.form, device=chosen.device)
     config = model.config
     if chosen.mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
@@ -409,6 +412,7 @@ def build(launch: Launch, clock: Clock) -> Built:
         slot_bytes=launch.slot_bytes,
         host_bytes=launch.host_bytes,
         index_bytes=launch.index_bytes,
+        device=chosen.device,
         length_max=launch.length_max,
         sequence_max=chosen.max_running,
         query_max=chosen.query_max,

@@ -97,6 +97,15 @@ class Device:
             call("cuFuncSetAttribute", handle, wanted, 1)
         return Kernel(self, handle, entry)
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes that are free now, and all bytes."""
+        self.make_current()
+        status, *answer = attempt("cuMemGetInfo")
+        if status:
+            raise fault("cuMemGetInfo", status)
+        free_bytes, total_bytes = map(int, answer)
+        return free_bytes, total_bytes
+
     def _host_node(self) -> int:
         """The node of the machine whose memory is near; -1 where nobody knows it."""
         wanted = constant("CUdevice_attribute", "HOST_NUMA_ID")

@@ -46,7 +46,7 @@ class NewRows:
         self._kernels = {
             entry: device.kernel(program, entry) for entry, _ in self.shape.launches_each
         }
-        self._calls = DeviceArray(device, np.ones(self._word_count + 1, np.int32))
+        self._calls = DeviceArray(device, np.ones(call_words(len(arenas)), np.int32))
         records = (ResolveRecord * len(arenas))(
             *(self._record(group, arena, rows, now) for group, arena in enumerate(arenas))
         )
@@ -78,16 +78,12 @@ class NewRows:
                 stream=stream,
             )
 
-    @property
-    def _word_count(self) -> int:
-        return self.group_count * ctypes.sizeof(ResolveRecord) // ctypes.sizeof(ctypes.c_int32)
-
     def _record(self, group: int, arena: Any, rows: Any, now: Any) -> ResolveRecord:
         workspace = {
             name: self._of(group, name)
             for name in ("report", *self.shape.scratch, *self.shape.claims)
         }
-        slots, query_count = self._of(group, "slots"), self._calls[self._word_count :]
+        slots, query_count = self._of(group, "slots"), self._calls[-1:]
         return claim_record(
             self.shape,
             arena=arena,
@@ -101,6 +97,11 @@ class NewRows:
         array = self._arrays[name]
         count = array.shape[0] // self.group_count
         return array[group * count : (group + 1) * count]
+
+
+def call_words(group_count: int) -> int:
+    """int32 numbers of the groups' records, and one behind them that says there is one line."""
+    return group_count * ctypes.sizeof(ResolveRecord) // ctypes.sizeof(ctypes.c_int32) + 1
 
 
 def new_row_sizes(shape: ResolveShape, group_count: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.server.commands.start.checkpoint import Checkpoint, check_weights, read_checkpoint
+from ess.server.commands.start.checkpoint import Checkpoint, read_checkpoint, read_entries
 from ess.server.commands.start.compat_flags import FAMILY
 from ess.server.commands.start.launch import chat_template, derived, layout_of, sized
 from ess.server.commands.start.settings import FIELDS, PREFIX, Resolved, Settings, resolve
@@ -99,7 +99,7 @@ def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None 
     checkpoint = read_checkpoint(settings.model)
     chat_template(settings)
     if settings.engine == "model":
-        check_weights(Path(checkpoint.path))
+        read_entries(Path(checkpoint.path))
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
     divided = _divided(resolved, layout, checkpoint, shape.count)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ess import console
 from ess.server.commands.start.settings import Resolved
-from ess.server.commands.start.sizing import MemoryPlan
+from ess.server.commands.start.sizing import DevicePlan, MemoryPlan
 from ess.units import format_bytes
 
 PAGES = (
@@ -45,7 +45,8 @@ def _print(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> Non
         )
         return
     out = console.tables()
-    for table in (_settings(resolved), _memory(plan), _rooms(plan), _urls(url)):
+    memory = _memory(plan) if plan.device is None else _device(plan, plan.device)
+    for table in (_settings(resolved), memory, _rooms(plan), _urls(url)):
         out.print(table)
         out.print()
 
@@ -78,6 +79,22 @@ def _memory(plan: MemoryPlan) -> Table:
     table.add_row("slots", format_bytes(plan.slot_bytes), "the working set of rows")
     table.add_row("index", format_bytes(plan.index_bytes), "keys of running requests")
     table.add_row("together", format_bytes(plan.total_bytes), "")
+    return table
+
+
+def _device(plan: MemoryPlan, device: DevicePlan) -> Table:
+    table = _grid("left", "right", "left")
+    for line in device.lines:
+        table.add_row(line.name, format_bytes(line.bytes), line.note)
+    there = f"of {format_bytes(device.room)} that may be taken of {device.name}"
+    table.add_row("on the device", format_bytes(device.taken), there)
+    free = f"{format_bytes(device.free)} of {format_bytes(device.total)} are free"
+    table.add_row("", "", free)
+    held = f"all rows of {plan.token_capacity:,} tokens, pages locked"
+    table.add_row("host pool", format_bytes(plan.host_bytes), held)
+    table.add_row(
+        "locked", format_bytes(device.locked), f"of {format_bytes(device.host_free)} that are free"
+    )
     return table
 
 

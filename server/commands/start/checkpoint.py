@@ -15,7 +15,7 @@ from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.weights.folder import Folder
-from ess.models.weights.header import read_header
+from ess.models.weights.header import Entry, read_header
 from ess.server.process.service import SamplingDefaults
 
 EMBEDDED: Final = "ess-embedded"
@@ -59,17 +59,20 @@ def read_checkpoint(model: str) -> Checkpoint:
     )
 
 
-def check_weights(path: Path) -> None:
-    """Every file is as long as its header says: before an engine is started that would fail."""
+def read_entries(path: Path) -> dict[str, Entry]:
+    """All tensors by name. Every file is as long as its header says: before an engine is started
+    that would fail."""
+    entries: dict[str, Entry] = {}
     folder = Folder(path)
     try:
         for name in folder.names():
             if name.endswith(".safetensors"):
                 file = folder.open(name, where=str(path))
                 with contextlib.closing(os.fdopen(file, "rb")):
-                    read_header(file, file=name)
+                    entries |= read_header(file, file=name)
     finally:
         folder.close()
+    return entries
 
 
 def check_ends(checkpoint: Checkpoint, vocabulary: int) -> None:

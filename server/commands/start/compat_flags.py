@@ -30,11 +30,11 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "max_running": ("--max-running-requests", "--max-num-seqs"),
     "max_waiting": ("--max-queued-requests", "--max-num-queued-reqs"),
     "host_bytes": ("--host-pool", "--mem-fraction-static"),
+    "device_bytes": ("--gpu-memory-utilization",),
     "chunk_tokens": ("--chunked-prefill-size", "--max-num-batched-tokens", "--chunk"),
     "mtp": ("--speculative-num-draft-tokens",),
     "tpot_ms": ("--tpot",),
     "deterministic": ("--enable-deterministic-inference",),
-    "backend": ("--device",),
     "form": ("--dtype",),
     "row": ("--kv-cache-dtype",),
     "keep_alive_s": ("--sse-keep-alive",),
@@ -63,6 +63,8 @@ SAME: Final[Mapping[str, tuple[str, str]]] = {
 
 # Our setting, and values of theirs with what each is called here.
 VALUES: Final[Mapping[str, Mapping[str, str]]] = {
+    "device": {"auto": "cpu"},
+    "device_bytes": {"1": "100%", "1.0": "100%"},
     "backend": {"auto": "cpu"},
     "form": {"auto": "bf16", "bfloat16": "bf16", "float32": "f32"},
     "role": {"null": "both"},
@@ -133,7 +135,6 @@ class ForeignFlags:
     hisparse_config: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    gpu_memory_utilization: float | None = None
     swap_space: float | None = None
     log_level: Annotated[str | None, Parameter(name=["--log-level", "--uvicorn-log-level"])] = None
     speculative_algorithm: Annotated[
@@ -162,7 +163,6 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "hisparse_config": "--slot-bytes and --host-bytes say how much is kept where",
     "tool_call_parser": "the checkpoint's own format is parsed",
     "reasoning_parser": "the checkpoint's own format is parsed",
-    "gpu_memory_utilization": "--slot-bytes and --index-bytes say what is used",
     "swap_space": "--host-bytes says how much the host keeps",
     "log_level": "only errors are logged",
     "speculative_algorithm": "the checkpoint's own MTP layer drafts, --mtp tokens at most",

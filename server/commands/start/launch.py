@@ -30,15 +30,18 @@ from ess.models.chat.messages import Message
 from ess.models.chat.reply import PlainParser
 from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
+from ess.models.weights.kept_bytes import kept_bytes
 from ess.overlap import calibration
 from ess.server.commands.start import banner
 from ess.server.commands.start.checkpoint import (
     EMBEDDED,
     Checkpoint,
     check_ends,
-    check_weights,
     read_checkpoint,
+    read_entries,
 )
+from ess.server.commands.start.device import found_for
+from ess.server.commands.start.device_sizing import Needed, plan_on_device
 from ess.server.commands.start.node import Node
 from ess.server.commands.start.settings import Resolved, Settings, check_events, resolve, size_of
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory
@@ -137,17 +140,11 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     check_tls(resolved.settings)
     check_events(resolved.settings)
     if resolved.settings.engine == "model":
-        check_weights(Path(checkpoint.path))
+        read_entries(Path(checkpoint.path))
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
     resolved = calibrated(resolved, layout)
-    plan = plan_memory(
-        resolved.settings,
-        layout,
-        positions_max=checkpoint.config.positions_max,
-        weight_bytes=checkpoint.weight_bytes * resolved.settings.team_size,
-        free=memory_free() * resolved.settings.nnodes,
-    )
+    plan = planned(resolved.settings, checkpoint, layout)
     resolved = sized(resolved, plan)
     settings = resolved.settings
     told = Told(
@@ -169,6 +166,27 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(told, listeners, further))
+
+
+def planned(settings: Settings, checkpoint: Checkpoint, layout: ModelLayout) -> MemoryPlan:
+    """Of the host's memory, or of the device's, which is asked here whether it can serve."""
+    free, found = memory_free(), found_for(settings)
+    if found is not None:
+        entries = read_entries(Path(checkpoint.path))
+        needed = Needed(
+            config=checkpoint.config,
+            layout=layout,
+            weight_bytes=kept_bytes(checkpoint.config, entries, settings.form),
+            file_bytes=checkpoint.weight_bytes,
+        )
+        return plan_on_device(settings, needed, found, free=free)
+    return plan_memory(
+        settings,
+        layout,
+        positions_max=checkpoint.config.positions_max,
+        weight_bytes=checkpoint.weight_bytes * settings.team_size,
+        free=free * settings.nnodes,
+    )
 
 
 def run_node(told: Told) -> int:

@@ -22,6 +22,7 @@ import msgspec
 
 from ess.config import Setting, setting, settings_of
 from ess.engine.config import ProcessConfig
+from ess.engine.devices import brought_by
 from ess.errors import BadInput
 from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
 from ess.server.commands.start.torchrun import placed_by_torchrun
@@ -119,6 +120,9 @@ class Settings(ProcessConfig):
     )
     slot_bytes: str = setting("auto", "memory", "Memory for the slots, the working set of rows.")
     index_bytes: str = setting("auto", "memory", "Memory for the index keys of running requests.")
+    device_bytes: str = setting(
+        "90%", "memory", "What may be taken of a device's memory: 70GiB, or a share of all of it."
+    )
     keep_alive_s: float = setting(
         15.0, "times", "Seconds of silence after which a stream gets a comment.", (0.01, 3600)
     )
@@ -388,9 +392,12 @@ def resolve(
             raise BadInput("peer_secret and peer_secret_file are both given; one of them says it")
         values["peer_secret"] = read_secret(Path(values["peer_secret_file"]))
         origins["peer_secret"] = origins["peer_secret_file"]
+    brought, unused = brought_by(values)
+    values |= brought
+    origins.update(dict.fromkeys(brought, "derived"))
     settings = Settings(**values)
     _check_flags(settings, [name for name, origin in origins.items() if origin == "flag"])
-    return Resolved(settings=settings, origins=origins, notes=tuple(notes))
+    return Resolved(settings=settings, origins=origins, notes=(*notes, *unused))
 
 
 def _read_hidden(path: Path, name: str) -> str:

@@ -28,7 +28,35 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     limiter: str
 
 
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """What something takes, for people; `setting` is what decides its size."""
+
+    name: str
+    bytes: int
+    note: str
+    setting: str = ""
+
+
+class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is taken of a device, and of its host with pages locked, against what there is. `room`
+    is what ESS may take of the device, `free` what nobody else had when it was asked."""
+
+    name: str
+    lines: tuple[Line, ...]
+    room: int
+    free: int
+    total: int
+    locked: int
+    host_free: int
+
+    @property
+    def taken(self) -> int:
+        return sum(line.bytes for line in self.lines)
+
+
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """`weight_bytes` are those of the files. With a `device`, slots and index are there."""
+
     length_max: int
     host_bytes: int
     slot_bytes: int
@@ -36,6 +64,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     token_capacity: int
     rooms: tuple[Room, ...]
+    device: DevicePlan | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -52,23 +81,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """`free` is what this machine has, if not given."""
     free = memory_free() if free is None else free
-    length_max = positions_max
-    if settings.max_model_len != AUTO:
-        length_max = size_of(settings.max_model_len, of=positions_max)
-        if not 2 <= length_max <= positions_max:
-            raise BadInput(
-                f"max_model_len is {length_max:,}, must be 2 to {positions_max:,} for this model"
-            )
-    host_bytes = _host_bytes(settings, layout, length_max, free)
-    _check_size("host_bytes", host_bytes, free)
-    token_capacity = host_bytes // layout.host_page_bytes * PAGE_ROWS
-    if token_capacity < 2:
-        raise BadInput(
-            f"host_bytes is {format_bytes(host_bytes)}, less than one page of"
-            f" {format_bytes(layout.host_page_bytes)}"
-        )
-    if settings.max_model_len == AUTO:
-        length_max = min(length_max, token_capacity)
+    longest = asked_length(settings, positions_max)
+    host_bytes = _host_bytes(settings, layout, longest, free)
+    length_max, token_capacity = check_host(settings, layout, host_bytes, longest, free)
     slot_bytes = _slot_bytes(settings, layout, length_max, free)
     index_bytes = token_capacity // PAGE_ROWS * layout.index_page_bytes
     if settings.index_bytes != AUTO:
@@ -82,10 +97,43 @@ def plan_memory(
         token_capacity=token_capacity,
         rooms=(),
     )
-    lengths = sorted({*(length for length in LENGTHS if length < length_max), length_max})
+    _check_fit(plan, settings, free)
+    return with_rooms(plan, settings, layout)
+
+
+def asked_length(settings: Settings, positions_max: int) -> int:
+    """Tokens of the longest request, as far as settings and the model say."""
+    if settings.max_model_len == AUTO:
+        return positions_max
+    length_max = size_of(settings.max_model_len, of=positions_max)
+    if not 2 <= length_max <= positions_max:
+        raise BadInput(
+            f"max_model_len is {length_max:,}, must be 2 to {positions_max:,} for this model"
+        )
+    return length_max
+
+
+def check_host(
+    settings: Settings, layout: ModelLayout, host_bytes: int, longest: int, free: int
+) -> tuple[int, int]:
+    """The longest request that the host's rows allow, and how many tokens they are for."""
+    _check_size("host_bytes", host_bytes, free)
+    token_capacity = host_bytes // layout.host_page_bytes * PAGE_ROWS
+    if token_capacity < 2:
+        raise BadInput(
+            f"host_bytes is {format_bytes(host_bytes)}, less than one page of"
+            f" {format_bytes(layout.host_page_bytes)}"
+        )
+    is_auto = settings.max_model_len == AUTO
+    return min(longest, token_capacity) if is_auto else longest, token_capacity
+
+
+def with_rooms(plan: MemoryPlan, settings: Settings, layout: ModelLayout) -> MemoryPlan:
+    """And refused, if not one request of the length that it promises has room."""
+    longest = plan.length_max
+    lengths = sorted({*(length for length in LENGTHS if length < longest), longest})
     rooms = tuple(_room(plan, settings, layout, length) for length in lengths)
     plan = msgspec.structs.replace(plan, rooms=rooms)
-    _check_fit(plan, settings, free)
     _check_rooms(plan, layout)
     return plan
 

@@ -363,6 +363,14 @@ EXPORT Result cuMemAlloc(Address* at, size_t bytes) {
     watch_array(name.c_str(), (void*)*at, bytes, false);
     return kOk;
 }
+// 80 GiB, or ESS_DEVICE_BYTES of them, less what the driver itself has given out.
+EXPORT Result cuMemGetInfo(size_t* free, size_t* total) {
+    if (!world().current) return kNoContext;
+    const char* given = std::getenv("ESS_DEVICE_BYTES");
+    *free = *total = given ? std::strtoull(given, nullptr, 10) : 80ull << 30;
+    for (auto& [start, size] : world().allocated) *free -= size;
+    return kOk;
+}
 EXPORT Result cuMemFree(Address at) {
     auto found = world().allocated.find(at);
     if (found == world().allocated.end()) return kInvalid;

@@ -1,0 +1,112 @@
+"""Which settings a CUDA device serves, which it does not serve yet, and what it has by default.
+
+Said from settings alone, before anything looks for a device. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from ess.errors import BadInput
+from ess.units import counted
+
+if TYPE_CHECKING:
+    from ess.engine.config import ProcessConfig
+
+CPU: Final = "cpu"
+DEFAULTS: Final[Mapping[str, Any]] = {"backend": "cuda", "form": "stored", "budget_every": 0}
+"""Of settings that nobody has given, where a device serves."""
+
+# Settings, the values that a device serves, and why it does not serve others.
+SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "backend": (("cuda",), "its kernels are those of backend cuda"),
+    "budget_every": ((0,), "slots do not move between layers there yet"),
+    "evict": (("lru",), "rows give way by lru alone there"),
+    "deterministic": ((False,), "its kernels have no stages that are alike in every batch"),
+    "verify_every": ((0,), "its slots are not compared with the host while it serves"),
+    "role": (("both",), "rows are not handed to other workers from there, nor taken there, yet"),
+    "transport": (("tcp", "nixl"), "its pools cannot be mapped by other processes"),
+    "prefix_cache_dir": (("",), "pages on a disk have not been tried there"),
+}
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is on this machine, as far as it could be asked: `fault` is what the driver, or
+    what compiles for it, has answered. `torch_cuda` is what torch was built for, `torch_count` how
+    many devices it sees."""
+
+    torch: str
+    torch_cuda: str = ""
+    torch_count: int = 0
+    count: int = 0
+    fault: str = ""
+    name: str = ""
+    arch: str = ""
+    free_bytes: int = 0
+    total_bytes: int = 0
+
+    def why_not(self, device: str) -> str:
+        """Why nothing can be served there, in a sentence with all that was found; else empty."""
+        ordinal = ordinal_of(device)
+        if ordinal < min(self.count, self.torch_count) and not self.fault:
+            return ""
+        driver = self.fault.rstrip(".") or f"the driver has {counted(self.count, 'CUDA device')}"
+        built = f"for CUDA {self.torch_cuda}" if self.torch_cuda else "without CUDA"
+        sees = f" and sees {counted(self.torch_count, 'device')}" if self.torch_cuda else ""
+        return (
+            f"device is {device!r}, and CUDA device {ordinal} cannot be used here: {driver}; torch"
+            f" {self.torch} is built {built}{sees}; `ess serve --device cpu` needs none"
+        )
+
+
+def is_device(device: str) -> bool:
+    return device != CPU
+
+
+def ordinal_of(device: str) -> int:
+    """
+    >>> ordinal_of("cuda"), ordinal_of("cuda:3")
+    (0, 3)
+    """
+    return int(device.partition(":")[2] or 0)
+
+
+def brought_by(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What the device brings where nothing else is given, and what is given in vain.
+
+    >>> brought_by({"device": "cuda", "form": "bf16", "budget_every": 0})
+    ({'backend': 'cuda'}, [])
+    >>> brought_by({"device_bytes": "60GiB"})
+    ({}, ['device_bytes has no effect: device is cpu'])
+    """
+    if is_device(given.get("device", CPU)):
+        return {name: value for name, value in DEFAULTS.items() if name not in given}, []
+    in_vain = "device_bytes" in given
+    return {}, ["device_bytes has no effect: device is cpu"] if in_vain else []
+
+
+def check_device(config: ProcessConfig) -> None:
+    """What cannot be served there is refused by name."""
+    device = config.device
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device):
+        raise BadInput(f"device is {device!r:.40}, must be cpu, cuda or cuda:N")
+    if not is_device(device):
+        _check_cpu(config)
+        return
+    for name, (served, why) in SERVED.items():
+        value = getattr(config, name)
+        if value not in served:
+            raise BadInput(f"{name} is {value!r:.80}, and device is {device!r}: {why}")
+
+
+def _check_cpu(config: ProcessConfig) -> None:
+    if config.backend == "cuda":
+        raise BadInput("backend is 'cuda', and device is 'cpu': --device cuda brings both")
+    if config.form == "stored":
+        raise BadInput(
+            "form is 'stored', and device is 'cpu', where weights are computed in bf16 or f32"
+        )

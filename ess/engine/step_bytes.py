@@ -1,0 +1,55 @@
+"""What a step takes of a device beside weights and pools: estimated from a model's dimensions.
+
+Counted are the largest arrays that live at a time: logits, index scores over the whole context, the
+attention's queries and partials, the experts' lines. Nothing has been measured on a device yet.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ess.layout import ModelLayout
+from ess.models.config import ModelConfig
+from ess.overlap.policy import Mode
+from ess.units import PAGE_ROWS, align_up, div_ceil
+
+F32: Final = 4
+BF16: Final = 2
+LOGITS: Final = 3
+"""As they are made, changed by penalties and temperature, and sorted."""
+HIDDENS: Final = 8
+SIDES: Final = 2
+"""Layers whose rows of a prompt are on the device at a time."""
+GRAPH_LAYER_BYTES: Final = 64 << 10
+
+
+def decode_bytes(config: ModelConfig, *, query_max: int, length_max: int) -> int:
+    each = config.vocab_size * F32 * LOGITS + _token_bytes(config, length_max)
+    return query_max * each
+
+
+def prompt_bytes(
+    config: ModelConfig, layout: ModelLayout, *, chunk_tokens: int, length_max: int
+) -> int:
+    rows = SIDES * align_up(length_max, PAGE_ROWS) * layout.row_bytes
+    return rows + min(chunk_tokens, length_max) * _token_bytes(config, length_max)
+
+
+def graph_bytes(layout: ModelLayout, *, running_max: int) -> int:
+    """One for each power of two of requests and each mode."""
+    buckets = (running_max - 1).bit_length() + 1
+    return buckets * len(Mode) * layout.layer_total * GRAPH_LAYER_BYTES
+
+
+def _token_bytes(config: ModelConfig, length_max: int) -> int:
+    """In the layer that takes the most."""
+    pages = div_ceil(length_max, PAGE_ROWS)
+    index = pages * PAGE_ROWS * F32 + 2 * pages * F32
+    queries = config.head_count * (config.nope_dim + config.rope_dim) * F32
+    absorbed = 2 * config.head_count * config.row_dim * BF16
+    partials = LOGITS * config.head_count * config.latent_dim * F32
+    lines = config.experts_per_token * (
+        config.hidden_dim * (BF16 + F32) + 2 * config.expert_dim * (F32 + BF16)
+    )
+    hidden = HIDDENS * config.hidden_dim * F32
+    return index + queries + absorbed + partials + lines + hidden

@@ -1,0 +1,59 @@
+"""How many bytes a model on a device keeps of a checkpoint, from the files' headers alone.
+
+What `ess.models` makes of each tensor: vectors, the gate and the heads' weights of the indexer are
+float32; the up projection of keys and values is never in blocks; matrices that are multiplied as
+one stay in blocks where no block would hold rows of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from ess.models.config import ModelConfig
+from ess.models.weights.header import DTYPE_BYTES, Entry
+from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
+from ess.models.weights.stored import QUANT_BLOCK
+from ess.models.weights.verify import FP8
+
+F32_BYTES: Final = 4
+BF16_BYTES: Final = 2
+COMPUTED: Final = {"bf16": BF16_BYTES, "f32": F32_BYTES}
+IN_F32: Final = ("mlp.gate.weight", "indexer.weights_proj.weight")
+UNREAD: Final = (".embed_tokens.weight", ".shared_head.head.weight")
+"""Of the MTP layer: it uses those of the whole model."""
+
+
+def kept_bytes(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> int:
+    """`form` is what weights are computed in: bf16, f32, or as they are stored."""
+    specs = expected_tensors(config, mtp=config.mtp_layer_count > 0)
+    kept = sum(_kept(spec, entries, config, form) for spec in specs if spec.name in entries)
+    return kept + config.rope_dim // 2 * F32_BYTES
+
+
+def _kept(spec: Spec, entries: Mapping[str, Entry], config: ModelConfig, form: str) -> int:
+    values = math.prod(spec.shape)
+    if spec.layer is not None and spec.name.endswith(UNREAD):
+        return 0
+    if spec.role in ("norm", "correction") or spec.name.endswith(IN_F32):
+        return values * F32_BYTES
+    if form in COMPUTED:
+        return values * COMPUTED[form]
+    dtype = entries[spec.name].dtype
+    if dtype != FP8:
+        return values * DTYPE_BYTES[dtype]
+    if not _stays_in_blocks(spec, config):
+        return values * BF16_BYTES
+    return values + math.prod(scale_shape(spec.shape)) * F32_BYTES
+
+
+def _stays_in_blocks(spec: Spec, config: ModelConfig) -> bool:
+    *_, name, _ = spec.name.split(".")
+    if name == "kv_b_proj":
+        return False
+    if name in ("q_a_proj", "kv_a_proj_with_mqa"):
+        return config.query_rank % QUANT_BLOCK == 0
+    if name in ("gate_proj", "up_proj"):
+        return spec.shape[0] % QUANT_BLOCK == 0
+    return True

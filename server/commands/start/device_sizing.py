@@ -1,0 +1,200 @@
+"""The plan of memory of a server on a device: all that will be taken of it, before anything is.
+
+Weights come from the files' headers, pools from their sizes, what a step works in from the model's
+dimensions. What nobody has said is worked out in this order: rows on the host for every request
+that may run, at most half of what is free there; index keys for as many; and for slots the rest of
+the device, but for no more rows than there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from ess.engine.devices import Found
+from ess.engine.step_bytes import decode_bytes, graph_bytes, prompt_bytes
+from ess.errors import BadInput
+from ess.layout import ModelLayout
+from ess.models.config import ModelConfig
+from ess.pool.capacity import page_count
+from ess.pool.device_bytes import PoolShape, locked_bytes, pool_bytes
+from ess.server.commands.start.settings import Settings, size_of
+from ess.server.commands.start.sizing import (
+    AUTO,
+    DevicePlan,
+    Line,
+    MemoryPlan,
+    asked_length,
+    check_host,
+    with_rooms,
+)
+from ess.units import PAGE_ROWS, div_ceil, format_bytes
+
+HOST_SHARE: Final = 2  # of free memory, at most, unless host_bytes says how much
+NOTES: Final[Mapping[str, str]] = {
+    "slots": "the working set of rows",
+    "index keys": "of running requests, and the map from their rows to slots",
+    "residency": "what is where, page tables, what steps resolve and store in",
+}
+
+
+class Needed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pools leave room for: bytes of the device that the settings of sizes do not change,
+    but for the steps' own."""
+
+    config: ModelConfig
+    layout: ModelLayout
+    weight_bytes: int
+    file_bytes: int
+
+
+def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: int) -> MemoryPlan:
+    """`free` is what the host has. BadInput if it does not fit, with what to change."""
+    layout = needed.layout
+    longest = asked_length(settings, needed.config.positions_max)
+    host_bytes = _host_bytes(settings, layout, longest, free)
+    length_max, token_capacity = check_host(settings, layout, host_bytes, longest, free)
+    shape = _shape(settings, layout, found, length_max, token_capacity // PAGE_ROWS)
+    rest = [*_weights(needed, settings), *_steps(needed, settings, length_max)]
+    room = min(found.free_bytes, size_of(settings.device_bytes, of=found.total_bytes))
+    if settings.slot_bytes == AUTO:
+        shape = _filled(shape, room - sum(line.bytes for line in rest), token_capacity)
+    lines = (*rest[:1], *_pools(shape), *rest[1:])
+    device = DevicePlan(
+        name=found.name,
+        lines=lines,
+        room=room,
+        free=found.free_bytes,
+        total=found.total_bytes,
+        locked=locked_bytes(shape, host_pages=token_capacity // PAGE_ROWS),
+        host_free=free,
+    )
+    _check_fit(device, settings)
+    plan = MemoryPlan(
+        length_max=length_max,
+        host_bytes=host_bytes,
+        slot_bytes=shape.chunks * layout.chunk_bytes,
+        index_bytes=shape.index_pages * layout.index_page_bytes,
+        weight_bytes=needed.file_bytes,
+        token_capacity=token_capacity,
+        rooms=(),
+        device=device,
+    )
+    return with_rooms(plan, settings, layout)
+
+
+def _host_bytes(settings: Settings, layout: ModelLayout, longest: int, free: int) -> int:
+    if settings.host_bytes != AUTO:
+        return size_of(settings.host_bytes, of=free)
+    enough = settings.max_running * page_count(longest) * layout.host_page_bytes
+    return min(enough, free // HOST_SHARE)
+
+
+def _shape(
+    settings: Settings, layout: ModelLayout, found: Found, length_max: int, host_pages: int
+) -> PoolShape:
+    """With as many chunks as slot_bytes says, or as few as there can be."""
+    index_pages = min(host_pages, settings.max_running * page_count(length_max))
+    if settings.index_bytes != AUTO:
+        size = size_of(settings.index_bytes, of=found.total_bytes)
+        index_pages = size // layout.index_page_bytes
+    chunks = layout.group_count
+    if settings.slot_bytes != AUTO:
+        chunks = size_of(settings.slot_bytes, of=found.total_bytes) // layout.chunk_bytes
+    for name, count, least in (
+        ("index_bytes", index_pages, 1),
+        ("slot_bytes", chunks, layout.group_count),
+    ):
+        if count < least:
+            unit = layout.index_page_bytes if name == "index_bytes" else layout.chunk_bytes
+            raise BadInput(
+                f"{name} is {getattr(settings, name)}, the least that works is"
+                f" {format_bytes(least * unit)}"
+            )
+    return PoolShape(
+        layout=layout,
+        chunks=chunks,
+        index_pages=index_pages,
+        sequence_max=settings.max_running,
+        length_max=length_max,
+        query_max=settings.max_running * settings.mtp,
+    )
+
+
+def _filled(least: PoolShape, room: int, token_capacity: int) -> PoolShape:
+    """The most chunks that fit, up to slots for all rows of the host; `least` where none do."""
+    layout = least.layout
+    slots = div_ceil(token_capacity, PAGE_ROWS) + 1
+    fits, fails = least.chunks, least.chunks + slots * layout.group_count + 1
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        takes = sum(pool_bytes(replace(least, chunks=middle)).values())
+        fits, fails = (middle, fails) if takes <= room else (fits, middle)
+    return replace(least, chunks=fits)
+
+
+def _weights(needed: Needed, settings: Settings) -> list[Line]:
+    how = "as stored" if settings.form == "stored" else f"in {settings.form}"
+    return [Line(name="weights", bytes=needed.weight_bytes, note=how, setting="form")]
+
+
+def _pools(shape: PoolShape) -> list[Line]:
+    takes = dict(pool_bytes(shape))
+    slots = takes.pop("slots")
+    index = takes.pop("index keys") + takes.pop("row maps")
+    parts = {
+        "slots": (slots, "slot_bytes"),
+        "index keys": (index, "index_bytes"),
+        "residency": (sum(takes.values()), "max_running"),
+    }
+    return [
+        Line(name=name, bytes=size, note=NOTES[name], setting=setting)
+        for name, (size, setting) in parts.items()
+    ]
+
+
+def _steps(needed: Needed, settings: Settings, length_max: int) -> list[Line]:
+    config, layout = needed.config, needed.layout
+    queries = settings.max_running * settings.mtp
+    decode = decode_bytes(config, query_max=queries, length_max=length_max)
+    tokens = settings.chunk_tokens
+    prompt = prompt_bytes(config, layout, chunk_tokens=tokens, length_max=length_max)
+    graphs = graph_bytes(layout, running_max=settings.max_running)
+    return [
+        Line(
+            name="decoding",
+            bytes=decode,
+            note=f"estimated, {queries:,} tokens a step",
+            setting="max_running",
+        ),
+        Line(
+            name="prompts",
+            bytes=prompt,
+            note=f"estimated, {tokens:,} tokens a chunk",
+            setting="chunk_tokens",
+        ),
+        Line(name="graphs", bytes=graphs, note="reserved", setting="max_running"),
+    ]
+
+
+def _check_fit(device: DevicePlan, settings: Settings) -> None:
+    """Nothing is allocated yet."""
+    if device.locked > device.host_free:
+        raise BadInput(
+            f"the plan locks {format_bytes(device.locked)} of the host's memory, of which"
+            f" {format_bytes(device.host_free)} are free: lower host_bytes"
+        )
+    if device.taken <= device.room:
+        return
+    listed = ", ".join(f"{line.name} {format_bytes(line.bytes)}" for line in device.lines)
+    largest = max(device.lines, key=lambda line: line.bytes)
+    raise BadInput(
+        f"the plan takes {format_bytes(device.taken)} of {device.name} ({listed}), and may take"
+        f" {format_bytes(device.room)}: device_bytes is {settings.device_bytes} of"
+        f" {format_bytes(device.total)}, and {format_bytes(device.free)} are free; the largest"
+        f" part is {largest.name}, which {largest.setting} decides, now"
+        f" {getattr(settings, largest.setting)}"
+    )

@@ -1,0 +1,21 @@
+"""Found first by a Python with this folder in PYTHONPATH: an engine's process gets a device.
+
+It is the pretended one, with ops at the speed of the host; its driver is kept in PRETENDED_DRIVER.
+A server refuses variables of ESS that it does not know, so ESS_EMULATED is the engine's alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+OF_AN_ENGINE = "ess.engine.process."
+
+if any(word.startswith(OF_AN_ENGINE) for word in sys.orig_argv):
+    os.environ["ESS_EMULATED"] = os.environ["PRETENDED_DRIVER"]
+    from ess.kernels import backend
+    from tests.support import pretended  # noqa: F401  from here on there is a device
+
+    from tests.device.kernels import Kernels  # isort: skip
+
+    backend._cuda = Kernels

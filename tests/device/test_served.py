@@ -1,0 +1,64 @@
+"""`ess serve --device cuda` as real processes: its engine's has the pretended device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import openai
+import pytest
+
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.tokens.sampling import Sampling
+from ess.models.load import load_model
+from ess.server.commands import cli
+from ess.server.commands.start.checkpoint import embedded_path
+from tests.server.harness import TOKENIZER
+from tests.support import beside
+from tests.support.process import ROOT, Process
+
+FOLDER = Path(__file__).with_name("beside")
+FLAGS = ("--form", "f32", "--row", "f32", "--slot-bytes", "24MiB", "--max-running", "2")
+PROMPT = [300 + 7 * place % 3000 for place in range(70)]
+MADE = 4
+
+
+def expected() -> str:
+    """By an engine on the host."""
+    model = load_model(embedded_path(), form="f32")
+    layout = model.config.layout(row="f32")
+    sizes = {"slot_bytes": "24MiB", "host_bytes": "96MiB", "length_max": 2048}
+    with Offload.create(layout, **sizes, sequence_max=2, query_max=4) as offload:
+        engine = Engine(model, offload, EngineConfig(mtp=2))
+        request = engine.add(PROMPT, Sampling(tokens_max=MADE))
+        for _ in engine.run():
+            pass
+    return TOKENIZER.decode(request.output)
+
+
+pytestmark = [pytest.mark.slow, *beside.NEEDS]
+
+
+def test_a_completion_is_that_of_the_host(built: Path):
+    paths = os.pathsep.join((str(FOLDER), str(ROOT)))
+    told = {"PYTHONPATH": paths, "PRETENDED_DRIVER": str(built)}
+    with Process("--device", "cuda", *FLAGS, **told) as process:
+        shown = process.greeting
+        assert shown["settings"]["backend"] == {"value": "cuda", "from": "derived"}
+        assert shown["memory"]["device"]["name"] == "emulated"
+        process.wait_ready()
+        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0)
+        made = client.completions.create(
+            model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
+        )
+        assert made.choices[0].text == expected()
+        assert "libtorch" in Path(f"/proc/{process.engine_pid}/maps").read_text()
+        assert str(built) in Path(f"/proc/{process.engine_pid}/maps").read_text()
+
+
+def test_a_machine_without_a_device_says_so_in_a_sentence(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["serve", "--device", "cuda:1"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "device is 'cuda:1', and CUDA device 1 cannot be used here: " in said

@@ -1,0 +1,172 @@
+"""What `ess serve --device cuda` refuses, and what it says it will take of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ess.engine.devices import DEFAULTS, SERVED, Found
+from ess.errors import BadInput
+from ess.pool.device_bytes import PoolShape, pool_bytes
+from ess.server.commands.start import banner
+from ess.server.commands.start.checkpoint import read_checkpoint
+from ess.server.commands.start.device_sizing import Needed, plan_on_device
+from ess.server.commands.start.settings import resolve
+from ess.server.commands.start.sizing import MemoryPlan
+from ess.units import parse_size
+
+HOST = 8 << 30
+FOUND = Found(
+    torch="2.13.0+cu130",
+    torch_cuda="13.0",
+    torch_count=1,
+    count=1,
+    name="a GPU",
+    arch="sm_90a",
+    free_bytes=70 << 30,
+    total_bytes=80 << 30,
+)
+
+
+def planned(found: Found = FOUND, *, free: int = HOST, **given: Any) -> MemoryPlan:
+    settings = resolve({"device": "cuda", "max_model_len": "8k", **given}, environment={}).settings
+    config = read_checkpoint("").config
+    needed = Needed(
+        config=config,
+        layout=config.layout(row=settings.row),
+        weight_bytes=3 << 30,
+        file_bytes=4 << 30,
+    )
+    return plan_on_device(settings, needed, found, free=free)
+
+
+def test_a_device_brings_its_defaults_and_what_is_given_stays():
+    found = resolve({"device": "cuda:1", "form": "bf16"}, environment={})
+    settings = {name: getattr(found.settings, name) for name in DEFAULTS}
+    assert settings == {**DEFAULTS, "form": "bf16"}
+    assert [found.origins[name] for name in ("backend", "form")] == ["derived", "flag"]
+    assert resolve({"device": "auto"}, environment={}).settings.device == "cpu"
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_a_device_does_not_serve_is_refused_by_name(name: str):
+    others = {
+        "backend": "cpu",
+        "budget_every": 64,
+        "evict": "sieve",
+        "deterministic": True,
+        "verify_every": 3,
+        "role": "decode",
+        "transport": "shared",
+        "prefix_cache_dir": "/somewhere",
+    }
+    with pytest.raises(BadInput, match=rf"{name} is .*, and device is 'cuda'"):
+        resolve({"device": "cuda", name: others[name]}, environment={})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"device": "tpu"}, "device is 'tpu', must be cpu, cuda or cuda:N"),
+        ({"device": "cuda:x"}, "device is 'cuda:x', must be"),
+        ({"backend": "cuda"}, "backend is 'cuda', and device is 'cpu': --device cuda brings both"),
+        ({"form": "stored"}, "form is 'stored', and device is 'cpu'"),
+    ],
+)
+def test_other_devices_are_refused(given: dict[str, str], says: str):
+    with pytest.raises(BadInput, match=says):
+        resolve(given, environment={})
+
+
+def test_a_share_of_a_device_says_nothing_of_a_host():
+    [note] = resolve({"device_bytes": "0.9"}, environment={}).notes
+    assert note == "device_bytes has no effect: device is cpu"
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"fault": "cuInit answers NO_DEVICE (100)", "count": 0},
+            "cuInit answers NO_DEVICE (100);",
+        ),
+        ({"count": 0}, "the driver has 0 CUDA devices; torch 2.13.0+cu130 is built for CUDA 13.0"),
+        ({"torch_cuda": "", "torch_count": 0}, "torch 2.13.0+cu130 is built without CUDA; `ess"),
+        ({"torch_count": 0}, "is built for CUDA 13.0 and sees 0 devices; `ess serve --device cpu`"),
+    ],
+)
+def test_what_was_found_is_said(changed: dict[str, Any], says: str):
+    assert FOUND.why_not("cuda:0") == ""
+    said = msgspec.structs.replace(FOUND, **changed).why_not("cuda:0")
+    assert said.startswith("device is 'cuda:0', and CUDA device 0 cannot be used here: ")
+    assert says in said
+    assert "CUDA device 1 cannot be used" in FOUND.why_not("cuda:1")
+
+
+def test_slots_take_what_the_rest_leaves_but_no_more_than_there_are_rows():
+    plan = planned(msgspec.structs.replace(FOUND, free_bytes=4 << 30), host_bytes="6GiB")
+    assert plan.device is not None
+    chunk = read_checkpoint("").config.layout().chunk_bytes
+    assert plan.device.room == 4 << 30
+    assert 0 <= plan.device.room - plan.device.taken < 2 * chunk
+    ample = planned(host_bytes="64MiB", max_running=2)
+    assert ample.device is not None
+    assert 64 << 20 > ample.slot_bytes > 48 << 20
+    assert ample.device.room == 70 << 30
+    assert ample.rooms[-1].count > 0
+
+
+def test_the_sizes_that_are_told_the_engine_are_those_of_the_plan():
+    plan = planned(slot_bytes="64MiB", index_bytes="32MiB", host_bytes="96MiB")
+    assert plan.device is not None
+    sizes = {line.name: line.bytes for line in plan.device.lines}
+    assert sizes["weights"] == 3 << 30
+    assert sizes["slots"] == plan.slot_bytes <= 64 << 20
+    assert plan.index_bytes <= 32 << 20
+    layout = read_checkpoint("").config.layout()
+    shape = PoolShape(
+        layout=layout,
+        chunks=plan.slot_bytes // layout.chunk_bytes,
+        index_pages=plan.index_bytes // layout.index_page_bytes,
+        sequence_max=16,
+        length_max=8192,
+        query_max=16,
+    )
+    pools = ("slots", "index keys", "residency")
+    assert sum(sizes[name] for name in pools) == sum(pool_bytes(shape).values())
+    assert plan.device.locked > plan.host_bytes // layout.host_page_bytes * layout.host_page_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"slot_bytes": "75GiB"}, r"slots 75.00 GiB.*may take 70.00 GiB.*slot_bytes decides, now"),
+        ({"device_bytes": "2GiB"}, r"weights 3.00 GiB.*may take 2.00 GiB: device_bytes is 2GiB of"),
+        ({"slot_bytes": "64KiB"}, r"slot_bytes is 64KiB, the least that works is"),
+        ({"index_bytes": "1KiB"}, r"index_bytes is 1KiB, the least that works is"),
+        ({"host_bytes": "9GiB"}, r"host_bytes is 9.00 GiB, but 8.00 GiB are free"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_with_numbers(given: dict[str, str], says: str):
+    with pytest.raises(BadInput, match=says):
+        planned(**given)
+
+
+def test_what_comes_behind_steps_is_locked_too():
+    size = 200 * read_checkpoint("").config.layout().host_page_bytes
+    with pytest.raises(BadInput, match=r"host.s memory, of which .* are free: lower host"):
+        planned(host_bytes=str(size), free=size)
+    planned(host_bytes=str(size), free=size + (1 << 20))
+
+
+def test_the_plan_is_printed_with_its_sums(capsys: pytest.CaptureFixture[str]):
+    resolved = resolve({"device": "cuda"}, environment={})
+    banner.greet(resolved, planned(host_bytes="96MiB"), url="http://here", json=False)
+    said = capsys.readouterr().out
+    for name in ("weights", "slots", "index keys", "residency", "decoding", "prompts", "graphs"):
+        assert name in said
+    assert "of 70.00 GiB that may be taken of a GPU" in said
+    assert "70.00 GiB of 80.00 GiB are free" in said
+    assert f"{parse_size('96MiB') >> 20}.00 MiB" in said
