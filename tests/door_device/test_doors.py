@@ -11,5 +11,5 @@ from tests.support import beside
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
-def test_the_doors_agree(tmp_path: Path) -> None:
-    beside.run_tests("tests/door_device/played.py", built=tmp_path)
+def test_the_doors_agree(emulated: Path) -> None:
+    beside.run_tests("tests/door_device/played.py", built=emulated)

@@ -25,6 +25,6 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(emulated: Path) -> Path:
     """Where the libraries of the emulated device are built; a process has one watch."""
-    return tmp_path_factory.mktemp("device")
+    return emulated

@@ -55,15 +55,9 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    home = tmp_path_factory.mktemp("driver")
-    emulated_driver.build_driver(home)
-    return home
-
-
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenario(scenario, folder):
+    emulated_driver.build_driver(folder)
     printed = emulated_driver.run_script(__file__, folder, ESS_SCENARIO=scenario)
     assert printed == f"{scenario}\n"
 

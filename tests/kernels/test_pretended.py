@@ -24,11 +24,6 @@ TESTS = (
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("emulated")
-
-
 def test_tests_of_a_device(emulated: Path) -> None:
     printed = beside.run_tests(*TESTS, built=emulated)
     assert f"{len(TESTS)} passed" in printed, printed

@@ -4,8 +4,8 @@
     [--floor 0.9]
 
 Each mutant changes one thing in one module: a comparison, an arithmetic sign, a constant, a
-condition, or it drops a statement. A forked child loads the mutated source under the module's name
-and runs the module's tests until the first failure. Asserts, audits (`check`, also where they are
+condition, or it drops a statement. A forked child gives the mutated function its code and runs the
+module's tests until the first failure. Asserts, audits (`check`, also where they are
 called) and error texts are not mutated: they watch, they do not decide. A mutant that runs into the
 time limit counts as killed. Survivors are printed with the changed line: each is a missing test or
 an equivalent.
@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
+import gc
 import importlib.util
 import os
 import random
@@ -23,18 +25,18 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder, SourceLoader
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 import hypothesis
-import numpy
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
-INHERITED = (hypothesis, numpy, torch)
-"""Loaded once, so that no child has to: that takes longer than most suites, as plugins do."""
+NOT_PUT_IN = 3
+PROFILE = hypothesis.settings(phases=[hypothesis.Phase.generate], database=None)
+"""The first failure is enough: no smaller one is sought."""
 OFFLOAD = "tests/model/test_offload.py"
 DOOR = ("tests/unit/test_at_once.py", "tests/unit/test_door.py")
 SUITES = {
@@ -107,7 +109,7 @@ class Mutant:
     module: str
     line: int
     change: str
-    source: str
+    code: CodeType
 
 
 def mutants_of(module: str) -> Iterator[Mutant]:
@@ -119,7 +121,7 @@ def mutants_of(module: str) -> Iterator[Mutant]:
         node, field, index = list(sites(tree))[number]
         line = getattr(node, "lineno", 0)
         change = apply(node, field, index)
-        mutated = ast.unparse(ast.fix_missing_locations(tree))
+        mutated = compiled(module, ast.fix_missing_locations(tree))
         yield Mutant(module, line, f"{change}: {lines[line - 1].strip()}", mutated)
 
 
@@ -207,67 +209,127 @@ def apply(node: ast.AST, field: str, index: int) -> str:
         setattr(node, field, ast.UnaryOp(ast.Not(), copy.deepcopy(value)))
         return "condition negated"
     dropped = ast.unparse(value[index])
-    value[index] = ast.copy_location(ast.Pass(), value[index])
+    never = ast.If(test=ast.Constant(False), body=[value[index]], orelse=[])
+    value[index] = ast.copy_location(never, value[index])
     return f"dropped `{dropped[:60]}` in"
 
 
-class Impostor(MetaPathFinder, SourceLoader):
-    """Serves a mutated source under the name of the real module."""
+class Campaign:
+    """A plugin of pytest: instead of the tests once, each module's tests for each of its mutants.
 
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
+    What tests import, and the tests themselves, are there before the first mutant is: a child is
+    forked from them, and starts with the next line.
+    """
 
-    def find_spec(self, name, path=None, target=None):
-        if name != self._mutant.module:
-            return None
-        return importlib.util.spec_from_loader(name, self, origin="mutant")
+    def __init__(self, *, sample: int | None, seed: int) -> None:
+        self._sample, self._seed = sample, seed
+        self.shares: dict[str, float] = {}
 
-    def get_data(self, path):
-        return self._mutant.source.encode()
+    def run(self, modules: list[str]) -> None:
+        names = dict.fromkeys(name for module in modules for name in SUITES[module])
+        options = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-m", "not slow"]
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        hypothesis.settings.register_profile("mutants", PROFILE)
+        hypothesis.settings.load_profile("mutants")
+        self._modules = modules
+        status = pytest.main([*options, *(str(ROOT / name) for name in names)], plugins=[self])
+        assert status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), status
+        assert list(self.shares) == modules, f"of {modules} only {list(self.shares)} were tried"
 
-    def get_filename(self, name):
-        return str(ROOT / "mutant.py")
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for module in self._modules:
+            ranks = {ROOT / name: rank for rank, name in enumerate(SUITES[module])}
+            items = [item for item in session.items if item.path in ranks]
+            items.sort(key=lambda item: ranks[item.path])
+            self.shares[module] = self._share(module, items)
+        return True
 
-    def path_stats(self, path):
-        raise OSError
+    def _share(self, module: str, items: list[pytest.Item]) -> float:
+        live = Live.of(module)
+        sound = Mutant(module, 0, "none", compiled(module, ast.parse(source_of(module))))
+        assert survives(sound, live, items), f"the tests of {module} fail on the unchanged module"
+        tried = list(mutants_of(module))
+        if self._sample is not None:
+            tried = random.Random(self._seed).sample(tried, min(self._sample, len(tried)))
+        killed_count = 0
+        for mutant in tried:
+            if survives(mutant, live, items):
+                print(f"  survived {module}:{mutant.line} {mutant.change}", flush=True)
+            else:
+                killed_count += 1
+        share = killed_count / len(tried)
+        print(f"{module}: {killed_count} of {len(tried)} killed, {share:.1%}", flush=True)
+        return share
 
 
-def survives(mutant: Mutant) -> bool:
-    """Runs the module's tests on the mutant in a forked child."""
+@dataclass(frozen=True)
+class Live:
+    """The functions of a module wherever they are held, and what any of ours has remembered."""
+
+    functions: list[FunctionType]
+    remembering: list[functools._lru_cache_wrapper[Any]]
+
+    @classmethod
+    def of(cls, module: str) -> Live:
+        gc.unfreeze()
+        held, path = gc.get_objects(), importlib.util.find_spec(module).origin
+        plain = [each for each in held if type(each) is FunctionType]
+        wrapped = [each for each in held if type(each) is functools._lru_cache_wrapper]
+        return cls(
+            [each for each in plain if each.__code__.co_filename == path],
+            [each for each in wrapped if each.__module__.startswith("ess.")],
+        )
+
+    def become(self, code: CodeType) -> None:
+        """Functions keep their names and places everywhere, and do something else."""
+        codes = {each.co_qualname: each for each in inner(code)}
+        for function in self.functions:
+            function.__code__ = codes.get(function.__code__.co_qualname, function.__code__)
+        for function in self.remembering:
+            function.cache_clear()
+
+
+def survives(mutant: Mutant, live: Live, items: list[pytest.Item]) -> bool:
+    """Whether a forked child, in which the function is another, runs all tests to their end."""
+    sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        status = 1
+        status = NOT_PUT_IN
         try:
             signal.alarm(LIMIT_S)
-            os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
             silence = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silence, 1)
             os.dup2(silence, 2)
-            sys.meta_path.insert(0, Impostor(mutant))
-            suite = [str(ROOT / name) for name in SUITES[mutant.module]]
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-            status = int(pytest.main([*options, *suite]))
+            live.become(mutant.code)
+            status = 1
+            status = int(any_fails(items))
         finally:
             os._exit(status)
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == 0
+    code = os.waitstatus_to_exitcode(status)
+    assert code != NOT_PUT_IN, f"{mutant.module}:{mutant.line} {mutant.change} was not put in"
+    return code == 0
 
 
-def campaign(modules: list[str], *, sample: int | None, seed: int) -> tuple[int, list[Mutant]]:
-    """(how many were tried, which survived)."""
-    assert not any(name.startswith("ess") for name in sys.modules), "import ess in children only"
-    for module in modules:
-        sound = Mutant(module, 0, "none", source_of(module))
-        assert survives(sound), f"the tests of {module} fail on the unchanged module"
-    tried = [mutant for module in modules for mutant in mutants_of(module)]
-    if sample is not None:
-        tried = random.Random(seed).sample(tried, min(sample, len(tried)))
-    survivors = []
-    for mutant in tried:
-        if survives(mutant):
-            survivors.append(mutant)
-            print(f"  survived {mutant.module}:{mutant.line} {mutant.change}", flush=True)
-    return len(tried), survivors
+def any_fails(items: list[pytest.Item]) -> bool:
+    session = items[0].session
+    for item, follower in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=follower)
+        if session.testsfailed:
+            return True
+    return False
+
+
+def inner(code: CodeType) -> Iterator[CodeType]:
+    """The code of every function of a module, and of the methods of its classes."""
+    for held in code.co_consts:
+        if isinstance(held, CodeType):
+            yield held
+            yield from inner(held)
+
+
+def compiled(module: str, tree: ast.Module) -> CodeType:
+    return compile(tree, importlib.util.find_spec(module).origin, "exec", dont_inherit=True)
 
 
 def main() -> None:
@@ -277,12 +339,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--floor", type=float, default=0.0, help="least share killed, else exit 1")
     asked = parser.parse_args()
-    shares = []
-    for module in asked.module or sorted(SUITES):
-        tried, survivors = campaign([module], sample=asked.sample, seed=asked.seed)
-        shares.append(1 - len(survivors) / tried)
-        print(f"{module}: {tried - len(survivors)} of {tried} killed, {shares[-1]:.1%}", flush=True)
-    raise SystemExit(min(shares) < asked.floor)
+    os.environ["OMP_NUM_THREADS"] = "1"  # a child has none of the threads of its parent
+    campaign = Campaign(sample=asked.sample, seed=asked.seed)
+    campaign.run(asked.module or sorted(SUITES))
+    raise SystemExit(min(campaign.shares.values()) < asked.floor)
 
 
 if __name__ == "__main__":

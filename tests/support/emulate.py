@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import shutil
@@ -44,9 +45,7 @@ class DeviceFault(AssertionError):
 def emulated(program: Program, kernels: dict[str, str], folder: Path) -> dict[str, Launch]:
     """Kernels by name; `kernels` says what record each one takes. Built once per folder."""
     text, name = source_of(program, kernels)
-    library = folder / f"{name}.so"
-    if not library.exists():
-        build(text, program, library)
+    library = build(text, program, folder / f"{name}.so")
     loaded = ctypes.CDLL(str(library))
     return {kernel: _bound(loaded, kernel) for kernel in kernels}
 
@@ -77,23 +76,40 @@ def source_of(program: Program, kernels: dict[str, str]) -> tuple[str, str]:
     return text, hashlib.sha256((text + str(program.options)).encode()).hexdigest()[:16]
 
 
-def build(text: str, program: Program, library: Path) -> None:
+def build(text: str, program: Program, library: Path) -> Path:
     """Instrumented, but without the compiler's runtime: the watch takes its place."""
     watch = build_watch(library.parent)
-    source, part = library.with_suffix(".cpp"), library.with_suffix(".o")
-    source.write_text(text)
-    folders = [f"-I{folder}" for folder in (*SOURCES, DEVICE)]
-    flags = [*LIBRARY, *FLAGS, *SEEN, *program.options, *folders]
-    compile_cpp([*flags, "-c", str(source), "-o", str(part)])
-    compile_cpp(["-shared", str(part), str(watch), "-Wl,-rpath,$ORIGIN", "-o", str(library)])
+
+    def make(unfinished: Path) -> None:
+        source, part = library.with_suffix(".cpp"), library.with_suffix(".o")
+        source.write_text(text)
+        folders = [f"-I{folder}" for folder in (*SOURCES, DEVICE)]
+        flags = [*LIBRARY, *FLAGS, *SEEN, *program.options, *folders]
+        compile_cpp([*flags, "-c", str(source), "-o", str(part)])
+        joined = ["-shared", str(part), str(watch), "-Wl,-rpath,$ORIGIN"]
+        compile_cpp([*joined, "-o", str(unfinished)])
+
+    return made_once(library, make)
 
 
 def build_watch(folder: Path) -> Path:
-    watch = folder / WATCH
-    if not watch.exists():
+    def make(unfinished: Path) -> None:
         flags = [*LIBRARY, "-O2", f"-Wl,-soname,{WATCH}", "-fvisibility=default"]
-        compile_cpp([*flags, str(DEVICE / "watch.cpp"), "-o", str(watch)])
-    return watch
+        compile_cpp([*flags, str(DEVICE / "watch.cpp"), "-o", str(unfinished)])
+
+    return made_once(folder / WATCH, make)
+
+
+def made_once(library: Path, make: Callable[[Path], None]) -> Path:
+    """By the first of the processes that share the folder; the others wait for it."""
+    if not library.exists():
+        with library.with_name(f"{library.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                unfinished = library.with_name(f"{library.name}.part")
+                make(unfinished)
+                unfinished.replace(library)
+    return library
 
 
 def compile_cpp(arguments: list[str]) -> None:

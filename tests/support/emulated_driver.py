@@ -16,6 +16,7 @@ from tests.support.emulate import (
     build,
     build_watch,
     compile_cpp,
+    made_once,
     source_of,
 )
 
@@ -54,11 +55,15 @@ def run_script(script: str, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def build_driver(folder: Path) -> None:
+def build_driver(folder: Path) -> Path:
     library = folder / "libcuda.so.1"
     watch = ["-ldl", str(build_watch(folder)), "-Wl,-rpath,$ORIGIN"]
-    flags = [*LIBRARY, "-O1", f"-Wl,-soname,{library.name}"]
-    compile_cpp([*flags, str(DEVICE / "driver.cpp"), *watch, "-o", str(library)])
+
+    def make(unfinished: Path) -> None:
+        flags = [*LIBRARY, "-O1", f"-Wl,-soname,{library.name}"]
+        compile_cpp([*flags, str(DEVICE / "driver.cpp"), *watch, "-o", str(unfinished)])
+
+    return made_once(library, make)
 
 
 def begin(*, alone: bool = True) -> None:
@@ -75,9 +80,7 @@ def begin(*, alone: bool = True) -> None:
     def emulated_cubin(one: program.Program, arch: str, *, folder: Path | None = None) -> bytes:
         home = Path(os.environ["ESS_EMULATED"])
         text, name = source_of(one, RECORDS[one.file])
-        library = home / f"{name}.so"
-        if not library.exists():
-            build(text, one, library)
+        library = build(text, one, home / f"{name}.so")
         return str(library).encode() + b"\0"
 
     program.cubin = emulated_cubin

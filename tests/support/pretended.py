@@ -25,7 +25,6 @@ from tests.support import emulated_driver, interpreted  # before triton and torc
 
 import torch  # isort: skip
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 pytest_configure = interpreted.pytest_configure  # what NumPy warns of, a device does not
@@ -50,7 +49,18 @@ def is_there(thing):
 
 
 def tensors(*things):
-    return [one for one in tree_leaves(things) if isinstance(one, torch.Tensor)]
+    return list(leaves(things))
+
+
+def leaves(thing):
+    """Torch's own walk over trees takes longer than most calls whose arguments it looks at."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, tuple | list):
+        for each in thing:
+            yield from leaves(each)
+    elif isinstance(thing, dict):
+        yield from leaves(list(thing.values()))
 
 
 def tree_top(index):
@@ -241,12 +251,15 @@ def interpret(function, *args, grid, warmup, **kwargs):
 def begin():
     """From here on there is a device, for this process."""
     home = Path(os.environ.setdefault("ESS_EMULATED", tempfile.mkdtemp()))
-    if not (home / "libcuda.so.1").exists():
-        emulated_driver.build_driver(home)
+    emulated_driver.build_driver(home)
     emulated_driver.begin(alone=False)
     import triton.experimental.gluon  # cannot be imported after the next line but one
 
     from ess.kernels.cuda.triton import copy, ops  # noqa: F401  their kernels are interpreted
+    from ess.pool.lru import cuda_shape
+
+    # All that crosses warps and tiles happens in two warps; a thread of a block costs a fiber.
+    cuda_shape.PHASE_THREADS = cuda_shape.TOGETHER_THREADS = 64
 
     triton.knobs.runtime.interpret = False
     InterpretedFunction.run = interpret
