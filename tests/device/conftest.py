@@ -8,6 +8,6 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(emulated: Path) -> Path:
     """Where the emulated device's libraries are kept, compiled once."""
-    return tmp_path_factory.mktemp("emulated")
+    return emulated
