@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from ess.errors import BadInput
+from ess.kernels.served import BackendName
 from ess.units import counted
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_device(device: str) -> bool:
     return device != CPU
+
+
+def backend_of(device: str) -> BackendName:
+    return "cuda" if is_device(device) else "cpu"
 
 
 def ordinal_of(device: str) -> int:

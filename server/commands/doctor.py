@@ -1,7 +1,8 @@
 """`ess doctor`: what this machine can do, and what keeps it from more.
 
-Each check is of something that has kept ESS from working somewhere. The last check decodes two
-layers, offloaded and resident, in a process of its own, because this process has no torch.
+Each check is of something that has kept ESS from working somewhere. The last ones decode two
+layers, offloaded and resident, and on a device if there is one, in processes of their own, because
+this process has no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ import msgspec
 from rich.table import Table
 
 from ess import console
+from ess.errors import Unavailable
 from ess.kernels.cpu import native
+from ess.kernels.cuda import driver
+from ess.server.commands.start.device import ask
 from ess.server.commands.transports import tried
 from ess.server.process.memory import memory_free
 from ess.units import format_bytes
@@ -35,7 +39,8 @@ PACKAGES: Final = (
     *("torch", "safetensors", "tokenizers", "fastapi", "uvicorn", "uvloop", "httptools"),
     *("pyzmq", "prometheus-client", "jinja2", "llguidance"),
 )
-GPU_TODAY: Final = "for device tests and benchmarks only, `ess serve` runs on the CPU today"
+TRIAL: Final = "ess.engine.process.selfcheck"
+DEVICE_TRIAL: Final = "ess.engine.process.device_check"
 PLACEHOLDERS: Final = ("flash-mla", "deep-gemm")
 
 
@@ -86,8 +91,13 @@ def examined(port: int, transfer_host: str) -> Iterator[Check]:
         yield _package(package)
     for package in PLACEHOLDERS:
         yield from _placeholder(package)
+    yield from _here(port, transfer_host)
+    yield from _device()
+
+
+def _here(port: int, transfer_host: str) -> Iterator[Check]:
     checks: tuple[Callable[[], Check], ...] = (
-        *(_native, _memory, _locked, _shared, _huge_pages, _gpu),
+        *(_native, _memory, _locked, _shared, _huge_pages),
         *(lambda: _port(port), lambda: _transport("tcp", transfer_host)),
         *(lambda: _transport("shared", transfer_host), lambda: _transport("nixl", transfer_host)),
         *(_stages, _decode),
@@ -178,21 +188,56 @@ def _huge_pages() -> Check:
     )
 
 
-def _gpu() -> Check:
-    """A server needs none: device tests and benchmarks would use it, serving does not."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return Check(name="gpu", grade="ok", state="none; `ess serve` runs on the CPU")
-    done = subprocess.run(
-        [program, "--query-gpu=name,driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    if done.returncode != 0:
-        return Check(name="gpu", grade="warn", state="nvidia-smi fails", hint=done.stderr[:200])
-    state = f"{done.stdout.strip().replace(chr(10), '; ')}: {GPU_TODAY}"
-    return Check(name="gpu", grade="ok", state=state)
+def _device() -> Iterator[Check]:
+    """A server needs none. Where there is one, a small model runs on it."""
+    missing = driver.why_missing()
+    if missing is not None:
+        yield _no_device(missing)
+        return
+    try:
+        found = ask(0)
+    except Unavailable as error:
+        yield Check(name="device", grade="warn", state="it does not answer", hint=str(error))
+        return
+    sees = f"{found.name}, {found.arch}, {format_bytes(found.free_bytes)} free"
+    if why := found.why_not("cuda"):
+        yield Check(name="device", grade="warn", state=sees, hint=why)
+        return
+    yield Check(name="device", grade="ok", state=sees)
+    yield from _device_decode()
+
+
+def _no_device(missing: str) -> Check:
+    """One line. A GPU that only the system's own tools see is worth a look."""
+    why = missing.partition(":")[0].rstrip(".")
+    if shutil.which("nvidia-smi") is None:
+        state = f"none ({why}); `ess serve` runs on the CPU"
+        return Check(name="device", grade="ok", state=state)
+    hint = "pip install 'ess[serve,cuda]', with a torch that is built for CUDA"
+    return Check(name="device", grade="warn", state=f"nvidia-smi is here, but {why}", hint=hint)
+
+
+def _device_decode() -> Iterator[Check]:
+    console.note("ess: decoding a little on the device; its kernels are compiled first ...")
+    trial = _trial(DEVICE_TRIAL, "0")
+    if isinstance(trial, str):
+        yield Check(name="device decode", grade="fail", state="the trial failed", hint=trial)
+        return
+    yield from judged_on_device(trial)
+
+
+def judged_on_device(trial: dict[str, Any]) -> Iterator[Check]:
+    """The decode, then each kind of kernel with what was chosen and why."""
+    times = f"{trial['device_s']:.2f} s there, {trial['host_s']:.2f} s on the CPU"
+    if trial["same"]:
+        state = f"the CPU's tokens, {trial['miss_count']:,} rows fetched; {times}"
+        yield Check(name="device decode", grade="ok", state=state)
+    else:
+        hint = "a wrong answer: do not serve from this device"
+        yield Check(name="device decode", grade="fail", state=f"other tokens; {times}", hint=hint)
+    for line in trial["kernels"]:
+        kind, _, chosen = line.partition(": ")
+        yield Check(name=kind, grade="ok", state=chosen)
 
 
 def _port(port: int) -> Check:
@@ -225,17 +270,25 @@ def _stages() -> Check:
 
 def _decode() -> Check:
     console.note("ess: decoding a little, offloaded and resident, which takes some seconds ...")
+    trial = _trial(TRIAL)
+    if isinstance(trial, str):
+        return Check(name="decode", grade="fail", state="the trial failed", hint=trial)
+    return judged(trial)
+
+
+def _trial(*command: str) -> dict[str, Any] | str:
+    """What it found, or what it said last."""
     done = subprocess.run(
-        [sys.executable, "-m", "ess.engine.process.selfcheck"],
+        [sys.executable, "-m", *command],
         capture_output=True,
         text=True,
         timeout=TRIAL_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        return Check(name="decode", grade="fail", state="the trial failed", hint=last[:300])
-    return judged(msgspec.json.decode(done.stdout))
+        return (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
+    found: dict[str, Any] = msgspec.json.decode(done.stdout)
+    return found
 
 
 def judged(trial: dict[str, Any]) -> Check:

@@ -12,7 +12,7 @@ from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.models.load import load_model
-from ess.server.commands import cli
+from ess.server.commands import cli, doctor
 from ess.server.commands.start.checkpoint import embedded_path
 from tests.server.harness import TOKENIZER
 from tests.support import beside
@@ -40,9 +40,14 @@ def expected() -> str:
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
-def test_a_completion_is_that_of_the_host(built: Path):
+@pytest.fixture
+def told(built: Path) -> dict[str, str]:
+    """The environment in which engines have the pretended device."""
     paths = os.pathsep.join((str(FOLDER), str(ROOT)))
-    told = {"PYTHONPATH": paths, "PRETENDED_DRIVER": str(built)}
+    return {"PYTHONPATH": paths, "PRETENDED_DRIVER": str(built)}
+
+
+def test_a_completion_is_that_of_the_host(told: dict[str, str]):
     with Process("--device", "cuda", *FLAGS, **told) as process:
         shown = process.greeting
         assert shown["settings"]["backend"] == {"value": "cuda", "from": "derived"}
@@ -53,8 +58,21 @@ def test_a_completion_is_that_of_the_host(built: Path):
             model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
         )
         assert made.choices[0].text == expected()
-        assert "libtorch" in Path(f"/proc/{process.engine_pid}/maps").read_text()
-        assert str(built) in Path(f"/proc/{process.engine_pid}/maps").read_text()
+        assert told["PRETENDED_DRIVER"] in Path(f"/proc/{process.engine_pid}/maps").read_text()
+
+
+def test_the_doctor_decodes_on_it(told: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor.driver, "why_missing", lambda: None)
+    there, decode, *kernels = doctor._device()
+    assert there.state == "emulated, sm_90a, 80.00 GiB free"
+    assert decode.grade == "ok", decode
+    assert decode.state.startswith("the CPU's tokens, ")
+    assert not decode.state.startswith("the CPU's tokens, 0 rows")
+    chosen = {check.name: check.state for check in kernels}
+    assert list(chosen) == ["attention", "indexer", "experts", "ours", "copy engine"]
+    assert "flash_mla" in chosen["attention"]
 
 
 def test_a_machine_without_a_device_says_so_in_a_sentence(capsys: pytest.CaptureFixture[str]):

@@ -187,15 +187,29 @@ def test_a_missing_package_is_a_failure_with_its_remedy():
     assert "ess[serve]" in check.hint
 
 
-def test_a_gpu_is_said_to_serve_nothing_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_machine_without_a_device_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    why = "there is no CUDA driver here"
+    monkeypatch.setattr(doctor.driver, "why_missing", lambda: f'{why}: "cuda" is a library.')
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor._gpu().state == "none; `ess serve` runs on the CPU"
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1'\n")
-    program.chmod(0o755)
-    check = doctor._gpu()
-    assert check.state.startswith("NVIDIA H100, 580.1: for device tests and benchmarks only")
+    [check] = doctor._device()
     assert (check.grade, check.hint) == ("ok", "")
+    assert check.state == f"none ({why}); `ess serve` runs on the CPU"
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    [check] = doctor._device()
+    assert (check.grade, check.state) == ("warn", f"nvidia-smi is here, but {why}")
+    assert "ess[serve,cuda]" in check.hint
+
+
+def test_other_tokens_of_a_device_are_a_failure():
+    trial = {"device_s": 1.0, "host_s": 2.0, "miss_count": 5, "kernels": ["attention: ours (no X)"]}
+    decode, kind = doctor.judged_on_device({"same": True, **trial})
+    assert (decode.grade, decode.state[:16]) == ("ok", "the CPU's tokens")
+    assert (kind.name, kind.state) == ("attention", "ours (no X)")
+    assert next(doctor.judged_on_device({"same": False, **trial})).grade == "fail"
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from ess.door import Offload
+from ess.engine.devices import backend_of
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cpu import native
@@ -53,17 +54,23 @@ def trial() -> Trial:
     )
 
 
-def small_model() -> Model:
+def small_model(device: str = "cpu") -> Model:
     with Checkpoint(EMBEDDED) as checkpoint:
         weights = RankWeights(checkpoint, form="f32")
         config = msgspec.structs.replace(
             checkpoint.model_config, layer_count=LAYER_COUNT, mtp_layer_count=0
         )
-        return build(config, weights.tensor)
+        return build(config, lambda name: weights.tensor(name).to(device))
 
 
 def decode(
-    model: Model, *, modes: Literal["da", "resident"], chunk_count: int
+    model: Model,
+    *,
+    modes: Literal["da", "resident"],
+    chunk_count: int,
+    prompt_count: int = PROMPT_COUNT,
+    made_count: int = MADE_COUNT,
+    device: str = "cpu",
 ) -> tuple[float, list[int], int]:
     """Seconds, tokens and rows fetched for one request; `chunk_count` times 64 slots per layer."""
     layout = model.config.layout(row="f32", index="f32")
@@ -73,14 +80,17 @@ def decode(
         host_bytes=32 * layout.host_page_bytes,
         length_max=1024,
         slot_floor=64,
+        device=device,
     )
+    config = EngineConfig(modes=modes, budget_every=0, backend=backend_of(device))
     with offload:
-        engine = Engine(model, offload, EngineConfig(modes=modes))
-        prompt = [300 + 7 * i % 3000 for i in range(PROMPT_COUNT)]
-        request = engine.add(prompt, Sampling(tokens_max=MADE_COUNT, ignore_eos=True))
+        engine = Engine(model, offload, config)
+        prompt = [300 + 7 * i % 3000 for i in range(prompt_count)]
+        request = engine.add(prompt, Sampling(tokens_max=made_count, ignore_eos=True))
         began_s = time.monotonic()
         for _ in engine.run():
             pass
+        offload.drain()
         spent_s = time.monotonic() - began_s
         return spent_s, request.output, int(offload.stats().miss_count.sum())
 

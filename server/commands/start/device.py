@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from ess.engine.devices import Found, is_device, ordinal_of
 from ess.errors import Unavailable
-from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.torchrun import cleaned
+
+if TYPE_CHECKING:
+    from ess.server.commands.start.settings import Settings
 
 PROBE: Final = "ess.engine.process.device_probe"
 PROBE_S: Final = 120.0
