@@ -14,12 +14,14 @@ from ess.bench.engine.resident_baseline import EveryRow
 from ess.bench.harness.prefix import Prefix
 from ess.door import Offload
 from ess.door.side import MakePlacement
+from ess.engine.devices import backend_of, is_device
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
+from ess.models.model import Model
 from ess.pool.lru.eviction import PolicyName
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -87,13 +89,18 @@ class Arm:
         *,
         lane: Lane | None = None,
         placement: MakePlacement | None = None,
+        model: Model | None = None,
     ) -> None:
+        """With a `model` of its own it decodes where that lies: on a device."""
         self.shape, self.way = shape, way
         if way.ratio is None:
             placement = EveryRow
-        self.offload = _offload(prefix.layout, shape, way, placement, lane)
+        model = model or prefix.model
+        device = str(model.device)
+        self.offload = _offload(prefix.layout, shape, way, placement, lane, device)
+        moves = way.ratio is not None and way.ratio < 1.0 and not is_device(device)
         self.engine = Engine(
-            prefix.model,
+            model,
             self.offload,
             EngineConfig(
                 modes=way.mode,
@@ -101,7 +108,8 @@ class Arm:
                 max_running=shape.batch,
                 query_max=shape.batch * shape.mtp,
                 warm=way.ratio is not None,
-                budget_every=64 if way.ratio is not None and way.ratio < 1.0 else 0,
+                budget_every=64 if moves else 0,
+                backend=backend_of(device),
             ),
         )
         self.taken = Taken()
@@ -177,7 +185,12 @@ def slots_each(layout: ModelLayout, shape: Shape, ratio: float) -> int:
 
 
 def _offload(
-    layout: ModelLayout, shape: Shape, way: Way, placement: MakePlacement | None, lane: Lane | None
+    layout: ModelLayout,
+    shape: Shape,
+    way: Way,
+    placement: MakePlacement | None,
+    lane: Lane | None,
+    device: str,
 ) -> Offload:
     each = 1 if way.ratio is None else slots_each(layout, shape, way.ratio)
     if way.ratio is not None and way.ratio >= 1.0:
@@ -195,4 +208,5 @@ def _offload(
         evict=way.evict,
         lane=lane,
         placement=placement,
+        device=device,
     )

@@ -8,8 +8,8 @@ of the same model and kernels that keeps every row where attention reads it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,12 @@ from ess.bench.harness.lists import modes, policies, shares, sizes
 from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, embedded_prefix, prefix_row
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
-from ess.errors import BadInput
+from ess.engine.devices import CPU, is_device, ordinal_of
+from ess.errors import BadInput, Unavailable
+from ess.kernels.cuda import driver
+from ess.models.load import load_model
+from ess.models.model import Model
+from ess.overlap.policy import Mode
 from ess.pool.lru.eviction import PolicyName
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -51,11 +56,18 @@ class Plan:
     segment: int = SEGMENT
     distinct: int = DISTINCT
     targets: bool = True
+    device: str = CPU
 
 
 SMOKE: Final = Plan(
     contexts=(512,), batches=(2,), steps=6, segment=512, distinct=512, targets=False
 )
+
+SMALLER: Final[Mapping[bool, Mapping[str, Any]]] = {
+    False: {},
+    True: {"batches": (1,), "mtps": (1,), "ratios": (0.5,), "modes": ("da",), "steps": 2},
+}
+MODES: Final = {False: "layerwise", True: "none,da,dba"}
 
 
 def step_benchmark(
@@ -64,13 +76,14 @@ def step_benchmark(
     batch: str = "1,4",
     mtp: str = "2",
     ratio: str = "0.2",
-    mode: str = "layerwise",
+    mode: str | None = None,
     evict: str = "lru",
     steps: int = 24,
     text: Path | None = None,
     snapshots: Path | None = None,
     stages: bool = False,
     arrivals: int | None = None,
+    device: str = CPU,
     smoke: bool = False,
 ) -> list[Row]:
     """Decode steps of the embedded model: offload against everything resident.
@@ -86,7 +99,8 @@ def step_benchmark(
     ratio
         Slots over context, a list.
     mode
-        How layers fetch: layerwise, none, da or dba, a list.
+        How layers fetch: layerwise, none, da or dba, a list. By default layerwise, on a device each
+        of the others.
     evict
         Which rows give way: lru, sieve or score, a list.
     steps
@@ -99,11 +113,15 @@ def step_benchmark(
         Also print where the time of a median step goes.
     arrivals
         Print instead how long this many prompts of 64 tokens that come at once wait for a token.
+    device
+        Where steps run: cpu, cuda or cuda:N. On a device all ways stand beside RESIDENT.
     """
     if arrivals is not None:
         return arrival_rows(Load(requests=min(arrivals, 8) if smoke else arrivals))
+    if is_device(device) and (stages or arrivals is not None):
+        raise BadInput(f"--device {device}: stages and arrivals are measured on the CPU only")
     if smoke:
-        return rows_of(SMOKE, folder=None)
+        return rows_of(replace(SMOKE, device=device, **SMALLER[is_device(device)]), folder=None)
     if steps < 1:
         raise BadInput(f"--steps {steps}: at least one step is measured")
     plan = Plan(
@@ -111,19 +129,22 @@ def step_benchmark(
         batches=sizes("--batch", batch),
         mtps=sizes("--mtp", mtp),
         ratios=shares("--ratio", ratio),
-        modes=modes("--mode", mode),
+        modes=modes("--mode", mode or MODES[is_device(device)]),
         policies=policies("--evict", evict),
         steps=steps,
         stages=stages,
+        device=device,
     )
     return rows_of(plan, folder=snapshots or default_folder(), text=text)
 
 
 @compute_threads()
 def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> list[Row]:
-    console.note(
-        "both tiers of a CPU are DRAM: this measures what offload costs, not what it gains"
-    )
+    model = None if plan.device == CPU else model_on(plan.device)
+    if model is None:
+        console.note(
+            "both tiers of a CPU are DRAM: this measures what offload costs, not what it gains"
+        )
     rows: list[Row] = []
     for context in plan.contexts:
         prefix = embedded_prefix(
@@ -136,7 +157,7 @@ def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> lis
                     context=context, batch=batch, mtp=mtp, steps=plan.steps + WARM_UP_STEPS
                 )
                 console.note(f"context {context:,}, batch {batch}, mtp {mtp} ...")
-                rows += _shape_rows(prefix, shape, plan)
+                rows += _shape_rows(prefix, shape, plan, model)
                 if plan.stages:
                     rows += [stage_row(prefix, shape, way) for way in ways(plan)]
     return rows
@@ -149,18 +170,28 @@ def ways(plan: Plan) -> list[Way]:
         for mode in plan.modes
         for evict in plan.policies
     ]
-    return [WHOLE, RESIDENT, *offloaded]
+    return [RESIDENT, *offloaded] if is_device(plan.device) else [WHOLE, RESIDENT, *offloaded]
 
 
 def named(mode: str, ratio: float, evict: PolicyName) -> str:
     return f"{mode.upper()} at {ratio:g}" + ("" if evict == "lru" else f", {evict}")
 
 
-def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan) -> list[Row]:
-    arms = [Arm(prefix, shape, way) for way in ways(plan)]
+def model_on(device: str) -> Model:
+    """The model in the box, as a server would have it there."""
+    missing = driver.why_missing()
+    if missing is not None:
+        raise Unavailable(f"nothing is measured on {device}: {missing}")
+    return load_model(form="stored", device=f"cuda:{ordinal_of(device)}")
+
+
+def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan, model: Model | None) -> list[Row]:
+    arms = [Arm(prefix, shape, way, model=model) for way in ways(plan)]
     try:
         take_turns(arms, shape.steps)
-        return [row for arm in arms[1:] for row in arm_rows(arm, arms[0], targets=plan.targets)]
+        first = arms[:1] if model is not None else []
+        shown = [row for arm in arms[1:] for row in arm_rows(arm, arms[0], targets=plan.targets)]
+        return [*map(device_row, first), *shown]
     finally:
         for arm in arms:
             arm.close()
@@ -211,6 +242,19 @@ def arm_rows(arm: Arm, whole: Arm, *, targets: bool) -> list[Row]:
     return rows if arm.way.mode == "resident" else [*rows, *miss_rows(arm, config)]
 
 
+def device_row(arm: Arm) -> Row:
+    """What the ways on a device stand beside."""
+    samples = [1e3 * seconds for seconds in arm.taken.seconds]
+    name = f"a step, {arm.way.name}"
+    return Row(
+        name=name,
+        value=float(np.median(samples)),
+        unit="ms",
+        config=effective(arm),
+        samples=samples,
+    )
+
+
 def _rates(arm: Arm) -> list[float]:
     """Tokens of a mean step over the time of each step, so that only the clock adds noise."""
     each = float(np.mean(arm.taken.tokens))
@@ -226,7 +270,15 @@ def effective(arm: Arm) -> dict[str, Any]:
         asked = round(div_ceil(wanted, PAGE_ROWS) * PAGE_ROWS / shape.batch)
         held = round(float(arm.offload.stats().slot_count.mean()) / shape.batch)
         config |= {"slots_each": held} if held == asked else {"slots_each": f"{held} of {asked}"}
-    return config
+    return config | (_there(arm) if arm.engine.runner.model.device.type != CPU else {})
+
+
+def _there(arm: Arm) -> dict[str, Any]:
+    """How often layers ran in each mode: RESIDENT only where all rows are known to be there."""
+    counts = arm.engine.tuning.mode_counts.sum(axis=0).tolist()
+    ran = {mode.name: count for mode, count in zip(Mode, counts, strict=True) if count}
+    name = driver.Device(arm.engine.runner.model.device.index or 0).name
+    return {"kind": "measured", "device": name, "layers_ran": ran}
 
 
 def acceptance_row(arm: Arm, config: dict[str, Any]) -> Row:

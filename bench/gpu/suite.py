@@ -14,6 +14,7 @@ row says of the questions that were open before the first device was seen:
 - few misses: `attend in place` beside a fetch and attention over what it brought;
 - which shapes of the Triton kernels: `... in use` beside the best that compiles well;
 - products of experts: `experts: ...`, by how many weights' bytes and products a second;
+- whole steps of an engine: `a step, RESIDENT`, and the rate of each way beside it;
 - other libraries, where they are: `FlashMLA, ...`, also in place, `DeepGEMM, ...` by how many
   queries of a request go together. Lines on stderr say what their probes found.
 """
@@ -52,15 +53,17 @@ BENCHMARKS: Final = {
     "others": "ess.bench.gpu.attend:others_benchmark",
     "shapes": "ess.bench.gpu.shapes:shapes_benchmark",
     "experts": "ess.bench.gpu.experts:experts_benchmark",
+    "step": "ess.bench.engine.device_step:device_step_benchmark",
 }
 LIMIT_S: Final = {
     "rows": 110.0,
     "resolve": 70.0,
-    "layer": 180.0,
+    "layer": 150.0,
     "attend": 50.0,
     "others": 50.0,
     "shapes": 90.0,
     "experts": 39.0,
+    "step": 30.0,
 }
 
 

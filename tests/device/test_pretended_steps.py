@@ -11,6 +11,9 @@ from tests.support import beside
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
-@pytest.mark.parametrize("module", ["choices", "doors", "loading", "memory", "steps"])
+BENCHMARKS = pytest.param("benchmarks", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("module", ["choices", "doors", "loading", "memory", "steps", BENCHMARKS])
 def test_an_engine_on_the_pretended_device(module: str, built: Path) -> None:
     beside.run_tests(f"tests/device/{module}.py", built=built)
