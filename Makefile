@@ -9,7 +9,7 @@ NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/residency/*.cpp csrc/resid
 # Where two targets are asked for, the second runs even if the first has failed.
 MAKEFLAGS += --keep-going
 
-.PHONY: serve test test-long check bench test-gpu bench-gpu clean
+.PHONY: serve test test-long campaign check bench test-gpu bench-gpu clean
 
 # The CPU build of torch is pinned first: a looser request would pull gigabytes of CUDA.
 define INSTALL
@@ -43,6 +43,12 @@ test: check
 # Campaigns: the same checks as in `make test`, over many more inputs.
 test-long: $(STAMP)
 	$(PYTEST) -m "long and not gpu"
+
+# Whole workers in one thread, with faults from seeds: what fails is cut down and kept as a file.
+SEEDS ?= 500
+FIRST ?= 0
+campaign: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --seeds $(SEEDS) --first $(FIRST)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -31,7 +31,9 @@ def offload_of(
     index_pages: int | None = None,
     lines: int = 4,
     slot_pages: int = 8,
+    **more,
 ) -> Offload:
+    """`more` is for `Offload.create`."""
     config = small().config
     if mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
@@ -45,28 +47,42 @@ def offload_of(
         slot_floor=24,
         sequence_max=lines,
         poison=True,
+        **more,
     )
 
 
 class Worker:
-    """An engine with a port. `offload` has the pools named by `pools`."""
+    """An engine with a port. `offload` has the pools named by `pools`. What `wrap` makes of the
+    transport is what the port is given."""
 
-    def __init__(self, exchange, epoch, clock, *, config, pools, arrivals_max=64, lease_s=30.0):
+    def __init__(
+        self,
+        exchange,
+        epoch,
+        clock,
+        *,
+        config,
+        pools,
+        arrivals_max=64,
+        lease_s=30.0,
+        wait_s=5.0,
+        wrap=lambda transport: transport,
+    ):
         self.offload = offload_of(mtp=config.mtp, **pools)
         identity = Identity(epoch=epoch, seal=SEAL, layout=LAYOUT)
-        self.transport = InProcessTransport(
-            identity, exchange=exchange, name=f"worker {epoch}", clock=clock
+        self.transport = wrap(
+            InProcessTransport(identity, exchange=exchange, name=f"worker {epoch}", clock=clock)
         )
         self.port = Port(
             self.offload,
             self.transport,
             SEAL,
             clock=clock,
-            wait_s=5.0,
+            wait_s=wait_s,
             lease_s=lease_s,
             arrivals_max=arrivals_max,
         )
-        self.engine = Engine(small(), self.offload, config, port=self.port)
+        self.engine = Engine(small(), self.offload, config, port=self.port, clock=clock)
 
     def step(self) -> None:
         self.engine.step()

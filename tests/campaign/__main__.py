@@ -1,0 +1,102 @@
+"""See the package. Exits with 1 where a seed fails, having printed it and its shortest plan."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tests.campaign.plan import Plan, drawn
+from tests.campaign.shrink import shrunk
+from tests.campaign.world import Outcome, play
+
+PROGRESS_EVERY = 100
+
+
+@dataclass(frozen=True)
+class Played:
+    plan: Plan
+    outcome: Outcome | None
+    wrong: str
+
+
+def played(plan: Plan) -> Played:
+    torch.set_num_threads(1)
+    try:
+        return Played(plan, play(plan), "")
+    except Exception as wrong:  # whatever it is: a campaign reports it and goes on
+        return Played(plan, None, f"{type(wrong).__name__}: {wrong}")
+
+
+def seed_played(seed: int) -> Played:
+    return played(drawn(seed))
+
+
+def run(seeds: range, jobs: int) -> list[Played]:
+    found = []
+    with ProcessPoolExecutor(jobs) as pool:
+        for result in pool.map(seed_played, seeds, chunksize=4):
+            found.append(result)
+            if result.wrong:
+                print(f"seed {result.plan.seed}: {result.wrong}", flush=True)
+            if len(found) % PROGRESS_EVERY == 0:
+                print(f"{len(found)} of {len(seeds)} seeds ...", file=sys.stderr, flush=True)
+    return found
+
+
+def report(found: list[Played]) -> None:
+    faults: Counter[str] = Counter()
+    ends: Counter[str] = Counter()
+    for each in found:
+        if each.outcome is not None:
+            faults += each.outcome.faults
+            ends += each.outcome.ends
+    for title, counts in (("faults", faults), ("ends of requests", ends)):
+        print(title)
+        for name, count in counts.most_common():
+            print(f"  {name:<28}{count:>9,}")
+    failed = [each for each in found if each.wrong]
+    print(f"{len(found):,} seeds, {len(failed)} failed")
+
+
+def explain(failed: Played) -> None:
+    """The shortest plan that fails as this one does, to be kept and played again."""
+    kind = failed.wrong.partition(":")[0]
+    least = shrunk(failed.plan, lambda plan: played(plan).wrong.startswith(kind))
+    path = Path(f"campaign-{failed.plan.seed}.json")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(least)))
+    print(f"seed {failed.plan.seed}: {len(least.asks)} requests and {len(least.hits)} faults fail:")
+    print(f"  {played(least).wrong}")
+    print(f"  python -m tests.campaign --plan {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--plan", type=Path, help="play this file alone, with its traceback")
+    asked = parser.parse_args()
+    if asked.plan is not None:
+        print(play(msgspec.json.decode(asked.plan.read_bytes(), type=Plan)))
+        return
+    began_s = time.monotonic()
+    found = run(range(asked.first, asked.first + asked.seeds), asked.jobs)
+    report(found)
+    print(f"{time.monotonic() - began_s:.0f} s with {asked.jobs} processes")
+    failed = [each for each in found if each.wrong]
+    for each in failed[:3]:
+        explain(each)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

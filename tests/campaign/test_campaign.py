@@ -1,0 +1,96 @@
+"""Seeds that all go well, play alike, and find mistakes that are planted."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from ess.door.handoff import departure, receiver, sender
+from ess.transfer import arrivals
+from tests.campaign.plan import STRIKES, Ask, Plan, drawn
+from tests.campaign.shrink import shrunk
+from tests.campaign.world import play
+
+pytestmark = pytest.mark.slow
+
+SEEDS = range(16)
+MORE = range(16, 516)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE, marks=pytest.mark.long)], ids=str)
+def test_every_answer_is_right_and_every_page_is_free(seeds: range) -> None:
+    for seed in seeds:
+        told = play(drawn(seed))
+        assert told.ends, seed
+
+
+def test_a_seed_plays_the_same_way_again() -> None:
+    plan = drawn(3)
+    again = msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
+    assert play(again) == play(plan)
+
+
+def test_every_fault_is_drawn() -> None:
+    plans = [drawn(seed) for seed in range(100)]
+    assert {hit.strike for plan in plans for hit in plan.hits} == {*STRIKES}
+    assert {name for plan in plans for name in plan.odds} == {
+        *("drop", "duplicate", "reorder", "corrupt", "garble", "delay", "partial", "cut")
+    }
+
+
+def asked(sort: str, **more: object) -> Plan:
+    """Three requests of a sort, and nothing else."""
+    sizes = {"give_at": 0, "take_at": 0, "tokens": 8, "giver": 0, "taker": 0}
+    asks = tuple(Ask(sort=sort, prompt=prompt, **sizes) for prompt in (9, 10, 11))
+    given = {"asks": asks, "hits": (), "odds": {}, "failure": "recompute", "host_pages": 48} | more
+    return msgspec.structs.replace(drawn(1), **given)
+
+
+class Anything(int):
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+def no_checksums(patch: pytest.MonkeyPatch) -> Plan:
+    patch.setattr(arrivals, "checksum", lambda parts: Anything())
+    return asked("whole", odds={"partial": 0.5})
+
+
+def no_leases(patch: pytest.MonkeyPatch) -> Plan:
+    patch.setattr(sender.Sender, "expire", lambda self: None)
+    return asked("never taken")
+
+
+def any_text(patch: pytest.MonkeyPatch) -> Plan:
+    """A prompt's rows are whoever's."""
+    for module in (receiver, departure):
+        patch.setattr(module, "text_digest", lambda *_, **__: bytes(16))
+    return asked("foreign")
+
+
+@pytest.mark.parametrize("planted", [no_checksums, no_leases, any_text])
+def test_a_planted_mistake_is_found_and_cut_down(planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planted(monkeypatch)
+
+    def fails(less: Plan) -> bool:
+        try:
+            play(less)
+        except AssertionError:
+            return True
+        return False
+
+    assert fails(plan)
+    assert len(shrunk(plan, fails).asks) == 1
+    monkeypatch.undo()
+    assert not fails(plan)
