@@ -210,7 +210,7 @@ class DeviceChosen:
 
     @property
     def last(self) -> Tensor:
-        return self.fed.spans[:, 0] + self.counts - 1
+        return (self.fed.spans[:, 0] + self.counts - 1).int()
 
     @property
     def following(self) -> Tensor:
