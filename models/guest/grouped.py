@@ -70,6 +70,10 @@ class Grouped:
         keys, rest = torch.split(row, [self._kept, row.shape[1] - self._kept], -1)
         return torch.cat((self._turned(keys, self._groups, rotation).flatten(1), rest), -1)
 
+    def row_finish(self, rotation: Rotation) -> None:
+        """No op does what `rows` does."""
+        return
+
     def values(self, attended: Tensor) -> Tensor:
         """Attended rows, float32 [tokens, heads, latent] -> [tokens, heads, value]."""
         taken = [

@@ -71,8 +71,7 @@ def turned(batch: Shared, queries: Tensor, rotation: Rotation) -> Tensor:
 def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) -> Asking:
     layout, ops, rotation = batch.layout, batch.ops, batch.rotation
     entry = layer.enter(hidden)
-    finish = layer.mla.row_finish(rotation)
-    ops.finish_rows(entry.row, finish, layout.row, room.rows, room.places)
+    _finish_rows(batch, layer, entry.row, room)
     if layer.indexer is None:
         return Asking(entry.query)
     assert layout.index is not None, "an indexer without an index codec"
@@ -81,6 +80,16 @@ def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) ->
     key_finish = layer.indexer.key_finish(rotation)
     ops.finish_keys(raw.keys, key_finish, layout.index, room.keys, room.row_ids)
     return Asking(entry.query, turned(batch, raw.queries, rotation), raw.weights)
+
+
+def _finish_rows(batch: Shared, layer: DecoderLayer, row: Tensor, room: Room) -> None:
+    codec, ops, finish = batch.layout.row, batch.ops, layer.mla.row_finish(batch.rotation)
+    if finish is not None:
+        ops.finish_rows(row, finish, codec, room.rows, room.places)
+    elif room.places is None:
+        ops.encode_rows(layer.mla.rows(row, batch.rotation), codec, room.rows)
+    else:
+        ops.store_rows(layer.mla.rows(row, batch.rotation), codec, room.rows, room.places)
 
 
 def _bytes(hidden: Tensor, width: int) -> Tensor:
