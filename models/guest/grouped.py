@@ -86,6 +86,20 @@ class Grouped:
         """Attended rows -> [tokens, hidden]."""
         return linear(self.values(attended).flatten(1), self._out)
 
+    def sides(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of rows, each [tokens, key heads, dim]."""
+        ends = (slice(start, start + self._kept) for start in (0, self._half))
+        keys, values = (rows[:, end].reshape(len(rows), -1, self._dim) for end in ends)
+        return keys, values
+
+    def as_attended(self, values: Tensor) -> Tensor:
+        """Of each head [tokens, heads, dim], in the places where attended rows hold them."""
+        made = values.new_zeros(len(values), self._groups, self._each, 2 * self._half)
+        for group, heads in enumerate(values.view(*made.shape[:3], -1).unbind(1)):
+            first = self._half + group * self._dim
+            made[:, group, :, first : first + self._dim] = heads
+        return made.flatten(1, 2)
+
     @property
     def _each(self) -> int:
         """Heads that share a key."""

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+from ess.kernels.backend import ops
 from ess.models.indexer import index_scores, top_k
 from ess.models.layers import linear, rms_norm, rotate
 from ess.models.model import Model
@@ -148,6 +150,17 @@ def test_compiled_stages_do_what_the_facade_does(row: Any) -> None:
 def test_the_engine_says_what_the_plain_model_says(case) -> None:
     torch.set_num_threads(1)
     assert grid.differences(case) == []
+
+
+@pytest.mark.parametrize("mode", ["resident", "da"])
+def test_the_engine_without_compiled_stages(mode: str) -> None:
+    eng = grid.engine({**CASES[0], "mode": mode, "arena": "tight", "depth": "0"})
+    eng.runner.ops = ops("reference")
+    request = eng.add(grid.text("llama")[:70], Sampling(tokens_max=3, ignore_eos=True))
+    for _ in eng.run():
+        eng.offload.check()
+    eng.offload.close()
+    assert request.output == grid.expected("llama", 0, 70)[:3]
 
 
 WRONG = {

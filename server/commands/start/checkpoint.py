@@ -13,6 +13,8 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
+from ess.models.guest.pins import GUESTS
+from ess.models.guest.place import checkpoint_folder
 from ess.models.registry import read_config
 from ess.models.weights.folder import Folder
 from ess.models.weights.header import Entry, read_header
@@ -34,7 +36,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_checkpoint(model: str) -> Checkpoint:
-    path = Path(model) if model and model != EMBEDDED else embedded_path()
+    path = _place(model)
     if not path.is_dir():
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not path.parent.exists()
         how = f"; fetch it: `hf download {model} --local-dir DIR`, then `ess serve DIR`"
@@ -57,6 +59,14 @@ def read_checkpoint(model: str) -> Checkpoint:
         defaults=_defaults(recommended),
         weight_bytes=weights,
     )
+
+
+def _place(model: str) -> Path:
+    """A guest is fetched and converted when it is first asked for; a folder of its name is meant
+    by ./NAME."""
+    if model in GUESTS:
+        return checkpoint_folder(GUESTS[model])
+    return Path(model) if model and model != EMBEDDED else embedded_path()
 
 
 def read_entries(path: Path) -> dict[str, Entry]:

@@ -1,0 +1,1 @@
+"""How a guest's indexer is trained. Not in the wheel."""
