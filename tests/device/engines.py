@@ -1,4 +1,7 @@
-"""Engines of the tiny models on the pretended device and on the host, and one scenario for both."""
+"""Engines of the tiny models on a device and on the host, and one scenario for both.
+
+Nothing here brings the pretended device until it is asked for: a real one runs the same.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,7 @@ from ess.kernels import backend
 from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
-from tests.device.kernels import Kernels
-from tests.device.standin import opened
 from tests.support.checkpoints import TINY_GLM, TINY_V32, tensors, tokens
-from tests.support.pretended import without_waits
 
 FAMILIES: Final = {"v32": TINY_V32, "glm": TINY_GLM}
 VOCABULARY: Final = TINY_V32["vocab_size"]
@@ -53,7 +53,7 @@ def engine(
     layout = kept.layout(row="f32", index="f32")
     chunk = layout.group_layers_max * layout.page_bytes
     made_here = device == "cpu" or not door
-    offload = (Offload.create if device == "cpu" or door else opened)(
+    offload = _creates(stands_in=device != "cpu" and not door)(
         layout,
         device="cpu" if made_here else "cuda:0",
         slot_bytes=layout.group_count * chunk * CHUNKS[arena],
@@ -65,6 +65,14 @@ def engine(
     shuffle(offload)
     chosen = EngineConfig(modes=mode, mtp=count, depth=int(depth), chunk_tokens=96, backend=device)
     return Engine(made, offload, chosen)
+
+
+def _creates(*, stands_in: bool):
+    if not stands_in:
+        return Offload.create
+    from tests.device.standin import opened
+
+    return opened
 
 
 def without_mtp(config: ModelConfig) -> ModelConfig:
@@ -137,6 +145,9 @@ def expected(family: str, *, penalised: bool = False):
 @contextlib.contextmanager
 def alone():
     """Launches may not wait for the device, and the device's ops are quick."""
+    from tests.device.kernels import Kernels
+    from tests.support.pretended import without_waits
+
     real, cuda = flights.launch, backend._cuda
 
     def launch(*args, **kwargs):
