@@ -1,8 +1,8 @@
 """How many bytes a model on a device keeps of a checkpoint, from the files' headers alone.
 
 What `ess.models` makes of each tensor: vectors, the gate and the heads' weights of the indexer are
-float32; the up projection of keys and values is never in blocks; matrices that are multiplied as
-one stay in blocks where no block would hold rows of two.
+float32; the up projection of keys and values is never in blocks, nor are grouped heads; matrices
+that are multiplied as one stay in blocks where no block would hold rows of two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def kept_bytes(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> 
     """`form` is what weights are computed in: bf16, f32, or as they are stored."""
     specs = expected_tensors(config, mtp=config.mtp_layer_count > 0)
     kept = sum(_kept(spec, entries, config, form) for spec in specs if spec.name in entries)
-    return kept + config.rope_dim // 2 * F32_BYTES
+    return kept + _padding(config, entries, form) + config.rope_dim // 2 * F32_BYTES
 
 
 def _kept(spec: Spec, entries: Mapping[str, Entry], config: ModelConfig, form: str) -> int:
@@ -48,9 +48,20 @@ def _kept(spec: Spec, entries: Mapping[str, Entry], config: ModelConfig, form: s
     return values + math.prod(scale_shape(spec.shape)) * F32_BYTES
 
 
+def _padding(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> int:
+    """Of grouped heads: what fills keys and values up to a row's halves, and the unused rest."""
+    if not config.is_grouped:
+        return 0
+    kept = config.key_head_count * config.value_dim
+    rows = config.latent_dim - 2 * kept + config.rope_dim
+    stored = entries["model.layers.0.self_attn.k_proj.weight"].dtype
+    size = COMPUTED.get(form) or (BF16_BYTES if stored == FP8 else DTYPE_BYTES[stored])
+    return config.layer_count * rows * config.hidden_dim * size
+
+
 def _stays_in_blocks(spec: Spec, config: ModelConfig) -> bool:
-    *_, name, _ = spec.name.split(".")
-    if name == "kv_b_proj":
+    *_, room, name, _ = spec.name.split(".")
+    if name == "kv_b_proj" or (room == "self_attn" and config.is_grouped):
         return False
     if name in ("q_a_proj", "kv_a_proj_with_mqa"):
         return config.query_rank % QUANT_BLOCK == 0

@@ -13,8 +13,11 @@ from ess.models.weights.kept_bytes import kept_bytes
 from ess.server.commands.start.checkpoint import read_entries
 from tests.device import engines
 from tests.device.memory import tensor_bytes
+from tests.support.checkpoints import TINY_GLM, TINY_LLAMA
 from tests.support.pretended import is_there
-from tests.unit.weights.conftest import SMALL, write_checkpoint
+from tests.unit.weights.conftest import EMBEDDED, SMALL, write_checkpoint
+
+UNTIED = {**TINY_LLAMA, "tie_word_embeddings": False}
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +63,11 @@ def test_all_of_a_model_is_on_the_device(form, folder):
 
 
 @pytest.mark.parametrize("form", ["bf16", "f32", "stored"])
-def test_a_plan_says_what_a_model_takes(form, folder):
-    entries, before = read_entries(folder), tensor_bytes()
-    made = load_model(folder, form=form, device="cuda")
+@pytest.mark.parametrize("raw", [SMALL, EMBEDDED, TINY_GLM, UNTIED])
+def test_a_plan_says_what_a_model_takes(form, raw, tmp_path):
+    write_checkpoint(tmp_path, raw)
+    entries, before = read_entries(tmp_path), tensor_bytes()
+    made = load_model(tmp_path, form=form, device="cuda")
     assert tensor_bytes() - before == kept_bytes(made.config, entries, form)
 
 
