@@ -23,7 +23,8 @@ Modes = Literal["layerwise", "resident", "none", "da", "dba"] | Sequence[str]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """`modes` may list one mode per layer. A step has at most `query_max` queries; `verify_fatal`
-    ends the engine at the first row that is wrong."""
+    ends the engine at the first row that is wrong. On a device at most `graphs` kinds of decode
+    steps are kept as graphs, none for 0, and none is captured once they hold `graph_bytes`."""
 
     max_running: int = setting(16, "limits", "Requests that run at a time.", (1, 4096))
     modes: Modes = setting(
@@ -82,6 +83,8 @@ class EngineConfig:
         False, "handoff", "Let requests ask for invented rows, to measure decoding by itself."
     )
     query_max: int = 64
+    graphs: int = 64
+    graph_bytes: int = 4 << 30
     verify_fatal: bool = False
 
     def __post_init__(self) -> None:

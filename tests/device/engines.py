@@ -34,6 +34,7 @@ FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
     "depth": ("0", "1"),
     "arena": ("ample", "tight", "smallest"),
 }
+GRAPHS: Final = {"off": 0, "few": 2, "many": 64}
 CHUNKS: Final = {"ample": 24, "tight": 3, "smallest": 1}
 
 
@@ -45,7 +46,15 @@ def model(family: str, device: str) -> Model:
 
 
 def engine(
-    device: str, *, family="v32", mode="none", mtp="1", depth="0", arena="ample", door=True
+    device: str,
+    *,
+    family="v32",
+    mode="none",
+    mtp="1",
+    depth="0",
+    arena="ample",
+    graphs="off",
+    door=True,
 ) -> Engine:
     """Not through the `door`: over the host's, which looks like the device's and is quick."""
     made, count = model(family, device), int(mtp)
@@ -63,7 +72,14 @@ def engine(
         poison=True,
     )
     shuffle(offload)
-    chosen = EngineConfig(modes=mode, mtp=count, depth=int(depth), chunk_tokens=96, backend=device)
+    chosen = EngineConfig(
+        modes=mode,
+        mtp=count,
+        depth=int(depth),
+        chunk_tokens=96,
+        backend=device,
+        graphs=GRAPHS[graphs],
+    )
     return Engine(made, offload, chosen)
 
 
@@ -151,7 +167,7 @@ def alone():
     real, cuda = flights.launch, backend._cuda
 
     def launch(*args, **kwargs):
-        turns = args[2]
+        turns = args[3]
         changes = any(turn.request.sampling.changes_logits for turn in turns)
         is_there = args[0].model.device.type != "cpu"
         guard = without_waits() if is_there and not changes else contextlib.nullcontext()

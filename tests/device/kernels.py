@@ -1,6 +1,7 @@
 """The device's ops at the speed of the host: the CPU's, in the place of Triton's interpreter.
 
-A call is one kernel: it is queued, captured and replayed as such, and looks at nothing before.
+A call is one kernel: it is captured and replayed as such, and looks at nothing before. While a
+graph is captured it runs too, over ids that are none, for its result says how large that is.
 """
 
 from __future__ import annotations
@@ -29,19 +30,27 @@ class Kernels:
         function = getattr(cpu, name)
 
         def kernel(*given):
-            made = []
-
             def call():
                 with torch._C.DisableTorchFunction():
-                    made.append(function(*given))
+                    return function(*given)
 
-            PRETENCE.launch(call, *given)
-            return tree_map(marked, made[0]) if made else None
+            PRETENCE.require_reach(given)
+            if PRETENCE.captured is None:
+                return PRETENCE.run(call, there=True)
+            return PRETENCE.run(call, there=True, first=lambda: sized(function, given))
 
         return kernel
 
 
-def marked(thing):
-    if isinstance(thing, torch.Tensor):
-        thing.is_there = True
-    return thing
+def sized(function, given):
+    """What a call gives back is so large, whatever ids it will find when it is replayed. What only
+    writes to what it is given does not run."""
+    if function.__annotations__["return"] == "None":
+        return None
+    with torch._C.DisableTorchFunction():
+        return function(*tree_map(without_ids, given))
+
+
+def without_ids(thing):
+    has_ids = isinstance(thing, torch.Tensor) and thing.dtype == torch.int32
+    return thing.clamp(-1, 0) if has_ids else thing

@@ -23,8 +23,8 @@ class LoadClock(Clock):
     def watch(self, eng) -> None:
         begin = eng.offload.begin
 
-        def timed(sequences, *, query_counts):
-            step = begin(sequences, query_counts=query_counts)
+        def timed(sequences, **given):
+            step = begin(sequences, **given)
             self._passed_s += self._step_s + self._query_s * step.query_count
             return step
 

@@ -25,6 +25,7 @@ from tests.support import emulated_driver, interpreted  # before triton and torc
 
 import torch  # isort: skip
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from triton.runtime.interpreter import InterpretedFunction
 
 pytest_configure = interpreted.pytest_configure  # what NumPy warns of, a device does not
@@ -40,6 +41,8 @@ STREAM_OF = {
     **dict.fromkeys(("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync"), -1),
     "cuMemsetD32Async": -1,
 }
+PICKS = {"__getitem__", "gather", "index_select", "take_along_dim"}
+AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or")}
 REFUSED = "operation not permitted when stream is capturing: {}"
 WAITED = "the host waits for the device: {}"
 
@@ -61,6 +64,23 @@ def leaves(thing):
             yield from leaves(each)
     elif isinstance(thing, dict):
         yield from leaves(list(thing.values()))
+
+
+def at_capture(func, args, kwargs):
+    """Nothing is computed: what is written to stays as it is, and what is picked by numbers of the
+    device, which are not there yet, is so large all the same."""
+    name = func.__name__
+    is_inplace = name in ("__setitem__", *AUGMENTED) or (name[-1] == "_" and name[-2:] != "__")
+    if is_inplace or "out" in kwargs:
+        return lambda: kwargs.get("out", args[0])
+    if name in PICKS:
+        return lambda: func(args[0], *tree_map(first_ones, args[1:]), **kwargs)
+    return None
+
+
+def first_ones(thing):
+    is_index = isinstance(thing, torch.Tensor) and not thing.is_floating_point()
+    return thing.new_zeros(thing.shape) if is_index else thing
 
 
 def tree_top(index):
@@ -98,11 +118,16 @@ class Pretence(TorchFunctionMode):
         there = given if wanted is None else torch.device(wanted).type == "cuda"
         if name == "copy_":
             there = is_there(args[0])
-        return self.run(lambda: func(*args, **kwargs), there, pins, queues=given)
+        capturing = self.captured is not None and given
+        if capturing:  # lists as they are now
+            args, kwargs = tree_map(lambda thing: thing, (args, kwargs))
+        first = at_capture(func, args, kwargs) if capturing else None
+        return self.run(lambda: func(*args, **kwargs), there, pins, queues=given, first=first)
 
-    def run(self, call, there, pins=False, queues=False):
-        """What `queues` is work of the device, wherever its result lies."""
-        result = call()
+    def run(self, call, there, pins=False, queues=False, first=None):
+        """What `queues` is work of the device, wherever its result lies. `first` is called instead
+        the first time."""
+        result = (first or call)()
         for one in tensors(result):
             one.is_there = there
             self.pinned |= {one.untyped_storage().data_ptr()} if pins else set()
@@ -154,11 +179,14 @@ class Pretence(TorchFunctionMode):
         call = (lambda: convert().clone()) if crosses else convert
         return tensor if same else self.run(call, there, name == "pin_memory")
 
-    def launch(self, call, *given):
-        """A kernel: at once, or whenever the graph is replayed; a capture does not run it."""
+    def require_reach(self, given):
         for one in tensors(given):
             if not is_there(one) and not self.is_pinned(one):
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+    def launch(self, call, *given):
+        """A kernel: at once, or whenever the graph is replayed; a capture does not run it."""
+        self.require_reach(given)
         call() if self.captured is None else self.captured.append((call, None))
 
 
@@ -178,6 +206,9 @@ def registered(tensor):
 
 class Stream(contextlib.nullcontext):
     cuda_stream, device = 0, DEVICE
+
+    def __init__(self, device=None):
+        super().__init__()
 
     def wait_stream(self, other):
         assert isinstance(other, Stream)
@@ -219,21 +250,28 @@ def without_waits():
 
 
 class CUDAGraph:
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert PRETENCE.captured is None, "one capture at a time"
+        PRETENCE.captured = self.calls = []
+
+    def capture_end(self):
+        PRETENCE.captured = None
+
     def replay(self):
-        for call, held in self.calls:
-            for old, new in zip(tensors(held), tensors(call()), strict=False):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        with torch._C.DisableTorchFunction():
+            for call, held in self.calls:
+                for old, new in zip(tensors(held), tensors(call()), strict=False):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
 
 
 @contextlib.contextmanager
 def graph(made, stream=None):
-    assert PRETENCE.captured is None, "one capture at a time"
-    PRETENCE.captured = made.calls = []
+    made.capture_begin()
     try:
         yield
     finally:
-        PRETENCE.captured = None
+        made.capture_end()
 
 
 def interpret(function, *args, grid, warmup, **kwargs):
@@ -274,6 +312,7 @@ def begin():
         "get_device_name": lambda _=None: "pretended",
         "get_device_properties": lambda _=None: properties, "device_count": lambda: 1,
         "current_device": lambda: 0, "empty_cache": lambda: None, "set_device": lambda _: None,
+        "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda _=None: 0,
     }.items():  # fmt: skip
         setattr(torch.cuda, name, thing)
     PRETENCE.__enter__()

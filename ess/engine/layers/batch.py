@@ -20,6 +20,23 @@ from ess.models.decoder import DecoderLayer
 from ess.models.layers import Rotation
 from ess.models.model import Model
 from ess.models.mtp import Mtp
+from ess.overlap.policy import Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What the host has decided of a step before its first layer.
+
+    `counts` are the queries of each sequence. Of a step that is padded they are those of its
+    bucket: equally many for every sequence, and some sequences more than there are. So a part may
+    end within a sequence; its queries are appended and resolved in their order all the same.
+    `splits`: layers with experts run in two halves.
+    """
+
+    counts: tuple[int, ...]
+    vector: Vector
+    verified_layer: int | None
+    splits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +46,7 @@ class Batch:
 
     offload: Offload
     step: Step
+    course: Course
     ops: Ops
     rotation: Rotation
     row_ids: Tensor

@@ -1,19 +1,24 @@
 """One decode step in device order: verify the drafts, guess the next ones, seal the rows.
 
+What the host decides and what it uploads comes first, then all that the device does between a
+step's beginning and its seal, which may be a graph.
+
 All that this reads of the step before lies on the device. On a CPU a launch runs at once, in the
 caller's thread; what it has said stays in the future map all the same until the host learns it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ess.clock import Clock
 from ess.door import Step
+from ess.engine.graphs.replays import Made, Replays
+from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.step.drafts import draft
-from ess.engine.step.feeding import Future
+from ess.engine.step.feeding import Fed, Future
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import SeenRows
 from ess.engine.tpot_control import Seen
@@ -43,26 +48,49 @@ class Flight:
 def launch(
     runner: Runner,
     future: Future,
+    replays: Replays | None,
     turns: tuple[Turn, ...],
     *,
     draft_count: int,
     clock: Clock,
 ) -> Flight:
     """PoolFull if there are no pages for the positions that the turns may reach: then nothing has
-    changed."""
+    changed. Without `replays` every step runs eagerly."""
     assert turns, "a step without requests"
     assert len({turn.request for turn in turns}) == len(turns), "a request has two turns"
     started_s = clock.now_s()
     sequences = [turn.sequence for turn in turns]
-    step = runner.offload.begin(sequences, query_counts=[turn.count for turn in turns])
-    fed = future.feed(step, turns)
-    batch = runner.batch(step)
-    forward = runner.decode(batch, fed.tokens)
-    chosen = fed.choose(forward.logits)
-    drafts = None
-    if runner.offload.layout.mtp_layer_count and draft_count:
-        # Before the step is sealed, for drafting makes the rows of the MTP layer.
-        drafts = draft(runner, batch, forward.hidden, chosen.following, chosen.last, draft_count)
-    step.seal(accepted=chosen.accepted)
-    chosen.say(drafts)
-    return Flight(turns, step, draft_count, clock.now_s() - started_s, batch.warmth.seen())
+    query_counts = tuple(turn.count for turn in turns)
+    fit = None if replays is None else replays.fit(turns)
+    counts = query_counts if fit is None else fit.counts
+    room = None if counts == query_counts else sum(counts)
+    step = runner.offload.begin(sequences, query_counts=query_counts, room=room)
+    fed = future.feed(step, turns, counts)
+    course = runner.course(step, counts)
+    compute = _computing(runner, step, course, fed, draft_count)
+    if replays is None or fit is None:
+        made = compute()
+    else:
+        made = replays.run(step, fit, course, (draft_count, fed.form), compute)
+    step.seal(accepted=made.said.accepted[: len(turns)])
+    made.said.tell(fed)
+    return Flight(turns, step, draft_count, clock.now_s() - started_s, made.watch.seen())
+
+
+def _computing(
+    runner: Runner, step: Step, course: Course, fed: Fed, draft_count: int
+) -> Callable[[], Made]:
+    """What the device does for a step: nothing of it depends on a number that is not there yet."""
+
+    def compute() -> Made:
+        batch = runner.batch(step, course)
+        forward = runner.decode(batch, fed.tokens)
+        chosen = fed.choose(forward.logits)
+        drafts = None
+        if runner.offload.layout.mtp_layer_count and draft_count:
+            # Before the step is sealed, for drafting makes the rows of the MTP layer.
+            given = forward.hidden, chosen.following, chosen.last
+            drafts = draft(runner, batch, *given, draft_count)
+        return Made(chosen.with_drafts(drafts), batch.warmth)
+
+    return compute

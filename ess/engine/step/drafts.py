@@ -40,7 +40,7 @@ def draft(
     assert mtp is not None, "drafts need an MTP module"
     assert count >= 1, f"{count} drafts"
     assert len(following) == batch.step.query_count, f"{len(following)} tokens behind queries"
-    assert len(last) == len(batch.step.firsts), f"{len(last)} newest tokens"
+    assert len(last) == len(batch.course.counts), f"{len(last)} newest tokens"
     joined = join(batch, mtp, runner.model.embed(following), hidden)
     made = runner.layer(batch, mtp.layer, joined)[last]
     finished, guess = _ended(batch, runner.model, mtp, made)

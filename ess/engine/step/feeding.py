@@ -1,16 +1,18 @@
 """What a step is fed with and what it has chosen: the same calls wherever its tokens are.
 
-    future.feed(step, turns) -> fed        the newest tokens and the drafts behind them
-    fed.choose(logits) -> chosen           the targets up to the first wrong draft
-    chosen.say(drafts)                     what the next launch and the host take of it
+    future.feed(step, turns, counts) -> fed    the newest tokens and the drafts behind them
+    fed.choose(logits) -> chosen               the targets up to the first wrong draft
+    chosen.with_drafts(drafts) -> said         what the next launch takes of it
+    said.tell(fed)                             what the host takes of it
 
 `FutureMap` does it in the host's memory, `DeviceFuture` on a device, where nobody reads a number
-before the host learns the step.
+before the host learns the step. There all between `feed` and `tell` may be a graph: then what is
+said comes from the step that was captured, and `tell` is given what the replaying one was fed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -40,10 +42,6 @@ class Outcome:
 
 class Chosen(Protocol):
     @property
-    def accepted(self) -> Counts:
-        """How many of its new rows each sequence keeps."""
-
-    @property
     def last(self) -> Counts:
         """Of each sequence, the query whose token is the newest that was kept."""
 
@@ -51,8 +49,17 @@ class Chosen(Protocol):
     def following(self) -> Tensor:
         """The token behind each query; behind a wrong draft, anything."""
 
-    def say(self, drafts: Tensor | None) -> None:
-        """Ends the launch. `drafts` [sequences, n] are behind the newest tokens."""
+    def with_drafts(self, drafts: Tensor | None) -> Said:
+        """`drafts` [sequences, n] are behind the newest tokens."""
+
+
+class Said(Protocol):
+    @property
+    def accepted(self) -> Counts:
+        """How many of its new rows each sequence keeps; pads may follow."""
+
+    def tell(self, fed: Any) -> None:
+        """Ends the launch of the step that was fed so."""
 
 
 class Fed(Protocol):
@@ -60,13 +67,19 @@ class Fed(Protocol):
     def tokens(self) -> Tensor:
         """The token of each query."""
 
+    @property
+    def form(self) -> Hashable:
+        """What decides, beside the numbers of queries, what `choose` does."""
+
     def choose(self, logits: Tensor) -> Chosen: ...
 
 
 class Future(Protocol):
     def stash(self, line: int, tokens: Sequence[int]) -> None: ...
     def forget(self, line: int) -> None: ...
-    def feed(self, step: Step, turns: Sequence[Turn]) -> Fed: ...
+    def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> Fed:
+        """`counts` are the queries of each sequence, pads among them."""
+
     def learn(self, step_number: int) -> tuple[Outcome, ...]: ...
     def step_numbers(self) -> list[int]: ...
     def held(self, line: int) -> list[int]: ...

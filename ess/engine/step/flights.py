@@ -11,6 +11,7 @@ from collections import deque
 from ess.clock import Clock
 from ess.engine import scheduler, tpot_control
 from ess.engine.config import EngineConfig
+from ess.engine.graphs.replays import Replays
 from ess.engine.plan import StepPlan, Turn
 from ess.engine.request import Request
 from ess.engine.roster import Roster
@@ -40,6 +41,7 @@ class Flights:
         self._config = config
         self._clock = clock
         self._future = future_of(runner, verified_max=config.mtp)
+        self.replays = replays_of(runner, config)
         self._flights: deque[Flight] = deque()
 
     def __len__(self) -> int:
@@ -76,7 +78,12 @@ class Flights:
         assert len(self._flights) <= self._config.depth, "a step is launched too early"
         draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
         flight = launch(
-            self._runner, self._future, turns, draft_count=draft_count, clock=self._clock
+            self._runner,
+            self._future,
+            self.replays,
+            turns,
+            draft_count=draft_count,
+            clock=self._clock,
         )
         self._flights.append(flight)
         for turn in turns:
@@ -106,6 +113,8 @@ class Flights:
     def check(self, roster: Roster[Request]) -> None:
         assert len(self) <= self._config.depth, f"{len(self)} steps are under way"
         self._future.check()
+        if self.replays is not None:
+            self.replays.check()
         check_flights(self._flights, self._future, roster)
 
 
@@ -115,3 +124,16 @@ def future_of(runner: Runner, *, verified_max: int) -> Future:
     if device.type == "cpu":
         return FutureMap(line_max=sizes.sequence_max, token_max=verified_max)
     return DeviceFuture(sizes, token_max=verified_max, device=device)
+
+
+def replays_of(runner: Runner, config: EngineConfig) -> Replays | None:
+    """None where no step runs as a graph."""
+    if runner.model.device.type == "cpu" or not config.graphs:
+        return None
+    return Replays(
+        runner,
+        batch_max=config.max_running,
+        graph_max=config.graphs,
+        byte_max=config.graph_bytes,
+        splits=config.tbo != "off",
+    )

@@ -63,7 +63,8 @@ class FutureMap:
         self._tokens = np.full((line_max, token_max), ABSENT, np.int64)
         self._outcomes: deque[tuple[int, tuple[Outcome, ...]]] = deque()
 
-    def feed(self, step: Step, turns: Sequence[Turn]) -> HostFed:
+    def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> HostFed:
+        assert tuple(counts) == step.query_counts, f"pads on the host: {counts}"
         starts = [int(step.query_start[first]) for first in step.firsts]
         feeds = [
             Feed(turn.request, self.take(turn.sequence.line, turn.count), start)
@@ -140,6 +141,10 @@ class HostFed:
     def tokens(self) -> Tensor:
         return torch.tensor([token for feed in self.feeds for token in feed.tokens])
 
+    @property
+    def form(self) -> tuple[()]:
+        return ()
+
     def choose(self, logits: Tensor) -> HostChosen:
         choices = choose_all(self.feeds, logits)
         for feed, choice in zip(self.feeds, choices, strict=True):
@@ -154,13 +159,9 @@ class HostChosen:
     choices: Sequence[Choice]
 
     @property
-    def accepted(self) -> list[int]:
-        return [len(choice.tokens) for choice in self.choices]
-
-    @property
     def last(self) -> list[int]:
-        kept = zip(self.fed.step.firsts, self.accepted, strict=True)
-        return [first + count - 1 for first, count in kept]
+        kept = zip(self.fed.step.firsts, self.choices, strict=True)
+        return [first + len(choice.tokens) - 1 for first, choice in kept]
 
     @property
     def following(self) -> Tensor:
@@ -169,12 +170,24 @@ class HostChosen:
             following[first : first + len(choice.tokens)] = choice.tokens
         return torch.tensor(following)
 
-    def say(self, drafts: Tensor | None) -> None:
-        future, step, feeds = self.fed.future, self.fed.step, self.fed.feeds
-        listed = [[]] * len(feeds) if drafts is None else drafts.tolist()
+    def with_drafts(self, drafts: Tensor | None) -> HostSaid:
+        listed = [[]] * len(self.choices) if drafts is None else drafts.tolist()
+        return HostSaid(self.choices, listed)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSaid:
+    choices: Sequence[Choice]
+    drafts: Sequence[Sequence[int]]
+
+    @property
+    def accepted(self) -> list[int]:
+        return [len(choice.tokens) for choice in self.choices]
+
+    def tell(self, fed: HostFed) -> None:
         outcomes = []
-        for feed, choice, guesses in zip(feeds, self.choices, listed, strict=True):
+        for feed, choice, guesses in zip(fed.feeds, self.choices, self.drafts, strict=True):
             assert feed.request.sequence is not None, f"request {feed.request.number} has no rows"
-            future.stash(feed.request.sequence.line, [choice.tokens[-1], *guesses])
+            fed.future.stash(feed.request.sequence.line, [choice.tokens[-1], *guesses])
             outcomes.append(Outcome(feed, choice, tuple(guesses)))
-        future.tell(step.number, outcomes)
+        fed.future.tell(fed.step.number, outcomes)

@@ -26,7 +26,7 @@ class Half:
     first_workspace: int = 0
 
     def parts(self, count: int) -> list[range]:
-        """This half's queries in at most `count` parts, at most two; no sequence is cut."""
+        """This half's queries in at most `count` parts, at most two; cut between sequences."""
         assert 1 <= count <= PARTS, f"{count} parts"
         assert sum(self.counts) == len(self.queries) > 0, f"{self.counts} are not {self.queries}"
         if count == 1 or len(self.counts) == 1:
@@ -43,13 +43,13 @@ class Half:
 
 
 def whole(batch: Batch) -> Half:
-    counts = batch.step.query_counts
+    counts = batch.course.counts
     return Half(batch=batch, queries=range(sum(counts)), counts=counts)
 
 
 def halves(batch: Batch, first_count: int) -> tuple[Half, Half]:
     """The first so many sequences, and the others."""
-    counts = batch.step.query_counts
+    counts = batch.course.counts
     assert 0 < first_count < len(counts), f"{first_count} of {len(counts)} sequences are no half"
     first = _side(batch, counts, 0, first_count, 0)
     return first, _side(batch, counts, first_count, len(counts), PARTS)

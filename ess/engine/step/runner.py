@@ -17,7 +17,7 @@ from torch import Tensor
 from ess.door import Offload, Step
 from ess.engine.config import EngineConfig
 from ess.engine.layers.attention import LayerStep
-from ess.engine.layers.batch import Batch, back, ended
+from ess.engine.layers.batch import Batch, Course, back, ended
 from ess.engine.layers.experts import ExpertStep
 from ess.engine.layers.verifier import Verifier
 from ess.engine.step.half import Half, halves, whole
@@ -34,7 +34,7 @@ from ess.overlap import sbo, tbo
 from ess.overlap.da import da
 from ess.overlap.dba import dba
 from ess.overlap.none import none
-from ess.overlap.policy import Mode, Vector
+from ess.overlap.policy import Mode
 from ess.overlap.resident import resident
 from ess.overlap.stages import Run, finish
 
@@ -68,28 +68,42 @@ class Runner:
         self.offload = offload
         self.ops = ops
         self.verifier = verifier
-        self.verified_layer: int | None = None
         self.tuning = tuning
         self._balanced = balanced
         self.on_layer: Callable[[], None] | None = None
         self._runs = layer_runs(model.layers, offload.layout)
-        self._vector: Vector = ()
+        self._course: Course | None = None
 
-    def batch(self, step: Step) -> Batch:
-        layer_total = self.offload.layout.layer_total
-        self.verified_layer = self.verifier.layer_for(step.number, layer_total)
-        self._vector = self.tuning.vector(step)
+    def course(self, step: Step, counts: tuple[int, ...]) -> Course:
+        """Asked once per step. A half that only locates its rows does not hold them, and the other
+        half may evict them; so a layer that would run RESIDENT runs NONE, whose plan holds its
+        rows."""
+        vector, layer_total = self.tuning.vector(step), self.offload.layout.layer_total
+        assert len(vector) == layer_total, f"{len(vector)} modes of {layer_total}"
+        has_experts = any(can_split for can_split, _ in self._runs)
+        splits = not self.tuning.reasons_whole(counts, vector, has_experts=has_experts)
+        if splits:
+            vector = tuple(max(mode, Mode.NONE) for mode in vector)
+        self._course = Course(
+            counts=counts,
+            vector=vector,
+            verified_layer=self.verifier.layer_for(step.number, layer_total),
+            splits=splits,
+        )
+        return self._course
+
+    def batch(self, step: Step, course: Course | None = None) -> Batch:
         positions = torch.as_tensor(step.query_start + step.query_offset)
-        assert len(self._vector) == layer_total, f"{len(self._vector)} modes of {layer_total}"
         assert len(positions) == step.query_count, f"{len(positions)} positions"
         return Batch(
             offload=self.offload,
             step=step,
+            course=course or self.course(step, step.query_counts),
             ops=self.ops,
             rotation=self.model.rotation(positions),
             row_ids=torch.as_tensor(step.row_ids),
             page_table=step.page_table,
-            lengths=positions + 1,
+            lengths=torch.as_tensor(step.query_stop),
             scale=self.model.config.attention_scale,
             warmth=watch(step.query_stop, self.offload.layout.top_k),
             balanced=self._balanced,
@@ -99,7 +113,8 @@ class Runner:
     def decode(self, batch: Batch, tokens: Tensor) -> Forward:
         assert len(tokens) == batch.step.query_count, f"{len(tokens)} tokens for the queries"
         hidden = self.model.embed(tokens)
-        pair = self._halves(batch)
+        first_count = tbo.first_half(batch.course.counts) if batch.course.splits else 0
+        pair = halves(batch, first_count) if first_count else None
         for can_split, layers in self._runs:
             if pair is not None and can_split:
                 hidden = self._in_turn(pair, layers, hidden)
@@ -111,17 +126,6 @@ class Runner:
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
         return finish(self._stages(whole(batch), layer, hidden))
-
-    def _halves(self, batch: Batch) -> tuple[Half, Half] | None:
-        """The batch in two halves; None: it runs whole. A half that only locates its rows does not
-        hold them, and the other half may evict them; so a layer that would run RESIDENT runs NONE,
-        whose plan holds its rows."""
-        has_experts = any(can_split for can_split, _ in self._runs)
-        if self.tuning.reasons_whole(batch.step, self._vector, has_experts=has_experts):
-            return None
-        self._vector = tuple(max(mode, Mode.NONE) for mode in self._vector)
-        assert Mode.RESIDENT not in self._vector, "a half would not hold its rows"
-        return halves(batch, tbo.first_half(batch.step.query_counts))
 
     def _in_turn(
         self, pair: tuple[Half, Half], layers: Sequence[DecoderLayer], hidden: Tensor
@@ -145,7 +149,8 @@ class Runner:
     ) -> Run[Tensor]:
         if self.on_layer is not None:
             self.on_layer()
-        timeline, mode = self.tuning.timeline, self._vector[layer.number]
+        course, timeline = half.batch.course, self.tuning.timeline
+        mode = course.vector[layer.number]
         waits = mode <= Mode.NONE and not in_stages
         stages = LayerStep(half, layer, hidden, timeline, waits=waits)
         partials = yield from SCHEDULES[mode](stages)
@@ -153,7 +158,7 @@ class Runner:
         assert sum(map(len, outs)) == len(hidden), f"layer {layer.number}: a query has no attention"
         attended = outs[0] if len(outs) == 1 else torch.cat(outs)
         self.tuning.ran(layer.number, stages.ran(mode))
-        if self.verified_layer == layer.number:
+        if course.verified_layer == layer.number:
             self.verifier.check(half.batch, stages, attended)
         if layer.experts is None or (self.tuning.sbo == "off" and not in_stages):
             return back(half.batch, layer, hidden, attended)
@@ -163,14 +168,18 @@ class Runner:
         return experts.result()
 
     def check(self) -> None:
-        layout = self.offload.layout
-        assert len(self._vector) in (0, layout.layer_total), f"{len(self._vector)} modes"
-        for group in layout.groups if self._vector else ():
-            modes = {self._vector[layer] for layer in group}
-            assert len(modes) == 1, f"layers {group} share a selection and run as {modes}"
-        verified = self.verified_layer
-        assert verified is None or 0 <= verified < layout.layer_total, f"layer {verified}"
+        if self._course is not None:
+            self._check_course(self._course)
         self.tuning.check()
+
+    def _check_course(self, course: Course) -> None:
+        layout, vector, verified = self.offload.layout, course.vector, course.verified_layer
+        assert len(vector) == layout.layer_total, f"{len(vector)} modes"
+        for group in layout.groups:
+            modes = {vector[layer] for layer in group}
+            assert len(modes) == 1, f"layers {group} share a selection and run as {modes}"
+        assert verified is None or 0 <= verified < layout.layer_total, f"layer {verified}"
+        assert not course.splits or Mode.RESIDENT not in vector, "a half would not hold its rows"
 
 
 def made_runner(model: Model, offload: Offload, config: EngineConfig) -> Runner:

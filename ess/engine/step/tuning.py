@@ -13,6 +13,7 @@ A captured graph belongs to a vector, so no more than `VECTOR_MAX` vectors are k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -139,12 +140,12 @@ class Tuning:
             return (Mode.NONE,) * len(state.vector)
         return policy.modes(state, all_resident=True)
 
-    def reasons_whole(self, step: Step, vector: Vector, *, has_experts: bool) -> tuple[str, ...]:
-        """Why this step is not run in two halves; none if it is."""
+    def reasons_whole(
+        self, counts: Sequence[int], vector: Vector, *, has_experts: bool
+    ) -> tuple[str, ...]:
+        """Why a step of so many queries a sequence is not run in two halves; none if it is."""
         assert len(vector) == self._offload.layout.layer_total, f"{len(vector)} modes"
-        self.reasons = reasons_off(
-            self._tbo, counts=step.query_counts, vector=vector, has_experts=has_experts
-        )
+        self.reasons = reasons_off(self._tbo, counts=counts, vector=vector, has_experts=has_experts)
         self.split_count += not self.reasons
         return self.reasons
 

@@ -24,6 +24,9 @@ class Upload:
         self._here = [torch.zeros(shape, dtype=dtype, pin_memory=True) for _ in range(TURNS)]
         self._turn = 0
 
+    def __len__(self) -> int:
+        return len(self._there)
+
     def put(self, values: Sequence[Any]) -> Tensor:
         """The first lines of it, with these values."""
         count = len(values)

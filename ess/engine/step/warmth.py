@@ -80,7 +80,6 @@ class DeviceWatch:
     def __init__(self, each: Tensor) -> None:
         self._each = each.long()
         self._both = torch.zeros((2, len(each)), dtype=torch.int64, device=each.device)
-        self._seen: Download | None = None
 
     def resolved(self, part: range, where: Resolution) -> None:
         mine = slice(part.start, part.stop)
@@ -91,13 +90,18 @@ class DeviceWatch:
         mine = slice(part.start, part.stop)
         self._both[:, mine] += self._each[mine]
 
-    def seen(self) -> DeviceWatch:
-        self._seen = Download(self._both)
-        return self
+    def seen(self) -> DeviceSeen:
+        return DeviceSeen(Download(self._both))
+
+
+class DeviceSeen:
+    """Pads behind the queries have asked for nothing."""
+
+    def __init__(self, both: Download) -> None:
+        self._both = both
 
     def read(self) -> tuple[Counts, Counts]:
-        assert self._seen is not None, "the step's layers are still to be launched"
-        hits, asked = self._seen.read().numpy()
+        hits, asked = self._both.read().numpy()
         return hits, asked
 
 

@@ -46,11 +46,13 @@ class Queries:
         return self.memory[ROW : ROW + 1]
 
     def begin(self, lines: list[int], query_counts: Many[int], room: int) -> DeviceArrays:
-        """Pads behind the queries, as far as there is `room`, have no position and no row."""
+        """Pads behind the queries, as far as there is `room`, have no position and no row; their
+        line is one that has pages."""
         self.tables.maps.flush()
         sequence_of, offset = places(query_counts)
         count, mine = len(offset), self.memory[:, :room]
         known = np.zeros((START, room), np.int32)
+        known[LINE] = lines[0]
         known[:, :count] = np.array(lines, np.int32)[sequence_of], offset, sequence_of
         upload_into(mine[:START], known)
         maps = self.tables.maps

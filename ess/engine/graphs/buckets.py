@@ -1,0 +1,54 @@
+"""The sizes that decode steps are padded to, so that few graphs do for all of them.
+
+A bucket has some number of sequences that bring equally many queries each. A step goes into the
+smallest one that holds it; its pads bring no rows, select none and are accepted for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+SMALL: Final = (1, 2, 4)
+STRIDE: Final = 8
+
+
+def default_sizes(largest: int) -> tuple[int, ...]:
+    """1, 2, 4, then every eighth up to the largest batch, which is one of them.
+
+    >>> default_sizes(20)
+    (1, 2, 4, 8, 16, 20)
+    """
+    assert largest > 0, f"batches of {largest} sequences"
+    return tuple(sorted({*_upto(SMALL, largest), *range(STRIDE, largest, STRIDE), largest}))
+
+
+def _upto(sizes: Iterable[int], largest: int) -> list[int]:
+    return [size for size in sizes if size <= largest]
+
+
+def doubled(sizes: Sequence[int], largest: int) -> tuple[int, ...]:
+    """Sizes for steps in two halves: each half then has one of the sizes given.
+
+    >>> doubled((1, 2, 4, 8), 10)
+    (2, 4, 8)
+    """
+    return tuple(_upto((2 * size for size in sizes), largest))
+
+
+def bucket_of(counts: Sequence[int], sizes: Sequence[int], *, query_max: int) -> tuple[int, ...]:
+    """Queries of each sequence of the bucket for a step with `counts`; () if none holds it.
+
+    >>> bucket_of((2, 1, 2), (1, 2, 4), query_max=8)
+    (2, 2, 2, 2)
+    >>> bucket_of((2, 1, 2), (1, 2, 4), query_max=7)
+    (2, 2, 2)
+    >>> bucket_of((2, 1, 2), (1, 2), query_max=8), bucket_of((4, 1, 1), (4,), query_max=8)
+    ((), ())
+    """
+    assert counts, "a step without sequences"
+    width, least = max(counts), len(counts)
+    for size in sizes:
+        if size >= least and least * width <= query_max:
+            return (width,) * min(size, query_max // width)
+    return ()

@@ -1,0 +1,189 @@
+"""Graphs of decode steps: which step runs as one, which eagerly, and why.
+
+    eager     the first steps of a kind: kernels load, copies are prepared
+    captured  then all that is queued between a step's beginning and its seal becomes a graph
+    replayed  by every later step of the kind
+
+A kind is all that decides what is queued: the bucket, the modes of all layers, the draws, the
+drafts. What differs from step to step lies in memory of the device that stays where it is: the
+step's arrays, maps and tickets at the door, spans and columns here. No graph is launched but by
+this owner, one at a time on the stream that computes; so all of them share their memory, and what
+is made in it is read before the next one is launched.
+
+A graph holds addresses: pools, workspaces and weights are made once and stay.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ess.door import Step
+from ess.door.step import Recording
+from ess.engine.graphs.buckets import bucket_of, default_sizes, doubled
+from ess.engine.layers.batch import Course
+from ess.engine.plan import Turn
+from ess.engine.step.feeding import Said
+from ess.engine.step.runner import Runner
+from ess.engine.step.warmth import Watch
+
+Cause = Literal["host logits", "no bucket", "verified", "first steps", "memory"]
+
+EAGER_STEPS: Final = 1
+KINDS_MAX: Final = 1024
+
+Cuda: Any = torch.cuda
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a step has made, on its device."""
+
+    said: Said
+    watch: Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a step runs: padded to a bucket, so that it may be a graph; or for a cause as it is."""
+
+    counts: tuple[int, ...]
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    graph: Any
+    recording: Recording
+    made: Made
+    ran: npt.NDArray[np.int64]
+
+
+class Replays:
+    """The counts are for people and metrics: steps that were replayed or captured, eager ones by
+    their cause, and graphs that gave way to others."""
+
+    def __init__(
+        self, runner: Runner, *, batch_max: int, graph_max: int, byte_max: int, splits: bool
+    ) -> None:
+        assert graph_max > 0, "no graph is kept: leave out the owner of graphs"
+        self.replayed_count = 0
+        self.captured_count = 0
+        self.dropped_count = 0
+        self.eager_counts: Counter[Cause] = Counter()
+        self.byte_count = 0
+        self._runner = runner
+        sizes = runner.offload.sizes
+        self._query_max = sizes.query_max
+        largest = min(batch_max, sizes.sequence_max)
+        every = default_sizes(largest)
+        self._sizes = doubled(every, largest) if splits else every
+        self._graph_max = graph_max
+        self._byte_max = byte_max
+        self._held: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()
+        self._stream = Cuda.Stream(runner.model.device)
+        self._pool = Cuda.graph_pool_handle()
+
+    def fit(self, turns: Sequence[Turn]) -> Fit:
+        """Before the step begins."""
+        own = tuple(turn.count for turn in turns)
+        if any(turn.request.sampling.changes_logits for turn in turns):
+            return Fit(own, "host logits")
+        bucket = bucket_of(own, self._sizes, query_max=self._query_max)
+        return Fit(bucket) if bucket else Fit(own, "no bucket")
+
+    def run(
+        self, step: Step, fit: Fit, course: Course, more: Hashable, compute: Callable[[], Made]
+    ) -> Made:
+        """What `compute` makes of the step; `more` names what else decides what it queues."""
+        key = course, more
+        held = None if fit.cause else self._held.get(key)
+        if held is not None:
+            self._held.move_to_end(key)
+            return self._replay(step, held)
+        cause = fit.cause or self._cause(course, key)
+        if cause is not None:
+            self.eager_counts[cause] += 1
+            return compute()
+        self._held[key] = captured = self._capture(step, compute)
+        if len(self._held) > self._graph_max:
+            self._seen.pop(self._held.popitem(last=False)[0], None)
+            self.dropped_count += 1
+        return captured.made
+
+    def _cause(self, course: Course, key: Hashable) -> Cause | None:
+        """Why a step of a kind without a graph is not captured."""
+        if course.verified_layer is not None:
+            return "verified"
+        count = self._seen[key] = self._seen.pop(key, 0) + 1
+        if len(self._seen) > KINDS_MAX:
+            self._seen.popitem(last=False)
+        if count <= EAGER_STEPS:
+            return "first steps"
+        return "memory" if self.byte_count >= self._byte_max else None
+
+    def _replay(self, step: Step, held: Captured) -> Made:
+        step.replay(held.recording)
+        held.graph.replay()
+        self._runner.tuning.mode_counts += held.ran
+        if self._runner.on_layer is not None:
+            self._runner.on_layer()
+        self.replayed_count += 1
+        return held.made
+
+    def _capture(self, step: Step, compute: Callable[[], Made]) -> Captured:
+        """Captured and launched: the step has run when this returns."""
+        graph, tuning = Cuda.CUDAGraph(), self._runner.tuning
+        ran_before = tuning.mode_counts.copy()
+        with self._capturing(graph):
+            made = compute()
+            recording = step.record()
+        graph.replay()
+        self.captured_count += 1
+        return Captured(graph, recording, made, tuning.mode_counts - ran_before)
+
+    @contextmanager
+    def _capturing(self, graph: Any) -> Iterator[None]:
+        """On a stream of its own, for torch's default one cannot be captured. Nothing may be freed
+        on the way, and what listens between layers would ask for events."""
+        device, between = self._runner.model.device, self._runner.on_layer
+        collects, held_bytes = gc.isenabled(), Cuda.memory_reserved(device)
+        gc.disable()
+        self._runner.on_layer = None
+        try:
+            with Cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    yield
+                finally:
+                    graph.capture_end()
+        finally:
+            self._runner.on_layer = between
+            if collects:
+                gc.enable()
+        self.byte_count += Cuda.memory_reserved(device) - held_bytes
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "held": len(self._held),
+            "bytes": self.byte_count,
+            "replayed": self.replayed_count,
+            "captured": self.captured_count,
+            "dropped": self.dropped_count,
+            "eager": dict(self.eager_counts),
+        }
+
+    def check(self) -> None:
+        assert len(self._held) <= self._graph_max, f"{len(self._held)} graphs are held"
+        held = self.captured_count - self.dropped_count
+        assert held == len(self._held), f"{len(self._held)} graphs are held, not {held}"
+        assert len(self._seen) <= KINDS_MAX, f"{len(self._seen)} kinds are remembered"
