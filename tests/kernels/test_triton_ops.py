@@ -138,6 +138,23 @@ def test_rows_are_added_to_a_partial(ops: Ops, grids: dict[int, int], dtype: tor
                 )
 
 
+def test_lists_that_are_not_cut_have_their_bits_in_any_batch(
+    ops: Ops, grids: dict[int, int]
+) -> None:
+    """Those of a deterministic engine. Where lists may be cut, the batch is within rounding."""
+    case = test_attend.make(test_attend.CODECS["264"], heads=3, keys=150, queries=3)
+    together = case.run(ops)
+    for query in range(3):
+        one = slice(query, query + 1)
+        alone = case.run(ops, queries=case.queries[one], slots=case.slots[one])
+        test_attend.same_bits(alone, Partial(*(side[one] for side in together)))
+    balanced = case.run(ops, balanced=True)
+    assert not torch.equal(balanced.out, together.out)
+    test_attend.close(
+        balanced, test_attend.exact(case), *test_attend.tolerance(case.codec, torch.float32)
+    )
+
+
 def test_bits_do_not_depend_on_the_grid(ops: Ops, grids: dict[int, int]) -> None:
     case = test_attend.make(test_attend.CODECS["264"], heads=17, keys=40)
     want = attend_lists(case)

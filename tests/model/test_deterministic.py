@@ -84,3 +84,40 @@ def test_what_it_cannot_be_combined_with_is_refused_by_name(model):
     lacking = types.SimpleNamespace(has_stages=lambda: False, implementation=lambda: "torch")
     with pytest.raises(Unavailable, match="compiled stages, which backend 'reference' lacks"):
         require_alike(lacking, "reference")
+
+
+class Heard:
+    """Ops that keep what each was told."""
+
+    def __init__(self, ops):
+        self._ops, self.told = ops, []
+
+    def __getattr__(self, name):
+        function = getattr(self._ops, name)
+
+        def call(*given, **options):
+            self.told.append((name, options))
+            return function(*given, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_fills_a_device_unless_it_is_asked_for_bits(model, deterministic):
+    """And the indexer is told how many queries every request has, once that is the same."""
+    eng = engine(model, mtp=2, modes="none", deterministic=deterministic)
+    heard = eng.runner.ops = Heard(eng.runner.ops)
+    eng.add(text("embedded")[:9], Sampling(tokens_max=4, ignore_eos=True))
+    while not eng.is_idle:
+        eng.step()
+    eng.offload.close()
+    balanced = {
+        options["balanced"]
+        for name, options in heard.told
+        if name == "attend" and "balanced" in options
+    }
+    counts = {
+        options.get("queries_per_request") for name, options in heard.told if name == "index_top_k"
+    }
+    assert balanced == {not deterministic}
+    assert counts == {None, 1, 2}
