@@ -8,12 +8,13 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ess.errors import Unavailable
-from ess.kernels.cuda.adapters import deep_gemm, deep_gemm_experts, flash_mla
+from ess.kernels.cuda.adapters import deep_gemm, deep_gemm_experts, deep_gemm_linear, flash_mla
 from ess.kernels.cuda.adapters.deep_gemm import DeepGemm
 from ess.kernels.cuda.adapters.deep_gemm_experts import DeepGemmExperts
+from ess.kernels.cuda.adapters.deep_gemm_linear import DeepGemmLinear
 from ess.kernels.cuda.adapters.flash_mla import FlashMla
 
-Adapter = TypeVar("Adapter", FlashMla, DeepGemm, DeepGemmExperts)
+Adapter = TypeVar("Adapter", FlashMla, DeepGemm, DeepGemmExperts, DeepGemmLinear)
 
 
 class Choice(NamedTuple):
@@ -22,7 +23,8 @@ class Choice(NamedTuple):
     attention: FlashMla | None
     indexer: DeepGemm | None
     experts: DeepGemmExperts | None
-    lines: tuple[str, str, str]
+    dense: DeepGemmLinear | None
+    lines: tuple[str, ...]
 
 
 def choose(device: torch.device) -> Choice:
@@ -31,8 +33,9 @@ def choose(device: torch.device) -> Choice:
     experts, products = _tried(deep_gemm_experts.load, device)
     if attention is not None:
         whole += " for whole lists, triton for parts"
-    lines = f"attention: {whole}", f"indexer: {logits}", f"experts: {products}"
-    return Choice(attention, indexer, experts, lines)
+    dense, linear = _tried(deep_gemm_linear.load, device)
+    lines = f"attention: {whole}", f"indexer: {logits}", f"experts: {products}", f"dense: {linear}"
+    return Choice(attention, indexer, experts, dense, lines)
 
 
 def _tried(

@@ -20,7 +20,8 @@ from ess.kernels import backend
 from ess.kernels.checks import check_products
 from ess.kernels.cuda.adapters.deep_gemm import CODEC, MODULES
 from ess.kernels.cuda.adapters.modules import Library, first_that
-from ess.layout import SCALE_GROUP
+from ess.kernels.ops import Ops
+from ess.layout import SCALE_GROUP, IndexCodec
 from ess.units import align_up, div_ceil
 
 FUNCTIONS: Final = ("m_grouped_fp8_gemm_nt_masked",)
@@ -40,6 +41,13 @@ class Coded(NamedTuple):
 
     codes: Tensor
     scales: Tensor
+
+
+def coded(ops: Ops, values: Tensor, codec: IndexCodec) -> Coded:
+    """Values [n, depth] of any type, whose depth is so many groups of 128."""
+    keys = ops.encode_keys(values.reshape(-1, SCALE_GROUP), codec)
+    codes = keys.values.view(torch.float8_e4m3fn).view(values.shape)
+    return Coded(codes, keys.scales.view(len(values), -1))
 
 
 class DeepGemmExperts:
@@ -75,15 +83,12 @@ class DeepGemmExperts:
                 f"{ROOM_BYTES_MAX}"
             )
         made = tokens.new_zeros(len(tokens), width) if out is None else out
-        return self._run(self._code(tokens), ends, weights, scales, made) if len(tokens) else made
-
-    def _code(self, tokens: Tensor) -> Coded:
-        keys = self._ops.encode_keys(tokens.reshape(-1, SCALE_GROUP), CODEC)
-        codes = keys.values.view(torch.float8_e4m3fn).view(tokens.shape)
-        return Coded(codes, keys.scales.view(len(tokens), -1))
+        if not len(tokens):
+            return made
+        return self._run(coded(self._ops, tokens, CODEC), ends, weights, scales, made)
 
     def _run(
-        self, coded: Coded, ends: Tensor, weights: Tensor, scales: Tensor, out: Tensor
+        self, given: Coded, ends: Tensor, weights: Tensor, scales: Tensor, out: Tensor
     ) -> Tensor:
         """Tokens behind the last end go to the row behind all room, which is never read."""
         experts, width, _ = weights.shape
@@ -93,7 +98,7 @@ class DeepGemmExperts:
         expert = torch.searchsorted(ends, token, right=True)
         is_token = expert < experts
         place = (expert * room + token - starts[expert]).where(is_token, experts * room)
-        asked = tuple(_scattered(part, place, experts, room) for part in coded)
+        asked = tuple(_scattered(part, place, experts, room) for part in given)
         made = torch.empty(experts, room, width, dtype=torch.bfloat16, device=out.device)
         self._module.m_grouped_fp8_gemm_nt_masked(
             asked, (weights, scales), made, starts.diff(), div_ceil(count, experts)
@@ -114,13 +119,13 @@ class DeepGemmExperts:
         weights = torch.randn(3, 256, 384, generator=generator).to(torch.float8_e4m3fn).to(device)
         scales = (torch.rand(3, 2, 3, generator=generator) + 0.5).to(device)
         ends = torch.tensor([5, 5, 6], dtype=torch.int32, device=device)
-        coded = self._code(tokens.to(device))
+        asked = coded(self._ops, tokens.to(device), CODEC)
         out = torch.full((7, 256), 7.0, device=device)
-        self._run(coded, ends, weights, scales, out)
-        plain = coded.codes.float() * coded.scales.repeat_interleave(SCALE_GROUP, 1)
+        self._run(asked, ends, weights, scales, out)
+        plain = asked.codes.float() * asked.scales.repeat_interleave(SCALE_GROUP, 1)
         reference = backend.ops("reference")
         want = reference.expert_products(plain, ends, weights, scales=scales)
-        sizes = reference.expert_products(plain.abs(), ends, _sizes(weights), scales=scales)
+        sizes = reference.expert_products(plain.abs(), ends, unsigned(weights), scales=scales)
         error = float(((out - want)[:6].abs() / sizes[:6]).max())
         if not error <= BOUND:
             raise Unavailable(f"the probe failed: products are wrong by {error}, due {BOUND}")
@@ -136,5 +141,6 @@ def _scattered(lines: Tensor, place: Tensor, experts: int, room: int) -> Tensor:
     return there[:-1].view(experts, room, -1)
 
 
-def _sizes(weights: Tensor) -> Tensor:
+def unsigned(weights: Tensor) -> Tensor:
+    """Codes of e4m3 without their signs."""
     return (weights.view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn)
