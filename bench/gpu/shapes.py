@@ -20,6 +20,7 @@ from ess.bench.gpu.rig import Row, row
 from ess.kernels.backend import ops
 from ess.kernels.cuda.triton.attend import attend_lists, close_up
 from ess.kernels.cuda.triton.index import logits_into, top_k_into
+from ess.kernels.cuda.triton.launch import place
 from ess.kernels.cuda.triton.shapes import candidates
 from ess.kernels.merge import Partial
 from ess.layout import IndexCodec, RowCodec, RowForm
@@ -78,7 +79,10 @@ def attention_rows(point: Point, timed: Timed, *, device: str) -> Iterator[Row]:
     out = torch.empty(*shape, codec.latent_dim, device=device)
     into = Partial(out, torch.empty(shape, device=device))
     taken: dict[str, list[float]] = {}
-    for candidate in candidates(form=point.form, heads=point.heads, is_half=True):
+    generation = place(queries).generation
+    for candidate in candidates(
+        form=point.form, heads=point.heads, is_half=True, generation=generation
+    ):
         for way, balanced in (("even shares", True), ("whole lists", False)):
             more: dict[str, Any] = {"shape": candidate, "balanced": balanced, "scale": SCALE}
             work = partial(attend_lists, queries, slab, lists, codec, into=into, **more)

@@ -56,7 +56,7 @@ def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool)
     """
     from ess.kernels.cuda.triton.shapes import candidates
 
-    used, *others = candidates(form=form, heads=heads, is_half=True)
+    used, *others = candidates(form=form, heads=heads, is_half=True, generation=9)
     for shape in [used] if adds else [used, *others]:
         found = figures(attention_of(shape, form, adds=adds))
         assert found.shared <= SHARED_MAX
@@ -69,6 +69,18 @@ def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool)
             assert found.waits == 3
         else:
             assert found.mma > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("form", ["fp8", "bf16"])
+def test_attention_does_not_spill_in_its_loop_on_blackwell(form: Any, heads: int) -> None:
+    from ess.kernels.cuda.triton.shapes import candidates
+
+    used, *_ = candidates(form=form, heads=heads, is_half=True, generation=10)
+    found = figures(attention_of(used, form, capability=100))
+    assert found.loop_spills == 0
+    assert found.shared <= SHARED_MAX
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from ess.kernels.cuda.triton.device import grouped as experts
 from ess.kernels.cuda.triton.device import index as keys
 from ess.kernels.cuda.triton.device import linear as dense
 from ess.kernels.cuda.triton.device import topk
-from ess.kernels.cuda.triton.shapes import CANDIDATES, Shape
+from ess.kernels.cuda.triton.shapes import CANDIDATES, Shape, candidates
 from ess.layout import IndexCodec, RowCodec, RowForm
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -226,7 +226,8 @@ def top_k_of(*, capability: int = 90) -> Any:
 def report(capability: int) -> Iterator[tuple[str, Figures]]:
     """The shapes in use."""
     given: dict[str, Any] = {"capability": capability}
-    for (form, heads), (shape, *_) in CANDIDATES.items():
+    for form, heads in CANDIDATES:
+        shape, *_ = candidates(form=form, heads=heads, is_half=True, generation=capability // 10)
         for adds in (False, True):
             name = f"attend {form} to {heads} heads: {shape.name}{', adds' * adds}"
             yield name, figures(attention_of(shape, form, adds=adds, **given))

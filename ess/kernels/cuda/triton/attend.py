@@ -83,8 +83,10 @@ def attend_lists(
         into.lse.fill_(float("-inf"))
         return into
     shapes: Sequence[Shape] = (shape,) if shape is not None else ()
-    is_half = in_half(queries.dtype, codec)
-    for chosen in shapes or candidates(form=codec.form, heads=heads, is_half=is_half):
+    is_half, generation = in_half(queries.dtype, codec), place(queries).generation
+    for chosen in shapes or candidates(
+        form=codec.form, heads=heads, is_half=is_half, generation=generation
+    ):
         work = _Work(queries, rows, lists, codec, scale, placed, into, chosen, adds)
         if work.runs(spare_sms, balanced=balanced):
             return into

@@ -15,13 +15,16 @@ from ess.errors import BadInput, Unavailable
 
 CAPABILITY_MIN: Final = (8, 9)
 INTERPRETED_SMS: Final = 3
+INTERPRETED_AS: Final = 9
 
 
 class Place(NamedTuple):
-    """A device as launches see it; the interpreter counts as a device of few multiprocessors."""
+    """A device as launches see it; the interpreter counts as a device of few multiprocessors.
+    `generation` is the first number of its compute capability."""
 
     sm_count: int
     interpreted: bool
+    generation: int
 
     def programs(self, task_count: int, *, spare_sms: int = 0) -> int:
         """A grid for tasks that programs share out, leaving `spare_sms` multiprocessors free.
@@ -52,13 +55,19 @@ def require_device() -> None:
 
 def place(tensor: Tensor) -> Place:
     if interpreted():
-        return Place(INTERPRETED_SMS, True)
-    return Place(_sm_count(tensor.device.index or 0), False)
+        return Place(INTERPRETED_SMS, True, INTERPRETED_AS)
+    number = tensor.device.index or 0
+    return Place(_sm_count(number), False, _generation(number))
 
 
 @functools.cache
 def _sm_count(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _generation(device: int) -> int:
+    return int(torch.cuda.get_device_capability(device)[0])
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:

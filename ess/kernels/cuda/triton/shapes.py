@@ -40,13 +40,21 @@ CANDIDATES: Final[dict[tuple[RowForm, int], tuple[Shape, ...]]] = {
     ("bf16", 32): (SMALL, HALF),
     ("bf16", 64): (HALF, HALF_FAR, WIDE_LATE),
 }
+# For sm_100 Triton keeps sums in tensor memory and takes them to registers for every block: with
+# 64 heads of decoded keys, 9 to 23 of them are spilled there. 32 heads spill none.
+SINCE_BLACKWELL: Final[dict[tuple[RowForm, int], tuple[Shape, ...]]] = {
+    ("fp8", 64): (SMALL, HALF, WIDE),
+}
 # fmt: on
+BLACKWELL: Final = 10
 
 
-def candidates(*, form: RowForm, heads: int, is_half: bool) -> tuple[Shape, ...]:
-    """The shape in use first. Heads beyond the most that a shape takes go to further programs."""
+def candidates(*, form: RowForm, heads: int, is_half: bool, generation: int) -> tuple[Shape, ...]:
+    """The shape in use first, on a device of this generation: the first number of its compute
+    capability. Heads beyond the most that a shape takes go to further programs."""
     if not is_half:
         return (EXACT,)
     limits = sorted(limit for of_form, limit in CANDIDATES if of_form == form)
     fitting = next((limit for limit in limits if heads <= limit), limits[-1])
-    return CANDIDATES[form, fitting]
+    of_all = CANDIDATES[form, fitting]
+    return SINCE_BLACKWELL.get((form, fitting), of_all) if generation >= BLACKWELL else of_all
