@@ -17,6 +17,8 @@ F32: Final = 4
 BF16: Final = 2
 LOGITS: Final = 3
 """As they are made, changed by penalties and temperature, and sorted."""
+PARTIALS: Final = 4
+"""Of hits, of fetched rows, both joined, and that in the weights' type."""
 HIDDENS: Final = 8
 SIDES: Final = 2
 """Layers whose rows of a prompt are on the device at a time."""
@@ -47,7 +49,7 @@ def _token_bytes(config: ModelConfig, length_max: int) -> int:
     index = pages * PAGE_ROWS * F32 + 2 * pages * F32
     queries = config.head_count * (config.nope_dim + config.rope_dim) * F32
     absorbed = 2 * config.head_count * config.row_dim * BF16
-    partials = LOGITS * config.head_count * config.latent_dim * F32
+    partials = PARTIALS * config.head_count * config.latent_dim * F32
     lines = config.experts_per_token * (
         config.hidden_dim * (BF16 + F32) + 2 * config.expert_dim * (F32 + BF16)
     )

@@ -3,24 +3,75 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ess.door import Offload
+from ess.engine.step_bytes import decode_bytes, prompt_bytes
+from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import driver
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from tests.device import engines
-from tests.support.pretended import is_there
+from tests.support.checkpoints import tokens
+from tests.support.pretended import PRETENCE, is_there
+
+
+def storages(*things: Any) -> dict[int, Any]:
+    """The memory of those that are tensors of the device, each once."""
+    with torch._C.DisableTorchFunction():
+        held = [
+            thing.untyped_storage()
+            for thing in things
+            if issubclass(type(thing), torch.Tensor) and is_there(thing)
+        ]
+        return {memory._cdata: memory for memory in held}
+
+
+def alive() -> dict[int, Any]:
+    gc.collect()
+    return storages(*gc.get_objects())
 
 
 def tensor_bytes() -> int:
-    """Of the tensors of the device that are alive, memory that several share counted once."""
-    gc.collect()
-    there = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    with torch._C.DisableTorchFunction():
-        held = [tensor.untyped_storage() for tensor in there if is_there(tensor)]
-        return sum({memory.data_ptr(): memory.nbytes() for memory in held}.values())
+    return sum(memory.nbytes() for memory in alive().values())
+
+
+class Peak:
+    """The most bytes of tensors that were made since, and are alive together. What kernels take
+    for themselves is not seen, since the host's run in their place."""
+
+    def __init__(self) -> None:
+        self.most = self._now = 0
+        self._known = set(alive())
+        self._run = PRETENCE.run
+
+    def __enter__(self) -> Peak:
+        PRETENCE.run = self._watched
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del PRETENCE.run
+
+    def begin(self) -> None:
+        self.most = self._now
+
+    def _watched(self, *given: Any, **named: Any) -> Any:
+        result = self._run(*given, **named)
+        for key, memory in storages(*tree_leaves(result)).items():
+            if key not in self._known:
+                self._known.add(key)
+                self._now += memory.nbytes()
+                weakref.finalize(memory, self._gone, key, memory.nbytes())
+        self.most = max(self.most, self._now)
+        return result
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._now -= size
 
 
 def driver_bytes() -> int:
@@ -57,3 +108,26 @@ def test_pools_take_what_their_plan_says(family, mtp):
     assert planned["row maps"] == pools.sparse.slot_of.nbytes
     assert sum(planned.values()) == tensor_bytes() - tensors + driver_bytes() - given
     offload.close()
+
+
+def test_steps_take_no_more_than_their_estimate():
+    with engines.alone():
+        eng = engines.engine("cuda", mode="da", mtp="2", arena="ample")
+        config, layout = eng.runner.model.config, eng.offload.layout
+        with Peak() as peak:
+            requests = [
+                eng.add(
+                    tokens(count, engines.VOCABULARY, seed=count),
+                    Sampling(tokens_max=4, ignore_eos=True),
+                )
+                for count in (90, 130)
+            ]
+            while any(request.state != "decoding" for request in requests):
+                eng.step()
+            longest = {"length_max": engines.LENGTH_MAX}
+            assert 0 < peak.most <= prompt_bytes(config, layout, chunk_tokens=96, **longest)
+            peak.begin()
+            while not eng.is_idle:
+                eng.step()
+            assert 0 < peak.most <= decode_bytes(config, query_max=4, **longest)
+        eng.offload.close()
