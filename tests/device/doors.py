@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from ess.engine.tokens.sampling import Sampling
 from tests.device import engines
 from tests.device.steps import close
+from tests.support.checkpoints import tokens
+from tests.support.pretended import PRETENCE
 
 CASES = (
     ("glm", "resident", "1", "0", "ample", "many"),
@@ -31,3 +34,20 @@ def test_the_tokens_are_those_of_the_host(values):
     assert made["replayed"] > 0
     assert 0 < made["held"] <= engines.GRAPHS[case["graphs"]]
     assert made["eager"].keys() == {"first steps"}
+
+
+def test_steady_steps_wait_for_nothing_that_runs():
+    """Eager ones, the one that is captured, and replayed ones."""
+    eng = engines.engine("cuda", mtp="2", depth="1", graphs="many")
+    for seed in (0, 1):
+        prompt = tokens(20, engines.VOCABULARY, seed=seed)
+        eng.add(prompt, Sampling(tokens_max=24, ignore_eos=True))
+    replays, waited = eng._flights.replays, []
+    while not (replays.replayed_count or eng.is_idle):
+        PRETENCE.waited.clear()
+        eng.step()
+        waited.append(dict(PRETENCE.waited))
+    assert replays.replayed_count
+    assert replays.captured_count
+    assert {name for names in waited[2:] for name in names} == {"an earlier moment"}
+    eng.offload.close()

@@ -162,11 +162,12 @@ def expected(family: str, *, penalised: bool = False):
 def alone():
     """Launches may not wait for the device, and the device's ops are quick."""
     from tests.device.kernels import Kernels
-    from tests.support.pretended import without_waits
+    from tests.support.pretended import PRETENCE, without_waits
 
     real, cuda = flights.launch, backend._cuda
 
     def launch(*args, **kwargs):
+        PRETENCE.moment += 1
         turns = args[3]
         changes = any(turn.request.sampling.changes_logits for turn in turns)
         is_there = args[0].model.device.type != "cpu"

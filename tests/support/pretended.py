@@ -9,6 +9,8 @@ device, a kernel over pageable memory, and while a graph is captured whatever wa
 pageable memory. A replay does again what was captured. Streams keep no time and run at once.
 
 `without_waits` refuses the same where nothing is captured: what makes the host wait for the device.
+Elsewhere `PRETENCE.waited` counts it by name. Who launches counts `PRETENCE.moment`: to wait for an
+event of an earlier one is no wait for what runs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import runpy
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +46,9 @@ STREAM_OF = {
 }
 PICKS = {"__getitem__", "gather", "index_select", "take_along_dim"}
 AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or")}
+BLOCKING = {f"cu{name}Synchronize" for name in ("Ctx", "Event", "Stream")} | {
+    f"cuMemcpy{way}" for way in ("", "HtoD", "DtoH", "DtoD")
+}
 REFUSED = "operation not permitted when stream is capturing: {}"
 WAITED = "the host waits for the device: {}"
 
@@ -95,6 +101,7 @@ class Pretence(TorchFunctionMode):
     """`captured` holds what a replay does: (call, the tensors that its result goes to)."""
 
     pinned, captured, may_wait = frozenset(), None, True
+    moment, waited = 0, Counter()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.__name__, dict(kwargs or {})
@@ -162,6 +169,7 @@ class Pretence(TorchFunctionMode):
             raise RuntimeError(REFUSED.format(name))
         if not self.may_wait:
             raise RuntimeError(WAITED.format(name))
+        self.waited[name] += 1
 
     def move(self, name, tensor, *args, **kwargs):
         """`cuda`, `cpu`, `pin_memory` and `to`, which copy where the place changes."""
@@ -226,6 +234,7 @@ class Event:
 
     def record(self, stream=None):
         assert stream is None or isinstance(stream, Stream)
+        self.moment = PRETENCE.moment
 
     def elapsed_time(self, end):
         assert self.timed, "both events must be created with argument 'enable_timing=True'"
@@ -233,7 +242,9 @@ class Event:
         return 0.25
 
     def synchronize(self):
-        synchronize()
+        if self.moment == PRETENCE.moment:
+            return synchronize()
+        PRETENCE.waited["an earlier moment"] += 1
 
 
 def synchronize(device=None):
@@ -325,7 +336,7 @@ def capturing():
 def queue_at_once():
     """What is queued on torch's stream is done at once, as torch's own work is, and what is
     queued on any stream while a graph is captured becomes part of it."""
-    from ess.kernels.cuda import driver
+    from ess.kernels.cuda import driver, streams
 
     launch, attempt = driver.Kernel.launch, driver.attempt
 
@@ -352,10 +363,17 @@ def queue_at_once():
         queue(lambda: launch(kernel, copied, stream=stream, **shape), stream)
 
     def attempt_and_wait(name, *given):
+        if name in BLOCKING:
+            PRETENCE.refuse(name)
         if name not in STREAM_OF:
             return attempt(name, *given)
         return queue(lambda: attempt(name, *given), given[STREAM_OF[name]])
 
+    def spin(event, timeout_s=None):
+        PRETENCE.refuse("CudaEvent.wait")
+        wait(event, timeout_s)
+
+    wait, streams.CudaEvent.wait = streams.CudaEvent.wait, spin
     driver.attempt_now = attempt
     driver.Kernel.launch = launch_and_wait
     driver.attempt = attempt_and_wait
