@@ -12,6 +12,7 @@ import pytest
 
 from ess.adapters.vllm.meeting import BODY_BYTES_MAX, CALLERS_MAX, MeetingPlace
 from ess.errors import BadInput, Unavailable
+from tests.server.harness import until
 
 
 def meet(content: bytes) -> bytes:
@@ -69,7 +70,8 @@ def test_many_silent_callers_take_no_threads_without_bound(place: MeetingPlace) 
             except ConnectionResetError:
                 turned_away += 1
         assert turned_away == CALLERS_MAX
-        assert threading.active_count() <= thread_count + CALLERS_MAX
+        # The thread of a caller who was turned away may take a moment to end.
+        until(lambda: threading.active_count() <= thread_count + CALLERS_MAX, "their threads' end")
 
 
 def test_a_port_in_use_is_named() -> None:

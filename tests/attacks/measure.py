@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from tests.attacks.bystander import Bystander
-from tests.attacks.processes import birth, forget_peak, kin, peak_bytes, resident_bytes
+from tests.attacks.processes import birth, forget_peak, peak_bytes, resident_bytes
+from tests.support.kin import kin
 from tests.support.process import Process
 
 SAMPLE_S = 0.02

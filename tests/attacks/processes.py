@@ -1,4 +1,4 @@
-"""What /proc says of processes: who is below whom, how large, and whether they go on."""
+"""What /proc says of processes: how large they are, and whether they go on."""
 
 from __future__ import annotations
 
@@ -8,22 +8,9 @@ import re
 import select
 from pathlib import Path
 
+from tests.support.kin import fields, told
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
-GONE = (FileNotFoundError, ProcessLookupError)
-
-
-def children(process: int) -> list[int]:
-    """Of all its threads."""
-    found = []
-    with contextlib.suppress(*GONE):
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            found += [int(word) for word in (thread / "children").read_text().split()]
-    return found
-
-
-def kin(process: int) -> list[int]:
-    """All processes below it."""
-    return [below for child in children(process) for below in (child, *kin(child))]
 
 
 def peak_bytes(process: int) -> int:
@@ -38,9 +25,8 @@ def forget_peak(process: int) -> None:
 
 def resident_bytes(process: int) -> int:
     """0 if it has ended."""
-    with contextlib.suppress(*GONE):
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * PAGE
-    return 0
+    pages = told(process, "statm").split()
+    return int(pages[1]) * PAGE if pages else 0
 
 
 def birth(process: int) -> int:
@@ -48,10 +34,8 @@ def birth(process: int) -> int:
 
     A process that has ended and that nobody has waited for has ended.
     """
-    with contextlib.suppress(*GONE):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return 0 if fields[0] in "ZX" else int(fields[19])
-    return 0
+    found = fields(process)
+    return int(found[19]) if found and found[0] not in "ZX" else 0
 
 
 def wait_for_end(process: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.fuzz.fuzzer import Finding
 from tests.fuzz.lines import ROOT
+from tests.support.kin import fields
 
 WALL_S_MAX = 120.0
 
@@ -88,9 +89,4 @@ class KeptChild:
 
 def cpu_s(pid: int) -> float:
     """Of the process and of its children that have ended."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(") ")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields(pid)[11:15])) / os.sysconf("SC_CLK_TCK")

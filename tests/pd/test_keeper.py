@@ -17,7 +17,7 @@ from ess.server.commands.pd import keeper as keepers
 from ess.server.commands.pd.keeper import STARTS_MAX, Keeper, Order
 from ess.server.process.child import LINE_BYTES_MAX, lines_of
 from tests.server.harness import until
-from tests.server.test_fronts import is_running
+from tests.support.kin import is_running
 from tests.support.process import ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -17,8 +17,8 @@ import pytest
 from ess.server.commands.pd.routers import ROUTERS
 from tests.pd.stand import PACED
 from tests.server.harness import until
-from tests.server.test_fronts import is_running
 from tests.support.crowd import Crowd
+from tests.support.kin import is_running, kin, told
 from tests.support.process import READY_S, ROOT, RUN, SMALL, Process
 from tests.support.routers import ask
 
@@ -47,21 +47,11 @@ class Pd(Process):
         return ask(f"{self.url}/v1/completions", ASKED).status == 200
 
 
-def family(pid: int) -> set[int]:
-    """The process and all below it."""
-    found = {pid}
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in path.read_text().split():
-                found |= family(int(child))
-    return found
-
-
 @contextlib.contextmanager
 def served(tmp_path: Path, *flags: str, **environment: str) -> Iterator[Pd]:
     """Afterwards nothing of it is left, however it has ended."""
     with Pd(tmp_path / "log", "1p2d", *flags, **environment) as pd:
-        everybody = family(pd.process.pid)
+        everybody = [pd.process.pid, *kin(pd.process.pid)]
         yield pd
     until(lambda: not any(map(is_running, everybody)), "the end of everybody")
 
@@ -128,8 +118,8 @@ def test_keys_hold_for_everybody(tmp_path: Path):
             assert ask(f"{url}/v1/completions", ASKED).status == 401
         first = ask(f"{pd.url}/v1/completions", ASKED, Authorization="Bearer first-key")
         assert first.status == 200
-        for pid in family(pd.process.pid):
-            assert b"first-key" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid in (pd.process.pid, *kin(pd.process.pid)):
+            assert "first-key" not in told(pid, "cmdline")
         pd.process.send_signal(signal.SIGTERM)
         assert pd.ended(60) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -168,5 +169,8 @@ def mapped_files(engine: EngineProcess) -> int:
 
 def own_files(engine: EngineProcess) -> int:
     folder = Path(f"/proc/{engine.process.pid}/fd")
-    links = [os.readlink(entry) for entry in folder.iterdir()]
+    links = set()
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            links.add(os.readlink(entry))
     return len({link for link in links if link.startswith("/memfd:ess-")})

@@ -9,13 +9,13 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
 from tests.support.crowd import Crowd
+from tests.support.kin import children, commands, is_running
 from tests.support.process import Process
 
 PACED = ("--engine", "paced", "--max-running", "64", "--max-waiting", "64")
@@ -24,26 +24,8 @@ STREAMS = 24
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 1900, "ignore_eos": True}
 
 
-def children(pid: int) -> dict[int, str]:
-    """Pids and command lines."""
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            words = Path(f"/proc/{child}/cmdline").read_bytes()
-            found[int(child)] = words.replace(b"\0", b" ").decode()
-    return found
-
-
 def fronts(process: Process) -> list[int]:
-    return [pid for pid, words in children(process.process.pid).items() if "front" in words]
-
-
-def is_running(pid: int) -> bool:
-    """A zombie has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second: it ended while it was read
-        return False
+    return [pid for pid, words in commands(process.process.pid).items() if "front" in words]
 
 
 @contextlib.contextmanager
@@ -174,7 +156,7 @@ def test_streams_that_do_not_finish_in_time_end_with_an_error():
 def test_nothing_outlives_the_engine_or_the_first_process(lost: str):
     with several("--engine-restarts", "0") as process, crowd(process) as going:
         all_have_begun(going)
-        pids = children(process.process.pid)
+        pids = commands(process.process.pid)
         [engine] = [pid for pid, words in pids.items() if "ess.engine" in words]
         os.kill(engine if lost == "engine" else process.process.pid, signal.SIGKILL)
         until(lambda: not any(map(is_running, pids)), "the end of all processes", within_s=30)

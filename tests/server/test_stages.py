@@ -28,8 +28,8 @@ from ess.server.commands.start.torchrun import cleaned, placed_by_torchrun
 from tests.pd.pairs import SECRET
 from tests.server.harness import PacedEngine, Served, counting, until
 from tests.server.test_dashboard import metrics
-from tests.server.test_fronts import children, is_running
 from tests.server.test_succession import answered
+from tests.support.kin import commands, is_running
 from tests.support.process import ROOT, RUN, Process
 
 PREFILL = {"role": "prefill", "peer_secret": SECRET}
@@ -209,7 +209,7 @@ def load_of(process: Process) -> dict:
 
 def stages(process: Process) -> list[int]:
     return sorted(
-        pid for pid, words in children(process.process.pid).items() if "ess.engine.process" in words
+        pid for pid, words in commands(process.process.pid).items() if "ess.engine.process" in words
     )
 
 
@@ -257,7 +257,7 @@ def started(*flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
 
 def kin(process: subprocess.Popen[str]) -> list[int]:
     assert process.poll() is None, process.communicate()[1]
-    return [pid for pid, words in children(process.pid).items() if "ess.engine.process" in words]
+    return [pid for pid, words in commands(process.pid).items() if "ess.engine.process" in words]
 
 
 @pytest.mark.slow
@@ -332,7 +332,7 @@ def lose_last_stage(first: Real, second: Real) -> None:
         return peer["engine_id"]
 
     before = epoch()
-    last = max(pid for pid, words in children(first.process.pid).items() if "ess.pre" in words)
+    last = max(pid for pid, words in commands(first.process.pid).items() if "ess.pre" in words)
     os.kill(last, signal.SIGKILL)
     until(lambda: not is_running(last), "its end")
     until(lambda: epoch() != before, "the next worker's epoch")

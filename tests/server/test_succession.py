@@ -19,7 +19,8 @@ from ess.server.process.engines.group import EngineGroup, Loss, Member
 from ess.server.process.engines.restarts import OVER_S, Restarts
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
-from tests.server.test_fronts import COUNT, all_have_begun, children, crowd, is_running, several
+from tests.server.test_fronts import COUNT, all_have_begun, crowd, several
+from tests.support.kin import children, commands, is_running
 from tests.support.manual_clock import ManualClock
 from tests.support.process import Process
 
@@ -36,7 +37,7 @@ def kill(process: Process) -> int:
 
 def has_engine(process: Process, *others: int) -> bool:
     found = [
-        pid for pid, words in children(process.process.pid).items() if "ess.engine.process" in words
+        pid for pid, words in commands(process.process.pid).items() if "ess.engine.process" in words
     ]
     return bool(set(found) - {*others})
 
@@ -219,7 +220,7 @@ def test_all_processes_of_a_server_hear_the_next_engine():
     with several() as process, crowd(process) as going:
         all_have_begun(going)
         [engine] = [
-            pid for pid, words in children(process.process.pid).items() if "ess.engine" in words
+            pid for pid, words in commands(process.process.pid).items() if "ess.engine" in words
         ]
         os.kill(engine, signal.SIGKILL)
         until(lambda: all(map(going.is_over, range(len(going.texts)))), "the streams' end")
@@ -227,7 +228,7 @@ def test_all_processes_of_a_server_hear_the_next_engine():
         until(lambda: all(process.status("/ready") == 200 for _ in range(4 * COUNT)), "readiness")
         with crowd(process) as more:
             all_have_begun(more)
-        victim = next(p for p, words in children(process.process.pid).items() if "front" in words)
+        victim = next(p for p, words in commands(process.process.pid).items() if "front" in words)
         os.kill(victim, signal.SIGKILL)
         until(lambda: not is_running(victim), "its end")
         until(lambda: all(process.status("/ready") == 200 for _ in range(4 * COUNT)), "readiness")

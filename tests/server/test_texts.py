@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -18,10 +19,11 @@ import pytest
 from ess.models.chat.styles import style_of
 from ess.server.commands.start.checkpoint import embedded_path
 from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
-from tests.attacks.processes import children, peak_bytes
+from tests.attacks.processes import peak_bytes
 from tests.attacks.wire import MIB, listed
 from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, raw, saying, until
 from tests.support.crowd import Crowd
+from tests.support.kin import children
 from tests.support.process import Process
 
 LONG = {"pad": "x" * LOOP_BODY_BYTES}
@@ -76,7 +78,7 @@ def stopped(served: Served) -> Iterator[list[int]]:
         yield pids
     finally:
         for pid in pids:
-            if Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
 

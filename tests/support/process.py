@@ -13,6 +13,8 @@ from pathlib import Path
 
 import openai
 
+from tests.support.kin import commands
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "from ess.server.commands.cli import main; raise SystemExit(main())"
 READY_S = 60.0
@@ -88,12 +90,8 @@ class Process:
 
     @property
     def engine_pid(self) -> int:
-        path = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-        [engine] = [
-            int(child)
-            for child in Path(path).read_text().split()
-            if b"ess.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
+        below = commands(self.process.pid)
+        [engine] = [pid for pid, words in below.items() if "ess.engine.process" in words]
         return engine
 
     def stream(self, **asked: object) -> openai.Stream[openai.types.Completion]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from ess.errors import BadInput, BadState
 from ess.transfer.messages import Seal, checksum
 from ess.transfer.transport import Completed, Failed, Notification, PeerLost, Transfer
+from tests.server.harness import until
 from tests.support.manual_clock import ManualClock
 from tests.transfer.rigs import (
     KINDS,
@@ -298,7 +300,7 @@ def test_nothing_is_left_after_close(rig: Rig) -> None:
     before = held()
     for _ in range(5):
         round_trip()
-    assert held() == before
+    until(lambda: all(map(operator.le, held(), before)), "no more than after the first")
 
 
 def test_a_closed_transport_says_so(rig: Rig) -> None:

@@ -24,6 +24,7 @@ from ess.engine.tokens.grammar import Grammar, Grammars, Matcher, described
 from ess.engine.tokens.grammar_child import Follower
 from ess.errors import BadInput, Unavailable
 from ess.models.text.tokenizer import Tokenizer
+from tests.support.kin import is_running
 
 pytest.importorskip("llguidance")
 ROOT = Path(__file__).resolve().parents[3]
@@ -208,12 +209,6 @@ def processes(made: Grammars) -> list[int]:
     return [room.process for room in made._rooms.values()]
 
 
-def is_alive(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def wait_for_end(process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         file = os.pidfd_open(process)
@@ -310,7 +305,7 @@ def test_a_killed_process_is_replaced_and_nobody_notices(fresh, whom):
         assert np.array_equal(follower.allowed(output, drafts), expected.allowed(output, drafts))
     assert follower.failure == ""
     assert len(processes(fresh)) == 1
-    assert not is_alive(own)
+    assert not is_running(own)
 
 
 def test_a_process_killed_while_it_compiles_is_replaced_once(fresh):

@@ -8,7 +8,6 @@ import os
 import random
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from ess.engine.tokens import grammar_child
 from ess.engine.tokens.grammar import Grammar, Grammars
 from ess.errors import BadInput
+from tests.support.kin import fields
 from tests.unit.tokens.test_grammar import END, VOCABULARY, matcher, texts, tokenizer
 
 LONG = (pytest.mark.slow, pytest.mark.long)
@@ -99,8 +99,7 @@ def drawn(rng: random.Random) -> Grammar:
 
 def processor_s(process: int) -> float:
     """Processor time of the process and of the children that it has reaped."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields(process)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.parametrize(("seed", "count"), [(1, 25), pytest.param(2, 600, marks=LONG)])

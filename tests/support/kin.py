@@ -1,0 +1,46 @@
+"""What /proc says of processes, any of which may end while it is read."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+GONE = (FileNotFoundError, ProcessLookupError)
+"""The second: it has ended since its file was opened."""
+
+
+def told(process: int, file: str) -> str:
+    """All of a file of a process, nothing if that has ended."""
+    with contextlib.suppress(*GONE):
+        return Path(f"/proc/{process}/{file}").read_bytes().decode(errors="replace")
+    return ""
+
+
+def children(process: int) -> list[int]:
+    """Of all its threads."""
+    found = []
+    with contextlib.suppress(*GONE):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            found += [int(word) for word in told(process, f"task/{thread.name}/children").split()]
+    return found
+
+
+def kin(process: int) -> list[int]:
+    """All processes below it."""
+    return [below for child in children(process) for below in (child, *kin(child))]
+
+
+def commands(process: int) -> dict[int, str]:
+    """Its children and their command lines."""
+    words = {child: told(child, "cmdline").replace("\0", " ") for child in children(process)}
+    return {child: line for child, line in words.items() if line}
+
+
+def fields(process: int) -> list[str]:
+    """What its `stat` says behind its name: its state is the first; none if it has ended."""
+    return told(process, "stat").rpartition(")")[2].split()
+
+
+def is_running(process: int) -> bool:
+    """One that has ended and that nobody has waited for has ended."""
+    return fields(process)[:1] not in ([], ["Z"], ["X"])
