@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,21 @@ from tests.prefill.test_schedules import World
 
 PROMPT = text(320)
 FULL = 4 * 64
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch) -> Iterator[None]:
+    """A disk's threads and files last until its pipe is closed."""
+    made, begin = [], Pipe.__init__
+
+    def begin_and_note(self: Pipe, *given, **wishes) -> None:
+        made.append(self)
+        begin(self, *given, **wishes)
+
+    monkeypatch.setattr(Pipe, "__init__", begin_and_note)
+    yield
+    for pipe in made:
+        pipe.close()
 
 
 def assert_quiet(pipe: Pipe) -> None:
