@@ -156,6 +156,8 @@ def copy_tree(target: Path) -> None:
 def test_a_wheel_made_through_the_sdist_has_one_import_name(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     copy_tree(source)
+    described = source / "pyproject.toml"  # what is compiled matters here, and not how well
+    described.write_text(described.read_text().replace('"-O3"', '"-O0"'))
     python(["-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(source)])
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()

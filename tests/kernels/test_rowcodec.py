@@ -22,6 +22,7 @@ from ess.layout import RowCodec
 from tests.kernels.bits import all_bf16, array, random_bits, same_values, torch_code
 from tests.kernels.sets import SETS, op_set
 
+CAST_ROWS = 32_768
 FP8 = RowCodec()
 CODECS = {
     "656": FP8,
@@ -131,7 +132,7 @@ def test_bytes_are_those_of_the_specification(
 
 def test_any_float_in_range_is_cast_as_torch_casts_it(ops: object) -> None:
     """A group that holds 448 has scale 1: its codes are plain casts."""
-    count = 8_192 if ops.__class__ is Numpy and ops.module is formats else 32_768
+    count = 8_192 if ops.__class__ is Numpy and ops.module is formats else CAST_ROWS
     bits = random_bits(3, count * 127)
     small = np.where(np.abs(bits) <= 448, bits, np.float32(0.3))
     values = torch.full((count, 128), 448.0)

@@ -58,9 +58,10 @@ MOST = {
 }
 
 
-def run_interpreted(*arguments: str) -> str:
+def run_interpreted(*arguments: str, **environment: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.interpreted", *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    env = {**os.environ, **environment}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     return run.stdout
 
@@ -76,3 +77,10 @@ def test_the_interpreter_agrees(name: str, which: str) -> None:
     printed = run_interpreted(f"tests/kernels/test_{name}.py", "-k", which, "-m", "not slow")
     assert re.search(r"\d+ passed", printed), printed
     assert "skipped" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_as_many_floats_are_cast_as_on_a_device() -> None:
+    test = "tests/kernels/test_rowcodec.py::test_any_float_in_range_is_cast_as_torch_casts_it[cuda]"
+    assert "1 passed" in run_interpreted(test, INTERPRET_ALL="1")

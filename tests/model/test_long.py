@@ -37,11 +37,13 @@ def expected(family: str, length: int) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("length", [4096, 16384])
-@pytest.mark.parametrize(
-    ("family", "mode"),
-    [("deepseek_v32", "da"), ("deepseek_v32", "resident"), ("glm_moe_dsa", "dba")],
-)
+WAYS = [("deepseek_v32", "da"), ("deepseek_v32", "resident"), ("glm_moe_dsa", "dba")]
+CASES = [(*way, 4096) for way in WAYS] + [
+    pytest.param(*way, 16384, marks=pytest.mark.long if way[1:] != ("da",) else ()) for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("family", "mode", "length"), CASES)
 def test_long_contexts_say_what_the_plain_model_says(family, mode, length):
     layout = small(family).config.layout(row="f32", index="f32")
     offload = Offload.create(

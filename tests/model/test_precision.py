@@ -70,7 +70,7 @@ def test_low_precision_is_near_float32(context: int, form: Form) -> None:
 @pytest.mark.parametrize("mode", ["da", "dba"])
 @pytest.mark.parametrize(
     ("context", "form"),
-    [(2048, BF16_ROWS), (2048, SERVED), (8192, SERVED)],
+    [(2048, BF16_ROWS), (2048, SERVED), pytest.param(8192, SERVED, marks=pytest.mark.long)],
     ids=["2k-bf16-rows", "2k-fp8", "8k-fp8"],
 )
 def test_offload_adds_little_to_that(context: int, form: Form, mode: str) -> None:
