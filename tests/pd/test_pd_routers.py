@@ -6,10 +6,11 @@ What clients get is what a single server gives them, whoever made the prompt. Fa
 
 from __future__ import annotations
 
+import functools
+import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +24,7 @@ pytestmark = pytest.mark.slow
 
 until = partial(harness.until, within_s=60.0)
 KINDS = [SGLANG, SMG, VLLM]
-COUNT = 200
-FEW = 100
+COUNTS = [60, pytest.param(200, marks=pytest.mark.long)]
 SHORT = {"model": MODEL, "prompt": "The server is", "max_tokens": 5}
 NATIVE = {
     "text": "The server is a process that answers",
@@ -32,6 +32,14 @@ NATIVE = {
 }
 ROOM = ("--max-running", "16", "--max-waiting", "64", "--host-bytes", "192MiB")
 STANDS = [("1",), ("2", "--pp-size=2", "--chunk=64"), ("4", "--pp-size=2", "--tp-size=2")]
+SEEN = {("decode-2", SGLANG), ("prefill-1", SMG), ("decode-2", VLLM)}
+STOPPED = [
+    pytest.param(*case, id="-".join((case[0], case[1].package)), marks=marks)
+    for case in itertools.product(("decode-2", "prefill-1"), KINDS)
+    for marks in [() if case in SEEN else pytest.mark.long]
+]
+"""Each router sees a worker stop, and each role stops; the other three are long."""
+
 PROBES = {
     "/ready",
     "/health",
@@ -51,19 +59,25 @@ def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield made
 
 
+Expected = Callable[[int], list[Result]]
+
+
 @pytest.fixture(scope="module")
-def expected() -> list[Result]:
+def expected() -> Iterator[Expected]:
     """What a single server answers, which verifies one token a step."""
     with Process(*EXACT, *ROOM, "--mtp", "1", stderr=2).wait_ready() as alone:
-        return results(alone.url, mixed(COUNT))
+        yield functools.cache(lambda count: results(alone.url, mixed(count)))
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
-def test_answers_are_those_of_a_single_server(stand: Stand, expected: list[Result], kind: Kind):
-    asked = mixed(COUNT)
+def test_answers_are_those_of_a_single_server(
+    stand: Stand, expected: Expected, kind: Kind, count: int
+):
+    asked = mixed(count)
     before = landed(stand)
     with stand.behind(kind) as router:
-        check_equal(asked, results(router.url, asked), expected)
+        check_equal(asked, results(router.url, asked), expected(count))
         native = router.ask("/generate", NATIVE)
     alone = ask(stand.decodes[0].url + "/generate", NATIVE)
     assert native.document["output_ids"] == alone.document["output_ids"]
@@ -126,8 +140,7 @@ def test_a_killed_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, na
         until(lambda: served(router), "service")
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
-@pytest.mark.parametrize("name", ["decode-2", "prefill-1"])
+@pytest.mark.parametrize(("name", "kind"), STOPPED)
 def test_a_stopped_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, name: str):
     with paced.behind(kind, "--health-check-timeout-secs", "1") as router:
         everybody = {worker.url for worker in paced.workers.values()}
@@ -144,12 +157,11 @@ def test_a_stopped_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, n
         until(lambda: served(router), "service")
 
 
-def test_answers_behind_serve_pd_are_those_of_a_single_server(
-    expected: list[Result], tmp_path: Path
-):
+@pytest.mark.parametrize("count", COUNTS)
+def test_answers_behind_serve_pd_are_those_of_a_single_server(expected: Expected, count: int):
     flags = (*EXACT, *ROOM[:-1], "768MiB", "--mtp", "2")
     with Process("--pd", "1p3d", *flags, stderr=2) as pd:
-        asked = mixed(COUNT)[:FEW]
-        check_equal(asked, results(pd.url, asked), expected[:FEW])
+        asked = mixed(count)
+        check_equal(asked, results(pd.url, asked), expected(count))
         pd.process.send_signal(signal.SIGTERM)
         assert pd.ended(60) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -18,6 +19,14 @@ TEXT = tokens(1200, 512, seed=5)
 ONE = Sampling(tokens_max=1)
 WISH = Sampling(tokens_max=16, ignore_eos=True)
 LENGTHS = (1, 2, 64, 65, 600, 1100)
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+def few(*cases: tuple[object, ...], all_of: list[tuple[object, ...]]) -> list[object]:
+    """These, in which every value is; and the others of the grid, which `make test-long` runs."""
+    return [
+        case if case in cases else pytest.param(*case, marks=pytest.mark.long) for case in all_of
+    ]
 
 
 def give(number: int, count: int) -> Add:
@@ -25,7 +34,7 @@ def give(number: int, count: int) -> Add:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage_count", [1, 2, 4])
+@pytest.mark.parametrize("stage_count", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_prompts_are_made_and_every_stage_is_told_of(tmp_path, stage_count):
     with pipeline(tmp_path / "it", stage_count, chunk_tokens=128) as lead:
         ready = lead.ready()
@@ -61,8 +70,10 @@ def test_dynamic_chunks_are_profiled_before_it_is_ready(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [1, 2, 3])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    few((KILL, 1), (STOP, 2), (KILL, 3), all_of=list(itertools.product((KILL, STOP), (1, 2, 3)))),
+)
 def test_a_stage_that_is_lost_ends_all_and_is_named(tmp_path, lost, how):
     with pipeline(tmp_path / "it", 4, chunk_tokens=64) as lead:
         lead.ready()
@@ -71,12 +82,12 @@ def test_a_stage_that_is_lost_ends_all_and_is_named(tmp_path, lost, how):
         os.kill(lead.ranks[lost].pid, how)
         sentence = lead.fault()
         assert f"stage {lost} (layers" in sentence
-        codes = lead.wait_all(but=lost if how is signal.SIGSTOP else None)
+        codes = lead.wait_all(but=lost if how is STOP else None)
         assert 0 not in codes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [KILL, STOP])
 def test_stages_end_with_their_lead(tmp_path, how):
     with pipeline(tmp_path / "it", 2) as lead:
         lead.ready()
@@ -125,7 +136,7 @@ def expected(folder: Path, asked: list[Add]) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage_count", [2, 4])
+@pytest.mark.parametrize("stage_count", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_answers_of_processes_are_those_of_one(tmp_path, stage_count):
     asked = adds([TEXT[:count] for count in LENGTHS], WISH)
     single = expected(tmp_path / "alone", asked)
@@ -146,8 +157,10 @@ def test_answers_of_processes_are_those_of_one(tmp_path, stage_count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("lost", "how"),
+    few((0, KILL), (1, STOP), all_of=list(itertools.product((0, 1), (KILL, STOP)))),
+)
 def test_a_lost_stage_costs_time_and_no_answer(tmp_path, lost, how):
     """What did not come is made by the worker that decodes, all of it."""
     asked = adds([TEXT[:1100], TEXT[50:1150]], WISH)
