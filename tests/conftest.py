@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
-import os
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def emulated(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the libraries of the emulated device are built, once for all workers of a run."""
     own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "emulated"
+    folder = (own.parent if hasattr(pytestconfig, "workerinput") else own) / "emulated"
     folder.mkdir(exist_ok=True)
     return folder
 
