@@ -27,10 +27,11 @@ $(STAMP): pyproject.toml $(NATIVE)
 
 # To serve needs a third of what the checks need.
 $(SERVES): pyproject.toml $(NATIVE)
-	$(call INSTALL,serve)
+	$(call INSTALL,serve$(COMMA)guest)
 
+# Of what comes with ESS, or of MODEL=smollm2, or of MODEL=folder.
 serve: $(SERVES)
-	$(BIN)/ess serve
+	$(BIN)/ess serve $(MODEL)
 
 # Two workers on two cores: a second thread of each would only wait. Each begins with half of the
 # tests as they lie in their files; who has run out takes half of what the other has left. Hundreds

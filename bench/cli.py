@@ -57,6 +57,11 @@ BENCHMARKS: Final = (
         summary="Similarity, misses, warm-up and MTP acceptance on real text.",
     ),
     Command(
+        name="guest",
+        home="ess.bench.locality.guest_quality:guest_benchmark",
+        summary="What selections cost a guest: loss against dense attention, recall per layer.",
+    ),
+    Command(
         name="own-grid",
         home="ess.bench.prediction.own_grid:own_grid_benchmark",
         summary="Steps of this machine over a grid: predicted from its tables, and measured.",

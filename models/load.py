@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 
 from ess.errors import BadInput
@@ -29,21 +30,25 @@ def load_model(
     layers: range | None = None,
     heads: Split | None = None,
     device: str | torch.device = "cpu",
+    top_k: int | None = None,
 ) -> Model:
     """Every tensor is checked on the way; the files are closed when this returns.
 
     Without a path it is the small model in the box. Of a part, which consists of these main layers,
     only its own tensors are read; with `heads`, a split by heads, those of one rank's heads. On a
     `device` the tensors go there one by one, so the host never has all of them; there weights may
-    also stay as they are "stored", in blocks of fp8.
+    also stay as they are "stored", in blocks of fp8. Nothing in the weights depends on `top_k`: it
+    may be another than the checkpoint's.
     """
     place = torch.device(device)
     if form == "stored" and place.type == "cpu":
         raise BadInput("form 'stored' is for a device; on the CPU weights are in 'bf16' or 'f32'")
     with Checkpoint(path, links=links) as checkpoint:
         weights = RankWeights(checkpoint, form=form, split=heads)
-        tp = 1 if heads is None else heads.tp
-        return build(checkpoint.model_config, placed(weights, place), layers=layers, tp=tp)
+        tp, config = 1 if heads is None else heads.tp, checkpoint.model_config
+        if top_k is not None:
+            config = msgspec.structs.replace(config, top_k=top_k)
+        return build(config, placed(weights, place), layers=layers, tp=tp)
 
 
 def placed(weights: RankWeights, device: torch.device) -> TensorSource:

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
 from ess import console, cost
 from ess.bench.engine.decode_arm import Arm, Shape, Way
 from ess.bench.engine.forced_misses import Forced
@@ -35,11 +33,7 @@ from ess.bench.harness.slow_lane import Job, TimedLane
 from ess.bench.harness.threads import compute_threads
 from ess.cost import Hiding
 from ess.errors import BadInput
-from ess.models.load import EMBEDDED
-from ess.models.model import Model
-from ess.models.registry import build, read_config
-from ess.models.weights.checkpoint import Checkpoint
-from ess.models.weights.rank import RankWeights
+from ess.models.load import load_model
 
 MODES: Final = ("none", "da", "dba")
 CROSSING: Final = 0.75
@@ -102,14 +96,6 @@ def slow_link_benchmark(
     return rows_of(plan, folder=default_folder())
 
 
-def wide_model(top_k: int) -> Model:
-    """The embedded model with another `top_k`: nothing in its weights depends on it."""
-    with Checkpoint(EMBEDDED) as checkpoint:
-        weights = RankWeights(checkpoint, form="bf16")
-        config = msgspec.structs.replace(read_config(checkpoint.config), top_k=top_k)
-        return build(config, weights.tensor)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """Medians over the steps of one mode at one miss count, per layer and in microseconds."""
@@ -123,7 +109,7 @@ class Cell:
 
 @compute_threads()
 def rows_of(plan: Plan, *, folder: Path | None) -> list[Row]:
-    prefix = embedded_prefix(plan.context, folder=folder, model=wide_model(plan.top_k))
+    prefix = embedded_prefix(plan.context, folder=folder, model=load_model(top_k=plan.top_k))
     runs = [_Run(prefix, plan, mode) for mode in MODES]
     try:
         rate = plan.bytes_per_us or _crossing_rate(runs, plan, prefix.layout.row_bytes)

@@ -12,8 +12,12 @@ from ess.models.text.tokenizer import Tokenizer
 
 def token_ids(path: Path | None = None) -> tuple[list[int], str]:
     """The text as ids of the embedded model's vocabulary, and a name for it."""
-    text, name = (_reference(), "Python's own reference") if path is None else _read(path)
+    text, name = text_of(path)
     return Tokenizer(EMBEDDED).encode(text), name
+
+
+def text_of(path: Path | None = None) -> tuple[str, str]:
+    return (_reference(), "Python's own reference") if path is None else _read(path)
 
 
 def _reference() -> str:

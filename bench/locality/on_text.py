@@ -7,7 +7,7 @@ product's own planner and under Belady's MIN, warm-up on and off, and accepted d
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,8 @@ from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
 from ess.bench.harness.threads import compute_threads
 from ess.bench.locality.analysis import EARLY_STEPS, Locality, analyse, slots_for
+from ess.bench.locality.guest_text import Plan as GuestPlan
+from ess.bench.locality.guest_text import guest_rows
 from ess.bench.locality.record_trace import record
 from ess.bench.prediction.sim_vs_engine import least_slots, twin_row
 from ess.pool.lru.arena import BLOCK_SLOTS
@@ -53,12 +55,18 @@ def locality_benchmark(
     text: Path | None = None,
     record: Path | None = None,
     plot: Path | None = None,
+    model: str = "",
+    top_k: int = 256,
     smoke: bool = False,
 ) -> list[Row]:
-    """Locality of the embedded model's selections on real text.
+    """Locality of the embedded model's selections on real text, or of a guest's.
 
     Parameters
     ----------
+    model
+        A guest, as smollm2: then under every policy, in pools of 1.5 to 4 top-k.
+    top_k
+        How many rows a guest's queries select.
     ctx
         Context length; up to 4k it is prefilled whole.
     mtp
@@ -76,6 +84,10 @@ def locality_benchmark(
     """
     console.check_folder("--record", record)
     plots.check_folder(plot)
+    if model:
+        context = size("--ctx", ctx)
+        asked = GuestPlan(model=model, context=context, queries=queries, top_k=top_k)
+        return guest_rows(replace(asked, text=text, record=record))
     if smoke:
         return rows_of(SMOKE, folder=None, record_to=record, plot=plot)
     ratios = tuple(shares("--ratio", ratio))

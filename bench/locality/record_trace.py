@@ -7,6 +7,7 @@ when a prompt's last chunk is done. They are the same that decode would make beh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,8 @@ from torch import Tensor
 from ess.bench.engine.around import Around
 from ess.bench.engine.decode_arm import lay_in
 from ess.bench.harness.prefix import Prefix
-from ess.door import Offload, Sequence
+from ess.door import Offload
+from ess.door import Sequence as Served
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
@@ -39,15 +41,25 @@ class Windowed(Around):
 
     windows: Windows
 
-    def warm(self, sequence: Sequence, windows: Windows) -> None:
+    def warm(self, sequence: Served, windows: Windows) -> None:
         self.windows = windows.copy()
 
 
-def record(path: Path, prefix: Prefix, ids: list[int], *, query_count: int, mtp: int) -> None:
+def record(
+    path: Path,
+    prefix: Prefix,
+    ids: list[int],
+    *,
+    query_count: int,
+    mtp: int,
+    groups: Sequence[int] | None = None,
+) -> None:
     """The selections of `query_count` words that follow the prefix, `mtp` to a step.
 
-    `prefix` must be laid out of `ids`, so that what follows in `ids` follows in the text.
+    `prefix` must be laid out of `ids`, so that what follows in `ids` follows in the text. Of all
+    layer groups, or of these.
     """
+    kept = range(prefix.layout.group_count) if groups is None else groups
     if query_count % WINDOW_MAX or WINDOW_MAX % mtp:
         raise BadInput(f"{query_count} queries, {mtp} a step: take multiples of {WINDOW_MAX}")
     start = prefix.length
@@ -55,7 +67,7 @@ def record(path: Path, prefix: Prefix, ids: list[int], *, query_count: int, mtp:
         raise BadInput(f"the text has {len(ids)} tokens, {start + query_count + 1} are read")
     header = TraceHeader(
         layout=prefix.layout.name,
-        group_count=prefix.layout.group_count,
+        group_count=len(kept),
         top_k=prefix.layout.top_k,
         mtp=mtp,
         context=start + query_count,
@@ -64,7 +76,8 @@ def record(path: Path, prefix: Prefix, ids: list[int], *, query_count: int, mtp:
     )
     with TraceWriter(path, header=header) as writer:
         for number, (windows, scores) in enumerate(_windows(prefix, ids, query_count)):
-            _write(writer, number * WINDOW_MAX, start, (windows, scores), mtp)
+            made = windows[list(kept)], [scores[group] for group in kept]
+            _write(writer, number * WINDOW_MAX, start, made, mtp)
 
 
 @dataclass(frozen=True, slots=True)

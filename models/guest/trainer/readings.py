@@ -1,7 +1,7 @@
 """What the indexer of a guest is trained on: text that lies on this machine already.
 
-The documents of this repository, and the doc strings and sources of Python's standard library.
-Python's own reference is left out: it is what the benchmarks read.
+The doc strings and the sources of Python's standard library. Python's own reference is left out: it
+is what the benchmarks read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-DOCUMENTS: Final = Path(__file__).parents[3] / "docs"
 DOC_CHARS_MIN: Final = 200
 SOURCE_CHARS: Final = 6000
 MODULES_LEFT_OUT: Final = ("test", "idlelib", "pydoc_data", "lib2to3", "site-packages", "encodings")
@@ -21,15 +20,9 @@ MODULES_LEFT_OUT: Final = ("test", "idlelib", "pydoc_data", "lib2to3", "site-pac
 
 def texts(seed: int) -> list[str]:
     """In an order that the seed decides."""
-    found = [*_documents(), *_library()]
+    found = list(_library())
     random.Random(seed).shuffle(found)
     return found
-
-
-def _documents() -> Iterator[str]:
-    for path in sorted(DOCUMENTS.rglob("*.md")):
-        sections = path.read_text(encoding="utf-8").split("\n## ")
-        yield from (section for section in sections if len(section) >= DOC_CHARS_MIN)
 
 
 def _library() -> Iterator[str]:
