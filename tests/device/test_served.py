@@ -71,7 +71,7 @@ def test_the_doctor_decodes_on_it(told: dict[str, str], monkeypatch: pytest.Monk
     assert decode.state.startswith("the CPU's tokens, ")
     assert not decode.state.startswith("the CPU's tokens, 0 rows")
     chosen = {check.name: check.state for check in kernels}
-    assert list(chosen) == ["attention", "indexer", "experts", "ours", "copy engine"]
+    assert {"attention", "indexer", "experts", "ours", "copy engine"} <= chosen.keys()
     assert "flash_mla" in chosen["attention"]
 
 
