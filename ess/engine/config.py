@@ -73,6 +73,12 @@ class EngineConfig:
     verify_every: int = setting(
         0, "engine", "Check one layer of every n-th step against the host; 0: never.", (0, 1 << 20)
     )
+    graphs: int = setting(
+        64,
+        "engine",
+        "Kinds of steps a device replays as graphs; 0: none, all run eagerly.",
+        (0, 4096),
+    )
     backend: BackendName = setting(
         "cpu", "engine", "What computes: reference is slow and exact, cuda is for a device."
     )
@@ -83,7 +89,6 @@ class EngineConfig:
         False, "handoff", "Let requests ask for invented rows, to measure decoding by itself."
     )
     query_max: int = 64
-    graphs: int = 64
     graph_bytes: int = 4 << 30
     verify_fatal: bool = False
 

@@ -151,7 +151,7 @@ class ForeignFlags:
 # Accepted and logged: what they ask for is always so, or changes no answer.
 NO_EFFECT: Final[Mapping[str, str]] = {
     "trust_remote_code": "code of a checkpoint is never run",
-    "enforce_eager": "no step runs as a graph",
+    "enforce_eager": "no step of a CPU is a graph; --graphs 0 says so of a device's",
     "disable_log_requests": "requests are not logged",
     "enable_metrics": "/metrics is always served",
     "enable_prefix_caching": "equal prefixes are always shared",

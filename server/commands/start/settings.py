@@ -39,7 +39,7 @@ SECTIONS: Final = (
 OF_DECODING: Final = frozenset(
     {
         *("modes", "calibration", "tbo", "sbo", "mtp_auto", "depth", "promise"),
-        *("budget_every", "warm", "verify_every", "evict"),
+        *("budget_every", "warm", "verify_every", "evict", "graphs"),
     }
 )
 """What only steps that decode obey."""
