@@ -61,6 +61,7 @@ def test_a_completion_is_that_of_the_host(told: dict[str, str]):
         assert told["PRETENDED_DRIVER"] in Path(f"/proc/{process.engine_pid}/maps").read_text()
 
 
+@pytest.mark.long
 def test_the_doctor_decodes_on_it(told: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     for name, value in told.items():
         monkeypatch.setenv(name, value)
