@@ -2,10 +2,11 @@
 
 A row is met where the measurement lies within our band. The rows at the end say how far off we are
 as a whole: the middle error of rows whose conditions are nearly complete (E) or partly guessed (P),
-and how much the error changes from small to large batches and contexts. Rows of vLLM are counted
-and told apart, since the tables are SGLang's. `seen` rows lent a host gap or a host time to our
-constants; the middle without them stands beside. Bounds (U) are not counted: they are met where we
-say that more is possible.
+and how much the error changes from small to large batches and contexts. A row of vLLM or
+TensorRT-LLM is predicted from tables of its own framework, as far as there are any. Rows of vLLM
+are also told apart, since its tables are of another year. `seen` rows lent a host gap or a host
+time to our constants; the middle without them stands beside. Bounds (U) are not counted: they are
+met where we say that more is possible.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators.gpus import silicon_of
 from ess.sim.operators.silicon import host
 from ess.sim.operators.silicon.assembled import SiliconOperators
+from ess.sim.operators.silicon.stacks import SGLANG
 from ess.sim.prefill.colocated import mixed_us, prompt_us, stall_us
 from ess.sim.prefill.prompt_pass import PromptPass, pass_trust
 from ess.sim.published.serving import Serving, servings
@@ -108,14 +110,14 @@ class Said:
 
     def _operators(self, row: Serving) -> SiliconOperators:
         return replace(
-            self._measured(row["gpu"], row["family"], row["kv"]),
+            self._measured(row["gpu"], row["family"], row["kv"], row["stack"]),
             balance=row["balance"] or None,
             step_gap_us=GAPS[row["host"]],
         )
 
 
-def _measured(gpu: str, family: str, kv: str) -> SiliconOperators:
-    return silicon_of(gpu, family=family, kv=kv or None)
+def _measured(gpu: str, family: str, kv: str, stack: str) -> SiliconOperators:
+    return silicon_of(gpu, family=family, kv=kv or None, stack=stack or SGLANG)
 
 
 def _stalled_us(row: Serving, operators: SiliconOperators, scenario: Scenario) -> float:
@@ -147,7 +149,7 @@ def _row(outcome: Outcome) -> Row:
         "band": f"{below:+.0%} {above:+.0%}",
         **{
             name: row[name]
-            for name in ("gpu", "family", "batch", "context", "date", "source", "note")
+            for name in ("gpu", "family", "stack", "batch", "context", "date", "source", "note")
         },
         "marks": list(outcome.marks),
     }

@@ -37,5 +37,4 @@ class Outcome:
 
     @property
     def is_vllm(self) -> bool:
-        """The tables are SGLang's, and vLLM's kernels of its day were others."""
-        return "vllm" in self.row["source"].lower() or "vLLM" in self.row["row"]
+        return self.row["stack"] == "vllm"

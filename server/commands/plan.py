@@ -23,6 +23,7 @@ from ess.sim.operators.families import family_of
 from ess.sim.operators.gpus import operators_of
 from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.silicon.chip import chip_of
+from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.planning.answers import Answer, Question, answered
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.deployment import CACHED_SHARE, OUTPUT_TOKENS, Work
@@ -48,6 +49,8 @@ class DecodeFlags:
     "deepseek-v3.2, glm-5 or glm-5.2; deepseek-v3 and -r1 attend to every row, and run resident."
     gpu: str = "h200"
     "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these."
+    stack: Stack = SGLANG
+    "The framework whose measured kernels a step is made of: sglang, vllm or trtllm."
     gpus: Whole = 32
     "GPUs that share the experts: 8, 16, 32, 64, 128 or 256."
     mtp: Whole = 2
@@ -183,7 +186,9 @@ def plan(
     console.check_folder("--html", html)
     ask = _asked(decode, nodes)
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
-    planner = planner_of(ask, decode.gpu, decode.perf_db, nodes.node, model=decode.model)
+    planner = planner_of(
+        ask, decode.gpu, decode.perf_db, nodes.node, model=decode.model, stack=decode.stack
+    )
     if decode.is_free:
         planner = best_way(planner)
     if html is not None:
@@ -266,14 +271,22 @@ def cut_of(model: str, ask: Ask, pp_size: int | None, given: str | None) -> Cut 
 
 
 def planner_of(
-    ask: Ask, gpu: str, perf_db: Path | None, node: Node, *, model: str = MODEL
+    ask: Ask,
+    gpu: str,
+    perf_db: Path | None,
+    node: Node,
+    *,
+    model: str = MODEL,
+    stack: Stack = SGLANG,
 ) -> Planner:
     family, machine = family_of(model), chip_of(gpu).machine
     limits = node.fetch_limits(machine, gpus=ask.gpu_count)
     link_name = min(limits, key=lambda name: limits[name])
     layer_count = family.layout.layer_count
     return Planner(
-        operators=operators_of(gpu, family=model, package=perf_db, link_rate=limits[link_name]),
+        operators=operators_of(
+            gpu, family=model, package=perf_db, link_rate=limits[link_name], stack=stack
+        ),
         curves=misses.published(layer_count=layer_count),
         ask=ask,
         layout=family.layout,

@@ -17,6 +17,7 @@ from ess.errors import BadInput
 from ess.server.commands import simpage
 from ess.server.commands.plan import MODEL, NodeFlags, parse_duration, planner_of
 from ess.server.commands.planshow import Line, print_sides
+from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.planner import Planner
 from ess.sim.serving.arrivals import Arrival, read_arrivals
@@ -79,6 +80,8 @@ class WorkerFlags:
     "A model that selects rows: deepseek-v3.2, glm-5 or glm-5.2."
     gpu: str = "h200"
     "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these."
+    stack: Stack = SGLANG
+    "The framework whose measured kernels a step is made of: sglang, vllm or trtllm."
     gpus: Whole = 32
     "GPUs that share the experts."
     mtp: Whole = 2
@@ -99,7 +102,9 @@ class WorkerFlags:
             device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
             host_bytes=nodes.host_bytes(self.gpus),
         )
-        return planner_of(ask, self.gpu, self.perf_db, nodes.node, model=self.model)
+        return planner_of(
+            ask, self.gpu, self.perf_db, nodes.node, model=self.model, stack=self.stack
+        )
 
 
 @Parameter(name="*")

@@ -13,8 +13,7 @@ from ess.bench.silicon.against import outcomes_of, silicon_benchmark
 from ess.sim.published.serving import servings
 
 MISSED = {
-    *("D6 EP32", "D6 EP72", "D6 EP96", "D7", "D10 vLLM", "D22"),
-    *("P5 EP8", "P5 EP16", "P5 EP32"),
+    *("D22", "P5 EP32"),
     *(f"P7 {tokens} in all groups" for tokens in ("3 500", "8 192", "16 384", "32 768")),
 }
 
@@ -44,8 +43,9 @@ def test_only_the_known_rows_lie_outside_their_band(rows: dict[str, Row]):
 
 def test_how_far_off_they_are(rows: dict[str, Row]):
     most = {
-        "middle error, all counted": 0.105,
-        "middle error, E": 0.092,
+        "middle error, all counted": 0.097,
+        "middle error, nothing seen": 0.116,
+        "middle error, E": 0.088,
         "middle error, not vLLM": 0.087,
         "middle error, software of 2026": 0.084,
     }

@@ -15,6 +15,7 @@ from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.silicon.attention import Dense, Sparse
 from ess.sim.operators.silicon.bank import shipped_bank
 from ess.sim.operators.silicon.chip import CHIPS
+from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.operators.stages import Shape
 from ess.sim.prefill import prefill_time
 from ess.sim.prefill.colocated import mixed_us, prompt_us, stall_us
@@ -97,6 +98,39 @@ def test_what_is_no_table_is_marked_and_widens_the_band():
     assert marked.band[1] > told.band[1]
     fewer = simulate(operators_of("h800"), replace(far, batch=32))
     assert fewer.marks == marked.marks, "one sentence, however many queries"
+
+
+@pytest.mark.parametrize("stack", ["vllm", "trtllm"])
+@pytest.mark.parametrize("gpu", ["h100", "h200", "b200"])
+def test_another_stack_has_its_own_kernels_and_says_what_it_lacks(gpu: str, stack: Stack):
+    for family in FAMILIES:
+        asked = Scenario(batch=64, queries_each=1, context=8192, parallel=NODE, tbo=False)
+        ours, theirs = (
+            simulate(operators_of(gpu, family=family, stack=name), asked)
+            for name in (SGLANG, stack)
+        )
+        assert theirs.step_us != ours.step_us
+        assert theirs.step_us == pytest.approx(ours.step_us, rel=0.6)
+        wide = simulate(
+            operators_of(gpu, family=family, stack=stack),
+            replace(asked, parallel=Parallel.wide(32)),
+        )
+        lent = f"exchanges and experts behind them in {stack}: SGLang's times stand in"
+        assert lent not in theirs.marks
+        assert lent in wide.marks
+
+
+def test_sparse_attention_of_vllm_was_measured_at_any_batch():
+    far = Scenario(batch=64, queries_each=1, context=131_072, parallel=NODE, tbo=False)
+    marks = {
+        stack: simulate(operators_of("h200", stack=stack), far).marks
+        for stack in ("sglang", "vllm", "trtllm")
+    }
+    assert "vLLM" in marks["sglang"][0]
+    assert marks["vllm"] == ()
+    assert "sparse attention in trtllm: SGLang's times stand in" in marks["trtllm"]
+    with pytest.raises(BadInput, match=r"no operator tables of 'other'; there are sglang, vllm"):
+        operators_of("h200", stack="other")
 
 
 def test_two_queries_cost_less_than_two_requests():

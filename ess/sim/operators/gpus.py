@@ -20,6 +20,7 @@ from ess.sim.operators.paper import Fitted, PaperOperators
 from ess.sim.operators.silicon.assembled import SiliconOperators
 from ess.sim.operators.silicon.bank import package_bank, shipped_bank
 from ess.sim.operators.silicon.chip import chip_of
+from ess.sim.operators.silicon.stacks import SGLANG
 from ess.sim.operators.stages import Machine, Operators
 
 MODELS: Final = ("deepseek-v3.2",)
@@ -60,11 +61,13 @@ def operators_of(
     constants: Constants = "silicon",
     package: Path | None = None,
     link_rate: float | None = None,
+    stack: str = SGLANG,
 ) -> Operators:
     """From the tables that ship, or from an unpacked package. `link_rate` is in bytes per
-    microsecond, the machine's own where none is given."""
+    microsecond, the machine's own where none is given. `stack` is the framework whose kernels were
+    measured; the constants of the paper know none."""
     if constants == "silicon":
-        return silicon_of(gpu, family=family, package=package, link_rate=link_rate)
+        return silicon_of(gpu, family=family, package=package, link_rate=link_rate, stack=stack)
     check_planned(family, gpu)
     known = GPUS[gpu]
     machine = known.machine if link_rate is None else replace(known.machine, link_rate=link_rate)
@@ -82,14 +85,15 @@ def silicon_of(
     kv: str | None = None,
     package: Path | None = None,
     link_rate: float | None = None,
+    stack: str = SGLANG,
 ) -> SiliconOperators:
     """Rows are on the device as the family's layout has them, unless `kv` says fp8 or bf16."""
     chip, known = chip_of(gpu), family_of(family)
     if link_rate is not None:
         chip = replace(chip, machine=replace(chip.machine, link_rate=link_rate))
     if package is None:
-        bank = shipped_bank(chip.base)
+        bank = shipped_bank(chip.base, stack=stack)
     else:
-        bank = package_bank(package, gpu=chip.base, system=chip.system)
+        bank = package_bank(package, gpu=chip.base, system=chip.system, stack=stack)
     form = kv or ("fp8" if known.layout.row.form == "fp8" else "bf16")
-    return SiliconOperators(bank=bank, chip=chip, family=known, kv=form)
+    return SiliconOperators(bank=bank, chip=chip, family=known, kv=form, stack=stack)

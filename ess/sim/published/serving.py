@@ -6,6 +6,8 @@ a bound only. `seen` says what of the model was chosen with the row in view: a h
 time (taken from it), the share of peak of an H20, that a node gathers tokens, how many experts few
 tokens touch; or no.
 
+`stack` is the framework that served, where there are tables of it; else SGLang's stand in.
+
     decode    milliseconds of a step: requests per GPU x tokens a step over tokens per second
     prompt    seconds of a pass over prompts, or until a first token
     ratio     of the two rows in `over`

@@ -15,6 +15,7 @@ from ess.sim.operators.silicon.bank import Bank
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.experts import Experts, Way
 from ess.sim.operators.silicon.prompts import Prompts
+from ess.sim.operators.silicon.stacks import SGLANG
 from ess.sim.operators.silicon.trust import trust_of
 from ess.sim.operators.stages import Machine, Shape, Stages, Trust
 
@@ -35,6 +36,7 @@ class SiliconOperators:
     chip: Chip
     family: Family
     kv: str
+    stack: str = SGLANG
     balance: str | None = None
     step_gap_us: float = host.STEP_GAP_US
 
@@ -89,7 +91,7 @@ class SiliconOperators:
         return projected_us + tokens * share * host.SAMPLED_BYTES / self.machine.hbm_rate
 
     def trust(self, shape: Shape) -> Trust:
-        return trust_of(self.chip, self.family, shape)
+        return trust_of(self.chip, self.family, shape, stack=self.stack)
 
     def _draft_us(self, whole: Shape) -> float:
         """A layer and the head, after the pass before."""

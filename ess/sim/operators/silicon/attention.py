@@ -22,12 +22,12 @@ from typing import Final
 from ess.errors import BadInput
 from ess.sim.operators.silicon.bank import Bank
 from ess.sim.operators.silicon.choices import choices
+from ess.sim.operators.silicon.selection import HEADS_MIN
 from ess.sim.operators.tables import Curve, Surface
 
 MEASURED_TOKENS: Final = 1 << 18
 MEASURED_CONTEXT: Final = 1 << 17
 QUERIES: Final = tuple(float(1 << power) for power in range(11))
-HEADS_MIN: Final = 16
 HEADS_MAX: Final = 128
 SCAN_SHARE: Final = 0.4
 """Of the time to read an index key, one query multiplies for this part: 64 heads x 128 dimensions

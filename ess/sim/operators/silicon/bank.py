@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ess.sim.operators.derive import Entries, derived
-from ess.sim.operators.silicon.selection import SELECTION
+from ess.sim.operators.silicon.stacks import BY_NAME, SGLANG, own_names, tables_of
 from ess.sim.operators.tables import FOLDER, Curve, Surface, curve_of, entries_of
 
 EXPERTS: Final = 256
 CHOSEN: Final = 8
 FEW_TOKENS: Final = (8, 48)
 FITTED_TOKENS: Final = 128
+SHARING_MODEL: Final = "glm-5.2"
 
 
 class Exchange(NamedTuple):
@@ -29,7 +30,7 @@ class Exchange(NamedTuple):
 
 Key = tuple[float | str, ...]
 Keyed = Mapping[Key, Curve]
-Surfaces = Mapping[Key, Surface]
+Surfaces = dict[Key, Surface]
 
 
 def _number(value: float | str) -> float:
@@ -67,13 +68,22 @@ def _curve_table(name: str, *, keys: int) -> cached_property[Keyed]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bank:
-    """`read` gives the entries of a table by name. Keys are columns in the order of the files."""
+    """`read` gives the entries of a table by name. Keys are columns in the order of the files.
+    `lender` has SGLang's tables, where these are of another stack."""
 
     source: str
     read: Callable[[str], Entries]
+    lender: Bank | None = None
 
-    sparse_decode = _surface_table("sparse_decode", keys=3)
-    """By model, heads and form of a row: over queries and context."""
+    @cached_property
+    def sparse_decode(self) -> Surfaces:
+        """By model, heads and form of a row: over queries and context. Layers that share a
+        selection are SGLang's where a stack has none."""
+        own = _surfaces(self.read("sparse_decode"), keys=3)
+        if self.lender is None:
+            return own
+        lent = self.lender.sparse_decode.items()
+        return own | {key: surface for key, surface in lent if key[0] == SHARING_MODEL}
 
     index_growth = _surface_table("index_growth", keys=1)
     """By model: over queries and context."""
@@ -123,27 +133,32 @@ class Bank:
         return {1: _exchange(self.read("bulk_near"))} | _exchanges(self.read("bulk_far"))
 
 
-def shipped_bank(gpu: str) -> Bank:
-    columns = {derivation.name: derivation.columns for derivation in SELECTION}
-    far = FOLDER / ("h200" if gpu == "b200" else gpu)
+def shipped_bank(gpu: str, *, stack: str = SGLANG) -> Bank:
+    """What a stack has not is SGLang's, and between nodes of B200 an H200's."""
+    own = own_names(stack)
 
     def read(name: str) -> Entries:
+        if name in own:
+            return entries_of(FOLDER / gpu / stack / f"{name}.csv", BY_NAME[name].columns)
         path = FOLDER / gpu / f"{name}.csv"
-        return entries_of(path if path.is_file() else far / path.name, columns[name])
+        far = FOLDER / ("h200" if gpu == "b200" else gpu) / path.name
+        return entries_of(path if path.is_file() else far, BY_NAME[name].columns)
 
-    return Bank(source=f"shipped {gpu} subset", read=read)
+    lender = shipped_bank(gpu) if stack != SGLANG else None
+    return Bank(source=f"shipped {gpu} subset", read=read, lender=lender)
 
 
-def package_bank(package: Path, *, gpu: str, system: str) -> Bank:
+def package_bank(package: Path, *, gpu: str, system: str, stack: str = SGLANG) -> Bank:
     """Tables that the package has not are the shipped ones."""
-    chosen = {derivation.name: derivation for derivation in SELECTION}
-    shipped = shipped_bank(gpu)
+    chosen = {**BY_NAME, **{derivation.name: derivation for derivation in tables_of(stack)}}
+    shipped = shipped_bank(gpu, stack=stack)
 
     def read(name: str) -> Entries:
         tables = derived(package, [chosen[name]], system=system)
         return tables[name] if tables else shipped.read(name)
 
-    return Bank(source=str(package), read=read)
+    lender = package_bank(package, gpu=gpu, system=system) if stack != SGLANG else None
+    return Bank(source=str(package), read=read, lender=lender)
 
 
 def _by_touched(curve: Curve) -> Curve:

@@ -13,11 +13,11 @@ from typing import Final
 
 from ess.errors import BadInput
 from ess.sim.operators.families import Family, Kind
-from ess.sim.operators.silicon.attention import HEADS_MIN
 from ess.sim.operators.silicon.bank import Bank
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.choices import choices
 from ess.sim.operators.silicon.host import PRODUCT_SHARE
+from ess.sim.operators.silicon.selection import HEADS_MIN
 from ess.sim.operators.stages import Shape
 from ess.sim.operators.tables import Surface
 

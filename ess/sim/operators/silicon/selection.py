@@ -32,6 +32,8 @@ PREFIX_FAR: Final = 150_000
 PROMPTS: Final = {1, 4, 16}
 TOKENS: Final = {1 << power for power in range(18)} | {48, 96, 160, 192, 320, 384, 768, 1536, 3072}
 PLACES_MAX: Final = 64
+HEADS_MIN: Final = 16
+"""A kernel takes as long with fewer heads."""
 BULK_SMS: Final = 24
 NODES: Final = ("nodes", "node_num")
 """Not every GPU was measured over several nodes."""
@@ -43,12 +45,12 @@ FP8_PRODUCTS: Final = {
 BF16_PRODUCTS: Final = {(n, k) for k in WIDTHS for n in (65_536, 256)}
 
 
-def _is_block_fp8(row: Source) -> bool:
+def is_block_fp8(row: Source) -> bool:
     return bool(row["gemm_type"] == "fp8_block")
 
 
 def _is_selecting(row: Source) -> bool:
-    return _is_block_fp8(row) and row["model"] in ("deepseek-ai/DeepSeek-V3.2", "zai-org/GLM-5-FP8")
+    return is_block_fp8(row) and row["model"] in ("deepseek-ai/DeepSeek-V3.2", "zai-org/GLM-5-FP8")
 
 
 def _is_sharing(row: Source) -> bool:
@@ -70,13 +72,13 @@ def _is_whole_model(row: Source) -> bool:
     return bool(
         row["num_heads"] == whole.get(row["model"])
         and row["kv_cache_dtype"] == "fp8"
-        and _is_block_fp8(row)
+        and is_block_fp8(row)
     )
 
 
 def _is_kept_prompt(row: Source) -> bool:
     return bool(
-        (_is_selecting(row) or (_is_block_fp8(row) and _is_sharing(row)))
+        (_is_selecting(row) or (is_block_fp8(row) and _is_sharing(row)))
         and row["batch_size"] in PROMPTS
         and row["isl"] in PROMPT_TOKENS
         and (row["step"] in PREFIXES or row["step"] > PREFIX_FAR)
@@ -98,10 +100,13 @@ def _is_native_kv(row: Source) -> bool:
 
 def _is_kept_mixture(row: Source) -> bool:
     kernels = ("sglang_fused_moe_triton", "sglang_flashinfer_trtllm_moe")
-    best = kernels["B200" in row["device"]]
+    return is_kept_shape(row) and bool(row["kernel_source"] == kernels["B200" in row["device"]])
+
+
+def is_kept_shape(row: Source) -> bool:
+    """Experts of the families, their tokens spread as within a node."""
     return bool(
         row["moe_dtype"] == "fp8_block"
-        and row["kernel_source"] == best
         and row["hidden_size"] in WIDTHS
         and (row["inter_size"], row["num_experts"], row["topk"]) == (2048, 256, 8)
         and row["distribution"] == "power_law_1.01"
@@ -110,7 +115,7 @@ def _is_kept_mixture(row: Source) -> bool:
     )
 
 
-def _is_kept_product(row: Source) -> bool:
+def is_kept_product(row: Source) -> bool:
     shapes = {"fp8_block": FP8_PRODUCTS, "bfloat16": BF16_PRODUCTS}.get(row["gemm_dtype"], set())
     return (row["n"], row["k"]) in shapes and row["m"] in TOKENS
 
@@ -169,7 +174,7 @@ SELECTION: Final = (
         path="sparse_attention/sglang/0.5.14/dsa_generation_module_perf.parquet",
         columns=("model", "heads", "kv", "context", "queries", "us"),
         keep=lambda row: (
-            _is_block_fp8(row)
+            is_block_fp8(row)
             and (_is_selecting(row) or _is_sharing(row))
             and _is_replayed(row)
             and row["step"] > CONTEXT_MIN
@@ -195,7 +200,7 @@ SELECTION: Final = (
         path="mla/sglang/0.5.14/generation_mla_perf.parquet",
         columns=("heads", "context", "queries", "us"),
         keep=lambda row: (
-            _is_native_kv(row) and row["num_heads"] >= 16 and row["step"] >= CONTEXT_MIN
+            _is_native_kv(row) and row["num_heads"] >= HEADS_MIN and row["step"] >= CONTEXT_MIN
         ),
         entry=timed("num_heads", lambda row: row["step"] + 1, "batch_size"),
     ),
@@ -271,7 +276,7 @@ SELECTION: Final = (
         name="products",
         path="gemm/sglang/0.5.14/gemm_perf.parquet",
         columns=("form", "n", "k", "tokens", "us"),
-        keep=_is_kept_product,
+        keep=is_kept_product,
         entry=timed(_form, "n", "k", "m"),
     ),
 )

@@ -8,8 +8,10 @@ from typing import Final
 from ess.sim.operators.families import Family
 from ess.sim.operators.parallel import NODE_GPUS
 from ess.sim.operators.silicon.attention import MEASURED_CONTEXT, MEASURED_TOKENS, QUERIES
+from ess.sim.operators.silicon.bank import SHARING_MODEL
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.experts import MEASURED_HIDDEN
+from ess.sim.operators.silicon.stacks import SGLANG, own_names
 from ess.sim.operators.stages import Shape, Trust
 from ess.units import counted
 
@@ -22,16 +24,40 @@ RANKS_MEASURED: Final = 256
 PREFIX_MEASURED: Final = 163_840
 
 
-def trust_of(chip: Chip, family: Family, shape: Shape) -> Trust:
-    marks = [*chip.marks, *_family_marks(family, shape), *_shape_marks(chip, shape)]
+def trust_of(chip: Chip, family: Family, shape: Shape, *, stack: str = SGLANG) -> Trust:
+    marks = [
+        *chip.marks,
+        *_stack_marks(stack, family, shape),
+        *_family_marks(family, shape, has_module="sparse_decode" in own_names(stack)),
+        *_shape_marks(chip, shape),
+    ]
     width = BASE + chip.slack + MARK * (len(marks) - len(chip.marks))
     return Trust((-width, width), tuple(marks))
 
 
-def _family_marks(family: Family, shape: Shape) -> list[str]:
+def _stack_marks(stack: str, family: Family, shape: Shape) -> list[str]:
+    """Where SGLang's times stand in for those of another framework."""
+    if stack == SGLANG:
+        return []
+    lent = []
+    if shape.parallel.sends:
+        lent.append("exchanges and experts behind them")
+    if family.is_sparse and "sparse_decode" not in own_names(stack):
+        lent.append("sparse attention")
+    elif family.table(shares=True) == SHARING_MODEL and not all(
+        kind.has_indexer for kind in family.kinds
+    ):
+        lent.append("layers that share a selection")
+    if family.is_sparse and shape.prompt_tokens:
+        lent.append("sparse attention over prompts")
+    return [f"{name} in {stack}: SGLang's times stand in" for name in lent]
+
+
+def _family_marks(family: Family, shape: Shape, *, has_module: bool) -> list[str]:
+    """`has_module`: sparse modules of the stack itself, measured at any batch."""
     marks = []
     tokens = max(1.0, shape.query_count)
-    if family.is_sparse and tokens * shape.context > MEASURED_TOKENS:
+    if family.is_sparse and not has_module and tokens * shape.context > MEASURED_TOKENS:
         count = MEASURED_TOKENS // shape.context
         which = f" of more than {counted(count, 'query', 'queries')}" if count else ""
         marks.append(

@@ -1,0 +1,110 @@
+"""Tables of other frameworks than SGLang, where the package has them.
+
+    python -m ess.sim.operators.silicon.stacks PACKAGE_FOLDER SYSTEM OUT_FOLDER STACK
+
+Modules of attention, experts within a node, products and the reduction are each framework's own.
+What it lacks is SGLang's: exchanges and experts beyond a node (all use DeepEP), attention behind a
+prefix and the kernel of dense attention alone. vLLM's dense modules were measured over rows in bf16
+and in fp8; rows are in bf16 here, as in SGLang's. TensorRT-LLM's sparse module has no rows in fp8
+on Hopper, so SGLang's stands in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Literal
+
+from ess.errors import BadInput
+from ess.sim.operators.derive import Derivation, Source, derived, timed, written
+from ess.sim.operators.silicon.selection import (
+    CONTEXT_MIN,
+    HEADS_MIN,
+    SELECTION,
+    is_block_fp8,
+    is_kept_product,
+    is_kept_shape,
+)
+
+Stack = Literal["sglang", "vllm", "trtllm"]
+
+SGLANG: Final = "sglang"
+BY_NAME: Final = MappingProxyType({derivation.name: derivation for derivation in SELECTION})
+
+
+def _is_dense_module(row: Source) -> bool:
+    return bool(
+        is_block_fp8(row) and row["kv_cache_dtype"] == "bfloat16" and row["num_heads"] >= HEADS_MIN
+    )
+
+
+def _is_decode(row: Source) -> bool:
+    return is_block_fp8(row) and row["num_heads"] >= HEADS_MIN and row["step"] > CONTEXT_MIN
+
+
+def _tables(
+    stack: str, version: str, *, is_reduced: Callable[[Source], bool]
+) -> tuple[Derivation, ...]:
+    def table(name: str, file: str, keep: Callable[[Source], bool]) -> Derivation:
+        folder, _, measured = file.partition("/")
+        path = f"{folder}/{stack}/{version}/{measured}_perf.parquet"
+        return replace(BY_NAME[name], path=path, keep=keep)
+
+    dense = table(
+        "dense_decode",
+        "mla/mla_generation_module",
+        lambda row: _is_dense_module(row) and row["step"] > CONTEXT_MIN,
+    )
+    return (
+        replace(dense, entry=timed("num_heads", "step", "batch_size")),
+        table(
+            "dense_prompt",
+            "mla/mla_context_module",
+            lambda row: _is_dense_module(row) and row["isl"] > CONTEXT_MIN,
+        ),
+        table("fused_experts", "moe/moe", is_kept_shape),
+        table("reduce", "comm/custom_allreduce", is_reduced),
+        table("products", "gemm/gemm", is_kept_product),
+    )
+
+
+VLLM: Final = (
+    *_tables("vllm", "0.24.0", is_reduced=lambda row: bool(row["backend"] == "vllm_graph")),
+    replace(
+        BY_NAME["sparse_decode"],
+        path="sparse_attention/vllm/0.24.0/dsa_generation_module_perf.parquet",
+        keep=_is_decode,
+    ),
+)
+TRTLLM: Final = _tables("trtllm", "1.3.0rc20", is_reduced=lambda row: True)
+
+STACKS: Final[Mapping[str, tuple[Derivation, ...]]] = MappingProxyType(
+    {SGLANG: SELECTION, "vllm": VLLM, "trtllm": TRTLLM}
+)
+
+
+def tables_of(stack: str) -> tuple[Derivation, ...]:
+    if stack not in STACKS:
+        raise BadInput(f"no operator tables of {stack!r}; there are {', '.join(STACKS)}")
+    return STACKS[stack]
+
+
+def own_names(stack: str) -> frozenset[str]:
+    """Of the tables that a stack has beside SGLang's."""
+    own = tables_of(stack)
+    return frozenset() if stack == SGLANG else frozenset(table.name for table in own)
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 4:
+        raise BadInput("give the unpacked package, the GPU's name in it, a folder and the stack")
+    package, system, folder, stack = arguments
+    tables = tables_of(stack)
+    written(derived(Path(package), tables, system=system), tables, Path(folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
