@@ -25,19 +25,23 @@ from ess.models.model import Model
 from ess.pool.lru.eviction import PolicyName
 from ess.units import PAGE_ROWS, div_ceil
 
+CHUNK_TOKENS: Final = EngineConfig().chunk_tokens
 STAGGER: Final = PAGE_ROWS
 """Tokens between the lengths of neighbours in a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What is decoded: `batch` requests of about `context` tokens, `steps` times `mtp` tokens."""
+    """What is decoded: `batch` requests of about `context` tokens, `steps` times `mtp` tokens.
+    Beside every step `chunk` tokens of one more prompt are prefilled, which has about `context`
+    tokens before them."""
 
     context: int
     batch: int
     mtp: int
     steps: int
     temperature: float = 0.0
+    chunk: int = 0
 
     @property
     def tokens_max(self) -> int:
@@ -46,14 +50,22 @@ class Shape:
 
     @property
     def length_max(self) -> int:
-        return self.context + 1 + self.tokens_max
+        return self.context + 1 + max(self.tokens_max, self.chunk * (self.steps + 1))
+
+    @property
+    def sequence_count(self) -> int:
+        return self.batch + (self.chunk > 0)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.context // PAGE_ROWS * PAGE_ROWS
 
     def lengths(self) -> list[int]:
         """Neighbours differ, so that they continue different sentences.
 
         One more than whole pages: then one page, which is enough for warm-up, is prefilled.
         """
-        longest = self.context // PAGE_ROWS * PAGE_ROWS + 1
+        longest = self.cached_tokens + 1
         if longest - STAGGER * (self.batch - 1) < 2 * PAGE_ROWS:
             raise BadInput(f"a batch of {self.batch} needs a context beyond {self.context} tokens")
         return [longest - STAGGER * place for place in range(self.batch)]
@@ -105,8 +117,9 @@ class Arm:
             EngineConfig(
                 modes=way.mode,
                 mtp=shape.mtp,
-                max_running=shape.batch,
-                query_max=shape.batch * shape.mtp,
+                max_running=shape.sequence_count,
+                chunk_tokens=shape.chunk or CHUNK_TOKENS,
+                query_max=max(shape.batch * shape.mtp, 1),
                 warm=way.ratio is not None,
                 budget_every=64 if moves else 0,
                 backend=backend_of(device),
@@ -119,13 +132,14 @@ class Arm:
     def _enter(self, prefix: Prefix) -> list[Request]:
         """All prompts are prefix cache but for their last pages, which are prefilled for real."""
         shape = self.shape
-        tokens = prefix.tokens(shape.lengths()[0])
+        tokens = prefix.tokens(shape.length_max)
         vocabulary = prefix.model.config.vocab_size
-        prompts = [
+        *prompts, beside = (
             [(tokens[0] + place) % vocabulary, *tokens[1:length]]
-            for place, length in enumerate(shape.lengths())
-        ]
-        lay_in(self.offload, prefix, prompts)
+            for place, length in enumerate([*shape.lengths(), shape.length_max])
+        )
+        cached = [beside[: shape.cached_tokens]] if shape.chunk else []
+        lay_in(self.offload, prefix, [*prompts, *cached])
         requests = [
             self.engine.add(
                 prompt,
@@ -137,6 +151,8 @@ class Arm:
             self.engine.step()
             if self.engine.refusal is not None:
                 raise BadState(f"{self.way.name}: a request does not fit: {self.engine.refusal}")
+        if shape.chunk:
+            self.engine.add(beside, Sampling(tokens_max=1))
         return requests
 
     def step(self) -> None:
@@ -145,6 +161,8 @@ class Arm:
         self.taken.seconds.append(time.perf_counter() - started)
         if len(result.made) != self.shape.batch:
             raise BadState(f"{self.way.name}: a request ended early, after {self.taken.tokens}")
+        if sum(chunk.count for chunk in result.chunks) != self.shape.chunk:
+            raise BadState(f"{self.way.name}: a step took other prompt tokens: {result.chunks}")
         self.taken.tokens.append(sum(len(made.tokens) for made in result.made))
         seen = self.offload.stats().miss_count
         self.taken.misses.append(seen - self._misses)
@@ -195,13 +213,14 @@ def _offload(
     each = 1 if way.ratio is None else slots_each(layout, shape, way.ratio)
     if way.ratio is not None and way.ratio >= 1.0:
         each = div_ceil(shape.length_max + 1, PAGE_ROWS) * PAGE_ROWS
-    chunks = div_ceil(each * shape.batch, PAGE_ROWS) * layout.group_count
-    pages = shape.batch * (div_ceil(shape.length_max, PAGE_ROWS) + 2)
+    count = shape.sequence_count
+    chunks = div_ceil(each * count, PAGE_ROWS) * layout.group_count
+    pages = count * (div_ceil(shape.length_max, PAGE_ROWS) + 2)
     return Offload.create(
         layout,
         slot_bytes=chunks * layout.group_layers_max * layout.page_bytes,
         host_bytes=pages * layout.host_page_bytes,
-        sequence_max=shape.batch,
+        sequence_max=count,
         length_max=shape.length_max + PAGE_ROWS,
         query_max=max(shape.batch * shape.mtp, 1),
         slot_floor=max(1, min(each, shape.length_max)),

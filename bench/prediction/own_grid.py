@@ -1,50 +1,62 @@
-"""Predicted and measured steps of the embedded model over batches, contexts, ratios and drafts.
+"""Steps of the embedded model over batches, contexts, ratios, drafts and prompt chunks.
 
-For every number of drafts and every ratio the stages are timed once at small contexts and batches;
-every other step is predicted from these tables and then measured.
+For every number of drafts and every batch the stages are timed at other contexts and at one ratio
+of slots, and prompt chunks without decode beside them. From these tables every step of the grid is
+predicted, and measured. Only the rows that it misses are taken from the measured step: what they
+cost is predicted, how many there are is the business of `ess-bench locality`.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Final
 
-from ess import console
-from ess.bench.engine.cpu_tables import CpuTables, Watched, calibrate
-from ess.bench.engine.decode_arm import Shape, Way
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import shares, sizes
 from ess.bench.harness.prefix import SEGMENT, Prefix, embedded_prefix
 from ess.bench.harness.report import Row
 from ess.bench.harness.threads import compute_threads
-from ess.units import PAGE_ROWS
+from ess.bench.prediction.grid import Cell, Grid
+from ess.bench.prediction.step_tables import (
+    StepTables,
+    Timed,
+    chunk_surface,
+    miss_us,
+    step_tables,
+    timed_in_turns,
+)
 
 MEDIAN_MAX: Final = 0.05
 LARGEST_MAX: Final = 0.10
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    contexts: list[int]
-    batches: list[int]
-    ratios: list[float]
-    drafts: list[int]
-    steps: int = 7
-
-
-SMOKE: Final = Grid(contexts=[704], batches=[1], ratios=[0.5], drafts=[2], steps=2)
+SMOKE: Final = Grid(
+    contexts=[704],
+    batches=[1, 2],
+    ratios=[0.5],
+    drafts=[2],
+    chunks=[64],
+    timed_contexts=[512, 640],
+    timed_chunks=[64],
+    timed_ratio=0.3,
+    requests_timed=3,
+    steps=3,
+    chunk_steps=3,
+)
 
 
 def own_grid_benchmark(
     *,
-    ctx: str = "2k,4k,16k",
+    ctx: str = "4k,16k,64k",
     batch: str = "1,2,4,8,16",
     ratio: str = "0.2,0.3,0.5",
     mtp: str = "1,2,4",
-    steps: int = 7,
+    chunk: str = "256,512",
+    timed_ctx: str = "3k,12k,32k",
+    timed_chunk: str = "128,512",
+    steps: int = 15,
     smoke: bool = False,
 ) -> list[Row]:
     """Steps of the embedded model: predicted from this CPU's tables, and measured.
@@ -59,70 +71,121 @@ def own_grid_benchmark(
         Slots over context, a list.
     mtp
         Tokens verified per step, a list.
+    chunk
+        Prompt tokens that run beside a step, a list.
+    timed_ctx
+        Context lengths of the tables, a list.
+    timed_chunk
+        Prompt tokens of the tables, a list.
     steps
-        Steps of each measurement; the first does not count.
+        Least steps of each measurement, more for batches of few; the first does not count.
     """
     asked = Grid(
         contexts=sizes("--ctx", ctx),
         batches=sizes("--batch", batch),
         ratios=list(shares("--ratio", ratio)),
         drafts=sizes("--mtp", mtp),
+        chunks=sizes("--chunk", chunk),
+        timed_contexts=sizes("--timed-ctx", timed_ctx),
+        timed_chunks=sizes("--timed-chunk", timed_chunk),
+        timed_ratio=0.3,
+        requests_timed=64,
         steps=steps,
+        chunk_steps=6,
     )
     return rows_of(SMOKE if smoke else asked, with_folder=not smoke)
 
 
-@compute_threads()
+@compute_threads(1)
 def rows_of(grid: Grid, *, with_folder: bool) -> list[Row]:
-    rows: list[Row] = []
-    folder = default_folder() if with_folder else None
-    for context in grid.contexts:
-        prefix = embedded_prefix(context, folder=folder, segment=min(SEGMENT, context))
-        for mtp, ratio in product(grid.drafts, grid.ratios):
-            console.note(f"{context:,} tokens, {mtp} a step, ratio {ratio:g} ...")
-            rows += _rows(prefix, grid, mtp, Way(name="none", mode="none", ratio=ratio))
-    return [*rows, *_summary(rows)]
+    longest = max(*grid.contexts, *grid.timed_contexts)
+    prefix = embedded_prefix(
+        longest,
+        folder=default_folder() if with_folder else None,
+        segment=min(SEGMENT, min(grid.contexts)),
+    )
+    rows = [row for mtp in grid.drafts for row in Measured(prefix, grid, mtp).rows()]
+    steps = [row for row in rows if not row.config["chunk"]]
+    mixed = [row for row in rows if row.config["chunk"]]
+    return [*rows, *_summary("steps", steps), *_summary("steps with a prompt chunk", mixed)]
 
 
-def _rows(prefix: Prefix, grid: Grid, mtp: int, way: Way) -> list[Row]:
-    longest = prefix.length
-    small = (max(4 * PAGE_ROWS, longest // 8), max(8 * PAGE_ROWS, longest // 2))
-    tables = calibrate(prefix, contexts=small, batches=(1, 2), mtp=mtp, way=way, steps=grid.steps)
-    shapes = [
-        Shape(context=longest, batch=batch, mtp=mtp, steps=grid.steps + 1) for batch in grid.batches
-    ]
-    return [_row(prefix, tables, shape, way) for shape in shapes]
+@dataclass(slots=True)
+class Measured:
+    """Everything at one number of drafts."""
+
+    prefix: Prefix
+    grid: Grid
+    mtp: int
+
+    def rows(self) -> list[Row]:
+        tables: dict[int, StepTables] = {}
+        rows: list[Row] = []
+        for batch in self.grid.batches:
+            tables[batch], steps = self._batch(batch)
+            rows += [_row(cell, tables[batch], step) for cell, step in steps.items()]
+        return [*rows, *self._with_chunks(tables)]
+
+    def _batch(self, batch: int) -> tuple[StepTables, dict[Cell, Timed]]:
+        """Its tables, and the steps to be predicted from them."""
+        timed, cells = self.grid.timed_cells(self.mtp, batch), self.grid.cells(self.mtp, batch)
+        many = timed[len(timed) // 2]
+        few = many._replace(ratio=(1.0 + many.ratio) / 2)
+        steps = timed_in_turns(
+            self.prefix,
+            dict.fromkeys([*timed, few, *cells]),
+            steps=max(self.grid.steps, self.grid.requests_timed // batch),
+        )
+        tables = step_tables(
+            {cell.context: steps[cell] for cell in timed}, miss_us=miss_us(steps[few], steps[many])
+        )
+        return tables, {cell: steps[cell] for cell in cells}
+
+    def _with_chunks(self, tables: Mapping[int, StepTables]) -> list[Row]:
+        timed, cells = self.grid.timed_chunk_cells(self.mtp), self.grid.chunk_cells(self.mtp)
+        steps = timed_in_turns(self.prefix, [*timed, *cells], steps=self.grid.chunk_steps)
+        alone = chunk_surface({(self._before(cell), cell.chunk): steps[cell].us for cell in timed})
+        return [
+            _row(
+                cell,
+                tables[cell.batch],
+                steps[cell],
+                beside_us=alone.at(self._before(cell), cell.chunk),
+            )
+            for cell in cells
+        ]
+
+    def _before(self, cell: Cell) -> int:
+        """Tokens before the chunk of a usual step: those of the steps before it, too."""
+        return cell.context + cell.chunk * self.grid.chunk_steps // 2
 
 
-def _row(prefix: Prefix, tables: CpuTables, shape: Shape, way: Way) -> Row:
-    watched = Watched(prefix, shape, way)
-    try:
-        for _ in range(shape.steps):
-            watched.step()
-    finally:
-        watched.arm.close()
-    measured = statistics.median(watched.arm.taken.seconds[1:]) * 1e3
-    predicted = tables.step_us(queries=shape.batch * shape.mtp, context=shape.context) / 1e3
+def _row(cell: Cell, tables: StepTables, measured: Timed, *, beside_us: float = 0.0) -> Row:
+    us = tables.us(context=cell.context, misses=measured.misses) + beside_us
     return agreement(
         name="step of the embedded model",
         unit="ms",
-        ours=predicted,
-        published=("measured", measured),
+        ours=us / 1e3,
+        published=("measured", measured.us / 1e3),
         tolerance=LARGEST_MAX,
         config={
-            "ctx": shape.context,
-            "batch": shape.batch,
-            "mtp": shape.mtp,
-            "ratio": way.ratio,
+            "ctx": cell.context,
+            "batch": cell.batch,
+            "mtp": cell.mtp,
+            "ratio": cell.ratio,
+            "chunk": cell.chunk,
+            "misses": round(measured.misses),
         },
     )
 
 
-def _summary(rows: list[Row]) -> list[Row]:
+def _summary(name: str, rows: list[Row]) -> list[Row]:
+    if not rows:
+        return []
     errors = [abs(row.value / (row.baseline_value or row.value) - 1) for row in rows]
     return [
         Row(
-            name=f"{what} error of {len(rows)} predicted steps",
+            name=f"{what} error of {len(rows)} predicted {name}",
             value=value * 100,
             unit="%",
             config={"wanted": f"at most {most:.0%}"},

@@ -165,9 +165,14 @@ def test_the_command_runs_small(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_a_grid_of_steps_is_predicted_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["own-grid", "--smoke", "--json"]) == 0
-    step, *errors = json.loads(capsys.readouterr().out)["rows"]
-    assert step["baseline"] == "measured"
-    asked = {"ctx": 704, "batch": 1, "mtp": 2, "ratio": 0.5}
-    assert asked.items() <= step["config"].items()
-    off = abs(step["value"] / step["baseline_value"] - 1) * 100
-    assert [row["value"] for row in errors] == pytest.approx([off, off])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    steps = [row for row in rows if row["baseline"] == "measured"]
+    assert [(row["config"]["batch"], row["config"]["chunk"]) for row in steps] == [
+        (1, 0),
+        (2, 0),
+        (1, 64),
+    ]
+    assert all(row["config"]["ctx"] == 704 and row["config"]["mtp"] == 2 for row in steps)
+    assert steps[-1]["baseline_value"] > steps[0]["baseline_value"], "a chunk makes a step longer"
+    off = sorted(abs(row["value"] / row["baseline_value"] - 1) * 100 for row in steps)
+    assert max(row["value"] for row in rows if "error of" in row["name"]) == pytest.approx(off[-1])

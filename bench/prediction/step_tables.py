@@ -1,0 +1,138 @@
+"""Times of this machine's steps, and what they say of a step that was not timed.
+
+A stage is a curve over the context, for one batch and number of drafts. It was timed at one ratio
+of slots, so with misses of its own number: what plans and awaits them takes `miss_us` more for each
+miss beyond. A prompt chunk runs after the decode stages of its step, so its time is added; it is a
+surface over the tokens before it and its own.
+
+Time is what the processor worked for the engine, its copy lane included. On a machine with other
+work the wall's clock also says how long the engine waited for a core, which no table knows: a step
+of 5 ms was timed at 17 to 47. With one compute thread, and nothing that runs beside it in NONE but
+the stores, the two clocks agree on an idle machine. What remains of the neighbours are caches and
+clock rates: they change within seconds, so engines that are compared take turns, step by step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ess import console
+from ess.bench.engine.cpu_tables import Watched, stage_totals
+from ess.bench.engine.decode_arm import Shape, Way
+from ess.bench.harness.prefix import Prefix
+from ess.bench.prediction.grid import Cell
+from ess.clock import Clock
+from ess.sim.operators.tables import Curve, Surface
+
+FETCHING: Final = ("plan", "wait")
+FASTEST: Final = 3
+
+
+class ProcessorClock(Clock):
+    """What all threads of this process have worked."""
+
+    def now_s(self) -> float:
+        return time.process_time()
+
+    now_ns = staticmethod(time.process_time_ns)
+
+
+class Timed(NamedTuple):
+    """A step, or the mean of several: microseconds by stage, and rows missed in all groups."""
+
+    stages: Mapping[str, float]
+    misses: float
+
+    @property
+    def us(self) -> float:
+        return sum(self.stages.values())
+
+    @property
+    def fetching_us(self) -> float:
+        return sum(self.stages.get(stage, 0.0) for stage in FETCHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTables:
+    """`misses` says how many rows the timed steps missed."""
+
+    stages: Mapping[str, Curve]
+    misses: Curve
+    miss_us: float
+
+    def us(self, *, context: int, misses: float) -> float:
+        stages_us = sum(max(0.0, stage.at(context)) for stage in self.stages.values())
+        return stages_us + self.miss_us * (misses - self.misses.at(context))
+
+
+def timed_in_turns(prefix: Prefix, cells: Iterable[Cell], *, steps: int) -> dict[Cell, Timed]:
+    """So many steps of each in NONE; the first does not count, and of the others the fastest third
+    does: what other programs leave in the processor's caches only makes a step slower."""
+    taken: dict[Cell, list[Timed]] = defaultdict(list)
+    with contextlib.ExitStack() as opened:
+        engines = {cell: _engine(prefix, cell, steps) for cell in cells}
+        for watched in engines.values():
+            opened.callback(watched.arm.close)
+        for _ in range(steps):
+            for cell, watched in engines.items():
+                totals = stage_totals(watched.step())
+                taken[cell].append(Timed(totals, float(watched.arm.taken.misses[-1].sum())))
+    return {cell: _mean(sorted(each[1:], key=lambda step: step.us)) for cell, each in taken.items()}
+
+
+def _engine(prefix: Prefix, cell: Cell, steps: int) -> Watched:
+    console.note(str(cell))
+    shape = Shape(
+        context=cell.context, batch=cell.batch, mtp=cell.mtp, steps=steps, chunk=cell.chunk
+    )
+    way = Way(name=str(cell), mode="none", ratio=cell.ratio)
+    return Watched(prefix, shape, way, clock=ProcessorClock())
+
+
+def _mean(steps: list[Timed]) -> Timed:
+    fastest = steps[: max(1, len(steps) // FASTEST)]
+    return Timed(
+        stages={
+            stage: statistics.mean(step.stages.get(stage, 0.0) for step in fastest)
+            for stage in set().union(*(step.stages for step in fastest))
+        },
+        misses=statistics.mean(step.misses for step in fastest),
+    )
+
+
+def step_tables(steps: Mapping[int, Timed], *, miss_us: float) -> StepTables:
+    """Of timed steps by context."""
+    contexts = sorted(steps)
+    sizes = tuple(map(float, contexts))
+    return StepTables(
+        stages={
+            stage: Curve(sizes, tuple(steps[each].stages.get(stage, 0.0) for each in contexts))
+            for stage in set().union(*(step.stages for step in steps.values()))
+        },
+        misses=Curve(sizes, tuple(steps[context].misses for context in contexts)),
+        miss_us=miss_us,
+    )
+
+
+def miss_us(few: Timed, many: Timed) -> float:
+    """Of two steps of the same shape at two ratios."""
+    further = many.misses - few.misses
+    return max(0.0, many.fetching_us - few.fetching_us) / further if further > 0 else 0.0
+
+
+def chunk_surface(chunks: Mapping[tuple[int, int], float]) -> Surface:
+    """Of microseconds by the tokens before a chunk and its own: to be read in this order."""
+    curves: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (before, tokens), us in sorted(chunks.items()):
+        curves[tokens].append((float(before), us))
+    sizes = sorted(curves)
+    return Surface(
+        tuple(map(float, sizes)),
+        tuple(Curve(*zip(*curves[tokens], strict=True)) for tokens in sizes),
+    )
