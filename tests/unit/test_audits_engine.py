@@ -201,6 +201,18 @@ def test_a_tuning_audits_itself(fault: Callable[[Tuning], None], finding: str) -
         tuning.check()
 
 
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_windows_are_learned_only_where_stages_run_when_they_are_called(asks_first: bool) -> None:
+    clock = ManualClock()
+    offload: Any = SimpleNamespace(layout=LAYOUT, clock=clock)
+    tuning = Tuning(offload, "layerwise", asks_first=asks_first)
+    for stage in ("select", "pre_attn", "attend_all"):
+        started_ns = clock.now_ns()
+        clock.advance(1e-3)
+        tuning.timeline.note(SimpleNamespace(number=0, first_query=0), stage, started_ns)
+    assert (tuning._windows(2, 0.5) is None) == asks_first
+
+
 def ring() -> RowLists:
     """A ring of 16 numbers without its device: a sealed list and one that is not sealed yet."""
     lists = object.__new__(RowLists)

@@ -269,13 +269,14 @@ class Tuning:
 
     def _windows(self, query_count: int, missing_share: float) -> Hiding | None:
         """One pair of windows for all layers: the step's mean. What splitting costs comes from the
-        calibration, since a step runs a layer in one mode only and cannot compare two.
+        calibration, since a step runs a layer in one mode only and cannot compare two. None where
+        stages are queued for a device: their times here are those of queueing.
         """
         assert query_count > 0, "steps without queries"
         assert 0.0 <= missing_share <= 1.0, f"{missing_share} of the rows missed"
         timeline, constants = self.timeline, self._calibrated.constants
         run_count = timeline.run_count["pre_attn"]
-        if run_count == 0:
+        if run_count == 0 or self._asks_first:
             return None
         return hiding(
             pre_attn_us=timeline.total_us("pre_attn") / run_count,
