@@ -5,14 +5,10 @@ Needs torch with CUDA, Triton, and what an engine needs; what is missing is name
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
-NEEDED = ("torch", "triton", "msgspec", "safetensors", "zmq")
-missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-if missing:
-    pytest.skip(f"engines need {', '.join(missing)}", allow_module_level=True)
+for name in ("torch", "triton", "msgspec", "safetensors", "zmq"):
+    pytest.importorskip(name, reason=f"engines need {name}")
 
 import torch  # noqa: E402
 

@@ -36,10 +36,15 @@ def several(*flags: str) -> Iterator[Process]:
         yield process
 
 
+def all_are_ready(process: Process) -> None:
+    """Whichever answers: that one of them is never met has a chance of one in ten million."""
+    until(lambda: all(process.status("/ready") == 200 for _ in range(40)), "all being ready")
+
+
 def is_replaced(process: Process, pid: int) -> None:
     """Another process serves: for a moment it takes connections, but no requests."""
     until(lambda: len({*fronts(process)} - {pid}) == COUNT - 1, "another process")
-    until(lambda: all(process.status("/ready") == 200 for _ in range(12)), "all being ready")
+    all_are_ready(process)
 
 
 def crowd(process: Process, count: int = STREAMS) -> Crowd:

@@ -19,7 +19,7 @@ from ess.server.process.engines.group import EngineGroup, Loss, Member
 from ess.server.process.engines.restarts import OVER_S, Restarts
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
-from tests.server.test_fronts import COUNT, all_have_begun, crowd, several
+from tests.server.test_fronts import all_are_ready, all_have_begun, crowd, is_replaced, several
 from tests.support.kin import children, commands, is_running
 from tests.support.manual_clock import ManualClock
 from tests.support.process import Process
@@ -225,13 +225,12 @@ def test_all_processes_of_a_server_hear_the_next_engine():
         os.kill(engine, signal.SIGKILL)
         until(lambda: all(map(going.is_over, range(len(going.texts)))), "the streams' end")
         assert all(KILLED.encode() in text for text in going.texts)
-        until(lambda: all(process.status("/ready") == 200 for _ in range(4 * COUNT)), "readiness")
+        all_are_ready(process)
         with crowd(process) as more:
             all_have_begun(more)
         victim = next(p for p, words in commands(process.process.pid).items() if "front" in words)
         os.kill(victim, signal.SIGKILL)
-        until(lambda: not is_running(victim), "its end")
-        until(lambda: all(process.status("/ready") == 200 for _ in range(4 * COUNT)), "readiness")
+        is_replaced(process, victim)
         with crowd(process) as more:
             all_have_begun(more)
 
