@@ -14,6 +14,7 @@ from ess.engine.tokens.determinism import require_alike
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from ess.models.load import load_model
+from ess.overlap.policy import Mode
 from tests.model.grid import text
 
 LENGTH, SHIFT = 300, 40
@@ -121,3 +122,19 @@ def test_attention_fills_a_device_unless_it_is_asked_for_bits(model, determinist
     }
     assert balanced == {not deterministic}
     assert counts == {None, 1, 2}
+
+
+def test_steps_of_one_bucket_whose_requests_differ_share_no_graph(model, monkeypatch):
+    """A request with fewer queries than the bucket has moves those of the next one to its place."""
+    runner = engine(model, mtp=2, modes="none").runner
+    vector = (Mode.NONE,) * runner.offload.layout.layer_total
+    monkeypatch.setattr(runner.tuning, "vector", lambda step: vector)
+    courses = [
+        runner.course(
+            types.SimpleNamespace(number=1, query_count=8, query_counts=counts), (2, 2, 2, 2)
+        )
+        for counts in [(2, 2, 2), (2, 1, 2), (2, 2, 2, 2)]
+    ]
+    assert [course.queries_per_request for course in courses] == [2, 1, 2]
+    assert courses[0] != courses[1]
+    assert courses[0] == courses[2]

@@ -30,10 +30,12 @@ class Course:
     `counts` are the queries of each sequence. Of a step that is padded they are those of its
     bucket: equally many for every sequence, and some sequences more than there are. So a part may
     end within a sequence; its queries are appended and resolved in their order all the same.
-    `splits`: layers with experts run in two halves.
+    Every request has `queries_per_request` queries, pads too, or it is 1: the same counts of a
+    bucket may hold either kind of step. `splits`: layers with experts run in two halves.
     """
 
     counts: tuple[int, ...]
+    queries_per_request: int
     vector: Vector
     verified_layer: int | None
     splits: bool
@@ -42,7 +44,7 @@ class Course:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What all layers of a step share. Attention that is `balanced` fills a device, and its bits
-    follow from the batch. Every request has `queries_per_request` queries, or it is 1."""
+    follow from the batch."""
 
     offload: Offload
     step: Step
@@ -55,7 +57,6 @@ class Batch:
     scale: float
     warmth: Watch
     balanced: bool
-    queries_per_request: int
     located: dict[int, Tensor | None] = field(default_factory=dict)
     selected: dict[int, dict[range, Tensor]] = field(default_factory=dict)
 
@@ -138,7 +139,9 @@ def select(
         codec,
         k=batch.layout.top_k,
         threads=compute_threads(),
-        queries_per_request=1 if isinstance(which, list | Tensor) else batch.queries_per_request,
+        queries_per_request=(
+            1 if isinstance(which, list | Tensor) else batch.course.queries_per_request
+        ),
     )
 
 

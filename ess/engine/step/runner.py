@@ -86,6 +86,7 @@ class Runner:
             vector = tuple(max(mode, Mode.NONE) for mode in vector)
         self._course = Course(
             counts=counts,
+            queries_per_request=queries_per_request(step),
             vector=vector,
             verified_layer=self.verifier.layer_for(step.number, layer_total),
             splits=splits,
@@ -107,7 +108,6 @@ class Runner:
             scale=self.model.config.attention_scale,
             warmth=watch(step.query_stop, self.offload.layout.top_k),
             balanced=self._balanced,
-            queries_per_request=queries_per_request(step),
         )
 
     def decode(self, batch: Batch, tokens: Tensor) -> Forward:
