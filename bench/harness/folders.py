@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ess.caches import cache_folder
+
 
 def default_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "ess" / "prefix"
+    return cache_folder() / "prefix"
 
 
 def write_whole(path: Path, content: bytes) -> None:

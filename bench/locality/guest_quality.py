@@ -29,7 +29,7 @@ from ess.kernels.backend import ops
 from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer
 from ess.models.guest.grouped import Grouped
-from ess.models.guest.pins import GUESTS, SMOLLM2
+from ess.models.guest.pins import SMOLLM2, guest_named
 from ess.models.guest.place import checkpoint_folder
 from ess.models.indexer import index_scores, top_k
 from ess.models.layers import rotate
@@ -101,9 +101,7 @@ def guest_benchmark(
     if smoke:
         ids = torch.randint(256, (96,), generator=torch.Generator().manual_seed(0)).tolist()
         return quality_rows(_random_model(), [Excerpt(ids, 32)], [16])
-    if model not in GUESTS:
-        raise BadInput(f"--model {model}: no such guest; there is {', '.join(GUESTS)}")
-    folder = checkpoint_folder(GUESTS[model])
+    folder = checkpoint_folder(guest_named(model, flag="--model"))
     widths, length = sizes("--k", k), size("--ctx", ctx)
     written, _ = text_of(text)
     ids = Tokenizer(folder).encode(written)

@@ -23,7 +23,7 @@ from ess.bench.locality.record_trace import record
 from ess.bench.locality.replay import JUDGED, MULTIPLES, slots_of
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.models.guest.pins import GUESTS
+from ess.models.guest.pins import guest_named
 from ess.models.guest.place import checkpoint_folder
 from ess.models.load import load_model
 from ess.models.model import Model
@@ -54,9 +54,7 @@ class Plan:
 
 @compute_threads()
 def guest_rows(plan: Plan) -> list[Row]:
-    if plan.model not in GUESTS:
-        raise BadInput(f"--model {plan.model}: no such guest; there is {', '.join(GUESTS)}")
-    folder = checkpoint_folder(GUESTS[plan.model])
+    folder = checkpoint_folder(guest_named(plan.model, flag="--model"))
     written, name = text_of(plan.text)
     ids = Tokenizer(folder).encode(written)
     model = load_model(folder, top_k=plan.top_k)

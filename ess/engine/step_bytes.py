@@ -18,7 +18,7 @@ BF16: Final = 2
 LOGITS: Final = 3
 """As they are made, changed by penalties and temperature, and sorted."""
 PARTIALS: Final = 4
-"""Of hits, of fetched rows, both joined, and that in the weights' type."""
+"""Attention over hits, over fetched rows, over both, and the last in the type of the weights."""
 HIDDENS: Final = 8
 SIDES: Final = 2
 """Layers whose rows of a prompt are on the device at a time."""

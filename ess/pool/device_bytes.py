@@ -22,8 +22,10 @@ from ess.units import PAGE_ROWS
 INT: Final = 4
 LONG: Final = 8
 SEALS: Final = 3
-"""Steps that may be sealed and not stored at a time: each has lists and keys of its own."""
+"""Steps that may be sealed and not stored at a time: one is being sealed, the step before may be
+neither learned nor landed, and the first is being learned. Each has lists and keys of its own."""
 RING: Final = 3
+"""Copies of a step whose claims are kept at a time."""
 LANDINGS: Final = 8
 """Landings under way at a time, and rows of each at most."""
 LANDING_ROWS: Final = 4096
@@ -95,8 +97,8 @@ def _residency(shape: PoolShape) -> int:
     """What calls work in and answer with, of steps, of new rows, of landings and of leaving."""
     layout, groups, query_max = shape.layout, shape.layout.group_count, shape.query_max
     most = max(shape.blocks)
-    one = ResolveShape.of(query_max=1, top_k=1, block_max=most)
-    least = ResolveShape.of(query_max=1, top_k=1, block_max=1)
+    single = ResolveShape.of(query_max=1, top_k=1, block_max=most)
+    smallest = ResolveShape.of(query_max=1, top_k=1, block_max=1)
     width = min(LANDING_ROWS, shape.index_pages * PAGE_ROWS)
     landing = ResolveShape.of(query_max=1, top_k=width, block_max=most)
     select = ResolveShape.of(query_max=query_max, top_k=layout.top_k, block_max=most)
@@ -105,8 +107,8 @@ def _residency(shape: PoolShape) -> int:
         _numbers(
             workspace_sizes(select, group_count=groups, part_max=shape.part_max + 1, ring=RING)
         ),
-        _numbers(workspace_sizes(one, group_count=groups, ring=1)),
-        _numbers(workspace_sizes(least, group_count=groups, ring=1)),
+        _numbers(workspace_sizes(single, group_count=groups, ring=1)),
+        _numbers(workspace_sizes(smallest, group_count=groups, ring=1)),
         LANDINGS * _numbers(workspace_sizes(landing, ring=1)),
         _numbers(new_row_sizes(new_rows, groups)),
         call_words(groups),

@@ -1,6 +1,6 @@
 """Llama's decoder with an indexer beside every layer: SmolLM2 as a guest of the latent pools.
 
-config.json is the one of `LlamaForCausalLM`, and so are the weights, but for index_n_heads,
+config.json and weights are those of `LlamaForCausalLM`, but for index_n_heads,
 index_head_dim, index_topk and the tensors `self_attn.indexer.*`, which are DeepSeek's. What a row
 holds is told in `ess.models.guest.grouped`; there are no experts and no MTP module.
 """

@@ -1,7 +1,7 @@
 """A GGUF file as untrusted input: every number is checked before it is believed.
 
-The `gguf` library reads the file; whatever it makes of a broken one is a BadInput here. Tensors are
-asked for by name and shape, and come as float32, so a file cannot say how much memory is taken.
+The `gguf` library reads the file; what it raises for a broken file becomes BadInput here. Tensors
+are asked for by name and shape, and come as float32, so a file cannot say how much memory is taken.
 """
 
 from __future__ import annotations

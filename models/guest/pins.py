@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from ess.errors import BadInput
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guest:
@@ -43,3 +45,9 @@ SMOLLM2: Final = Guest(
     eos_ids=(2, 0),
 )
 GUESTS: Final[Mapping[str, Guest]] = MappingProxyType({SMOLLM2.name: SMOLLM2})
+
+
+def guest_named(name: str, *, flag: str) -> Guest:
+    if name not in GUESTS:
+        raise BadInput(f"{flag} {name}: no such guest; there is {', '.join(GUESTS)}")
+    return GUESTS[name]

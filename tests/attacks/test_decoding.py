@@ -67,7 +67,7 @@ def spoilt(document: object) -> bytes:
 
 @pytest.mark.parametrize("packed", [b"\x81", spoilt({"layout": "xx"})], ids=["cut", "utf8"])
 def test_headers_of_traces(packed: bytes) -> None:
-    """Their checks fit: whoever made them meant it."""
+    """Their checks fit, as an attacker would make them."""
     with pytest.raises(BadInput, match="the header is not of version"):
         decode_header(packed, check=zlib.crc32(packed, VERSION), version=VERSION)
 

@@ -32,7 +32,7 @@ def played(plan: Plan) -> Played:
     torch.set_num_threads(1)
     try:
         return Played(plan, play(plan), "")
-    except Exception as wrong:  # whatever it is: a campaign reports it and goes on
+    except Exception as wrong:  # a campaign reports any failure and goes on
         return Played(plan, None, f"{type(wrong).__name__}: {wrong}")
 
 

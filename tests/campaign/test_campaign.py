@@ -73,7 +73,7 @@ def no_leases(patch: pytest.MonkeyPatch) -> Plan:
 
 
 def any_text(patch: pytest.MonkeyPatch) -> Plan:
-    """A prompt's rows are whoever's."""
+    """Rows of any text are taken for those of the prompt."""
     for module in (receiver, departure):
         patch.setattr(module, "text_digest", lambda *_, **__: bytes(16))
     return asked("foreign")

@@ -77,12 +77,12 @@ class Leg:
 
 @dataclass
 class Outcome:
-    """`faults` by class, `ends` of legs by kind. Played again, a plan has the same `print`."""
+    """`faults` by class, `ends` of legs by kind; a plan has the same `fingerprint` each time."""
 
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     turns: int = 0
-    print: int = 0
+    fingerprint: int = 0
 
 
 class World:
@@ -293,7 +293,7 @@ class World:
                 if not leg.is_over:
                     self._look_at(side, leg)
         state = repr([len(leg.request.output) for leg in self._legs["take"]]).encode()
-        self.told.print = zlib.crc32(state, self.told.print)
+        self.told.fingerprint = zlib.crc32(state, self.told.fingerprint)
 
     def _look_at(self, side: str, leg: Leg) -> None:
         request, reason = leg.request, leg.request.reason

@@ -6,9 +6,9 @@
 
 A kind is all that decides what is queued: the bucket, the modes of all layers, the draws, the
 drafts. What differs from step to step lies in memory of the device that stays where it is: the
-step's arrays, maps and tickets at the door, spans and columns here. No graph is launched but by
-this owner, one at a time on the stream that computes; so all of them share their memory, and what
-is made in it is read before the next one is launched.
+step's arrays, maps and tickets at the door, spans and columns here. This owner alone
+launches graphs, in turn, on the stream that computes. So all graphs share their memory, and what a
+graph makes there is read before the next graph is launched.
 
 A graph holds addresses: pools, workspaces and weights are made once and stay.
 """
@@ -68,8 +68,8 @@ class Captured:
 
 
 class Replays:
-    """The counts are for people and metrics: steps that were replayed or captured, eager ones by
-    their cause, and graphs that gave way to others."""
+    """The counts are for people and metrics: steps that were replayed or captured, eager steps by
+    their cause, and graphs that were dropped for others."""
 
     def __init__(
         self, runner: Runner, *, batch_max: int, graph_max: int, byte_max: int, splits: bool

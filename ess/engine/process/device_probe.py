@@ -2,8 +2,8 @@
 
     python -m ess.engine.process.device_probe ORDINAL
 
-Asked in a process of its own: whoever opens a device holds some hundred megabytes of it until it
-ends, and a server's process has no torch. Free memory is counted with that process's own share
+This is a process of its own: a process that opens a device holds some hundred megabytes of it until
+it ends, and a server's process has no torch. Free memory is counted with that process's own share
 taken, since the engine will take the same.
 """
 

@@ -21,6 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
+from ess.caches import cache_folder
 from ess.errors import Unavailable
 
 FOLDERS: Final = ("flashtrans", "residency")
@@ -120,9 +121,7 @@ def _path(program: Program, arch: str, folder: Path) -> Path:
 def default_folder() -> Path:
     """$ESS_CACHE_DIR, else the folder `ess` in the user's cache folder."""
     named = os.environ.get("ESS_CACHE_DIR")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ess"
+    return Path(named) if named else cache_folder()
 
 
 def compiler_version() -> str:

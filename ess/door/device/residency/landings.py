@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +22,12 @@ from ess.door.sequences.sequence import Sequence
 from ess.flashtrans.mover import PreparedCopies
 from ess.kernels.cuda.streams import CudaEvent
 from ess.kernels.streams import RowCopy
+from ess.pool.device_bytes import LANDING_ROWS, LANDINGS
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_shape import ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 
 Rows = npt.NDArray[np.int32]
-
-PIECE_ROWS: Final = 4096
-PLACES: Final = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +54,7 @@ class Landings:
 
     def __init__(self, pools: DevicePools) -> None:
         self._pools = pools
-        width = min(PIECE_ROWS, pools.sparse.row_id_count)
+        width = min(LANDING_ROWS, pools.sparse.row_id_count)
         self._width = width
         shape = ResolveShape.of(query_max=1, top_k=width, block_max=pools.sparse.block_max)
         device = pools.lane.device
@@ -65,7 +62,7 @@ class Landings:
             LandingPlace(
                 ResidencyWorkspaces(device, shape, pools.ints, ring=1), CudaEvent(device), {}
             )
-            for _ in range(PLACES)
+            for _ in range(LANDINGS)
         ]
         self._free = list(self._places)
         self._under_way: deque[tuple[LandingPlace, int]] = deque()
@@ -195,4 +192,4 @@ class Landings:
     def check(self) -> None:
         tickets = [ticket for _, ticket in self._under_way]
         assert tickets == sorted(set(tickets)), f"landings {tickets} are out of order"
-        assert len(self._free) + len(self._under_way) == PLACES, "a place is lost"
+        assert len(self._free) + len(self._under_way) == LANDINGS, "a place is lost"

@@ -13,8 +13,9 @@ from typing import Final
 
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.residency.knowledge import Knowledge
-from ess.door.device.residency.landings import PLACES, Landings
+from ess.door.device.residency.landings import Landings
 from ess.door.sequences.sequence import Sequence
+from ess.pool.device_bytes import LANDINGS
 from ess.units import PAGE_ROWS
 
 LOOK_PAGES: Final = 64
@@ -62,7 +63,7 @@ class DeviceRefill:
         count = min(LOOK_PAGES * PAGE_ROWS, sequence.length - start)
         rows = sequence.holding.row_ids(start, count) if count > 0 else None
         group_count, offered = self._pools.layout.group_count, 0
-        last = min(walk.group + PLACES, group_count)
+        last = min(walk.group + LANDINGS, group_count)
         for group in range(walk.group, last):
             if rows is not None and room[group] >= len(rows):
                 there = rows[self._pools.are_stored(group, rows)]

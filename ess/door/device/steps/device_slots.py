@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
-from typing import Final, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from ess.errors import BadState
 from ess.flashtrans.mover import PreparedCopies
 from ess.kernels.cuda.streams import CudaEvent
 from ess.kernels.streams import RowCopy
+from ess.pool.device_bytes import RING
 from ess.pool.lru.cuda import Residency, forget_tickets
 from ess.pool.lru.cuda_audit import FINDINGS
 from ess.pool.lru.cuda_new_rows import NewRows
@@ -46,8 +47,6 @@ from ess.pool.warmup import WindowSet, last_windows, warm_set
 from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]
-
-RING: Final = 3
 
 
 class DeviceSlots:

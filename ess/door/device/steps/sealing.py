@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,9 @@ from ess.errors import BadInput
 from ess.kernels.cuda.pinned import pinned_memory
 from ess.kernels.cuda.streams import CudaEvent
 from ess.kernels.streams import RowCopy
+from ess.pool.device_bytes import SEALS
 from ess.pool.lru.cuda import Residency
 from ess.units import PAGE_ROWS
-
-PLACES: Final = 3
-"""A step is sealed, one before it may be neither learned nor landed, and one is being learned."""
 
 Numbers = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -57,7 +55,7 @@ class Sealing:
     def __init__(self, pools: DevicePools) -> None:
         self._pools = pools
         self._host = torch.from_numpy(pools.latent.rows.reshape(-1, pools.layout.row_bytes))
-        self._places = [_place(pools) for _ in range(PLACES)]
+        self._places = [_place(pools) for _ in range(SEALS)]
         self._turn = 0
         self._unsettled: Unsettled | None = None
 
@@ -106,8 +104,8 @@ class Sealing:
     def _take(self) -> SealPlace:
         place = self._places[self._turn]
         if not place.is_free:
-            raise BadInput(f"{PLACES} steps are sealed and not stored: learn the oldest first")
-        self._turn = (self._turn + 1) % PLACES
+            raise BadInput(f"{SEALS} steps are sealed and not stored: learn the oldest first")
+        self._turn = (self._turn + 1) % SEALS
         place.is_free = False
         return place
 
