@@ -7,12 +7,10 @@ this process has no torch.
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -27,6 +25,7 @@ from ess.errors import Unavailable
 from ess.kernels.cpu import native
 from ess.kernels.cuda import driver
 from ess.server.commands.start.device import ask
+from ess.server.commands.start.trial import answer_of
 from ess.server.commands.transports import tried
 from ess.server.process.memory import memory_free
 from ess.units import format_bytes
@@ -219,11 +218,11 @@ def _no_device(missing: str) -> Check:
 
 def _device_decode() -> Iterator[Check]:
     console.note("ess: decoding a little on the device; its kernels are compiled first ...")
-    trial = _trial(DEVICE_TRIAL, "0")
-    if isinstance(trial, str):
-        yield Check(name="device decode", grade="fail", state="the trial failed", hint=trial)
+    found, fault = answer_of("-m", DEVICE_TRIAL, "0", limit_s=TRIAL_S)
+    if fault:
+        yield Check(name="device decode", grade="fail", state="the trial failed", hint=fault)
         return
-    yield from judged_on_device(trial)
+    yield from judged_on_device(msgspec.json.decode(found))
 
 
 def judged_on_device(trial: dict[str, Any]) -> Iterator[Check]:
@@ -259,10 +258,8 @@ def _transport(kind: str, host: str) -> Check:
 def _stages() -> Check:
     """What the stages of a prefill worker would meet and talk by; nothing else needs it."""
     asked = "from torch import distributed as d; print(d.is_available() and d.is_gloo_available())"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], capture_output=True, text=True, timeout=TRIAL_S
-    )
-    if done.stdout.strip() == "True":
+    found, _ = answer_of("-c", asked, limit_s=TRIAL_S)
+    if found == "True":
         return Check(name="stages", grade="ok", state="gloo: `ess prefill --pp-size` can run")
     hint = "a torch with gloo is needed for --pp-size, --tp-size and --cp-size"
     return Check(name="stages", grade="warn", state="this torch has no gloo", hint=hint)
@@ -270,25 +267,10 @@ def _stages() -> Check:
 
 def _decode() -> Check:
     console.note("ess: decoding a little, offloaded and resident, which takes some seconds ...")
-    trial = _trial(TRIAL)
-    if isinstance(trial, str):
-        return Check(name="decode", grade="fail", state="the trial failed", hint=trial)
-    return judged(trial)
-
-
-def _trial(*command: str) -> dict[str, Any] | str:
-    """What it found, or what it said last."""
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        timeout=TRIAL_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode != 0:
-        return (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
-    found: dict[str, Any] = msgspec.json.decode(done.stdout)
-    return found
+    found, fault = answer_of("-m", TRIAL, limit_s=TRIAL_S)
+    if fault:
+        return Check(name="decode", grade="fail", state="the trial failed", hint=fault)
+    return judged(msgspec.json.decode(found))
 
 
 def judged(trial: dict[str, Any]) -> Check:

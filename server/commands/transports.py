@@ -5,12 +5,12 @@ No transport is needed to serve; a split into prefill and decode workers needs o
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
+
+from ess.server.commands.start.trial import answer_of
 
 TRIAL_S: Final = 60.0
 HINTS: Final[Mapping[str, str]] = {
@@ -27,16 +27,11 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tried(kind: str, host: str) -> Tried:
-    words = [sys.executable, "-m", "ess.transfer.selfcheck", kind, host]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TRIAL_S)
-    except subprocess.TimeoutExpired:
-        return Tried(grade="warn", state=f"nothing after {TRIAL_S:g} s", hint=HINTS[kind])
-    if done.returncode == 0:
-        return judged(msgspec.json.decode(done.stdout.splitlines()[-1]))
-    last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
-    grade: Literal["ok", "warn"] = "ok" if "not installed" in last else "warn"
-    return Tried(grade=grade, state=last, hint=HINTS[kind])
+    found, fault = answer_of("-m", "ess.transfer.selfcheck", kind, host, limit_s=TRIAL_S)
+    if not fault:
+        return judged(msgspec.json.decode(found))
+    grade: Literal["ok", "warn"] = "ok" if "not installed" in fault else "warn"
+    return Tried(grade=grade, state=fault, hint=HINTS[kind])
 
 
 def judged(trial: Mapping[str, Any]) -> Tried:

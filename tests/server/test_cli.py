@@ -14,6 +14,7 @@ from ess.engine.process.messages import PoolUse, Status
 from ess.server.commands import chat_cli, cli, doctor, transports
 from ess.server.commands.client import Client
 from ess.server.commands.doctor import Check
+from ess.server.commands.start.trial import answer_of
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 
 STATUS = Status(
@@ -173,6 +174,20 @@ def test_an_address_that_is_not_ours_is_said():
     trial = transports.tried("tcp", "192.0.2.1")
     assert (trial.grade, trial.hint) == ("warn", transports.HINTS["tcp"])
     assert "transfers cannot listen on 192.0.2.1 port 0" in trial.state
+
+
+def test_a_process_that_is_asked_answers_or_says_why_not():
+    assert answer_of("-c", "print(1); print('two')", limit_s=60) == ("two", "")
+    assert answer_of("-c", "raise SystemExit('no room')", limit_s=60) == ("", "no room")
+    assert answer_of("-c", "", limit_s=60) == ("", "nothing was said")
+    assert answer_of("-c", "input()", limit_s=60).fault == "EOFError: EOF when reading a line"
+
+
+def test_a_process_that_never_answers_is_left(monkeypatch: pytest.MonkeyPatch):
+    silent = "import signal; signal.pause()"
+    assert answer_of("-c", silent, limit_s=0.2) == ("", "nothing after 0.2 s")
+    monkeypatch.setattr(doctor, "TRIAL_S", 0.001)
+    assert (doctor._decode().grade, doctor._decode().hint) == ("fail", "nothing after 0.001 s")
 
 
 def test_another_token_is_a_failure():

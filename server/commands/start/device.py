@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from ess.engine.devices import Found, is_device, ordinal_of
 from ess.errors import Unavailable
-from ess.server.commands.start.torchrun import cleaned
+from ess.server.commands.start.trial import answer_of
 
 if TYPE_CHECKING:
     from ess.server.commands.start.settings import Settings
@@ -31,16 +28,7 @@ def found_for(settings: Settings) -> Found | None:
 
 
 def ask(ordinal: int) -> Found:
-    command = [sys.executable, "-m", PROBE, str(ordinal)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PROBE_S, env=cleaned(os.environ)
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(
-            f"CUDA device {ordinal} was asked for, and has not answered within {PROBE_S:.0f} s"
-        ) from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise Unavailable(f"CUDA device {ordinal} cannot be asked: {last[:300]}")
-    return msgspec.json.decode(done.stdout, type=Found)
+    found, fault = answer_of("-m", PROBE, str(ordinal), limit_s=PROBE_S)
+    if fault:
+        raise Unavailable(f"CUDA device {ordinal} cannot be asked: {fault}")
+    return msgspec.json.decode(found, type=Found)

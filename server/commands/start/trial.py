@@ -1,0 +1,43 @@
+"""What Python answers in a process of its own.
+
+Such a process may load torch, or a driver that ends it; the one that asks does neither.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Final, NamedTuple
+
+from ess.server.commands.start.torchrun import cleaned
+
+WORDS_MAX: Final = 300
+
+
+class Answer(NamedTuple):
+    """The last line that it printed, or else why there is none."""
+
+    found: str = ""
+    fault: str = ""
+
+
+def answer_of(*words: str, limit_s: float) -> Answer:
+    """To `python words...`, whose last line is asked for."""
+    environment = {**cleaned(os.environ), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=limit_s,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return Answer(fault=f"nothing after {limit_s:g} s")
+    if done.returncode == 0 and (lines := done.stdout.strip().splitlines()):
+        return Answer(found=lines[-1])
+    said = done.stderr.strip().splitlines() or ["nothing was said"]
+    return Answer(fault=said[-1][:WORDS_MAX])
