@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.kernels.ops import Ops
+from ess.layout import IndexCodec
 from ess.pool.lru.eviction import scored
 from ess.pool.warmup import WINDOW_MAX
 from ess.trace import RequestStep, TraceHeader, TraceWriter
@@ -32,8 +33,6 @@ from ess.units import PAGE_ROWS
 
 Windows = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.uint8]
-LENGTHS_AT: Final = 4
-"""The place of the lengths among what the indexer is given."""
 
 
 class Windowed(Around):
@@ -86,10 +85,24 @@ class Scoring(Ops):
 
     heard: list[Scores]
 
-    def index_top_k(self, *indexed: Any, queries_per_request: int = 1, **options: Any) -> Tensor:
-        logits = self.index_logits(*indexed, threads=options.get("threads", 1))
-        lengths = indexed[LENGTHS_AT]
-        chosen = self.top_k(logits, lengths, **options)
+    def index_top_k(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        codec: IndexCodec,
+        *,
+        k: int,
+        out: Tensor | None = None,
+        threads: int = 1,
+        queries_per_request: int = 1,
+    ) -> Tensor:
+        logits = self.index_logits(
+            queries, weights, pages, page_table, lengths, codec, threads=threads
+        )
+        chosen = self.top_k(logits, lengths, k=k, out=out, threads=threads)
         last = (each[-WINDOW_MAX:].numpy() for each in (logits, chosen, lengths))
         self.heard.append(_quantised(*last))
         return chosen
