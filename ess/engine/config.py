@@ -9,6 +9,7 @@ from typing import Literal
 from ess import config
 from ess.config import setting
 from ess.engine.devices import check_device
+from ess.engine.graphs.buckets import parse_sizes
 from ess.engine.tokens.determinism import check_deterministic
 from ess.errors import BadInput
 from ess.kernels.served import BackendName
@@ -24,7 +25,8 @@ Modes = Literal["layerwise", "resident", "none", "da", "dba"] | Sequence[str]
 class EngineConfig:
     """`modes` may list one mode per layer. A step has at most `query_max` queries; `verify_fatal`
     ends the engine at the first row that is wrong. On a device at most `graphs` kinds of decode
-    steps are kept as graphs, none for 0, and none is captured once they hold `graph_bytes`."""
+    steps are kept as graphs, none for 0, in at most `graph_byte_max` bytes, or as many as
+    `step_bytes.graph_bytes` counts."""
 
     max_running: int = setting(16, "limits", "Requests that run at a time.", (1, 4096))
     modes: Modes = setting(
@@ -79,6 +81,9 @@ class EngineConfig:
         "Kinds of steps a device replays as graphs; 0: none, all run eagerly.",
         (0, 4096),
     )
+    graph_sizes: str = setting(
+        "", "engine", "Requests of the steps in graphs, as 1,2,4,8; else 1, 2, 4 and every eighth."
+    )
     backend: BackendName = setting(
         "cpu", "engine", "What computes: reference is slow and exact, cuda is for a device."
     )
@@ -89,13 +94,15 @@ class EngineConfig:
         False, "handoff", "Let requests ask for invented rows, to measure decoding by itself."
     )
     query_max: int = 64
-    graph_bytes: int = 4 << 30
+    graph_byte_max: int | None = None
     verify_fatal: bool = False
 
     def __post_init__(self) -> None:
         config.check(self)
         if self.deterministic:
             check_deterministic(self.modes, tbo=self.tbo, sbo=self.sbo)
+        if self.graph_sizes:
+            parse_sizes(self.graph_sizes, self.max_running)
         if self.calibration and (self.modes != "layerwise" or self.deterministic):
             why = "deterministic is set" if self.deterministic else f"modes is {self.modes!r}"
             raise BadInput(f"calibration is where layerwise modes start, but {why}")

@@ -22,6 +22,8 @@ CPU: Final = "cpu"
 DEFAULTS: Final[Mapping[str, Any]] = {"backend": "cuda", "form": "stored", "budget_every": 0}
 """Of settings that nobody has given, where a device serves."""
 
+OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes")
+
 # Settings, the values that a device serves, and why it does not serve others.
 SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "backend": (("cuda",), "its kernels are those of backend cuda"),
@@ -90,8 +92,7 @@ def brought_by(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     if is_device(given.get("device", CPU)):
         return {name: value for name, value in DEFAULTS.items() if name not in given}, []
-    in_vain = "device_bytes" in given
-    return {}, ["device_bytes has no effect: device is cpu"] if in_vain else []
+    return {}, [f"{name} has no effect: device is cpu" for name in OF_DEVICES if name in given]
 
 
 def check_device(config: ProcessConfig) -> None:

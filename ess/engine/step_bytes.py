@@ -10,7 +10,6 @@ from typing import Final
 
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
-from ess.overlap.policy import Mode
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
 F32: Final = 4
@@ -23,6 +22,7 @@ HIDDENS: Final = 8
 SIDES: Final = 2
 """Layers whose rows of a prompt are on the device at a time."""
 GRAPH_LAYER_BYTES: Final = 64 << 10
+"""What the driver keeps of a captured layer, beside the memory that all graphs share."""
 
 
 def decode_bytes(config: ModelConfig, *, query_max: int, length_max: int) -> int:
@@ -37,10 +37,21 @@ def prompt_bytes(
     return rows + min(chunk_tokens, length_max) * _token_bytes(config, length_max)
 
 
-def graph_bytes(layout: ModelLayout, *, running_max: int) -> int:
-    """One for each power of two of requests and each mode."""
-    buckets = (running_max - 1).bit_length() + 1
-    return buckets * len(Mode) * layout.layer_total * GRAPH_LAYER_BYTES
+def graph_bytes(
+    config: ModelConfig,
+    layout: ModelLayout,
+    *,
+    query_max: int,
+    graph_count: int,
+    length_max: int,
+    pool_bytes: int = 0,
+) -> int:
+    """Graphs work in memory of their own, which they share: as much as the largest of them takes,
+    and no less than the `pool_bytes` that it has by now."""
+    if not graph_count:
+        return 0
+    step = decode_bytes(config, query_max=query_max, length_max=length_max)
+    return max(step, pool_bytes) + graph_count * layout.layer_total * GRAPH_LAYER_BYTES
 
 
 def _token_bytes(config: ModelConfig, length_max: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from ess.engine.step_bytes import graph_bytes
 from ess.engine.tokens.sampling import Sampling
 from tests.device import engines
 from tests.device.steps import close
@@ -34,6 +35,26 @@ def test_the_tokens_are_those_of_the_host(values):
     assert made["replayed"] > 0
     assert 0 < made["held"] <= engines.GRAPHS[case["graphs"]]
     assert made["eager"].keys() == {"first steps"}
+
+
+def test_graphs_stay_within_their_bytes():
+    """What a graph of one query takes is there, what one of two takes is not."""
+    config = engines.model("v32", "cuda").config
+    eng = engines.engine("cuda", graphs="many")
+    sizes = {"layout": eng.offload.layout, "length_max": engines.LENGTH_MAX}
+    least = graph_bytes(config, query_max=1, graph_count=1, **sizes)
+    eng.offload.close()
+    eng = engines.engine("cuda", graphs="many", graph_byte_max=least)
+    for seed, count in ((0, 12), (1, 5)):
+        prompt = tokens(2, engines.VOCABULARY, seed=seed)
+        eng.add(prompt, Sampling(tokens_max=count, ignore_eos=True))
+    while not eng.is_idle:
+        eng.step()
+    made = eng._flights.replays.report()
+    assert (made["captured"], made["byte_max"]) == (1, least)
+    assert 0 < made["bytes"] <= least
+    assert made["replayed"] > 2 < made["eager"]["memory"]
+    eng.offload.close()
 
 
 def test_steady_steps_wait_for_nothing_that_runs():

@@ -55,6 +55,7 @@ def engine(
     arena="ample",
     graphs="off",
     door=True,
+    **more,
 ) -> Engine:
     """Not through the `door`: over the host's, which looks like the device's and is quick."""
     made, count = model(family, device), int(mtp)
@@ -79,6 +80,7 @@ def engine(
         chunk_tokens=96,
         backend=device,
         graphs=GRAPHS[graphs],
+        **more,
     )
     return Engine(made, offload, chosen)
 

@@ -8,11 +8,13 @@ import msgspec
 import pytest
 
 from ess.engine.devices import DEFAULTS, SERVED, Found
+from ess.engine.step_bytes import graph_bytes
 from ess.errors import BadInput
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.start import banner
 from ess.server.commands.start.checkpoint import read_checkpoint
 from ess.server.commands.start.device_sizing import Needed, plan_on_device
+from ess.server.commands.start.launch import launch_of
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import MemoryPlan
 from ess.units import parse_size
@@ -73,6 +75,10 @@ def test_what_a_device_does_not_serve_is_refused_by_name(name: str):
         ({"device": "cuda:x"}, "device is 'cuda:x', must be"),
         ({"backend": "cuda"}, "backend is 'cuda', and device is 'cpu': --device cuda brings both"),
         ({"form": "stored"}, "form is 'stored', and device is 'cpu'"),
+        ({"graph_sizes": "1,4,2"}, "graph_sizes is '1,4,2', must be ascending numbers of requests"),
+        ({"graph_sizes": "0,2"}, "graph_sizes is '0,2', must be ascending"),
+        ({"graph_sizes": "8,32"}, "graph_sizes is '8,32', .* to max_running, which is 16"),
+        ({"graph_sizes": "few"}, "graph_sizes is 'few', must be"),
     ],
 )
 def test_other_devices_are_refused(given: dict[str, str], says: str):
@@ -81,8 +87,11 @@ def test_other_devices_are_refused(given: dict[str, str], says: str):
 
 
 def test_a_share_of_a_device_says_nothing_of_a_host():
-    [note] = resolve({"device_bytes": "0.9"}, environment={}).notes
-    assert note == "device_bytes has no effect: device is cpu"
+    given = {"device_bytes": "0.9", "graph_sizes": "1,2"}
+    assert resolve(given, environment={}).notes == (
+        "device_bytes has no effect: device is cpu",
+        "graph_sizes has no effect: device is cpu",
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,6 +161,28 @@ def test_the_sizes_that_are_told_the_engine_are_those_of_the_plan():
 def test_a_plan_that_does_not_fit_is_refused_with_numbers(given: dict[str, str], says: str):
     with pytest.raises(BadInput, match=says):
         planned(**given)
+
+
+def of_graphs(**given: Any) -> int:
+    """As it is planned, shown and told the engine."""
+    plan = planned(host_bytes="96MiB", **given)
+    assert plan.device is not None
+    [line] = [line for line in plan.device.lines if line.name == "graphs"]
+    settings = resolve({"device": "cuda", **given}, environment={}).settings
+    told = launch_of(settings, read_checkpoint(""), plan).config
+    assert line.bytes == plan.graph_bytes == told.graph_byte_max
+    return line.bytes
+
+
+def test_graphs_have_what_they_are_estimated_to_take():
+    config = read_checkpoint("").config
+    sizes = {"layout": config.layout(), "length_max": 8192}
+    assert of_graphs() == graph_bytes(config, query_max=16, graph_count=64, **sizes)
+    assert of_graphs(graph_sizes="1,3", mtp=2, graphs=5) == graph_bytes(
+        config, query_max=6, graph_count=5, **sizes
+    )
+    assert of_graphs(graph_bytes="3MiB") == 3 << 20
+    assert of_graphs(graphs=0) == of_graphs(graphs=0, graph_bytes="3MiB") == 0
 
 
 def test_what_comes_behind_steps_is_locked_too():

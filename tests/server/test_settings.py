@@ -90,6 +90,7 @@ NEEDS = {
 OTHERS = {
     "device": "cuda:1",
     "smooth": 0.5,
+    "graph_sizes": "1,2",
     "dist_init_addr": "10.0.0.1:5",
     "pp_layer_partition": "3,4",
 }

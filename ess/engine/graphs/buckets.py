@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from ess.errors import BadInput
+
 SMALL: Final = (1, 2, 4)
 STRIDE: Final = 8
 
@@ -21,6 +23,33 @@ def default_sizes(largest: int) -> tuple[int, ...]:
     """
     assert largest > 0, f"batches of {largest} sequences"
     return tuple(sorted({*_upto(SMALL, largest), *range(STRIDE, largest, STRIDE), largest}))
+
+
+def parse_sizes(text: str, largest: int) -> tuple[int, ...]:
+    """
+    >>> parse_sizes("1, 2,8", 8)
+    (1, 2, 8)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    sizes = [int(part) if part.isascii() and part.isdecimal() else 0 for part in parts]
+    if min(sizes) < 1 or max(sizes) > largest or sizes != sorted({*sizes}):
+        raise BadInput(
+            f"graph_sizes is {text!r:.80}, must be ascending numbers of requests from 1 to"
+            f" max_running, which is {largest}"
+        )
+    return tuple(sizes)
+
+
+def bucket_sizes(given: str, *, largest: int, splits: bool) -> tuple[int, ...]:
+    """Those of `given`, if there are any; `splits` is for steps in two halves.
+
+    >>> bucket_sizes("", largest=10, splits=False), bucket_sizes("3,5", largest=10, splits=True)
+    ((1, 2, 4, 8, 10), (3, 5))
+    """
+    if given:
+        return parse_sizes(given, largest)
+    sizes = default_sizes(largest)
+    return doubled(sizes, largest) if splits else sizes
 
 
 def _upto(sizes: Iterable[int], largest: int) -> list[int]:

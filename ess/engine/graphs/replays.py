@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -28,12 +29,13 @@ import torch
 
 from ess.door import Step
 from ess.door.step import Recording
-from ess.engine.graphs.buckets import bucket_of, default_sizes, doubled
+from ess.engine.graphs.buckets import bucket_of
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.step.feeding import Said
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import Watch
+from ess.engine.step_bytes import graph_bytes
 
 Cause = Literal["host logits", "no bucket", "verified", "first steps", "memory"]
 
@@ -72,26 +74,41 @@ class Replays:
     their cause, and graphs that were dropped for others."""
 
     def __init__(
-        self, runner: Runner, *, batch_max: int, graph_max: int, byte_max: int, splits: bool
+        self,
+        runner: Runner,
+        *,
+        sizes: tuple[int, ...],
+        verified_max: int,
+        graph_max: int,
+        byte_max: int | None = None,
     ) -> None:
+        """`sizes` are of the buckets. Without `byte_max` all have what they are estimated to
+        take."""
         assert graph_max > 0, "no graph is kept: leave out the owner of graphs"
         self.replayed_count = 0
         self.captured_count = 0
         self.dropped_count = 0
         self.eager_counts: Counter[Cause] = Counter()
-        self.byte_count = 0
         self._runner = runner
-        sizes = runner.offload.sizes
-        self._query_max = sizes.query_max
-        largest = min(batch_max, sizes.sequence_max)
-        every = default_sizes(largest)
-        self._sizes = doubled(every, largest) if splits else every
+        layout, pools = runner.offload.layout, runner.offload.sizes
+        self._takes = partial(graph_bytes, runner.model.config, layout, length_max=pools.length_max)
+        self._query_max = pools.query_max
+        self._sizes = sizes
         self._graph_max = graph_max
-        self._byte_max = byte_max
+        largest = max(sizes, default=0) * verified_max
+        estimated = self._takes(query_max=largest, graph_count=graph_max)
+        self._byte_max = estimated if byte_max is None else byte_max
+        self._pool_bytes = 0
         self._held: OrderedDict[Hashable, Captured] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._stream = Cuda.Stream(runner.model.device)
         self._pool = Cuda.graph_pool_handle()
+
+    @property
+    def byte_count(self) -> int:
+        """What is held: the memory that all share, as torch says; the driver's is estimated."""
+        held = len(self._held)
+        return self._takes(query_max=0, graph_count=held, pool_bytes=self._pool_bytes)
 
     def fit(self, turns: Sequence[Turn]) -> Fit:
         """Before the step begins."""
@@ -129,7 +146,13 @@ class Replays:
             self._seen.popitem(last=False)
         if count <= EAGER_STEPS:
             return "first steps"
-        return "memory" if self.byte_count >= self._byte_max else None
+        return None if self._has_room(sum(course.counts)) else "memory"
+
+    def _has_room(self, query_count: int) -> bool:
+        """For a graph of such a step beside those that stay."""
+        count = min(len(self._held) + 1, self._graph_max)
+        takes = self._takes(query_max=query_count, graph_count=count, pool_bytes=self._pool_bytes)
+        return takes <= self._byte_max
 
     def _replay(self, step: Step, held: Captured) -> Made:
         step.replay(held.recording)
@@ -170,12 +193,13 @@ class Replays:
             self._runner.on_layer = between
             if collects:
                 gc.enable()
-        self.byte_count += Cuda.memory_reserved(device) - held_bytes
+        self._pool_bytes += Cuda.memory_reserved(device) - held_bytes
 
     def report(self) -> dict[str, Any]:
         return {
             "held": len(self._held),
             "bytes": self.byte_count,
+            "byte_max": self._byte_max,
             "replayed": self.replayed_count,
             "captured": self.captured_count,
             "dropped": self.dropped_count,

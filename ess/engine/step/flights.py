@@ -11,6 +11,7 @@ from collections import deque
 from ess.clock import Clock
 from ess.engine import scheduler, tpot_control
 from ess.engine.config import EngineConfig
+from ess.engine.graphs.buckets import bucket_sizes
 from ess.engine.graphs.replays import Replays
 from ess.engine.plan import StepPlan, Turn
 from ess.engine.request import Request
@@ -130,10 +131,12 @@ def replays_of(runner: Runner, config: EngineConfig) -> Replays | None:
     """None where no step runs as a graph."""
     if runner.model.device.type == "cpu" or not config.graphs:
         return None
+    offload = runner.offload
+    largest = min(config.max_running, offload.sizes.sequence_max)
     return Replays(
         runner,
-        batch_max=config.max_running,
+        sizes=bucket_sizes(config.graph_sizes, largest=largest, splits=config.tbo != "off"),
+        verified_max=config.mtp,
         graph_max=config.graphs,
-        byte_max=config.graph_bytes,
-        splits=config.tbo != "off",
+        byte_max=config.graph_byte_max,
     )

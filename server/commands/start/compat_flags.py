@@ -33,6 +33,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "device_bytes": ("--gpu-memory-utilization",),
     "chunk_tokens": ("--chunked-prefill-size", "--max-num-batched-tokens", "--chunk"),
     "mtp": ("--speculative-num-draft-tokens",),
+    "graph_sizes": ("--cuda-graph-bs", "--cudagraph-capture-sizes"),
     "tpot_ms": ("--tpot",),
     "deterministic": ("--enable-deterministic-inference",),
     "form": ("--dtype",),

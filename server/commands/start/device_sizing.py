@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from ess.engine.devices import Found
+from ess.engine.graphs.buckets import bucket_sizes
 from ess.engine.step_bytes import decode_bytes, graph_bytes, prompt_bytes
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -31,7 +32,7 @@ from ess.server.commands.start.sizing import (
     check_host,
     with_rooms,
 )
-from ess.units import PAGE_ROWS, div_ceil, format_bytes
+from ess.units import PAGE_ROWS, counted, div_ceil, format_bytes
 
 HOST_SHARE: Final = 2  # of free memory, at most, unless host_bytes says how much
 NOTES: Final[Mapping[str, str]] = {
@@ -58,7 +59,8 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
     host_bytes = _host_bytes(settings, layout, longest, free)
     length_max, token_capacity = check_host(settings, layout, host_bytes, longest, free)
     shape = _shape(settings, layout, found, length_max, token_capacity // PAGE_ROWS)
-    rest = [*_weights(needed, settings), *_steps(needed, settings, length_max)]
+    graphs = _graphs(needed, settings, length_max, found)
+    rest = [*_weights(needed, settings), *_steps(needed, settings, length_max), graphs]
     room = min(found.free_bytes, size_of(settings.device_bytes, of=found.total_bytes))
     if settings.slot_bytes == AUTO:
         shape = _filled(shape, room - sum(line.bytes for line in rest), token_capacity)
@@ -81,6 +83,7 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
         weight_bytes=needed.file_bytes,
         token_capacity=token_capacity,
         rooms=(),
+        graph_bytes=graphs.bytes,
         device=device,
     )
     return with_rooms(plan, settings, layout)
@@ -162,7 +165,6 @@ def _steps(needed: Needed, settings: Settings, length_max: int) -> list[Line]:
     decode = decode_bytes(config, query_max=queries, length_max=length_max)
     tokens = settings.chunk_tokens
     prompt = prompt_bytes(config, layout, chunk_tokens=tokens, length_max=length_max)
-    graphs = graph_bytes(layout, running_max=settings.max_running)
     return [
         Line(
             name="decoding",
@@ -176,8 +178,25 @@ def _steps(needed: Needed, settings: Settings, length_max: int) -> list[Line]:
             note=f"estimated, {tokens:,} tokens a chunk",
             setting="chunk_tokens",
         ),
-        Line(name="graphs", bytes=graphs, note="reserved", setting="max_running"),
     ]
+
+
+def _graphs(needed: Needed, settings: Settings, length_max: int, found: Found) -> Line:
+    """The engine captures none that would take more."""
+    running = settings.max_running
+    sizes = bucket_sizes(settings.graph_sizes, largest=running, splits=settings.tbo != "off")
+    size = graph_bytes(
+        needed.config,
+        needed.layout,
+        query_max=max(sizes, default=0) * settings.mtp,
+        graph_count=settings.graphs,
+        length_max=length_max,
+    )
+    is_given = settings.graph_bytes != AUTO
+    if is_given and settings.graphs:
+        size = size_of(settings.graph_bytes, of=found.total_bytes)
+    note = f"{'given' if is_given else 'estimated'}, {counted(settings.graphs, 'graph')} at most"
+    return Line(name="graphs", bytes=size, note=note, setting="graphs")
 
 
 def _check_fit(device: DevicePlan, settings: Settings) -> None:

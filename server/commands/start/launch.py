@@ -263,7 +263,9 @@ def calibrated(resolved: Resolved, layout: ModelLayout) -> Resolved:
 
 def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
     """What was left to the machine, as it turned out."""
-    names = ("host_bytes", "slot_bytes", "index_bytes")
+    names = ["host_bytes", "slot_bytes", "index_bytes"]
+    if plan.device is not None:
+        names.append("graph_bytes")
     sizes = {name: format_bytes(getattr(plan, name)) for name in names}
     sizes["max_model_len"] = str(plan.length_max)
     return resolved.deriving(
@@ -425,6 +427,7 @@ def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> L
         field.name: getattr(settings, field.name) for field in dataclasses.fields(ProcessConfig)
     }
     told["query_max"] = settings.max_running * settings.mtp
+    told["graph_byte_max"] = plan.graph_bytes
     return Launch(
         model=checkpoint.path,
         config=ProcessConfig(**told),

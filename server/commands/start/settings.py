@@ -25,6 +25,7 @@ from ess.engine.config import ProcessConfig
 from ess.engine.devices import brought_by
 from ess.errors import BadInput
 from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
+from ess.server.commands.start.hidden_files import read_keys, read_secret
 from ess.server.commands.start.torchrun import placed_by_torchrun
 from ess.server.process.pair.addresses import Named, check_router, read_peers
 from ess.transfer.messages import SECRET_BYTES_MIN
@@ -40,6 +41,7 @@ OF_DECODING: Final = frozenset(
     {
         *("modes", "calibration", "tbo", "sbo", "mtp_auto", "depth", "promise"),
         *("budget_every", "warm", "verify_every", "evict", "graphs"),
+        *("graph_sizes", "graph_bytes"),
     }
 )
 """What only steps that decode obey."""
@@ -122,6 +124,11 @@ class Settings(ProcessConfig):
     index_bytes: str = setting("auto", "memory", "Memory for the index keys of running requests.")
     device_bytes: str = setting(
         "90%", "memory", "What may be taken of a device's memory: 70GiB, or a share of all of it."
+    )
+    graph_bytes: str = setting(
+        "auto",
+        "memory",
+        "Memory of a device for graphs; auto: what --graphs are estimated to take.",
     )
     keep_alive_s: float = setting(
         15.0, "times", "Seconds of silence after which a stream gets a comment.", (0.01, 3600)
@@ -398,31 +405,6 @@ def resolve(
     settings = Settings(**values)
     _check_flags(settings, [name for name, origin in origins.items() if origin == "flag"])
     return Resolved(settings=settings, origins=origins, notes=(*notes, *unused))
-
-
-def _read_hidden(path: Path, name: str) -> str:
-    """What no sentence may show: neither do those about the file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{name} {path} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise BadInput(f"{name} {path} is not text in UTF-8") from None
-
-
-def read_secret(path: Path) -> str:
-    secret = _read_hidden(path, "peer_secret_file").strip()
-    if not secret:
-        raise BadInput(f"peer_secret_file {path} has no secret in it")
-    return secret
-
-
-def read_keys(path: Path) -> str:
-    text = _read_hidden(path, "api_key_file")
-    keys = _listed(",".join(text.splitlines()))
-    if not keys:
-        raise BadInput(f"api_key_file {path} has no key in it")
-    return ",".join(keys)
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     token_capacity: int
     rooms: tuple[Room, ...]
+    graph_bytes: int = 0
     device: DevicePlan | None = None
 
     @property

@@ -1,0 +1,33 @@
+"""Files of keys and secrets, which no sentence may show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ess.errors import BadInput
+
+
+def _read_hidden(path: Path, name: str) -> str:
+    """What no sentence may show: neither do those about the file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{name} {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise BadInput(f"{name} {path} is not text in UTF-8") from None
+
+
+def read_secret(path: Path) -> str:
+    secret = _read_hidden(path, "peer_secret_file").strip()
+    if not secret:
+        raise BadInput(f"peer_secret_file {path} has no secret in it")
+    return secret
+
+
+def read_keys(path: Path) -> str:
+    text = _read_hidden(path, "api_key_file")
+    listed = ",".join(text.splitlines()).split(",")
+    keys = [key.strip() for key in listed if key.strip()]
+    if not keys:
+        raise BadInput(f"api_key_file {path} has no key in it")
+    return ",".join(keys)
