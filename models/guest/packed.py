@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput, Unavailable
+from ess.models.guest.head import check_head
 
 FORMS: Final = frozenset(
     {
@@ -21,7 +22,6 @@ FORMS: Final = frozenset(
         *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     }
 )
-LISTED_MAX: Final = 1 << 20
 Floats = npt.NDArray[np.float32]
 
 
@@ -32,9 +32,12 @@ class Packed:
         self._path = path
         self._gguf = _library()
         try:
+            check_head(path)
             reader = self._gguf.GGUFReader(str(path))
             self._fields = reader.fields
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        except BadInput:
+            raise
         except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
             raise BadInput(f"{path.name} is not a whole GGUF file: {str(error)[:200]}") from None
 
@@ -59,11 +62,8 @@ class Packed:
 
     def listed(self, key: str, kind: type) -> Sequence[Any]:
         values = self._said(key, list)
-        if not len(values) <= LISTED_MAX or not all(isinstance(item, kind) for item in values):
-            raise BadInput(
-                f"{self._path.name}: {key} holds {len(values):,} values, not all of them"
-                f" {kind.__name__} or more than {LISTED_MAX:,}"
-            )
+        if not all(isinstance(item, kind) for item in values):
+            raise BadInput(f"{self._path.name}: {key} holds values that are no {kind.__name__}")
         return list(values)
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Floats:
