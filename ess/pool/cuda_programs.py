@@ -24,7 +24,7 @@ def programs() -> Iterator[Program]:
             yield ring_form(row_bytes).program
     yield resolve_program(is_together=False, threads=PHASE_THREADS)
     yield resolve_program(is_together=True, threads=TOGETHER_THREADS)
-    for file in ("each.cu", "locate.cu", "upkeep.cu", "audit.cu"):
+    for file in ("each.cu", "locate.cu", "upkeep.cu", "seal.cu", "audit.cu"):
         yield slot_program(file, PHASE_THREADS)
 
 

@@ -90,7 +90,7 @@ def _slot_maps(shape: PoolShape) -> int:
 def _tables(shape: PoolShape) -> int:
     pages = shape.sequence_max * page_count(shape.length_max)
     numbers = pages + shape.sequence_max + shape.index_pages + QUERY_NUMBERS * shape.query_max
-    return (numbers + 3 * shape.layout.layer_total) * INT
+    return (numbers + shape.layout.group_count + 1) * INT
 
 
 def _residency(shape: PoolShape) -> int:

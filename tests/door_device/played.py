@@ -8,7 +8,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ess.kernels.cuda import driver
 from ess.kernels.cuda.streams import CudaEvent
 from tests.door_device.doors import LAYOUT, LEADERS, STYLES, Doors, there
 
@@ -162,6 +164,48 @@ def test_no_step_waits_for_the_device(made):
                 sealed.pop(0).learn(accepted=[1, 2])
     sealed.pop().learn(accepted=[1, 2])
     doors.device.check()
+
+
+class Launches(TorchDispatchMode):
+    """What torch computes or copies, by name; to look at a tensor another way is neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func._schema.returns
+        if not any(each.alias_info and not each.alias_info.is_write for each in returned):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_ends_in_few_launches(made, monkeypatch):
+    """A kernel for all groups, a copy of rows and one of keys; torch copies the counts alone."""
+    doors, kernels = made(chunks=12, seed=11), []
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (70, 33)]
+    launch = driver.Kernel.launch
+    for turn in range(2):
+        steps = doors.begin(pairs, [4, 4])
+        STYLES["whole"](doors, steps, range(LAYOUT.layer_total))
+        accepted = there(np.array([turn, 3], np.int32))
+        steps[0].seal(accepted=[turn, 3])
+        with monkeypatch.context() as patch, Launches() as seen:
+            patch.setattr(
+                driver.Kernel,
+                "launch",
+                lambda kernel, *given, **options: (
+                    kernels.append(kernel.entry),
+                    launch(kernel, *given, **options),
+                ),
+            )
+            steps[1].seal(accepted=accepted)
+        doors.sealed.append((steps, [turn, 3]))
+        doors.learn()
+        assert kernels == ["ess_seal", "ess_move_rows", "ess_move_rows"]
+        assert seen.names == ["copy_"]
+        kernels.clear()
+    doors.audit()
 
 
 def drawn(doors, pairs, layer):

@@ -45,7 +45,11 @@ class DeviceFault(AssertionError):
 def emulated(program: Program, kernels: dict[str, str], folder: Path) -> dict[str, Launch]:
     """Kernels by name; `kernels` says what record each one takes. Built once per folder."""
     text, name = source_of(program, kernels)
-    library = build(text, program, folder / f"{name}.so")
+    return launches_of(build(text, program, folder / f"{name}.so"), kernels)
+
+
+def launches_of(library: Path, kernels: Collection[str]) -> dict[str, Launch]:
+    """Those of a library that is built."""
     loaded = ctypes.CDLL(str(library))
     return {kernel: _bound(loaded, kernel) for kernel in kernels}
 

@@ -37,6 +37,7 @@ RECORDS = {
     "upkeep.cu": dict.fromkeys(
         [f"ess_{name}" for name in ("settle", "drop", "clear_blocks")], "Upkeep"
     ),
+    "seal.cu": {"ess_seal": "Seal"},
     "audit.cu": {"ess_audit": "Audit"},
 }
 

@@ -62,22 +62,18 @@ class Counting:
 
     # ---- on the device
 
-    def add(self, kind: Kind, reports: Tensor, groups: range | None = None) -> None:
-        """`reports` [calls, groups, numbers of a report], of these groups or of all."""
-        totals = self.totals[KINDS.index(kind), :, :STORED]
-        if groups is not None:
-            totals = totals[groups.start : groups.stop]
+    def add(self, kind: Kind, reports: Tensor) -> None:
+        """`reports` [calls, groups, numbers of a report]."""
+        totals = self.of(kind)[:, :STORED]
         totals += reports.sum(dim=0)
 
     def add_landing(self, group: int, report: Tensor) -> None:
         """The report of one call for this group."""
         self.totals[KINDS.index("landing"), group, :STORED] += report
 
-    def add_sealed(self, groups: slice, *, left: Tensor, stored: Tensor | int) -> None:
-        """New rows that left their slots of these groups, and rows that go home."""
-        totals = self.totals[KINDS.index("leave"), groups]
-        totals[:, REPORT.index("left")] += left
-        totals[:, STORED] += stored
+    def of(self, kind: Kind) -> Tensor:
+        """[groups, counts] of this kind: a seal adds to it."""
+        return self.totals[KINDS.index(kind)]
 
     def evicted(self) -> Tensor:
         """Rows that have given way, of all groups: a number of the device."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from ess.door.device.memory.arenas import DeviceArenas
 from ess.door.device.memory.counting import Counting
@@ -32,16 +31,12 @@ Rows = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePools(Pools):
-    """`layer_lists` say of each layer its group, its first row in a slab of its group's first
-    layer, and its first row among the host's rows of all layers."""
-
     index: DeviceIndex
     tables: DeviceTables
     sparse: DeviceArenas
     lane: DeviceLane
     queries: Queries
     counting: Counting
-    layer_lists: tuple[Tensor, Tensor, Tensor]
 
     def step_arrays(self, lines: list[int], query_counts: Many[int], room: int) -> DeviceArrays:
         return self.queries.begin(lines, query_counts, room)
@@ -100,18 +95,4 @@ def build_device_pools(
         lane=lane,
         queries=Queries(tables, keys, sizes.query_max),
         counting=Counting(lane, layout.group_count, sizes.sequence_max),
-        layer_lists=_layer_lists(layout, latent.rows.shape[1], lane.home),
     )
-
-
-def _layer_lists(
-    layout: ModelLayout, host_row_count: int, home: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    places = [layout.place_of(layer) for layer in range(layout.layer_total)]
-    owners = np.array([group for group, _ in places], np.int32)
-    members = np.array([member * PAGE_ROWS for _, member in places], np.int32)
-    firsts = np.arange(layout.layer_total, dtype=np.int64) * host_row_count
-    owner, member, first = (
-        torch.from_numpy(numbers.astype(np.int32)).to(home) for numbers in (owners, members, firsts)
-    )
-    return owner, member, first

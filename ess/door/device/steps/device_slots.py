@@ -41,7 +41,7 @@ from ess.pool.device_bytes import RING
 from ess.pool.lru.cuda import Residency, forget_tickets
 from ess.pool.lru.cuda_audit import FINDINGS
 from ess.pool.lru.cuda_new_rows import NewRows
-from ess.pool.lru.cuda_shape import REPORT, Moment, ResolveShape
+from ess.pool.lru.cuda_shape import Moment, ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.pool.warmup import WindowSet, last_windows, warm_set
 from ess.units import PAGE_ROWS
@@ -56,11 +56,16 @@ class DeviceSlots:
         self.pools, self.knowledge = pools, knowledge
         self._located_part = pools.sizes.part_max
         self._landings = landings
-        self._sealing = Sealing(pools)
         self._memory = [layer_memory(pools, layer) for layer in range(pools.layout.layer_total)]
         self._make_selects()
         self._make_writes()
         self._make_locates()
+        self._sealing = Sealing(
+            pools,
+            new_slots=self.new_slots,
+            selects=self._works.reports,
+            writes=self._writes.reports,
+        )
         self._prepared: dict[tuple[int, int, int], list[PreparedCopies]] = {}
         self._events: dict[tuple[int, int], CudaEvent] = {}
         self._constants: dict[int, Tensor] = {}
@@ -377,9 +382,7 @@ class DeviceSlots:
             for group in sorted(self._claimed)
         ]
         self._count(step)
-        arrays.seal = self._sealing.seal(
-            step, arrays, arrays.on_device(accepted), groups, self.new_slots
-        )
+        arrays.seal = self._sealing.seal(step, arrays, arrays.on_device(accepted), groups)
         pools.sparse.ticket += 2 * self._copy_count
         self._copy_count = self._waited = 0
         self._fetches.clear()
@@ -387,15 +390,10 @@ class DeviceSlots:
         self._written.clear()
 
     def _count(self, step: Step) -> None:
-        """What all calls of the step have reported, but for those that may meet absent rows."""
-        shape = (-1, self.pools.layout.group_count, len(REPORT))
-        counting = self.pools.counting
-        counting.add("select", self._works.reports.view(shape))
-        for groups in self._written:
-            reports = self._writes.reports.view(shape)[:, groups.start : groups.stop]
-            counting.add("write", reports, groups)
+        """What the step's calls claim at most; what they have claimed, the seal adds up. Calls that
+        may meet absent rows are not counted."""
         at_most = self._resolved + step.query_count
-        counting.claims(
+        self.pools.counting.claims(
             at_most, [each.number for each in step.sequences], new_rows=step.query_count
         )
         self._resolved[:] = 0

@@ -1,7 +1,7 @@
 """The end of a step on a device: rejected rows are gone, kept ones leave for the host behind it.
 
-    seal     on compute: what is rejected leaves its slot, lengths grow, keys are gathered; then, on
-             the lane, the kept rows and keys go home
+    seal     one kernel on compute: what is rejected leaves its slot, lengths grow, keys are
+             gathered, reports are counted; then, on the lane, the kept rows and keys go home
     settle   on compute, where the next step begins: the slots are as old as their host again
     learned  the host knows how many were kept; when the store has landed too, it marks the rows
 
@@ -11,10 +11,9 @@ left out is -1. What the lane still reads lies in places that take turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,11 @@ import torch
 from torch import Tensor
 
 from ess.door.device.memory.arenas import ints
+from ess.door.device.memory.counting import STORED, WIDTH
 from ess.door.device.memory.device_pools import DevicePools
+from ess.door.device.memory.keys import WORD
 from ess.door.device.memory.queries import DeviceArrays
+from ess.door.device.memory.uploads import upload
 from ess.door.step import Step
 from ess.errors import BadInput
 from ess.kernels.cuda.pinned import pinned_memory
@@ -31,7 +33,8 @@ from ess.kernels.cuda.streams import CudaEvent
 from ess.kernels.streams import RowCopy
 from ess.pool.device_bytes import SEALS
 from ess.pool.lru.cuda import Residency
-from ess.units import PAGE_ROWS
+from ess.pool.lru.cuda_seal import SealKernel
+from ess.pool.lru.cuda_shape import REPORT
 
 Numbers = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -52,12 +55,27 @@ class SealPlace:
 
 
 class Sealing:
-    def __init__(self, pools: DevicePools) -> None:
+    """`selects` and `writes` are the reports of a step's calls, flat: [call, group, number] and
+    [group, number]. `new_slots` [group, query] are those of its new rows."""
+
+    def __init__(
+        self, pools: DevicePools, *, new_slots: Tensor, selects: Tensor, writes: Tensor
+    ) -> None:
         self._pools = pools
         self._host = torch.from_numpy(pools.latent.rows.reshape(-1, pools.layout.row_bytes))
         self._places = [_place(pools) for _ in range(SEALS)]
         self._turn = 0
         self._unsettled: Unsettled | None = None
+        self._kernel = SealKernel(
+            pools.lane.device,
+            **_arrays(pools),
+            **_sizes(pools),
+            new_slots=new_slots,
+            slot_stride=new_slots.shape[1],
+            selects=selects,
+            writes=writes,
+            select_count=selects.numel() // writes.numel(),
+        )
 
     def seal(
         self,
@@ -65,41 +83,25 @@ class Sealing:
         arrays: DeviceArrays,
         accepted: Tensor,
         groups: Many[tuple[int, bool]],
-        new_slots: Tensor,
     ) -> SealedStep:
-        """`groups` have claimed; of each whether all of its layers have the new rows."""
+        """`groups` have claimed; of each whether all of its layers have the new rows. Rows of the
+        others all leave."""
         assert self._unsettled is None, f"{step!r}: the step before it was not settled"
-        place, pools = self._take(), self._pools
-        count = arrays.new_count
-        keep = accepted.index_select(0, arrays.sequence_of[:count]) > arrays.query_offset[:count]
-        stored = self._leave_rejected(groups, arrays, keep, new_slots)
-        pools.tables.maps.lengths.index_add_(0, arrays.lines, accepted)
-        place.accepted[: len(step.sequences)].copy_(accepted, non_blocking=True)
+        place, pools, count = self._take(), self._pools, arrays.new_count
+        stored = _runs([group for group, is_whole in groups if is_whole])
+        assert len(stored) < 2, f"groups {groups} are stored in two pieces"
+        kept = stored[0] if stored else range(0)
+        self._queue(place, arrays, accepted, [group for group, _ in groups], kept)
         pools.lane.follow(pools.lane.steps)
-        if stored:
-            copies = self._stores(place, arrays, keep, slice(stored[0], stored[-1] + 1), new_slots)
+        if kept:
+            self._unsettled = Unsettled(place, place.slots[: len(kept) * count])
+            copies = [self._rows(place, kept, count), *self._keys(place, count)]
             pools.lane.mover.queue(copies, pools.lane.steps.handle)
         place.event.record(pools.lane.steps.handle)
-        made = SealedStep(pools, place, step, stored, count)
+        made = SealedStep(pools, place, step, list(kept), count)
         pools.inflight.track(place.event, made.landed)
         pools.counting.send()
         return made
-
-    def _leave_rejected(
-        self, groups: Many[tuple[int, bool]], arrays: DeviceArrays, keep: Tensor, new_slots: Tensor
-    ) -> list[int]:
-        """The groups whose kept rows stay, to be stored; rows of the others all leave."""
-        stored: list[int] = []
-        for part, is_whole in _runs(groups):
-            stays = keep if is_whole else torch.zeros_like(keep)
-            self._leave(part, stays, arrays, new_slots)
-            self._pools.counting.add_sealed(
-                part, left=(~stays).sum(), stored=stays.sum() if is_whole else 0
-            )
-            if is_whole:
-                assert not stored, f"groups {groups} are stored in two pieces"
-                stored += range(part.start, part.stop)
-        return stored
 
     def _take(self) -> SealPlace:
         place = self._places[self._turn]
@@ -109,73 +111,67 @@ class Sealing:
         place.is_free = False
         return place
 
-    def _leave(self, groups: slice, keep: Tensor, arrays: DeviceArrays, new_slots: Tensor) -> None:
-        """Rows that are not kept leave the slots that these groups have claimed for them."""
-        sparse, rows = self._pools.sparse, arrays.row_ids[: arrays.new_count]
-        slots = new_slots[groups, : arrays.new_count]
-        named = sparse.slot_of[groups]
-        named.index_copy_(1, rows.long(), torch.where(keep, slots, -1))
-        flat, keeps = slots.reshape(-1).long(), keep.expand_as(slots).reshape(-1)
-        every = rows.expand_as(slots).reshape(-1)
-        sparse.row_of.index_copy_(0, flat, torch.where(keeps, every, -1))
-        sparse.dirty.index_copy_(0, flat, keeps.to(torch.uint8))
+    def _queue(
+        self,
+        place: SealPlace,
+        arrays: DeviceArrays,
+        accepted: Tensor,
+        groups: list[int],
+        kept: range,
+    ) -> None:
+        """One launch where the groups are neighbours, as they are but for models that have several
+        MTP modules. The first one adds to the lengths."""
+        given = {name: getattr(arrays, name) for name in ("lines", "sequence_of")}
+        given |= {"accepted": accepted, "offsets": arrays.query_offset, "rows": arrays.row_ids}
+        given |= {name: getattr(place, name) for name in ("sources", "targets", "keys")}
+        for number, run in enumerate(_runs(groups) or [range(0)]):
+            self._kernel.queue(
+                self._pools.lane.compute,
+                count=arrays.new_count,
+                sequence_count=0 if number else len(accepted),
+                groups=run,
+                stored=kept if kept and kept.start in run else range(0),
+                kept=place.slots,
+                told=place.accepted,
+                **given,
+            )
 
-    def _stores(
-        self, place: SealPlace, arrays: DeviceArrays, keep: Tensor, groups: slice, new_slots: Tensor
-    ) -> list[RowCopy]:
-        """The kept rows of all layers of these groups in one copy: slots of all members are rows of
-        one slab, and rows of all layers lie in one matrix behind one another."""
-        pools, count = self._pools, arrays.new_count
-        place.slots[groups, :count] = torch.where(keep, new_slots[groups, :count], -1)
-        first, last = pools.layout.groups[groups.start][0], pools.layout.groups[groups.stop - 1][-1]
-        owners, members, firsts = (part[first : last + 1] for part in pools.layer_lists)
-        sources = new_slots[:, :count].index_select(0, owners) + members.unsqueeze(1)
-        targets = firsts.unsqueeze(1) + self._host_rows(arrays)
-        size = sources.numel()
-        place.sources[:size] = torch.where(keep, sources, -1).reshape(-1)
-        place.targets[:size] = torch.where(keep, targets, -1).reshape(-1)
-        self._unsettled = Unsettled(place, groups, count)
-        rows = RowCopy(
-            source=pools.sparse.slab,
+    def _rows(self, place: SealPlace, kept: range, count: int) -> RowCopy:
+        """The kept rows of all layers of these groups: slots of all members are rows of one slab,
+        and rows of all layers lie in one matrix behind one another."""
+        groups = self._pools.layout.groups
+        size = sum(len(groups[group]) for group in kept) * count
+        return RowCopy(
+            source=self._pools.sparse.slab,
             source_rows=place.sources[:size],
             target=self._host,
             target_rows=place.targets[:size],
         )
-        return [rows, *self._keys(place, arrays, count)]
 
-    def _keys(self, place: SealPlace, arrays: DeviceArrays, count: int) -> list[RowCopy]:
+    def _keys(self, place: SealPlace, count: int) -> list[RowCopy]:
         """All index keys of the new rows, side by side; the host puts them where they belong."""
-        keys = self._pools.index.keys
-        size = keys.layer_count * count
+        size = self._pools.index.keys.layer_count * count
         if not size:
             return []
-        place.keys[:size].view(keys.layer_count, count, -1).copy_(keys.read(arrays.row_ids[:count]))
         return [RowCopy(source=place.keys[:size], target=torch.from_numpy(place.host_keys)[:size])]
-
-    def _host_rows(self, arrays: DeviceArrays) -> Tensor:
-        maps, rows = self._pools.tables.maps, arrays.row_ids[: arrays.new_count]
-        pages = torch.div(rows, PAGE_ROWS, rounding_mode="floor")
-        host_rows: Tensor = maps.host_page_of.index_select(0, pages) * PAGE_ROWS + rows % PAGE_ROWS
-        return host_rows
 
     def settle(self, residency: Residency) -> None:
         """Compute waits for the latest store; its slots may give way from here on. `residency` is
         of any group: whether slots are dirty is written over the whole slab."""
         if self._unsettled is None:
             return
-        place, groups, count = self._unsettled
+        place, slots = self._unsettled
         compute = self._pools.lane.compute
         place.event.hold(compute)
-        slots = place.slots[groups.start : groups.stop, :count].reshape(-1)
         residency.settle(slots, stream=compute)
-        self._pools.lane.keep(slots, place.event)
         self._unsettled = None
 
 
 class Unsettled(NamedTuple):
+    """The slots of kept rows, and -1."""
+
     place: SealPlace
-    groups: slice
-    query_count: int
+    slots: Tensor
 
 
 class SealedStep:
@@ -244,12 +240,45 @@ class SealedStep:
         return np.concatenate(places), np.concatenate(host_rows)
 
 
+def _arrays(pools: DevicePools) -> dict[str, Any]:
+    """What a seal changes and what it reads, in all steps."""
+    sparse, maps, counting = pools.sparse, pools.tables.maps, pools.counting
+    layout = pools.layout
+    firsts = [*(group[0] for group in layout.groups), layout.layer_total]
+    return {
+        "slot_of": sparse.slot_of,
+        "row_of": sparse.row_of,
+        "dirty": sparse.dirty,
+        "lengths": maps.lengths,
+        "host_page_of": maps.host_page_of,
+        "first_layer": upload(np.array(firsts, np.int32), pools.lane.home),
+        "key_pages": pools.index.keys.pages,
+        "selected": counting.of("select"),
+        "written": counting.of("write"),
+        "left": counting.of("leave")[:, REPORT.index("left")],
+        "stored": counting.of("leave")[:, STORED],
+    }
+
+
+def _sizes(pools: DevicePools) -> dict[str, int]:
+    keys, codec = pools.index.keys, pools.layout.index
+    return {
+        "row_id_count": pools.sparse.row_id_count,
+        "host_row_count": pools.latent.rows.shape[1],
+        "page_count": keys.page_count,
+        "key_words": keys.key_bytes // WORD,
+        "value_words": 0 if codec is None else codec.value_bytes // WORD,
+        "group_total": pools.layout.group_count,
+        "number_stride": WIDTH,
+    }
+
+
 def _place(pools: DevicePools) -> SealPlace:
     layout, count, home = pools.layout, pools.sizes.query_max, pools.lane.home
     shape = (pools.index.keys.layer_count * count, max(1, pools.index.keys.key_bytes))
     host_keys = pinned_memory(pools.lane.device, max(1, shape[0] * shape[1]), touch_threads=1)
     return SealPlace(
-        slots=ints(home, -1, layout.group_count, count),
+        slots=ints(home, -1, layout.group_count * count),
         sources=ints(home, -1, layout.layer_total * count),
         targets=ints(home, -1, layout.layer_total * count),
         keys=torch.zeros(shape, dtype=torch.uint8, device=home),
@@ -259,11 +288,8 @@ def _place(pools: DevicePools) -> SealPlace:
     )
 
 
-def _runs(groups: Many[tuple[int, bool]]) -> Iterator[tuple[slice, bool]]:
-    """Neighbours of one kind together; the groups ascend."""
-    first = 0
-    for at in range(1, len(groups) + 1):
-        here, before = groups[at : at + 1], groups[at - 1]
-        if not here or here[0] != (before[0] + 1, before[1]):
-            yield slice(groups[first][0], before[0] + 1), before[1]
-            first = at
+def _runs(groups: list[int]) -> list[range]:
+    """Neighbours together; the groups ascend."""
+    breaks = [at for at in range(1, len(groups)) if groups[at] != groups[at - 1] + 1]
+    bounds = zip([0, *breaks], [*breaks, len(groups)], strict=True)
+    return [range(groups[begin], groups[stop - 1] + 1) for begin, stop in bounds if groups]
