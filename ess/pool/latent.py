@@ -72,10 +72,13 @@ class LatentPool:
             assert not self.prefix.is_idle(page), f"page {page} is held and idle"
 
     def undo_hold(self, pages: PageIds, idle_pages: list[int]) -> None:
-        """Right after `hold`, where the sequence that held them is refused: idle pages are
-        forgotten in the order of before, `idle_pages`."""
-        self.pages.drop(pages)
+        """Where the sequence that held them is refused, before any page was taken: idle pages are
+        forgotten in the order of before, `idle_pages`, and then those that idle since."""
+        unheld = self.pages.drop(pages)
         self.prefix.restore_idle(idle_pages)
+        for page in unheld[::-1].tolist():
+            if not self.prefix.is_idle(page):  # its other holder has left meanwhile
+                self.prefix.idle(page)
 
     def drop(self, pages: PageIds) -> None:
         """Holders leave; a page without holders is kept when published, else forgotten at once."""

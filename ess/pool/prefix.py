@@ -119,9 +119,12 @@ class PrefixIndex:
         return list(self._idle)
 
     def restore_idle(self, pages: list[int]) -> None:
-        """Takes back every `busy` since the call of `idle_pages` that returned these."""
-        assert self._idle.keys() <= set(pages), "a page has become idle since"
-        self._idle = OrderedDict.fromkeys(pages)
+        """Takes back every `busy` since the call of `idle_pages` that returned these. What has
+        become idle since comes behind them."""
+        before = set(pages)
+        assert before <= self._hash_of.keys(), "a page that was idle has been forgotten"
+        since = [page for page in self._idle if page not in before]
+        self._idle = OrderedDict.fromkeys([*pages, *since])
 
     def is_idle(self, page: int) -> bool:
         return page in self._idle

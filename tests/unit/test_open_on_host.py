@@ -7,6 +7,8 @@ import pytest
 
 from ess.door import Offload
 from ess.errors import BadState, PoolFull
+from ess.kernels.streams import RowCopy
+from tests.support.manual_lane import ManualLane
 from tests.unit.test_door import LAYOUT, make
 
 TOKENS = list(range(150))
@@ -134,3 +136,23 @@ def test_it_is_in_no_step_before_it_resumed() -> None:
         sequence.resume()
         offload.begin([sequence], query_counts=[1]).abandon()
         offload.check()
+
+
+@pytest.mark.parametrize("text", [[2] * 250, list(range(250))], ids=["other", "shared"])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_refused_while_another_leaves_it_forgets_nothing_of_the_other(
+    on_device: bool, text: list[int]
+) -> None:
+    """Pages of the one that leaves become idle within the open that is refused."""
+    lane = ManualLane(seed=1, delay_max=1000)
+    with make(lane=lane, host_bytes=5 * LAYOUT.host_page_bytes) as offload:
+        leaving = filled(offload, TOKENS, on_device=True)
+        offload.open([1] * 100, on_device=False)
+        row = np.zeros((1, 4), np.uint8)
+        offload._pools.inflight.submit([RowCopy(source=row, target=row.copy())], lambda: None)
+        leaving.close()
+        assert offload._pools.inflight.pending_count > 1
+        with pytest.raises(PoolFull, match="host pages"):
+            offload.open(text, on_device=on_device)
+        offload.check()
+        assert offload.open(TOKENS, on_device=False).cached_count == 64
