@@ -53,13 +53,9 @@ def run(seeds: range, jobs: int) -> list[Played]:
 
 
 def report(found: list[Played]) -> None:
-    faults: Counter[str] = Counter()
-    ends: Counter[str] = Counter()
-    for each in found:
-        if each.outcome is not None:
-            faults += each.outcome.faults
-            ends += each.outcome.ends
-    for title, counts in (("faults", faults), ("ends of requests", ends)):
+    outcomes = [each.outcome for each in found if each.outcome is not None]
+    for title in ("faults", "ends", "seen"):
+        counts = sum((getattr(outcome, title) for outcome in outcomes), Counter())
         print(title)
         for name, count in counts.most_common():
             print(f"  {name:<28}{count:>9,}")

@@ -8,10 +8,18 @@ from typing import Final, Literal
 import msgspec
 
 from ess.transfer.transports.faulty import Fault
+from tests.campaign.disks import DISK_FAULTS
 
 Strike = Literal[
     "cancel give",
     "cancel take",
+    "cancel waiting",
+    "cancel landing",
+    "cancel loading",
+    "cancel prefilling",
+    "cancel decoding",
+    "cancel preempted",
+    "preempt",
     "restart giver",
     "restart taker",
     "cut",
@@ -23,9 +31,15 @@ Strike = Literal[
     "verify",
 ]
 STRIKES: Final[tuple[Strike, ...]] = Strike.__args__
-SORTS: Final = ("whole", "alone", "never given", "never taken", "foreign", "twice", "too long")
-"""Of requests: both legs as they should be; without a handoff; with one leg; a take that names
-another prompt's rows; a number given twice; a prompt beyond every limit."""
+SORTS: Final = (
+    *("whole", "alone", "fork", "never given", "never taken"),
+    *("foreign", "foreign salt", "twice", "too long"),
+)
+"""Of requests: both legs as they should be; without a handoff; two answers to one prompt; with one
+leg; a take that names another prompt's rows, or those of another salt; a number given twice; a
+prompt beyond every limit."""
+FINAL: Final = ("disk full", "catalogue fails")
+"""Behind these a disk stores nothing any more."""
 PROMPTS: Final = 12
 TOKENS_MAX: Final = 8
 TURNS: Final = 60
@@ -42,6 +56,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     give_at: int
     take_at: int
     priority: int = 0
+    salt: int = 0
+    is_warm: bool = False
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,14 +70,22 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """`stages` of a giver that is a pipeline, 0 where it is an engine; `disks` says who has one."""
+
     seed: int
     giver_count: int
     taker_count: int
+    stages: int
     mtp: int
     depth: int
     modes: str
+    tbo: str | int
+    deterministic: bool
     evict: str
     promise: str
+    warm: bool
+    budget_every: int
+    verify_every: int
     chunk: int
     failure: str
     host_pages: int
@@ -69,11 +93,39 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     slot_pages: int
     lines: int
     delay_max: int
+    is_ragged: bool
     wait_s: float
     lease_s: float
+    disks: str
+    disk_pages: int
+    disk_delay: int
     odds: dict[str, float]
+    disk_odds: dict[str, float]
     asks: tuple[Ask, ...]
     hits: tuple[Hit, ...]
+
+    @property
+    def has_bad_disks(self) -> bool:
+        return self.disks != "none" and bool(self.disk_odds)
+
+
+PLAIN: Final = {
+    "stages": 0,
+    "mtp": 1,
+    "depth": 0,
+    "modes": "none",
+    "tbo": "off",
+    "deterministic": False,
+    "evict": "lru",
+    "promise": "all",
+    "budget_every": 0,
+    "verify_every": 0,
+    "delay_max": 0,
+    "is_ragged": False,
+    "disks": "none",
+    "disk_delay": 0,
+}
+"""What a plan is cut down to, where it fails all the same."""
 
 
 def drawn(seed: int) -> Plan:
@@ -83,42 +135,74 @@ def drawn(seed: int) -> Plan:
     faults = [fault.value for fault in Fault if draw.random() < 0.3]
     strikes = [strike for strike in STRIKES if draw.random() < 0.4]
     sorts = ["whole", *(sort for sort in SORTS if draw.random() < 0.4)]
+    prompts = draw.sample(range(PROMPTS), draw.choice([1, 3, PROMPTS]))
     return Plan(
         seed=seed,
         **workers,
-        mtp=draw.choice([1, 2]),
-        depth=draw.choice([0, 1]),
-        modes=draw.choice(["layerwise", "resident", "none", "da", "dba"]),
-        evict=draw.choice(["lru", "lru", "sieve", "score"]),
-        promise=draw.choice(["all", "some"]),
-        chunk=draw.choice([16, 64, 100]),
-        failure=draw.choice(["recompute", "recompute", "refuse"]),
-        host_pages=draw.choice([12, 24, 48]),
-        index_pages=draw.choice([8, 24]),
-        slot_pages=draw.choice([2, 4, 8]),
-        lines=draw.choice([1, 2, 4]),
-        delay_max=draw.choice([0, 3, 20]),
-        wait_s=draw.choice([0.05, 0.5]),
-        lease_s=draw.choice([0.05, 0.5]),
+        **_settings(draw),
+        **_rooms(draw),
         odds={fault: draw.choice([0.01, 0.05]) for fault in faults},
-        asks=tuple(_ask(draw, sorts, workers) for _ in range(draw.randint(1, 5))),
-        hits=tuple(_hit(draw, strikes) for _ in range(draw.randint(1, 5) if strikes else 0)),
+        disk_odds={
+            fault: 0.03 if fault in FINAL else 0.2 for fault in DISK_FAULTS if draw.random() < 0.25
+        },
+        asks=tuple(_ask(draw, sorts, prompts, workers) for _ in range(draw.randint(1, 7))),
+        hits=tuple(_hit(draw, strikes) for _ in range(draw.randint(1, 6) if strikes else 0)),
     )
 
 
-def _ask(draw: random.Random, sorts: list[str], workers: dict[str, int]) -> Ask:
-    begins = draw.randrange(TURNS // 2)
+def _settings(draw: random.Random) -> dict[str, object]:
+    modes = draw.choice(["layerwise", "resident", "none", "da", "dba"])
+    deterministic = modes == "none" and draw.random() < 0.3
+    return {
+        "stages": draw.choice([0, 0, 0, 1, 2, 2]),
+        "mtp": draw.choice([1, 2, 4]),
+        "depth": draw.choice([0, 1]),
+        "modes": modes,
+        "deterministic": deterministic,
+        "tbo": "off" if deterministic else draw.choice(["off", "off", 1]),
+        "evict": draw.choice(["lru", "lru", "sieve", "score"]),
+        "promise": draw.choice(["all", "some"]),
+        "warm": draw.choice([True, True, False]),
+        "budget_every": draw.choice([0, 2, 64]),
+        "verify_every": draw.choice([0, 1]),
+        "chunk": draw.choice([16, 64, 100]),
+        "failure": draw.choice(["recompute", "recompute", "refuse"]),
+    }
+
+
+def _rooms(draw: random.Random) -> dict[str, object]:
+    """Beside a disk the host is small: what it forgets comes back."""
+    disks = draw.choice(["none", "none", "takers", "givers", "all"])
+    return {
+        "host_pages": draw.choice([8, 12, 24, 48] if disks == "none" else [5, 6, 8]),
+        "index_pages": draw.choice([8, 24]),
+        "slot_pages": draw.choice([2, 4, 8]),
+        "lines": draw.choice([1, 2, 4]),
+        "delay_max": draw.choice([0, 3, 20]),
+        "is_ragged": draw.choice([True, False]),
+        "wait_s": draw.choice([0.05, 0.5]),
+        "lease_s": draw.choice([0.05, 0.5]),
+        "disks": disks,
+        "disk_pages": draw.choice([3, 10, 40]),
+        "disk_delay": draw.choice([0, 0, 3, 20]),
+    }
+
+
+def _ask(draw: random.Random, sorts: list[str], prompts: list[int], workers: dict[str, int]) -> Ask:
+    begins = draw.randrange(TURNS)
     later = draw.choice([0, 0, 0, 3, 20])
     legs = (begins, begins + later) if draw.random() < 0.5 else (begins + later, begins)
     return Ask(
         sort=draw.choice(sorts),
-        prompt=draw.randrange(PROMPTS),
+        prompt=draw.choice(prompts),
         tokens=draw.randint(1, TOKENS_MAX),
         giver=draw.randrange(workers["giver_count"]),
         taker=draw.randrange(workers["taker_count"]),
         give_at=legs[0],
         take_at=legs[1],
         priority=draw.choice([0, 0, 1]),
+        salt=draw.choice([0, 0, 0, 1]),
+        is_warm=draw.choice([True, False]),
     )
 
 

@@ -1,4 +1,4 @@
-"""The fewest requests and faults of a plan that still fail."""
+"""The fewest requests, faults and features of a plan that still fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tests.campaign.plan import Plan
+from tests.campaign.plan import PLAIN, Plan
 
 
 def shrunk(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
@@ -19,16 +19,20 @@ def shrunk(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
 
 
 def _less(plan: Plan) -> list[Plan]:
-    """The plan without one of its requests, faults or odds; the largest parts first."""
+    """The plan without one of its requests, faults, odds or features; the largest parts first."""
     found = []
     for name in ("asks", "hits"):
         listed = getattr(plan, name)
+        found += [_with(plan, name, listed[:at] + listed[at + 1 :]) for at in range(len(listed))]
+    for name in ("odds", "disk_odds"):
+        odds = getattr(plan, name)
         found += [
-            msgspec.structs.replace(plan, **{name: listed[:at] + listed[at + 1 :]})
-            for at in range(len(listed))
+            _with(plan, name, {fault: odds[fault] for fault in odds if fault != left})
+            for left in odds
         ]
-    found += [
-        msgspec.structs.replace(plan, odds={n: c for n, c in plan.odds.items() if n != name})
-        for name in plan.odds
-    ]
+    found += [_with(plan, *each) for each in PLAIN.items() if getattr(plan, each[0]) != each[1]]
     return found
+
+
+def _with(plan: Plan, name: str, value: object) -> Plan:
+    return msgspec.structs.replace(plan, **{name: value})

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from ess.door.handoff import departure, receiver, sender
+from ess.pool.disk import tier, writer
 from ess.transfer import arrivals
-from tests.campaign.plan import STRIKES, Ask, Plan, drawn
+from ess.transfer.transports.faulty import Fault
+from tests.campaign.disks import DISK_FAULTS
+from tests.campaign.plan import PLAIN, STRIKES, Ask, Hit, Plan, drawn
 from tests.campaign.shrink import shrunk
 from tests.campaign.world import play
 
@@ -42,17 +45,19 @@ def test_a_seed_plays_the_same_way_again() -> None:
 def test_every_fault_is_drawn() -> None:
     plans = [drawn(seed) for seed in range(100)]
     assert {hit.strike for plan in plans for hit in plan.hits} == {*STRIKES}
-    assert {name for plan in plans for name in plan.odds} == {
-        *("drop", "duplicate", "reorder", "corrupt", "garble", "delay", "partial", "cut")
-    }
+    assert {name for plan in plans for name in plan.odds} == {fault.value for fault in Fault}
+    assert {name for plan in plans for name in plan.disk_odds} == {*DISK_FAULTS}
+
+
+def ask(sort: str, prompt: int, at: int = 0) -> Ask:
+    return Ask(sort=sort, prompt=prompt, give_at=at, take_at=at, tokens=8, giver=0, taker=0)
 
 
 def asked(sort: str, **more: object) -> Plan:
     """Three requests of a sort, and nothing else."""
-    sizes = {"give_at": 0, "take_at": 0, "tokens": 8, "giver": 0, "taker": 0}
-    asks = tuple(Ask(sort=sort, prompt=prompt, **sizes) for prompt in (9, 10, 11))
-    given = {"asks": asks, "hits": (), "odds": {}, "failure": "recompute", "host_pages": 48} | more
-    return msgspec.structs.replace(drawn(1), **given)
+    asks = tuple(ask(sort, prompt) for prompt in (9, 10, 11))
+    given = {"asks": asks, "hits": (), "odds": {}, "failure": "recompute", "host_pages": 48}
+    return msgspec.structs.replace(drawn(1), **(PLAIN | given | more))
 
 
 class Anything(int):
@@ -79,7 +84,22 @@ def any_text(patch: pytest.MonkeyPatch) -> Plan:
     return asked("foreign")
 
 
-@pytest.mark.parametrize("planted", [no_checksums, no_leases, any_text])
+def no_checksums_of_disks(patch: pytest.MonkeyPatch) -> Plan:
+    """A page that was written in part is read by the next process."""
+    for module in (tier, writer):
+        patch.setattr(module, "checksum", lambda content, parts: 7)
+    return asked(
+        "alone",
+        asks=(ask("alone", 11), ask("alone", 9, at=40)),
+        hits=(Hit(at=30, strike="restart taker", which=0, size=1),),
+        disks="takers",
+        disk_pages=40,
+        disk_odds={"torn write": 1.0},
+        taker_count=1,
+    )
+
+
+@pytest.mark.parametrize("planted", [no_checksums, no_leases, any_text, no_checksums_of_disks])
 def test_a_planted_mistake_is_found_and_cut_down(planted, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planted(monkeypatch)
 
@@ -91,6 +111,6 @@ def test_a_planted_mistake_is_found_and_cut_down(planted, monkeypatch: pytest.Mo
         return False
 
     assert fails(plan)
-    assert len(shrunk(plan, fails).asks) == 1
+    assert len(shrunk(plan, fails).asks) == (2 if planted is no_checksums_of_disks else 1)
     monkeypatch.undo()
     assert not fails(plan)

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import random
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from ess.engine.engine import EngineConfig
+from ess.door.stats import Stats
 from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
-from ess.errors import BadInput, BadState
-from ess.transfer.runs import Region
-from ess.transfer.transport import Transport
-from ess.transfer.transports.faulty import Fault, FaultyTransport
-from ess.transfer.transports.inprocess import Exchange
+from ess.errors import BadInput, PoolFull, Unavailable
+from ess.pool.disk.tier import DiskUse
+from tests.campaign.crew import AnyWorker, Crew, Kind
 from tests.campaign.plan import TOKENS_MAX, TURNS, Ask, Hit, Plan
-from tests.pd.rigs import Worker, alone
+from tests.pd.rigs import alone
 from tests.support.checkpoints import tokens
-from tests.support.manual_clock import ManualClock
-from tests.support.manual_lane import ManualLane
 
 STEP_S = 0.01
 LATE_STEP_S = 0.05
 TURNS_MAX = 400
 MEET_EVERY = 10
-SCRATCH_BYTES = 1 << 18
 LENGTHS = (1, 2, 30, 64, 65, 90, 128, 129, 150, 180, 190, 200)
 TOO_LONG = 1100
 VOCABULARY = 512
+SALTS = (b"", b"a tenant", b"another tenant")
 
 
 class Wrong(AssertionError):
@@ -57,109 +49,62 @@ def others() -> list[list[int]]:
 
 
 @functools.cache
-def answers() -> list[list[int]]:
+def answers(*, is_warm: bool) -> list[list[int]]:
     """What one engine says that nothing happens to."""
-    wish = Sampling(tokens_max=TOKENS_MAX, ignore_eos=True)
+    wish = _wish(TOKENS_MAX, is_warm=is_warm)
     return alone([(prompt, wish) for prompt in prompts()])
+
+
+def _wish(count: int, *, is_warm: bool) -> Sampling:
+    heat = {"temperature": 0.9, "top_p": 0.95, "seed": 7} if is_warm else {}
+    return Sampling(tokens_max=count, ignore_eos=True, **heat)
 
 
 @dataclass(eq=False)
 class Leg:
     """One request at one worker. `may_fail` says that it may be refused."""
 
-    worker: Worker
+    worker: AnyWorker
     request: Request
     expected: list[int]
     may_fail: bool = False
     is_cancelled: bool = False
     is_over: bool = False
+    end: tuple[object, ...] = ()
 
 
 @dataclass
 class Outcome:
-    """`faults` by class, `ends` of legs by kind; a plan has the same `fingerprint` each time."""
+    """`faults` by class, `ends` of legs by kind, what else was `seen`; a plan has the same
+    `fingerprint` each time."""
 
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
-    turns: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
     fingerprint: int = 0
 
 
 class World:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, crew: Crew) -> None:
         self.plan = plan
         self.told = Outcome()
+        self._crew = crew
         self._draw = random.Random(plan.seed)
-        self._clock, self._exchange = ManualClock(), Exchange()
-        self._epochs = itertools.count(1)
-        self._transports: list[FaultyTransport] = []
-        self._givers = [self._made() for _ in range(plan.giver_count)]
-        self._takers = [self._made() for _ in range(plan.taker_count)]
-        self._frozen: dict[Worker, int] = {}
+        self._frozen: dict[AnyWorker, int] = {}
         self._legs: dict[str, list[Leg]] = {"give": [], "take": []}
-        self._meet()
-
-    # ---- workers
-
-    def _made(self) -> Worker:
-        plan, epoch = self.plan, next(self._epochs)
-        config = EngineConfig(
-            mtp=plan.mtp,
-            depth=plan.depth,
-            modes=plan.modes,
-            promise=plan.promise,
-            chunk_tokens=plan.chunk,
-            handoff_failure=plan.failure,
-        )
-        pools = {
-            "host_pages": plan.host_pages,
-            "index_pages": plan.index_pages,
-            "slot_pages": plan.slot_pages,
-            "lines": plan.lines,
-            "evict": plan.evict,
-            "lane": ManualLane(seed=plan.seed + epoch, delay_max=plan.delay_max),
-            "clock": self._clock,
-        }
-        return Worker(
-            self._exchange,
-            epoch,
-            self._clock,
-            config=config,
-            pools=pools,
-            lease_s=plan.lease_s,
-            wait_s=plan.wait_s,
-            wrap=lambda inner: self._worse(inner, epoch),
-        )
-
-    def _worse(self, inner: Transport, epoch: int) -> Transport:
-        scratch = Region(99, np.zeros(SCRATCH_BYTES, np.uint8))
-        inner.register([scratch])
-        odds = {Fault(name): chance for name, chance in self.plan.odds.items()}
-        made = FaultyTransport(
-            inner, clock=self._clock, odds=odds, scratch=scratch, seed=self.plan.seed + epoch
-        )
-        self._transports.append(made)
-        return made
-
-    def _meet(self) -> None:
-        for giver, taker in itertools.product(self._givers, self._takers):
-            giver.port.meet(taker.port.metadata())
-            taker.port.meet(giver.port.metadata())
-
-    @property
-    def _workers(self) -> list[Worker]:
-        return [*self._givers, *self._takers]
+        self._hunted: list[str] = []
+        self._held: list[tuple[int, Leg]] = []
 
     # ---- a turn
 
     def play(self) -> Outcome:
         for turn in range(TURNS_MAX):
-            self._clock.advance(STEP_S if turn < TURNS else LATE_STEP_S)
+            self._crew.clock.advance(STEP_S if turn < TURNS else LATE_STEP_S)
             self._begin(turn)
             self._step(turn)
             self._look()
             if turn > TURNS and self._is_quiet():
-                self.told.turns = turn
+                self.told.seen["turns"] = turn
                 self._settle()
                 return self.told
         raise Wrong(f"it goes on behind turn {TURNS_MAX}: {self._open_legs()}")
@@ -173,47 +118,65 @@ class World:
         for hit in self.plan.hits:
             if turn == hit.at:
                 self._strike(hit, turn)
+        self._hunt()
+        self._resume(turn)
         if turn % MEET_EVERY == 0:
-            self._meet()
+            self._crew.meet()
 
     def _step(self, turn: int) -> None:
-        workers = self._workers
+        workers = self._crew.all
         self._draw.shuffle(workers)
         for worker in workers:
             if self._frozen.get(worker, 0) <= turn:
                 worker.step()
+        self._crew.advance()
 
     def _is_quiet(self) -> bool:
-        return all(worker.is_quiet for worker in self._workers)
+        return not self._held and all(worker.is_quiet for worker in self._crew.all)
 
     # ---- requests
 
     def _give(self, number: int, ask: Ask) -> None:
-        if ask.sort in ("alone", "never given", "too long"):
+        if ask.sort in ("alone", "fork", "never given", "too long"):
             return
         prompt = (others() if ask.sort == "foreign" else prompts())[ask.prompt]
-        worker, wish = self._givers[ask.giver], Sampling(tokens_max=1)
+        salt = SALTS[2] if ask.sort == "foreign salt" else SALTS[ask.salt]
+        worker, wish = self._crew.of["giver"][ask.giver], Sampling(tokens_max=1)
         for turn in range(2 if ask.sort == "twice" else 1):
-            request = worker.engine.add(prompt, wish, give=number)
+            request = worker.engine.add(prompt, wish, give=number, salt=salt)
             self._legs["give"].append(Leg(worker, request, [], may_fail=turn > 0))
 
     def _take(self, number: int, ask: Ask) -> None:
         if ask.sort == "never taken":
             return
-        worker = self._takers[ask.taker]
-        wish = Sampling(tokens_max=ask.tokens, ignore_eos=True)
         if ask.sort == "too long":
-            self._refused(worker, wish)
+            self._refused(ask)
             return
-        take = None if ask.sort == "alone" else Take(number, self._givers[ask.giver].port.epoch)
-        request = worker.engine.add(prompts()[ask.prompt], wish, take=take, priority=ask.priority)
-        may_fail = take is not None and self.plan.failure == "refuse"
-        expected = answers()[ask.prompt][: ask.tokens]
-        self._legs["take"].append(Leg(worker, request, expected, may_fail=may_fail))
+        leader = None
+        for _ in range(2 if ask.sort == "fork" else 1):
+            leader = self._taken(number, ask, leader)
 
-    def _refused(self, worker: Worker, wish: Sampling) -> None:
+    def _taken(self, number: int, ask: Ask, leader: Request | None) -> Request:
+        worker = self._crew.of["taker"][ask.taker]
+        is_here = ask.sort in ("alone", "fork")
+        take = None if is_here else Take(number, self._crew.of["giver"][ask.giver].port.epoch)
+        request = worker.engine.add(
+            prompts()[ask.prompt],
+            _wish(ask.tokens, is_warm=ask.is_warm),
+            take=take,
+            priority=ask.priority,
+            salt=SALTS[ask.salt],
+            leader=leader,
+        )
+        may_fail = take is not None and self.plan.failure == "refuse"
+        expected = answers(is_warm=ask.is_warm)[ask.prompt][: ask.tokens]
+        self._legs["take"].append(Leg(worker, request, expected, may_fail=may_fail))
+        return request
+
+    def _refused(self, ask: Ask) -> None:
+        worker = self._crew.of["taker"][ask.taker]
         try:
-            worker.engine.add(tokens(TOO_LONG, VOCABULARY, seed=0), wish)
+            worker.engine.add(tokens(TOO_LONG, VOCABULARY, seed=0), _wish(1, is_warm=False))
         except BadInput:
             self.told.ends["take: not let in"] += 1
         else:
@@ -222,61 +185,95 @@ class World:
     # ---- faults
 
     def _strike(self, hit: Hit, turn: int) -> None:
-        self.told.faults[hit.strike] += 1
         match hit.strike.split():
-            case ["cancel", side]:
-                self._cancel(self._legs[side], hit.which)
+            case ["cancel", "give" | "take" as side]:
+                self._cancel_one(self._legs[side], hit.which)
+            case ["cancel", state]:
+                self._hunted.append(state)
+                return
+            case ["preempt"]:
+                self._preempt(hit, turn)
+                return
             case ["restart", side]:
-                self._restart(self._side(side), hit.which)
+                self._restart(side, hit.which)
             case ["freeze", side]:
-                workers = self._side(side)
+                workers = self._crew.of[side]
                 self._frozen[workers[hit.which % len(workers)]] = turn + hit.size
             case ["cut"]:
                 self._cut(hit.which)
             case ["leap"]:
-                self._clock.advance(0.3 * hit.size)
+                self._crew.clock.advance(0.3 * hit.size)
             case ["junk"]:
                 self._meet_junk(hit)
             case ["forget"]:
-                with contextlib.suppress(BadState):  # some of them are in use
-                    self._any(hit).offload.forget_prefixes()
+                self._any(hit).forget()
             case ["verify"]:
                 _verify(self._any(hit))
+        self.told.faults[hit.strike] += 1
 
-    def _side(self, name: str) -> list[Worker]:
-        return {"giver": self._givers, "taker": self._takers}[name]
+    def _any(self, hit: Hit) -> AnyWorker:
+        workers = self._crew.all
+        return workers[hit.which % len(workers)]
 
-    def _any(self, hit: Hit) -> Worker:
-        return self._workers[hit.which % len(self._workers)]
-
-    def _cancel(self, legs: list[Leg], which: int) -> None:
+    def _cancel_one(self, legs: list[Leg], which: int) -> None:
         if legs:
-            leg = legs[which % len(legs)]
-            if leg.worker in self._workers and leg.request.reason is None:
-                leg.worker.engine.cancel(leg.request)
-                leg.is_cancelled = True
+            self._cancel(legs[which % len(legs)])
 
-    def _restart(self, side: list[Worker], which: int) -> None:
-        """The process is gone with its requests; another comes, whom all meet."""
-        place = which % len(side)
-        lost, side[place] = side[place], self._made()
-        lost.port.close()
-        for leg in [leg for legs in self._legs.values() for leg in legs if leg.worker is lost]:
-            if not leg.is_over:
+    def _cancel(self, leg: Leg) -> None:
+        if leg.worker in self._crew.all and leg.request.reason is None:
+            leg.worker.engine.cancel(leg.request)
+            leg.is_cancelled = True
+
+    def _hunt(self) -> None:
+        """A request that is to be cancelled in a state, as soon as some request is in it."""
+        for state in [*self._hunted]:
+            here = [leg for leg in self._open() if leg.request.state == state]
+            if here:
+                self._hunted.remove(state)
+                self._cancel(self._draw.choice(here))
+                self.told.faults[f"cancel {state}"] += 1
+
+    def _preempt(self, hit: Hit, turn: int) -> None:
+        takes = [leg for leg in self._open() if leg in self._legs["take"]]
+        running = [leg for leg in takes if leg.request.state in ("prefilling", "decoding")]
+        if running:
+            leg = running[hit.which % len(running)]
+            leg.worker.engine.preempt(leg.request)
+            self._held.append((turn + hit.size, leg))
+            self.told.faults["preempt"] += 1
+
+    def _resume(self, turn: int) -> None:
+        """Those whose time is over go on, when there is room."""
+        for due, leg in [*self._held]:
+            is_there = leg.worker in self._crew.all and leg.request.state == "preempted"
+            if is_there and due > turn:
+                continue
+            if is_there and leg.request.is_held:
+                try:
+                    leg.worker.engine.resume(leg.request)
+                except PoolFull:
+                    continue
+            self._held.remove((due, leg))
+
+    def _restart(self, side: Kind, which: int) -> None:
+        lost = self._crew.restart(side, which % len(self._crew.of[side]))
+        for leg in self._open():
+            if leg.worker is lost:
                 leg.is_over = True
                 self.told.ends["lost with its worker"] += 1
-        self._meet()
 
     def _cut(self, which: int) -> None:
         """The network between two workers: both hear of it, and meet again later."""
-        giver = self._givers[which % len(self._givers)]
-        taker = self._takers[which % len(self._takers)]
-        giver.transport.disconnect(taker.port.epoch)
-        taker.transport.disconnect(giver.port.epoch)
+        giver = self._crew.of["giver"][which % len(self._crew.of["giver"])]
+        taker = self._crew.of["taker"][which % len(self._crew.of["taker"])]
+        here = giver.transports[which % len(giver.transports)]
+        there = taker.transports[0]
+        here.disconnect(there.epoch)
+        there.disconnect(here.epoch)
 
     def _meet_junk(self, hit: Hit) -> None:
         worker = self._any(hit)
-        good = bytearray(self._workers[0].port.metadata())
+        good = bytearray(self._crew.all[0].metadata())
         good[hit.which % len(good)] ^= 1 << hit.size % 8
         for junk in (b"", bytes(hit.size), bytes(good)):
             try:
@@ -287,11 +284,18 @@ class World:
 
     # ---- what must hold
 
+    def _every(self) -> list[tuple[str, Leg]]:
+        return [(side, leg) for side, legs in self._legs.items() for leg in legs]
+
+    def _open(self) -> list[Leg]:
+        return [leg for _, leg in self._every() if not leg.is_over]
+
     def _look(self) -> None:
-        for side, legs in self._legs.items():
-            for leg in legs:
-                if not leg.is_over:
-                    self._look_at(side, leg)
+        for side, leg in self._every():
+            if not leg.is_over:
+                self._look_at(side, leg)
+            elif leg.end and leg.end != _end_of(leg):
+                raise Wrong(f"request {leg.request.number} ended twice: {leg.end}, {_end_of(leg)}")
         state = repr([len(leg.request.output) for leg in self._legs["take"]]).encode()
         self.told.fingerprint = zlib.crc32(state, self.told.fingerprint)
 
@@ -301,16 +305,25 @@ class World:
             raise Wrong(f"request {request.number} says {request.output}, not {leg.expected}")
         if reason is None:
             return
-        if not _may_end(side, leg):
+        if not self._may_end(side, leg):
             raise Wrong(f"{side} {request.number} ends as {reason}: {request.refusal}")
-        leg.is_over = True
+        leg.is_over, leg.end = True, _end_of(leg)
+        self.told.seen["rows found cached"] += request.cached_count
         self.told.ends[f"{side}: {reason}"] += 1
 
+    def _may_end(self, side: str, leg: Leg) -> bool:
+        request = leg.request
+        if request.reason == "cancelled":
+            return leg.is_cancelled
+        if request.reason == "refused":
+            is_unread = self.plan.has_bad_disks and isinstance(request.refusal, Unavailable)
+            return leg.may_fail or is_unread
+        return request.reason == "sent" if side == "give" else request.output == leg.expected
+
     def _open_legs(self) -> list[str]:
-        every = [(side, leg) for side, legs in self._legs.items() for leg in legs]
         return [
             f"{side} {leg.request.number} is {leg.request.state}"
-            for side, leg in every
+            for side, leg in self._every()
             if not leg.is_over
         ]
 
@@ -318,33 +331,47 @@ class World:
         """Every request has ended; every page is free once prefixes are forgotten."""
         if still := self._open_legs():
             raise Wrong(f"workers are idle, and {', '.join(still)}")
-        for transport in self._transports:
-            for fault, count in transport.injected.items():
-                self.told.faults[fault.value] += count
-        for worker in self._workers:
+        self.told.faults += self._crew.count()
+        for worker in self._crew.all:
             _verify(worker)
-            worker.offload.forget_prefixes()
-            stats = worker.offload.stats()
-            free = stats.free_host_page_count, stats.free_index_page_count
-            if free != (stats.host_page_count, stats.index_page_count):
-                raise Wrong(f"pages leak: {free} are free of {stats}")
+            self.told.seen["preemptions"] += getattr(worker.engine, "preempted_count", 0)
+            for offload in worker.offloads:
+                self._count_disk(offload.stats().disk)
+                offload.forget_prefixes()
+                offload.check()
+                _check_free(offload.stats())
+
+    def _count_disk(self, disk: DiskUse | None) -> None:
+        if disk is not None:
+            for name in ("stored", "loaded", "damaged"):
+                self.told.seen[f"pages {name}"] += getattr(disk, f"{name}_count")
 
 
-def _verify(worker: Worker) -> None:
+def _end_of(leg: Leg) -> tuple[object, ...]:
+    return leg.request.reason, *leg.request.output
+
+
+def _check_free(stats: Stats) -> None:
+    free = stats.free_host_page_count, stats.free_index_page_count
+    if free != (stats.host_page_count, stats.index_page_count):
+        raise Wrong(f"pages leak: {free} are free of {stats}")
+    if stats.used_slot_count.any():
+        raise Wrong(f"slots leak: {stats.used_slot_count} are used")
+    if stats.disk is not None and stats.disk.page_count:
+        raise Wrong(f"the disk keeps {stats.disk.page_count} pages that are forgotten")
+
+
+def _verify(worker: AnyWorker) -> None:
     """What lies in slots is what the host has."""
-    for layer in range(worker.offload.layout.layer_total):
-        if differing := worker.offload.verify(layer):
-            raise Wrong(f"layer {layer}: slots that are not what the host has: {differing[:4]}")
-
-
-def _may_end(side: str, leg: Leg) -> bool:
-    reason = leg.request.reason
-    if reason == "cancelled":
-        return leg.is_cancelled
-    if reason == "refused":
-        return leg.may_fail
-    return reason == "sent" if side == "give" else leg.request.output == leg.expected
+    for offload in worker.offloads:
+        for layer in range(offload.layout.layer_total):
+            if differing := offload.verify(layer):
+                raise Wrong(f"layer {layer}: slots unlike the host's rows: {differing[:4]}")
 
 
 def play(plan: Plan) -> Outcome:
-    return World(plan).play()
+    crew = Crew(plan)
+    try:
+        return World(plan, crew).play()
+    finally:
+        crew.close()
