@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ess.bench.engine.decode_arm import STAGGER
+from ess.units import div_ceil
 
 ROWS_MAX: Final = 1 << 18
 """Of all requests of a cell: 64 x 4K, or 4 x 64K. A row is 656 bytes in each of 7 layers."""
+
+VISITS: Final = 3
+"""Of each cell: see `timed_in_turns`."""
 
 
 class Cell(NamedTuple):
@@ -31,7 +35,8 @@ class Cell(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """`timed_contexts` and `timed_chunks` are those of the tables, at `timed_ratio`. `steps` are
-    timed of each cell, and as many as it takes for `requests_timed` requests to have had one."""
+    timed of each cell in all visits, and as many as it takes for `requests_timed` requests to have
+    had one; `chunk_steps` in each visit."""
 
     contexts: list[int]
     batches: list[int]
@@ -44,6 +49,10 @@ class Grid:
     requests_timed: int
     steps: int
     chunk_steps: int
+
+    def steps_each(self, batch: int) -> int:
+        """Of a visit."""
+        return max(2, div_ceil(max(self.steps, self.requests_timed // batch), VISITS))
 
     def timed_cells(self, mtp: int, batch: int) -> list[Cell]:
         return [

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from ess.bench.harness.agreement import agreement
@@ -27,6 +28,7 @@ from ess.bench.prediction.step_tables import (
     miss_us,
     step_tables,
     timed_in_turns,
+    visited,
 )
 
 MEDIAN_MAX: Final = 0.05
@@ -42,8 +44,8 @@ SMOKE: Final = Grid(
     timed_chunks=[64],
     timed_ratio=0.3,
     requests_timed=3,
-    steps=3,
-    chunk_steps=3,
+    steps=6,
+    chunk_steps=2,
 )
 
 
@@ -78,7 +80,8 @@ def own_grid_benchmark(
     timed_chunk
         Prompt tokens of the tables, a list.
     steps
-        Least steps of each measurement, more for batches of few; the first does not count.
+        Least steps of a cell in all visits, more for batches of few; the first of a
+        visit does not count.
     """
     asked = Grid(
         contexts=sizes("--ctx", ctx),
@@ -91,7 +94,7 @@ def own_grid_benchmark(
         timed_ratio=0.3,
         requests_timed=64,
         steps=steps,
-        chunk_steps=6,
+        chunk_steps=3,
     )
     return rows_of(SMOKE if smoke else asked, with_folder=not smoke)
 
@@ -132,9 +135,9 @@ class Measured:
         many = timed[len(timed) // 2]
         few = many._replace(ratio=(1.0 + many.ratio) / 2)
         steps = timed_in_turns(
-            self.prefix,
+            partial(visited, self.prefix),
             dict.fromkeys([*timed, few, *cells]),
-            steps=max(self.grid.steps, self.grid.requests_timed // batch),
+            steps=self.grid.steps_each(batch),
         )
         tables = step_tables(
             {cell.context: steps[cell] for cell in timed}, miss_us=miss_us(steps[few], steps[many])
@@ -143,7 +146,8 @@ class Measured:
 
     def _with_chunks(self, tables: Mapping[int, StepTables]) -> list[Row]:
         timed, cells = self.grid.timed_chunk_cells(self.mtp), self.grid.chunk_cells(self.mtp)
-        steps = timed_in_turns(self.prefix, [*timed, *cells], steps=self.grid.chunk_steps)
+        visit = partial(visited, self.prefix)
+        steps = timed_in_turns(visit, [*timed, *cells], steps=self.grid.chunk_steps)
         alone = chunk_surface({(self._before(cell), cell.chunk): steps[cell].us for cell in timed})
         return [
             _row(
@@ -156,7 +160,7 @@ class Measured:
         ]
 
     def _before(self, cell: Cell) -> int:
-        """Tokens before the chunk of a usual step: those of the steps before it, too."""
+        """Tokens before the chunk of a usual step: those of a visit's steps before it, too."""
         return cell.context + cell.chunk * self.grid.chunk_steps // 2
 
 

@@ -9,16 +9,17 @@ Time is what the processor worked for the engine, its copy lane included. On a m
 work the wall's clock also says how long the engine waited for a core, which no table knows: a step
 of 5 ms was timed at 17 to 47. With one compute thread, and nothing that runs beside it in NONE but
 the stores, the two clocks agree on an idle machine. What remains of the neighbours are caches and
-clock rates: they change within seconds, so engines that are compared take turns, step by step.
+clock rates: these change within minutes, so engines that are compared are opened in turns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -26,7 +27,7 @@ from ess import console
 from ess.bench.engine.cpu_tables import Watched, stage_totals
 from ess.bench.engine.decode_arm import Shape, Way
 from ess.bench.harness.prefix import Prefix
-from ess.bench.prediction.grid import Cell
+from ess.bench.prediction.grid import VISITS, Cell
 from ess.clock import Clock
 from ess.sim.operators.tables import Curve, Surface
 
@@ -58,6 +59,10 @@ class Timed(NamedTuple):
         return sum(self.stages.get(stage, 0.0) for stage in FETCHING)
 
 
+Visit = Callable[[Cell, int], list[Timed]]
+"""So many steps of a cell, in order."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTables:
     """`misses` says how many rows the timed steps missed."""
@@ -71,28 +76,34 @@ class StepTables:
         return stages_us + self.miss_us * (misses - self.misses.at(context))
 
 
-def timed_in_turns(prefix: Prefix, cells: Iterable[Cell], *, steps: int) -> dict[Cell, Timed]:
-    """So many steps of each in NONE; the first does not count, and of the others the fastest third
-    does: what other programs leave in the processor's caches only makes a step slower."""
+def timed_in_turns(visit: Visit, cells: Iterable[Cell], *, steps: int) -> dict[Cell, Timed]:
+    """Every cell is visited in order, then in the order's reverse, then in order again, so that an
+    hour in which the machine is slow falls on all of them, and one engine is open at a time.
+
+    A visit takes `steps`; its first does not count, and of the others the fastest third of all
+    visits does: what other programs leave in the processor's caches only makes a step slower."""
+    ordered = list(cells)
     taken: dict[Cell, list[Timed]] = defaultdict(list)
-    with contextlib.ExitStack() as opened:
-        engines = {cell: _engine(prefix, cell, steps) for cell in cells}
-        for watched in engines.values():
-            opened.callback(watched.arm.close)
-        for _ in range(steps):
-            for cell, watched in engines.items():
-                totals = stage_totals(watched.step())
-                taken[cell].append(Timed(totals, float(watched.arm.taken.misses[-1].sum())))
-    return {cell: _mean(sorted(each[1:], key=lambda step: step.us)) for cell, each in taken.items()}
+    for turn in range(VISITS):
+        for cell in reversed(ordered) if turn % 2 else ordered:
+            taken[cell] += visit(cell, steps)[1:]
+    return {cell: _mean(sorted(each, key=lambda step: step.us)) for cell, each in taken.items()}
 
 
-def _engine(prefix: Prefix, cell: Cell, steps: int) -> Watched:
+def visited(prefix: Prefix, cell: Cell, steps: int) -> list[Timed]:
+    """By an engine in NONE that is opened for these steps."""
     console.note(str(cell))
     shape = Shape(
         context=cell.context, batch=cell.batch, mtp=cell.mtp, steps=steps, chunk=cell.chunk
     )
     way = Way(name=str(cell), mode="none", ratio=cell.ratio)
-    return Watched(prefix, shape, way, clock=ProcessorClock())
+    watched = Watched(prefix, shape, way, clock=ProcessorClock())
+    with contextlib.closing(watched.arm):
+        totals = [stage_totals(watched.step()) for _ in range(steps)]
+        misses = [float(missed.sum()) for missed in watched.arm.taken.misses]
+    del watched
+    gc.collect()  # an engine is in circles of references, and holds up to 3 GB
+    return [Timed(*each) for each in zip(totals, misses, strict=True)]
 
 
 def _mean(steps: list[Timed]) -> Timed:

@@ -6,8 +6,14 @@ import itertools
 
 import pytest
 
-from ess.bench.prediction.grid import ROWS_MAX, Grid
-from ess.bench.prediction.step_tables import Timed, chunk_surface, miss_us, step_tables
+from ess.bench.prediction.grid import ROWS_MAX, Cell, Grid
+from ess.bench.prediction.step_tables import (
+    Timed,
+    chunk_surface,
+    miss_us,
+    step_tables,
+    timed_in_turns,
+)
 
 GRID = Grid(
     contexts=[4096, 16_384, 65_536],
@@ -20,7 +26,7 @@ GRID = Grid(
     timed_ratio=0.3,
     requests_timed=64,
     steps=15,
-    chunk_steps=6,
+    chunk_steps=3,
 )
 
 
@@ -76,3 +82,22 @@ def test_chunks_are_read_by_what_is_before_them_and_their_own_tokens():
         for tokens in (128, 512)
     }
     assert chunk_surface(points).at(2048, 256) == pytest.approx(256 * 3048)
+
+
+def test_cells_are_visited_there_and_back_and_the_fastest_steps_count():
+    """One visit at a time; each step of this machine is 1 us slower than the one before."""
+    cells = [Cell(context, 1, 2, 0.3) for context in (1024, 2048, 4096)]
+    order: list[Cell] = []
+    ticks = itertools.count(10)
+
+    def visit(cell: Cell, steps: int) -> list[Timed]:
+        order.append(cell)
+        return [Timed({"select": 1.0}, 0.0), *(timed_at(next(ticks)) for _ in range(steps - 1))]
+
+    timed = timed_in_turns(visit, cells, steps=3)
+    assert order == [*cells, *reversed(cells), *cells]
+    assert [timed[cell].us for cell in cells] == [10.5, 12.5, 14.5], "the first two of six, not 1.0"
+
+
+def timed_at(us: int) -> Timed:
+    return Timed({"select": float(us)}, 0.0)
