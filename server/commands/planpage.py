@@ -42,12 +42,14 @@ def numbers_of(
     depths = sorted({*mtps, ask.queries_each})
     lengths = sorted({*contexts, ask.context})
     grids = [_grids(planner, mtp, lengths, batches, slots) for mtp in depths]
+    low, high = (100 * side for side in planner.point(1, ask.context).token_band)
     return {
         "model": model,
         "gpu": gpu,
         "gpus": ask.gpu_count,
         "about": f"ess {ess.__version__}. Times are the simulator's, read between grid points; "
-        "of decode GPUs alone, those that prefill for them are not counted.",
+        "of decode GPUs alone, those that prefill for them are not counted. A time per token may "
+        f"be off by {low:+.0f} to {high:+.0f} %, by more where many rows are missed.",
         "ask": {
             "context": ask.context,
             "mtp": ask.queries_each,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.table import Table
 
@@ -10,7 +10,7 @@ from ess import console
 from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.answers import Answer, Question
 from ess.sim.planning.ask import Ask
-from ess.sim.planning.bands import Band, inverse
+from ess.sim.planning.bands import EXACT, Band
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import SECONDS_PRICED, TOKENS_PRICED, Shared
 from ess.sim.planning.fleet import Groups
@@ -49,24 +49,35 @@ def plan_lines(answer: Answer, ask: Ask, question: Question) -> list[Line]:
         return name, said(chosen), "-" if resident is None else said(resident), remark
 
     ours, theirs = name_of(plan.parallel), name_of(plan.resident_parallel)
-    even = "-" if plan.break_even_batch is None else f"{plan.break_even_batch}"
+    neighbours = question.node.neighbours(ask.gpu_count)
+    even = "-"
+    if plan.break_even_batch is not None:
+        even = ranged("{}", plan.break_even_batch, plan.break_even_ends)
     tokens = f"{ask.queries_each} tokens verified, {plan.accepted:.2f} accepted"
     return [
         ("the model is shared", ours, theirs, "heads x requests, experts"),
         both(
-            "batch per group of heads", lambda point: f"{point.batch}", f"limited by {plan.limiter}"
+            "batch per group of heads",
+            lambda point: banded(f"{point.batch}", plan.batch_band if point is chosen else EXACT),
+            f"limited by {plan.limiter}",
         ),
         both(
             "slots per layer", lambda point: f"{point.slots_each:,}", f"floor {plan.slot_floor:,}"
         ),
         both("of the context", lambda point: f"{point.ratio:.1%}"),
-        both("step", lambda point: _banded(f"{point.step_us / 1e3:.1f} ms", point.band), tokens),
-        both("time per token", lambda point: _banded(f"{point.token_us / 1e3:.1f} ms", point.band)),
-        both("waits for the link", lambda point: f"{point.exposed_us / 1e3:.1f} ms", modes(chosen)),
+        both("step", lambda point: banded(f"{point.step_us / 1e3:.1f} ms", point.band), tokens),
+        both(
+            "time per token",
+            lambda point: banded(f"{point.token_us / 1e3:.1f} ms", point.token_band),
+        ),
+        both("waits for the link", _waits, modes(chosen)),
         both(
             "host memory per node",
-            lambda point: format_bytes(point.host_bytes * question.node.neighbours(ask.gpu_count)),
-            f"{ask.gpu_count} GPUs, {question.node.neighbours(ask.gpu_count)} to a node",
+            lambda point: banded(
+                format_bytes(point.host_bytes * neighbours),
+                plan.batch_band if point.host_bytes else EXACT,
+            ),
+            f"{ask.gpu_count} GPUs, {neighbours} to a node",
         ),
         ("break-even batch", even, "", "the least that beats resident"),
         ("floor batch", f"{plan.floor_batch}", "", "every request at the slot floor"),
@@ -78,10 +89,15 @@ def plan_lines(answer: Answer, ask: Ask, question: Question) -> list[Line]:
         ),
         both(
             "tokens/s per decode GPU",
-            lambda point: _banded(f"{point.tokens_per_s:,.0f}", inverse(point.band)),
+            lambda point: banded(f"{point.tokens_per_s:,.0f}", point.rate_band),
             _gain(plan.gain, plan.gain_band),
         ),
     ]
+
+
+def _waits(point: Point) -> str:
+    figures = [us / 1e3 for us in (point.exposed_us, *point.exposed_ends_us)]
+    return ranged("{:.1f}", figures[0], figures[1:], unit=" ms")
 
 
 def all_gpu_lines(answer: Answer, question: Question) -> list[Line]:
@@ -96,12 +112,12 @@ def all_gpu_lines(answer: Answer, question: Question) -> list[Line]:
     lines = [
         both(
             "prefill GPUs for each",
-            lambda side: f"{side.prefill_gpus:.1f}",
+            lambda side: banded(f"{side.prefill_gpus:.1f}", side.prefill_band),
             f"prompts of {work.prompt_tokens:,}, {work.cached_share:.0%} cached",
         ),
         both(
             "tokens/s per GPU, all",
-            lambda side: _banded(f"{side.tokens_per_s:,.1f}", side.band),
+            lambda side: banded(f"{side.tokens_per_s:,.1f}", side.band),
             _gain(shared.gain, shared.gain_band) + (f", limited by {limiter}" if limiter else ""),
         ),
     ]
@@ -109,7 +125,7 @@ def all_gpu_lines(answer: Answer, question: Question) -> list[Line]:
         lines.append(
             both(
                 "cost per million tokens",
-                lambda side: f"{side.cost_per_million:,.2f}",
+                lambda side: banded(f"{side.cost_per_million:,.2f}", side.cost_band),
                 f"made, at {question.price:g} for a GPU and hour",
             )
         )
@@ -134,7 +150,9 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
     rate = wanted.rate * question.work.output_tokens
     lines = [
         both(
-            "fewest GPUs", lambda side: f"{side.fleet.gpu_count:,}", f"{wanted.rate:g} requests/s"
+            "fewest GPUs",
+            lambda side: ranged("{:,}", side.fleet.gpu_count, side.gpu_ends),
+            f"{wanted.rate:g} requests/s",
         ),
         both(
             "decode GPUs",
@@ -152,21 +170,33 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
         both("batch per group of heads", lambda side: f"{side.point.batch}", "at most"),
         both(
             "busy, decode and prefill",
-            lambda side: f"{side.fleet.decode.load:.0%}, {side.fleet.prefill.load:.0%}",
+            lambda side: (
+                banded(f"{side.fleet.decode.load:.0%}", side.point.token_band)
+                + banded(f", {side.fleet.prefill.load:.0%}", side.prefill_band)
+            ),
         ),
         both(
             "first token, nine in ten",
-            lambda side: f"{side.fleet.prefill.first_token_s:.1f} s",
+            lambda side: ranged(
+                "{:.1f}", side.fleet.prefill.first_token_s, side.first_token_ends_s, unit=" s"
+            ),
             f"{wanted.ttft_s:g} s asked for; `ess sim` replays it",
         ),
-        both("time per token", lambda side: f"{side.fleet.token_us / 1e3:.1f} ms"),
+        both(
+            "time per token",
+            lambda side: banded(f"{side.fleet.token_us / 1e3:.1f} ms", side.point.token_band),
+        ),
     ]
     if question.price is not None:
         per_second = question.price / SECONDS_PRICED / rate * TOKENS_PRICED
         lines.append(
             both(
                 "cost per million tokens",
-                lambda side: f"{side.fleet.gpu_count * per_second:,.2f}",
+                lambda side: ranged(
+                    "{:,.2f}",
+                    side.fleet.gpu_count * per_second,
+                    tuple(end and end * per_second for end in side.gpu_ends),
+                ),
                 "made",
             )
         )
@@ -191,12 +221,24 @@ def modes(point: Point) -> str:
     )
 
 
-def _banded(figure: str, band: Band) -> str:
+def banded(figure: str, band: Band) -> str:
     """
-    >>> _banded("12 ms", (-0.104, 0.25))
-    '12 ms -10+25%'
+    >>> banded("12 ms", (-0.104, 0.25)), banded("12", (0.0, 0.0))
+    ('12 ms -10+25%', '12')
     """
-    return f"{figure} {100 * band[0]:+.0f}{100 * band[1]:+.0f}%"
+    return f"{figure} {100 * band[0]:+.0f}{100 * band[1]:+.0f}%" if any(band) else figure
+
+
+def ranged(form: str, figure: float | None, ends: Sequence[float | None], *, unit: str = "") -> str:
+    """
+    >>> ranged("{:.1f}", 2, (1.5, 3), unit=" s"), ranged("{}", 9, (7, None))
+    ('2.0 s (1.5 to 3.0)', '9 (7 to no end)')
+    >>> ranged("{}", 2, (2, 2))
+    '2'
+    """
+    said = "-" if figure is None else form.format(figure)
+    low, high = ("no end" if end is None else form.format(end) for end in ends)
+    return said + unit if {low, high} <= {said} else f"{said}{unit} ({low} to {high})"
 
 
 def _gain(gain: float | None, band: Band) -> str:

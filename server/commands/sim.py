@@ -16,9 +16,10 @@ from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput
 from ess.server.commands import simpage
 from ess.server.commands.plan import MODEL, NodeFlags, parse_duration, planner_of
-from ess.server.commands.planshow import Line, print_sides
+from ess.server.commands.planshow import Line, banded, print_sides, ranged
 from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.planning.ask import Ask
+from ess.sim.planning.bands import inverse
 from ess.sim.planning.planner import Planner
 from ess.sim.serving.arrivals import Arrival, read_arrivals
 from ess.sim.serving.asked import AUTO, Auto, MissesBy, Serving
@@ -202,57 +203,127 @@ def _print(served: Served, arrivals: list[Arrival], serving: Serving) -> None:
 
 
 def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Line]:
-    def both(name: str, show: Callable[[Summary], str], remark: str = "") -> Line:
-        return name, show(served.offload), show(served.resident), remark
-
     tokens = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
-    wanted, prefill = serving.objective, f"{served.prefill_tokens_per_s:,.0f}"
-    gpus, low, high = f"{served.gpu_count}", *(f"{100 * side:+.0f}" for side in served.band)
+    wanted = serving.objective
+    prefill = banded(f"{served.prefill_tokens_per_s:,.0f}", inverse(served.prefill_band))
+    gpus = ranged("{:,}", served.gpu_count, served.gpu_ends)
     return [
-        both(
+        _both(
+            served,
             "served",
             lambda summary: f"{summary.served_count:,}",
             f"of {len(arrivals):,} that arrive in {arrivals[-1].at_s:,.0f} s",
+            figure=lambda summary: summary.served_count,
         ),
         ("GPUs, prefill among them", gpus, gpus, _tier(served.prefill)),
         ("prefill, tokens/s per GPU", prefill, prefill, "of a whole prompt"),
-        both("refused", lambda summary: _named(summary.refused, "{:,}")),
-        both("until all is done", lambda summary: f"{summary.seconds:,.0f} s"),
-        both(
-            "tokens/s per GPU, all",
-            lambda summary: f"{summary.tokens_per_s / served.gpu_count:,.1f}",
-            _ratio(served.offload.tokens_per_s, served.resident.tokens_per_s),
-        ),
-        both(
-            "batch, mean and peak",
-            lambda summary: f"{summary.batch_mean:.1f}, {summary.batch_peak}",
-        ),
-        both(
+        *_rates(served),
+        _both(
+            served,
             "first token, p50 p90 p99",
             lambda summary: _percents(summary.ttft_s, 1.0, "s"),
             f"prompts of {tokens:,.0f} tokens, {served.cached_share:.0%} of them cached",
+            figure=lambda summary: _late(summary.ttft_s),
         ),
-        both(
+        _both(
+            served,
             "further tokens, p50 p90 p99",
             lambda summary: _percents(summary.tpot_s, 1e3, "ms"),
-            f"a step may be off by {low}{high}%",
+            banded("a step for itself:", served.band),
+            figure=lambda summary: _late(summary.tpot_s),
         ),
-        both(
+        _both(
+            served,
             "within both objectives",
             lambda summary: f"{summary.good_share:.1%}",
             f"{wanted.ttft_s:g} s and {1e3 * wanted.tpot_s:g} ms",
+            figure=lambda summary: summary.good_share,
         ),
-        both(
+        _both(
+            served,
             "goodput per GPU, requests/s",
             lambda summary: f"{summary.good_per_s / served.gpu_count:.4f}",
-            _ratio(served.offload.good_per_s, served.resident.good_per_s),
+            _ratio(served, lambda summary: summary.good_per_s),
+            figure=lambda summary: summary.good_per_s,
         ),
         *_sustained(served),
-        both("misses per request and layer", lambda summary: f"{summary.misses_mean:.1f}"),
-        *(("", "", "", line) for line in _agreed(served)),
-        both("of its time waits for the link", lambda summary: f"{summary.exposed_share:.1%}"),
-        both("a request waited for", lambda summary: _named(summary.waited_s, "{:,.0f} s")),
+        *_misses(served),
     ]
+
+
+def _rates(served: Served) -> list[Line]:
+    return [
+        _both(served, "refused", lambda summary: _named(summary.refused, "{:,}")),
+        _both(
+            served,
+            "until all is done",
+            lambda summary: f"{summary.seconds:,.0f} s",
+            figure=lambda summary: summary.seconds,
+        ),
+        _both(
+            served,
+            "tokens/s per GPU, all",
+            lambda summary: f"{summary.tokens_per_s / served.gpu_count:,.1f}",
+            _ratio(served, lambda summary: summary.tokens_per_s),
+            figure=lambda summary: summary.tokens_per_s,
+        ),
+        _both(
+            served,
+            "batch, mean and peak",
+            lambda summary: f"{summary.batch_mean:.1f}, {summary.batch_peak}",
+            figure=lambda summary: summary.batch_mean,
+        ),
+    ]
+
+
+def _misses(served: Served) -> list[Line]:
+    return [
+        _both(
+            served,
+            "misses per request and layer",
+            lambda summary: f"{summary.misses_mean:.1f}",
+            figure=lambda summary: summary.misses_mean,
+        ),
+        *(("", "", "", line) for line in _agreed(served)),
+        _both(
+            served,
+            "of its time waits for the link",
+            lambda summary: f"{summary.exposed_share:.1%}",
+            figure=lambda summary: summary.exposed_share,
+        ),
+        _both(
+            served,
+            "a request waited for",
+            lambda summary: _named(summary.waited_s, "{:,.0f} s"),
+        ),
+    ]
+
+
+def _both(
+    served: Served,
+    name: str,
+    show: Callable[[Summary], str],
+    remark: str = "",
+    *,
+    figure: Callable[[Summary], float] | None = None,
+) -> Line:
+    """With a band of the figure, by what all times and misses at their ends make of it."""
+    sides = (served.offload, served.offload_ends), (served.resident, served.resident_ends)
+    ours, theirs = (show(summary) + _off(figure, summary, ends) for summary, ends in sides)
+    return name, ours, theirs, remark
+
+
+def _off(
+    figure: Callable[[Summary], float] | None, summary: Summary, ends: tuple[Summary, Summary]
+) -> str:
+    if figure is None or not figure(summary):
+        return ""
+    moves = [figure(end) / figure(summary) - 1 for end in ends]
+    return banded("", (min(0.0, *moves), max(0.0, *moves)))
+
+
+def _late(times: Spread | None) -> float:
+    return 0.0 if times is None else times.p90
 
 
 def _tier(size: Size | None) -> str:
@@ -261,16 +332,31 @@ def _tier(size: Size | None) -> str:
     return f"1 decodes, {size[0]} x {size[1]} prefill for it"
 
 
-def _ratio(ours: float, theirs: float) -> str:
-    return f"x{ours / theirs:.2f}" if theirs > 0 else ""
+def _ratio(served: Served, figure: Callable[[Summary], float]) -> str:
+    """Both sides are off alike: they have the same prefill, and share their operators."""
+    pairs = zip(
+        (served.offload, *served.offload_ends),
+        (served.resident, *served.resident_ends),
+        strict=True,
+    )
+    gains = [figure(ours) / theirs for ours, other in pairs if (theirs := figure(other)) > 0]
+    if len(gains) < 3:
+        return ""
+    return ranged("x{:.2f}", gains[0], (min(gains), max(gains)))
 
 
 def _sustained(served: Served) -> list[Line]:
     """Per decode GPU, and per GPU of all that each side takes."""
-    if served.sustained is None:
+    if not served.sustained:
         return []
     offload, resident = served.sustained
-    remark = _ratio(offload.rate_each, resident.rate_each)
+    ours, theirs = (
+        ranged("{:.4f}", rate.rate_each, sorted(end.rate_each for end in ends))
+        for rate, ends in zip(served.sustained, served.sustained_ends, strict=True)
+    )
+    remark = ""
+    if resident.rate > 0:
+        remark = f"x{offload.rate_each / resident.rate_each:.2f}"
     if offload.rate >= RATE_MAX:
         remark = "these all fit at once: take more --requests"
     return [
@@ -280,12 +366,7 @@ def _sustained(served: Served) -> list[Line]:
             f"{resident.rate:.2f} of {resident.gpu_count}",
             "of so many GPUs, one of which decodes",
         ),
-        (
-            "sustained per GPU, all",
-            f"{offload.rate_each:.4f}",
-            f"{resident.rate_each:.4f}",
-            remark,
-        ),
+        ("sustained per GPU, all", ours, theirs, remark),
     ]
 
 

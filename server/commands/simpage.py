@@ -22,7 +22,7 @@ def page(served: Served, replays: tuple[Replay, Replay], serving: Serving) -> st
 def numbers_of(served: Served, replays: tuple[Replay, Replay], serving: Serving) -> dict[str, Any]:
     names = ("with offload", "resident")
     return {
-        "about": f"ess {ess.__version__}. Simulated; a step may be off by "
+        "about": f"ess {ess.__version__}. Simulated; a time per token may be off by "
         f"{100 * served.band[0]:+.0f} to {100 * served.band[1]:+.0f} %.",
         "gpus": served.gpu_count,
         "objective": {"first_s": serving.objective.ttft_s, "token_s": serving.objective.tpot_s},

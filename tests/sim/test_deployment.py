@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -18,12 +19,14 @@ from ess.sim.operators.families import FAMILIES
 from ess.sim.operators.gpus import operators_of
 from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.ask import Ask
-from ess.sim.planning.bands import inverse, joined, miss_marks, mixed
+from ess.sim.planning.bands import EXACT, inverse, joined, miss_marks, moved
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import Deployment, Prefilling, Work, compared, gain_band
 from ess.sim.planning.fleet import Wanted, fewest, late_wait_s, smallest_tier
+from ess.sim.planning.fleets import fleets
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
+from ess.sim.planning.prefilling import prefilling_of
 from ess.sim.planning.ways import best_way, ways
 from ess.sim.planning.weights import weight_bytes
 
@@ -44,6 +47,9 @@ def point(tokens_per_s: float, *, batch: int = 10, step_us: float = 50e3) -> Poi
         modes={},
         host_bytes=0,
         band=(-0.1, 0.2),
+        token_band=(-0.1, 0.2),
+        rate_band=inverse((-0.1, 0.2)),
+        exposed_ends_us=(0.0, 0.0),
         marks=(),
     )
 
@@ -86,6 +92,20 @@ def test_prefill_gpus_are_counted_by_hand():
     assert deployment().shared(point(1024.0)).cost_per_million is None, "no price is assumed"
 
 
+def test_bands_of_all_gpus_by_hand():
+    """5.119 prefill GPUs to one that decodes, which is off by -1/6 to 1/9, prefill by up to half:
+    what they need moves as much, the rate of all only by the part that each has in it."""
+    shared = deployment(price=3.6).shared(point(1024.0))
+    assert shared.prefill_band == pytest.approx((-1 / 6, math.hypot(1 / 9, 0.5)), rel=1e-6)
+
+    def rate(decode: float, prefill: float) -> float:
+        return decode / (1 + 5.119 * decode * prefill) * 6.119 - 1
+
+    low = -math.hypot(rate(5 / 6, 1.0), rate(1.0, 1.5))
+    assert shared.band == pytest.approx((low, rate(10 / 9, 1.0)), rel=1e-3)
+    assert shared.cost_band == inverse(shared.band)
+
+
 def test_without_prefill_the_gain_is_that_of_decode():
     everything = deployment(work=replace(WORK, cached_share=1.0))
     both = compared(everything, point(1000.0), point(500.0))
@@ -103,9 +123,13 @@ def test_the_network_of_a_node_limits_by_name():
 def test_bands():
     assert inverse((-0.5, 1.0)) == (-0.5, 1.0)
     assert joined([(-0.3, 0.4), (-0.4, 0.3)]) == pytest.approx((-0.5, 0.5))
-    assert mixed([(0.5, (-0.2, 0.2)), (0.5, (0.0, 0.0))]) == pytest.approx((-0.1, 0.1))
-    exact = (0.0, 0.0)
+    halves = moved(lambda own, other: own + other, own=(-0.2, 0.2), other=EXACT)
+    assert halves == pytest.approx((-0.1, 0.1))
+    assert moved(lambda part: 0.0 * part, part=(-0.2, 0.2)) == EXACT
+    exact = EXACT
     assert gain_band((1.0, exact), (2.0, exact), (5.0, exact)) == exact
+    both = gain_band((1.0, exact), (2.0, exact), (1.0, exact), accepted=(0.0, 1.0))
+    assert both == pytest.approx((4 / 3 / 1.5 - 1, 0.0)), "twice the tokens need twice the prefill"
     low, high = gain_band((1.0, exact), (2.0, exact), (1.0, (0.0, 1.0)))
     assert (low, high) == pytest.approx((4 / 3 / 1.5 - 1, 0.0)), "twice the prefill dilutes"
     assert gain_band((1.0, (-0.1, 0.1)), (2.0, exact), (0.0, exact)) == pytest.approx(
@@ -160,6 +184,34 @@ def test_a_fleet_has_whole_groups_with_something_to_spare():
         )
         assert (found.decode.count, found.decode.gpu_count) == (groups, 8 * groups)
         assert found.decode.load <= 0.9
+
+
+def test_the_fewest_gpus_and_their_first_token_have_ends(planner: Planner):
+    """Each tier moves by what its time is off; a tier that runs at 90 % never ends its queue if
+    prefill takes 15 % longer, and one for a slow rate does."""
+    work = Work(context=131_072)
+    paced = replace(planner, ask=replace(planner.ask, token_us_max=60e3, host_bytes=8 << 40))
+    found = {
+        rate: fleets(
+            paced,
+            prefilling=prefilling_of(planner),
+            node=Node(),
+            work=work,
+            wanted=Wanted(rate=rate, ttft_s=30.0),
+        ).offload
+        for rate in (0.5, 20.0)
+    }
+    for side in found.values():
+        low, high = side.gpu_ends
+        assert high is not None
+        assert low <= side.fleet.gpu_count <= high
+        assert side.first_token_ends_s[0] < side.fleet.prefill.first_token_s
+    low, high = found[20.0].gpu_ends
+    prefill = found[20.0].fleet.prefill.gpu_count * found[20.0].prefill_band[1]
+    assert high is not None
+    assert high - found[20.0].fleet.gpu_count >= 0.9 * prefill > 10
+    assert found[20.0].first_token_ends_s[1] is None
+    assert found[0.5].first_token_ends_s[1] is not None
 
 
 def test_weights_are_those_of_the_models():

@@ -15,6 +15,7 @@ from ess.sim.operators import tables
 from ess.sim.operators.paper import Fitted, PaperOperators
 from ess.sim.operators.stages import Machine
 from ess.sim.planning.ask import Ask
+from ess.sim.planning.bands import EXACT
 from ess.sim.planning.batches import Point, best, tried
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Plan, Planner
@@ -144,7 +145,7 @@ def test_every_batch_beside_the_best_is_tried():
         return Point(
             batch=batch, slots_each=1, ratio=1.0, tbo=False, step_us=1.0, exposed_us=0.0,
             token_us=float(batch), tokens_per_s=rate, modes={}, host_bytes=0,
-            band=(0.0, 0.0), marks=(),
+            band=EXACT, token_band=EXACT, rate_band=EXACT, exposed_ends_us=(0.0, 0.0), marks=(),
         )  # fmt: skip
 
     points = tried(500, point_of, lambda point: point.token_us <= 110)
@@ -152,6 +153,42 @@ def test_every_batch_beside_the_best_is_tried():
     assert {110, 111} <= {point.batch for point in points}
     assert len(points) < 120
     assert [point.batch for point in points] == sorted({point.batch for point in points})
+
+
+def test_a_batch_held_back_by_time_moves_with_it(operators: PaperOperators):
+    """One held back by memory does not: the accounts are the engine's own."""
+    held = answer(operators, context=131_072, token_us_max=40_000.0)
+    assert held.limiter == "time per token"
+    assert held.batch_band[0] < 0.0 < held.batch_band[1]
+    low, high = (
+        answer(operators, context=131_072, token_us_max=40_000.0 / (1.0 + side)).chosen.batch
+        for side in held.chosen.token_band[::-1]
+    )
+    ends = [held.chosen.batch * (1.0 + side) for side in held.batch_band]
+    assert [low, high] == pytest.approx(ends, rel=0.05), "the largest, and the best of these"
+    assert answer(operators, context=131_072).batch_band == EXACT
+
+
+def test_assumed_acceptance_widens_time_per_token_and_rate_but_not_the_step(
+    operators: PaperOperators,
+):
+    """1.67 to 1.93 tokens a step where 1.7 are assumed; given, they are exact."""
+    ask = Ask(context=131_072)
+    assert ask.accepted_band == pytest.approx((1.67 / 1.7 - 1, 1.93 / 1.7 - 1))
+    assumed, given = (
+        answer(operators, context=131_072, batch=40, **more).chosen
+        for more in ({}, {"accepted": 1.7})
+    )
+    assert assumed.band == given.band == given.token_band
+    assert given.band[0] < 0.0 < given.band[1]
+    assert assumed.token_band[0] < given.token_band[0]
+    assert assumed.rate_band[1] > given.rate_band[1]
+
+
+def test_the_wait_for_the_link_is_said_at_half_and_twice_the_misses(operators: PaperOperators):
+    chosen = answer(operators, context=32_768, batch=160).chosen
+    few, many = chosen.exposed_ends_us
+    assert few < chosen.exposed_us < many
 
 
 def test_the_cliff_is_at_equal_slots_whatever_the_context():
@@ -184,6 +221,24 @@ def test_the_command_prints_a_table_or_a_document(capsys: pytest.CaptureFixture[
     assert document["chosen"]["modes"]
     assert main(["plan", "--ctx", "128k", "--batch", "32"]) == 0
     assert "index wall" in capsys.readouterr().out
+
+
+BAND = r"[+-]\d+[+-]\d+%"
+RANGE = r"\(\S+ to (?:no end|\S+)\)"
+EXACTLY = {
+    "the model is shared", "batch per group of heads", "slots per layer", "of the context",
+    "host memory per node", "floor batch", "index wall", "decode GPUs", "prefill GPUs",
+}  # fmt: skip
+"""What the engine's own accounts say, and what the planner decides."""
+
+
+def test_every_predicted_figure_has_a_band(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--rate", "20", "--tpot", "60ms", "--price-per-gpu-hour", "2"]) == 0
+    tables = capsys.readouterr().out.split("\nhost memory limits")[0]
+    named = [re.split(r"\s{2,}", line.strip()) for line in tables.splitlines() if line[:1].strip()]
+    bare = {name for name, figure, *_ in named if not re.search(f"{BAND}|{RANGE}", figure)}
+    assert bare == EXACTLY
+    assert len(named) == 24
 
 
 def test_a_normal_node_is_the_default_and_more_is_said(capsys: pytest.CaptureFixture[str]):

@@ -82,9 +82,13 @@ def test_a_saturated_rank_does_what_the_planner_says(planner: Planner):
 
 @pytest.mark.slow
 def test_what_is_sustained_is_and_a_fifth_more_is_not(planner: Planner):
-    arrivals = draw(Mix(rate=1.0, count=120, prompt_tokens=130_048, output_tokens=1024), seed=0)
+    arrivals = draw(Mix(rate=1.0, count=80, prompt_tokens=130_048, output_tokens=1024), seed=0)
     serving = Serving(objective=OBJECTIVE, tier=(8, 8), cached_share=0.95)
-    offload, resident = serve(planner, arrivals, serving, sustained=True).sustained
+    found = serve(planner, arrivals, serving, sustained=True)
+    offload, resident = found.sustained
+    for rate, (good, bad) in zip(found.sustained, found.sustained_ends, strict=True):
+        assert good.rate >= rate.rate >= bad.rate
+        assert good.rate > bad.rate
     assert offload.rate > 2.0 * resident.rate > 0.0
     assert offload.gpu_count == resident.gpu_count == 65
     for rate, is_met in ((offload.rate, True), (1.2 * offload.rate, False)):
@@ -94,10 +98,33 @@ def test_what_is_sustained_is_and_a_fifth_more_is_not(planner: Planner):
     assert few is not None
     assert few[0].rate == RATE_MAX > few[1].rate
     out_of_reach = replace(serving, objective=Objective(ttft_s=1e-3, tpot_s=0.06))
-    assert serve(planner, arrivals, out_of_reach, sustained=True).sustained == (
+    assert serve(planner, arrivals[:4], out_of_reach, sustained=True).sustained == (
         (0.0, 1),
         (0.0, 1),
     )
+
+
+def test_a_replay_has_ends(planner: Planner):
+    """Everything better than predicted, and everything worse; a tier that is sized, too."""
+    mix = Mix(rate=2.0, count=40, prompt_tokens=131_072, output_tokens=256)
+    serving = Serving(objective=OBJECTIVE, tier=AUTO, cached_share=0.9)
+    found = serve(planner, draw(mix, seed=0), serving)
+    for side, (good, bad) in (
+        (found.offload, found.offload_ends),
+        (found.resident, found.resident_ends),
+    ):
+        for name in ("ttft_s", "tpot_s"):
+            times = [getattr(each, name).p90 for each in (good, side, bad)]
+            assert times == sorted(set(times)), "each longer than the one before"
+        assert good.tokens_per_s >= side.tokens_per_s >= bad.tokens_per_s
+        assert good.good_share >= side.good_share >= bad.good_share
+    fewer, more = found.gpu_ends
+    assert fewer is not None
+    assert more is not None
+    assert fewer < found.gpu_count < more
+    assert found.offload_ends[0].misses_mean < found.offload.misses_mean
+    given = replace(serving, tier=(2, 4))
+    assert serve(planner, draw(mix, seed=0), given).gpu_ends == (9, 9)
 
 
 def test_without_pressure_offload_changes_nothing(planner: Planner):
@@ -156,7 +183,7 @@ def test_prefill_is_sized_by_the_objective_and_counted(planner: Planner):
     busy = found.prefill_tokens_per_s
     assert found.gpu_count - 1 >= 0.8 * 32_768 / busy, "prefill cannot make more than it can"
     given = serve(planner, arrivals, replace(serving, tier=found.prefill))
-    assert given == found
+    assert given == replace(found, gpu_ends=given.gpu_ends)
     fewer = (1, pipelines * stages - 2)
     late = serve(planner, arrivals, replace(serving, tier=fewer)).resident.ttft_s
     assert late is not None
@@ -251,7 +278,7 @@ def test_the_pace_is_kept_by_nine_in_ten(planner: Planner, mtp: int):
     """A queue that never empties: as many as the time of a batch of 16 allows."""
     here = replace(planner, ask=Ask(context=33_280, queries_each=mtp))
     objective = Objective(ttft_s=10.0, tpot_s=here.point(16, 33_280).token_us / 1e6)
-    mix = Mix(rate=8.0, count=80, prompt_tokens=32_768, output_tokens=512)
+    mix = Mix(rate=8.0, count=60, prompt_tokens=32_768, output_tokens=256)
     serving = Serving(objective=objective, tier=(32, 4), cached_share=0.9, is_paced=True)
     found = serve(here, draw(mix, seed=0), serving).offload
     assert "time per token" in found.waited_s

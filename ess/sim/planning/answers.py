@@ -46,6 +46,7 @@ def answered(planner: Planner, question: Question) -> Answer:
         node=question.node,
         gpu_count=planner.ask.gpu_count,
         price=question.price,
+        accepted_band=planner.ask.accepted_band,
     )
     plan = planner.plan()
     smallest = None

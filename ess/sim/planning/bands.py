@@ -8,7 +8,7 @@ is wider than it must be, for both sides share their operators.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from ess.sim.locality.misses import PUBLISHED_QUERIES, MissCurves
@@ -42,9 +42,26 @@ def inverse(band: Band) -> Band:
     return 1 / (1 + high) - 1, 1 / (1 + low) - 1
 
 
-def mixed(parts: Iterable[tuple[float, Band]]) -> Band:
-    """Of a sum of parts, each with its share of the sum."""
-    return joined((share * low, share * high) for share, (low, high) in parts)
+def moved(figure: Callable[..., float], **bands: Band) -> Band:
+    """Of a figure of factors by which what it is made of may be off, each with its band: every one
+    moves it by itself, and the moves are added as squares.
+
+    >>> moved(lambda time, rate: rate / time, time=(-0.5, 1.0), rate=(0.0, 0.0))
+    (-0.5, 1.0)
+    """
+    right = dict.fromkeys(bands, 1.0)
+    exact = figure(**right)
+    if not exact:
+        return EXACT
+    moves = []
+    for name, band in bands.items():
+        ends = [figure(**right | {name: 1.0 + side}) / exact - 1.0 for side in band]
+        moves.append((min(0.0, *ends), max(0.0, *ends)))
+    return joined(moves)
+
+
+def at_ends(figure: float, band: Band) -> tuple[float, float]:
+    return figure * (1.0 + band[0]), figure * (1.0 + band[1])
 
 
 def miss_marks(curves: MissCurves, ask: Ask, *, slots_each: int, model: str) -> list[str]:

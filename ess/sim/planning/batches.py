@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from ess.sim.planning.bands import Band
+
 CANDIDATES_MAX: Final = 16
 
 
@@ -15,8 +17,10 @@ class Point:
     """One batch on one GPU, or on the GPUs of one attention group: then `batch` is the group's,
     the rate and `host_bytes` are those of one of its GPUs.
 
-    `exposed_us` is the part of a step that waits for the host link. `band` says how far `step_us`
-    may be off, as shares of it, `marks` what it rests on that was not measured.
+    `exposed_us` is the part of a step that waits for the host link, `exposed_ends_us` the least and
+    the most that it may be. `band` says how far `step_us` may be off, as shares of it, `rate_band`
+    the same of `tokens_per_s`, and `token_band` of `token_us`; `marks` what they rest on that was
+    not measured.
     """
 
     batch: int
@@ -29,7 +33,10 @@ class Point:
     tokens_per_s: float
     modes: dict[str, int]
     host_bytes: int
-    band: tuple[float, float]
+    band: Band
+    token_band: Band
+    rate_band: Band
+    exposed_ends_us: tuple[float, float]
     marks: tuple[str, ...]
 
 

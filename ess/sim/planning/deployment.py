@@ -15,7 +15,7 @@ from typing import Final
 from ess.engine.chunking.sizes import PrefillTime
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.sim.planning.bands import EXACT, Band, inverse, joined, mixed
+from ess.sim.planning.bands import EXACT, Band, inverse, moved
 from ess.sim.planning.batches import Point
 from ess.sim.planning.node import Node
 from ess.units import PAGE_ROWS
@@ -76,20 +76,23 @@ class Prefilling:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """One system over all its GPUs. `prefill_gpus` are for each decode GPU; `tokens_per_s` and
-    `requests_per_s` are those of one GPU of either kind. `limiter` is set where the network of a
-    node holds decode back."""
+    `requests_per_s` are those of one GPU of either kind, and `band` is that of both. `limiter` is
+    set where the network of a node holds decode back."""
 
     prefill_gpus: float
+    prefill_band: Band
     tokens_per_s: float
     requests_per_s: float
     band: Band
     limiter: str | None = None
     cost_per_million: float | None = None
+    cost_band: Band = EXACT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What is asked of the two tiers together. `price` is of one GPU for an hour."""
+    """What is asked of the two tiers together. `price` is of one GPU for an hour; `accepted_band`
+    says how far the tokens of a step may be off, on both sides of a comparison."""
 
     work: Work
     prefilling: Prefilling
@@ -97,6 +100,7 @@ class Deployment:
     node: Node
     gpu_count: int
     price: float | None = None
+    accepted_band: Band = EXACT
 
     def __post_init__(self) -> None:
         if self.price is not None and not 0.0 < self.price < math.inf:
@@ -106,18 +110,25 @@ class Deployment:
         """The point's decode GPUs with the prefill GPUs that feed them."""
         ended = point.tokens_per_s / self.work.output_tokens
         landed = self.landing_max()
-        requests = min(ended, landed)
         prefill_s = self.prefilling.seconds(self.work)
-        gpus = 1.0 + requests * prefill_s
-        share = 1.0 / gpus
-        tokens = requests * self.work.output_tokens / gpus
+
+        def prefill_gpus(rate: float, prefill: float) -> float:
+            return min(rate * ended, landed) * prefill * prefill_s
+
+        def requests(rate: float, prefill: float) -> float:
+            return min(rate * ended, landed) / (1.0 + prefill_gpus(rate, prefill))
+
+        off = {"rate": point.rate_band, "prefill": self.prefilling.band}
+        band, tokens = moved(requests, **off), requests(1.0, 1.0) * self.work.output_tokens
         return Shared(
-            prefill_gpus=gpus - 1.0,
+            prefill_gpus=prefill_gpus(1.0, 1.0),
+            prefill_band=moved(prefill_gpus, **off),
             tokens_per_s=tokens,
-            requests_per_s=requests / gpus,
-            band=inverse(mixed([(share, point.band), (1.0 - share, self.prefilling.band)])),
+            requests_per_s=requests(1.0, 1.0),
+            band=band,
             limiter=NIC if landed < ended else None,
             cost_per_million=self.cost(tokens),
+            cost_band=inverse(band),
         )
 
     def cost(self, tokens_per_s: float) -> float | None:
@@ -158,6 +169,7 @@ def compared(deployment: Deployment, offload: Point, resident: Point | None) -> 
             (1.0, offload.band),
             (_decode_s(theirs) / _decode_s(ours), resident.band),
             (ours.prefill_gpus, deployment.prefilling.band),
+            accepted=deployment.accepted_band,
         ),
     )
 
@@ -168,21 +180,18 @@ def _decode_s(shared: Shared) -> float:
 
 
 def gain_band(
-    ours: tuple[float, Band], theirs: tuple[float, Band], prefill: tuple[float, Band]
+    ours: tuple[float, Band],
+    theirs: tuple[float, Band],
+    prefill: tuple[float, Band],
+    *,
+    accepted: Band = EXACT,
 ) -> Band:
-    """Of (theirs + prefill) / (ours + prefill), each with its band: every one of the three moves
-    the gain by itself, and the moves are added as squares."""
-    parts = (ours, theirs, prefill)
+    """Of (theirs + prefill) / (ours + prefill), each with its band; both sides decode `accepted`
+    times as much a step."""
+    (ours_s, ours_band), (theirs_s, theirs_band), (prefill_s, prefill_band) = ours, theirs, prefill
 
-    def gain(times: list[float]) -> float:
-        return (times[1] + times[2]) / (times[0] + times[2])
+    def gain(ours: float, theirs: float, prefill: float, accepted: float) -> float:
+        prefilled_s = accepted * prefill * prefill_s
+        return (theirs * theirs_s + prefilled_s) / (ours * ours_s + prefilled_s)
 
-    exact = [time for time, _ in parts]
-    moves = []
-    for place, (time, band) in enumerate(parts):
-        moved = [
-            gain([*exact[:place], time * (1.0 + side), *exact[place + 1 :]]) / gain(exact) - 1.0
-            for side in band
-        ]
-        moves.append((min(*moved, 0.0), max(*moved, 0.0)))
-    return joined(moves)
+    return moved(gain, ours=ours_band, theirs=theirs_band, prefill=prefill_band, accepted=accepted)

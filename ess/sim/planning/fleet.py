@@ -141,6 +141,15 @@ def _tier(
     )
 
 
+def first_token_s(tier: Groups, wanted: Wanted, through: Through, *, first_step_s: float) -> float:
+    """Of a tier as it is, for nine in ten; without end where it is given more than it can do."""
+    busy_s, ready_s = through(tier.gpus_each)
+    load = wanted.rate * busy_s
+    if load >= tier.count:
+        return math.inf
+    return late_wait_s(tier.count, load, busy_s) + ready_s + first_step_s
+
+
 def late_wait_s(pipelines: int, load: float, busy_s: float) -> float:
     """What nine in ten requests wait at most.
 

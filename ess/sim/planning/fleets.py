@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ess.errors import BadInput
 from ess.sim.operators.parallel import Parallel
+from ess.sim.planning.bands import Band, at_ends, moved
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import Prefilling, Work
-from ess.sim.planning.fleet import Fleet, Wanted, fewest
+from ess.sim.planning.fleet import Fleet, Through, Wanted, fewest, first_token_s
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
 from ess.sim.planning.prefilling import least_gpus, through
 from ess.sim.planning.ways import GROUPS, ways
 
 QuickPoint = Callable[[Planner], Point | None]
+Ends = tuple[float, float | None]
+"""The least and the most that a figure may be; None has no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployed:
-    """A fleet, the batch that its decode groups run, and how their GPUs share the model."""
+    """A fleet, the batch that its decode groups run, and how their GPUs share the model.
+
+    `gpu_ends` are how many GPUs it takes where times are off by their bands, `first_token_ends_s`
+    what these make of the first token in the fleet as it is. `prefill_band` is that of the prefill
+    tier's load; that of decode is the point's `token_band`.
+    """
 
     fleet: Fleet
     point: Point
     parallel: Parallel
+    prefill_band: Band
+    gpu_ends: Ends
+    first_token_ends_s: Ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +51,94 @@ class Fleets:
 def fleets(
     planner: Planner, *, prefilling: Prefilling, node: Node, work: Work, wanted: Wanted
 ) -> Fleets:
-    wanted = replace(wanted, prefill_gpus_min=least_gpus(planner))
-    passing = partial(through, planner, prefilling, node, work)
-
-    def smallest(point_of: QuickPoint) -> Deployed | None:
-        deployed = [
-            Deployed(fleet=fleet, point=point, parallel=sized.ask.way)
-            for sized in _sizes(planner)
-            if (point := _point(point_of, sized)) is not None
-            for fleet in [
-                fewest(point, sized.ask.gpu_count, work=work, wanted=wanted, through=passing)
-            ]
-        ]
-        return min(deployed, key=lambda each: each.fleet.gpu_count, default=None)
-
-    offload = smallest(lambda sized: sized.quick(sized.least_slots))
+    search = Search(
+        work=work,
+        wanted=replace(wanted, prefill_gpus_min=least_gpus(planner)),
+        through=partial(through, planner, prefilling, node, work),
+        prefill_band=prefilling.band,
+    )
+    sizes = list(_sizes(planner))
+    offload = search.smallest(sizes, lambda sized: sized.quick(sized.least_slots))
     if offload is None:
         raise BadInput(_too_small(planner))
-    return Fleets(offload=offload, resident=smallest(lambda sized: sized.quick(sized.ask.context)))
+    resident = search.smallest(sizes, lambda sized: sized.quick(sized.ask.context))
+    return Fleets(offload=offload, resident=resident)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What a fleet is for. `token` and `prefill` are factors of what is predicted."""
+
+    work: Work
+    wanted: Wanted
+    through: Through
+    prefill_band: Band
+
+    def smallest(self, sizes: Iterable[Planner], point_of: QuickPoint) -> Deployed | None:
+        found = [
+            (fleet, sized)
+            for sized in sizes
+            if (fleet := self._fleet(sized, point_of, token=1.0, prefill=1.0)) is not None
+        ]
+        if not found:
+            return None
+        fleet, sized = min(found, key=lambda each: each[0].gpu_count)
+        point = point_of(sized)
+        assert point is not None, "a fleet without a batch"
+        return self._deployed(fleet, sized, sized.banded(point), point_of)
+
+    def _deployed(
+        self, fleet: Fleet, sized: Planner, point: Point, point_of: QuickPoint
+    ) -> Deployed:
+        def gpu_count(token: float, prefill: float) -> float:
+            try:
+                other = self._fleet(sized, point_of, token=token, prefill=prefill)
+            except BadInput:
+                return math.inf
+            return math.inf if other is None else other.gpu_count
+
+        def first_s(token: float, prefill: float) -> float:
+            slower = self._slower(prefill)
+            first_step_s = token * point.step_us / 1e6
+            return first_token_s(fleet.prefill, self.wanted, slower, first_step_s=first_step_s)
+
+        off = {"token": point.token_band, "prefill": self.prefill_band}
+        low, high = at_ends(fleet.gpu_count, moved(gpu_count, **off))
+        first, last = at_ends(fleet.prefill.first_token_s, moved(first_s, **off))
+        return Deployed(
+            fleet=fleet,
+            point=point,
+            parallel=sized.ask.way,
+            prefill_band=self.prefill_band,
+            gpu_ends=(math.floor(low), math.ceil(high) if high < math.inf else None),
+            first_token_ends_s=(first, last if last < math.inf else None),
+        )
+
+    def _fleet(
+        self, sized: Planner, point_of: QuickPoint, *, token: float, prefill: float
+    ) -> Fleet | None:
+        point = _point(point_of, sized.timed(token))
+        if point is None:
+            return None
+        return fewest(
+            replace(
+                point,
+                step_us=token * point.step_us,
+                token_us=token * point.token_us,
+                tokens_per_s=point.tokens_per_s / token,
+            ),
+            sized.ask.gpu_count,
+            work=self.work,
+            wanted=self.wanted,
+            through=self._slower(prefill),
+        )
+
+    def _slower(self, factor: float) -> Through:
+        def passing(stages: int) -> tuple[float, float]:
+            busy_s, ready_s = self.through(stages)
+            return factor * busy_s, factor * ready_s
+
+        return passing
 
 
 def _too_small(planner: Planner) -> str:

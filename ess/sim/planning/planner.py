@@ -26,7 +26,7 @@ from ess.sim.memory_budget import Budget
 from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.stages import Operators
 from ess.sim.planning.ask import Ask
-from ess.sim.planning.bands import Band, ask_marks, inverse, joined, miss_marks
+from ess.sim.planning.bands import EXACT, Band, ask_marks, inverse, joined, miss_marks
 from ess.sim.planning.batches import Point, best, tried
 from ess.sim.planning.weights import weight_bytes
 from ess.units import format_bytes
@@ -50,18 +50,21 @@ class Plan:
 
     `break_even_batch` is the least batch tried that beats it, `index_wall` the batch at which index
     keys alone fill the device, `floor_batch` the batch at which slots reach their floor. Neither of
-    these two, nor `resident`, depends on host memory.
+    these two, nor `resident`, depends on host memory. `batch_band` says which batches keep the time
+    per token at the ends of its band, `break_even_ends` which beat resident at those of the gain.
     """
 
     device_bytes: int
     accepted: float
     chosen: Point
+    batch_band: Band
     limiter: str
     resident: Point | None
     gain: float | None
     gain_band: Band
     recommended: Literal["offload", "resident"]
     break_even_batch: int | None
+    break_even_ends: tuple[int | None, int | None]
     slot_floor: int
     floor_batch: int
     index_wall: int
@@ -131,21 +134,25 @@ class Planner:
         if not kept:
             raise BadInput(self._too_slow(min(points, key=lambda point: point.token_us)))
         resident = (self.baseline or self).best_resident()
-        chosen = self._banded(best(kept))
+        chosen = self.banded(best(kept))
         gain = None if resident is None else chosen.tokens_per_s / resident.tokens_per_s
-        better = [
-            point.batch for point in kept if resident and point.tokens_per_s > resident.tokens_per_s
-        ]
+        gain_band = joined([inverse(chosen.band), (resident or chosen).band])
+        limiter = self._limiter(chosen, points)
+        least, even, most = (
+            self._even(kept, resident, 1.0 + side) for side in (gain_band[1], 0.0, gain_band[0])
+        )
         return Plan(
             device_bytes=self.device_bytes,
             accepted=self.ask.tokens_each,
             chosen=chosen,
-            limiter=self._limiter(chosen, points),
+            batch_band=self._batch_band(chosen) if limiter == TIME else EXACT,
+            limiter=limiter,
             resident=resident,
             gain=gain,
-            gain_band=joined([inverse(chosen.band), (resident or chosen).band]),
+            gain_band=gain_band,
             recommended="offload" if gain is None or gain >= WORTH else "resident",
-            break_even_batch=min(better, default=None),
+            break_even_batch=even,
+            break_even_ends=(least, most),
             slot_floor=self.least_slots,
             floor_batch=self._device_most(self.least_slots),
             index_wall=self._device_most(0),
@@ -170,8 +177,14 @@ class Planner:
             modes={mode.name: faster.modes.count(mode) for mode in Mode if mode in faster.modes},
             host_bytes=batch * page_count(self.ask.context) * self.layout.host_page_bytes // group,
             band=faster.band,
+            token_band=(token_band := self._token_band(faster.band)),
+            rate_band=inverse(token_band),
+            exposed_ends_us=(faster.exposed_us, faster.exposed_us),
             marks=faster.marks,
         )
+
+    def _token_band(self, step: Band) -> Band:
+        return joined([step, inverse(self.ask.accepted_band)])
 
     def _faster(
         self, batch: int, slots_each: int, *, miss_factor: float = 1.0
@@ -183,16 +196,52 @@ class Planner:
         tbo = both[1].step_us < both[0].step_us
         return tbo, both[tbo]
 
-    def _banded(self, point: Point) -> Point:
-        """With what half and twice the misses would make of the step."""
+    def banded(self, point: Point) -> Point:
+        """With what half and twice the misses would make of the step and of the wait for the link:
+        twice the misses wait as a link of half the rate does, or one behind half the compute."""
         if point.slots_each >= self.ask.context:
             return point
         few, many = (
-            self._faster(point.batch, point.slots_each, miss_factor=factor)[1].step_us
+            self._faster(point.batch, point.slots_each, miss_factor=factor)[1]
             for factor in MISS_FACTORS
         )
-        missed = few / point.step_us - 1, many / point.step_us - 1
-        return replace(point, band=joined([point.band, missed]))
+        missed = few.step_us / point.step_us - 1, many.step_us / point.step_us - 1
+        band = joined([point.band, missed])
+        token_band = self._token_band(band)
+        return replace(
+            point,
+            band=band,
+            token_band=token_band,
+            rate_band=inverse(token_band),
+            exposed_ends_us=(few.exposed_us, many.exposed_us),
+        )
+
+    def _even(self, points: list[Point], resident: Point | None, factor: float) -> int | None:
+        """The least batch that offloads and beats resident if it gains `factor` times as much."""
+        better = [
+            point.batch
+            for point in points
+            if resident
+            and factor * point.tokens_per_s > resident.tokens_per_s
+            and point.slots_each < self.ask.context
+        ]
+        return min(better, default=None)
+
+    def _batch_band(self, chosen: Point) -> Band:
+        """Of the largest batches in time where a token takes what is at the ends of its band."""
+        slots = self.least_slots if self.ask.ratio is None else chosen.slots_each
+        fewer, more = (self.timed(1.0 + side).quick(slots) for side in chosen.token_band[::-1])
+        return (
+            (fewer.batch if fewer else 0) / chosen.batch - 1.0,
+            (more or chosen).batch / chosen.batch - 1.0,
+        )
+
+    def timed(self, factor: float) -> Planner:
+        """Where a token takes so many times what is predicted."""
+        most = self.ask.token_us_max
+        if most is None:
+            return self
+        return replace(self, ask=replace(self.ask, token_us_max=most / factor))
 
     def _marks(self, chosen: Point, resident: Point | None) -> tuple[str, ...]:
         marks = [*chosen.marks, *(resident.marks if resident else ()), *ask_marks(self.ask)]

@@ -15,7 +15,7 @@ from ess.errors import BadInput
 from ess.sim.locality.lru_curves import Agreed, Drawing, agreement, lru_curves
 from ess.sim.planning.bands import Band
 from ess.sim.planning.node import Node
-from ess.sim.planning.planner import Planner
+from ess.sim.planning.planner import MISS_FACTORS, Planner
 from ess.sim.planning.prefilling import prefilling_of
 from ess.sim.serving.arrivals import OUTPUT_MAX, OUTPUTS_MAX, PROMPT_MAX, Arrival
 from ess.sim.serving.asked import Serving
@@ -23,7 +23,7 @@ from ess.sim.serving.goodput import Summary, summarise
 from ess.sim.serving.prefixes import reused, shared
 from ess.sim.serving.replay import Drafting, Replay
 from ess.sim.serving.traffic import chance_of
-from ess.sim.serving.worker import Size, Sustained, Worker, gpu_count
+from ess.sim.serving.worker import ENDS_STEP, Off, Size, Sustained, Worker, gpu_count
 from ess.sim.step_grid import StepTimes
 from ess.units import PAGE_ROWS
 
@@ -35,19 +35,27 @@ class Served:
     `prefill_tokens_per_s` is what one prefill GPU computes of an average prompt. `cached_share` of
     all prompt tokens was prefilled before. `sustained` are the rates up to which nine in ten of
     these requests meet the objective, with offload and resident, each with the GPUs that it takes.
-    `agreed` has the counted misses beside the published, where they were counted. Steps may be off
-    by `band`.
+    `agreed` has the counted misses beside the published, where they were counted.
+
+    Steps may be off by `band`, prefill by `prefill_band`. `ends` of both sides are the same replays
+    with all times and misses at the good end of their bands, and at the bad end; `gpu_ends` is what
+    a tier sized by these times would bring the GPUs to, None where none is enough.
     """
 
     offload: Summary
     resident: Summary
+    offload_ends: tuple[Summary, Summary]
+    resident_ends: tuple[Summary, Summary]
     gpu_count: int
+    gpu_ends: tuple[int | None, int | None]
     prefill: Size | None
     prefill_tokens_per_s: float
     cached_share: float
     band: Band
+    prefill_band: Band
     marks: tuple[str, ...]
-    sustained: tuple[Sustained, Sustained] | None = None
+    sustained: tuple[Sustained, ...] = ()
+    sustained_ends: tuple[tuple[Sustained, Sustained], ...] = ()
     agreed: tuple[Agreed, ...] = ()
 
 
@@ -66,26 +74,79 @@ def serve(
         raise BadInput(f"{name} attends to every row: with offload and without are the same")
     planner, agreed = _with_misses(planner, serving)
     worker = _worker(planner, arrivals, serving, node)
-    floors, size = (planner.slot_floor, None), worker.size(arrivals)
-    both = tuple(worker.replayed(arrivals, slot_floor=floor, size=size) for floor in floors)
-    offload, resident = (summarise(side, serving.objective) for side in both)
+    size = worker.size(arrivals)
+    offload, resident = (
+        Side(worker=worker, arrivals=arrivals, size=size, slot_floor=floor)
+        for floor in (planner.slot_floor, None)
+    )
+    both = offload.replayed(Off()), resident.replayed(Off())
+    sums = [summarise(side, serving.objective) for side in both]
+    sample = planner.point(max(1, round(sums[0].batch_mean)), planner.ask.context)
+    good, bad = _ends(sample.token_band, worker.prefilling.band)
     tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     mean = tokens / len(arrivals)
-    rates = [worker.sustained(arrivals, slot_floor=floor) for floor in floors if sustained]
-    sample = planner.point(max(1, round(offload.batch_mean)), planner.ask.context)
+    sides = (offload, resident) if sustained else ()
+    rates = [side.sustained() for side in sides]
     served = Served(
-        offload=offload,
-        resident=resident,
+        offload=sums[0],
+        resident=sums[1],
+        offload_ends=(offload.summary(good), offload.summary(bad)),
+        resident_ends=(resident.summary(good), resident.summary(bad)),
         gpu_count=gpu_count(size),
+        gpu_ends=(offload.sized(good), offload.sized(bad)),
         prefill=size,
         prefill_tokens_per_s=mean / worker.prefilling.time.of(mean),
         cached_share=sum(worker.cached) / tokens,
-        band=sample.band,
+        band=sample.token_band,
+        prefill_band=worker.prefilling.band,
         marks=tuple(dict.fromkeys([*sample.marks, *worker.prefilling.marks])),
-        sustained=(rates[0], rates[1]) if rates else None,
+        sustained=tuple(rates),
+        sustained_ends=tuple(
+            (side.sustained_at(good, rate), side.sustained_at(bad, rate))
+            for side, rate in zip(sides, rates, strict=True)
+        ),
         agreed=agreed,
     )
-    return served, (both[0], both[1])
+    return served, both
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two; whatever it is asked, times and misses may be `off`."""
+
+    worker: Worker
+    arrivals: Sequence[Arrival]
+    size: Size | None
+    slot_floor: int | None
+
+    def replayed(self, off: Off) -> Replay:
+        worker = self.worker.off_by(off)
+        return worker.replayed(self.arrivals, slot_floor=self.slot_floor, size=self.size)
+
+    def summary(self, off: Off) -> Summary:
+        return summarise(self.replayed(off), self.worker.serving.objective)
+
+    def sustained(self) -> Sustained:
+        return self.worker.sustained(self.arrivals, slot_floor=self.slot_floor)
+
+    def sustained_at(self, off: Off, found: Sustained) -> Sustained:
+        """Searched near what was found, and not as finely."""
+        worker, floor = self.worker.off_by(off), self.slot_floor
+        return worker.sustained(self.arrivals, slot_floor=floor, near=found.rate, step=ENDS_STEP)
+
+    def sized(self, off: Off) -> int | None:
+        """GPUs with a tier for these times; None where none keeps the time to the first token."""
+        try:
+            return gpu_count(self.worker.off_by(off).size(self.arrivals))
+        except BadInput:
+            return None
+
+
+def _ends(step: Band, prefill: Band) -> tuple[Off, Off]:
+    """Everything better than predicted, and everything worse: wider than it must be."""
+    few, many = MISS_FACTORS
+    good = Off(step=1 + step[0], prefill=1 + prefill[0], misses=few)
+    return good, Off(step=1 + step[1], prefill=1 + prefill[1], misses=many)
 
 
 def check_lengths(arrivals: Sequence[Arrival]) -> None:

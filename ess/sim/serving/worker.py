@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from ess.engine.chunking.sizes import PrefillTime
 from ess.pool.capacity import SLOTS
 from ess.sim.locality.misses import PUBLISHED_QUERIES
 from ess.sim.planning.deployment import Prefilling
@@ -24,12 +25,14 @@ from ess.sim.serving.decode_rank import Rank
 from ess.sim.serving.goodput import summarise
 from ess.sim.serving.replay import Drafting, Replay, replay
 from ess.sim.serving.traffic import at_rate
-from ess.sim.step_grid import StepTimes
+from ess.sim.step_grid import Clocked, StepTime
 
 GOOD_SHARE: Final = 0.9
 RATE_MIN: Final = 1 / 64
 RATE_MAX: Final = 64.0
 RATE_STEP: Final = 1.05
+ENDS_STEP: Final = 1.2
+"""To which the ends of a band are known."""
 
 Size = tuple[int, int]
 """Pipelines and GPUs of each."""
@@ -46,6 +49,26 @@ class Sustained(NamedTuple):
         return self.rate / self.gpu_count
 
 
+class Off(NamedTuple):
+    """Factors by which what is predicted is off: steps, prefill, and the rows that are missed."""
+
+    step: float = 1.0
+    prefill: float = 1.0
+    misses: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class OffSteps:
+    """Step times that are off by a factor."""
+
+    times: Clocked
+    factor: float
+
+    def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime:
+        time = self.times.at(requests=requests, queries=queries, context=context, misses=misses)
+        return StepTime(self.factor * time.step_us, self.factor * time.exposed_us)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """What both replays share. Without a `slot_floor` every row has a slot."""
@@ -53,10 +76,23 @@ class Worker:
     planner: Planner
     serving: Serving
     node: Node
-    times: StepTimes
+    times: Clocked
     prefilling: Prefilling
     drafting: Drafting
     cached: list[int]
+    misses_off: float = 1.0
+
+    def off_by(self, off: Off) -> Worker:
+        time = self.prefilling.time
+        slower = PrefillTime(
+            quadratic=off.prefill * time.quadratic, linear=off.prefill * time.linear
+        )
+        return replace(
+            self,
+            times=OffSteps(self.times, off.step),
+            prefilling=replace(self.prefilling, time=slower),
+            misses_off=off.misses,
+        )
 
     def replayed(
         self, arrivals: Sequence[Arrival], *, slot_floor: int | None, size: Size | None
@@ -91,33 +127,41 @@ class Worker:
         tier = smallest_tier(wanted, through, first_step_s=self.serving.objective.tpot_s)
         return tier.count, tier.gpus_each
 
-    def sustained(self, arrivals: Sequence[Arrival], *, slot_floor: int | None) -> Sustained:
-        """The highest rate, to 5 %, at which enough requests meet the objective; 0 if none does.
+    def sustained(
+        self,
+        arrivals: Sequence[Arrival],
+        *,
+        slot_floor: int | None,
+        near: float = 1.0,
+        step: float = RATE_STEP,
+    ) -> Sustained:
+        """The highest rate, to a factor of `step`, at which enough requests meet the objective; 0
+        if none does.
 
         The same requests arrive closer together or further apart, and a tier that is not given is
         sized for every rate. `RATE_MAX` means that they are few enough to run all at once. The
-        search assumes that a rank which sustains a rate sustains every lower rate too.
+        search begins near a rate, and assumes that a rank which sustains a rate sustains every
+        lower rate too.
         """
-
-        def gpus_if_met(rate: float) -> int | None:
-            stretched = at_rate(arrivals, rate)
-            size = self.sized(rate, arrivals) if self.serving.tier == AUTO else self.size(stretched)
-            lived = self.replayed(stretched, slot_floor=slot_floor, size=size)
-            good_share = summarise(lived, self.serving.objective).good_share
-            return gpu_count(size) if good_share >= GOOD_SHARE else None
-
-        gpus = gpus_if_met(RATE_MIN)
-        if gpus is None:
-            return Sustained(0.0, 1)
-        low, high = Sustained(RATE_MIN, gpus), RATE_MAX
-        gpus = gpus_if_met(high)
-        if gpus is not None:
-            return Sustained(high, gpus)
-        while high / low.rate > RATE_STEP:
-            middle = math.sqrt(low.rate * high)
-            gpus = gpus_if_met(middle)
-            low, high = (low, middle) if gpus is None else (Sustained(middle, gpus), high)
+        low, high = Sustained(0.0, 1), math.inf
+        rate = min(max(near, RATE_MIN), RATE_MAX)
+        while low.rate < RATE_MAX and high > max(RATE_MIN, step * low.rate):
+            gpus = self._gpus_if_met(arrivals, rate, slot_floor)
+            low, high = (low, rate) if gpus is None else (Sustained(rate, gpus), high)
+            if low.rate and high < math.inf:
+                rate = math.sqrt(low.rate * high)
+            else:
+                rate = max(high / 2, RATE_MIN) if gpus is None else min(2 * rate, RATE_MAX)
         return low
+
+    def _gpus_if_met(
+        self, arrivals: Sequence[Arrival], rate: float, slot_floor: int | None
+    ) -> int | None:
+        stretched = at_rate(arrivals, rate)
+        size = self.sized(rate, arrivals) if self.serving.tier == AUTO else self.size(stretched)
+        lived = self.replayed(stretched, slot_floor=slot_floor, size=size)
+        good_share = summarise(lived, self.serving.objective).good_share
+        return gpu_count(size) if good_share >= GOOD_SHARE else None
 
     def rank(self, arrivals: Sequence[Arrival], *, slot_floor: int | None) -> Rank:
         lengths = [arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals]
@@ -140,7 +184,8 @@ class Worker:
         """The curves, for the tokens that a step verifies."""
         queries = self.planner.ask.queries_each
         mean = self.planner.curves.mean(context=length, slots=slots)
-        return min(mean * queries / PUBLISHED_QUERIES, float(queries * self.planner.layout.top_k))
+        missed = self.misses_off * mean * queries / PUBLISHED_QUERIES
+        return min(missed, float(queries * self.planner.layout.top_k))
 
 
 def gpu_count(size: Size | None) -> int:
