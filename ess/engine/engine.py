@@ -17,7 +17,7 @@ always makes its tokens and ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Unpack
 
 import torch
@@ -199,6 +199,12 @@ class Engine:
         self.step_count += 1
         made, self._made = tuple(self._made), []
         return StepResult(made, plan.chunks, len(plan.turns), scored)
+
+    @torch.inference_mode()
+    def rehearse(self, tell: Callable[[str], None]) -> None:
+        """Before the first request: a device captures the steps that will be usual as graphs."""
+        assert self.is_idle, "requests wait for a rehearsal"
+        self._flights.rehearse(tell)
 
     def pump(self) -> None:
         """Moves what can be moved of handoffs, as every step does; requests whose rows have come,

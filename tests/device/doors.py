@@ -57,6 +57,31 @@ def test_graphs_stay_within_their_bytes():
     eng.offload.close()
 
 
+def test_the_steps_of_the_first_requests_are_replays():
+    """They draw, and one is greedy; one joins while the other has drafts."""
+    eng = engines.engine("cuda", mode="layerwise", mtp="2", graphs="many", graph_sizes="2")
+    told = []
+    eng.rehearse(told.append)
+    replays = eng._flights.replays
+    before = replays.report()
+    assert before["captured"] == before["held"] == 8
+    assert told[-1].startswith("graphs of steps: 8 captured")
+    assert not eng.tuning.mode_counts.any()
+    requests = []
+    for count, given in ((20, {"temperature": 1.0}), (3, {})):
+        prompt = tokens(count, engines.VOCABULARY, seed=count)
+        requests.append(eng.add(prompt, Sampling(tokens_max=5, ignore_eos=True, **given)))
+        eng.step()
+        eng.check()
+    while not eng.is_idle:
+        eng.step()
+    assert [len(request.output) for request in requests] == [5, 5]
+    after = replays.report()
+    assert after["replayed"] > 0
+    assert (after["captured"], after["eager"]) == (8, {})
+    eng.offload.close()
+
+
 def test_steady_steps_wait_for_nothing_that_runs():
     """Eager ones, the one that is captured, and replayed ones."""
     eng = engines.engine("cuda", mtp="2", depth="1", graphs="many")

@@ -19,7 +19,8 @@ from tests.support import beside
 from tests.support.process import ROOT, Process
 
 FOLDER = Path(__file__).with_name("beside")
-FLAGS = ("--form", "f32", "--row", "f32", "--slot-bytes", "24MiB", "--max-running", "2")
+GRAPHS = ("--graph-sizes", "1")
+FLAGS = ("--form", "f32", "--row", "f32", "--slot-bytes", "24MiB", "--max-running", "2", *GRAPHS)
 PROMPT = [300 + 7 * place % 3000 for place in range(70)]
 MADE = 4
 

@@ -65,8 +65,11 @@ def doubled(sizes: Sequence[int], largest: int) -> tuple[int, ...]:
     return tuple(_upto((2 * size for size in sizes), largest))
 
 
-def bucket_of(counts: Sequence[int], sizes: Sequence[int], *, query_max: int) -> tuple[int, ...]:
-    """Queries of each sequence of the bucket for a step with `counts`; () if none holds it.
+def bucket_of(
+    counts: Sequence[int], sizes: Sequence[int], *, query_max: int, width: int = 1
+) -> tuple[int, ...]:
+    """Queries of each sequence of the bucket for a step with `counts`, `width` at least where that
+    many fit; () if none holds it.
 
     >>> bucket_of((2, 1, 2), (1, 2, 4), query_max=8)
     (2, 2, 2, 2)
@@ -74,9 +77,12 @@ def bucket_of(counts: Sequence[int], sizes: Sequence[int], *, query_max: int) ->
     (2, 2, 2)
     >>> bucket_of((2, 1, 2), (1, 2), query_max=8), bucket_of((4, 1, 1), (4,), query_max=8)
     ((), ())
+    >>> bucket_of((1, 1), (2,), query_max=4, width=2), bucket_of((1, 1), (2,), query_max=3, width=2)
+    ((2, 2), (1, 1))
     """
     assert counts, "a step without sequences"
-    width, least = max(counts), len(counts)
+    widest, least = max(counts), len(counts)
+    width = max(width, widest) if least * width <= query_max else widest
     for size in sizes:
         if size >= least and least * width <= query_max:
             return (width,) * min(size, query_max // width)

@@ -93,7 +93,7 @@ class Replays:
         layout, pools = runner.offload.layout, runner.offload.sizes
         self._takes = partial(graph_bytes, runner.model.config, layout, length_max=pools.length_max)
         self._query_max = pools.query_max
-        self._sizes = sizes
+        self.sizes = sizes
         self._graph_max = graph_max
         largest = max(sizes, default=0) * verified_max
         estimated = self._takes(query_max=largest, graph_count=graph_max)
@@ -110,13 +110,16 @@ class Replays:
         held = len(self._held)
         return self._takes(query_max=0, graph_count=held, pool_bytes=self._pool_bytes)
 
-    def fit(self, turns: Sequence[Turn]) -> Fit:
-        """Before the step begins."""
+    def fit(self, turns: Sequence[Turn], width: int) -> Fit:
+        """Before the step begins; `width` is what requests with all their drafts bring."""
         own = tuple(turn.count for turn in turns)
         if any(turn.request.sampling.changes_logits for turn in turns):
             return Fit(own, "host logits")
-        bucket = bucket_of(own, self._sizes, query_max=self._query_max)
+        bucket = self.bucket(own, width)
         return Fit(bucket) if bucket else Fit(own, "no bucket")
+
+    def bucket(self, counts: Sequence[int], width: int) -> tuple[int, ...]:
+        return bucket_of(counts, self.sizes, query_max=self._query_max, width=width)
 
     def run(
         self, step: Step, fit: Fit, course: Course, more: Hashable, compute: Callable[[], Made]
@@ -146,11 +149,16 @@ class Replays:
             self._seen.popitem(last=False)
         if count <= EAGER_STEPS:
             return "first steps"
-        return None if self._has_room(sum(course.counts)) else "memory"
+        return None if self.has_bytes(sum(course.counts)) else "memory"
 
-    def _has_room(self, query_count: int) -> bool:
+    @property
+    def is_full(self) -> bool:
+        """The next graph takes the place of the one that was unused for longest."""
+        return len(self._held) == self._graph_max
+
+    def has_bytes(self, query_count: int) -> bool:
         """For a graph of such a step beside those that stay."""
-        count = min(len(self._held) + 1, self._graph_max)
+        count = len(self._held) + (not self.is_full)
         takes = self._takes(query_max=query_count, graph_count=count, pool_bytes=self._pool_bytes)
         return takes <= self._byte_max
 

@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from ess import console
 from ess.clock import Clock, RealClock
 from ess.door import Offload
 from ess.door.handoff.port import Port
@@ -422,6 +423,7 @@ def build(launch: Launch, clock: Clock) -> Built:
     )
     port = open_port(launch, offload, clock)
     engine = Engine(model, offload, chosen, tokenizer=Tokenizer(launch.model), port=port)
+    engine.rehearse(console.note)
     return Built(engine, port, config.vocab_size)
 
 

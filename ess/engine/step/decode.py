@@ -14,14 +14,15 @@ from dataclasses import dataclass
 
 from ess.clock import Clock
 from ess.door import Step
-from ess.engine.graphs.replays import Made, Replays
+from ess.engine.graphs.replays import Fit, Made, Replays
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.step.drafts import draft
-from ess.engine.step.feeding import Fed, Future
+from ess.engine.step.feeding import Fed, Future, Outcome
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import SeenRows
 from ess.engine.tpot_control import Seen
+from ess.overlap.policy import Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +54,22 @@ def launch(
     *,
     draft_count: int,
     clock: Clock,
+    fit: Fit | None = None,
+    vector: Vector | None = None,
 ) -> Flight:
     """PoolFull if there are no pages for the positions that the turns may reach: then nothing has
-    changed. Without `replays` every step runs eagerly."""
+    changed. Without `replays`, which have said how it `fit`s, a step runs eagerly. `vector` are its
+    modes, if no policy decides them."""
     assert turns, "a step without requests"
     assert len({turn.request for turn in turns}) == len(turns), "a request has two turns"
     started_s = clock.now_s()
     sequences = [turn.sequence for turn in turns]
     query_counts = tuple(turn.count for turn in turns)
-    fit = None if replays is None else replays.fit(turns)
     counts = query_counts if fit is None else fit.counts
     room = None if counts == query_counts else sum(counts)
     step = runner.offload.begin(sequences, query_counts=query_counts, room=room)
     fed = future.feed(step, turns, counts)
-    course = runner.course(step, counts)
+    course = runner.course(step, counts, vector)
     compute = _computing(runner, step, course, fed, draft_count)
     if replays is None or fit is None:
         made = compute()
@@ -75,6 +78,14 @@ def launch(
     step.seal(accepted=made.said.accepted[: len(turns)])
     made.said.tell(fed)
     return Flight(turns, step, draft_count, clock.now_s() - started_s, made.watch.seen())
+
+
+def learn(future: Future, flight: Flight) -> tuple[Outcome, ...]:
+    """What the oldest step has made."""
+    outcomes = future.learn(flight.step.number)
+    kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
+    flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
+    return outcomes
 
 
 def _computing(

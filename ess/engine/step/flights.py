@@ -7,17 +7,19 @@ enter --> launch, launch, ... --> leave        of a request
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from ess.clock import Clock
 from ess.engine import scheduler, tpot_control
 from ess.engine.config import EngineConfig
 from ess.engine.graphs.buckets import bucket_sizes
+from ess.engine.graphs.rehearsal import rehearse
 from ess.engine.graphs.replays import Replays
 from ess.engine.plan import StepPlan, Turn
 from ess.engine.request import Request
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_flights
-from ess.engine.step.decode import Flight, launch
+from ess.engine.step.decode import Flight, launch, learn
 from ess.engine.step.device_future import DeviceFuture
 from ess.engine.step.feeding import Future, Outcome
 from ess.engine.step.future import FutureMap
@@ -85,6 +87,7 @@ class Flights:
             turns,
             draft_count=draft_count,
             clock=self._clock,
+            fit=None if self.replays is None else self.replays.fit(turns, self.pace.verified_count),
         )
         self._flights.append(flight)
         for turn in turns:
@@ -95,10 +98,8 @@ class Flights:
     def learn(self) -> tuple[Outcome, ...]:
         """What the oldest step has made. What it took goes into the pace."""
         flight = self._flights.popleft()
-        outcomes = self._future.learn(flight.step.number)
-        kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
+        outcomes = learn(self._future, flight)
         self.warmth.stepped(flight.turns, flight.step.firsts, flight.rows)
-        flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
         for outcome in outcomes:
             request = outcome.feed.request
             request.flight_count -= 1
@@ -106,6 +107,21 @@ class Flights:
             assert 0 <= request.flight_count <= request.ahead_count, f"request {request.number}"
         self.observe(flight.seen([outcome.verified for outcome in outcomes]))
         return outcomes
+
+    def rehearse(self, tell: Callable[[str], None]) -> None:
+        """Captures the usual steps, as far as graphs have room; `tell` hears how it goes."""
+        assert not self._flights, "a step is under way"
+        if self.replays is not None:
+            verified = self.pace.verified_count
+            rehearse(
+                self._runner,
+                self._future,
+                self.replays,
+                width=verified,
+                draft_count=drafts_of(verified, self._config.mtp),
+                clock=self._clock,
+                tell=tell,
+            )
 
     def observe(self, seen: Seen) -> None:
         if self._config.is_paced:

@@ -34,7 +34,7 @@ from ess.overlap import sbo, tbo
 from ess.overlap.da import da
 from ess.overlap.dba import dba
 from ess.overlap.none import none
-from ess.overlap.policy import Mode
+from ess.overlap.policy import Mode, Vector
 from ess.overlap.resident import resident
 from ess.overlap.stages import Run, finish
 
@@ -74,11 +74,11 @@ class Runner:
         self._runs = layer_runs(model.layers, offload.layout)
         self._course: Course | None = None
 
-    def course(self, step: Step, counts: tuple[int, ...]) -> Course:
-        """Asked once per step. A half that only locates its rows does not hold them, and the other
-        half may evict them; so a layer that would run RESIDENT runs NONE, whose plan holds its
-        rows."""
-        vector, layer_total = self.tuning.vector(step), self.offload.layout.layer_total
+    def course(self, step: Step, counts: tuple[int, ...], vector: Vector | None = None) -> Course:
+        """Asked once per step; without a `vector` the policy has one. A half that only locates its
+        rows does not hold them, and the other half may evict them; so a layer that would run
+        RESIDENT runs NONE, whose plan holds its rows."""
+        vector, layer_total = vector or self.tuning.vector(step), self.offload.layout.layer_total
         assert len(vector) == layer_total, f"{len(vector)} modes of {layer_total}"
         has_experts = any(can_split for can_split, _ in self._runs)
         splits = not self.tuning.reasons_whole(counts, vector, has_experts=has_experts)

@@ -13,7 +13,8 @@ A captured graph belongs to a vector, so no more than `VECTOR_MAX` vectors are k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -117,10 +118,28 @@ class Tuning:
         wanted = self._wanted(step)
         if not self._asks_first or Mode.RESIDENT not in wanted:
             return wanted
-        is_there = self._offload.all_resident(step.sequences)
+        return self._proven(wanted, is_there=self._offload.all_resident(step.sequences))
+
+    def first_vectors(self) -> tuple[Vector, ...]:
+        """What a device's first steps run: with all rows in slots, and without."""
+        wanted = self._fixed or (Mode.RESIDENT,) * self._offload.layout.layer_total
+        made = (self._proven(wanted, is_there=is_there) for is_there in (True, False))
+        return tuple(dict.fromkeys(made))
+
+    def _proven(self, wanted: Vector, *, is_there: bool) -> Vector:
         known_count = self._offload.layout.layer_count if is_there else 0
         known, others = wanted[:known_count], wanted[known_count:]
         return (*known, *(max(mode, Mode.NONE) for mode in others))
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """For steps of no request."""
+        mode_counts, split_count = self.mode_counts.copy(), self.split_count
+        try:
+            yield
+        finally:
+            self.mode_counts[:] = mode_counts
+            self.split_count = split_count
 
     def _wanted(self, step: Step) -> Vector:
         self.timeline.spans.clear()

@@ -1,0 +1,100 @@
+"""Steps of no request, before there are any: so that no request waits for a usual step's graph.
+
+For each way to draw and each vector of modes that a first step may run, with all drafts and with
+requests that have none yet, the largest bucket first: the others then work in its memory. One
+request stands for all of a bucket, behind it are pads. A kind of step beyond the graphs' count or
+bytes is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from ess.clock import Clock
+from ess.engine.graphs.replays import EAGER_STEPS, Fit, Replays
+from ess.engine.plan import Turn
+from ess.engine.request import Request
+from ess.engine.step.decode import launch, learn
+from ess.engine.step.feeding import Future
+from ess.engine.step.runner import Runner
+from ess.engine.tokens.sampling import Sampling
+from ess.overlap.policy import Vector
+from ess.units import counted, format_bytes
+
+TEMPERATURES: Final = (1.0, 0.0)
+"""As requests have it that say nothing, and none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """`count` queries of each request, in a bucket of `counts`."""
+
+    counts: tuple[int, ...]
+    count: int
+    vector: Vector
+    sampling: Sampling
+
+
+def rehearse(
+    runner: Runner,
+    future: Future,
+    replays: Replays,
+    *,
+    width: int,
+    draft_count: int,
+    clock: Clock,
+    tell: Callable[[str], None],
+) -> None:
+    started_s = clock.now_s()
+    tell(f"graphs of steps: up to {counted(max(replays.sizes, default=0), 'request')} a step")
+    with runner.tuning.uncounted():
+        for kind in kinds(runner, replays, width):
+            if not replays.is_full and replays.has_bytes(sum(kind.counts)):
+                _capture(runner, future, replays, kind, draft_count, clock)
+    replays.eager_counts.clear()
+    runner.offload.drain()
+    made, size = replays.captured_count, format_bytes(replays.byte_count)
+    tell(f"graphs of steps: {made} captured in {clock.now_s() - started_s:.1f} s, {size}")
+
+
+def kinds(runner: Runner, replays: Replays, width: int) -> Iterator[Kind]:
+    for temperature in TEMPERATURES:
+        sampling = Sampling(temperature=temperature, tokens_max=(1 + EAGER_STEPS) * width)
+        for vector in runner.tuning.first_vectors():
+            for count in dict.fromkeys((width, 1)):
+                for size in reversed(replays.sizes):
+                    counts = replays.bucket((1,) * size, width)
+                    if counts and max(counts) >= count:
+                        yield Kind(counts=counts, count=count, vector=vector, sampling=sampling)
+
+
+def _capture(
+    runner: Runner,
+    future: Future,
+    replays: Replays,
+    kind: Kind,
+    draft_count: int,
+    clock: Clock,
+) -> None:
+    """In the step behind those that load what it needs."""
+    request = Request(number=0, prompt=[0], sampling=kind.sampling)
+    opened = runner.offload.open(request.prompt, length_max=request.length_max)
+    request.sequence = opened
+    line = opened.line
+    future.stash(line, [0] * kind.count)
+    for _ in range(1 + EAGER_STEPS):
+        flight = launch(
+            runner,
+            future,
+            replays,
+            (Turn(request, kind.count),),
+            draft_count=draft_count,
+            clock=clock,
+            fit=Fit(kind.counts),
+            vector=kind.vector,
+        )
+        learn(future, flight)
+    future.forget(line)
+    opened.close()
