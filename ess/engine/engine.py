@@ -33,7 +33,7 @@ from ess.engine.handoff import Ended, Handoffs
 from ess.engine.intake import Intake, Wishes
 from ess.engine.loads import Loads
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
-from ess.engine.process.messages import StageLine
+from ess.engine.process.messages import GraphLine, StageLine
 from ess.engine.prompt import run as prompts
 from ess.engine.prompt.scores import score
 from ess.engine.request import Reason, Request, State
@@ -244,6 +244,10 @@ class Engine:
     def stage_lines(self) -> tuple[StageLine, ...]:
         """No lines: it is no pipeline."""
         return ()
+
+    def graph_line(self) -> GraphLine | None:
+        replays = self._flights.replays
+        return None if replays is None else replays.line()
 
     def close(self) -> None:
         """Ends the processes of the grammars."""

@@ -151,6 +151,9 @@ class Lead:
     def depth_reasons(self) -> tuple[str, ...]:
         return ()
 
+    def graph_line(self) -> None:
+        """It has no device."""
+
     def stage_lines(self) -> tuple[StageLine, ...]:
         now_s, silences = self._clock.now_s(), self.stages.silences()
         return tuple(

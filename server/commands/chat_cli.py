@@ -243,9 +243,17 @@ def _shown(client: Client) -> Table:
         table.add_row(name.replace("_", " "), f"{share:.1%}", f"of {pool['capacity']:,}")
     if load.get("handoff") is not None:
         _add_handoff(table, load["handoff"])
+    if load.get("graphs") is not None:
+        _add_graphs(table, load["graphs"])
     for stage in load.get("stages", ()):
         _add_stage(table, stage)
     return table
+
+
+def _add_graphs(table: Table, graphs: Mapping[str, Any]) -> None:
+    graph_count, eager_count = graphs["replayed"], sum(graphs["eager"].values())
+    share = graph_count / max(graph_count + eager_count, 1)
+    table.add_row("steps as graphs", f"{share:.1%}", f"{graphs['held']:,} kept")
 
 
 def _add_stage(table: Table, stage: Mapping[str, Any]) -> None:

@@ -51,6 +51,7 @@ class Written(Collector):
         yield from _handoffs(service)
         yield from _stages(service)
         yield from _disk(service)
+        yield from _graphs(service)
         for name in service.compat:
             yield from COMPAT[name](service)
 
@@ -206,6 +207,21 @@ def _disk(service: Service) -> Iterator[Metric]:
     seconds = {"stored": said.store_s, "loaded": said.load_s}
     yield _by_name("ess_disk_seconds", "seconds that moving them took", "how", seconds)
     yield _gauge("ess_disk_failed", "1 when no page is stored any more", bool(said.fault))
+
+
+def _graphs(service: Service) -> Iterator[Metric]:
+    """Of steps on a device."""
+    said = service.board.status.graphs
+    if said is None:
+        return
+    yield _gauge("ess_graphs", "graphs of steps that are kept", said.held)
+    yield _gauge("ess_graphs_max", "graphs that may be kept", said.most)
+    yield _gauge("ess_graph_bytes", "bytes that they take", said.bytes)
+    yield _gauge("ess_graph_bytes_max", "bytes that they may take", said.byte_max)
+    yield _count("ess_graphs_dropped", "graphs that gave way to others", said.dropped)
+    counts = {"replayed": said.replayed, "captured": said.captured}
+    yield _by_name("ess_graph_steps", "steps that ran as graphs", "how", counts)
+    yield _by_name("ess_eager_steps", "steps that did not", "cause", said.eager)
 
 
 def _transfers(

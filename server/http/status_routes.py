@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -132,6 +134,7 @@ def _engine(service: Service) -> dict[str, Any]:
         "depth": status.depth,
         "depth_reasons": status.depth_reasons,
         "modes": [dict(zip(MODES, counts, strict=True)) for counts in status.modes],
+        "graphs": _graphs(service),
     }
 
 
@@ -197,7 +200,13 @@ async def loads(request: Request) -> Response:
     """SGLang's load report, limited to the sections asked for."""
     service = _service(request)
     wanted = request.query_params.get("include", "all").split(",")
-    sections = {"memory": _memory, "queues": _queues, "handoff": _handoff, "stages": _stages}
+    sections: dict[str, Callable[[Service], Any]] = {
+        "memory": _memory,
+        "queues": _queues,
+        "handoff": _handoff,
+        "stages": _stages,
+        "graphs": _graphs,
+    }
     load = _load(service)
     if "disagg" in wanted or "all" in wanted:
         load |= _disagg(service)
@@ -261,6 +270,12 @@ def _load(service: Service) -> dict[str, Any]:
         "limiter": status.limiter,
         "oldest_wait_s": service.link.oldest_wait_s,
     }
+
+
+def _graphs(service: Service) -> dict[str, Any] | None:
+    """None where no step is a graph."""
+    said = service.board.status.graphs
+    return None if said is None else msgspec.structs.asdict(said)
 
 
 def _memory(service: Service) -> dict[str, Any]:

@@ -31,10 +31,10 @@ def test_the_tokens_are_those_of_the_host(values):
     case = dict(zip((*engines.FACTORS, "graphs"), values, strict=True))
     eng = engines.engine("cuda", **case)
     close(engines.scenario(eng), engines.expected(case["family"]))
-    made = eng._flights.replays.report()
-    assert made["replayed"] > 0
-    assert 0 < made["held"] <= engines.GRAPHS[case["graphs"]]
-    assert made["eager"].keys() == {"first steps"}
+    made = eng.graph_line()
+    assert made.replayed > 0
+    assert 0 < made.held <= engines.GRAPHS[case["graphs"]]
+    assert made.eager.keys() == {"first steps"}
 
 
 def test_graphs_stay_within_their_bytes():
@@ -50,10 +50,10 @@ def test_graphs_stay_within_their_bytes():
         eng.add(prompt, Sampling(tokens_max=count, ignore_eos=True))
     while not eng.is_idle:
         eng.step()
-    made = eng._flights.replays.report()
-    assert (made["captured"], made["byte_max"]) == (1, least)
-    assert 0 < made["bytes"] <= least
-    assert made["replayed"] > 2 < made["eager"]["memory"]
+    made = eng.graph_line()
+    assert (made.captured, made.byte_max) == (1, least)
+    assert 0 < made.bytes <= least
+    assert made.replayed > 2 < made.eager["memory"]
     eng.offload.close()
 
 
@@ -62,9 +62,8 @@ def test_the_steps_of_the_first_requests_are_replays():
     eng = engines.engine("cuda", mode="layerwise", mtp="2", graphs="many", graph_sizes="2")
     told = []
     eng.rehearse(told.append)
-    replays = eng._flights.replays
-    before = replays.report()
-    assert before["captured"] == before["held"] == 8
+    before = eng.graph_line()
+    assert before.captured == before.held == 8
     assert told[-1].startswith("graphs of steps: 8 captured")
     assert not eng.tuning.mode_counts.any()
     requests = []
@@ -76,9 +75,9 @@ def test_the_steps_of_the_first_requests_are_replays():
     while not eng.is_idle:
         eng.step()
     assert [len(request.output) for request in requests] == [5, 5]
-    after = replays.report()
-    assert after["replayed"] > 0
-    assert (after["captured"], after["eager"]) == (8, {})
+    after = eng.graph_line()
+    assert after.replayed > 0
+    assert (after.captured, after.eager) == (8, {})
     eng.offload.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import urllib.request
 from pathlib import Path
 
 import openai
@@ -14,12 +16,12 @@ from ess.engine.tokens.sampling import Sampling
 from ess.models.load import load_model
 from ess.server.commands import cli, doctor
 from ess.server.commands.start.checkpoint import embedded_path
-from tests.server.harness import TOKENIZER
+from tests.server.harness import TOKENIZER, until
 from tests.support import beside
 from tests.support.process import ROOT, Process
 
 FOLDER = Path(__file__).with_name("beside")
-GRAPHS = ("--graph-sizes", "1")
+GRAPHS = ("--graph-sizes", "1", "--modes", "none")
 FLAGS = ("--form", "f32", "--row", "f32", "--slot-bytes", "24MiB", "--max-running", "2", *GRAPHS)
 PROMPT = [300 + 7 * place % 3000 for place in range(70)]
 MADE = 4
@@ -38,6 +40,18 @@ def expected() -> str:
     return TOKENIZER.decode(request.output)
 
 
+def graphs(url: str) -> tuple[int, dict[str, int]]:
+    """Steps that were replayed, and eager ones by cause, once the request's are told."""
+
+    def ask():
+        with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
+            return json.loads(answer.read())["engine"]["graphs"]
+
+    until(lambda: (ask() or {}).get("replayed"), "a replayed step")
+    said = ask()
+    return said["replayed"], said["eager"]
+
+
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
@@ -53,12 +67,15 @@ def test_a_completion_is_that_of_the_host(told: dict[str, str]):
         shown = process.greeting
         assert shown["settings"]["backend"] == {"value": "cuda", "from": "derived"}
         assert shown["memory"]["device"]["name"] == "emulated"
-        process.wait_ready()
+        until(lambda: process.status("/ready") == 200, "a rehearsed engine", within_s=300)
         client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0)
         made = client.completions.create(
             model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
         )
         assert made.choices[0].text == expected()
+        replayed_count, eager = graphs(process.url)
+        assert replayed_count > 0
+        assert eager == {}
         assert told["PRETENDED_DRIVER"] in Path(f"/proc/{process.engine_pid}/maps").read_text()
 
 

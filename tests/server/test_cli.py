@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ess.engine.process.messages import PoolUse, Status
+from ess.engine.process.messages import GraphLine, PoolUse, Status
 from ess.server.commands import chat_cli, cli, doctor, transports
 from ess.server.commands.client import Client
 from ess.server.commands.doctor import Check
@@ -26,6 +26,16 @@ STATUS = Status(
     places=(0,),
     limiter="slots",
     pools=(PoolUse("host pages", 1, 4),),
+    graphs=GraphLine(
+        held=2,
+        most=4,
+        bytes=0,
+        byte_max=0,
+        replayed=3,
+        captured=2,
+        dropped=0,
+        eager={"memory": 1},
+    ),
 )
 
 
@@ -111,6 +121,7 @@ def test_top_shows_the_load(served: Served, capsys: pytest.CaptureFixture[str]):
     assert "tokens/step 1.50" in shown
     assert "rows resident 90.0%" in shown
     assert "host pages 25.0% of 4" in shown
+    assert "steps as graphs 75.0% 2 kept" in shown
     assert run(served, "top", "--json") == 0
     assert json.loads(capsys.readouterr().out)["loads"][0]["num_running_reqs"] == 3
 

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import ess
-from ess.engine.process.messages import PoolUse, RequestLine, Status
+from ess.engine.process.messages import GraphLine, PoolUse, RequestLine, Status
 from ess.server.process.board import RECENT_S, SUBSCRIBERS_MAX, Board
 from ess.server.process.service import Limits
 from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, saying, until
@@ -34,6 +34,16 @@ STATUS = Status(
     slots_used=(5, 6),
     slots=(8, 8),
     modes=((4, 3, 2, 1),),
+    graphs=GraphLine(
+        held=5,
+        most=64,
+        bytes=900,
+        byte_max=1000,
+        replayed=30,
+        captured=6,
+        dropped=1,
+        eager={"memory": 10},
+    ),
     depth_reasons=("request 3: a grammar follows the output",),
 )
 
@@ -157,6 +167,7 @@ def test_models_version_and_what_is_configured(served: Served):
         assert found["max_running_requests"] == 16
         assert found["internal_states"][0]["max_total_num_tokens"] == 65536
         assert found["engine"]["depth_reasons"] == ["request 3: a grammar follows the output"]
+        assert found["engine"]["graphs"]["eager"] == {"memory": 10}
         assert found["engine"]["modes"] == [{"resident": 4, "none": 3, "da": 2, "dba": 1}]
         bounds = {bound["what"]: bound for bound in found["bounds"]}
         assert bounds["connections"]["most"] == "1,024"
@@ -282,6 +293,10 @@ def test_metrics_parse_and_carry_other_names(served: Served):
     assert samples["vllm:cache_config_info", "64", "1024"] == 1
     assert samples["sglang:token_usage", "test-model"] == 0.5
     assert samples["sglang:num_queue_reqs", "test-model"] == 0
+    assert samples["ess_graph_steps_total", "replayed"] == 30
+    assert samples["ess_eager_steps_total", "memory"] == 10
+    kept = [samples[name,] for name in ("ess_graphs", "ess_graph_bytes", "ess_graph_bytes_max")]
+    assert kept == [5, 900, 1000]
     answered = samples["ess_answers_total", "/v1/models", "200"]
     assert answered >= 1
     assert samples["ess_first_token_seconds_count",] >= 1

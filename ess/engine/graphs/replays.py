@@ -32,6 +32,7 @@ from ess.door.step import Recording
 from ess.engine.graphs.buckets import bucket_of
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
+from ess.engine.process.messages import GraphLine
 from ess.engine.step.feeding import Said
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import Watch
@@ -203,16 +204,17 @@ class Replays:
                 gc.enable()
         self._pool_bytes += Cuda.memory_reserved(device) - held_bytes
 
-    def report(self) -> dict[str, Any]:
-        return {
-            "held": len(self._held),
-            "bytes": self.byte_count,
-            "byte_max": self._byte_max,
-            "replayed": self.replayed_count,
-            "captured": self.captured_count,
-            "dropped": self.dropped_count,
-            "eager": dict(self.eager_counts),
-        }
+    def line(self) -> GraphLine:
+        return GraphLine(
+            held=len(self._held),
+            most=self._graph_max,
+            bytes=self.byte_count,
+            byte_max=self._byte_max,
+            replayed=self.replayed_count,
+            captured=self.captured_count,
+            dropped=self.dropped_count,
+            eager={str(cause): count for cause, count in self.eager_counts.items()},
+        )
 
     def check(self) -> None:
         assert len(self._held) <= self._graph_max, f"{len(self._held)} graphs are held"

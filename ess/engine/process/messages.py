@@ -228,6 +228,21 @@ class DiskLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     fault: str = ""
 
 
+class GraphLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Graphs of steps on a device: `held` of at most `most`, in so many bytes of `byte_max`. Since
+    the start steps that were replayed, and captured, graphs that gave way to others, and steps that
+    ran eagerly, by cause."""
+
+    held: int
+    most: int
+    bytes: int
+    byte_max: int
+    replayed: int
+    captured: int
+    dropped: int
+    eager: dict[str, int]
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The engine at one moment: counts since it started; lists are per layer group.
 
@@ -238,7 +253,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     oldest, as many as are shown. `depth_reasons` say why the next step's `depth` is 0 whatever was
     configured. `open_counts` are the requests of each front that have not ended. `handoff` is None
     in an engine that takes part in no handoffs. `stages` are those of a pipelined worker, whose
-    pools and counts above are those of its first stage. `disk` is None without a disk tier.
+    pools and counts above are those of its first stage. `disk` is None without a disk tier,
+    `graphs` where no step is a graph.
     """
 
     step_count: int = 0
@@ -274,6 +290,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     handoff: HandoffStatus | None = None
     stages: tuple[StageLine, ...] = ()
     disk: DiskLine | None = None
+    graphs: GraphLine | None = None
 
     @property
     def fullness(self) -> float:

@@ -353,6 +353,7 @@ class EngineLoop:
             handoff=self.peers.status(engine.ended_handoffs),
             disk=disk_line(stats.disk),
             stages=engine.stage_lines(),
+            graphs=engine.graph_line(),
         )
 
     def _lines(self) -> Iterator[RequestLine]:
