@@ -266,7 +266,7 @@ class Engine:
         lands = request.lands
         try:
             opened = self.offload.open(
-                request.prompt,
+                request.tokens,
                 length_max=request.length_max,
                 promise=self._config.promise,
                 salt=request.salt,
@@ -312,7 +312,7 @@ class Engine:
         forked = self._admission.fork(request, followers, limit=self.pace.batch_limit)
         for landed in (request, *forked):
             assert landed.sequence is not None, f"request {landed.number} has no rows"
-            assert not landed.output, f"request {landed.number} lands twice"
+            assert len(landed.output) == len(landed.said), f"request {landed.number} lands twice"
             if windows is not None and self._config.warm:
                 if isinstance(windows, Tensor):
                     landed.sequence.warm(windows)

@@ -17,8 +17,9 @@ from ess.models.text.tokenizer import Tokenizer
 
 
 def check_prompt(request: Request, *, vocabulary: int, longest: int) -> None:
-    if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
-        raise BadInput(f"prompt ids must be 0..{vocabulary - 1}")
+    for name, ids in (("prompt", request.prompt), ("said", request.said)):
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise BadInput(f"{name} ids must be 0..{vocabulary - 1}")
     if request.length_max > longest:
         raise BadInput(
             f"prompt and max_tokens make {request.length_max} positions, at most {longest}"
@@ -49,6 +50,7 @@ class Entry:
         request.ends = sampling.stop_ids | (frozenset() if sampling.ignore_eos else self._ends)
         if sampling.stop:
             request.reader = Reader(self._text("stop strings"), sampling.stop)
+        request.recall()
         if sampling.grammar is None:
             return True
         if self._grammars is None:

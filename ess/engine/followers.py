@@ -25,7 +25,7 @@ class Followers:
             return False
         if (request.prompt, request.length_max) != (leader.prompt, leader.length_max):
             return False
-        if request.salt != leader.salt:
+        if request.salt != leader.salt or request.said or leader.said:
             return False
         assert request is not leader, f"request {request.number} follows itself"
         assert request not in self._of, f"request {request.number} leads others, and cannot follow"

@@ -24,6 +24,7 @@ class Wishes(TypedDict, total=False):
     `leader`, a request of the same prompt and length, the prompt is prefilled once. Requests of
     different `salt` share no cached prefix. In the handoff `give` the prompt's rows go to another
     worker, and the request ends when they are made; with `take` they come from another worker.
+    `said` are the first tokens of its output, which another engine has made.
     """
 
     priority: int
@@ -31,6 +32,7 @@ class Wishes(TypedDict, total=False):
     salt: bytes
     give: int | None
     take: Take | None
+    said: Sequence[int]
 
 
 class Intake:
@@ -55,6 +57,7 @@ class Intake:
         salt: bytes = b"",
         give: int | None = None,
         take: Take | None = None,
+        said: Sequence[int] = (),
     ) -> Request:
         """A request that has yet to `enter`. The later one has the higher number."""
         if leader is not None:
@@ -68,6 +71,7 @@ class Intake:
             salt=salt,
             gives=give,
             takes=take,
+            said=tuple(said),
             owner=self._owner,
         )
         self._made_count += 1

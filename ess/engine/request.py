@@ -71,11 +71,12 @@ class Take:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`prompt`, `sampling`, `priority`, `leader`, `salt`, `gives` and `takes` come from outside;
-    everything else is the engine's, which is its `owner`. Requests of different `salt` share no
-    cached prefix. `gives` is the number of the handoff in which its prompt's rows leave. It
-    `has_landed` from the moment when all rows have come, with their `windows`, until the request is
-    on the device, and `has_loaded` as long when pages have come from the disk.
+    """`prompt`, `sampling`, `priority`, `leader`, `salt`, `gives`, `takes` and `said` come from
+    outside; everything else is the engine's, which is its `owner`. Requests of different `salt`
+    share no cached prefix. `said` begins the output: another engine has made it, and here its rows
+    are made as those of the prompt are. `gives` is the number of the handoff in which its prompt's
+    rows leave. It `has_landed` from the moment when all rows have come, with their `windows`, until
+    the request is on the device, and `has_loaded` as long when pages have come from the disk.
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
     when its grammar could not be followed to the end: `matcher.failure` says why. `refusal` says
@@ -94,6 +95,7 @@ class Request:
     salt: bytes = b""
     gives: int | None = None
     takes: Take | None = None
+    said: tuple[int, ...] = ()
     owner: object = None
     output: list[int] = field(default_factory=list)
     state: State = "waiting"
@@ -161,8 +163,8 @@ class Request:
 
     @property
     def prefill_count(self) -> int:
-        """Prompt tokens to prefill: the last one is left to decode."""
-        return len(self.prompt) - 1
+        """Tokens to prefill: the last one of the prompt, or of what was said, is left to decode."""
+        return len(self.prompt) + len(self.said) - 1
 
     @property
     def is_prefilled(self) -> bool:
@@ -173,6 +175,17 @@ class Request:
         """Its prompt's rows are where it goes on from."""
         is_there = self.state not in ("landing", "loading") and not self.has_come
         return self.is_prefilled and is_there
+
+    def recall(self) -> None:
+        """Takes what was said before. BadInput where that has ended the answer, or where chances of
+        the prompt are asked for, which come before the first token."""
+        assert not self.output, f"request {self.number} has made tokens of its own"
+        if self.said and self.sampling.prompt_logprobs is not None:
+            raise BadInput("said has tokens, and prompt_logprobs were made before them")
+        if self.said and len(self.said) < self.sampling.tokens_max:
+            self.take(list(self.said))
+        if self.reason is not None or len(self.output) < len(self.said):
+            raise BadInput(f"said has {len(self.said)} tokens, which end the answer")
 
     def take(self, made: list[int]) -> list[int]:
         """Append new tokens up to the first that ends the request; returns those kept."""

@@ -30,7 +30,7 @@ from ess.server.dialects.prompts import Prepared
 from ess.server.dialects.schemas import Ask
 from ess.server.http.connection.outlets import STRAIGHT, Straight
 from ess.server.http.responses import answer, error_body
-from ess.server.process.link import Call
+from ess.server.process.requests.call import Call
 from ess.server.process.service import Service
 from ess.server.process.tally import Tally
 

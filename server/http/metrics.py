@@ -61,6 +61,7 @@ def _own(service: Service) -> Iterator[Metric]:
     link = service.link
     yield _gauge("ess_up", "1 while the engine is there", not link.why_lost)
     yield _count("ess_engine_restarts", "engines that were lost and replaced", link.restart_count)
+    yield _count("ess_resumed", "requests that went on in another engine", link.resumed_count)
     yield _gauge("ess_draining", "1 while the server drains", service.draining)
     yield _labelled("ess_build_info", "the version", ["version"], [((ess.__version__,), 1)])
     yield _gauge("ess_requests_running", "requests in the engine's batch", status.running_count)

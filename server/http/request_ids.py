@@ -19,7 +19,7 @@ from ess.errors import BadInput
 from ess.server.dialects.legs import leg_of
 from ess.server.dialects.schemas import Generated
 from ess.server.process.bounds import NAME_CHARS_MAX
-from ess.server.process.link import Call
+from ess.server.process.requests.call import Call
 from ess.server.process.service import Service
 
 NAME: Final = re.compile(rb"[\x21-\x7e]{1,%d}" % NAME_CHARS_MAX)

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ess import console
 from ess.clock import Clock
-from ess.server.process.link import Call
+from ess.server.process.requests.call import Call
 
 
 class RequestLog:

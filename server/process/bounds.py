@@ -54,6 +54,9 @@ CHUNK_LINE_BYTES: Final = 20
 CHUNKS_MAX: Final = 4096
 CHUNK_BYTES_MEAN: Final = 32
 
+JOURNAL_BYTES: Final = 256 << 20
+RESUME_S: Final = 300.0
+
 METADATA_BYTES_MAX: Final = 64 << 10
 
 PROBE_CONNECTIONS: Final = 16
@@ -235,6 +238,11 @@ BOUNDS: Final = (
         beyond="413; without the seal 403; 503",
     ),
     Bound(what="allowed_token_ids", most=f"{ALLOWED_IDS_MAX:,}", beyond="400"),
+    Bound(
+        what="prompts and tokens of requests that go on behind a lost engine (--recover resume)",
+        most=f"{JOURNAL_BYTES >> 20} MiB, and {RESUME_S:g} s until the next engine is ready",
+        beyond="they end with an error, as all do with --recover fail",
+    ),
     Bound(
         what="KV events that a subscriber has not taken",
         most=f"{UNREAD_MAX:,} batches of {BATCH_PAGES_MAX} pages",

@@ -1,15 +1,16 @@
 """The server's end of the wire to the engine process.
 
-A `Call` is what one HTTP request wants of the engine: one or several requests there, whose pieces
-arrive in one mailbox. The link numbers requests, hands pieces out, and is the only place that
-knows whether the engine is loading, ready or lost. A server of several processes, its fronts, has a
-link in each: what concerns the requests of all fronts is asked of the engine.
+A `Call` is what one HTTP request wants of the engine: one or several requests there. The link
+numbers requests, hands pieces out, and is the only place that knows whether the engine is loading,
+ready or lost. A server of several processes, its fronts, has a link in each: what concerns the
+requests of all fronts is asked of the engine.
 
     starting --Ready--> ready --interrupt--> restarting --Ready--> ready ...
                  each of them --lose--> lost, which is the end
 
 An engine that is started in the place of a lost one is heard at an endpoint of its own, so that
-nothing the lost one has said is taken for the new one's word. Numbers of requests go on.
+nothing the lost one has said is taken for the new one's word. Numbers of requests go on. Calls that
+are in the journal wait while the engine is restarted, and then go on; the others have ended.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 
 import zmq
 import zmq.asyncio
@@ -55,10 +56,11 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadState, Unavailable
 from ess.server.http.responses import Interrupted
 from ess.server.process.board import Board
+from ess.server.process.requests.call import Call
+from ess.server.process.requests.journal import NO_RECOVERY, Journal, Recovery
 from ess.server.process.tally import Waits
 
 State = Literal["starting", "ready", "restarting", "lost"]
-Reader = Callable[[list[Piece]], bool]
 Answered = Flushed | Tracing | Traced | Aborted | Met
 Question = Literal["flush", "trace", "abort", "meet"]
 LIVES: Final = 1 << 32
@@ -84,94 +86,6 @@ class Place:
 ALONE: Final = Place()
 
 
-class Call:
-    """The engine's requests of one HTTP request.
-
-    `params` are what its answer has beside the text: kv_transfer_params of a prefill leg.
-    `pending` are those that have not ended; the oldest piece of those taken last arrived at
-    `heard_at_s`. A task that waits in `take` may name a reader, which gets pieces in the link's own
-    turn, without the task being woken for them; an end, and what the reader does not want, wake it.
-    """
-
-    def __init__(
-        self, request_id: str, numbers: range, *, started_s: float, prompt_count: int = 0
-    ) -> None:
-        self.prompt_count = prompt_count
-        self.params: Mapping[str, Any] | None = None
-        self.made_count = 0
-        self.first_at_s = 0.0
-        self.request_id = request_id
-        self.started_s = started_s
-        self.numbers = numbers
-        self.pending = set(numbers)
-        self.error: str | None = None
-        self.heard_at_s = 0.0
-        self._pieces: list[Piece] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._reader: Reader | None = None
-        self._broken: Exception | None = None
-
-    def put(self, piece: Piece, *, heard_at_s: float = 0.0) -> bool:
-        """True if it is the first piece that has not been taken: the waiter must be told."""
-        is_first = not self._pieces
-        if is_first:
-            self.heard_at_s = heard_at_s
-        self._pieces.append(piece)
-        if piece.tokens:
-            self.made_count += len(piece.tokens)
-            self.first_at_s = self.first_at_s or heard_at_s
-        if piece.reason is not None:
-            self.pending.discard(piece.number)
-            self._reader = None
-        return is_first
-
-    def tell(self) -> None:
-        """The reader gets the pieces if it takes them, else the waiter, which also gets failures.
-
-        With the waiter woken, but not yet running, the reader is passed over: what has been left to
-        the waiter comes before what is new.
-        """
-        if self._waiter is None or self._waiter.done():
-            return
-        if self._reader is not None:
-            pieces, self._pieces = self._pieces, []
-            try:
-                if self._reader(pieces):
-                    return
-            except Exception as error:
-                self._broken = error
-            else:
-                self._pieces[:0] = pieces
-        self.nudge()
-
-    def fail(self, sentence: str) -> None:
-        self.error = sentence
-        self.nudge()
-
-    def nudge(self) -> None:
-        """Let the reader go on, with nothing if nothing has come."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self, reader: Reader | None = None) -> list[Piece]:
-        """All pieces that have come; waits for the first that no reader takes, or for a nudge.
-
-        What came before a failure is given out first, then Interrupted is raised.
-        """
-        if not self._pieces and self.error is None:
-            self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
-            try:
-                await self._waiter
-            finally:
-                self._reader = None
-        if self._broken is not None:
-            raise self._broken
-        if not self._pieces and self.error is not None:
-            raise Interrupted(self.error)
-        taken, self._pieces = self._pieces, []
-        return taken
-
-
 class EngineLink:
     def __init__(
         self,
@@ -181,11 +95,15 @@ class EngineLink:
         board: Board,
         clock: Clock,
         place: Place = ALONE,
+        recovery: Recovery = NO_RECOVERY,
     ) -> None:
         self.place = place
         self.on_cut: Callable[[int], None] = lambda front: None
         self.on_fault: Callable[[str], None] = lambda sentence: None
         self._packer = Packer()
+        self._recovery = recovery
+        self._journal = Journal(recovery.bytes_max, self._packer)
+        self._waiting: asyncio.TimerHandle | None = None
         self._board = board
         self._clock = clock
         self._context = context
@@ -202,7 +120,7 @@ class EngineLink:
         self.why_lost = ""
         self.ready: Ready | None = None
         self.became_ready = asyncio.Event()
-        self.restart_count = 0
+        self.restart_count = self.resumed_count = self.going_on_count = 0
         self.heard_at_s = clock.now_s()
         self.to_socket = Waits()
 
@@ -253,9 +171,8 @@ class EngineLink:
                 first = leaders.setdefault(id(prompt), number)
                 leader = None if first == number else first
                 handoff = next(left, None) if leader is None else None
-                self._send(
-                    Add(number, prompt, sampling, priority, leader, request_id, salt, handoff)
-                )
+                add = Add(number, prompt, sampling, priority, leader, request_id, salt, handoff)
+                self._journal.open(add, self._send(add))
                 self._calls[number] = call
         except Unavailable:
             self.abort(call)
@@ -270,6 +187,7 @@ class EngineLink:
     def abort_one(self, call: Call, number: int) -> None:
         """End one of the call's requests; the call hears of it as of any other ending."""
         if self._calls.pop(number, None) is not None:
+            self._journal.close(number)
             with contextlib.suppress(Unavailable):
                 self._send(Abort(number))
             call.put(Piece(number, reason="cancelled"))
@@ -362,11 +280,14 @@ class EngineLink:
         return self.ready
 
     def interrupt(self, sentence: str) -> None:
-        """The engine is lost, and another will take its place: every call ends with the sentence,
-        and no other may start before that one is ready."""
+        """The engine is lost, and another will take its place: calls that cannot go on there end
+        with the sentence, and no other may start before that one is ready."""
         if self.state in ("starting", "ready"):
+            self._journal.lose()
             self._end("restarting", sentence)
             self.became_ready.clear()
+            wait_s = self._recovery.wait_s
+            self._waiting = asyncio.get_running_loop().call_later(wait_s, self._give_up)
 
     def renew(self, endpoint: str) -> None:
         """Hears another engine from now on. Nobody is in `run` meanwhile."""
@@ -383,12 +304,25 @@ class EngineLink:
             self._end("lost", sentence)
             self.became_ready.set()
 
+    def _give_up(self) -> None:
+        """No call waits any longer for another engine."""
+        late = f"{self.why_lost}; no other was ready within {self._recovery.wait_s:g} s"
+        for call in set(self._calls.values()):
+            self._fail(call, late)
+
+    def _fail(self, call: Call, sentence: str) -> None:
+        for number in call.pending:
+            self._calls.pop(number, None)
+            self._journal.close(number)
+        call.fail(sentence)
+
     def _end(self, state: State, sentence: str) -> None:
         self.state, self.why_lost, self.ready = state, sentence, None
         self._board.forget()
+        self._stop_waiting()
         for call in set(self._calls.values()):
-            call.fail(sentence)
-        self._calls.clear()
+            if state == "lost" or not all(number in self._journal for number in call.pending):
+                self._fail(call, sentence)
         gone = Interrupted(sentence)
         for answers in self._asked.values():
             for answer in answers:
@@ -411,13 +345,28 @@ class EngineLink:
         made.bind(endpoint)
         return made
 
-    def _send(self, message: ToEngine) -> None:
-        """The queue is unbounded, so this never waits; without a peer there is no queue."""
-        sent = cast(
-            "asyncio.Future[None]", self._socket.send(self._packer.pack(message), zmq.NOBLOCK)
-        )
+    def _send(self, message: ToEngine) -> bytes:
+        """What was sent. The queue is unbounded, so this never waits; without a peer there is no
+        queue."""
+        packed = self._packer.pack(message)
+        sent = cast("asyncio.Future[None]", self._socket.send(packed, zmq.NOBLOCK))
         if sent.done() and sent.exception() is not None:
             raise Interrupted("the engine does not listen")
+        return packed
+
+    def _go_on(self) -> None:
+        """All that another engine has begun. If this one is lost meanwhile, the next gets it."""
+        self._stop_waiting()
+        self.going_on_count = 0
+        with contextlib.suppress(Unavailable):
+            for add in self._journal.again():
+                self._send(add)
+                self.going_on_count += 1
+        self.resumed_count += self.going_on_count
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     def _hear(self, message: FromEngine) -> None:
         match message:
@@ -426,8 +375,11 @@ class EngineLink:
             case Status():
                 self._board.publish(message)
             case Ready():
+                is_next = self.state == "restarting"
                 self.ready, self.state, self.why_lost = message, "ready", ""
                 self.became_ready.set()
+                if is_next:
+                    self._go_on()
             case Flushed():
                 self._answer("flush", message)
             case Tracing() | Traced():
@@ -456,7 +408,7 @@ class EngineLink:
                 continue
             if piece.reason is not None:
                 del self._calls[piece.number]
-            if call.put(piece, heard_at_s=self.heard_at_s):
+            if call.put(self._journal.hear(piece), heard_at_s=self.heard_at_s):
                 told.append(call)
         for call in told:
             call.tell()

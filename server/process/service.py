@@ -18,8 +18,9 @@ from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
 from ess.server.http.responses import Absent, Interrupted, Refused
 from ess.server.process.board import SUBSCRIBERS_MAX, Board
 from ess.server.process.engines.stages import missing
-from ess.server.process.link import Call, EngineLink
+from ess.server.process.link import EngineLink
 from ess.server.process.pair.peers import WHOLE, Split
+from ess.server.process.requests.call import Call
 from ess.server.process.tally import Shelf, Tally, together
 from ess.server.process.texts import Texts
 from ess.transfer.members import Member, members_of

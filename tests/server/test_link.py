@@ -28,7 +28,8 @@ from ess.engine.process.messages import (
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from ess.server.process.board import Board
-from ess.server.process.link import Call, EngineLink, Place
+from ess.server.process.link import EngineLink, Place
+from ess.server.process.requests.call import Call
 from tests.support.manual_clock import ManualClock
 
 READY = Ready(vocabulary=10, length_max=10, load_s=0.0)

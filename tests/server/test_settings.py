@@ -27,8 +27,8 @@ from ess.server.commands.start.compat_flags import (
     ForeignFlags,
     check_foreign,
 )
-from ess.server.commands.start.settings import FIELDS, SECTIONS, Settings, resolve, size_of
-from ess.server.commands.start.sizing import plan_memory
+from ess.server.commands.start.settings import FIELDS, SECTIONS, Settings, resolve
+from ess.server.commands.start.sizing import plan_memory, size_of
 from ess.server.process.memory import memory_free
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,7 @@
-"""Streams that run beside a test, each in a thread of its own, until the server or we end them."""
+"""Answers that come beside a test, each in a thread of its own, until the server or we end them.
+
+They are streams of /v1/completions, unless what is asked has another `path`, or `stream` false.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from urllib.parse import urlsplit
 
 
 class Crowd:
-    """`texts[i]` is what stream i has had so far, as raw events."""
+    """`texts[i]` is what answer i has had so far, as raw lines."""
 
     def __init__(self, url: str, asked: Sequence[dict], *, key: str = "") -> None:
         self._address = urlsplit(url)
@@ -54,7 +57,9 @@ class Crowd:
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-            made.request("POST", "/v1/completions", json.dumps({**asked, "stream": True}), headers)
+            path, body = asked.get("path", "/v1/completions"), {"stream": True, **asked}
+            body.pop("path", None)
+            made.request("POST", path, json.dumps(body), headers)
             answer = made.getresponse()
             while line := answer.readline():
                 self.texts[number] += line

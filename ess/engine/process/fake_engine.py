@@ -127,8 +127,10 @@ class PacedEngine:
     def obey(self, message: ToEngine, wire: Wire) -> None:
         match message:
             case Add():
-                left = iter(self._script(message))
-                self._going[message.number] = Going(message, left, next(left), time.monotonic())
+                said_count = len(message.said)
+                left = iter(islice(self._script(message), said_count, None))
+                going = Going(message, left, next(left), time.monotonic(), said_count)
+                self._going[message.number] = going
                 self._prompt_count += len(message.prompt)
             case Abort(number):
                 self._going.pop(number, None)
@@ -196,8 +198,9 @@ class PacedEngine:
         sampling = going.add.sampling
         tokens: list[int] = []
         reason: Reason | None = None
-        cached_count = None if going.made_count else self._cached_count
-        scored = [] if going.made_count else going.add.prompt[sampling.prompt_start + 1 :]
+        is_first = going.made_count == len(going.add.said)
+        cached_count = self._cached_count if is_first else None
+        scored = going.add.prompt[sampling.prompt_start + 1 :] if is_first else []
         while reason is None and len(tokens) < self._per_step:
             tokens.append(going.take())
             if tokens[-1] in sampling.stop_ids and going.made_count >= sampling.tokens_min:

@@ -214,6 +214,7 @@ class EngineLoop:
                 salt=message.salt.encode(),
                 give=_given(message.handoff),
                 take=_taken(message.handoff),
+                said=message.said,
             )
         except EssError as error:
             refused = Piece(message.number, reason="refused", sentence=str(error))
@@ -285,8 +286,8 @@ class EngineLoop:
         if live.is_admitted or is_early or request.reason == "refused":
             return None
         live.is_admitted = True
-        count = request.cached_count
-        assert 0 <= count <= len(request.prompt), f"{count} cached tokens of request {live.number}"
+        assert 0 <= request.cached_count <= request.prefill_count, f"request {live.number}"
+        count = min(request.cached_count, len(request.prompt))
         self._cached_count += count
         return count
 

@@ -88,11 +88,12 @@ def span_of(chunk: Chunk) -> Span:
     assert sequence is not None, f"request {request.number} has no rows"
     assert request.state == "prefilling", f"request {request.number} is {request.state}"
     assert chunk.start == request.prefilled_count, f"a chunk from {chunk.start} on"
+    known = request.tokens
     return Span(
         sequence=sequence,
         start=chunk.start,
-        tokens=request.prompt[chunk.start : chunk.stop],
-        following=request.prompt[chunk.start + 1 : chunk.stop + 1],
+        tokens=known[chunk.start : chunk.stop],
+        following=known[chunk.start + 1 : chunk.stop + 1],
     )
 
 

@@ -22,7 +22,7 @@ from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.pool.capacity import page_count
 from ess.pool.device_bytes import PoolShape, locked_bytes, pool_bytes
-from ess.server.commands.start.settings import Settings, size_of
+from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.sizing import (
     AUTO,
     DevicePlan,
@@ -30,6 +30,7 @@ from ess.server.commands.start.sizing import (
     MemoryPlan,
     asked_length,
     check_host,
+    size_of,
     with_rooms,
 )
 from ess.units import PAGE_ROWS, counted, div_ceil, format_bytes

@@ -22,7 +22,13 @@ import uvloop
 from ess.clock import Clock, RealClock
 from ess.engine.process.lifeline import die_with_parent
 from ess.errors import EssError
-from ess.server.commands.start.launch import Told, engine_link, make_service, uvicorn_config
+from ess.server.commands.start.launch import (
+    Told,
+    engine_link,
+    make_service,
+    recovery_of,
+    uvicorn_config,
+)
 from ess.server.http import telemetry
 from ess.server.process.board import Board
 from ess.server.process.fronts import Start, endpoint_of
@@ -96,7 +102,8 @@ async def serve(start: Start) -> None:
     clock = RealClock()
     board = Board(clock)
     place = Place(front=start.front, count=start.count, life=start.life)
-    with engine_link(start.folder, board, clock, place) as link:
+    recovery = recovery_of(told.resolved.settings)
+    with engine_link(start.folder, board, clock, place, recovery) as link:
         service = make_service(told, link=link, board=board)
         service.shelf = Shelf(start.folder, count=start.count, front=start.front, life=start.life)
         settings = told.resolved.settings

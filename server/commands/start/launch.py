@@ -43,8 +43,8 @@ from ess.server.commands.start.checkpoint import (
 from ess.server.commands.start.device import found_for
 from ess.server.commands.start.device_sizing import Needed, plan_on_device
 from ess.server.commands.start.node import Node
-from ess.server.commands.start.settings import Resolved, Settings, check_events, resolve, size_of
-from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory
+from ess.server.commands.start.settings import Resolved, Settings, check_events, resolve
+from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory, size_of
 from ess.server.commands.start.topology import layers_of, ranks_here, starter
 from ess.server.http import telemetry
 from ess.server.http.app import create_app
@@ -52,7 +52,7 @@ from ess.server.http.connection.protocol import limited
 from ess.server.http.request_log import RequestLog
 from ess.server.process import sockets
 from ess.server.process.board import Board
-from ess.server.process.bounds import PROBE_CONNECTIONS
+from ess.server.process.bounds import JOURNAL_BYTES, PROBE_CONNECTIONS, RESUME_S
 from ess.server.process.engines.restarts import Restarts
 from ess.server.process.engines.succession import EngineStart, Succession
 from ess.server.process.fronts import Fronts, Start, endpoint_of
@@ -63,6 +63,7 @@ from ess.server.process.memory import memory_free
 from ess.server.process.own_folder import own_folder
 from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.pair.registration import registration_of
+from ess.server.process.requests.journal import NO_RECOVERY, Recovery
 from ess.server.process.service import Limits, Service
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
@@ -310,7 +311,8 @@ async def _serve(
     told = msgspec.structs.replace(told, port=port)
     board = Board(clock)
     place = Place(count=count)
-    with own_folder() as folder, engine_link(folder, board, clock, place) as link:
+    recovery = recovery_of(settings)
+    with own_folder() as folder, engine_link(folder, board, clock, place, recovery) as link:
         fronts = Fronts(FRONT, starts_of(told, folder, listeners), link)
         service = make_service(told, link=link, board=board)
         service.shelf = Shelf(folder, count=count) if count > 1 else None
@@ -342,15 +344,24 @@ def start_of(told: Told, folder: str, count: int) -> EngineStart:
 
 
 @contextlib.contextmanager
-def engine_link(folder: str, board: Board, clock: Clock, place: Place) -> Iterator[EngineLink]:
+def engine_link(
+    folder: str, board: Board, clock: Clock, place: Place, recovery: Recovery
+) -> Iterator[EngineLink]:
     context = zmq.asyncio.Context()
     endpoint = endpoint_of(folder, place.front)
-    link = EngineLink(context, endpoint, board=board, clock=clock, place=place)
+    link = EngineLink(context, endpoint, board=board, clock=clock, place=place, recovery=recovery)
     try:
         yield link
     finally:
         link.close()
         context.destroy(linger=200)
+
+
+def recovery_of(settings: Settings) -> Recovery:
+    """The processes of a server share the memory: connections are divided among them."""
+    if settings.recover == "fail":
+        return NO_RECOVERY
+    return Recovery(bytes_max=JOURNAL_BYTES // settings.server_processes, wait_s=RESUME_S)
 
 
 def starts_of(told: Told, folder: str, listeners: Sequence[socket.socket]) -> list[Start]:

@@ -29,7 +29,6 @@ from ess.server.commands.start.hidden_files import read_keys, read_secret
 from ess.server.commands.start.torchrun import placed_by_torchrun
 from ess.server.process.pair.addresses import Named, check_router, read_peers
 from ess.transfer.messages import SECRET_BYTES_MIN
-from ess.units import parse_size
 
 Origin = Literal["default", "file", "environment", "flag", "derived"]
 PREFIX: Final = "ESS_"
@@ -154,6 +153,9 @@ class Settings(ProcessConfig):
     engine_restarts: int = setting(
         3, "limits", "Lost engines replaced within 10 minutes; 0: the server ends too.", (0, 1000)
     )
+    recover: Literal["fail", "resume"] = setting(
+        "fail", "limits", "A lost engine's requests end with an error, or go on in the next engine."
+    )
     metrics_compat: str = setting(
         "vllm,sglang", "telemetry", "Whose metric names /metrics has beside ours."
     )
@@ -251,6 +253,8 @@ def _check_role(settings: Settings) -> None:
         raise BadInput(f"peers is for a decode worker, and role is {settings.role}")
     if settings.bootstrap_port and settings.role != "prefill":
         raise BadInput(f"bootstrap_port is for a prefill worker, and role is {settings.role}")
+    if settings.recover == "resume" and settings.role == "prefill":
+        raise BadInput("recover is resume, and role is prefill: a lost prompt is sent again")
     read_peers(settings.peers)
     if settings.register and settings.role == "both":
         raise BadInput("register is for a prefill or a decode worker, and role is both")
@@ -461,22 +465,3 @@ def _converted(name: str, value: Any, origin: Origin) -> Any:
         why = f"must be {known.allowed}" if known.choices and isinstance(value, str) else error
         also = " (--dtype)" if name == "form" else ""
         raise BadInput(f"{name}{also} from {origin} is {shown}: {why}") from None
-
-
-def size_of(text: str, *, of: int) -> int:
-    """A size, or a share of `of`: 25%, or 0.25 as vLLM and SGLang write it.
-
-    >>> size_of("25%", of=4096), size_of("0.25", of=4096)
-    (1024, 1024)
-    """
-    if text.startswith(("0.", ".")) and text.lstrip("0").lstrip(".").isdigit():
-        return int(of * float(text))
-    if text.endswith("%"):
-        try:
-            share = float(text[:-1])
-        except ValueError:
-            raise BadInput(f"{text!r} is not a share; write 25%") from None
-        if not 0 < share <= 100:
-            raise BadInput(f"{text!r} is not a share of 0% to 100%")
-        return int(of * share / 100)
-    return parse_size(text)

@@ -10,9 +10,9 @@ import msgspec
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, capacity_of, needs, page_count
-from ess.server.commands.start.settings import Settings, size_of
+from ess.server.commands.start.settings import Settings
 from ess.server.process.memory import memory_free
-from ess.units import PAGE_ROWS, div_ceil, format_bytes
+from ess.units import PAGE_ROWS, div_ceil, format_bytes, parse_size
 
 AUTO: Final = "auto"
 HOST_SHARE: Final = 4  # of free memory, at most, unless host_bytes says how much
@@ -224,3 +224,22 @@ def _room(plan: MemoryPlan, settings: Settings, layout: ModelLayout, length: int
     }
     limiter = min(counts, key=lambda name: counts[name])
     return Room(length=length, count=counts[limiter], limiter=limiter)
+
+
+def size_of(text: str, *, of: int) -> int:
+    """A size, or a share of `of`: 25%, or 0.25 as vLLM and SGLang write it.
+
+    >>> size_of("25%", of=4096), size_of("0.25", of=4096)
+    (1024, 1024)
+    """
+    if text.startswith(("0.", ".")) and text.lstrip("0").lstrip(".").isdigit():
+        return int(of * float(text))
+    if text.endswith("%"):
+        try:
+            share = float(text[:-1])
+        except ValueError:
+            raise BadInput(f"{text!r} is not a share; write 25%") from None
+        if not 0 < share <= 100:
+            raise BadInput(f"{text!r} is not a share of 0% to 100%")
+        return int(of * share / 100)
+    return parse_size(text)

@@ -4,7 +4,7 @@ An engine is lost when one of its processes ends, when it says so itself (Fault)
 cannot be read, and when it is silent: a loaded one for `watchdog_s`, one that loads if it has been
 stopped for as long. In this order then, in each of the server's processes:
 
-    all open requests end with a sentence, and others are refused with it
+    all open requests end with a sentence, or wait to go on, and others are refused with it
     all processes of the engine are killed, and have ended
     another engine starts, heard at another endpoint, unless there were too many
 
@@ -122,7 +122,14 @@ class Succession:
         if (ready := await self._link.until_ready()) is not None:
             self.was_ready = True
             took = f"after {self._clock.now_s() - began_s:.1f} s"
-            console.note(f"ess: {word} {took}, {ready.load_s:.1f} s of them loading")
+            console.note(
+                f"ess: {word} {took}, {ready.load_s:.1f} s of them loading{self._going_on()}"
+            )
+
+    def _going_on(self) -> str:
+        """What has been sent again, as the end of a sentence."""
+        count = self._link.going_on_count
+        return f"; {count:,} of the lost engine's requests go on" if count else ""
 
     async def _hear(self) -> None:
         """A message that we cannot read is an engine that we cannot use."""

@@ -1,0 +1,1 @@
+"""What a server has of its open requests: a mailbox for each, and a record of each."""
