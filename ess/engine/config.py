@@ -84,6 +84,9 @@ class EngineConfig:
     graph_sizes: str = setting(
         "", "engine", "Requests of the steps in graphs, as 1,2,4,8; else 1, 2, 4 and every eighth."
     )
+    nvtx: bool = setting(
+        False, "telemetry", "Stages that a device runs eagerly are NVTX ranges, for Nsight Systems."
+    )
     backend: BackendName = setting(
         "cpu", "engine", "What computes: reference is slow and exact, cuda is for a device."
     )

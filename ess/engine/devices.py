@@ -22,7 +22,7 @@ CPU: Final = "cpu"
 DEFAULTS: Final[Mapping[str, Any]] = {"backend": "cuda", "form": "stored", "budget_every": 0}
 """Of settings that nobody has given, where a device serves."""
 
-OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes")
+OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes", "nvtx")
 
 # Settings, the values that a device serves, and why it does not serve others.
 SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {

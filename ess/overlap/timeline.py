@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -24,12 +25,21 @@ class Span:
     finished_ns: int
 
 
+class Ranges(Protocol):
+    """As NVTX has them: what is pushed last is popped first."""
+
+    def range_push(self, msg: str, /) -> object: ...
+    def range_pop(self) -> object: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Timeline:
-    """`total_ns` and `run_count` per stage until `restart`; spans of a step if `keeps_spans`."""
+    """`total_ns` and `run_count` per stage until `restart`; spans of a step if `keeps_spans`. A
+    profiler's `ranges` are told of every stage while it runs."""
 
     clock: Clock
     keeps_spans: bool = False
+    ranges: Ranges | None = None
     total_ns: Counter[str] = field(default_factory=Counter)
     run_count: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
@@ -70,6 +80,15 @@ class Watched(Protocol):
     def first_query(self) -> int: ...
 
 
+@contextmanager
+def within(ranges: Ranges, name: str) -> Iterator[None]:
+    ranges.range_push(name)
+    try:
+        yield
+    finally:
+        ranges.range_pop()
+
+
 W = TypeVar("W", bound=Watched)
 
 
@@ -80,7 +99,12 @@ def timed(stage: Callable[Concatenate[W, A], T]) -> Callable[Concatenate[W, A], 
     def noted(self: W, /, *args: A.args, **kwargs: A.kwargs) -> T:
         timeline = self.timeline
         started_ns = timeline.clock.now_ns()
-        result = stage(self, *args, **kwargs)
+        ranges = timeline.ranges
+        if ranges is None:
+            result = stage(self, *args, **kwargs)
+        else:
+            with within(ranges, f"{name} L{self.number}"):
+                result = stage(self, *args, **kwargs)
         timeline.note(self, name, started_ns)
         return result
 

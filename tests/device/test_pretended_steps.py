@@ -14,6 +14,9 @@ pytestmark = [pytest.mark.slow, *beside.NEEDS]
 BENCHMARKS = pytest.param("benchmarks", marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize("module", ["choices", "doors", "loading", "memory", "steps", BENCHMARKS])
+MODULES = ("choices", "doors", "loading", "memory", "ranges", "steps", BENCHMARKS)
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_an_engine_on_the_pretended_device(module: str, built: Path) -> None:
     beside.run_tests(f"tests/device/{module}.py", built=built)

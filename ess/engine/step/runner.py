@@ -187,18 +187,22 @@ def made_runner(model: Model, offload: Offload, config: EngineConfig) -> Runner:
     computes = ops(config.backend)
     if config.deterministic:
         require_alike(computes, config.backend)
+    is_there = model.device.type != "cpu"
+    tuning = Tuning(
+        offload,
+        "none" if config.deterministic else config.modes,
+        calibration=config.calibration,
+        tbo=config.tbo,
+        sbo=config.sbo,
+        asks_first=is_there,
+    )
+    if config.nvtx and is_there:
+        tuning.timeline.ranges = torch.cuda.nvtx
     return Runner(
         model,
         offload,
         computes,
-        tuning=Tuning(
-            offload,
-            "none" if config.deterministic else config.modes,
-            calibration=config.calibration,
-            tbo=config.tbo,
-            sbo=config.sbo,
-            asks_first=model.device.type != "cpu",
-        ),
+        tuning=tuning,
         verifier=Verifier(every=config.verify_every, is_fatal=config.verify_fatal),
         balanced=not config.deterministic,
     )

@@ -45,6 +45,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "cp_size": ("--prefill-context-parallel-size", "--attn-cp-size"),
     "dynamic_chunking": ("--enable-dynamic-chunking",),
     "watchdog_s": ("--watchdog-timeout",),
+    "nvtx": ("--enable-layerwise-nvtx-tracing", "--enable-layerwise-nvtx-marker"),
     "otlp_endpoint": ("--otlp-traces-endpoint",),
 }
 
