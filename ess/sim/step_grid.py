@@ -33,7 +33,7 @@ class StepTime(NamedTuple):
 
 
 class Clocked(Protocol):
-    """What a replay asks for: one step of a batch. `misses` are per request and layer."""
+    """What a replay asks for: one step of a group's batch. `misses` are per request and layer."""
 
     def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime: ...
 
@@ -66,7 +66,7 @@ class StepTimes:
     ) -> StepTime:
         layers = self.curves.spread(misses, context=context, queries_each=queries)
         scenario = Scenario(
-            batch=requests,
+            batch=requests / self.parallel.attention_tp,
             queries_each=queries,
             context=context,
             tbo=tbo,

@@ -68,30 +68,31 @@ class DecodeFlags:
     perf_db: Path | None = None
     "An unpacked measurement package to use in place of the tables that ship."
 
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayFlags:
+    """How the GPUs share the model."""
+
     attention_tp: MaybeWhole = None
-    "GPUs that share the heads of a request. Without this and the next two, the best is searched."
+    "GPUs that share the heads of a request. Without this and the next two `ess plan` searches the "
+    "best; `ess sim` takes requests and experts over all GPUs."
     expert_tp: MaybeWhole = None
     "GPUs that share each expert."
     decode_pp: MaybeWhole = None
     "Stages of decode, each with its share of the layers."
 
-    @property
-    def is_free(self) -> bool:
-        """To share the model in the way that is best."""
-        return self.way is None and self.batch is None and self.ratio is None
-
-    @property
-    def way(self) -> Parallel | None:
-        """None where the best is to be searched."""
+    def over(self, gpus: int) -> Parallel | None:
+        """None where nothing is said."""
         if (self.attention_tp, self.expert_tp, self.decode_pp) == (None, None, None):
             return None
         tp, expert_tp, pp = self.attention_tp or 1, self.expert_tp or 1, self.decode_pp or 1
-        if min(tp, expert_tp, pp) < 1 or self.gpus % (tp * pp) or self.gpus % (expert_tp * pp):
+        if min(tp, expert_tp, pp) < 1 or gpus % (tp * pp) or gpus % (expert_tp * pp):
             raise BadInput(
-                f"--gpus {self.gpus} are not divided by --attention-tp {tp}, --expert-tp "
+                f"--gpus {gpus} are not divided by --attention-tp {tp}, --expert-tp "
                 f"{expert_tp} and --decode-pp {pp}"
             )
-        stage = self.gpus // pp
+        stage = gpus // pp
         return Parallel(
             attention_tp=tp,
             attention_dp=stage // tp,
@@ -162,6 +163,7 @@ class NodeFlags:
 def plan(
     *,
     decode: DecodeFlags | None = None,
+    ways: WayFlags | None = None,
     tiers: TierFlags | None = None,
     nodes: NodeFlags | None = None,
     html: Path | None = None,
@@ -184,16 +186,17 @@ def plan(
     """
     decode, tiers, nodes = decode or DecodeFlags(), tiers or TierFlags(), nodes or NodeFlags()
     console.check_folder("--html", html)
-    ask = _asked(decode, nodes)
+    ask = _asked(decode, ways or WayFlags(), nodes)
+    is_free = ask.parallel is None and ask.batch is None and ask.ratio is None
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
     planner = planner_of(
         ask, decode.gpu, decode.perf_db, nodes.node, model=decode.model, stack=decode.stack
     )
-    if decode.is_free:
+    if is_free:
         planner = best_way(planner)
     if html is not None:
         _write_page(html, planner, decode.model, decode.gpu)
-    question = _question(ask, tiers, nodes.node, is_searched=decode.is_free)
+    question = _question(ask, tiers, nodes.node, is_searched=is_free)
     answer = answered(planner, question)
     if json:
         console.print_json(_document(answer, cut))
@@ -201,7 +204,7 @@ def plan(
         show(answer, ask, question, [] if cut is None else cut.lines)
 
 
-def _asked(decode: DecodeFlags, nodes: NodeFlags) -> Ask:
+def _asked(decode: DecodeFlags, ways: WayFlags, nodes: NodeFlags) -> Ask:
     device_bytes, tpot = decode.device_bytes, decode.tpot
     return Ask(
         context=parse_size(decode.ctx),
@@ -213,7 +216,7 @@ def _asked(decode: DecodeFlags, nodes: NodeFlags) -> Ask:
         token_us_max=None if tpot is None else parse_duration(tpot),
         batch=decode.batch,
         ratio=decode.ratio,
-        parallel=decode.way,
+        parallel=ways.over(decode.gpus),
     )
 
 

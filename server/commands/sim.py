@@ -15,8 +15,8 @@ from ess import console
 from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput
 from ess.server.commands import simpage
-from ess.server.commands.plan import MODEL, NodeFlags, parse_duration, planner_of
-from ess.server.commands.planshow import Line, banded, print_sides, ranged
+from ess.server.commands.plan import MODEL, NodeFlags, WayFlags, parse_duration, planner_of
+from ess.server.commands.planshow import Line, banded, name_of, print_sides, ranged
 from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import inverse
@@ -42,7 +42,8 @@ class RequestFlags:
     trace: Path | None = None
     "Requests to replay: Mooncake JSONL or Azure CSV. Without it they are drawn."
     rate: float | None = None
-    "Requests per second that reach this decode GPU; stretches a trace in time."
+    "Requests per second that reach this decode GPU, or the GPUs that share its heads; stretches a "
+    "trace in time."
     requests: MaybeWhole = None
     "How many: the first of a trace, by default all; 200 when they are drawn."
     ctx: str = "32k"
@@ -84,7 +85,7 @@ class WorkerFlags:
     stack: Stack = SGLANG
     "The framework whose measured kernels a step is made of: sglang, vllm or trtllm."
     gpus: Whole = 32
-    "GPUs that share the experts."
+    "GPUs that share the experts: 8, 16, 32, 64, 128 or 256."
     mtp: Whole = 2
     "Tokens verified per step."
     accepted: float | None = None
@@ -94,7 +95,7 @@ class WorkerFlags:
     perf_db: Path | None = None
     "An unpacked measurement package to use in place of the tables that ship."
 
-    def planner(self, context: int, nodes: NodeFlags) -> Planner:
+    def planner(self, context: int, ways: WayFlags, nodes: NodeFlags) -> Planner:
         ask = Ask(
             context=context,
             queries_each=self.mtp,
@@ -102,6 +103,7 @@ class WorkerFlags:
             gpu_count=self.gpus,
             device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
             host_bytes=nodes.host_bytes(self.gpus),
+            parallel=ways.over(self.gpus),
         )
         return planner_of(
             ask, self.gpu, self.perf_db, nodes.node, model=self.model, stack=self.stack
@@ -148,13 +150,14 @@ def sim(
     *,
     requests: RequestFlags | None = None,
     worker: WorkerFlags | None = None,
+    ways: WayFlags | None = None,
     serving: ServingFlags | None = None,
     nodes: NodeFlags | None = None,
     sustained: bool = False,
     html: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Replay arriving requests on one decode GPU, with offload and without.
+    """Replay arriving requests on one decode GPU or group of heads, with offload and without.
 
     Parameters
     ----------
@@ -169,7 +172,7 @@ def sim(
     requests, nodes = requests or RequestFlags(), nodes or NodeFlags()
     arrivals = requests.arrivals()
     longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
-    planner = (worker or WorkerFlags()).planner(longest, nodes)
+    planner = (worker or WorkerFlags()).planner(longest, ways or WayFlags(), nodes)
     wanted = (serving or ServingFlags()).serving(seed=requests.seed)
     served, replays = serve(planner, arrivals, wanted, node=nodes.node, sustained=sustained)
     if html is not None:
@@ -207,7 +210,9 @@ def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Li
     wanted = serving.objective
     prefill = banded(f"{served.prefill_tokens_per_s:,.0f}", inverse(served.prefill_band))
     gpus = ranged("{:,}", served.gpu_count, served.gpu_ends)
+    way = name_of(served.parallel)
     return [
+        ("the model is shared", way, way, "heads x requests, experts"),
         _both(
             served,
             "served",
@@ -215,7 +220,7 @@ def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Li
             f"of {len(arrivals):,} that arrive in {arrivals[-1].at_s:,.0f} s",
             figure=lambda summary: summary.served_count,
         ),
-        ("GPUs, prefill among them", gpus, gpus, _tier(served.prefill)),
+        ("GPUs, prefill among them", gpus, gpus, _tier(served)),
         ("prefill, tokens/s per GPU", prefill, prefill, "of a whole prompt"),
         *_rates(served),
         _both(
@@ -326,10 +331,12 @@ def _late(times: Spread | None) -> float:
     return 0.0 if times is None else times.p90
 
 
-def _tier(size: Size | None) -> str:
+def _tier(served: Served) -> str:
+    decoding, size = served.parallel.attention_tp, served.prefill
+    who = "1 decodes" if decoding == 1 else f"{decoding} decode together"
     if size is None:
-        return "prefill runs beside decode"
-    return f"1 decodes, {size[0]} x {size[1]} prefill for it"
+        return f"{who}, prefill runs beside it"
+    return f"{who}, {size[0]} x {size[1]} prefill for it"
 
 
 def _ratio(served: Served, figure: Callable[[Summary], float]) -> str:
@@ -364,7 +371,7 @@ def _sustained(served: Served) -> list[Line]:
             "sustained, requests/s",
             f"{offload.rate:.2f} of {offload.gpu_count}",
             f"{resident.rate:.2f} of {resident.gpu_count}",
-            "of so many GPUs, one of which decodes",
+            f"of so many GPUs, {served.parallel.attention_tp} of which decode",
         ),
         ("sustained per GPU, all", ours, theirs, remark),
     ]

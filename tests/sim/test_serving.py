@@ -64,20 +64,35 @@ def test_steps_between_grid_points_are_the_planners(
     assert found.step_us == pytest.approx(here.point(batch, slots).step_us, rel=error)
 
 
-def test_a_saturated_rank_does_what_the_planner_says(planner: Planner):
-    """Two full batches arrive at once: batch and tokens a second are those of `ess plan`.
+WAYS = {
+    "wide": Parallel.wide(32),
+    "heads": Parallel(attention_tp=4, attention_dp=8, expert_ep=32),
+    "parts": Parallel(attention_tp=8, expert_tp=8),
+    "stages": Parallel(attention_dp=16, expert_ep=16, pp=2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_saturated_rank_does_what_the_planner_says(planner: Planner, way: str):
+    """Two full batches arrive at once: batch and tokens a second are those of `ess plan`, for each
+    GPU that decodes.
 
     3 % for the drafts of a finite number of steps, and since the mean context is a little less.
     """
-    most = planner.budget.batch_max(context=131_072, slots_each=6400)
-    mix = Mix(rate=1e6, count=2 * most, prompt_tokens=130_560, output_tokens=512)
+    shared = WAYS[way]
+    here = replace(planner, ask=Ask(context=131_072, gpu_count=shared.gpu_count, parallel=shared))
+    most = here.budget.batch_max(context=131_072, slots_each=6400)
+    mix = Mix(rate=1e6, count=2 * most, prompt_tokens=130_816, output_tokens=256)
     serving = Serving(objective=OBJECTIVE, tier=(1024, 61))
-    found = serve(planner, draw(mix, seed=0), serving)
-    point = planner.point(most, planner.budget.slots_each(context=131_072, batch=most))
+    found = serve(here, draw(mix, seed=0), serving)
+    point = here.point(most, here.budget.slots_each(context=131_072, batch=most))
     busy_s = found.offload.seconds * found.offload.busy_share
+    made = 2 * most * 256 / busy_s / shared.attention_tp
     assert found.offload.batch_peak == most
-    assert 2 * most * 512 / busy_s == pytest.approx(point.tokens_per_s, rel=0.03)
-    assert found.offload.tokens_per_s > 1.8 * found.resident.tokens_per_s
+    assert made == pytest.approx(point.tokens_per_s, rel=0.03)
+    assert found.offload.tokens_per_s > 1.2 * found.resident.tokens_per_s
+    assert found.gpu_count == shared.attention_tp + 1024 * 61
+    assert found.parallel == shared
 
 
 @pytest.mark.slow
@@ -218,6 +233,8 @@ def drawn(folder: Path) -> Path:
         "0.9",
         "--requests",
         "60",
+        "--attention-tp",
+        "4",
     ]
     assert main(["sim", *asked, "--html", str(out)]) == 0
     return out
@@ -229,6 +246,7 @@ def test_the_page_holds_all_it_shows(tmp_path: Path):
     found = re.search(r'application/json">(.*?)</script>', html, re.DOTALL)
     assert found is not None
     numbers = json.loads(found[1])
+    assert "TP4 x DP8, EP32" in numbers["about"]
     assert [side["name"] for side in numbers["sides"]] == ["with offload", "resident"]
     for side in numbers["sides"]:
         assert len(side["firsts"]) == 60
@@ -299,6 +317,12 @@ def test_the_pace_is_kept_by_nine_in_ten(planner: Planner, mtp: int):
         (["--rate", "1", "--out", "2000000000"], "an output of 2,000,000,000 tokens"),
         (["--rate", "1", "--out", "1000000", "--requests", "200"], "200,000,000 tokens"),
         (["--rate", "1", "--gpu", "abacus"], "abacus"),
+        (["--rate", "1", "--attention-tp", "3"], "--gpus 32 are not divided by --attention-tp 3"),
+        (["--rate", "1", "--expert-tp", "32"], "EP 1 x TP 32) were not measured; measured were"),
+        (
+            ["--rate", "1", "--attention-tp", "32"],
+            "attention of 4 heads over fp8 rows was not measured",
+        ),
         (["--rate", "1", "--ctx", "4m"], "a prompt of 4,194,304 tokens"),
         (["--trace", "nowhere.csv"], "nowhere.csv"),
     ],

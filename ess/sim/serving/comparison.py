@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ess.errors import BadInput
 from ess.sim.locality.lru_curves import Agreed, Drawing, agreement, lru_curves
+from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.bands import Band
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import MISS_FACTORS, Planner
@@ -23,14 +24,15 @@ from ess.sim.serving.goodput import Summary, summarise
 from ess.sim.serving.prefixes import reused, shared
 from ess.sim.serving.replay import Drafting, Replay
 from ess.sim.serving.traffic import chance_of
-from ess.sim.serving.worker import ENDS_STEP, Off, Size, Sustained, Worker, gpu_count
+from ess.sim.serving.worker import ENDS_STEP, Off, Size, Sustained, Worker
 from ess.sim.step_grid import StepTimes
 from ess.units import PAGE_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """`gpu_count` are the decode GPU and the `prefill` GPUs that feed it, as pipelines x GPUs.
+    """`gpu_count` are the decode GPU, or those that share its heads, and the `prefill` GPUs that
+    feed it, as pipelines x GPUs.
 
     `prefill_tokens_per_s` is what one prefill GPU computes of an average prompt. `cached_share` of
     all prompt tokens was prefilled before. `sustained` are the rates up to which nine in ten of
@@ -46,6 +48,7 @@ class Served:
     resident: Summary
     offload_ends: tuple[Summary, Summary]
     resident_ends: tuple[Summary, Summary]
+    parallel: Parallel
     gpu_count: int
     gpu_ends: tuple[int | None, int | None]
     prefill: Size | None
@@ -92,7 +95,8 @@ def serve(
         resident=sums[1],
         offload_ends=(offload.summary(good), offload.summary(bad)),
         resident_ends=(resident.summary(good), resident.summary(bad)),
-        gpu_count=gpu_count(size),
+        gpu_count=worker.gpu_count(size),
+        parallel=planner.ask.way,
         gpu_ends=(offload.sized(good), offload.sized(bad)),
         prefill=size,
         prefill_tokens_per_s=mean / worker.prefilling.time.of(mean),
@@ -137,7 +141,7 @@ class Side:
     def sized(self, off: Off) -> int | None:
         """GPUs with a tier for these times; None where none keeps the time to the first token."""
         try:
-            return gpu_count(self.worker.off_by(off).size(self.arrivals))
+            return self.worker.gpu_count(self.worker.off_by(off).size(self.arrivals))
         except BadInput:
             return None
 

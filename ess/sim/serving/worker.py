@@ -1,5 +1,9 @@
 """One decode GPU and the prefill GPUs that feed it, as a replay takes them.
 
+Where GPUs share heads, all of one group decode the same requests. A pipeline of stages has as many
+micro-batches under way as it has stages; one of them is replayed, with its share of the GPUs: as
+many as share heads, whatever the stages.
+
 A tier is given, or sized for a rate of requests: the fewest GPUs whose queue lets nine in ten see
 their first token in time, by the planner's own search, with prompts of their mean length.
 """
@@ -39,7 +43,7 @@ Size = tuple[int, int]
 
 
 class Sustained(NamedTuple):
-    """The highest rate per decode GPU, and the GPUs that it takes, that one among them."""
+    """The highest rate per decode GPU or group of heads, and the GPUs that it takes, with it."""
 
     rate: float
     gpu_count: int
@@ -94,6 +98,15 @@ class Worker:
             misses_off=off.misses,
         )
 
+    @property
+    def decoding(self) -> int:
+        """GPUs."""
+        return self.planner.ask.way.attention_tp
+
+    def gpu_count(self, size: Size | None) -> int:
+        """Those that decode, and those that prefill for them."""
+        return self.decoding + (0 if size is None else size[0] * size[1])
+
     def replayed(
         self, arrivals: Sequence[Arrival], *, slot_floor: int | None, size: Size | None
     ) -> Replay:
@@ -143,7 +156,7 @@ class Worker:
         search begins near a rate, and assumes that a rank which sustains a rate sustains every
         lower rate too.
         """
-        low, high = Sustained(0.0, 1), math.inf
+        low, high = Sustained(0.0, self.decoding), math.inf
         rate = min(max(near, RATE_MIN), RATE_MAX)
         while low.rate < RATE_MAX and high > max(RATE_MIN, step * low.rate):
             gpus = self._gpus_if_met(arrivals, rate, slot_floor)
@@ -161,7 +174,7 @@ class Worker:
         size = self.sized(rate, arrivals) if self.serving.tier == AUTO else self.size(stretched)
         lived = self.replayed(stretched, slot_floor=slot_floor, size=size)
         good_share = summarise(lived, self.serving.objective).good_share
-        return gpu_count(size) if good_share >= GOOD_SHARE else None
+        return self.gpu_count(size) if good_share >= GOOD_SHARE else None
 
     def rank(self, arrivals: Sequence[Arrival], *, slot_floor: int | None) -> Rank:
         lengths = [arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals]
@@ -186,8 +199,3 @@ class Worker:
         mean = self.planner.curves.mean(context=length, slots=slots)
         missed = self.misses_off * mean * queries / PUBLISHED_QUERIES
         return min(missed, float(queries * self.planner.layout.top_k))
-
-
-def gpu_count(size: Size | None) -> int:
-    """The decode GPU, and those that prefill for it."""
-    return 1 if size is None else 1 + size[0] * size[1]
