@@ -42,6 +42,7 @@ class Offload:
         self.sizes = pools.sizes
         self.clock = clock
         self.timings = side.timings
+        self.stopwatch = side.stopwatch
         self.owner = Owner(pools, side.placement)
         self._side = side
         self._pools = pools

@@ -17,6 +17,7 @@ from ess.door.residency.slots import Slots
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Counters, Stats, Timings
 from ess.kernels.streams import Lane
+from ess.overlap.timeline import Stopwatch
 
 MakePlacement: TypeAlias = Callable[[Slots], Placement]
 
@@ -32,6 +33,10 @@ class Side(Protocol):
 
     @property
     def timings(self) -> Timings: ...
+
+    @property
+    def stopwatch(self) -> Stopwatch | None:
+        """Of a device, whose work the host's clock says nothing of."""
 
     def step_begun(self) -> None: ...
 
@@ -64,6 +69,7 @@ class HostSide:
         self, pools: HostPools, lane: Lane, clock: Clock, make_placement: MakePlacement | None
     ) -> None:
         self.pools = pools
+        self.stopwatch: Stopwatch | None = None
         self.timings = Timings(layout=pools.layout, clock=clock)
         self.counters = Counters(pools.layout)
         self.resident = Resident(pools)

@@ -35,6 +35,8 @@ class Stats:
 
     Times and counts of fetches are per layer: `transfer_ns` on the lane, of which `exposed_ns` was
     waited for and `hidden_ns` was not; `ahead_count` fetches had started before their layer asked.
+    These fetches have moved `moved_bytes`, per group. On a device some steps are timed, on the host
+    all of them.
     """
 
     hit_count: Counts
@@ -43,6 +45,7 @@ class Stats:
     evicted_count: Counts
     fetched_bytes: Counts
     stored_bytes: Counts
+    moved_bytes: Counts
     used_slot_count: Counts
     slot_count: Counts
     transfer_ns: Counts
@@ -78,6 +81,7 @@ class Counters:
                 "evicted_count",
                 "fetched_bytes",
                 "stored_bytes",
+                "moved_bytes",
             )
         }
         self.step_count = 0
@@ -86,6 +90,7 @@ class Counters:
         self._counts["hit_count"][plan.group] += plan.hit_count
         self._counts["miss_count"][plan.group] += len(plan.rows)
         self._counts["place_count"][plan.group] += plan.place_count
+        self._counts["moved_bytes"][plan.group] += len(plan.rows) * self._row_bytes[plan.group]
         self.moved(plan)
 
     def located(self, group: int, selection: npt.NDArray[np.int32]) -> None:
@@ -175,7 +180,7 @@ class Timings:
     def copied(self, layers: Sequence[int], times: Sequence[tuple[int, int]]) -> None:
         """All layers of a group were copied while the caller waited."""
         for layer, (started_ns, finished_ns) in zip(layers, times, strict=True):
-            self._count(layer, started_ns, finished_ns, None, is_ahead=layer != layers[0])
+            self.count(layer, started_ns, finished_ns, None, is_ahead=layer != layers[0])
 
     def landed(self) -> None:
         """The step is over, and so are its fetches."""
@@ -184,12 +189,12 @@ class Timings:
             if fetch.asked_ns is not None and event.done():
                 is_ahead = event.started_ns < fetch.asked_ns
                 waited_ns = None if isinstance(event, DoneEvent) else fetch.waited_ns
-                self._count(
+                self.count(
                     fetch.layer, event.started_ns, event.finished_ns, waited_ns, is_ahead=is_ahead
                 )
         self._fetches.clear()
 
-    def _count(
+    def count(
         self,
         layer: int,
         started_ns: int,

@@ -1,4 +1,8 @@
-"""How long each stage of a step took, and on request when every run of a stage began and ended."""
+"""How long each stage of a step took, and on request when every run of a stage began and ended.
+
+On a device stages are queued, and what the host sees of them is the queueing. There a stopwatch has
+moments of the device's own clock, for some steps only, and tells their times when they are over.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from ess.clock import Clock
 
 A = ParamSpec("A")
 T = TypeVar("T")
+At: TypeAlias = Callable[[Any], int]
+"""When a moment has been, in nanoseconds."""
+Note: TypeAlias = Callable[[At], None]
+
+
+class Stopwatch(Protocol):
+    """Of a device. No step is timed that begins while it `rests`."""
+
+    rests: bool
+
+    @property
+    def is_on(self) -> bool:
+        """The step that is being queued is timed."""
+
+    def mark(self) -> Any:
+        """A moment: the device has done what is queued so far."""
+
+    def note(self, note: Note) -> None:
+        """To be called when all moments of the step have been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +57,42 @@ class Ranges(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Timeline:
-    """`total_ns` and `run_count` per stage until `restart`; spans of a step if `keeps_spans`. A
-    profiler's `ranges` are told of every stage while it runs."""
+    """`total_ns` and `run_count` per stage until `restart`; spans of a step if `keeps_spans`. With
+    a `stopwatch` they are those of the steps that it has told of. A profiler's `ranges` are told of
+    every stage while it runs."""
 
     clock: Clock
+    stopwatch: Stopwatch | None = None
     keeps_spans: bool = False
     ranges: Ranges | None = None
     total_ns: Counter[str] = field(default_factory=Counter)
     run_count: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
 
-    def note(self, of: Watched, stage: str, started_ns: int) -> None:
-        """A stage that started at `started_ns` ends now."""
-        now_ns = self.clock.now_ns()
-        assert started_ns <= now_ns, f"{stage} of layer {of.number} ends before it starts"
-        self.total_ns[stage] += now_ns - started_ns
-        self.run_count[stage] += 1
+    def start(self) -> Any:
+        """A stage starts."""
+        if self.stopwatch is None:
+            return self.clock.now_ns()
+        return self.stopwatch.mark() if self.stopwatch.is_on else None
+
+    def note(self, of: Watched, stage: str, started: Any) -> None:
+        """A stage that started then ends now."""
+        layer, first_query = of.number, of.first_query
+        if self.stopwatch is None:
+            self._took(Span(layer, first_query, stage, started, self.clock.now_ns()))
+        elif started is not None:
+            ended = self.stopwatch.mark()
+            self.stopwatch.note(
+                lambda at: self._took(Span(layer, first_query, stage, at(started), at(ended)))
+            )
+
+    def _took(self, span: Span) -> None:
+        taken_ns = span.finished_ns - span.started_ns
+        assert taken_ns >= 0, f"{span.stage} of layer {span.layer} ends before it starts"
+        self.total_ns[span.stage] += taken_ns
+        self.run_count[span.stage] += 1
         if self.keeps_spans:
-            self.spans.append(Span(of.number, of.first_query, stage, started_ns, now_ns))
+            self.spans.append(span)
 
     def total_us(self, *stages: str) -> float:
         assert len(set(stages)) == len(stages), f"a stage is counted twice: {stages}"
@@ -98,14 +139,14 @@ def timed(stage: Callable[Concatenate[W, A], T]) -> Callable[Concatenate[W, A], 
 
     def noted(self: W, /, *args: A.args, **kwargs: A.kwargs) -> T:
         timeline = self.timeline
-        started_ns = timeline.clock.now_ns()
+        started = timeline.start()
         ranges = timeline.ranges
         if ranges is None:
             result = stage(self, *args, **kwargs)
         else:
             with within(ranges, f"{name} L{self.number}"):
                 result = stage(self, *args, **kwargs)
-        timeline.note(self, name, started_ns)
+        timeline.note(self, name, started)
         return result
 
     return noted

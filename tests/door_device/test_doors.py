@@ -11,5 +11,6 @@ from tests.support import beside
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
-def test_the_doors_agree(emulated: Path) -> None:
-    beside.run_tests("tests/door_device/played.py", built=emulated)
+@pytest.mark.parametrize("module", ["played", "clocked"])
+def test_the_doors_agree(module: str, emulated: Path) -> None:
+    beside.run_tests(f"tests/door_device/{module}.py", built=emulated)

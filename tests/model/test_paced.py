@@ -6,6 +6,7 @@ import pytest
 
 from ess.clock import Clock
 from ess.engine.prompt import run as prompts
+from ess.engine.step.laps import HostLap
 from ess.engine.tokens.sampling import Sampling
 from tests.model.test_engine import engine, expected, prompt, run
 
@@ -29,7 +30,7 @@ class LoadClock(Clock):
             return step
 
         eng.offload.begin = timed
-        eng._clock = eng._flights._clock = self
+        eng._clock, eng._flights._laps = self, lambda: HostLap(self)
 
     def prefilling(self, run_chunks, *, token_s: float):
         """`run_chunks` with the time that the tokens of all its spans take."""

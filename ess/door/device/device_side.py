@@ -15,6 +15,7 @@ from ess.door.device.residency.landings import Landings
 from ess.door.device.residency.leaving import Leaving
 from ess.door.device.residency.refilling import DeviceRefill
 from ess.door.device.steps.device_slots import DeviceSlots
+from ess.door.device.steps.stopwatch import Stopwatch
 from ess.door.pools import PoolSizes
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Stats, Timings
@@ -30,7 +31,8 @@ class DeviceSide:
         self.landings = Landings(pools)
         self.knowledge = Knowledge(pools, self.landings)
         self.keeper = DeviceRefill(pools, self.landings, self.knowledge)
-        self.slots = DeviceSlots(pools, self.landings, self.knowledge)
+        self.stopwatch = Stopwatch(pools.lane, self.timings, clock)
+        self.slots = DeviceSlots(pools, self.landings, self.knowledge, self.timings, self.stopwatch)
         self.placement = self.slots
         self.step_count = 0
         pools.sparse.leaving = Leaving(pools)
@@ -50,6 +52,7 @@ class DeviceSide:
             evicted_count=counting.counts("evicted", "select", "landing"),
             fetched_bytes=counting.counts("claimed", "select", "landing") * row_bytes,
             stored_bytes=counting.counts("stored") * row_bytes,
+            moved_bytes=self.stopwatch.moved_rows * row_bytes,
             **{name: counts.copy() for name, counts in self.timings.counts.items()},
             used_slot_count=counting.used(),
             slot_count=np.array([pools.sparse.slot_count(g) for g in groups], np.int64),

@@ -18,6 +18,7 @@ from ess.engine.plan import Turn
 from ess.engine.request import Request
 from ess.engine.step.decode import launch, learn
 from ess.engine.step.feeding import Future
+from ess.engine.step.laps import DeviceLap
 from ess.engine.step.runner import Runner
 from ess.engine.tokens.sampling import Sampling
 from ess.overlap.policy import Vector
@@ -52,7 +53,7 @@ def rehearse(
     with runner.tuning.uncounted():
         for kind in kinds(runner, replays, width):
             if not replays.is_full and replays.has_bytes(sum(kind.counts)):
-                _capture(runner, future, replays, kind, draft_count, clock)
+                _capture(runner, future, replays, kind, draft_count)
     replays.eager_counts.clear()
     runner.offload.drain()
     made, size = replays.captured_count, format_bytes(replays.byte_count)
@@ -76,7 +77,6 @@ def _capture(
     replays: Replays,
     kind: Kind,
     draft_count: int,
-    clock: Clock,
 ) -> None:
     """In the step behind those that load what it needs."""
     request = Request(number=0, prompt=[0], sampling=kind.sampling)
@@ -91,7 +91,7 @@ def _capture(
             replays,
             (Turn(request, kind.count),),
             draft_count=draft_count,
-            clock=clock,
+            lap=DeviceLap(),
             fit=Fit(kind.counts),
             vector=kind.vector,
         )

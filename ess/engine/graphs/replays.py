@@ -19,7 +19,7 @@ import gc
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -100,7 +100,7 @@ class Replays:
         estimated = self._takes(query_max=largest, graph_count=graph_max)
         self._byte_max = estimated if byte_max is None else byte_max
         self._pool_bytes = 0
-        self._held: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._held: OrderedDict[tuple[Course, Hashable], Captured] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._stream = Cuda.Stream(runner.model.device)
         self._pool = Cuda.graph_pool_handle()
@@ -131,21 +131,24 @@ class Replays:
         if held is not None:
             self._held.move_to_end(key)
             return self._replay(step, held)
-        cause = fit.cause or self._cause(course, key)
+        cause = fit.cause or self._cause(course, more)
         if cause is not None:
             self.eager_counts[cause] += 1
             return compute()
         self._held[key] = captured = self._capture(step, compute)
         if len(self._held) > self._graph_max:
-            self._seen.pop(self._held.popitem(last=False)[0], None)
+            dropped, _ = self._held.popitem(last=False)
+            self._seen.pop(_untimed(*dropped), None)
             self.dropped_count += 1
         return captured.made
 
-    def _cause(self, course: Course, key: Hashable) -> Cause | None:
-        """Why a step of a kind without a graph is not captured."""
+    def _cause(self, course: Course, more: Hashable) -> Cause | None:
+        """Why a step of a kind without a graph is not captured. Timed steps have a graph of their
+        own, for which nothing is to be loaded that steps without events have not loaded."""
         if course.verified_layer is not None:
             return "verified"
-        count = self._seen[key] = self._seen.pop(key, 0) + 1
+        kind = _untimed(course, more)
+        count = self._seen[kind] = self._seen.pop(kind, 0) + 1
         if len(self._seen) > KINDS_MAX:
             self._seen.popitem(last=False)
         if count <= EAGER_STEPS:
@@ -221,3 +224,8 @@ class Replays:
         held = self.captured_count - self.dropped_count
         assert held == len(self._held), f"{len(self._held)} graphs are held, not {held}"
         assert len(self._seen) <= KINDS_MAX, f"{len(self._seen)} kinds are remembered"
+
+
+def _untimed(course: Course, more: Hashable) -> Hashable:
+    """The kind of a step, with or without events between its stages."""
+    return replace(course, is_timed=False), more

@@ -32,6 +32,7 @@ class Course:
     end within a sequence; its queries are appended and resolved in their order all the same.
     Every request has `queries_per_request` queries, pads too, or it is 1: the same counts of a
     bucket may hold either kind of step. `splits`: layers with experts run in two halves.
+    `is_timed`: events between the stages are part of what is queued.
     """
 
     counts: tuple[int, ...]
@@ -39,6 +40,7 @@ class Course:
     vector: Vector
     verified_layer: int | None
     splits: bool
+    is_timed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

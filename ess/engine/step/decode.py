@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ess.clock import Clock
 from ess.door import Step
 from ess.engine.graphs.replays import Fit, Made, Replays
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.step.drafts import draft
 from ess.engine.step.feeding import Fed, Future, Outcome
+from ess.engine.step.laps import Lap
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import SeenRows
 from ess.engine.tpot_control import Seen
@@ -32,13 +32,13 @@ class Flight:
     turns: tuple[Turn, ...]
     step: Step
     draft_count: int
-    seconds: float
+    lap: Lap
     rows: SeenRows
 
     def seen(self, verified: Sequence[tuple[int, int]]) -> Seen:
         assert len(verified) == len(self.turns), f"{len(verified)} outcomes of {len(self.turns)}"
         return Seen(
-            seconds=self.seconds,
+            seconds=self.lap.seconds,
             request_count=len(self.turns),
             query_count=self.step.query_count,
             draft_count=self.draft_count,
@@ -53,16 +53,15 @@ def launch(
     turns: tuple[Turn, ...],
     *,
     draft_count: int,
-    clock: Clock,
+    lap: Lap,
     fit: Fit | None = None,
     vector: Vector | None = None,
 ) -> Flight:
     """PoolFull if there are no pages for the positions that the turns may reach: then nothing has
     changed. Without `replays`, which have said how it `fit`s, a step runs eagerly. `vector` are its
-    modes, if no policy decides them."""
+    modes, if no policy decides them. `lap` has just begun."""
     assert turns, "a step without requests"
     assert len({turn.request for turn in turns}) == len(turns), "a request has two turns"
-    started_s = clock.now_s()
     sequences = [turn.sequence for turn in turns]
     query_counts = tuple(turn.count for turn in turns)
     counts = query_counts if fit is None else fit.counts
@@ -76,8 +75,9 @@ def launch(
     else:
         made = replays.run(step, fit, course, (draft_count, fed.form), compute)
     step.seal(accepted=made.said.accepted[: len(turns)])
+    lap.end()
     made.said.tell(fed)
-    return Flight(turns, step, draft_count, clock.now_s() - started_s, made.watch.seen())
+    return Flight(turns, step, draft_count, lap, made.watch.seen())
 
 
 def learn(future: Future, flight: Flight) -> tuple[Outcome, ...]:

@@ -23,6 +23,7 @@ from ess.engine.step.decode import Flight, launch, learn
 from ess.engine.step.device_future import DeviceFuture
 from ess.engine.step.feeding import Future, Outcome
 from ess.engine.step.future import FutureMap
+from ess.engine.step.laps import laps_of
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import Warmth
 from ess.engine.tpot_control import Seen, drafts_of
@@ -43,6 +44,7 @@ class Flights:
         self._runner = runner
         self._config = config
         self._clock = clock
+        self._laps = laps_of(runner.model.device, clock)
         self._future = future_of(runner, verified_max=config.mtp)
         self.replays = replays_of(runner, config)
         self._flights: deque[Flight] = deque()
@@ -86,7 +88,7 @@ class Flights:
             self.replays,
             turns,
             draft_count=draft_count,
-            clock=self._clock,
+            lap=self._laps(),
             fit=None if self.replays is None else self.replays.fit(turns, self.pace.verified_count),
         )
         self._flights.append(flight)

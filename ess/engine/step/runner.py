@@ -80,6 +80,7 @@ class Runner:
         RESIDENT runs NONE, whose plan holds its rows."""
         vector, layer_total = vector or self.tuning.vector(step), self.offload.layout.layer_total
         assert len(vector) == layer_total, f"{len(vector)} modes of {layer_total}"
+        stopwatch = self.offload.stopwatch
         has_experts = any(can_split for can_split, _ in self._runs)
         splits = not self.tuning.reasons_whole(counts, vector, has_experts=has_experts)
         if splits:
@@ -90,6 +91,7 @@ class Runner:
             vector=vector,
             verified_layer=self.verifier.layer_for(step.number, layer_total),
             splits=splits,
+            is_timed=stopwatch is not None and stopwatch.is_on,
         )
         return self._course
 

@@ -100,7 +100,7 @@ class Tuning:
         self._asks_first = asks_first
         self.split_count = 0
         self.reasons: tuple[str, ...] = ("no step has run",)
-        self.timeline = Timeline(clock=offload.clock)
+        self.timeline = Timeline(clock=offload.clock, stopwatch=offload.stopwatch)
         self.mode_counts: npt.NDArray[np.int64] = np.zeros(
             (offload.layout.layer_total, len(Mode)), np.int64
         )
@@ -135,9 +135,14 @@ class Tuning:
     def uncounted(self) -> Iterator[None]:
         """For steps of no request."""
         mode_counts, split_count = self.mode_counts.copy(), self.split_count
+        stopwatch = self.timeline.stopwatch
+        if stopwatch is not None:
+            stopwatch.rests = True
         try:
             yield
         finally:
+            if stopwatch is not None:
+                stopwatch.rests = False
             self.mode_counts[:] = mode_counts
             self.split_count = split_count
 
@@ -251,7 +256,7 @@ class Tuning:
         if seen is None:
             return state
         if self._is_guessed:
-            self._is_guessed = False
+            self._is_guessed = seen.hiding is None
             state = replace(
                 state,
                 misses=seen.misses,
@@ -274,7 +279,7 @@ class Tuning:
         assert (asked >= missed).all(), "more rows missed than asked for"
         per_layer = [int(missed[layout.group_of(layer)]) for layer in range(layout.layer_total)]
         moved_us = float((stats.transfer_ns - since.stats.transfer_ns).sum()) / 1e3
-        moved_bytes = sum(per_layer) * layout.row_bytes
+        moved_bytes = int((stats.moved_bytes - since.stats.moved_bytes).sum())
         return Observation(
             misses=tuple(count / since.request_count for count in per_layer),
             request_count=div_ceil(since.request_count, run_count),
@@ -289,13 +294,13 @@ class Tuning:
     def _windows(self, query_count: int, missing_share: float) -> Hiding | None:
         """One pair of windows for all layers: the step's mean. What splitting costs comes from the
         calibration, since a step runs a layer in one mode only and cannot compare two. None where
-        stages are queued for a device: their times here are those of queueing.
+        none was timed: on a device few steps are.
         """
         assert query_count > 0, "steps without queries"
         assert 0.0 <= missing_share <= 1.0, f"{missing_share} of the rows missed"
         timeline, constants = self.timeline, self._calibrated.constants
         run_count = timeline.run_count["pre_attn"]
-        if run_count == 0 or self._asks_first:
+        if run_count == 0:
             return None
         return hiding(
             pre_attn_us=timeline.total_us("pre_attn") / run_count,

@@ -15,6 +15,7 @@ from ess.kernels.cuda.driver import NOT_READY, Device, attempt, call, fault
 POLL_S_MIN: Final = 20e-6
 POLL_S_MAX: Final = 1e-3
 NON_BLOCKING: Final = 1
+EXTERNAL: Final = 1
 
 
 class CudaEvent:
@@ -26,9 +27,14 @@ class CudaEvent:
         self.handle = int(call("cuEventCreate", 0))
         weakref.finalize(self, _release, device, "cuEventDestroy", self.handle)
 
-    def record(self, stream: int) -> CudaEvent:
+    def record(self, stream: int, *, is_external: bool = False) -> CudaEvent:
+        """`is_external`, only while the stream is captured: every replay records the event, so that
+        it has a time. Without it the event orders what is captured, and no more."""
         self._device.make_current()
-        call("cuEventRecord", self.handle, stream)
+        if is_external:
+            call("cuEventRecordWithFlags", self.handle, stream, EXTERNAL)
+        else:
+            call("cuEventRecord", self.handle, stream)
         return self
 
     def hold(self, stream: int) -> None:
@@ -56,7 +62,11 @@ class CudaEvent:
     def us_since(self, earlier: CudaEvent) -> float:
         if not self.done():
             raise BadState("the event is not done: it has no time yet")
-        return 1e3 * float(call("cuEventElapsedTime", earlier.handle, self.handle))
+        return self.ns_since(earlier) / 1e3
+
+    def ns_since(self, earlier: CudaEvent) -> int:
+        """Of two that have passed."""
+        return round(1e6 * float(call("cuEventElapsedTime", earlier.handle, self.handle)))
 
 
 class CudaStream:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ess.door.device.memory.counting import Counts
+from ess.door.device.steps.stopwatch import TimedFetch
 from ess.door.residency.slots import SplitViews
 from ess.kernels.cuda.streams import CudaEvent
+from ess.overlap.timeline import Note
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class DeviceFetch:
     event: CudaEvent
     copy: int
     is_last: bool
+    timed: TimedFetch | None
 
     def ask(self) -> None:
         return
@@ -65,3 +68,4 @@ class Recorded:
     copy_count: int
     written: tuple[range, ...]
     resolved: Counts
+    notes: tuple[Note, ...]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,10 @@ from ess.door.device.residency.knowledge import Knowledge
 from ess.door.device.residency.landings import Landings
 from ess.door.device.steps.answers import DeviceFetch, DeviceSplit, Recorded
 from ess.door.device.steps.sealing import Sealing
+from ess.door.device.steps.stopwatch import Stopwatch, TimedFetch
 from ess.door.placement import LayerMemory, Resolution
 from ess.door.sequences.sequence import Sequence
+from ess.door.stats import Timings
 from ess.door.step import Step
 from ess.errors import BadState
 from ess.flashtrans.mover import PreparedCopies
@@ -41,19 +43,29 @@ from ess.pool.device_bytes import RING
 from ess.pool.lru.cuda import Residency, forget_tickets
 from ess.pool.lru.cuda_audit import FINDINGS
 from ess.pool.lru.cuda_new_rows import NewRows
-from ess.pool.lru.cuda_shape import Moment, ResolveShape
+from ess.pool.lru.cuda_shape import REPORT, Moment, ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.pool.warmup import WindowSet, last_windows, warm_set
 from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]
 
+CLAIMED: Final = REPORT.index("claimed")
+
 
 class DeviceSlots:
     """`copy_count` copies of this step are queued; compute has waited for the first `waited`."""
 
-    def __init__(self, pools: DevicePools, landings: Landings, knowledge: Knowledge) -> None:
+    def __init__(
+        self,
+        pools: DevicePools,
+        landings: Landings,
+        knowledge: Knowledge,
+        timings: Timings,
+        stopwatch: Stopwatch,
+    ) -> None:
         self.pools, self.knowledge = pools, knowledge
+        self._timings, self._stopwatch = timings, stopwatch
         self._located_part = pools.sizes.part_max
         self._landings = landings
         self._memory = [layer_memory(pools, layer) for layer in range(pools.layout.layer_total)]
@@ -140,18 +152,22 @@ class DeviceSlots:
         if pools.lane.keys_under_way:
             pools.lane.hold_compute()
             pools.lane.keys_under_way = False
+        self._stopwatch.begin()
         self.settle()
         if pools.sparse.ticket > TICKET_MAX and self._landings.restart():
             forget_tickets(pools.lane.device, pools.sparse.ticket_of, stream=pools.lane.compute)
             pools.sparse.ticket = 0
-        ticket = pools.sparse.ticket
-        moment = {"step": step.number, "ticket": ticket, "landed": ticket}
-        moment["behind"] = self._landings.behind()
+        self._write_now(step.query_count)
+        for works in (self._works, self._locating):
+            works.begin(stream=pools.lane.compute)
+
+    def _write_now(self, query_count: int) -> None:
+        sparse, behind = self.pools.sparse, self._landings.behind()
+        moment = {"step": sparse.step, "ticket": sparse.ticket, "landed": sparse.ticket}
         scarce = bool((self.knowledge.room() < 0).any())
         for works, stamps in ((self._works, scarce), (self._locating, False)):
-            now = now_of(**moment, query_count=step.query_count, stamps=stamps)
+            now = now_of(**moment, behind=behind, query_count=query_count, stamps=stamps)
             upload_into(works.now, np.array(now, np.int32))
-            works.begin(stream=pools.lane.compute)
 
     def settle(self) -> None:
         """The slots of the latest step's rows are as old as the host, behind its store."""
@@ -239,11 +255,21 @@ class DeviceSlots:
         lane.follow(lane.steps)
         made = []
         for layer, copies in zip(layers, self._copies(group, layers, moment), strict=True):
-            event = self._event(layer, moment.part)
+            event, is_last = self._event(layer, moment.part), layer == layers[-1]
+            timed = self._timed(layer, is_ahead=layer != layers[0])
             lane.queue(copies, then=event)
-            made.append(DeviceFetch(self.hold, event, moment.copy, layer == layers[-1]))
+            if timed is not None:
+                timed.queued()
+            made.append(DeviceFetch(self.hold, event, moment.copy, is_last, timed))
         self._fetches += made
         return tuple(made)
+
+    def _timed(self, layer: int, *, is_ahead: bool) -> TimedFetch | None:
+        """A fetch that starts now, in a step that is timed."""
+        watch, lane = self._stopwatch, self.pools.lane.steps.handle
+        if not watch.is_on:
+            return None
+        return TimedFetch(watch, self._timings, layer, lane, is_ahead=is_ahead)
 
     def _copies(self, group: int, layers: tuple[int, ...], moment: Moment) -> list[PreparedCopies]:
         """One for each layer; they name the same memory whenever this moment comes round."""
@@ -275,7 +301,10 @@ class DeviceSlots:
         """Compute waits for a layer's copy, and so for all before it; the host does not."""
         if fetch.copy <= self._waited:
             return
-        fetch.event.hold(self.pools.lane.compute)
+        if fetch.timed is None:
+            fetch.event.hold(self.pools.lane.compute)
+        else:
+            fetch.timed.hold(fetch.event, self.pools.lane.compute)
         self._waited = fetch.copy if fetch.is_last else max(self._waited, fetch.copy - 1)
 
     def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
@@ -359,7 +388,8 @@ class DeviceSlots:
         if self._fetches:
             self.hold(self._fetches[-1])
         assert self._waited == self._copy_count, f"{step!r}: a copy was not waited for"
-        return Recorded(self._copy_count, tuple(self._written), self._resolved.copy())
+        notes = self._stopwatch.recorded()
+        return Recorded(self._copy_count, tuple(self._written), self._resolved.copy(), notes)
 
     def replay(self, step: Step, recorded: object) -> None:
         """The kernels of a graph have done, or will do, what the recorded step's calls queued."""
@@ -369,6 +399,7 @@ class DeviceSlots:
         self._written += recorded.written
         self._claimed.update(group for groups in recorded.written for group in groups)
         self._resolved += recorded.resolved
+        self._stopwatch.replayed(recorded.notes)
 
     # ---- the end of a step
 
@@ -392,6 +423,8 @@ class DeviceSlots:
     def _count(self, step: Step) -> None:
         """What the step's calls claim at most; what they have claimed, the seal adds up. Calls that
         may meet absent rows are not counted."""
+        shape = (-1, self.pools.layout.group_count, len(REPORT))
+        self._stopwatch.seal(self._works.reports.view(shape)[:, :, CLAIMED])
         at_most = self._resolved + step.query_count
         self.pools.counting.claims(
             at_most, [each.number for each in step.sequences], new_rows=step.query_count
@@ -434,6 +467,9 @@ class DeviceSlots:
         count = self._copy_count
         assert self._waited <= count, f"compute has waited for {self._waited} of {count} copies"
         assert self._claimed or not count, f"{count} copies of a step that has claimed no slot"
+        self._stopwatch.check()
+        if not self._claimed:
+            self._write_now(0)
         for residency in self._selects:
             residency.check(self._findings, stream=self.pools.lane.compute)
 

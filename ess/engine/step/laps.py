@@ -1,0 +1,56 @@
+"""What a decode step takes, for the pace: on the host its launch, on a device the work itself.
+
+A device is asked when the host learns the step: what it said has come by then, behind the lap's
+last event, so nobody waits. With a step queued behind another the lap begins where the device comes
+to it; without, the time in which the device waits for the host to launch is part of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from ess.clock import Clock
+
+Cuda: Any = torch.cuda
+
+
+class Lap(Protocol):
+    def end(self) -> None: ...
+
+    @property
+    def seconds(self) -> float:
+        """Asked behind what the step has said."""
+
+
+class HostLap:
+    def __init__(self, clock: Clock) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+        self._started_s = clock.now_s()
+
+    def end(self) -> None:
+        self.seconds = self._clock.now_s() - self._started_s
+
+
+class DeviceLap:
+    def __init__(self) -> None:
+        self._started, self._ended = (Cuda.Event(enable_timing=True) for _ in range(2))
+        self._started.record()
+
+    def end(self) -> None:
+        self._ended.record()
+
+    @property
+    def seconds(self) -> float:
+        return float(self._started.elapsed_time(self._ended)) / 1e3
+
+
+MakeLap: TypeAlias = Callable[[], Lap]
+
+
+def laps_of(device: torch.device, clock: Clock) -> MakeLap:
+    """A lap begins when it is made."""
+    return (lambda: HostLap(clock)) if device.type == "cpu" else DeviceLap
