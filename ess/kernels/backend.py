@@ -1,14 +1,12 @@
-"""Which backend runs. Each is a module; naming it imports it and nothing else does.
-
-`reference` is the truth, `cpu` agrees with it and is fast, `cuda` is for the device.
-"""
+"""Which backend runs: `reference` is the truth, `cpu` agrees with it and is fast, `cuda` is for the
+device, with kernels of other libraries where they are there and right."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from ess.errors import BadInput, Unavailable
+from ess.kernels.own import own_ops
 from ess.kernels.served import BackendName
 
 if TYPE_CHECKING:
@@ -22,32 +20,19 @@ def ops(name: BackendName) -> Ops:
 
 @functools.cache
 def _ops(name: BackendName) -> Ops:
+    if name != "cuda":
+        return own_ops(name)
     from ess.kernels.ops import Ops
 
-    return Ops(name, _backend(name))
-
-
-def _backend(name: BackendName) -> Backend:
-    if name == "reference":
-        from ess.kernels.reference import ops as reference
-
-        return reference
-    if name == "cpu":
-        from ess.kernels.cpu import ops as cpu
-
-        return cpu
-    if name == "cuda":
-        return _cuda()
-    raise BadInput(f"there are no {name!r} ops; there are {', '.join(get_args(BackendName))}")
+    return Ops(name, _cuda())
 
 
 def _cuda() -> Backend:
-    try:
-        from ess.kernels.cuda.triton import ops as triton_ops
-    except ModuleNotFoundError as error:
-        raise Unavailable(f"the cuda ops need {error.name}: install ess[cuda]") from None
-    triton_ops.require_device()
-    return triton_ops
+    own = own_ops("cuda")
+    from ess.kernels.cuda.adapters import choice, joined
+    from ess.kernels.cuda.triton.launch import home
+
+    return joined.joined(own, choice.choose(home()))
 
 
 def chosen(name: BackendName) -> str:

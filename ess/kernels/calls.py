@@ -74,6 +74,7 @@ class Attend(NamedTuple):
     into: Partial
     threads: int
     balanced: bool
+    whole: bool
 
 
 def slot_range(rows: Tensor, placed: Tensor | None) -> tuple[int, int]:

@@ -190,14 +190,15 @@ class Ops:
         into: Partial | None = None,
         threads: int = 1,
         balanced: bool = False,
+        whole: bool = False,
     ) -> Partial:
         """Queries [q, heads, latent + rope] over the encoded rows that slots [q, width] name.
 
         A slot >= 0 names a row of `rows` [slot, row_bytes], -1 none, and -2 or less row -2 - slot
         of `placed`, which on CUDA may be pinned memory of the host. The key is the whole row, the
         value its latent part. A slot named twice counts twice. What no slot names may hold
-        anything. Without a slot a query gets out = 0 and lse = -inf. On a device `balanced` lets
-        lists be cut where that fills it: what a query gets then depends on the batch, by rounding.
+        anything. Without a slot a query gets out = 0 and lse = -inf. On a device, `balanced`: what
+        a query gets may depend on the batch, by rounding; `whole`: nothing is to run beside it.
         """
         if codec.form == "opaque":
             raise BadInput("an opaque row is attended by its owner only")
@@ -215,9 +216,8 @@ class Ops:
             require("into.lse", into.lse, (count, heads), SINGLE)
             self._check_into(into)
         slots = self._ids("slots", slots, *slot_range(rows, placed))
-        self.backend.attend(
-            Attend(plain(queries), rows, slots, codec, scale, placed, into, threads, balanced)
-        )
+        given = plain(queries), rows, slots, codec, scale, placed, into
+        self.backend.attend(Attend(*given, threads, balanced, whole))
         return into
 
     def merge(self, first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:

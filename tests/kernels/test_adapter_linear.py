@@ -62,7 +62,7 @@ def given(count: int, width: int = 192, depth: int = 256) -> tuple[torch.Tensor,
 def test_it_is_our_own_product_but_for_the_rounding_of_the_result(install: Any, count: int) -> None:
     install(StandIn())
     adapter = deep_gemm_linear.load(CPU)
-    assert adapter.line == "deep_gemm 2.8"
+    assert adapter.line == "deep_gemm 2.8, for weights of 64 x 128 and multiples; else triton"
     asked = given(count)
     want = reference.linear_fp8(*asked)
     torch.testing.assert_close(adapter.linear_fp8(*asked), want, rtol=2**-8, atol=1e-5)

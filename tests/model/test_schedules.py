@@ -16,6 +16,7 @@ from ess.engine.step.tuning import LOOK_EVERY
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.flashtrans.lanes import InlineLane
+from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.overlap.calibration import shape_of
 from ess.overlap.policy import PATIENCE, Mode
@@ -52,6 +53,24 @@ def finished(eng: Engine, family: str, count: int = 10, lengths=LENGTHS) -> None
     run(eng)
     for request in made:
         assert request.output == expected(family, len(request.prompt), count), len(request.prompt)
+
+
+@pytest.mark.parametrize("mode", ["resident", "none", "da", "dba"])
+def test_a_whole_list_is_said_to_be_one(monkeypatch, mode):
+    """A kernel that takes all of a device may have it; not one beside which rows are copied. Where
+    rows were only located none is in place."""
+    said, attend = set(), Ops.attend
+
+    def watched(ops, *given, **options):
+        if "whole" in options:
+            said.add((options["whole"], options["placed"] is not None))
+        return attend(ops, *given, **options)
+
+    monkeypatch.setattr(Ops, "attend", watched)
+    eng = engine("v32", chunks=9 if mode == "resident" else 2, modes=mode)
+    finished(eng, "v32", count=3, lengths=(90,))
+    whole = {(True, mode == "none")}
+    assert whole <= said if mode in ("resident", "none") else said == {(False, True)}, said
 
 
 def timed(family: str, mode: str, *, row_ns: int = 1000, attend_ns: int = 100, **config) -> Engine:

@@ -139,7 +139,9 @@ class LayerStep:
 
     @timed
     def attend_all(self, found: Found) -> Partial:
-        return self.attend_codes(found.part, found.slots)
+        """Rows that were located have slots; of those that were resolved some may be in place."""
+        placed = found.where is not None
+        return self.attend_codes(found.part, found.slots, whole=True, placed=placed)
 
     @timed
     def attend_resident(self, found: Found) -> Partial:
@@ -167,10 +169,12 @@ class LayerStep:
         codes = batch.step.host_codes(self.number, selection, queries=self._half.queries)
         return self.attend_codes(self._half.queries, codes).out
 
-    def attend_codes(self, part: range, codes: Tensor) -> Partial:
+    def attend_codes(
+        self, part: range, codes: Tensor, *, whole: bool = False, placed: bool = True
+    ) -> Partial:
         if self._queries is None:
             raise BadState("pre_attn comes before attention")
         is_whole = part == self._half.queries
         mine = self._queries if is_whole else self._queries[self._half.local(part)]
         assert len(mine) == len(codes), f"{len(codes)} lists of codes for {len(mine)} queries"
-        return attend(self._batch, self._layer.number, mine, codes)
+        return attend(self._batch, self._layer.number, mine, codes, whole=whole, placed=placed)

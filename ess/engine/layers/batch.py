@@ -173,8 +173,17 @@ def _contexts(
     return table[which], lengths[which], codec
 
 
-def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
-    """One pass over `codes`: a slot, -1 for padding, or -2 - host row for a row in place."""
+def attend(
+    batch: Batch,
+    layer: int,
+    queries: Tensor,
+    codes: Tensor,
+    *,
+    whole: bool = False,
+    placed: bool = True,
+) -> Partial:
+    """One pass over `codes`: a slot, -1 for padding, or -2 - host row for a row in place, if some
+    may be `placed`. `whole`: nothing is to run beside it."""
     memory = batch.offload.memory(layer)
     return batch.ops.attend(
         queries.contiguous(),
@@ -182,7 +191,8 @@ def attend(batch: Batch, layer: int, queries: Tensor, codes: Tensor) -> Partial:
         codes.contiguous(),
         batch.layout.row,
         scale=batch.scale,
-        placed=memory.host,
+        placed=memory.host if placed else None,
         threads=compute_threads(),
         balanced=batch.balanced,
+        whole=whole,
     )

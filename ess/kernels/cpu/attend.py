@@ -45,7 +45,7 @@ def new_span() -> Span:
 
 
 def attend(call: Attend) -> None:
-    queries, rows, slots, codec, scale, placed, into, threads, _ = call
+    queries, rows, slots, codec, scale, placed, into, threads, *_ = call
     count, heads, _ = queries.shape
     record = records.Attend(
         *(count, heads, codec.latent_dim, codec.rope_dim),

@@ -31,8 +31,6 @@ def choose(device: torch.device) -> Choice:
     attention, whole = _tried(flash_mla.load, device)
     indexer, logits = _tried(deep_gemm.load, device)
     experts, products = _tried(deep_gemm_experts.load, device)
-    if attention is not None:
-        whole += " for whole lists, triton for parts"
     dense, linear = _tried(deep_gemm_linear.load, device)
     lines = f"attention: {whole}", f"indexer: {logits}", f"experts: {products}", f"dense: {linear}"
     return Choice(attention, indexer, experts, dense, lines)

@@ -7,6 +7,7 @@ their own. It writes garbage behind a length; a top-k that knows the lengths nev
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ess.errors import Unavailable
+from ess.kernels.calls import IndexQueries
 from ess.kernels.checks import BYTES, CODED, COUNTS, SINGLE, check_shared, require
 from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.layout import IndexCodec
@@ -23,6 +25,8 @@ MODULES: Final = ("deep_gemm", "sgl_deep_gemm")
 FUNCTIONS: Final = ("fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "get_num_sms")
 CODEC: Final = IndexCodec()
 TOGETHER: Final = (4, 2, 1)
+HEAD_COUNTS: Final = (32,)
+"""Beside those of `CODEC`."""
 ONE: Final = 0x38
 
 
@@ -36,8 +40,17 @@ class DeepGemm:
         self._module: Any = library.module
         self._flat_lengths = False
         self.together = self._probe(device)
-        counts = ", ".join(map(str, self.together))
-        self.line = f"{library.line}, {counts} queries of a request at once"
+        self.head_counts = self._heads(device)
+        counts, heads = (", ".join(map(str, of)) for of in (self.together, self.head_counts))
+        self.line = (
+            f"{library.line}, {counts} queries of a request at once, queries rounded to e4m3, for "
+            f"{heads} heads over keys of {CODEC.key_bytes} bytes; else triton"
+        )
+
+    def takes(self, call: IndexQueries) -> bool:
+        is_ours = call.codec.form == CODEC.form and call.codec.key_dim == CODEC.key_dim
+        dense = call.pages.is_contiguous()
+        return is_ours and dense and call.queries.shape[1] in self.head_counts
 
     def index_logits(
         self,
@@ -106,9 +119,19 @@ class DeepGemm:
             works.clear()
         raise Unavailable(f"the probe failed for one query: {reason}")
 
-    def _require_right(self, together: int, device: torch.device) -> None:
+    def _heads(self, device: torch.device) -> tuple[int, ...]:
+        """How many heads the build takes, of those that models have."""
+        works = [CODEC.head_count]
+        for heads in HEAD_COUNTS:
+            with contextlib.suppress(Exception):
+                self._require_right(1, device, heads)
+                works.append(heads)
+        return tuple(works)
+
+    def _require_right(
+        self, together: int, device: torch.device, heads: int = CODEC.head_count
+    ) -> None:
         """Keys j and queries i with one number each: logit = heads * (i + 1) * scale of key j."""
-        heads = CODEC.head_count
         pages = torch.zeros(2, CODEC.page_bytes, dtype=torch.uint8, device=device)
         pages[1, : PAGE_ROWS * CODEC.key_dim : CODEC.key_dim] = ONE
         scales = torch.arange(PAGE_ROWS, device=device).float()

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels import backend
+from ess.kernels.calls import Products
 from ess.kernels.checks import check_products
 from ess.kernels.cuda.adapters.deep_gemm import CODEC, MODULES
 from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.kernels.ops import Ops
+from ess.kernels.own import own_ops
 from ess.layout import SCALE_GROUP, IndexCodec
 from ess.units import align_up, div_ceil
 
@@ -29,6 +30,10 @@ ROOM_UNIT: Final = 256
 WIDTH_UNIT: Final = 64
 ROOM_BYTES_MAX: Final = 1 << 30
 BOUND: Final = 2**-7
+SERVES: Final = (
+    f"for weights in e4m3 of {WIDTH_UNIT} x {SCALE_GROUP} and multiples, up to "
+    f"{ROOM_BYTES_MAX >> 30} GiB of room; else triton"
+)
 
 
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemmExperts:
@@ -53,9 +58,13 @@ def coded(ops: Ops, values: Tensor, codec: IndexCodec) -> Coded:
 class DeepGemmExperts:
     def __init__(self, library: Library, device: torch.device) -> None:
         self._module: Any = library.module
-        self._ops = backend.ops("cuda" if device.type == "cuda" else "reference")
+        self._ops = own_ops("cuda" if device.type == "cuda" else "reference")
         self._probe(device)
-        self.line = f"{library.line}, tokens rounded to e4m3"
+        self.line = f"{library.line}, tokens rounded to e4m3, {SERVES}"
+
+    def takes(self, call: Products) -> bool:
+        in_fp8 = call.scales is not None and call.begin is None
+        return in_fp8 and not (wrong_size(call.weights) or no_room(len(call.tokens), call.weights))
 
     def expert_products(
         self,
@@ -70,19 +79,10 @@ class DeepGemmExperts:
         rounded to e4m3 and results to bfloat16; a graph can hold it. `ends` are not looked at.
         """
         check_products(tokens, ends, weights, scales, out)
-        experts, width, depth = weights.shape
-        if depth % SCALE_GROUP or width % WIDTH_UNIT:
-            raise BadInput(
-                f"weights of {width} x {depth}: DeepGEMM takes multiples of {WIDTH_UNIT} and "
-                f"{SCALE_GROUP}"
-            )
-        room = experts * align_up(len(tokens), ROOM_UNIT) * max(depth, 2 * width)
-        if room > ROOM_BYTES_MAX:
-            raise BadInput(
-                f"{len(tokens)} tokens for {experts} experts take {room} bytes of room, more than "
-                f"{ROOM_BYTES_MAX}"
-            )
-        made = tokens.new_zeros(len(tokens), width) if out is None else out
+        refusal = wrong_size(weights) or no_room(len(tokens), weights)
+        if refusal:
+            raise BadInput(refusal)
+        made = tokens.new_zeros(len(tokens), weights.shape[1]) if out is None else out
         if not len(tokens):
             return made
         return self._run(coded(self._ops, tokens, CODEC), ends, weights, scales, made)
@@ -123,7 +123,7 @@ class DeepGemmExperts:
         out = torch.full((7, 256), 7.0, device=device)
         self._run(asked, ends, weights, scales, out)
         plain = asked.codes.float() * asked.scales.repeat_interleave(SCALE_GROUP, 1)
-        reference = backend.ops("reference")
+        reference = own_ops("reference")
         want = reference.expert_products(plain, ends, weights, scales=scales)
         sizes = reference.expert_products(plain.abs(), ends, unsigned(weights), scales=scales)
         error = float(((out - want)[:6].abs() / sizes[:6]).max())
@@ -131,6 +131,25 @@ class DeepGemmExperts:
             raise Unavailable(f"the probe failed: products are wrong by {error}, due {BOUND}")
         if not bool((out[6] == 7.0).all()):
             raise Unavailable("the probe failed: it wrote behind the last token")
+
+
+def wrong_size(weights: Tensor) -> str | None:
+    width, depth = weights.shape[-2:]
+    if depth % SCALE_GROUP == 0 and width % WIDTH_UNIT == 0:
+        return None
+    return (
+        f"weights of {width} x {depth}: DeepGEMM takes multiples of {WIDTH_UNIT} and {SCALE_GROUP}"
+    )
+
+
+def no_room(count: int, weights: Tensor) -> str | None:
+    """For so many tokens."""
+    experts, width, depth = weights.shape
+    room = experts * align_up(count, ROOM_UNIT) * max(depth, 2 * width)
+    if room <= ROOM_BYTES_MAX:
+        return None
+    needed = f"{count} tokens for {experts} experts take {room} bytes of room"
+    return f"{needed}, more than {ROOM_BYTES_MAX}"
 
 
 def _scattered(lines: Tensor, place: Tensor, experts: int, room: int) -> Tensor:

@@ -14,15 +14,24 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels import backend
+from ess.kernels.calls import Linear
 from ess.kernels.checks import check_linear
 from ess.kernels.cuda.adapters.deep_gemm import MODULES
-from ess.kernels.cuda.adapters.deep_gemm_experts import BOUND, WIDTH_UNIT, Coded, coded, unsigned
+from ess.kernels.cuda.adapters.deep_gemm_experts import (
+    BOUND,
+    WIDTH_UNIT,
+    Coded,
+    coded,
+    unsigned,
+    wrong_size,
+)
 from ess.kernels.cuda.adapters.modules import Library, first_that
+from ess.kernels.own import own_ops
 from ess.layout import SCALE_GROUP, IndexCodec
 
 FUNCTIONS: Final = ("fp8_gemm_nt",)
 CODEC: Final = IndexCodec(scale_format="f32")
+SERVES: Final = f"for weights of {WIDTH_UNIT} x {SCALE_GROUP} and multiples; else triton"
 
 
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemmLinear:
@@ -33,9 +42,12 @@ def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemmLin
 class DeepGemmLinear:
     def __init__(self, library: Library, device: torch.device) -> None:
         self._module: Any = library.module
-        self._ops = backend.ops("cuda" if device.type == "cuda" else "reference")
+        self._ops = own_ops("cuda" if device.type == "cuda" else "reference")
         self._probe(device)
-        self.line = library.line
+        self.line = f"{library.line}, {SERVES}"
+
+    def takes(self, call: Linear) -> bool:
+        return wrong_size(call.weights) is None
 
     def linear_fp8(
         self, values: Tensor, weights: Tensor, scales: Tensor, *, out: Tensor | None = None
@@ -43,13 +55,11 @@ class DeepGemmLinear:
         """By the contract of `Ops.linear_fp8`, but that results are rounded to bfloat16; a graph
         can hold it."""
         check_linear(values, weights, scales, out)
-        width, depth = weights.shape
-        if depth % SCALE_GROUP or width % WIDTH_UNIT:
-            raise BadInput(
-                f"weights of {width} x {depth}: DeepGEMM takes multiples of {WIDTH_UNIT} and "
-                f"{SCALE_GROUP}"
-            )
-        made = values.new_empty(len(values), width, dtype=torch.float32) if out is None else out
+        refusal = wrong_size(weights)
+        if refusal:
+            raise BadInput(refusal)
+        shape = len(values), len(weights)
+        made = values.new_empty(shape, dtype=torch.float32) if out is None else out
         if not len(values):
             return made
         return made.copy_(self._run(coded(self._ops, values, CODEC), weights, scales))
@@ -69,7 +79,7 @@ class DeepGemmLinear:
         asked = coded(self._ops, torch.randn(5, 384, generator=generator).to(device), CODEC)
         plain = asked.codes.float() * asked.scales.repeat_interleave(SCALE_GROUP, 1)
         ends = torch.tensor([5], dtype=torch.int32, device=device)
-        products = backend.ops("reference").expert_products
+        products = own_ops("reference").expert_products
         want = products(plain, ends, weights[None], scales=scales[None])
         sizes = products(plain.abs(), ends, unsigned(weights)[None], scales=scales[None])
         error = float(((self._run(asked, weights, scales) - want).abs() / sizes).max())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput, Unavailable
+from ess.kernels.calls import Attend
 from ess.kernels.checks import BYTES, COUNTS, require
 from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.kernels.merge import Partial, adapt
@@ -29,6 +30,10 @@ DIM: Final = CODEC.latent_dim + CODEC.rope_dim
 LIST_UNIT: Final = 64
 HEAD_COUNTS: Final = (64, 128)
 ONE: Final = 0x38
+SERVES: Final = (
+    f"for whole lists of up to {HEAD_COUNTS[-1]} heads in bfloat16 over rows of "
+    f"{CODEC.row_bytes} bytes; else triton"
+)
 
 
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> FlashMla:
@@ -43,7 +48,15 @@ class FlashMla:
         self._module: Any = library.module
         self._schedules: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         self.base, self.empty = self._probe(device)
-        self.line = f"{library.line}, lse of base {self.base}, {self.empty} where empty"
+        self.line = f"{library.line}, lse of base {self.base}, {self.empty} where empty, {SERVES}"
+
+    def takes(self, call: Attend) -> bool:
+        """Its bits follow from the batch, and nothing can run beside it."""
+        if not (call.whole and call.balanced) or call.codec != CODEC:
+            return False
+        is_paged = len(call.rows) % PAGE_ROWS == 0 and call.rows.is_contiguous()
+        heads = call.queries.shape[1]
+        return is_paged and call.queries.dtype == torch.bfloat16 and heads <= HEAD_COUNTS[-1]
 
     def attend(self, queries: Tensor, rows: Tensor, slots: Tensor, *, scale: float) -> Partial:
         """Queries [q, heads, 576] in bfloat16 over rows [slot, 656] that `slots` [q, k] name.

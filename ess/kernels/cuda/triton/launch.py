@@ -41,6 +41,11 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def home() -> torch.device:
+    """Where kernels run that are launched now."""
+    return torch.device("cpu") if interpreted() else torch.device("cuda")
+
+
 def require_device() -> None:
     if interpreted():
         return

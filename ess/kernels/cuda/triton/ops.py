@@ -75,7 +75,7 @@ def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
 
 
 def attend(call: Attend) -> None:
-    queries, rows, slots, codec, scale, placed, into, _, balanced = call
+    queries, rows, slots, codec, scale, placed, into, _, balanced, _ = call
     asked = queries if queries.dtype == torch.bfloat16 else queries.float()
     lists = attention.close_up(slots)
     attention.attend_lists(
