@@ -82,6 +82,11 @@ BENCHMARKS: Final = (
         summary="Decode beside the transformers implementation of the same model.",
     ),
     Command(
+        name="vs-llama",
+        home="ess.bench.locality.guest_beside:vs_llama_benchmark",
+        summary="A guest's prompt and decode beside llama.cpp, from the same file.",
+    ),
+    Command(
         name="precision",
         home="ess.bench.engine.precision:precision_benchmark",
         summary="How far bf16 and fp8 are from float32, and DA and DBA from no offload.",

@@ -3,7 +3,8 @@
 A text is read, every token with the true ones before it, in float32. Three ways to select: `dense`
 selects nothing out; `oracle` takes the k positions with the most attention, mean over heads, which
 is what the indexer was trained for and no indexer can know; `trained` takes what the indexer says.
-Rows and index keys are those of a pool: rounded by the codecs, and read back.
+Rows and index keys are those of a pool: rounded by the codecs, and read back. Index keys are fp8
+beside fp8 rows, else f32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ess.bench.harness.text import text_of
 from ess.bench.harness.threads import compute_threads
 from ess.errors import BadInput
 from ess.kernels.backend import ops
-from ess.layout import ModelLayout
+from ess.layout import IndexForm, ModelLayout
 from ess.models.decoder import DecoderLayer
 from ess.models.guest.grouped import Grouped
 from ess.models.guest.pins import SMOLLM2, guest_named
@@ -41,7 +42,8 @@ from ess.models.weights.shapes import HEAD, expected_tensors
 
 QUERIES: Final = 256
 Selecting = Literal["dense", "oracle", "trained"]
-RowName = Literal["f32", "fp8"]
+RowName = Literal["f32", "bf16", "fp8"]
+ROWS: Final[tuple[RowName, ...]] = ("f32", "bf16", "fp8")
 SMOKE_MODEL: Final[dict[str, Any]] = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -90,7 +92,7 @@ def guest_benchmark(
     model
         The guest's name.
     ctx
-        Tokens of an excerpt; loss counts from its last third on.
+        Tokens of an excerpt; loss counts behind the widest selection.
     k
         Widths of selections, a list.
     excerpts
@@ -100,7 +102,7 @@ def guest_benchmark(
     """
     if smoke:
         ids = torch.randint(256, (96,), generator=torch.Generator().manual_seed(0)).tolist()
-        return quality_rows(_random_model(), [Excerpt(ids, 32)], [16])
+        return quality_rows(random_model(), [Excerpt(ids, 32)], [16])
     folder = checkpoint_folder(guest_named(model, flag="--model"))
     widths, length = sizes("--k", k), size("--ctx", ctx)
     written, _ = text_of(text)
@@ -127,13 +129,12 @@ def quality_rows(model: Model, excerpts: list[Excerpt], widths: list[int]) -> li
 
 
 def _ways(widths: list[int]) -> Iterator[Way]:
-    forms: tuple[RowName, RowName] = ("f32", "fp8")
-    for form in forms:
+    for form in ROWS:
         yield Way(select="dense", rows=form)
     selecting: tuple[Selecting, Selecting] = ("oracle", "trained")
     for k in widths:
         for select in selecting:
-            for form in forms:
+            for form in ROWS:
                 yield Way(select=select, rows=form, k=k)
 
 
@@ -166,7 +167,7 @@ class Reading:
 
     def __init__(self, model: Model, way: Way) -> None:
         self._model, self._way, self._kernels = model, way, ops("cpu")
-        index: RowName = way.rows
+        index: IndexForm = "fp8" if way.rows == "fp8" else "f32"
         self._layout: ModelLayout = model.config.layout(row=way.rows, index=index)
 
     @torch.inference_mode()
@@ -195,8 +196,8 @@ class Reading:
         for at in range(0, len(hidden), QUERIES):
             some, seen = slice(at, at + QUERIES), slice(0, at + QUERIES)
             weights = self._weights(asked[some].transpose(0, 1), sides[0][:, seen], at)
-            scores = index_scores(probe.queries[some], probe.weights[some], index[seen])
-            kept, share = self._narrowed(weights, scores, at)
+            asking = probe.queries[some], probe.weights[some], index[seen]
+            kept, share = self._narrowed(weights, asking, at)
             attended.append((kept @ sides[1][:, seen]).transpose(0, 1))
             shares += share[max(0, first - at) :]
         output = layer.output(hidden, grouped.as_attended(torch.cat(attended)))
@@ -208,14 +209,18 @@ class Reading:
         future = torch.arange(keys.shape[1]) > torch.arange(at, at + queries.shape[1])[:, None]
         return logits.masked_fill(future, -torch.inf).softmax(-1)
 
-    def _narrowed(self, weights: Tensor, scores: Tensor, at: int) -> tuple[Tensor, list[float]]:
+    def _narrowed(
+        self, weights: Tensor, asking: tuple[Tensor, Tensor, Tensor], at: int
+    ) -> tuple[Tensor, list[float]]:
         """Attention over what is selected alone; for each query the share of the best rows."""
         way = self._way
         if way.select == "dense":
             return weights, []
         lengths = torch.arange(at, at + weights.shape[1]) + 1
         best = _chosen(weights.mean(0), lengths, way.k)
-        chosen = best if way.select == "oracle" else _chosen(scores, lengths, way.k)
+        chosen = best
+        if way.select == "trained":
+            chosen = _chosen(index_scores(*asking), lengths, way.k)
         kept = weights * chosen
         shares = (best & chosen).sum(-1) / best.sum(-1)
         return kept / kept.sum(-1, keepdim=True), shares.tolist()
@@ -246,7 +251,7 @@ def _chosen(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
 
 
 @functools.cache
-def _random_model() -> Model:
+def random_model() -> Model:
     """What --smoke reads by."""
     config = read_config(SMOKE_MODEL)
     source = torch.Generator().manual_seed(1)
