@@ -50,7 +50,7 @@ class Prompt:
         return self.asked.replace(MARK, f"\n\n{whole[start : start + PAGE_CHARS]}\n\n")
 
 
-def _prompts() -> Iterator[Prompt]:
+def prompts() -> Iterator[Prompt]:
     for kind, page, asked in (
         ("summary", "docs/serving.md", "Read this. PAGE Now say in five sentences what it tells."),
         ("question", "docs/pd.md", "PAGE Which of the two workers waits for the other, and why?"),
@@ -83,7 +83,7 @@ def main(*, into: Path) -> None:
     model = load_model(folder, top_k=TOP_K)
     layout = model.config.layout(name=f"{SMOLLM2.name}, top-k {TOP_K}")
     assert isinstance(style, TemplateStyle), "the guest has a template"
-    for number, prompt in enumerate(_prompts()):
+    for number, prompt in enumerate(prompts()):
         turn = Message(role="user", content=prompt.text())
         asked = tokenizer.encode(style.encode([turn], thinking=False))
         prefix = prefilled(model, layout, [*asked, 0], f"the prompt {prompt.kind!r}")
