@@ -19,7 +19,7 @@ from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.operators.stages import Shape
 from ess.sim.prefill import prefill_time
 from ess.sim.prefill.colocated import mixed_us, prompt_us, stall_us
-from ess.sim.prefill.prompt_pass import PromptPass, pass_us
+from ess.sim.prefill.prompt_pass import PromptPass, pass_trust, pass_us
 
 NODE = Parallel.wide(8)
 HEADS = Parallel(attention_tp=8, expert_tp=8)
@@ -98,6 +98,20 @@ def test_what_is_no_table_is_marked_and_widens_the_band():
     assert marked.band[1] > told.band[1]
     fewer = simulate(operators_of("h800"), replace(far, batch=32))
     assert fewer.marks == marked.marks, "one sentence, however many queries"
+
+
+def test_more_gathered_tokens_than_were_measured_are_marked():
+    """All eight groups of a node with 8,192 tokens each; one group alone is within the table."""
+    said = {
+        groups: pass_trust(
+            operators_of("h200"), PromptPass(parallel=NODE, tokens=8192, groups=groups)
+        ).marks
+        for groups in (8, 1)
+    }
+    assert said == {
+        8: ("experts of more than 16,384 gathered tokens: carried on from there",),
+        1: (),
+    }
 
 
 @pytest.mark.parametrize("stack", ["vllm", "trtllm"])

@@ -22,6 +22,7 @@ MARK: Final = 0.04
 NODES_MEASURED: Final = 8
 RANKS_MEASURED: Final = 256
 PREFIX_MEASURED: Final = 163_840
+GATHERED_MEASURED: Final = 16_384
 
 
 def trust_of(chip: Chip, family: Family, shape: Shape, *, stack: str = SGLANG) -> Trust:
@@ -96,6 +97,10 @@ def _shape_marks(chip: Chip, shape: Shape) -> list[str]:
         marks.append(
             f"experts over {parallel.expert_ep} GPUs: taken as over {RANKS_MEASURED}, the most "
             "measured"
+        )
+    if not parallel.sends and shape.stage_tokens > GATHERED_MEASURED:
+        marks.append(
+            f"experts of more than {GATHERED_MEASURED:,} gathered tokens: carried on from there"
         )
     if shape.prompt_prefix > PREFIX_MEASURED:
         marks.append(
