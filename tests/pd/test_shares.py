@@ -15,6 +15,7 @@ from ess.server.commands.pd import routers
 from ess.server.commands.pd.crew import serve_pd
 from ess.server.commands.pd.routers import ROUTERS, Place
 from ess.server.commands.pd.shares import Share, clean, shape_of, share_of, stages_of
+from ess.server.commands.start import sizing
 from ess.server.commands.start.settings import resolve
 from tests.support.process import ROOT, RUN
 
@@ -31,7 +32,9 @@ def test_a_shape_that_is_none(text: str):
         shape_of(text)
 
 
-def test_workers_divide_what_one_server_would_take():
+def test_workers_divide_what_one_server_would_take(monkeypatch: pytest.MonkeyPatch):
+    """Of memory that other processes leave alone meanwhile."""
+    monkeypatch.setattr(sizing, "memory_free", lambda: 8 << 30)
     alone = share_of(resolve({}, environment={}), shape_of("1p1d"))
     for text, count in (("1p3d", 4), ("2P6D", 8)):
         each = share(text, host_bytes="1GiB", slot_bytes="256MiB", threads=8)
