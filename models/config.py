@@ -30,6 +30,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Groups = tuple[tuple[int, ...], ...]
 
 GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
+INDEX_NORM_EPS: Final = 1e-6
 KEY_STEP: Final = 4  # an index key in fp8 is whole words
 
 
@@ -48,7 +49,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     positions_max: Annotated[int, Meta(ge=1, le=LENGTH_MAX)] = field(name="max_position_embeddings")
     norm_eps: Positive = field(name="rms_norm_eps")
-    latent_norm_eps: Positive | None = None
     tie_head: bool = field(name="tie_word_embeddings", default=False)
     eos_ids: int | tuple[int, ...] = field(name="eos_token_id", default=())
     rope: Rope = field(name="rope_parameters")
@@ -59,8 +59,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     nope_dim: Count = field(name="qk_nope_head_dim")
     rope_dim: Size = field(name="qk_rope_head_dim")
     value_dim: Size = field(name="v_head_dim")
-    key_head_count: Count = 0
-    """Heads of keys and values that lie side by side in a row; 0: the row is one latent."""
 
     index_head_count: Size = field(name="index_n_heads")
     index_dim: Size = field(name="index_head_dim")
@@ -82,6 +80,32 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     expert_groups_kept: Size = field(name="topk_group")
     expert_scale: Positive = field(name="routed_scaling_factor")
     expert_weights_normed: bool = field(name="norm_topk_prob", default=True)
+
+    expert_limit: Annotated[float, Meta(ge=0.0, le=1e12)] = field(name="swiglu_limit", default=0.0)
+    """Of what routed experts multiply, 0: none."""
+    stream_count: Annotated[int, Meta(ge=1, le=16)] = field(name="hc_mult", default=1)
+    """Residual streams side by side."""
+    stream_magnitude: Positive = field(name="hc_magnitude", default=2.0)
+    stream_eps: Positive = field(name="hc_eps", default=1e-6)
+
+    # Said by the family, never by a file.
+    latent_norm_eps: Positive | None = None
+    index_norm_eps: Positive = INDEX_NORM_EPS
+    key_head_count: Count = 0
+    """Heads of keys and values that lie side by side in a row; 0: the row is one latent."""
+    value_gates: Literal["none", "query", "input"] = "none"
+    """What gates of values are made of: the query, together with it; or the layer's input."""
+    norm_gate_rank: Count = 0
+    """Of the gates behind the norms of inputs and of experts."""
+    has_sinks: bool = False
+    expert_groups_zeroed: bool = False
+    """Experts outside of the kept groups are chosen as if they had 0, where others are out."""
+    experts_stacked: bool = False
+    """A checkpoint has each layer's experts in two tensors, gates and ups in one of them."""
+    unread_prefix: str = ""
+    """Of tensors of a checkpoint that are not read."""
+    reorders: bool = False
+    """Weights lie in another order in the checkpoint than here (`ess.models.families.order`)."""
 
     def __post_init__(self) -> None:
         self._check_attention()
@@ -193,6 +217,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def row_dim(self) -> int:
         return self.latent_dim + self.rope_dim
+
+    @property
+    def residual_dim(self) -> int:
+        return self.stream_count * self.hidden_dim
 
     @property
     def index_rope_style(self) -> RopeStyle:

@@ -28,7 +28,7 @@ from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.guest.grouped import Grouped
 from ess.models.indexer import Indexer, Probe
-from ess.models.layers import Rotation, Source, rms_norm
+from ess.models.layers import Norm, Rotation, Source
 from ess.models.mla import Mla, MlaShare
 from ess.models.moe import Mlp, Moe
 
@@ -69,7 +69,7 @@ class DecoderLayer:
         its place in the part."""
         attention = source.under("self_attn")
         self.number = number - first
-        self.mla = _attention(config, attention, tp)
+        self.mla = self._attention(config, attention, tp)
         self.indexer = (
             Indexer(config, attention.under("indexer")) if config.has_indexer(number) else None
         )
@@ -79,13 +79,31 @@ class DecoderLayer:
             if self.experts
             else Mlp(source.under("mlp"), hidden_dim=config.hidden_dim, inner_dim=config.dense_dim)
         )
-        self._eps = config.norm_eps
-        self._input_norm = source.vector("input_layernorm.weight", config.hidden_dim)
-        self._mlp_norm = source.vector("post_attention_layernorm.weight", config.hidden_dim)
+        self._hidden_dim = config.hidden_dim
+        self._input_norm = self._norm(config, source.under("input_layernorm"))
+        self._mlp_norm = self._norm_for_mlp(config, source.under("post_attention_layernorm"))
         self._compiled: CompiledLayer | None = None
 
+    # ---- what families differ in
+
+    has_stages = True
+    """Whether a few tokens can run as compiled stages; else as ops of torch."""
+
+    def _attention(self, config: ModelConfig, source: Source, tp: int) -> Mla | Grouped:
+        if config.is_grouped:
+            return Grouped(config, source)
+        return Mla(config, source) if tp == 1 else MlaShare(config, source, tp=tp)
+
+    def _norm(self, config: ModelConfig, source: Source) -> Norm:
+        return Norm(source, config.hidden_dim, config.norm_eps)
+
+    def _norm_for_mlp(self, config: ModelConfig, source: Source) -> Norm:
+        return Norm(source, config.hidden_dim, config.norm_eps)
+
+    # ---- the stages
+
     def enter(self, hidden: Tensor) -> Entry:
-        normed = rms_norm(hidden, self._input_norm, self._eps)
+        normed = self._input_norm(hidden)
         return Entry(normed, *self.mla.down(normed))
 
     def index(self, entry: Entry, rotation: Rotation) -> Probe:
@@ -100,17 +118,19 @@ class DecoderLayer:
 
     def mlp_input(self, hidden: Tensor) -> Tensor:
         """What the experts see: for callers that route and dispatch themselves."""
-        return rms_norm(hidden, self._mlp_norm, self._eps)
+        return self._mlp_norm(hidden)
 
     def mlp(self, hidden: Tensor) -> Tensor:
         block = self.experts or self.dense
         assert block is not None
-        return hidden + block(self.mlp_input(hidden))
+        return self.add_mlp(hidden, block(self.mlp_input(hidden)))
+
+    def add_mlp(self, hidden: Tensor, made: Tensor) -> Tensor:
+        return hidden + made
 
     def front_stage(self, layout: ModelLayout) -> Stage:
         stage = Stage()
-        hidden = stage.take(self._input_norm.shape[0])
-        normed = stage.norm(hidden, self._input_norm, self._eps)
+        normed = self._input_norm.in_stage(stage, stage.take(self._hidden_dim))
         query, row = self.mla.project_in(stage, normed)
         stage.give(query, torch.float32)
         stage.give_row(row, layout.row)
@@ -121,11 +141,11 @@ class DecoderLayer:
 
     def back_stage(self) -> Stage:
         stage = Stage()
-        hidden = stage.take(self._mlp_norm.shape[0])
+        hidden = stage.take(self._hidden_dim)
         self.mla.add_output(stage, hidden)
         block = self.experts or self.dense
         assert block is not None
-        block.add_to(stage, stage.norm(hidden, self._mlp_norm, self._eps), hidden)
+        block.add_to(stage, self._mlp_norm.in_stage(stage, hidden), hidden)
         stage.give(hidden, torch.float32)
         return stage
 
@@ -134,12 +154,6 @@ class DecoderLayer:
         if self._compiled is None or self._compiled.layout is not layout:
             self._compiled = CompiledLayer(self, layout)
         return self._compiled
-
-
-def _attention(config: ModelConfig, source: Source, tp: int) -> Mla | Grouped:
-    if config.is_grouped:
-        return Grouped(config, source)
-    return Mla(config, source) if tp == 1 else MlaShare(config, source, tp=tp)
 
 
 class CompiledLayer:

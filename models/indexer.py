@@ -19,7 +19,6 @@ from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rotate_part
 from ess.models.weights.kept import plain
 
-KEY_NORM_EPS: Final = 1e-6
 SCORE_ELEMENTS: Final = 1 << 20
 
 
@@ -46,7 +45,7 @@ class Indexer:
         """From the normed hidden state and the normed low-rank query of the new tokens."""
         queries, weights, keys = self.raw(hidden, query)
         normed = F.layer_norm(
-            keys, (keys.shape[-1],), self._key_weight, self._key_bias, KEY_NORM_EPS
+            keys, (keys.shape[-1],), self._key_weight, self._key_bias, self._config.index_norm_eps
         )
         return Probe(self._turn(queries, rotation), weights, self._turn(normed, rotation))
 
@@ -55,9 +54,11 @@ class Indexer:
         return Probe(self.queries(query), self.weights(hidden), linear(hidden, self._key))
 
     def queries(self, query: Tensor) -> Tensor:
-        """Still to be turned."""
+        """Still to be turned. What a family puts behind the low-rank query is not read."""
         c = self._config
-        return linear(query, self._query_up).view(-1, c.index_head_count, c.index_dim)
+        return linear(query[:, : c.query_rank], self._query_up).view(
+            -1, c.index_head_count, c.index_dim
+        )
 
     def weights(self, hidden: Tensor) -> Tensor:
         weights: Tensor = F.linear(hidden.float(), self._head) * self._scale
@@ -65,14 +66,15 @@ class Indexer:
 
     def key_finish(self, rotation: Rotation) -> KeyFinish:
         """What keys still need, for an op that does it."""
-        return KeyFinish(self._key_weight, self._key_bias, KEY_NORM_EPS, rotation.angles)
+        eps = self._config.index_norm_eps
+        return KeyFinish(self._key_weight, self._key_bias, eps, rotation.angles)
 
     def probe_in(self, stage: Stage, normed: Values, query: Values, codec: IndexCodec) -> None:
         """The same as ops of a compiled stage; gives queries, weights and encoded keys."""
         c, is_fp8 = self._config, codec.form == "fp8"
         queries = stage.linear(query, pack(plain(self._query_up)))
         keys = stage.linear(normed, pack(plain(self._key)))
-        stage.center(keys, self._key_weight, self._key_bias, KEY_NORM_EPS)
+        stage.center(keys, self._key_weight, self._key_bias, c.index_norm_eps)
         for values, count in ((queries, c.index_head_count), (keys, 1)):
             stage.rotate(Heads(values.part(0, c.rope_dim), count, c.index_dim), c.index_rope_style)
             if is_fp8 and codec.hadamard:

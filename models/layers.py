@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ess.errors import BadInput
 from ess.kernels.calls import Angles
-from ess.kernels.cpu.stage import Turns, look_at_turns
+from ess.kernels.cpu.stage import Stage, Turns, Values, look_at_turns
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
 from ess.models.rope import Rope
@@ -52,7 +52,10 @@ class Source:
 
     def vector(self, name: str, dim: int) -> Tensor:
         """Norm weights and biases are kept in float32 whatever the file holds."""
-        return plain(self.take(name, dim)).float()
+        return self.values(name, dim)
+
+    def values(self, name: str, *shape: int) -> Tensor:
+        return plain(self.take(name, *shape)).float()
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -64,6 +67,20 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+
+
+class Norm:
+    """Of a layer's input."""
+
+    def __init__(self, source: Source, dim: int, eps: float) -> None:
+        self._weight = source.vector("weight", dim)
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._weight, self._eps)
+
+    def in_stage(self, stage: Stage, values: Values) -> Values:
+        return stage.norm(values, self._weight, self._eps)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,18 @@ from torch import Tensor
 
 from ess.kernels.calls import RowFinish
 from ess.kernels.cpu.stage import Heads, Stage, Values, pack
+from ess.kernels.merge import Partial
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rms_norm, rotate
-from ess.models.weights.kept import plain, stacked
+from ess.models.weights.kept import Weight, plain, stacked
 
 GATHER_ELEMENTS: Final = 1 << 20
 
 
 class Mla:
+    sinks: Tensor | None = None
+    """A logit per head that attention spreads its weight over too, with nothing to gain there."""
+
     def __init__(self, config: ModelConfig, source: Source, *, tp: int = 1) -> None:
         """With `tp` ranks `source` has the share of one of them of the weights that make queries
         and values: `head_count` heads of all."""
@@ -37,11 +41,21 @@ class Mla:
         )
         self._query_norm = source.vector("q_a_layernorm.weight", c.query_rank)
         self._latent_norm = source.vector("kv_a_layernorm.weight", c.latent_dim)
-        self._query_up = source.weight("q_b_proj", heads * (c.nope_dim + c.rope_dim), c.query_rank)
+        self._query_up = self._queries_from(source)
         up = source.matrix("kv_b_proj", heads * (c.nope_dim + c.value_dim), c.latent_dim)
         per_head = up.view(heads, c.nope_dim + c.value_dim, c.latent_dim)
         self._key_up, self._value_up = torch.split(per_head, [c.nope_dim, c.value_dim], 1)
         self._out = source.weight("o_proj", c.hidden_dim, c.head_count * c.value_dim)
+
+    def _queries_from(self, source: Source) -> Weight:
+        c = self._config
+        return source.weight("q_b_proj", self.head_count * (c.nope_dim + c.rope_dim), c.query_rank)
+
+    def attended(self, partial: Partial) -> Tensor:
+        """What attention over all chosen rows leaves to each head beside its sink."""
+        if self.sinks is None:
+            return partial.out
+        return partial.out * (partial.lse - self.sinks).sigmoid()[..., None]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,29 +167,34 @@ class MlaShare(Mla):
 
 
 def attend(
-    queries: Tensor, rows: Tensor, selection: Tensor, *, latent_dim: int, scale: float
+    queries: Tensor,
+    rows: Tensor,
+    selection: Tensor,
+    *,
+    latent_dim: int,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Plain float32 attention of each query over its selected rows; -1 in a selection is a pad."""
     step = max(1, GATHER_ELEMENTS // (selection.shape[1] * rows.shape[1]))
-    parts = [
-        _attend_gathered(q, rows, s, latent_dim, scale)
-        for q, s in zip(torch.split(queries, step), torch.split(selection, step), strict=True)
-    ]
+    parts = []
+    for q, s in zip(torch.split(queries, step), torch.split(selection, step), strict=True):
+        chosen = s.clamp_min(0).flatten()
+        gathered = rows.index_select(0, chosen).view(*s.shape, -1)
+        scores = torch.bmm(q.float(), gathered.transpose(1, 2)) * scale
+        weights = _weights(scores.masked_fill((s < 0)[:, None], -torch.inf), sinks)
+        parts.append(torch.bmm(weights, gathered[..., :latent_dim]))
     return torch.cat(parts)
 
 
-def _attend_gathered(
-    queries: Tensor, rows: Tensor, selection: Tensor, latent_dim: int, scale: float
-) -> Tensor:
-    chosen = selection.clamp_min(0).flatten()
-    gathered = rows.index_select(0, chosen).view(*selection.shape, -1)
-    scores = torch.bmm(queries.float(), gathered.transpose(1, 2)) * scale
-    weights = scores.masked_fill((selection < 0)[:, None], -torch.inf).softmax(-1)
-    return torch.bmm(weights, gathered[..., :latent_dim])
-
-
 def attend_dense(
-    queries: Tensor, rows: Tensor, positions: Tensor, *, latent_dim: int, scale: float
+    queries: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    latent_dim: int,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Plain float32 attention of each query over all rows up to its own position."""
     step = max(1, GATHER_ELEMENTS // (queries.shape[1] * rows.shape[0]))
@@ -183,6 +202,14 @@ def attend_dense(
     parts = []
     for q, p in zip(torch.split(queries, step), torch.split(positions, step), strict=True):
         scores = (q.float() @ rows.T) * scale
-        weights = scores.masked_fill((seen > p[:, None])[:, None], -torch.inf).softmax(-1)
+        weights = _weights(scores.masked_fill((seen > p[:, None])[:, None], -torch.inf), sinks)
         parts.append(weights @ rows[:, :latent_dim])
     return torch.cat(parts)
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of scores [queries, heads, rows]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks[:, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]

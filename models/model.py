@@ -27,9 +27,11 @@ class Model:
         *,
         layers: range | None = None,
         tp: int = 1,
+        layer: type[DecoderLayer] = DecoderLayer,
     ) -> None:
         """`config` is the whole model's, and so are the numbers in `layers`. With `tp` ranks in a
-        team `tensor` gives one rank's share of what is cut by heads (`Split`)."""
+        team `tensor` gives one rank's share of what is cut by heads (`Split`). `layer` is the
+        family's kind of main layer."""
         c, source = config, Source(tensor)
         part = range(c.layer_count) if layers is None else layers
         check_part(c.groups, c.layer_count, part.start, part.stop)
@@ -37,7 +39,7 @@ class Model:
         self.is_first, self.is_last = part.start == 0, part.stop == c.layer_count
         self._embedding = self._embedding_of(source)
         self.layers = tuple(
-            DecoderLayer(c, source.under(f"model.layers.{number}"), number, first=part.start, tp=tp)
+            layer(c, source.under(f"model.layers.{number}"), number, first=part.start, tp=tp)
             for number in part
         )
         self._take_ending(source)
@@ -45,6 +47,10 @@ class Model:
         self.mtp = Mtp(c, source, first=part.start, tp=tp) if has_mtp else None
         self.device = self.layers[0].mla.device
         self._positions = RotaryPositions(c, self.device)
+
+    @property
+    def has_stages(self) -> bool:
+        return all(layer.has_stages for layer in self.layers)
 
     def _embedding_of(self, source: Source) -> Tensor | None:
         c = self.config

@@ -104,12 +104,13 @@ class Moe:
         return Routing(experts, weights * c.expert_scale)
 
     def _limit_groups(self, choice: Tensor) -> Tensor:
-        """Groups rank by the sum of their two best experts; the others' experts are out."""
+        """Groups rank by the sum of their two best experts; the others' experts are out, or 0."""
         groups = choice.view(choice.shape[0], self._config.expert_group_count, -1)
         strength = groups.topk(GROUP_BEST, -1).values.sum(-1)
         kept = torch.zeros_like(strength, dtype=torch.bool)
         kept.scatter_(1, _best(strength, self._config.expert_groups_kept), True)
-        return groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        left = 0.0 if self._config.expert_groups_zeroed else -torch.inf
+        return groups.masked_fill(~kept[..., None], left).flatten(1)
 
     def routed(self, x: Tensor, routing: Routing) -> Tensor:
         """Tokens sorted by expert run as two grouped products; each token sums its own, in order.
@@ -117,7 +118,8 @@ class Moe:
         Sorting is stable and the sum runs over ascending experts in float32, so a token's result
         does not depend on which other tokens chose the same experts, beyond the products' rounding.
         """
-        return routed.experts(_products, x, *routing, self._gate_up, self._down)
+        limit = self._config.expert_limit
+        return routed.experts(_products, x, *routing, self._gate_up, self._down, limit)
 
     @property
     def expert_count(self) -> int:
@@ -132,7 +134,7 @@ class Moe:
         weights, scales = self._gate_up
         kept = x.to(routed.product_type(weights))
         both = _products(kept[order // routing.experts.shape[1]], ends, weights, scales=scales)
-        values = swiglu(both.float()).to(both.dtype)
+        values = swiglu(both.float(), self._config.expert_limit).to(both.dtype)
         edges, outer = F.pad(ends, (1, 0)), values.new_empty(len(values), self._config.hidden_dim)
         return Inner(values, order, edges, outer)
 
@@ -185,6 +187,10 @@ def _stack_experts(config: ModelConfig, source: Source) -> tuple[Weights, Weight
     """[experts, 2 * inner, hidden] and [experts, hidden, inner], filled one expert at a time; their
     scales, where the weights are kept in blocks."""
     inner, hidden = config.expert_dim, config.hidden_dim
+    if config.experts_stacked:
+        up = source.take("gate_up_proj", config.expert_count, 2 * inner, hidden)
+        down = source.take("down_proj", config.expert_count, hidden, inner)
+        return (plain(up), None), (plain(down), None)
     stacks: tuple[Weights, Weights] | None = None
     for number in range(config.expert_count):
         expert = source.under(str(number))

@@ -91,11 +91,11 @@ class PlainLayer:
         return probe
 
     def _attend(self, queries: Tensor, positions: Tensor, selection: Tensor | None) -> Tensor:
-        rows, latent_dim = self.rows.filled, self._config.latent_dim
-        scale = self._config.attention_scale
+        rows, sinks = self.rows.filled, self._layer.mla.sinks
+        dim, scale = self._config.latent_dim, self._config.attention_scale
         if selection is None:
-            return attend_dense(queries, rows, positions, latent_dim=latent_dim, scale=scale)
-        return attend(queries, rows, selection, latent_dim=latent_dim, scale=scale)
+            return attend_dense(queries, rows, positions, latent_dim=dim, scale=scale, sinks=sinks)
+        return attend(queries, rows, selection, latent_dim=dim, scale=scale, sinks=sinks)
 
     def keep(self, length: int) -> None:
         self.rows.keep(length)

@@ -41,22 +41,35 @@ EQUAL: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 FOREIGN: Final = ("per_layer_config", "kv_sharing_modes", "transformers_weights")
+# Fields that a file cannot say: of all families, and of those that do not compute them.
+UNSAID: Final = frozenset(
+    {
+        *("latent_norm_eps", "index_norm_eps", "key_head_count", "value_gates", "norm_gate_rank"),
+        *("has_sinks", "expert_groups_zeroed", "experts_stacked", "unread_prefix", "reorders"),
+        *("swiglu_limit", "hc_mult", "hc_magnitude", "hc_eps"),
+    }
+)
 INDEXED: Final = ("indexed_attention", "deepseek_sparse_attention")
 
 
 def parse(
-    raw: Mapping[str, Any], *, defaults: Mapping[str, Any], fixed: Mapping[str, Any]
+    raw: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelConfig:
     """`raw` is config.json as a dict. Nulls count as absent, and for what is absent `defaults` are
-    the family's, as they are in transformers. `fixed` keys can say nothing else."""
-    present = {key: value for key, value in raw.items() if value is not None}
+    the family's, as they are in transformers. `fixed` keys can say nothing else. `own` are fields
+    that the family says, or reads for itself: in other families such a key means nothing."""
+    present = {key: value for key, value in raw.items() if value is not None and key not in UNSAID}
     given = {**defaults, **fixed, **present}
     try:
         _check_keys(given, {**FIXED, **fixed})
         given["rope_parameters"] = read_rope(given)
         if (pattern := given.get("index_topk_pattern")) is not None:
             given.setdefault("indexer_types", _indexer_kinds(pattern))
-        return msgspec.convert(given, ModelConfig)
+        return msgspec.convert({**given, **own}, ModelConfig)
     except (BadInput, msgspec.ValidationError) as error:
         sentence = f"config.json of {raw.get('model_type')}: {error}{_offender(given, error)}"
         raise BadInput(sentence) from None

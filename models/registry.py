@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "deepseek_v32": "ess.models.deepseek_v32",
-        "glm_moe_dsa": "ess.models.glm_dsa",
+        "axk2": "ess.models.families.axk2",
+        "deepseek_v32": "ess.models.families.deepseek_v32",
+        "glm_moe_dsa": "ess.models.families.glm_dsa",
+        "hy_v4": "ess.models.families.hy_v4",
         "llama": "ess.models.guest.llama",
     }
 )

@@ -64,5 +64,5 @@ def _token_bytes(config: ModelConfig, length_max: int) -> int:
     lines = config.experts_per_token * (
         config.hidden_dim * (BF16 + F32) + 2 * config.expert_dim * (F32 + BF16)
     )
-    hidden = HIDDENS * config.hidden_dim * F32
+    hidden = HIDDENS * config.residual_dim * F32
     return index + queries + absorbed + partials + lines + hidden

@@ -37,8 +37,11 @@ def by_expert(chosen: Tensor, expert_count: int) -> Sorted:
     return Sorted(order, torch.searchsorted(experts, numbers, right=True, out_int32=True))
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    """A `limit` that is not 0 bounds both sides, the gate from above alone."""
     gate, up = gate_up.chunk(2, -1)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up
 
 
@@ -62,10 +65,11 @@ def experts(
     weights: Tensor,
     gate_up: Weights,
     down: Weights,
+    limit: float = 0.0,
 ) -> Tensor:
     """`Ops.experts` by these products."""
     order, ends = by_expert(chosen, len(gate_up[0]))
     asked = tokens.to(product_type(gate_up[0]))[order // chosen.shape[1]]
     both = products(asked, ends, gate_up[0], scales=gate_up[1])
-    inner = swiglu(both.float()).to(both.dtype)
+    inner = swiglu(both.float(), limit).to(both.dtype)
     return collected(products(inner, ends, down[0], scales=down[1]), order, weights)

@@ -264,7 +264,7 @@ class Stage:
     def _check_given(self, given: Tensor | None, count: int) -> None:
         model = self.runner.model
         shape = None if given is None else (tuple(given.shape), given.dtype)
-        wanted = ((self.ranks.own_count(count), model.config.hidden_dim), torch.float32)
+        wanted = ((self.ranks.own_count(count), model.config.residual_dim), torch.float32)
         if shape != (None if model.is_first else wanted):
             raise Disagreement(f"a batch of {count} tokens came with a state of {shape}")
 

@@ -26,13 +26,17 @@ SHARING: Final = ("indexer_types", "index_topk_pattern", "index_topk_freq")
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
     config = parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": False})
+    require_own_indexers(config, raw)
+    return config
+
+
+def require_own_indexers(config: ModelConfig, raw: Mapping[str, Any]) -> None:
     if len(config.groups) != config.layer_total:
         key = next(key for key in SHARING if raw.get(key) is not None)
         raise BadInput(
             f"config.json of {config.family}: {key} {raw[key]!r:.60} lets layers share an indexer,"
             " but in this family each layer has its own"
         )
-    return config
 
 
 def build(

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ess.kernels.cpu.stage import Heads, Stage, Values, pack
+from ess.kernels.merge import Partial
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rotate
@@ -28,6 +29,8 @@ STYLE: Final[RopeStyle] = "half"
 
 class Grouped:
     """In the shape of `Mla`. The low-rank query of a latent model is the query before its turn."""
+
+    sinks: Tensor | None = None
 
     def __init__(self, config: ModelConfig, source: Source) -> None:
         c = config
@@ -41,6 +44,9 @@ class Grouped:
         queries = source.matrix("q_proj", c.query_rank, c.hidden_dim)
         self._down = torch.cat((queries, *padded, unused))
         self._out = source.matrix("o_proj", c.hidden_dim, c.query_rank)
+
+    def attended(self, partial: Partial) -> Tensor:
+        return partial.out
 
     @property
     def dtype(self) -> torch.dtype:

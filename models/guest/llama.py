@@ -37,7 +37,12 @@ OWN: Final = ("num_key_value_heads", "head_dim", "pretraining_tp")
 def read(raw: Mapping[str, Any]) -> ModelConfig:
     given = {key: value for key, value in raw.items() if key not in OWN}
     sizes = _sizes(raw)
-    return parse({**given, **sizes}, defaults=DEFAULTS, fixed={"indexer_rope_interleave": False})
+    return parse(
+        {**given, **sizes},
+        defaults=DEFAULTS,
+        fixed={"indexer_rope_interleave": False},
+        own={"key_head_count": sizes["key_head_count"]},
+    )
 
 
 def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:

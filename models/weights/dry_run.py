@@ -28,7 +28,7 @@ from ess.models.weights.strict_json import parse_object
 from ess.pool.capacity import needs, page_count, request_bytes
 from ess.units import PAGE_ROWS, align_up, format_bytes
 
-PUBLISHED: Final = ("deepseek-v3.2", "glm-5.2")
+PUBLISHED: Final = ("deepseek-v3.2", "glm-5.2", "a.x-k2-light", "hy4-preview")
 _BF16_BYTES: Final = 2
 _F32_BYTES: Final = 4
 
@@ -63,7 +63,7 @@ class Plan:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """A config.json by its path, or a published config by its name ("deepseek-v3.2", "glm-5.2")."""
+    """A config.json by its path, or a published config by its name ("deepseek-v3.2", ...)."""
     if path in PUBLISHED:
         text = (files("ess.models") / "configs" / f"{path}.json").read_text()
         return dict(json.loads(text))

@@ -24,6 +24,9 @@ IN_F32: Final = ("mlp.gate.weight", "indexer.weights_proj.weight")
 UNREAD: Final = (".embed_tokens.weight", ".shared_head.head.weight")
 """Of the MTP layer: it uses those of the whole model."""
 
+REORDERED: Final = ("q_b_proj", "kv_a_proj_with_mqa", "wq_b", "wk")
+"""Products whose rows are put in our order, where a configuration `reorders`."""
+
 
 def kept_bytes(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> int:
     """`form` is what weights are computed in: bf16, f32, or as they are stored."""
@@ -61,7 +64,9 @@ def _padding(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> in
 
 def _stays_in_blocks(spec: Spec, config: ModelConfig) -> bool:
     *_, room, name, _ = spec.name.split(".")
-    if name == "kv_b_proj" or (room == "self_attn" and config.is_grouped):
+    is_cut = name == "kv_b_proj" or (name == "q_b_proj" and config.value_gates == "query")
+    is_moved = config.reorders and name in REORDERED
+    if is_cut or is_moved or (room == "self_attn" and config.is_grouped):
         return False
     if name in ("q_a_proj", "kv_a_proj_with_mqa"):
         return config.query_rank % QUANT_BLOCK == 0

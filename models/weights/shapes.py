@@ -6,7 +6,8 @@ and a plan can be made without one.
 
 The families share one table. DeepSeek and GLM differ in sizes, in which layers own an indexer, and
 in the MTP layer, where DeepSeek stores copies of the embedding and the head and GLM does not; a
-guest has Llama's attention in the place of theirs, and no experts.
+guest has Llama's attention in the place of theirs, and no experts. A.X-K2 and Hy4 have gates, Hy4
+also sinks and residual streams.
 """
 
 from __future__ import annotations
@@ -85,28 +86,52 @@ def _outside(config: ModelConfig) -> Iterator[Spec]:
     cut = Cut(dim=0, part_count=config.vocab_size)
     yield Spec(name="model.embed_tokens.weight", shape=shape, role="table", cut=cut)
     yield Spec(name="model.norm.weight", shape=(config.hidden_dim,), role="norm")
+    if config.stream_count > 1:
+        yield from _streams(config, "model.hc_head.hc_head_", 1, None)
     yield Spec(name=HEAD, shape=shape, role="table", cut=cut, optional=config.tie_head)
 
 
 def _decoder_layer(config: ModelConfig, layer: int) -> Iterator[Spec]:
     prefix = f"model.layers.{layer}."
-    hidden = (config.hidden_dim,)
-    yield Spec(name=f"{prefix}input_layernorm.weight", shape=hidden, role="norm", layer=layer)
+    yield from _norm(config, layer, f"{prefix}input_layernorm.", config.norm_gate_rank)
     attention = _grouped_attention if config.is_grouped else _attention
     yield from attention(config, layer, f"{prefix}self_attn.")
     if config.has_indexer(layer):
         yield from _indexer(config, layer, f"{prefix}self_attn.indexer.")
-    post = f"{prefix}post_attention_layernorm.weight"
-    yield Spec(name=post, shape=hidden, role="norm", layer=layer)
+    rank = config.norm_gate_rank if config.has_experts(layer) else 0
+    yield from _norm(config, layer, f"{prefix}post_attention_layernorm.", rank)
+    if config.stream_count > 1:
+        for room in ("hc_attn_layer", "hc_mlp_layer"):
+            yield from _streams(config, f"{prefix}{room}.hc_", 2, layer)
     if config.has_experts(layer):
         yield from _experts(config, layer, f"{prefix}mlp.")
     else:
         yield from _mlp(config, layer, f"{prefix}mlp.", width=config.dense_dim)
 
 
+def _streams(config: ModelConfig, prefix: str, count: int, layer: int | None) -> Iterator[Spec]:
+    """Of `count` shares for each residual stream."""
+    shares = count * config.stream_count
+    for name, shape in (("fn", (shares, config.residual_dim)), ("base", (shares,))):
+        yield Spec(name=f"{prefix}{name}", shape=shape, role="norm", layer=layer)
+    yield Spec(name=f"{prefix}scale", shape=(count,), role="norm", layer=layer)
+
+
+def _norm(config: ModelConfig, layer: int, prefix: str, gate_rank: int) -> Iterator[Spec]:
+    """With a gate behind it, where `gate_rank` is not 0."""
+    dim, inner = config.hidden_dim, "norm." if gate_rank else ""
+    yield Spec(name=f"{prefix}{inner}weight", shape=(dim,), role="norm", layer=layer)
+    if gate_rank:
+        for name, shape in (("W_down", (gate_rank, dim)), ("W_up", (dim, gate_rank))):
+            full_name = f"{prefix}{name}.weight"
+            yield Spec(name=full_name, shape=shape, role="table", layer=layer)
+
+
 def _attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     heads = config.head_count
-    query_dim = config.nope_dim + config.rope_dim
+    query_dim, from_dim = config.nope_dim + config.rope_dim, config.query_rank
+    if config.value_gates == "query":
+        query_dim, from_dim = query_dim + config.value_dim, 2 * from_dim
     by_head = Cut(dim=0, part_count=heads)
 
     def linear(name: str, rows: int, columns: int, cut: Cut | None = None) -> Spec:
@@ -118,13 +143,17 @@ def _attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
 
     yield linear("q_a_proj", config.query_rank, config.hidden_dim)
     yield norm("q_a_layernorm", config.query_rank)
-    yield linear("q_b_proj", heads * query_dim, config.query_rank, by_head)
+    yield linear("q_b_proj", heads * query_dim, from_dim, by_head)
     yield linear("kv_a_proj_with_mqa", config.row_dim, config.hidden_dim)
     yield norm("kv_a_layernorm", config.latent_dim)
     both_dims = config.nope_dim + config.value_dim
     yield linear("kv_b_proj", heads * both_dims, config.latent_dim, by_head)
     out_cut = Cut(dim=1, part_count=heads)
     yield linear("o_proj", config.hidden_dim, heads * config.value_dim, out_cut)
+    if config.value_gates == "input":
+        yield linear("linear_gate", heads * config.value_dim, config.hidden_dim, by_head)
+    if config.has_sinks:
+        yield Spec(name=f"{prefix}learnable_sink_param", shape=(heads,), role="norm", layer=layer)
 
 
 def _grouped_attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
@@ -180,10 +209,21 @@ def _experts(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     yield Spec(name=f"{prefix}gate.weight", shape=gate, role="table", layer=layer)
     bias = f"{prefix}gate.e_score_correction_bias"
     yield Spec(name=bias, shape=(count,), role="correction", layer=layer)
-    for expert in range(count):
+    if config.experts_stacked:
+        yield from _stacked_experts(config, layer, f"{prefix}experts.")
+    for expert in range(0 if config.experts_stacked else count):
         yield from _mlp(config, layer, f"{prefix}experts.{expert}.", width=width, expert=expert)
     shared_width = width * config.shared_expert_count
     yield from _mlp(config, layer, f"{prefix}shared_experts.", width=shared_width)
+
+
+def _stacked_experts(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
+    count, width, hidden = config.expert_count, config.expert_dim, config.hidden_dim
+    for name, shape in (
+        ("gate_up_proj", (count, 2 * width, hidden)),
+        ("down_proj", (count, hidden, width)),
+    ):
+        yield Spec(name=f"{prefix}{name}", shape=shape, role="table", layer=layer)
 
 
 def _mtp_extras(config: ModelConfig, layer: int) -> Iterator[Spec]:

@@ -74,6 +74,12 @@ class Split:
                 f" by {self.ep} expert-parallel ranks"
             )
 
+        if config.experts_stacked and self.ep > 1:
+            raise BadInput(
+                f"ep {self.ep} is not supported for {config.family}: its checkpoints have the"
+                " experts of a layer in one tensor"
+            )
+
     def holds(self, spec: Spec, *, expert_count: int) -> bool:
         """Is any part of this tensor on this rank?"""
         if spec.expert is None or self.ep == 1:

@@ -30,7 +30,15 @@ from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
 from ess.pool.lru.eviction import POLICIES
-from tests.support.checkpoints import TINY_GLM, TINY_LLAMA, TINY_V32, model, tokens
+from tests.support.checkpoints import (
+    TINY_AXK2,
+    TINY_GLM,
+    TINY_HY4,
+    TINY_LLAMA,
+    TINY_V32,
+    model,
+    tokens,
+)
 from tests.support.greedy import greedy
 from tests.support.manual_lane import ManualLane
 
@@ -47,7 +55,13 @@ FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 LENGTH_MAX: Final = 1024
 TOKEN_COUNT: Final = 12
-RANDOM: Final = {"deepseek_v32": TINY_V32, "glm_moe_dsa": TINY_GLM, "llama": TINY_LLAMA}
+RANDOM: Final = {
+    "deepseek_v32": TINY_V32,
+    "glm_moe_dsa": TINY_GLM,
+    "llama": TINY_LLAMA,
+    "axk2": TINY_AXK2,
+    "hy_v4": TINY_HY4,
+}
 Case = Mapping[str, str]
 HEADING: Final = "## In float32: the full grid, once"
 

@@ -82,6 +82,27 @@ GLM: Final[dict[str, Any]] = {
     "index_share_for_mtp_iteration": True,
 }
 
+AXK2: Final[dict[str, Any]] = {
+    **V32,
+    "architectures": ["AXK2ForCausalLM"],
+    "model_type": "axk2",
+    "num_nextn_predict_layers": 0,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "gated_norm_rank": 4,
+}
+
+HY4: Final[dict[str, Any]] = {
+    **GLM,
+    "architectures": ["HYV4ForCausalLM"],
+    "model_type": "hy_v4",
+    "num_nextn_predict_layers": 0,
+    "num_hidden_layers": 6,
+    "pad_token_id": 2,
+    "hc_mult": 2,
+    "swiglu_limit": 1.0,
+}
+
 _TINY: Final[dict[str, Any]] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -120,6 +141,8 @@ TINY_LLAMA: Final[dict[str, Any]] = {
 }
 TINY_V32: Final = {**V32, **_TINY}
 TINY_GLM: Final = {**GLM, **_TINY}
+TINY_HY4: Final = {**HY4, **_TINY, "num_hidden_layers": 6}
+TINY_AXK2: Final = {**AXK2, **_TINY}
 
 SMALL: Final[dict[str, Any]] = {
     "hidden_size": 64,
@@ -148,7 +171,7 @@ def tensors(config: ModelConfig, *, seed: int = 0) -> dict[str, torch.Tensor]:
 def _draw(name: str, shape: tuple[int, ...], seed: int, reach: float) -> torch.Tensor:
     state = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode()))
     unit = state.random_sample(shape) * 2 - 1
-    if len(shape) == 2:
+    if len(shape) > 1:
         values = unit * reach
     elif name.endswith("bias"):
         values = unit * 0.17

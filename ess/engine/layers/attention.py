@@ -167,7 +167,7 @@ class LayerStep:
         )
         selection = torch.cat([parts[part] for part in sorted(parts, key=lambda p: p.start)])
         codes = batch.step.host_codes(self.number, selection, queries=self._half.queries)
-        return self.attend_codes(self._half.queries, codes).out
+        return self._layer.mla.attended(self.attend_codes(self._half.queries, codes))
 
     def attend_codes(
         self, part: range, codes: Tensor, *, whole: bool = False, placed: bool = True

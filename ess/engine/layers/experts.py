@@ -24,6 +24,7 @@ class ExpertStep:
         self.timeline = timeline
         self.number = layer.number
         self.first_query = first_query
+        self._layer = layer
         self._experts = layer.experts
         self._hidden = hidden
         self._input = layer.mlp_input(hidden)
@@ -93,6 +94,6 @@ class ExpertStep:
         """The layer's output."""
         assert self._routed is not None, "the schedule has not collected"
         if not self._experts.has_shared:
-            return self._hidden + self._routed
+            return self._layer.add_mlp(self._hidden, self._routed)
         assert self._shared is not None, "the schedule has left out the shared experts"
-        return self._hidden + (self._routed + self._shared)
+        return self._layer.add_mlp(self._hidden, self._routed + self._shared)

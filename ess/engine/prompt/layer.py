@@ -62,7 +62,8 @@ def _attend(pack: Pack, layer: DecoderLayer, asked: Tensor, chosen: Chosen) -> T
     for at, _, place in pack.each():
         selection = chosen[at]
         assert selection is not None, f"layer {layer.number} shares a selection that was not made"
-        attended.append(attend_chosen(pack, layer.number, at, asked[place], selection))
+        partial = attend_chosen(pack, layer.number, at, asked[place], selection)
+        attended.append(layer.mla.attended(partial))
     return joined(attended, none)
 
 

@@ -30,7 +30,7 @@ def top_k(pack: Pack, span: Span, layer: int, queries: Tensor, weights: Tensor) 
     )
 
 
-def attend_chosen(pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tensor) -> Tensor:
+def attend_chosen(pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tensor) -> Partial:
     """Span number `at`; some queries at a time, for ops that gather their rows."""
     assert len(queries) == len(chosen), f"{len(chosen)} selections for {len(queries)} queries"
     codec, (rows, codes) = pack.layout.row, pack.rows.reading(layer, at, chosen)
@@ -50,4 +50,4 @@ def attend_chosen(pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tens
             into=Partial(into.out[some], into.lse[some]),
             threads=compute_threads(),
         )
-    return into.out
+    return into

@@ -80,7 +80,7 @@ class Chain:
         queries = layer.mla.queries(entry.query, rotation)
         selection = self._selected(entry, rotation)
         partial = merge(self._over_pool(queries, selection), self._over_own(queries))
-        return layer.mlp(layer.output(hidden, partial.out))
+        return layer.mlp(layer.output(hidden, layer.mla.attended(partial)))
 
     def _selected(self, entry: Entry, rotation: Rotation) -> Tensor:
         batch, layer = self._batch, self._mtp.layer

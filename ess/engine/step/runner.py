@@ -156,7 +156,7 @@ class Runner:
         waits = mode <= Mode.NONE and not in_stages
         stages = LayerStep(half, layer, hidden, timeline, waits=waits)
         partials = yield from SCHEDULES[mode](stages)
-        outs = [partial.out for partial in partials]
+        outs = [layer.mla.attended(partial) for partial in partials]
         assert sum(map(len, outs)) == len(hidden), f"layer {layer.number}: a query has no attention"
         attended = outs[0] if len(outs) == 1 else torch.cat(outs)
         self.tuning.ran(layer.number, stages.ran(mode))
@@ -184,9 +184,18 @@ class Runner:
         assert not course.splits or Mode.RESIDENT not in vector, "a half would not hold its rows"
 
 
+class Uncompiled(Ops):
+    """For a model that has no compiled stages."""
+
+    def has_stages(self) -> bool:
+        return False
+
+
 def made_runner(model: Model, offload: Offload, config: EngineConfig) -> Runner:
     """As it is configured."""
     computes = ops(config.backend)
+    if not model.has_stages:
+        computes = Uncompiled(computes.name, computes.backend)
     if config.deterministic:
         require_alike(computes, config.backend)
     is_there = model.device.type != "cpu"

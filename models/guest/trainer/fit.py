@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from safetensors.numpy import save_file
 from torch import Tensor, nn
 
+from ess.models.config import INDEX_NORM_EPS
 from ess.models.decoder import DecoderLayer
 from ess.models.guest.convert import convert
 from ess.models.guest.grouped import Grouped
@@ -27,7 +28,6 @@ from ess.models.guest.heads import HEADS, PARTS, narrowed
 from ess.models.guest.pins import SMOLLM2
 from ess.models.guest.place import gguf_file
 from ess.models.guest.trainer.readings import texts
-from ess.models.indexer import KEY_NORM_EPS
 from ess.models.layers import Rotation, rotate
 from ess.models.load import load_model
 from ess.models.model import Model
@@ -59,7 +59,7 @@ class Mixtures(nn.Module):
         self.query_mix = nn.Parameter(torch.eye(dim).repeat(heads, 1, 1))
         self.key_mix = nn.Parameter(torch.eye(dim).repeat(1, key_heads) / key_heads)
         self.weights_proj = nn.Parameter(torch.randn(heads, hidden) * 0.02)
-        self.k_norm = nn.LayerNorm(dim, eps=KEY_NORM_EPS)
+        self.k_norm = nn.LayerNorm(dim, eps=INDEX_NORM_EPS)
 
     def scores(self, hidden: Tensor, queries: Tensor, keys: Tensor, turns: Turns) -> Tensor:
         """[queries, keys], of queries [tokens, heads, dim] and keys before their turn."""

@@ -33,6 +33,20 @@ def test_the_published_checkpoints_close() -> None:
     assert glm.values == 753_329_940_480
 
 
+@pytest.mark.parametrize(
+    ("name", "values"), [("a.x-k2-light", 20_314_500_992), ("hy4-preview", 58_278_201_581)]
+)
+def test_as_many_values_as_transformers_makes_of_the_same_configuration(
+    name: str, values: int
+) -> None:
+    assert published(name).whole.values == values
+
+
+def test_experts_in_one_tensor_are_not_shared_among_ranks() -> None:
+    with pytest.raises(BadInput, match="ep 4 is not supported for hy_v4"):
+        make_plan(read_config("hy4-preview"), ep=4)
+
+
 def test_glm_5_has_an_indexer_in_every_layer() -> None:
     config = {**read_config("glm-5.2"), "index_topk_freq": 1}
     assert make_plan(config).whole.tensors == 59_870

@@ -1,0 +1,58 @@
+"""A.X-K2: DeepSeek-V3.2 with three gates, each the sigmoid of something that the layer has anyway.
+
+Of values: the projection that makes queries reads the normed low-rank query and the raw one side by
+side, and makes a gate for each value of each head beside its query. Of the layer's input, and of
+what experts see: two small products of the normed state. Nothing of it is kept in a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.families.deepseek_v32 import require_own_indexers
+from ess.models.reading import parse
+
+if TYPE_CHECKING:
+    from ess.models.layers import TensorSource
+    from ess.models.model import Model
+
+
+DEFAULTS: Final = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+    "first_k_dense_replace": 1,
+}
+FIXED: Final = {"indexer_rope_interleave": False, "num_nextn_predict_layers": 0}
+GATE_RANK: Final = 16
+GROUPS: Final = ("n_group", "topk_group")
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    for said, unsaid in (GROUPS, GROUPS[::-1]):
+        if raw.get(said) is not None and raw.get(unsaid) is None:
+            raise BadInput(f"config.json of axk2: {said} is there, {unsaid} is not")
+    own = {
+        "value_gates": "query",
+        "norm_gate_rank": raw.get("gated_norm_rank", GATE_RANK),
+        "expert_groups_zeroed": True,
+    }
+    config = parse(raw, defaults=DEFAULTS, fixed=FIXED, own=own)
+    require_own_indexers(config, raw)
+    return config
+
+
+def build(
+    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+) -> Model:
+    from ess.models.families.gates import GatedLayer
+    from ess.models.model import Model
+
+    if tp != 1:
+        raise BadInput(f"{tp} ranks cannot share the heads of axk2 yet: its gates are not cut")
+    return Model(config, tensor, layers=layers, layer=GatedLayer)

@@ -1,0 +1,65 @@
+"""Hy4: GLM's shared selections, with sinks, gates of values and four residual streams.
+
+Published weights turn half against half in attention and the last dimensions of index keys: they
+are read in our order. The MTP module of published files is not read; nobody has published what it
+computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.reading import parse
+
+if TYPE_CHECKING:
+    from ess.models.layers import TensorSource
+    from ess.models.model import Model
+
+
+DEFAULTS: Final = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262144,
+    "first_k_dense_replace": 1,
+    "index_topk_freq": 4,
+}
+# Keys of other families, which change nothing in this one.
+FOREIGN: Final = (
+    *("num_nextn_predict_layers", "first_k_dense_replace", "index_share_for_mtp_iteration"),
+    *("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"),
+)
+FIXED: Final = {"indexer_rope_interleave": False, "rope_interleave": False}
+READ: Final = {"swiglu_limit": 10.0, "hc_mult": 4, "hc_magnitude": 2.0, "hc_eps": 1e-6}
+OWN: Final = {
+    "value_gates": "input",
+    "has_sinks": True,
+    "reorders": True,
+    "experts_stacked": True,
+    "unread_prefix": "model.mtp_layers.",
+}
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    given = {key: value for key, value in raw.items() if key not in FOREIGN}
+    own = {**OWN, **READ, **{key: raw[key] for key in READ if raw.get(key) is not None}}
+    config = parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
+    return msgspec.structs.replace(config, index_norm_eps=config.norm_eps)
+
+
+def build(
+    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+) -> Model:
+    from ess.models.families.order import in_our_order
+    from ess.models.families.streams import StreamLayer, StreamModel
+
+    if tp != 1:
+        raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
+    source = in_our_order(config, tensor)
+    return StreamModel(config, source, layers=layers, layer=StreamLayer)

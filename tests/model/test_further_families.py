@@ -1,0 +1,211 @@
+"""A.X-K2 and Hy4: transformers' logits, and the plain model's tokens in every way of the engine."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput
+from ess.models import registry as known_families
+from ess.models.load import load_model
+from ess.models.plain import Plain
+from ess.models.registry import build, read_config
+from tests.model import grid
+from tests.support import checkpoints, own_family
+from tests.support.greedy import greedy
+from tests.support.pairwise import pairwise
+
+FAMILIES = {"axk2": checkpoints.AXK2, "hy_v4": checkpoints.HY4}
+TINY = {"axk2": checkpoints.TINY_AXK2, "hy_v4": checkpoints.TINY_HY4}
+LENGTH, PREFILL, TOLERANCE = 288, 240, 1e-4
+PIECES = [PREFILL] + [1] * 16 + [4] * 8
+SEEDS = {"axk2": 22, "hy_v4": 22}
+FACTORS = {
+    "checkpoint": tuple(FAMILIES),
+    **{name: grid.FACTORS[name] for name in ("mode", "tbo", "sbo", "depth", "arena", "warm")},
+    "mtp": ("1",),
+    "evict": ("lru",),
+}
+WAYS = pairwise(FACTORS)
+SHORT = 3
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).abs().max())
+
+
+class Case:
+    def __init__(self, family: str, folder: Path, **changes: Any) -> None:
+        pytest.importorskip("transformers", reason="extra `oracle` is not installed")
+        from tests.support.oracle import Oracle
+
+        raw = {**FAMILIES[family], **changes}
+        self.model = checkpoints.model(raw, latent_norm_eps=1e-6)
+        self.tokens = checkpoints.tokens(LENGTH, raw["vocab_size"], seed=SEEDS[family])
+        self.weights = checkpoints.tensors(self.model.config)
+        self.oracle = Oracle(folder, raw, self.weights)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    torch.set_num_threads(1)
+    return Case(request.param, tmp_path_factory.mktemp("oracle"))
+
+
+@pytest.mark.slow
+def test_logits_in_one_go_and_piece_by_piece(case: Case) -> None:
+    whole = Plain(case.model).run(case.tokens).logits
+    assert far(whole, case.oracle.read(case.tokens, [LENGTH]).logits) < TOLERANCE
+    plain, logits = Plain(case.model), []
+    for stop, count in zip(itertools.accumulate(PIECES), PIECES, strict=True):
+        logits.append(plain.run(case.tokens[stop - count : stop]).logits)
+    assert far(torch.cat(logits), case.oracle.read(case.tokens, PIECES).logits) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_greedy_tokens(case: Case) -> None:
+    prompt = case.tokens[:200]
+    assert greedy(case.model, prompt, 32) == case.oracle.greedy(prompt, 32)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_transformers_has_saved_is_read(tmp_path: Path) -> None:
+    """Of hy_v4 it saves the gates of dense blocks under the name of attention's."""
+    case = Case("axk2", tmp_path / "given")
+    case.oracle.save(tmp_path / "saved")
+    model, some = load_model(tmp_path / "saved", form="f32"), case.tokens[:60]
+    ours = checkpoints.model(FAMILIES["axk2"])
+    assert torch.equal(Plain(model).run(some).logits, Plain(ours).run(some).logits)
+
+
+@pytest.mark.slow
+def test_experts_of_groups_that_were_left_out_count_as_zero(tmp_path: Path) -> None:
+    """Where the kept group's two scores are below zero, the other group's two are chosen."""
+    few = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    case = Case("axk2", tmp_path / "plain", **few)
+    for name in case.weights:
+        if name.endswith("e_score_correction_bias"):
+            case.weights[name] -= 1.0
+    from tests.support.oracle import Oracle
+
+    raw, config = {**FAMILIES["axk2"], **few}, case.model.config
+    model = build(config, case.weights.__getitem__)
+    theirs = Oracle(tmp_path / "low", raw, case.weights).read(case.tokens, [LENGTH]).logits
+    assert far(Plain(model).run(case.tokens).logits, theirs) < TOLERANCE
+    other = build(
+        msgspec.structs.replace(config, expert_groups_zeroed=False), case.weights.__getitem__
+    )
+    assert far(Plain(other).run(case.tokens).logits, theirs) > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS[:SHORT], ids=lambda way: "-".join(way.values()))
+def test_an_engine_says_what_the_plain_model_says(way: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    assert grid.differences(way) == []
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS[SHORT:], ids=lambda way: "-".join(way.values()))
+def test_an_engine_says_it_in_every_way(way: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    assert grid.differences(way) == []
+
+
+PARTS = [
+    ("axk2", "input_layernorm.W_up.weight"),
+    ("axk2", "post_attention_layernorm.W_down.weight"),
+    ("axk2", "self_attn.q_b_proj.weight"),
+    ("hy_v4", "self_attn.learnable_sink_param"),
+    ("hy_v4", "self_attn.linear_gate.weight"),
+    ("hy_v4", "hc_attn_layer.hc_fn"),
+    ("hy_v4", "hc_mlp_layer.hc_base"),
+    ("hy_v4", "hc_head.hc_head_fn"),
+]
+
+
+@pytest.mark.parametrize(("family", "part"), PARTS)
+def test_what_a_family_adds_changes_its_logits(family: str, part: str) -> None:
+    """A part that is left out would be seen."""
+    raw, line = TINY[family], checkpoints.tokens(40, 128, seed=3)
+    config = read_config(raw)
+    weights = checkpoints.tensors(config)
+    touched = [name for name in weights if name.endswith(part)]
+    assert touched
+    before = Plain(build(config, weights.__getitem__)).run(line).logits
+    for name in touched:
+        weights[name] = weights[name].flip(0)
+    assert far(Plain(build(config, weights.__getitem__)).run(line).logits, before) > 1e-3
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("axk2", {"n_group": None}, "topk_group is there, n_group is not"),
+    ("axk2", {"topk_group": None}, "n_group is there, topk_group is not"),
+    ("axk2", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 is not supported"),
+    ("axk2", {"gated_norm_rank": "x"}, "norm_gate_rank"),
+    ("axk2", {"index_topk_freq": 2}, "index_topk_freq 2 lets layers share an indexer"),
+    ("axk2", {"indexer_rope_interleave": True}, "indexer_rope_interleave true is not supported"),
+    ("hy_v4", {"rope_interleave": True}, "rope_interleave true is not supported"),
+    ("hy_v4", {"hc_mult": 0}, "hc_mult"),
+    ("hy_v4", {"swiglu_limit": -1.0}, "swiglu_limit"),
+    ("hy_v4", {"indexer_types": ["shared"] * 6}, "layer 0 must have an indexer of its own"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "said"), REFUSED)
+def test_what_is_not_computed_is_refused(family: str, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said) as refusal:
+        read_config({**TINY[family], **change})
+    assert str(refusal.value).startswith(f"config.json of {family}: ")
+
+
+def test_fields_of_ours_mean_nothing_in_a_file() -> None:
+    for raw in (checkpoints.TINY_V32, checkpoints.TINY_GLM):
+        ours = {"key_head_count": 4, "latent_norm_eps": 0.5, "hc_mult": 4, "has_sinks": True}
+        assert read_config({**raw, **ours}) == read_config(raw)
+
+
+def test_a_family_of_one_s_own_is_one_short_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said to the registry it is read, checked against the shape formula, built and decoded."""
+    known = {**known_families.MODULES, "own": own_family.__name__}
+    monkeypatch.setattr(known_families, "MODULES", known)
+    raw = {**checkpoints.TINY_V32, "model_type": "own", "num_nextn_predict_layers": 0}
+    monkeypatch.setitem(grid.RANDOM, "own", raw)
+    way = {**WAYS[0], "checkpoint": "own", "mode": "da", "arena": "tight"}
+    assert grid.differences(way) == []
+    source = Path(own_family.__file__).read_text().splitlines()
+    assert sum(bool(line) and not line.startswith(("from", "import", '"')) for line in source) < 30
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_fp8_rows_and_keys_are_the_same_offloaded_and_resident(family: str) -> None:
+    torch.set_num_threads(1)
+    model, line = checkpoints.model(TINY[family]), checkpoints.tokens(150, 128, seed=4)
+    layout = model.config.layout()
+    said = []
+    for mode, arena in (("resident", "ample"), ("none", "tight")):
+        offload = Offload.create(
+            layout,
+            slot_bytes=grid.slot_bytes(layout, arena),
+            host_bytes=12 * layout.host_page_bytes,
+            length_max=256,
+            slot_floor=layout.top_k,
+            poison=True,
+        )
+        engine = Engine(model, offload, EngineConfig(modes=mode))
+        request = engine.add(line, Sampling(tokens_max=24, ignore_eos=True))
+        for _ in engine.run():
+            offload.check()
+        said.append(request.output)
+        offload.close()
+    assert said[0] == said[1]

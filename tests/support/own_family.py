@@ -1,0 +1,39 @@
+"""A family of our own, all of it: DeepSeek-V3.2 with a sink per head and gates of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ess.models.config import ModelConfig
+from ess.models.decoder import DecoderLayer
+from ess.models.families.deepseek_v32 import DEFAULTS
+from ess.models.families.gates import InputGatedMla
+from ess.models.layers import Source, TensorSource
+from ess.models.model import Model
+from ess.models.reading import parse
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    own = {"value_gates": "input", "has_sinks": True}
+    return parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": False}, own=own)
+
+
+def build(
+    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+) -> Model:
+    assert tp == 1, "one rank"
+    return Model(config, tensor, layers=layers, layer=SunkLayer)
+
+
+class SunkLayer(DecoderLayer):
+    mla: InputGatedMla
+    has_stages = False
+
+    def _attention(self, config: ModelConfig, source: Source, tp: int) -> InputGatedMla:
+        return InputGatedMla(config, source)
+
+    def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        return hidden + self.mla.gated_output(self._input_norm(hidden), attended)
