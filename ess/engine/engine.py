@@ -379,8 +379,11 @@ class Engine:
             return
         assert request.state == "decoding", f"request {request.number} is {request.state}"
         choice = outcome.choice
-        kept = tuple(request.take(list(choice.tokens)))
-        self._made.append(Made(request, kept, outcome.drafts, choice.chances[: len(kept)]))
+        if choice.made:
+            kept = tuple(request.take(list(choice.made)))
+            self._made.append(Made(request, kept, outcome.drafts, choice.chances[: len(kept)]))
+        if choice.is_broken:
+            request.break_off()
         self._handoffs.mark(request, "first step")
         self._handoffs.close(request)
         if request.reason is not None:

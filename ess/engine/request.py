@@ -79,7 +79,8 @@ class Request:
     the request is on the device, and `has_loaded` as long when pages have come from the disk.
 
     `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
-    when its grammar could not be followed to the end: `matcher.failure` says why. `refusal` says
+    when its grammar could not be followed to the end: `matcher.failure` says why. Or the model made
+    no numbers of it, as `fault` says. `refusal` says
     why it could never have been admitted, or what its grammar lacks.
 
     `output` is what the host has learned. `flight_count` steps that it has not learned may have
@@ -117,6 +118,7 @@ class Request:
     ahead_count: int = 0
     is_held: bool = False
     refusal: EssError | None = None
+    fault: str = ""
     turn_count: int = 0
     hit_count: int = 0
     asked_count: int = 0
@@ -200,6 +202,14 @@ class Request:
                     self.reader.finish()
                 return made[:count]
         return made
+
+    def break_off(self) -> None:
+        """Its next token's logits are no numbers, and nothing can be drawn from them."""
+        if self.reason is None:
+            self.reason = "failed"
+            self.fault = f"the logits behind {len(self.tokens):,} tokens are no numbers"
+            if self.reader is not None:
+                self.reader.finish()
 
     def _reason_after(self, token: int) -> Reason | None:
         if self.matcher is not None and self.matcher.failure:

@@ -29,7 +29,7 @@ from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.prompts import Prepared
 from ess.server.dialects.schemas import Ask
 from ess.server.http.connection.outlets import STRAIGHT, Straight
-from ess.server.http.responses import answer, error_body
+from ess.server.http.responses import Broken, answer, error_body
 from ess.server.process.requests.call import Call
 from ess.server.process.service import Service
 from ess.server.process.tally import Tally
@@ -118,7 +118,7 @@ class Times:
 
 def _refusal(piece: Piece) -> EssError:
     if piece.is_ours:
-        return Unavailable(piece.sentence)
+        return (Broken if piece.reason == "failed" else Unavailable)(piece.sentence)
     what = "the grammar" if piece.reason == "failed" else "the engine"
     return BadInput(piece.sentence or f"{what} refused the request")
 

@@ -37,6 +37,10 @@ class Interrupted(Unavailable):
     retry_after_s: float = 5.0
 
 
+class Broken(EssError):
+    """The model made no numbers of this request; the others go on."""
+
+
 class Denied(EssError):
     """The API key is missing or wrong."""
 
@@ -67,6 +71,7 @@ STATUS_OF: Final[tuple[tuple[type[EssError], int, str], ...]] = (
     (BadInput, 400, "invalid_request_error"),
     (BadState, 409, "conflict_error"),
     (Unavailable, 503, "unavailable_error"),
+    (Broken, 500, "server_error"),
 )
 
 
@@ -92,6 +97,8 @@ def _code(error: EssError) -> str | None:
             return error.reason
         case Absent():
             return error.code
+        case Broken():
+            return "numerical_error"
     return None
 
 

@@ -276,7 +276,7 @@ class EngineLoop:
             tuple(chance for made in mades for chance in made.chances),
             self._why(live.request),
             tuple(scored),
-            isinstance(live.request.refusal, Unavailable),
+            isinstance(live.request.refusal, Unavailable) or bool(live.request.fault),
         )
 
     def _admitted(self, live: Live) -> int | None:
@@ -292,10 +292,10 @@ class EngineLoop:
         return count
 
     def _why(self, request: Request) -> str:
-        if request.reason == "failed" and request.matcher is not None:
+        if request.reason == "failed" and request.matcher is not None and not request.fault:
             return request.matcher.failure
         if request.reason != "refused":
-            return ""
+            return request.fault
         assert request.refusal is not None, f"request {request.number} was refused without a reason"
         return str(request.refusal)
 

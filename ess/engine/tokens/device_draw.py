@@ -16,11 +16,18 @@ import torch
 from torch import Tensor
 
 from ess.engine.step.uploads import Upload
-from ess.engine.tokens.draw import Rows, draw_reached, draw_whole, is_cut, mixed_keys, wrapped_seed
+from ess.engine.tokens.draw import (
+    NOT_A_NUMBER,
+    Rows,
+    draw_reached,
+    draw_whole,
+    is_cut,
+    mixed_keys,
+    wrapped_seed,
+)
 from ess.engine.tokens.sampling import Sampling
 
 Kind = Literal["greedy", "whole", "cut"]
-NOT_A_NUMBER: Final = -1
 UNCUT: Final = (1 << 31) - 1
 """More tokens than a vocabulary has."""
 

@@ -31,11 +31,13 @@ REACH_MIN: Final = 256
 REACH_GROWTH: Final = 4
 REACH_SHARE: Final = 4
 AT_ONCE: Final = 1 << 17
+NOT_A_NUMBER: Final = -1
 UNIFORM_STEP: Final = (1.0 - 2.0**-23) / 2.0**31
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """Ids int64 [queries] at `positions`, from logits float32 [queries, vocabulary], which stay."""
+    """Ids int64 [queries] at `positions`, from logits float32 [queries, vocabulary], which stay;
+    `NOT_A_NUMBER` where the logits are none."""
     assert len(logits) == len(samplings) == len(positions), "a sampling and a position per query"
     drawn = logits.argmax(-1)
     warm = [query for query, sampling in enumerate(samplings) if not sampling.is_greedy]
@@ -47,8 +49,8 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
             given = [samplings[query] for query in some]
             rows = _rows(logits[some], given, [positions[query] for query in some])
             drawn[some] = draw_rows(rows)
-    assert not logits.gather(-1, drawn[:, None]).isnan().any(), "logits that are no numbers"
-    return drawn
+    is_none = logits.gather(-1, drawn[:, None])[:, 0].isnan()
+    return drawn.masked_fill_(is_none, NOT_A_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)

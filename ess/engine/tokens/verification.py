@@ -18,17 +18,23 @@ from ess.engine.request import Request
 from ess.engine.tokens.bad_words import BadWords
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.counts import Tally
-from ess.engine.tokens.draw import draw
+from ess.engine.tokens.draw import NOT_A_NUMBER, draw
 from ess.engine.tokens.logprobs import chances
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The step's tokens for a request; those behind a token that ends the request are surplus. The
-    chances are there only if the request asks for them."""
+    chances are there only if the request asks for them. Where logits were no numbers the last token
+    stands for none, and the request must end."""
 
     tokens: tuple[int, ...]
     chances: tuple[Chance, ...] = ()
+    is_broken: bool = False
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        return self.tokens[:-1] if self.is_broken else self.tokens
 
 
 def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
@@ -45,7 +51,9 @@ def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
         assert 1 <= open_count <= count, f"{open_count} of {count} queries may count"
         drafts = feed.tokens[1 : len(tokens)]
         assert drafts == tokens[:-1], f"a token behind a wrong draft: {drafts}, {tokens}"
-        choices.append(Choice(tokens, _chances(feed.request, logits[at:], tokens)))
+        is_broken = tokens[-1] == NOT_A_NUMBER
+        tokens = (*tokens[:-1], 0) if is_broken else tokens
+        choices.append(Choice(tokens, _chances(feed.request, logits[at:], tokens), is_broken))
         at += count
     assert at == len(targets), f"{at} of {len(targets)} targets were looked at"
     return choices

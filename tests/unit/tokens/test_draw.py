@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ess.engine.tokens.draw import best, draw, gumbel, noise_keys
+from ess.engine.tokens.draw import NOT_A_NUMBER, best, draw, gumbel, noise_keys
 from ess.engine.tokens.sampling import Sampling
 
 
@@ -186,10 +186,11 @@ def test_a_draw_is_bitwise_the_same_whatever_stands_beside_it(vocabulary, thread
         torch.set_num_threads(before)
 
 
-def test_logits_stay_and_those_that_are_no_numbers_are_loud():
+def test_logits_stay_and_nothing_is_drawn_from_those_that_are_no_numbers():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     for wishes in ({}, {"top_k": 2}, {"min_p": 0.9}):
         draw(logits, [Sampling(temperature=0.7, **wishes)], [4])
     assert logits.tolist() == [[2.0, 1.0, 0.0]]
-    with pytest.raises(AssertionError, match="no numbers"):
-        draw(torch.tensor([[0.0, math.nan]]), [Sampling()], [0])
+    for wishes in ({}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 2}):
+        none = torch.tensor([[0.0, math.nan, 1.0], [0.0, 9.0, 1.0]])
+        assert draw(none, [Sampling(**wishes)] * 2, [0, 1]).tolist() == [NOT_A_NUMBER, 1]

@@ -1,0 +1,54 @@
+"""What clients get of a request of which the model makes no numbers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+
+import pytest
+
+from ess.engine.process.fake_engine import Going
+from ess.engine.process.messages import Piece
+from tests.server.harness import PacedEngine, Served, saying, until
+from tests.support.crowd import Crowd
+from tests.support.told import told
+
+WHY = "the logits behind 3 tokens are no numbers"
+
+
+class Breaking(PacedEngine):
+    """Breaks off requests of this prompt before the token of this number."""
+
+    def __init__(self, prompt: list[int], at: int) -> None:
+        super().__init__(saying("one two three four"))
+        self._prompt, self._at = prompt, at
+
+    def _piece(self, going: Going) -> Piece:
+        if going.add.prompt != self._prompt or going.made_count < self._at:
+            return super()._piece(going)
+        del self._going[going.add.number]
+        return Piece(going.add.number, reason="failed", sentence=WHY, is_ours=True)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_before_the_first_token_it_is_a_status(is_stream: bool):
+    with Served(Breaking([7, 8], 0)) as served:
+        asked = {"prompt": [7, 8], "max_tokens": 9, "stream": is_stream}
+        made = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+        made.request("POST", "/v1/completions", json.dumps(asked))
+        answer = made.getresponse()
+        error = json.load(answer)["error"]
+        made.close()
+    assert (answer.status, error["type"]) == (500, "server_error")
+    assert (error["code"], error["message"]) == ("numerical_error", WHY)
+
+
+def test_in_a_stream_it_is_an_event_and_the_other_stream_goes_on():
+    with Served(Breaking([7, 8], 2)) as served:
+        asked = [{"prompt": prompt, "max_tokens": 9} for prompt in ([7, 8], [7, 9])]
+        with Crowd(served.url, asked) as going:
+            until(lambda: all(map(going.is_over, range(2))), "their ends")
+            broken, whole = map(told, going.texts)
+        assert b'"code":"numerical_error"' in going.texts[0]
+        assert (broken.error, whole.error) == (WHY, "")
+        assert len(whole.choices[0].text) > len(broken.choices[0].text) > 0
