@@ -20,6 +20,7 @@ from ess.models.weights.folder import Folder, Links
 from ess.models.weights.strict_json import parse_object
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+IDS_MAX: Final = 1 << 24
 
 
 class Tokenizer:
@@ -42,12 +43,13 @@ class Tokenizer:
         self.special_texts = frozenset(
             str(self._added[token_id].content) for token_id in self.special_ids
         )
+        self._length = _length(self._library)
         self._bytes_of: dict[int, bytes] = {}
         self._text_of: dict[int, str | None] = {}
 
     def __len__(self) -> int:
-        """Ids are below this, added tokens included."""
-        return int(self._library.get_vocab_size(with_added_tokens=True))
+        """Ids are below this, added tokens included, also where some numbers are no token's."""
+        return self._length
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """`add_special` also adds what the file's post-processor wants, such as a first token."""
@@ -170,6 +172,13 @@ def _loses_text(description: dict[str, Any]) -> bool:
 
 def _kind(decoder: Any) -> str:
     return str(decoder.get("type"))[:40] if isinstance(decoder, dict) else "nothing"
+
+
+def _length(library: tokenizers.Tokenizer) -> int:
+    found = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+    if found > IDS_MAX:
+        raise BadInput(f"{TOKENIZER_FILE} has the id {found - 1:,}; ids are below {IDS_MAX:,}")
+    return found
 
 
 def _load(text: str) -> tokenizers.Tokenizer:

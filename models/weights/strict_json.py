@@ -26,9 +26,20 @@ def parse_object(raw: bytes, *, what: str) -> dict[str, Any]:
         raise BadInput(f"{what} is nested too deeply to be a checkpoint's JSON") from None
     except ValueError as error:
         raise BadInput(f"{what} is not readable JSON: {str(error)[:200]}") from None
+    if b"\\ud" in raw.lower():
+        _check_characters(document, what=what)
     if not isinstance(document, dict):
         raise BadInput(f"{what} is a JSON {type(document).__name__}, expected an object")
     return document
+
+
+def _check_characters(document: Any, *, what: str) -> None:
+    """An escape may be half of a pair: such a text cannot be written down, or compared with one."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise BadInput(f"{what} has the half of a character, \\u{ord(half):x}") from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

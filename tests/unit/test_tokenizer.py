@@ -125,6 +125,22 @@ def test_special_tokens_and_strange_ids(tokenizer: Tokenizer) -> None:
         tokenizer.encode("\ud800")
 
 
+def with_far_token(folder: Path, to: Path, token_id: int) -> Path:
+    found = json.loads((folder / "tokenizer.json").read_text())
+    found["model"]["vocab"]["zz"] = token_id
+    (to / "tokenizer.json").write_text(json.dumps(found))
+    return to
+
+
+def test_ids_that_no_token_has_count_too(folder: Path, tmp_path: Path) -> None:
+    """Every id that it makes is below its length."""
+    made = Tokenizer(with_far_token(folder, tmp_path, 1000))
+    assert len(made) == 1001
+    assert made.bytes_of(999) == b""
+    with pytest.raises(BadInput, match=r"tokenizer\.json has the id 16,777,216"):
+        Tokenizer(with_far_token(folder, tmp_path, 1 << 24))
+
+
 @pytest.mark.parametrize(
     "change",
     [

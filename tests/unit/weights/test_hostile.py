@@ -145,7 +145,13 @@ def test_a_truncated_file(copy: Path) -> None:
     refused(copy, SECOND, "is cut short: it has")
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 50_000, '{"a": NaN}', "[]", "", "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[" * 200_000, '{"a":' * 50_000, '{"a": NaN}', "[]", "", "\xff"),
+        *('{"model_type": "\\ud800"}', '{"weight_map": {"\\uDC00": "a"}}'),
+    ],
+)
 def test_json_that_is_none(copy: Path, text: str) -> None:
     for name in ("config.json", INDEX):
         kept = (copy / name).read_bytes()
