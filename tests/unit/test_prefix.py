@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from ess.pool.prefix import PrefixIndex, page_hash, page_hashes, root_hash
 
 
@@ -73,3 +75,30 @@ def test_pages_that_were_busy_for_a_moment_idle_in_the_order_of_before():
     assert index.idle_pages() == before
     assert index.forget_oldest() == 0
     index.check()
+
+
+class Told(list):
+    """What a listener heard."""
+
+    def published(self, content, *, parent, text):
+        self.append("published")
+
+    def forgotten(self, contents):
+        self.append(list(contents))
+
+    def emptied(self):
+        self.append("emptied")
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_listeners_hear_what_went_or_that_nothing_is_left(held: int):
+    index, contents = PrefixIndex(), page_hashes(range(192))
+    for page, content in enumerate(contents):
+        index.publish(page, content)
+    for page in range(held, 3):
+        index.idle(page)
+    index.listeners.append(told := Told())
+    index.forget_idle()
+    assert told == ([contents[1:]] if held else ["emptied"])
+    index.forget_idle()
+    assert told[1:] == ([] if held else ["emptied"])
