@@ -41,6 +41,8 @@ prompt beyond every limit."""
 FINAL: Final = ("disk full", "catalogue fails")
 """Behind these a disk stores nothing any more."""
 PROMPTS: Final = 12
+LONG: Final = range(5, PROMPTS)
+"""Prompts of more than a page."""
 TOKENS_MAX: Final = 8
 TURNS: Final = 60
 
@@ -135,19 +137,41 @@ def drawn(seed: int) -> Plan:
     faults = [fault.value for fault in Fault if draw.random() < 0.3]
     strikes = [strike for strike in STRIKES if draw.random() < 0.4]
     sorts = ["whole", *(sort for sort in SORTS if draw.random() < 0.4)]
-    prompts = draw.sample(range(PROMPTS), draw.choice([1, 3, PROMPTS]))
-    return Plan(
+    rooms = _rooms(draw)
+    again = rooms["disks"] != "none" and draw.random() < 0.7
+    prompts = LONG if again else range(PROMPTS)
+    prompts = draw.sample(prompts, draw.choice([1, 3, len(prompts)]))
+    ask_count, hit_count = draw.randint(1, 5), draw.randint(1, 6) if strikes else 0
+    plan = Plan(
         seed=seed,
         **workers,
         **_settings(draw),
-        **_rooms(draw),
+        **rooms,
         odds={fault: draw.choice([0.01, 0.05]) for fault in faults},
         disk_odds={
             fault: 0.03 if fault in FINAL else 0.2 for fault in DISK_FAULTS if draw.random() < 0.25
         },
-        asks=tuple(_ask(draw, sorts, prompts, workers) for _ in range(draw.randint(1, 7))),
-        hits=tuple(_hit(draw, strikes) for _ in range(draw.randint(1, 6) if strikes else 0)),
+        asks=tuple(_ask(draw, sorts, prompts, workers) for _ in range(ask_count)),
+        hits=tuple(_hit(draw, strikes) for _ in range(hit_count)),
     )
+    return _asked_again(plan, draw) if again else plan
+
+
+def _asked_again(plan: Plan, draw: random.Random) -> Plan:
+    """The same requests once more, at workers that have been started again meanwhile: what the
+    disk has comes back."""
+    asks = tuple(
+        msgspec.structs.replace(ask, give_at=ask.give_at + TURNS, take_at=ask.take_at + TURNS)
+        for ask in plan.asks
+    )
+    strikes: tuple[Strike, ...] = ("restart giver", "restart taker")
+    hits = tuple(
+        Hit(at=TURNS - 1, strike=strike, which=which, size=1)
+        for strike in strikes
+        for which in range(2)
+        if draw.random() < 0.7
+    )
+    return msgspec.structs.replace(plan, asks=plan.asks + asks, hits=plan.hits + hits)
 
 
 def _settings(draw: random.Random) -> dict[str, object]:

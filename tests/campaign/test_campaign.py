@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -10,13 +12,15 @@ from ess.door.handoff import departure, receiver, sender
 from ess.pool.disk import tier, writer
 from ess.transfer import arrivals
 from ess.transfer.transports.faulty import Fault
-from tests.campaign.disks import DISK_FAULTS
-from tests.campaign.plan import PLAIN, STRIKES, Ask, Hit, Plan, drawn
+from tests.campaign.classes import CLASSES, table
+from tests.campaign.disks import DAMAGES, DISK_FAULTS
+from tests.campaign.plan import PLAIN, SORTS, STRIKES, Ask, Hit, Plan, drawn
 from tests.campaign.shrink import shrunk
 from tests.campaign.world import play
 
 pytestmark = pytest.mark.slow
 
+TESTS = Path(__file__).parents[1]
 SEEDS = range(16)
 MORE = range(16, 516)
 
@@ -114,3 +118,14 @@ def test_a_planted_mistake_is_found_and_cut_down(planted, monkeypatch: pytest.Mo
     assert len(shrunk(plan, fails).asks) == (2 if planted is no_checksums_of_disks else 1)
     monkeypatch.undo()
     assert not fails(plan)
+
+
+def test_what_the_table_of_faults_names_is_there() -> None:
+    known = {*STRIKES, *SORTS, *DISK_FAULTS, *DAMAGES, *(fault.value for fault in Fault)}
+    assert len(CLASSES) == 25
+    for each in CLASSES:
+        assert {*each.seeds} <= known, each.name
+        assert each.seeds or each.tests or each.note, each.name
+        for path, _, test in (name.partition("::") for name in each.tests):
+            assert f"def {test}" in (TESTS / path).read_text(), f"{path}: {test}"
+    assert table() in (TESTS.parent / "docs" / "reliability.md").read_text()

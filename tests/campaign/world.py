@@ -89,6 +89,7 @@ class World:
         self.plan = plan
         self.told = Outcome()
         self._crew = crew
+        self._last = max([TURNS, *(max(ask.give_at, ask.take_at) for ask in plan.asks)])
         self._draw = random.Random(plan.seed)
         self._frozen: dict[AnyWorker, int] = {}
         self._legs: dict[str, list[Leg]] = {"give": [], "take": []}
@@ -99,11 +100,11 @@ class World:
 
     def play(self) -> Outcome:
         for turn in range(TURNS_MAX):
-            self._crew.clock.advance(STEP_S if turn < TURNS else LATE_STEP_S)
+            self._crew.clock.advance(STEP_S if turn < self._last else LATE_STEP_S)
             self._begin(turn)
             self._step(turn)
             self._look()
-            if turn > TURNS and self._is_quiet():
+            if turn > self._last and self._is_quiet():
                 self.told.seen["turns"] = turn
                 self._settle()
                 return self.told

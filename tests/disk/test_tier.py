@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -73,6 +74,21 @@ def test_the_order_of_use_outlives_the_process(tmp_path: Path) -> None:
     fill(again, range(24, 47))
     assert content(5) in again
     assert again.uses.page_count == 24
+    again.close()
+
+
+def test_of_a_batch_the_first_page_stays_longest_also_behind_a_kill(tmp_path: Path) -> None:
+    """A prompt's first page comes first; without it no other is found."""
+    made = tier(tmp_path / "killed")
+    with made._lock:
+        for number in range(24):
+            made.store(content(number), copies(content(number)))
+    made.flush()
+    shutil.copytree(tmp_path / "killed", tmp_path / "left")
+    made.close()
+    again = tier(tmp_path / "left")
+    fill(again, range(24, 36))
+    assert [number for number in range(24) if content(number) in again] == [*range(12)]
     again.close()
 
 

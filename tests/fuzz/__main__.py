@@ -1,6 +1,7 @@
 """Fuzzes the server's doors, led by the lines that inputs reach.
 
-python -m tests.fuzz [http] [bodies] [grammars] [templates] --minutes 10 --seed 1
+python -m tests.fuzz [TARGET...] --minutes 10 --seed 1      (all of `tests.fuzz.targets` by default)
+    --cases N         so many inputs of each target instead of minutes
     --corpus FOLDER   where inputs that reach new lines are kept, and findings/ beside them
     --avoid TEXT      passes over inputs with this text: a fault known already (repeatable)
     --json            progress as one JSON document a line
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", usage=__doc__)
     parser.add_argument("targets", nargs="*")
     parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--cases", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--avoid", action="append", default=[])
@@ -64,6 +66,10 @@ def fuzz(name: str, folder: Path, asked: argparse.Namespace, *, seconds: float) 
         )
         began_s = time.monotonic()
         fuzzer.begin()
+        if asked.cases:
+            fuzzer.run_many(asked.cases)
+            show(progress(fuzzer, time.monotonic() - began_s), is_json=asked.json)
+            return 1 if fuzzer.found else 0
         while (left_s := began_s + seconds - time.monotonic()) > 0:
             fuzzer.spend(seconds=min(SLICE_S, left_s))
             show(progress(fuzzer, time.monotonic() - began_s), is_json=asked.json)
@@ -79,6 +85,7 @@ def progress(fuzzer: Fuzzer, passed_s: float) -> dict[str, Any]:
         "per_s": round(fuzzer.run_count / passed_s, 1),
         "lines": len(lines.seen),
         "lines_total": lines.total,
+        "outcomes": len(getattr(fuzzer.target, "outcomes", ())),
         "corpus": len(fuzzer.values),
         "findings": {" at ".join(key): count for key, count in fuzzer.found.items()},
         "files": [str(path) for path in fuzzer.files],
@@ -92,7 +99,8 @@ def show(found: dict[str, Any], *, is_json: bool) -> None:
     print(
         f"{found['target']}: {found['seconds']:.0f} s, {found['executions']:,} executions,"
         f" {found['per_s']}/s, {found['lines']} of {found['lines_total']} lines,"
-        f" {found['corpus']} inputs, {len(found['findings'])} findings",
+        f" {found['outcomes']} outcomes, {found['corpus']} inputs,"
+        f" {len(found['findings'])} findings",
         flush=True,
     )
     for what, count in found["findings"].items():

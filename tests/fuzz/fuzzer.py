@@ -126,6 +126,10 @@ class Fuzzer:
             self.values.append(value)
             self._stored.keep(value)
 
+    def run_many(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def spend(self, *, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -24,8 +24,30 @@ from tests.server import harness
 
 KNOWN_FILES = sorted(KNOWN.glob("*.json"))
 CORPUS_BYTES_MAX = 300 << 10
-FLOORS = {"http": 70, "bodies": 55, "grammars": 70, "templates": 80}
-FRESH = {"http": 60, "bodies": 250, "grammars": 150, "templates": 300}
+FLOORS = {
+    "http": 70,
+    "bodies": 55,
+    "grammars": 70,
+    "templates": 80,
+    "safetensors": 85,
+    "configs": 65,
+    "tokenizers": 45,
+    "traces": 65,
+    "frames": 70,
+    "disks": 65,
+}
+FRESH = {
+    "http": 60,
+    "bodies": 250,
+    "grammars": 150,
+    "templates": 300,
+    "safetensors": 100,
+    "configs": 200,
+    "tokenizers": 50,
+    "traces": 100,
+    "frames": 500,
+    "disks": 15,
+}
 SLOW_FACTOR = 25
 
 

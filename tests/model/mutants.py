@@ -35,9 +35,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
 NOT_PUT_IN = 3
-PROFILE = hypothesis.settings(phases=[hypothesis.Phase.generate], database=None)
+PROFILE = hypothesis.settings(phases=[hypothesis.Phase.generate], database=None, deadline=None)
 """The first failure is enough: no smaller one is sought."""
 OFFLOAD = "tests/model/test_offload.py"
+SEEDS = "tests/campaign/few_seeds.py"
+RECEIVER = ("tests/handoff/test_receiver.py", "tests/handoff/test_receiver_endings.py")
+LEAD = ("tests/prefill/test_lead.py", "tests/prefill/test_tier.py")
 DOOR = ("tests/unit/test_at_once.py", "tests/unit/test_door.py")
 SUITES = {
     "ess.kernels.merge": ["tests/kernels/test_merge.py", "tests/kernels/test_merge_drawn.py"],
@@ -78,6 +81,25 @@ SUITES = {
     "ess.engine.tpot_control": ["tests/unit/test_pace.py"],
     "ess.engine.step.decode": ["tests/model/test_engine.py", "tests/model/test_depth.py"],
     "ess.engine.step.future": ["tests/model/test_depth.py"],
+    "ess.engine.admission": ["tests/model/test_priority.py", "tests/model/test_pressure.py", SEEDS],
+    "ess.engine.followers": ["tests/model/test_choices.py", SEEDS],
+    "ess.engine.handoff": ["tests/pd/test_engine_handoff.py", SEEDS],
+    "ess.engine.loads": ["tests/disk/test_engine_disk.py", "tests/disk/test_shelved.py", SEEDS],
+    "ess.engine.scheduler": ["tests/unit/test_scheduler.py", "tests/model/test_engine.py", SEEDS],
+    "ess.pool.disk.records": ["tests/disk/test_tier.py", SEEDS],
+    "ess.pool.disk.slab": ["tests/disk/test_tier.py", SEEDS],
+    "ess.pool.disk.writer": ["tests/disk/test_tier.py", SEEDS],
+    "ess.transfer.arrivals": ["tests/transfer/test_arrivals.py", *RECEIVER, SEEDS],
+    "ess.transfer.members": ["tests/transfer/test_members.py", SEEDS],
+    "ess.transfer.messages": ["tests/transfer/test_messages.py", SEEDS],
+    "ess.transfer.windows": ["tests/transfer/test_windows.py", SEEDS],
+    "ess.door.handoff.receiver": [*RECEIVER, SEEDS],
+    "ess.prefill.batches": [*LEAD, SEEDS],
+    "ess.prefill.lead": [*LEAD, SEEDS],
+    "ess.prefill.orders": ["tests/prefill/test_orders.py", SEEDS],
+    "ess.prefill.prompts": [*LEAD, SEEDS],
+    "ess.prefill.records": ["tests/prefill/test_orders.py", SEEDS],
+    "ess.prefill.reports": ["tests/prefill/test_orders.py", SEEDS],
 }
 FLIPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -221,8 +243,8 @@ class Campaign:
     forked from them, and starts with the next line.
     """
 
-    def __init__(self, *, sample: int | None, seed: int) -> None:
-        self._sample, self._seed = sample, seed
+    def __init__(self, *, sample: int | None, seed: int, limit_s: int) -> None:
+        self._sample, self._seed, self._limit_s = sample, seed, limit_s
         self.shares: dict[str, float] = {}
 
     def run(self, modules: list[str]) -> None:
@@ -247,13 +269,15 @@ class Campaign:
     def _share(self, module: str, items: list[pytest.Item]) -> float:
         live = Live.of(module)
         sound = Mutant(module, 0, "none", compiled(module, ast.parse(source_of(module))))
-        assert survives(sound, live, items), f"the tests of {module} fail on the unchanged module"
+        assert survives(sound, live, items, LIMIT_S), (
+            f"the tests of {module} fail on the unchanged module"
+        )
         tried = list(mutants_of(module))
         if self._sample is not None:
             tried = random.Random(self._seed).sample(tried, min(self._sample, len(tried)))
         killed_count = 0
         for mutant in tried:
-            if survives(mutant, live, items):
+            if survives(mutant, live, items, self._limit_s):
                 print(f"  survived {module}:{mutant.line} {mutant.change}", flush=True)
             else:
                 killed_count += 1
@@ -289,14 +313,14 @@ class Live:
             function.cache_clear()
 
 
-def survives(mutant: Mutant, live: Live, items: list[pytest.Item]) -> bool:
+def survives(mutant: Mutant, live: Live, items: list[pytest.Item], limit_s: int) -> bool:
     """Whether a forked child, in which the function is another, runs all tests to their end."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         status = NOT_PUT_IN
         try:
-            signal.alarm(LIMIT_S)
+            signal.alarm(limit_s)
             silence = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silence, 1)
             os.dup2(silence, 2)
@@ -338,9 +362,10 @@ def main() -> None:
     parser.add_argument("--sample", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--floor", type=float, default=0.0, help="least share killed, else exit 1")
+    parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds of a mutant's tests")
     asked = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # a child has none of the threads of its parent
-    campaign = Campaign(sample=asked.sample, seed=asked.seed)
+    campaign = Campaign(sample=asked.sample, seed=asked.seed, limit_s=asked.limit)
     campaign.run(asked.module or sorted(SUITES))
     raise SystemExit(min(campaign.shares.values()) < asked.floor)
 
