@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -117,3 +118,13 @@ def test_a_long_prompt_is_cut_into_orders_that_fit_a_frame():
     assert [token for cut in (*before, last) for token in cut] == prompt
     packed = [orders.pack(Text(1, cut)) for cut in (*before, last)]
     assert all(len(records.head([each])) < records.HEAD_BYTES_MAX for each in packed)
+
+
+def test_a_hello_of_a_stage_without_a_port_and_times_that_are_none():
+    alone = reports.Hello(
+        first_layer=0, stop_layer=2, host_pages=8, index_pages=8, model=bytes(32), metadata=b""
+    )
+    assert reports.unpack(reports.pack([alone])) == [alone]
+    for seconds in (math.inf, math.nan, -1.0):
+        with pytest.raises(BadInput, match="batch 7 ran for"):
+            reports.unpack(reports.pack([reports.Ran(7, seconds)]))
