@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 
 import pytest
 
@@ -9,11 +10,14 @@ from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server.commands.cli import main
 from ess.server.commands.plan import parse_duration
+from ess.sim import step_grid
+from ess.sim.decode_step import Prediction, Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
 from ess.sim.operators import tables
 from ess.sim.operators.paper import Fitted, PaperOperators
-from ess.sim.operators.stages import Machine
+from ess.sim.operators.stages import Machine, Operators
+from ess.sim.planning import planner
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT
 from ess.sim.planning.batches import Point, best, tried
@@ -239,6 +243,30 @@ def test_every_predicted_figure_has_a_band(capsys: pytest.CaptureFixture[str]):
     bare = {name for name, figure, *_ in named if not re.search(f"{BAND}|{RANGE}", figure)}
     assert bare == EXACTLY
     assert len(named) == 24
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        (["plan"], 250),
+        (["plan", "--rate", "20", "--tpot", "60ms"], 350),
+        (["sim", "--rate", "1"], 50),
+    ],
+)
+def test_an_answer_takes_few_simulated_steps(
+    asked: list[str], most: int, monkeypatch: pytest.MonkeyPatch
+):
+    """At 2 ms each, so that an answer takes a second: all that grows with a question is steps."""
+    counted = Counter[str]()
+
+    def counting(operators: Operators, scenario: Scenario) -> Prediction:
+        counted["steps"] += 1
+        return simulate(operators, scenario)
+
+    for module in (planner, step_grid):
+        monkeypatch.setattr(module, "simulate", counting)
+    assert main(asked) == 0
+    assert 0 < counted["steps"] <= most
 
 
 def test_a_normal_node_is_the_default_and_more_is_said(capsys: pytest.CaptureFixture[str]):
