@@ -81,6 +81,19 @@ def test_the_steps_of_the_first_requests_are_replays():
     eng.offload.close()
 
 
+def test_a_prompt_waits_for_its_end_and_not_for_its_layers():
+    """Once for its windows, and for rows and keys, which have then come too."""
+    eng = engines.engine("cuda", mtp="2", depth="1")
+    eng.add(tokens(150, engines.VOCABULARY, seed=0), Sampling(tokens_max=2, ignore_eos=True))
+    chunks = []
+    while not eng.is_idle:
+        PRETENCE.waited.clear()
+        if eng.step().chunks:
+            chunks.append(dict(PRETENCE.waited))
+    assert chunks == [{"cpu": 1, "synchronize": 1}] * 2
+    eng.offload.close()
+
+
 def test_steady_steps_wait_for_nothing_that_runs():
     """Eager ones, the one that is captured, and replayed ones."""
     eng = engines.engine("cuda", mtp="2", depth="1", graphs="many")

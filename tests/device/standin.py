@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ess.door import Offload, checks
+from ess.door import Offload, Sequence, checks
+from ess.door.sequences.sequence import key_group
 from tests.support.pretended import PRETENCE, is_there
 
 
@@ -51,10 +52,17 @@ class StandInStep:
         self._step.seal(accepted=marked(accepted, False).tolist())
 
 
+def placed(sequence, layer, start, keys):
+    group, rows = key_group(sequence.owner.pools.layout, layer), sequence.holding.row_ids
+    pages = sequence.owner.pools.index
+    pages.write_keys(group, rows(start, len(keys)), marked(keys, False).numpy())
+
+
 class StandIn:
     def __init__(self, offload):
         self._offload = offload
         self._view = checks._view
+        self._place_keys, Sequence.place_keys = Sequence.place_keys, placed
         checks._view = lambda value, name, dtype: self._view(
             marked(value, False) if is_there(value) else value, name, dtype
         )
@@ -72,7 +80,7 @@ class StandIn:
 
     def close(self):
         self._offload.close()
-        checks._view = self._view
+        checks._view, Sequence.place_keys = self._view, self._place_keys
 
 
 def opened(*args, **kwargs):

@@ -227,7 +227,15 @@ class Sequence:
         latent.mark_rows(layer, to_host)
         self.progress.arrival_count += 1
 
-    def import_keys(self, layer: int, start: int, keys: Any) -> None:
+    def place_keys(self, layer: int, start: int, keys: Any) -> None:
+        """Keys that a device has made, to where its queries read them. `import_keys`, which is told
+        that they are placed, brings them to the host later."""
+        self._require("active")
+        pools = self.owner.pools
+        group = key_group(pools.layout, layer)
+        pools.index.write_keys(group, self.holding.row_ids(start, len(keys)), keys)
+
+    def import_keys(self, layer: int, start: int, keys: Any, *, is_placed: bool = False) -> None:
         """Index keys of the first layer of a group, uint8 [n, layout.index.key_bytes] from `start`
         on: a record for each position, its values, then its scale (fp8)."""
         self._require("active", "preempted")
@@ -242,7 +250,7 @@ class Sequence:
             raise BadInput(f"group {group}: key {start + int(keyed.argmax())} was imported already")
         pools.latent.keys.write(group, to_host, array)
         pools.latent.mark_keys(group, to_host)
-        if self.state == "active":
+        if self.state == "active" and not is_placed:
             pools.index.write_keys(group, self.holding.row_ids(start, len(array)), array)
         self.progress.arrival_count += 1
 

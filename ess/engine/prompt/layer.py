@@ -29,8 +29,8 @@ def run_layer(
     work.mine.rows.enter(layer.number)
     mine, made, chosen = work.mine, front(work.mine, layer, hidden), given
     if made.keys is not None:
-        _import_keys(mine, layer, made.keys)
-    _import_rows(mine, layer, made.rows)
+        mine.rows.put_keys(layer.number, [made.keys[place] for place in mine.places])
+    mine.rows.put(layer.number, [made.rows[place] for place in mine.places])
     share.stored(work, layer.number)
     if made.queries is not None and made.weights is not None:
         chosen = _select(share, work, layer, made.queries, made.weights)
@@ -45,8 +45,8 @@ def _select(
     pack, group = work.asked, work.asked.layout.group_of(layer.number)
     none = torch.empty((0, pack.layout.top_k), dtype=torch.int32, device=pack.device)
     picked = [
-        top_k(work.mine, span, layer.number, asked[place], weights[place])
-        for _, span, place in work.mine.each()
+        top_k(work.mine, at, span, layer.number, asked[place], weights[place])
+        for at, span, place in work.mine.each()
     ]
     together = share.gathered(joined(picked, none))
     chosen = [together[place] for place in pack.places]
@@ -65,14 +65,3 @@ def _attend(pack: Pack, layer: DecoderLayer, asked: Tensor, chosen: Chosen) -> T
         partial = attend_chosen(pack, layer.number, at, asked[place], selection)
         attended.append(layer.mla.attended(partial))
     return joined(attended, none)
-
-
-def _import_keys(pack: Pack, layer: DecoderLayer, keys: Tensor) -> None:
-    for _, span, place in pack.each():
-        span.sequence.import_keys(layer.number, span.start, keys[place].cpu())
-
-
-def _import_rows(pack: Pack, layer: DecoderLayer, rows: Tensor) -> None:
-    pack.rows.put(layer.number, [rows[place] for place in pack.places])
-    for _, span, place in pack.each():
-        span.sequence.import_rows(layer.number, span.start, rows[place].cpu())

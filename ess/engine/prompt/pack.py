@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ess.door import LayerMemory
+from ess.engine.prompt.behind import sent
 from ess.engine.prompt.plain_rows import PlainRows
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
@@ -80,13 +81,19 @@ class Span:
 
 
 class PackRows(Protocol):
-    """Where the attention of a pack reads."""
+    """Where the indexer and the attention of a pack read, and whence the host has it."""
 
     def enter(self, layer: int) -> None:
         """The layer begins."""
 
     def put(self, layer: int, rows: Sequence[Tensor]) -> None:
         """The new rows of each span have been made."""
+
+    def put_keys(self, layer: int, keys: Sequence[Tensor]) -> None:
+        """And their index keys."""
+
+    def land(self) -> None:
+        """The host has all when this returns."""
 
     def reading(self, layer: int, at: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Rows, and what the selections of span number `at` are called among them."""
@@ -102,6 +109,14 @@ class HostRows:
         return
 
     def put(self, layer: int, rows: Sequence[Tensor]) -> None:
+        for span, mine in zip(self._spans, rows, strict=True):
+            span.sequence.import_rows(layer, span.start, mine)
+
+    def put_keys(self, layer: int, keys: Sequence[Tensor]) -> None:
+        for span, mine in zip(self._spans, keys, strict=True):
+            span.sequence.import_keys(layer, span.start, mine)
+
+    def land(self) -> None:
         return
 
     def reading(self, layer: int, at: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,12 +127,14 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Spans, one behind the other. `places[i]` are the tokens of span i among those of all."""
+    """Spans, one behind the other. `places[i]` are the tokens of span i among those of all,
+    `tables[i]` is its page table."""
 
     runner: Computer
     spans: tuple[Span, ...]
     places: tuple[slice, ...]
     rotation: Rotation
+    tables: tuple[Tensor, ...]
     rows: PackRows
 
     @property
@@ -142,14 +159,16 @@ Chosen = Sequence[Tensor | None]
 
 def packed(runner: Computer, spans: Sequence[Span]) -> Pack:
     assert len({span.sequence for span in spans}) == len(spans), "a sequence has two spans"
-    is_there = runner.model.device.type != "cpu"
+    device = runner.model.device
+    is_there = device.type != "cpu"
     ends = list(itertools.accumulate(len(span.tokens) for span in spans))
     positions = [torch.arange(0), *(torch.arange(span.start, span.stop) for span in spans)]
     return Pack(
         runner=runner,
         spans=tuple(spans),
         places=tuple(itertools.starmap(slice, itertools.pairwise([0, *ends]))),
-        rotation=runner.model.rotation(torch.cat(positions).to(runner.model.device)),
+        rotation=runner.model.rotation(sent(torch.cat(positions), device)),
+        tables=tuple(sent(span.sequence.page_table, device) for span in spans),
         rows=PlainRows(runner, spans) if is_there else HostRows(runner, spans),
     )
 

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
+from ess import door
+from ess.engine.prompt.behind import Behind, sent
 from ess.kernels.streams import RowCopy
 from ess.units import PAGE_ROWS, align_up
 
@@ -39,9 +42,10 @@ class PlainRows:
             torch.empty((count, layout.row_bytes), dtype=torch.uint8, device=device)
             for _ in range(SIDES)
         ]
-        self._pages, self._places = (pages.to(device) for pages in self._before())
+        self._pages, self._places = (sent(pages, device) for pages in self._before())
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._landed: dict[int, Any] = {}
+        self._behind = Behind()
         self._numbers = [layer.number for layer in computer.model.layers]
         if layout.mtp_layer_count and computer.model.mtp is not None:
             self._numbers.append(computer.model.mtp.layer.number)
@@ -87,6 +91,20 @@ class PlainRows:
             torch.cuda.current_stream(side.device).wait_event(landed)
         for span, base, mine in zip(self._spans, self._bases, rows, strict=True):
             side[base + span.start : base + span.stop].copy_(mine)
+            brings = partial(span.sequence.import_rows, layer, span.start)
+            self._behind.bring(mine, brings)
+
+    def put_keys(self, layer: int, keys: Sequence[Tensor]) -> None:
+        """Queries read them where they are placed at once."""
+        for span, mine in zip(self._spans, keys, strict=True):
+            rows = span.sequence
+            assert isinstance(rows, door.Sequence), "a device's rows that others have mapped"
+            rows.place_keys(layer, span.start, mine)
+            brings = partial(rows.import_keys, layer, span.start, is_placed=True)
+            self._behind.bring(mine, brings)
+
+    def land(self) -> None:
+        self._behind.land()
 
     def reading(self, layer: int, at: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
         codes = torch.where(chosen >= 0, chosen + self._bases[at], -1)

@@ -14,7 +14,7 @@ from ess.kernels.merge import Partial
 QUERIES: Final = 64
 
 
-def top_k(pack: Pack, span: Span, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
+def top_k(pack: Pack, at: int, span: Span, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
     codec, count = pack.layout.index, len(span.tokens)
     assert codec is not None, "an indexer without an index codec"
     assert len(queries) == count, f"{len(queries)} queries"
@@ -22,7 +22,7 @@ def top_k(pack: Pack, span: Span, layer: int, queries: Tensor, weights: Tensor) 
         queries,
         weights,
         pack.runner.offload.memory(layer).key_pages,
-        span.sequence.page_table.to(pack.device).expand(count, -1),
+        pack.tables[at].expand(count, -1),
         torch.arange(span.start, span.stop, dtype=torch.int32, device=pack.device) + 1,
         codec,
         k=pack.layout.top_k,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ess.engine.layers.batch import join
 from ess.engine.plan import Chunk
+from ess.engine.prompt.behind import sent
 from ess.engine.prompt.layer import run_layer
 from ess.engine.prompt.pack import Chosen, Computer, Pack, Span
 from ess.engine.prompt.share import Share, Whole
@@ -67,6 +68,7 @@ def run_part(
     for layer in runner.model.layers:
         hidden, chosen = run_layer(meets, work, layer, hidden, chosen)
         if on_layer is not None:
+            work.mine.rows.land()
             on_layer(layer.number)
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp
@@ -75,8 +77,10 @@ def run_part(
         joined = join(work.mine, mtp, embedded, runner.model.finish(hidden))
         run_layer(meets, work, mtp.layer, joined, [None] * len(work.asked.spans))
         if on_layer is not None:
+            work.mine.rows.land()
             on_layer(mtp.layer.number)
     windows = meets.windows(work)
+    work.mine.rows.land()
     meets.done()
     states = [hidden[place] for place in work.own]
     made = zip(work.spans, windows, states, strict=True)
@@ -99,4 +103,4 @@ def span_of(chunk: Chunk) -> Span:
 
 def _joined(lines: Sequence[Sequence[int]], pack: Pack) -> Tensor:
     tokens = torch.tensor([token for line in lines for token in line], dtype=torch.int64)
-    return tokens.to(pack.device)
+    return sent(tokens, pack.device)

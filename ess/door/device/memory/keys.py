@@ -95,9 +95,11 @@ class DeviceKeys:
         offset = (rows % PAGE_ROWS).long()
         return torch.cat((self._values[:, page, offset], self._scales[:, page, offset]), dim=2)
 
-    def upload(self, layer: int, rows: PageIds, keys: npt.NDArray[np.uint8]) -> None:
+    def upload(self, layer: int, rows: PageIds, keys: npt.NDArray[np.uint8] | Tensor) -> None:
+        """Unless they are on the device."""
         home = self._lane.home
-        self.write(layer, self.places(upload(rows, home)), upload(keys, home))
+        there = keys if isinstance(keys, Tensor) else upload(keys, home)
+        self.write(layer, self.places(upload(rows, home)), there)
 
     def load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
         """Whole pages of the host; pages without keys are left out, since nobody reads them."""
