@@ -102,6 +102,15 @@ class IndexQueries(NamedTuple):
         return self.page_table.shape[1] * PAGE_ROWS
 
 
+class Cuts(NamedTuple):
+    """Of each line of scores. Without a top-k it is the vocabulary or more, without a top-p inf,
+    without a min-p 0. top-k in int64, the others in float32."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
 class Products(NamedTuple):
     """Tokens and `out` dense in the last axis; begin, ends, weights and scales dense."""
 
@@ -156,5 +165,8 @@ class Backend(Protocol):
     def index_logits(self, call: IndexQueries, out: Tensor) -> None: ...
     def index_top_k(self, call: IndexQueries, out: Tensor) -> None: ...
     def top_k(self, logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None: ...
+    def cut(self, scores: Tensor, cuts: Cuts, out: Tensor) -> None:
+        """`ess.kernels.cut` has the contract."""
+
     def expert_products(self, call: Products) -> None: ...
     def linear_fp8(self, call: Linear) -> None: ...

@@ -12,6 +12,8 @@ from ess.engine.tokens.device_draw import NOT_A_NUMBER, Drawing, draw_all, ways_
 from ess.engine.tokens.draw import draw
 from ess.engine.tokens.logprobs import block_chances, chance_block, chances
 from ess.engine.tokens.sampling import Sampling
+from ess.kernels import backend
+from tests.device.kernels import Kernels
 from tests.support.pretended import DEVICE, without_waits
 
 VOCABULARY = 700
@@ -24,6 +26,14 @@ SAMPLINGS = (
     Sampling(temperature=0.5, top_p=0.3),
     Sampling(temperature=2.0, top_k=5000, min_p=0.01),
 )
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(backend, "_cuda", Kernels)
+    backend._ops.cache_clear()
+    yield
+    backend._ops.cache_clear()
 
 
 def logits(count: int, *, seed: int = 0) -> torch.Tensor:

@@ -40,6 +40,7 @@ QUICK = (
     "test_finish.py::test_queries_turn_as_their_keys_do[cuda-ue8m0]",
     "test_linear.py::test_products_of_codes[cuda-5-130-384-dtype1]",
     "test_linear.py::test_experts_by_the_loop[cuda-True]",
+    "test_cut.py::test_lines_with_cuts_of_their_own[cuda]",
 )
 # What a GPU runs of these files, but for what takes the interpreter minutes.
 MOST = {

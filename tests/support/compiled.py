@@ -19,8 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ess.kernels.cuda.triton import attend, finish, grouped, index, linear
+from ess.kernels.cuda.triton import attend, cut, finish, grouped, index, linear
 from ess.kernels.cuda.triton.device import attend as attention
+from ess.kernels.cuda.triton.device import cut as cutting
 from ess.kernels.cuda.triton.device import finish as finishing
 from ess.kernels.cuda.triton.device import grouped as experts
 from ess.kernels.cuda.triton.device import index as keys
@@ -63,6 +64,10 @@ LINEAR = types("*u8: codes weights, *fp32: sizes scales, *i16: out, i32: count o
 TOP_K = types(
     "*fp32: logits kept, *i32: lengths out positions slots slot_of table,"
     "i32: k logit_stride table_stride"
+)
+CUT = types(
+    "*fp32: scores top_p log_min_p out kept, *i64: top_k, *i32: positions,"
+    "i32: width score_stride out_stride"
 )
 TURN = types(
     "*fp32: cos sin, *i16: out, i32: line_count heads token_stride head_stride, fp32: factor"
@@ -223,6 +228,12 @@ def top_k_of(*, capability: int = 90) -> Any:
     return compiled(topk.top_k, TOP_K, given, capability=capability, num_warps=8)
 
 
+def cut_of(*, capability: int = 90) -> Any:
+    sizes = {"ROOM": cut.ROOM, "SAMPLE": cut.SAMPLE, "BLOCK": cut.BLOCK, "PART": cut.PART}
+    options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+    return compiled(cutting.cut, CUT, sizes, capability=capability, **options)
+
+
 def report(capability: int) -> Iterator[tuple[str, Figures]]:
     """The shapes in use."""
     given: dict[str, Any] = {"capability": capability}
@@ -235,6 +246,7 @@ def report(capability: int) -> Iterator[tuple[str, Figures]]:
         binary = logits_of("*i16", torch.bfloat16, IndexCodec(), each=each, **given)
         yield f"index logits of {each} a request", figures(binary)
     yield "top-k of a list", figures(top_k_of(**given))
+    yield "cut of a vocabulary", figures(cut_of(**given))
     for (is_fp8, tokens), (used, *_) in grouped.CANDIDATES.items():
         weight = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
         name = f"experts {'fp8' if is_fp8 else 'bf16'} to {tokens} tokens: {used.name}"

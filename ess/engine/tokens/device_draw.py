@@ -1,15 +1,15 @@
 """`draw` where nobody may look at a number: every row takes every way, and keeps one of them.
 
 What a query is drawn by lies in columns of fixed address, which are filled again when the batch
-changes. The ways that no query takes are left out, by what the host knows of the requests. A row
-that is cut is sorted whole: `draw` sorts as far as it must and looks whether that was enough.
+changes. The ways that no query takes are left out, by what the host knows of the requests. Rows
+are cut by a kernel: `draw` sorts as far as it must and looks whether that was enough.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -19,13 +19,14 @@ from ess.engine.step.uploads import Upload
 from ess.engine.tokens.draw import (
     NOT_A_NUMBER,
     Rows,
-    draw_reached,
     draw_whole,
     is_cut,
     mixed_keys,
     wrapped_seed,
 )
 from ess.engine.tokens.sampling import Sampling
+from ess.kernels.calls import Cuts
+from ess.kernels.cut import cut
 
 Kind = Literal["greedy", "whole", "cut"]
 UNCUT: Final = (1 << 31) - 1
@@ -115,8 +116,6 @@ def _rows(logits: Tensor, by: Columns, positions: Tensor) -> tuple[Rows, Tensor]
 
 
 def _drawn_warm(rows: Rows, kind: Kind) -> Tensor:
-    drawn, vocabulary = draw_whole(rows), rows.scores.shape[1]
-    if kind == "whole":
-        return drawn
-    within, _ = draw_reached(rows, rows.scores.softmax(-1), vocabulary)
-    return torch.where((rows.top_k < vocabulary) | (rows.top_p < 1.0), within, drawn)
+    if kind == "cut":
+        rows = replace(rows, scores=cut(rows.scores, Cuts(rows.top_k, rows.top_p, rows.min_p)))
+    return draw_whole(rows)

@@ -14,6 +14,7 @@ from ess.kernels.cpu import native
 from ess.kernels.reference import finish as finishing
 from ess.kernels.reference.formats import Array
 from ess.kernels.reference.ops import (
+    cut,
     expert_products,
     finish_keys,
     hadamard,
@@ -33,6 +34,7 @@ CHECKED: Final = ("slots", "lengths", "page_table") if native.available() else (
 __all__ = [
     "attend",
     "checked_before",
+    "cut",
     "decode_rows",
     "encode_keys",
     "encode_rows",

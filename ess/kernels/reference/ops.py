@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.kernels.calls import Attend, IndexQueries, Keys, Linear, Products, RowFinish
+from ess.kernels.calls import Attend, Cuts, IndexQueries, Keys, Linear, Products, RowFinish
 from ess.kernels.merge import combine as merge
+from ess.kernels.reference import cut as cutting
 from ess.kernels.reference import finish as finishing
 from ess.kernels.reference.finish import finish_keys, turn_queries
 from ess.kernels.reference.keys import encode_groups, encode_keys, hadamard, read_keys
@@ -24,6 +25,7 @@ from ess.units import PAGE_ROWS
 __all__ = [
     "attend",
     "checked_before",
+    "cut",
     "decode_rows",
     "encode_keys",
     "encode_rows",
@@ -163,6 +165,10 @@ def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:
     ascending = chosen.sort(dim=-1).values.to(torch.int32)
     out.fill_(-1)
     out[:, :kept] = ascending.masked_fill(ascending == width, -1)
+
+
+def cut(scores: Tensor, cuts: Cuts, out: Tensor) -> None:
+    cutting.cut_sorted(scores, cuts, out)
 
 
 def expert_products(call: Products) -> None:

@@ -17,8 +17,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ess.kernels.calls import Attend, IndexQueries, Keys, Linear, Products
+from ess.kernels.calls import Attend, Cuts, IndexQueries, Keys, Linear, Products
 from ess.kernels.cuda.triton import attend as attention
+from ess.kernels.cuda.triton import cut as cutting
 from ess.kernels.cuda.triton import grouped, index, linear
 from ess.kernels.cuda.triton import rows as codec_kernels
 from ess.kernels.cuda.triton.attend import merge_into as merge
@@ -32,6 +33,7 @@ from ess.layout import IndexCodec
 __all__ = [
     "attend",
     "checked_before",
+    "cut",
     "decode_rows",
     "encode_keys",
     "encode_rows",
@@ -102,6 +104,10 @@ def _logits(call: IndexQueries, out: Tensor) -> Tensor:
 
 def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:
     index.top_k_into(logits, lengths, out=out)
+
+
+def cut(scores: Tensor, cuts: Cuts, out: Tensor) -> None:
+    cutting.cut_into(scores, cuts, out)
 
 
 def expert_products(call: Products) -> None:

@@ -58,3 +58,10 @@ def rising(values):
     bits = tl.where(size > 0x7F800000, 0x7FFFFFFF, bits)
     signed = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return signed.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def falling(seen):
+    """The float32 that `rising` has made these of."""
+    signed = (seen ^ 0x80000000).to(tl.int32, bitcast=True)
+    return (signed ^ ((signed >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -56,7 +56,7 @@ def _nth(values, count, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _guess(values, length, k, SAMPLE: tl.constexpr):
+def guess(values, length, k, SAMPLE: tl.constexpr):
     """A value that, by an even sample, somewhat more than k reach; 0 is reached by all."""
     at = (tl.arange(0, SAMPLE).to(tl.int64) * length // SAMPLE).to(tl.int32)
     seen = rising(tl.load(values + at))
@@ -71,7 +71,9 @@ def _guess(values, length, k, SAMPLE: tl.constexpr):
 
 
 @triton.jit
-def _gather(values, length, least, kept, positions, ROOM: tl.constexpr, BLOCK: tl.constexpr):
+def gather_reaching(
+    values, length, least, kept, positions, ROOM: tl.constexpr, BLOCK: tl.constexpr
+):
     """Copies what reaches `least`, with its position; more than ROOM are counted only."""
     count = tl.zeros((), tl.int32)
     for start in range(0, length, BLOCK):
@@ -145,8 +147,8 @@ def top_k(
         bound, greater = _nth_held(values, length, k, ROOM)
         _select(values, positions, length, bound, k - greater, out, False, BLOCK)
     else:
-        least = _guess(values, length, k, SAMPLE)
-        count = _gather(values, length, least, kept, positions, ROOM, BLOCK)
+        least = guess(values, length, k, SAMPLE)
+        count = gather_reaching(values, length, least, kept, positions, ROOM, BLOCK)
         tl.debug_barrier()
         if (count >= k) & (count <= ROOM):
             bound, greater = _nth_held(kept, count, k, ROOM)

@@ -1,0 +1,27 @@
+"""What top-k, top-p and min-p leave of the scores that a token is drawn from.
+
+Each drops tokens from what the one before left, in the order of the scores: best first, by id where
+they are equal. So what is left is a first part of that order. Its end is the same on every device:
+shares are whole units of 2^-44 of the best token's, whose sums no order can change, and they are
+made by additions and multiplications that all devices round alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ess.kernels.backend import ops
+from ess.kernels.calls import Cuts
+
+
+def cut(scores: Tensor, cuts: Cuts) -> Tensor:
+    """Scores float32 [n, vocabulary], and -inf for what is dropped; the best token is always left.
+
+    Of a line whose greatest score is no finite number, the first one that is as great is left.
+    """
+    assert scores.dtype == torch.float32, f"scores in {scores.dtype}"
+    assert all(len(part) == len(scores) for part in cuts), f"{len(scores)} lines of scores"
+    out = torch.empty_like(scores)
+    ops("cuda" if scores.is_cuda else "reference").backend.cut(scores, cuts, out)
+    return out
