@@ -1,16 +1,23 @@
-"""What the compiler makes of the Triton kernels for a device that is not there.
+"""What the compiler makes of the kernels for a device that is not there.
 
-`python -m tests.support.compiled` prints a line for each kernel and shape: registers and spilled
-bytes of a thread, shared memory, and of the innermost loop with products its instructions, spills,
-tensor core products, waits for them, asynchronous copies and barriers.
+`python -m tests.support.compiled [word ...]` prints a line for each Triton kernel and shape whose
+title has one of the words: registers and spilled bytes of a thread, shared memory, and of the
+innermost loop with products its instructions, spills, tensor core products, waits for them,
+asynchronous copies and barriers; and, where a turn of that loop takes so many rows or keys, the
+requests for a line of 128 bytes that it makes for each of them, if lanes lie side by side. Behind
+them are the CUDA programs of serving, as `tests.support.machine_code` prints them.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +36,9 @@ from ess.kernels.cuda.triton.device import linear as dense
 from ess.kernels.cuda.triton.device import topk
 from ess.kernels.cuda.triton.shapes import CANDIDATES, Shape, candidates
 from ess.layout import IndexCodec, RowCodec, RowForm
+from tests.support import machine_code
 
+LINE_BYTES = 128
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)(.*?);", re.MULTILINE
@@ -119,10 +128,12 @@ class Figures(NamedTuple):
     waits: int
     copies: int
     barriers: int
+    lines: float = math.nan
 
 
-def figures(binary: Any) -> Figures:
-    """The binary's own words on a thread, and counts over its innermost loop with products."""
+def figures(binary: Any, *, rows: int = 0) -> Figures:
+    """The binary's own words on a thread, and counts over its innermost loop with products, of
+    which a turn takes so many `rows`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.asm["cubin"])
@@ -134,9 +145,19 @@ def figures(binary: Any) -> Figures:
 
     registers, spilled = (int(re.findall(rf"{one}:(\d+)", usage)[-1]) for one in ("REG", "STACK"))
     found = count("STL", "LDL"), count(*GROUPED), count(*SINGLE), count("WARPGROUP.DEPBAR")
+    asked = sum(map(bytes_read, loop)) * 32 * binary.metadata.num_warps
     return Figures(
-        registers, spilled, binary.metadata.shared, len(loop), *found, count("LDGSTS"), count("BAR")
+        *(registers, spilled, binary.metadata.shared, len(loop), *found),
+        *(count("LDGSTS"), count("BAR"), asked / LINE_BYTES / rows if rows else math.nan),
     )
+
+
+def bytes_read(name: str) -> int:
+    """Of global memory, by one thread."""
+    if not name.startswith(("LDG", "LDGSTS")):
+        return 0
+    bits = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
+    return next((bits[part] for part in name.split(".") if part in bits), 32) // 8
 
 
 def _said(about: str, path: Path) -> str:
@@ -234,32 +255,51 @@ def cut_of(*, capability: int = 90) -> Any:
     return compiled(cutting.cut, CUT, sizes, capability=capability, **options)
 
 
-def report(capability: int) -> Iterator[tuple[str, Figures]]:
+class Title(NamedTuple):
+    """A kernel of the table; a turn of its loop takes so many `rows`, where it takes rows."""
+
+    text: str
+    make: Callable[[], Any]
+    rows: int = 0
+
+
+def report(capability: int) -> Iterator[Title]:
     """The shapes in use."""
     given: dict[str, Any] = {"capability": capability}
     for form, heads in CANDIDATES:
         shape, *_ = candidates(form=form, heads=heads, is_half=True, generation=capability // 10)
         for adds in (False, True):
             name = f"attend {form} to {heads} heads: {shape.name}{', adds' * adds}"
-            yield name, figures(attention_of(shape, form, adds=adds, **given))
+            yield Title(name, partial(attention_of, shape, form, adds=adds, **given), shape.keys)
     for each in (1, 2, 4):
-        binary = logits_of("*i16", torch.bfloat16, IndexCodec(), each=each, **given)
-        yield f"index logits of {each} a request", figures(binary)
-    yield "top-k of a list", figures(top_k_of(**given))
-    yield "cut of a vocabulary", figures(cut_of(**given))
+        taken = index.logits_shape(is_half=True, queries_per_request=each).keys
+        make = partial(logits_of, "*i16", torch.bfloat16, IndexCodec(), each=each, **given)
+        yield Title(f"index logits of {each} a request", make, taken)
+    yield Title("top-k of a list", partial(top_k_of, **given))
+    yield Title("cut of a vocabulary", partial(cut_of, **given))
     for (is_fp8, tokens), (used, *_) in grouped.CANDIDATES.items():
         weight = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
         name = f"experts {'fp8' if is_fp8 else 'bf16'} to {tokens} tokens: {used.name}"
-        yield name, figures(products_of(used, weight, **given))
+        yield Title(name, partial(products_of, used, weight, **given))
     for dense_shape in linear.SHAPES:
-        yield f"linear fp8: {dense_shape.name}", figures(linear_of(dense_shape, **given))
-    names = "turn index queries", "finish keys", "finish rows"
-    for name, binary in zip(names, finishes("*fp32", **given), strict=True):
-        yield name, figures(binary)
+        yield Title(f"linear fp8: {dense_shape.name}", partial(linear_of, dense_shape, **given))
+    for at, name in enumerate(("turn index queries", "finish keys", "finish rows")):
+        yield Title(name, partial(_finish, at, **given))
+
+
+def _finish(at: int, **given: Any) -> Any:
+    return next(islice(finishes("*fp32", **given), at, None))
+
+
+def main(words: list[str]) -> None:
+    for target in (90, 100):
+        print(f"{f'sm_{target}a':<42}", *(f"{field:>11}" for field in Figures._fields))
+        for title, make, rows in report(target):
+            if not words or any(word in title for word in words):
+                row = (f"{field:>11.7g}" for field in figures(make(), rows=rows))
+                print(f"{title:<42}", *row, flush=True)
+    machine_code.main(words)
 
 
 if __name__ == "__main__":
-    for target in (90, 100):
-        print(f"{f'sm_{target}a':<42}", *(f"{field:>11}" for field in Figures._fields))
-        for title, row in report(target):
-            print(f"{title:<42}", *(f"{field:>11}" for field in row), flush=True)
+    main(sys.argv[1:])
