@@ -205,25 +205,28 @@ class Reading:
 
     def _weights(self, queries: Tensor, keys: Tensor, at: int) -> Tensor:
         """Dense attention [heads, queries, rows] of queries that begin at a position."""
-        logits = queries @ keys.transpose(1, 2) * self._model.config.attention_scale
-        future = torch.arange(keys.shape[1]) > torch.arange(at, at + queries.shape[1])[:, None]
-        return logits.masked_fill(future, -torch.inf).softmax(-1)
+        logits = (queries * self._model.config.attention_scale) @ keys.transpose(1, 2)
+        count = queries.shape[1]
+        future = torch.ones(count, count, dtype=torch.bool).triu(1)
+        logits[:, :, at:].masked_fill_(future, -torch.inf)
+        return logits.softmax(-1)
 
     def _narrowed(
         self, weights: Tensor, asking: tuple[Tensor, Tensor, Tensor], at: int
     ) -> tuple[Tensor, list[float]]:
         """Attention over what is selected alone; for each query the share of the best rows."""
         way = self._way
-        if way.select == "dense":
+        stop = at + weights.shape[1]
+        if way.select == "dense" or stop <= way.k:
             return weights, []
-        lengths = torch.arange(at, at + weights.shape[1]) + 1
+        lengths = torch.arange(at, stop) + 1
         best = _chosen(weights.mean(0), lengths, way.k)
         chosen = best
         if way.select == "trained":
             chosen = _chosen(index_scores(*asking), lengths, way.k)
-        kept = weights * chosen
+        kept = weights.mul_(chosen)
         shares = (best & chosen).sum(-1) / best.sum(-1)
-        return kept / kept.sum(-1, keepdim=True), shares.tolist()
+        return kept.div_(kept.sum(-1, keepdim=True)), shares.tolist()
 
     def _kept_rows(self, rows: Tensor) -> Tensor:
         codec = self._layout.row

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ess.bench.locality.guest_quality import QUERIES, Excerpt, quality_rows
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.kernels.backend import ops
@@ -161,6 +162,17 @@ def test_the_engine_without_compiled_stages(mode: str) -> None:
         eng.offload.check()
     eng.offload.close()
     assert request.output == grid.expected("llama", 0, 70)[:3]
+
+
+def test_losses_are_those_of_the_model() -> None:
+    """Dense and beyond top-k, on more tokens than are asked about at a time."""
+    ids, first = text(2 * QUERIES + 40), QUERIES + 30
+    rows = {row.name: row for row in quality_rows(tiny(), [Excerpt(ids, first)], [K])}
+    for name, k in ("dense", 4 * len(ids)), (f"trained {K}", K):
+        logits = Plain(tiny(index_topk=k)).run(ids[:-1]).logits[first:]
+        wanted = float(F.cross_entropy(logits, torch.tensor(ids[first + 1 :])))
+        assert rows[f"loss, {name}, f32 rows"].value == pytest.approx(wanted, abs=1e-5)
+    assert rows[f"loss, oracle {K}, f32 rows"].value != rows["loss, dense, f32 rows"].value
 
 
 WRONG = {
