@@ -7,6 +7,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ess.door.arrays import HostArrays, StepArrays
 from ess.door.inflight import InFlight, Pending
 from ess.door.shelf import Shelf
@@ -25,6 +28,8 @@ from ess.pool.lru.eviction import PolicyName
 from ess.pool.pages import PageIds
 from ess.pool.sparse import SparsePool
 from ess.units import PAGE_ROWS, div_ceil
+
+Ages = npt.NDArray[np.int64]
 
 ADVICE: Final = {
     SLOTS: "raise slot_bytes or lower slot_floor",
@@ -62,6 +67,21 @@ class Arenas(Protocol):
 
     def drop_pages(self, active: PageIds) -> None:
         """All rows of these pages leave every group: their ids may be used again."""
+
+    def hit_age(self, group: int) -> Ages:
+        """Hits found at each age since the start."""
+
+    def resident_age(self, group: int) -> Ages:
+        """Rows in slots by the age that they will have in the next step."""
+
+    def chunk_slots(self, group: int) -> int: ...
+
+    def chunk_counts(self) -> list[int]: ...
+
+    def chunk_max(self, group: int) -> int:
+        """The most that the group may own."""
+
+    def move_chunk(self, source: int, target: int) -> bool: ...
 
     def check(self) -> None: ...
 

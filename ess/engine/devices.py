@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ess.engine.config import ProcessConfig
 
 CPU: Final = "cpu"
-DEFAULTS: Final[Mapping[str, Any]] = {"backend": "cuda", "form": "stored", "budget_every": 0}
+DEFAULTS: Final[Mapping[str, Any]] = {"backend": "cuda", "form": "stored"}
 """Of settings that nobody has given, where a device serves."""
 
 OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes", "nvtx")
@@ -27,7 +27,6 @@ OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes", "nvtx")
 # Settings, the values that a device serves, and why it does not serve others.
 SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "backend": (("cuda",), "its kernels are those of backend cuda"),
-    "budget_every": ((0,), "slots do not move between layers there yet"),
     "evict": (("lru",), "rows give way by lru alone there"),
     "deterministic": ((False,), "its kernels have no stages that are alike in every batch"),
     "verify_every": ((0,), "its slots are not compared with the host while it serves"),
@@ -85,7 +84,7 @@ def ordinal_of(device: str) -> int:
 def brought_by(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What the device brings where nothing else is given, and what is given in vain.
 
-    >>> brought_by({"device": "cuda", "form": "bf16", "budget_every": 0})
+    >>> brought_by({"device": "cuda", "form": "bf16"})
     ({'backend': 'cuda'}, [])
     >>> brought_by({"device_bytes": "60GiB"})
     ({}, ['device_bytes has no effect: device is cpu'])

@@ -29,6 +29,8 @@ RING: Final = 3
 LANDINGS: Final = 8
 """Landings under way at a time, and rows of each at most."""
 LANDING_ROWS: Final = 4096
+GROWTH: Final = 4
+"""Times its even share that a group may own of the slots."""
 QUERY_NUMBERS: Final = 6
 COUNTED_KINDS: Final = 4
 BEHIND: Final = 4
@@ -53,9 +55,15 @@ class PoolShape:
 
     @property
     def blocks(self) -> list[int]:
-        """Blocks of 64 slots of each group."""
-        counts = zip(even_chunks(self.layout, self.chunks), self.layout.groups, strict=True)
+        """Blocks of 64 slots that each group may own at most."""
+        counts = zip(chunks_max(self.layout, self.chunks), self.layout.groups, strict=True)
         return [chunks * (self.layout.group_layers_max // len(group)) for chunks, group in counts]
+
+
+def chunks_max(layout: ModelLayout, chunks: int) -> list[int]:
+    """The most chunks that each group may ever own: kernels are launched for so many."""
+    others = layout.group_count - 1
+    return [min(GROWTH * count, chunks - others) for count in even_chunks(layout, chunks)]
 
 
 def pool_bytes(shape: PoolShape) -> Mapping[str, int]:

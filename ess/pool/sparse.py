@@ -138,6 +138,11 @@ class SparsePool:
         assert counts.all(), f"a group owns no chunk: {counts}"
         return [int(count) for count in counts]
 
+    def chunk_max(self, group: int) -> int:
+        """The most that the group may own."""
+        assert 0 <= group < self.layout.group_count, f"there is no group {group}"
+        return len(self._owner_of) - self.layout.group_count + 1
+
     # ---- a step
 
     def begin_step(self) -> int:

@@ -14,7 +14,17 @@ pytestmark = [pytest.mark.slow, *beside.NEEDS]
 BENCHMARKS = pytest.param("benchmarks", marks=pytest.mark.long)
 
 
-MODULES = ("choices", "doors", "loading", "memory", "ranges", "steps", "timing", BENCHMARKS)
+MODULES = (
+    "budgets",
+    "choices",
+    "doors",
+    "loading",
+    "memory",
+    "ranges",
+    "steps",
+    "timing",
+    BENCHMARKS,
+)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -11,6 +11,6 @@ from tests.support import beside
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
-@pytest.mark.parametrize("module", ["played", "clocked"])
+@pytest.mark.parametrize("module", ["played", "clocked", "moving"])
 def test_the_doors_agree(module: str, emulated: Path) -> None:
     beside.run_tests(f"tests/door_device/{module}.py", built=emulated)

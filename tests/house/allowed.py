@@ -24,7 +24,6 @@ KEPT: Final = {
         ),
         "an op, called by this name of the set of ops",
     ),
-    "ess.pool.lru.cuda:Residency.clear_blocks": "the twin of SparsePool.move_chunk on a device",
     **dict.fromkeys(
         (
             "ess.transfer.transports.inprocess:Exchange",

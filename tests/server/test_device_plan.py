@@ -56,7 +56,6 @@ def test_a_device_brings_its_defaults_and_what_is_given_stays():
 def test_what_a_device_does_not_serve_is_refused_by_name(name: str):
     others = {
         "backend": "cpu",
-        "budget_every": 64,
         "evict": "sieve",
         "deterministic": True,
         "verify_every": 3,

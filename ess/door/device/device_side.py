@@ -17,9 +17,10 @@ from ess.door.device.residency.refilling import DeviceRefill
 from ess.door.device.steps.device_slots import DeviceSlots
 from ess.door.device.steps.stopwatch import Stopwatch
 from ess.door.pools import PoolSizes
+from ess.door.residency.budgets import Budgets
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Stats, Timings
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import DiskTier
 
@@ -35,6 +36,7 @@ class DeviceSide:
         self.slots = DeviceSlots(pools, self.landings, self.knowledge, self.timings, self.stopwatch)
         self.placement = self.slots
         self.step_count = 0
+        self.budgets = Budgets(pools)
         pools.sparse.leaving = Leaving(pools)
 
     def step_begun(self) -> None:
@@ -77,7 +79,21 @@ class DeviceSide:
         return self.keeper.go_on(sequences)
 
     def rebalance(self) -> int:
-        raise Unavailable("rebalance is not there for slots on a device yet")
+        """Waits for what is queued. While landings are on their way nothing moves: they claim."""
+        pools, counting = self.pools, self.pools.counting
+        if self.landings.is_busy:
+            return 0
+        self.slots.settle()
+        pools.lane.mark().wait()
+        counting.wait()
+        pools.sparse.look()
+        misses = counting.counts("claimed", "select") + counting.counts("places", "select")
+        moved = self.budgets.rebalance(misses)
+        if moved:
+            counting.wait()
+            self.knowledge.forget_all()
+            self.keeper.forget_all()
+        return moved
 
     def differing(self, layer: int) -> list[tuple[int, int]]:
         """Waits until what is queued is done: then a clean slot is a copy."""
@@ -99,7 +115,7 @@ class DeviceSide:
 
     def check(self) -> None:
         self.drain()
-        for part in (self.slots, self.landings, self.knowledge, self.keeper):
+        for part in (self.slots, self.landings, self.knowledge, self.keeper, self.budgets):
             part.check()
         self._check_used()
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.door.pools import HostPools
+from ess.door.pools import Pools
 from ess.pool.budget import Counts, Curve, live_curve, next_move
 from ess.pool.capacity import SLOTS
 
@@ -18,7 +18,7 @@ SHARE: Final = 64
 class Budgets:
     """What was seen when budgets were last looked at: curves are of what has happened since."""
 
-    pools: HostPools
+    pools: Pools
     _step: int = field(init=False)
     _hits: list[Counts] = field(init=False)
     _misses: Counts = field(init=False)
@@ -71,6 +71,8 @@ class Budgets:
                 chunk=sparse.chunk_slots(group),
                 chunk_count=chunk_count,
             )
+            most = sparse.chunk_max(group)
+            curve[most:] = curve[most]
             curves.append(curve * len(layers))
             self._hits[group] = hits
         self._misses = misses.copy()

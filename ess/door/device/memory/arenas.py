@@ -8,20 +8,23 @@ counters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.door.device.memory.uploads import upload_into
 from ess.layout import ModelLayout
+from ess.pool.device_bytes import chunks_max
 from ess.pool.lru.arena import AGE_MAX
 from ess.pool.pages import PageIds
 from ess.pool.sparse import FIRST_STEP, POISON, chunk_blocks, even_owners
 from ess.units import PAGE_ROWS
 
 Ints = npt.NDArray[np.int32]
+Counts = npt.NDArray[np.int64]
 
 TICKET_MAX: Final = 1 << 30
 
@@ -42,6 +45,18 @@ class DeviceArena:
 
 class Drops(Protocol):
     def drop(self, active: PageIds) -> None: ...
+
+    def clear(self, group: int, blocks: Ints) -> bool:
+        """All rows leave these blocks, or none where a slot is held. It waits for the answer."""
+
+
+class Ages(NamedTuple):
+    """What the host has read, where it looked last: the row of each slot, when the slot was used,
+    and each group's hits by age."""
+
+    row_of: Ints
+    last_use: Ints
+    hits: Counts
 
 
 class DeviceArenas:
@@ -67,6 +82,7 @@ class DeviceArenas:
         self.leaving: Drops | None = None
         self.row_id_count = row_id_count
         self._owner_of = even_owners(layout, chunk_count)
+        self._chunks_max = chunks_max(layout, chunk_count)
         slab_rows = chunk_count * layout.group_layers_max * PAGE_ROWS
         value = POISON if poison else 0
         shape = (slab_rows, layout.row_bytes)
@@ -77,7 +93,8 @@ class DeviceArenas:
         self.ticket_of = ints(home, 0, slab_rows)
         self.dirty = torch.zeros(slab_rows, dtype=torch.uint8, device=home)
         ages = (layout.group_count, AGE_MAX + 1)
-        self.hit_age = torch.zeros(ages, dtype=torch.int64, device=home)
+        self.hits = torch.zeros(ages, dtype=torch.int64, device=home)
+        self._ages = self._read_ages()
         self._blocks = [self._listed(group) for group in range(layout.group_count)]
         self.arenas = [self._arena(group) for group in range(layout.group_count)]
 
@@ -87,16 +104,18 @@ class DeviceArenas:
         return np.concatenate([chunk_blocks(self.layout, group, c) for c in chunks.tolist()])
 
     def _arena(self, group: int) -> DeviceArena:
-        blocks = self._blocks[group]
+        blocks, per_chunk = self._blocks[group], self.chunk_slots(group) // PAGE_ROWS
+        room = torch.zeros(self._chunks_max[group] * per_chunk, dtype=torch.int32)
+        room[: len(blocks)] = torch.from_numpy(blocks)
         return DeviceArena(
             slot_of=self.slot_of[group],
             row_of=self.row_of,
             last_use=self.last_use,
             ticket_of=self.ticket_of,
             dirty=self.dirty,
-            blocks=torch.from_numpy(blocks).to(self.home),
+            blocks=room.to(self.home),
             block_count=torch.tensor([len(blocks)], dtype=torch.int32).to(self.home),
-            hit_age=self.hit_age[group],
+            hit_age=self.hits[group],
         )
 
     # ---- what the host knows
@@ -124,13 +143,64 @@ class DeviceArenas:
 
     @property
     def block_max(self) -> int:
-        """The most blocks that any group may ever own, as budgets stand."""
-        return max(map(len, self._blocks))
+        """The most blocks that any group may ever own."""
+        return max(len(arena.blocks) for arena in self.arenas)
 
     def member_slab(self, member: int) -> Tensor:
         """The slab as the member-th layer of a group sees it: slot s is row s."""
         assert 0 <= member < self.layout.group_layers_max, f"no group has a member {member}"
         return self.slab[member * PAGE_ROWS :]
+
+    # ---- budgets, for which the host reads what slots are used for
+
+    def look(self) -> None:
+        """Waits for the device."""
+        self._ages = self._read_ages()
+
+    def _read_ages(self) -> Ages:
+        return Ages(*(each.cpu().numpy() for each in (self.row_of, self.last_use, self.hits)))
+
+    def hit_age(self, group: int) -> Counts:
+        """Hits found at each age, up to the latest look."""
+        hits: Counts = self._ages.hits[group].copy()
+        return hits
+
+    def resident_age(self, group: int) -> Counts:
+        """Rows in slots, at the latest look, by the age that they will have in the next step."""
+        slots = self.slots(group)
+        last_use = self._ages.last_use[slots[self._ages.row_of[slots] >= 0]]
+        ages = np.minimum(self.step + 1 - last_use, AGE_MAX)
+        return np.bincount(ages, minlength=AGE_MAX + 1).astype(np.int64)
+
+    def chunk_slots(self, group: int) -> int:
+        return len(chunk_blocks(self.layout, group, 0)) * PAGE_ROWS
+
+    def chunk_counts(self) -> list[int]:
+        counts = np.bincount(self._owner_of, minlength=self.layout.group_count)
+        return [int(count) for count in counts]
+
+    def chunk_max(self, group: int) -> int:
+        return self._chunks_max[group]
+
+    def move_chunk(self, source: int, target: int) -> bool:
+        """Give `target` a chunk of `source`: the last that no step and no copy holds on to."""
+        assert source != target, f"group {source} cannot give itself a chunk"
+        assert self.leaving is not None, "rows leave a device that has no kernels"
+        for chunk in np.flatnonzero(self._owner_of == source)[:0:-1].tolist():
+            if self.leaving.clear(source, chunk_blocks(self.layout, source, chunk)):
+                self._owner_of[chunk] = target
+                for group in (source, target):
+                    self._tell_blocks(group)
+                return True
+        return False
+
+    def _tell_blocks(self, group: int) -> None:
+        """To kernels that are queued from now on."""
+        blocks, arena = self._listed(group), self.arenas[group]
+        assert len(blocks) <= len(arena.blocks), f"group {group} owns {len(blocks)} blocks"
+        self._blocks[group] = blocks
+        upload_into(arena.blocks[: len(blocks)], blocks)
+        upload_into(arena.block_count, np.array([len(blocks)], np.int32))
 
     # ---- audits, which wait
 

@@ -141,6 +141,10 @@ class Knowledge:
     def forget(self, sequence: Sequence) -> None:
         self._looks.pop(sequence.number, None)
 
+    def forget_all(self) -> None:
+        """Rows have left that no call of a step has evicted."""
+        self._looks.clear()
+
     def check(self) -> None:
         for number, look in self._looks.items():
             assert look.until_step <= self._pools.sparse.step + PATIENCE, f"sequence {number}"

@@ -1,14 +1,23 @@
-"""Rows of pages that leave the device: out of every group, before the pages' ids mean others."""
+"""Rows that leave the device: with their pages, out of every group, before the pages' ids mean
+others; and with the blocks of a group that gives them to another."""
 
 from __future__ import annotations
 
+from typing import Final
+
+import numpy as np
+
+from ess.door.device.memory.arenas import Ints
 from ess.door.device.memory.device_pools import DevicePools
-from ess.door.device.memory.uploads import upload
+from ess.door.device.memory.uploads import upload, upload_into
 from ess.pool.index import page_rows
 from ess.pool.lru.cuda import Residency
-from ess.pool.lru.cuda_shape import ResolveShape
-from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces
+from ess.pool.lru.cuda_shape import REPORT, ResolveShape
+from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.pool.pages import PageIds
+
+HELD: Final = REPORT.index("held")
+TICKETS_MAX: Final = (1 << 31) - 1
 
 
 class Leaving:
@@ -30,3 +39,20 @@ class Leaving:
         for residency in self._groups:
             residency.drop(rows, stream=stream)
         pools.counting.add("leave", self._works.reports.view(1, pools.layout.group_count, -1))
+
+    def clear(self, group: int, blocks: Ints) -> bool:
+        """Behind a step that has ended, when all copies have landed: whatever ticket a slot has."""
+        pools, stream, works = self._pools, self._pools.lane.compute, self._works
+        now = now_of(
+            step=pools.sparse.step,
+            ticket=TICKETS_MAX,
+            landed=TICKETS_MAX,
+            behind=TICKETS_MAX,
+            query_count=0,
+        )
+        upload_into(works.now, np.array(now, np.int32))
+        works.begin(stream=stream)
+        self._groups[group].clear_blocks(upload(blocks, pools.lane.home), stream=stream)
+        reports = works.reports.view(1, pools.layout.group_count, -1)
+        pools.counting.add("leave", reports)
+        return not int(reports[0, group, HELD])

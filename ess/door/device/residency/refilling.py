@@ -83,6 +83,10 @@ class DeviceRefill:
             walk.page, walk.rests_at = 0, evicted
             self._knowledge.forget(sequence)
 
+    def forget_all(self) -> None:
+        """Groups have other slots: walks that rest begin anew."""
+        self._walks.clear()
+
     def check(self) -> None:
         for number, walk in self._walks.items():
             assert walk.page % LOOK_PAGES == 0, f"sequence {number}: a walk at page {walk.page}"

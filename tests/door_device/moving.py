@@ -1,0 +1,99 @@
+"""Slots change their layer group, on a device as on the host: run by test_doors.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ess.door.residency import budgets
+from tests.door_device.doors import LAYOUT
+from tests.door_device.played import made, step  # noqa: F401  a fixture
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    """The group with most chunks gives one to the next: curves only show what each side knows."""
+    seen = []
+
+    def forced(curves, chunks, floors):
+        seen.append((np.array(curves), list(chunks), list(floors)))
+        source = int(np.argmax(np.array(chunks) - np.array(floors)))
+        return (source, (source + 1) % len(chunks)) if chunks[source] > floors[source] else None
+
+    monkeypatch.setattr(budgets, "next_move", forced)
+    monkeypatch.setattr(budgets, "SHARE", 4)
+    return seen
+
+
+def rebalanced(doors, turns):
+    """How many chunks have moved on both sides, which were told the same."""
+    turns.clear()
+    moved = [door.rebalance() for door in (doors.host, doors.device)]
+    assert moved[0] == moved[1] == len(turns) // 2
+    for here, away in zip(turns[: moved[0]], turns[moved[0] :], strict=True):
+        np.testing.assert_allclose(here[0], away[0])
+        assert here[1:] == away[1:]
+    doors.compare()
+    return moved[0]
+
+
+@pytest.mark.parametrize("style", ["whole", "halves"])
+def test_chunks_move_between_steps_and_nothing_is_lost(made, turns, style):  # noqa: F811
+    doors = made(chunks=6, seed=14)
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (70, 33, 130)]
+    moved, slots = 0, set()
+    for turn in range(9):
+        counts = doors.random.integers(1, 4, 3).tolist()
+        accepted = [int(doors.random.integers(0, count + 1)) for count in counts]
+        step(doors, pairs, counts, style, accepted)
+        doors.drain()
+        slots.add(tuple(doors.device.stats().slot_count.tolist()))
+        if turn % 3 == 2:
+            moved += rebalanced(doors, turns)
+    assert moved >= 3
+    assert len(slots) > 1
+    assert doors.host.stats().evicted_count.sum() > 0
+    doors.audit()
+
+
+def test_a_landing_on_its_way_is_waited_for_by_nobody(made, turns, monkeypatch):  # noqa: F811
+    doors = made(chunks=12, seed=15)
+    pair = doors.open(list(range(200)))
+    step(doors, [pair], [1], "whole", [1])
+    doors.drain()
+    side = doors.device._side
+    monkeypatch.setattr(type(side.landings), "is_busy", True)
+    assert doors.device.rebalance() == 0
+    monkeypatch.undo()
+    assert not turns
+
+
+def test_what_was_resident_is_looked_at_again(made, turns):  # noqa: F811
+    """Rows may have left with their chunk: nobody is known to be resident until it was asked."""
+    doors = made(chunks=24, seed=16)
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (70, 90)]
+    for pair in pairs:
+        doors.each(pair, "fill", says=False)
+    doors.drain()
+    mine = [pair[1] for pair in pairs]
+    for _turn in range(3):
+        step(doors, pairs, [1, 1], "whole", [0, 0])
+        doors.drain()
+        is_known = doors.device.all_resident(mine)
+    assert is_known
+    assert rebalanced(doors, turns)
+    assert not doors.device.all_resident(mine)
+    doors.audit()
+
+
+def test_a_group_grows_no_further_than_its_kernels_reach(made, turns, monkeypatch):  # noqa: F811
+    doors = made(chunks=24, seed=17)
+    sparse = doors.device._pools.sparse
+    curves = []
+    monkeypatch.setattr(budgets, "next_move", lambda *given: curves.append(given[0]))
+    monkeypatch.setattr(sparse, "_chunks_max", [9 for _ in LAYOUT.groups])
+    step(doors, [doors.open(list(range(100)))], [1], "whole", [1])
+    doors.drain()
+    doors.device.rebalance()
+    for curve in curves[0]:
+        assert (curve[9:] == curve[9]).all()
