@@ -104,3 +104,9 @@ def test_stored_pages_are_read_again_where_they_are_whole(tmp_path: Path, is_dam
         counts = metrics(process.url)
         assert (counts["ess_disk_moved_pages_total", "loaded"] > 0) == (not is_damaged)
         assert (counts["ess_disk_moved_pages_total", "damaged"] > 0) == is_damaged
+
+
+def test_a_stream_that_begins_with_a_comment_is_read():
+    """An engine that is away for long is behind such a stream."""
+    event = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+    assert told(b": keep-alive\n\n" + event).choices[0].text == "a"

@@ -55,11 +55,12 @@ def _scores(logprobs: dict[str, Any]) -> list[float]:
 
 
 def told(raw: bytes) -> Told:
-    """Of all lines that are whole."""
+    """A document that is whole, or the events of a stream that are; comments say nothing."""
     made = Told()
-    lines = raw[: raw.rfind(b"\n") + 1].split(b"\n") if raw.startswith(b"data:") else [raw]
-    for line in lines:
-        text = line.removeprefix(b"data: ")
-        if text.startswith(b"{") and (line != raw or text.endswith(b"}")):
-            made.take(json.loads(text))
+    if raw.startswith(b"{"):
+        made.take(json.loads(raw))
+        return made
+    for line in raw[: raw.rfind(b"\n") + 1].split(b"\n"):
+        if line.startswith(b"data: {"):
+            made.take(json.loads(line.removeprefix(b"data: ")))
     return made
