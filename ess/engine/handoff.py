@@ -55,6 +55,7 @@ class Handoffs:
         self._serves_fakes = config.fake_prefill
         self._on_end = on_end
         self._coming: dict[int, Request] = {}
+        self._offered: dict[int, Request] = {}
         self._told: deque[tuple[Request, str]] = deque()
         self._landed: dict[int, Landed] = {}
         self.ended: deque[Ended] = deque(maxlen=ENDED_MAX)
@@ -114,6 +115,7 @@ class Handoffs:
     def _offer(self, uid: int, request: Request, opened: Opened) -> None:
         assert self._port is not None, f"request {request.number} gives rows without a port"
         self._port.sender.offer(uid, opened, prompt=request.prompt, salt=request.salt)
+        self._offered[uid] = request
 
     def _expect(self, request: Request, opened: Opened) -> None:
         """What can never come is a fault at once."""
@@ -191,6 +193,7 @@ class Handoffs:
         assert self._port is not None, f"request {request.number} gives rows without a port"
         assert request.gives is not None, f"request {request.number} gives no rows"
         self._port.sender.finish(request.gives, None if windows is None else windows.numpy())
+        del self._offered[request.gives]
         request.sequence = None
 
     def give_up(self, request: Request) -> None:
@@ -200,14 +203,17 @@ class Handoffs:
             assert self._port is not None, f"request {request.number} takes rows without a port"
             del self._coming[request.takes.uid]
             self._port.receiver.give_up(request.takes.uid)
-        if request.gives is not None and request.sequence is not None:
+        if request.gives is not None and self._offered.get(request.gives) is request:
             assert self._port is not None, f"request {request.number} gives rows without a port"
+            del self._offered[request.gives]
             self._port.sender.give_up(request.gives)
         self._told = deque(told for told in self._told if told[0] is not request)
 
     def check(self, roster: Roster[Request]) -> None:
         landing = {*self._coming.values(), *(request for request, _ in self._told)}
         assert landing == {*roster.of("landing")}, "a request lands that awaits no rows"
+        for uid, request in self._offered.items():
+            assert request.gives == uid, f"handoff {uid} is not request {request.number}'s"
         for uid, request in self._coming.items():
             assert request.takes is not None, f"request {request.number} takes no rows"
             assert request.takes.uid == uid, f"handoff {uid} is request {request.number}'s"

@@ -71,6 +71,26 @@ class Anything(int):
         return True
 
 
+def test_a_number_that_is_given_twice_is_the_first_s_whom_the_disk_brings_last() -> None:
+    """Both prompts load; the second is refused when it is there, and the first goes on."""
+    twice = asked(
+        "twice",
+        seed=5620,
+        asks=(ask("twice", 10), ask("twice", 10, at=60)),
+        hits=(Hit(at=50, strike="restart giver", which=0, size=1),),
+        disks="all",
+        disk_pages=10,
+        giver_count=2,
+        taker_count=1,
+        mtp=1,
+        chunk=16,
+        host_pages=8,
+        index_pages=8,
+        lines=4,
+    )
+    assert play(twice).seen["pages loaded"] > 0
+
+
 def no_checksums(patch: pytest.MonkeyPatch) -> Plan:
     patch.setattr(arrivals, "checksum", lambda parts: Anything())
     return asked("whole", odds={"partial": 0.5})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import subprocess
@@ -90,6 +91,24 @@ def test_of_a_batch_the_first_page_stays_longest_also_behind_a_kill(tmp_path: Pa
     fill(again, range(24, 36))
     assert [number for number in range(24) if content(number) in again] == [*range(12)]
     again.close()
+
+
+def test_a_larger_tier_does_not_make_the_file_larger(tmp_path: Path) -> None:
+    made = tier(tmp_path)
+    fill(made, range(3))
+    made.close()
+    size = (tmp_path / SLAB).stat().st_size
+    again = tier(tmp_path, pages=48)
+    assert (tmp_path / SLAB).stat().st_size == size
+    again.close()
+
+
+def test_a_page_comes_in_pieces(made: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call to the kernel ends within a part."""
+    fill(made, range(2))
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: read(file, [parts[0][:700]], at))
+    assert all(loaded(made, text) for text in texts(range(2)))
 
 
 def test_a_claimed_page_does_not_give_way(made: DiskTier) -> None:
