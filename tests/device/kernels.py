@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ess.kernels.cpu import ops as cpu
 from tests.support.pretended import PRETENCE
+from tests.support.pretended_touches import of_kernel
 
 
 class Kernels:
@@ -35,9 +36,9 @@ class Kernels:
                     return function(*given)
 
             PRETENCE.require_reach(given)
-            if PRETENCE.captured is None:
-                return PRETENCE.run(call, there=True)
-            return PRETENCE.run(call, there=True, first=lambda: sized(function, given))
+            first = None if PRETENCE.captured is None else lambda: sized(function, given)
+            told = lambda made: of_kernel(name, function, given, made)  # noqa: E731
+            return PRETENCE.run(call, there=True, first=first, told=told, name=name)
 
         return kernel
 

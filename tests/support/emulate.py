@@ -99,7 +99,8 @@ def build(text: str, program: Program, library: Path) -> Path:
 def build_watch(folder: Path) -> Path:
     def make(unfinished: Path) -> None:
         flags = [*LIBRARY, "-O2", f"-Wl,-soname,{WATCH}", "-fvisibility=default"]
-        compile_cpp([*flags, str(DEVICE / "watch.cpp"), "-o", str(unfinished)])
+        sources = [str(DEVICE / f"{name}.cpp") for name in ("watch", "races")]
+        compile_cpp([*flags, *sources, "-o", str(unfinished)])
 
     return made_once(folder / WATCH, make)
 

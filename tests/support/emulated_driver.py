@@ -67,7 +67,7 @@ def build_driver(folder: Path) -> Path:
     return made_once(library, make)
 
 
-def begin(*, alone: bool = True) -> None:
+def begin(*, alone: bool = True) -> ctypes.CDLL:
     """From here on this process has one GPU, or so it seems.
 
     Not `alone`: kernels also get memory that the driver has not given out, torch's for one.
@@ -85,3 +85,4 @@ def begin(*, alone: bool = True) -> None:
         return str(library).encode() + b"\0"
 
     program.cubin = emulated_cubin
+    return driver

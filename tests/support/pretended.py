@@ -6,7 +6,9 @@ Torch's tensors of the device are tensors of the host with a mark, the driver is
 Triton's kernels are interpreted, and every line of Python runs as it would beside a device. What a
 real one refuses is refused: tensors of two devices in one call, NumPy's hands on a tensor of the
 device, a kernel over pageable memory, and while a graph is captured whatever waits or copies from
-pageable memory. A replay does again what was captured. Streams keep no time and run at once.
+pageable memory. A replay does again what was captured, on the stream that launches it; other
+streams of the capture have stand-ins, which nothing orders but the graph. Torch's work is done at
+once, whatever its stream, when what is queued there is done; `RACES` finds what nothing orders.
 
 `without_waits` refuses the same where nothing is captured: what makes the host wait for the device.
 Elsewhere `PRETENCE.waited` counts it by name. Who launches counts `PRETENCE.moment`: to wait for an
@@ -20,11 +22,14 @@ import os
 import runpy
 import sys
 import tempfile
-from collections import Counter
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 from tests.support import emulated_driver, interpreted  # before triton and torch
+from tests.support.pretended_races import caller
+from tests.support.pretended_streams import DEVICE, CUDAGraph, Device, Event, Queues, Stream
+from tests.support.pretended_touches import is_inplace, leaves, of_torch
 
 import torch  # isort: skip
 from torch.overrides import TorchFunctionMode
@@ -33,7 +38,6 @@ from triton.runtime.interpreter import InterpretedFunction
 
 pytest_configure = interpreted.pytest_configure  # what NumPy warns of, a device does not
 
-DEVICE = torch.device("cuda", 0)
 ANYWHERE = {"copy_", "set_", "__get__", "type_as", "view_as", "expand_as", "reshape_as"}
 WAITS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
 HOST_ONLY = {"numpy", "__array__"}
@@ -45,12 +49,9 @@ STREAM_OF = {
     "cuMemsetD32Async": -1,
 }
 PICKS = {"__getitem__", "gather", "index_select", "take_along_dim"}
-AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or")}
 BLOCKING = {f"cu{name}Synchronize" for name in ("Ctx", "Event", "Stream")} | {
     f"cuMemcpy{way}" for way in ("", "HtoD", "DtoH", "DtoD")
 }
-REFUSED = "operation not permitted when stream is capturing: {}"
-WAITED = "the host waits for the device: {}"
 
 
 def is_there(thing):
@@ -61,23 +62,11 @@ def tensors(*things):
     return list(leaves(things))
 
 
-def leaves(thing):
-    """Torch's own walk over trees takes longer than most calls whose arguments it looks at."""
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, tuple | list):
-        for each in thing:
-            yield from leaves(each)
-    elif isinstance(thing, dict):
-        yield from leaves(list(thing.values()))
-
-
 def at_capture(func, args, kwargs):
     """Nothing is computed: what is written to stays as it is, and what is picked by numbers of the
     device, which are not there yet, is so large all the same."""
     name = func.__name__
-    is_inplace = name in ("__setitem__", *AUGMENTED) or (name[-1] == "_" and name[-2:] != "__")
-    if is_inplace or "out" in kwargs:
+    if is_inplace(name) or "out" in kwargs:
         return lambda: kwargs.get("out", args[0])
     if name in PICKS:
         return lambda: func(args[0], *tree_map(first_ones, args[1:]), **kwargs)
@@ -97,11 +86,8 @@ def names_device(thing):
     return isinstance(thing, torch.device) or (isinstance(thing, str) and thing[:4] in "cuda cpu")
 
 
-class Pretence(TorchFunctionMode):
-    """`captured` holds what a replay does: (call, the tensors that its result goes to)."""
-
-    pinned, captured, may_wait = frozenset(), None, True
-    moment, waited, call_count = 0, Counter(), 0
+class Pretence(Queues, TorchFunctionMode):
+    pinned = frozenset()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.__name__, dict(kwargs or {})
@@ -129,19 +115,48 @@ class Pretence(TorchFunctionMode):
         if capturing:  # lists as they are now
             args, kwargs = tree_map(lambda thing: thing, (args, kwargs))
         first = at_capture(func, args, kwargs) if capturing else None
-        return self.run(lambda: func(*args, **kwargs), there, pins, queues=given, first=first)
+        call, told = lambda: func(*args, **kwargs), lambda made: of_torch(name, args, kwargs, made)
+        return self.run(call, there, pins, queues=given, first=first, told=told, name=name)
 
-    def run(self, call, there, pins=False, queues=False, first=None):
+    def run(self, call, there, pins=False, queues=False, first=None, told=None, name=""):
         """What `queues` is work of the device, wherever its result lies. `first` is called instead
-        the first time."""
+        the first time. `told` says what it reads and writes."""
         result = (first or call)()
         self.call_count += queues
         for one in tensors(result):
             one.is_there = there
-            self.pinned |= {one.untyped_storage().data_ptr()} if pins else set()
+            if pins:
+                self.pin(one.untyped_storage())
+        place = self.races.place_of(name)
         if self.captured is not None and (there or queues):
-            self.captured.append((call, result))
+            self.captured.append((self.stream, lambda _: again(call, result, told, place)))
+        elif self.races.is_on and told is not None:
+            with torch._C.DisableTorchFunction():
+                reads, writes, fresh = told(result)
+                self.races.forget(fresh)
+                self.tell(reads, writes, place)
         return result
+
+    def pin(self, memory):
+        at = memory.data_ptr()
+        self.pinned |= {at}
+        weakref.finalize(memory, lambda: self.unpin(at))
+
+    def unpin(self, at):
+        self.pinned -= {at}
+
+    def tell(self, reads, writes, place):
+        """Of the host's memory only what the device reaches is told."""
+        every = [
+            [touch for touch in touches if self.is_shared(touch)] for touches in (reads, writes)
+        ]
+        if any(every):
+            queues = any(is_there(one) for one in tensors(reads, writes))
+            self.races.touched(self.stream if queues else None, place, *every)
+
+    def is_shared(self, touch):
+        tensor = touch[0] if isinstance(touch, tuple) else touch
+        return is_there(tensor) or self.is_pinned(tensor)
 
     def is_pinned(self, tensor):
         if registered(tensor):
@@ -165,13 +180,6 @@ class Pretence(TorchFunctionMode):
         if name in WAITS or pageable or masked or listed or (indexes and here):
             self.refuse(name)
 
-    def refuse(self, name):
-        if self.captured is not None:
-            raise RuntimeError(REFUSED.format(name))
-        if not self.may_wait:
-            raise RuntimeError(WAITED.format(name))
-        self.waited[name] += 1
-
     def move(self, name, tensor, *args, **kwargs):
         """`cuda`, `cpu`, `pin_memory` and `to`, which copy where the place changes."""
         named = [one for one in (*args, *kwargs.values()) if names_device(one)]
@@ -186,7 +194,15 @@ class Pretence(TorchFunctionMode):
         convert = (lambda: tensor.to(*args, **kwargs)) if args or kwargs else (lambda: tensor)
         same = not crosses and convert() is tensor
         call = (lambda: convert().clone()) if crosses else convert
-        return tensor if same else self.run(call, there, name == "pin_memory")
+        told = lambda made: of_torch(name, (tensor,), {}, made)  # noqa: E731
+        queues = is_there(tensor)
+        pins = name == "pin_memory"
+        if same:
+            return tensor
+        made = self.run(call, there, pins, queues, told=told, name=name)
+        if queues and not queued:
+            self.races.waited(self.stream)
+        return made
 
     def require_reach(self, given):
         for one in tensors(given):
@@ -196,10 +212,21 @@ class Pretence(TorchFunctionMode):
     def launch(self, call, *given):
         """A kernel: at once, or whenever the graph is replayed; a capture does not run it."""
         self.require_reach(given)
-        call() if self.captured is None else self.captured.append((call, None))
+        call() if self.captured is None else self.captured.append((self.stream, lambda _: call()))
 
 
 PRETENCE = Pretence()
+RACES, Device.queues = PRETENCE.races, PRETENCE
+
+
+def again(call, held, told, place):
+    """What a replay does with a call of torch."""
+    with torch._C.DisableTorchFunction():
+        for old, new in zip(tensors(held), tensors(call()), strict=False):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+        if RACES.is_on and told is not None:
+            PRETENCE.tell(*told(held)[:2], place)
 
 
 def registered(tensor):
@@ -213,43 +240,9 @@ def registered(tensor):
     return all(attempt("cuMemHostGetDevicePointer", end, 0)[0] == 0 for end in ends)
 
 
-class Stream(contextlib.nullcontext):
-    cuda_stream, device = 0, DEVICE
-
-    def __init__(self, device=None):
-        super().__init__()
-
-    def wait_stream(self, other):
-        assert isinstance(other, Stream)
-
-    def wait_event(self, event):
-        assert isinstance(event, Event)
-
-    def synchronize(self):
-        synchronize()
-
-
-class Event:
-    def __init__(self, enable_timing=False):
-        self.timed, self.call_count = enable_timing, 0
-
-    def record(self, stream=None):
-        assert stream is None or isinstance(stream, Stream)
-        self.moment, self.call_count = PRETENCE.moment, PRETENCE.call_count
-
-    def elapsed_time(self, end):
-        assert self.timed, "both events must be created with argument 'enable_timing=True'"
-        assert end.timed
-        return 0.25 + 1e-3 * (end.call_count - self.call_count)
-
-    def synchronize(self):
-        if self.moment == PRETENCE.moment:
-            return synchronize()
-        PRETENCE.waited["an earlier moment"] += 1
-
-
 def synchronize(device=None):
     PRETENCE.refuse("synchronize")
+    RACES.driver.driver_drain()
 
 
 @contextlib.contextmanager
@@ -259,22 +252,6 @@ def without_waits():
         yield
     finally:
         PRETENCE.may_wait = before
-
-
-class CUDAGraph:
-    def capture_begin(self, pool=None, capture_error_mode="global"):
-        assert PRETENCE.captured is None, "one capture at a time"
-        PRETENCE.captured = self.calls = []
-
-    def capture_end(self):
-        PRETENCE.captured = None
-
-    def replay(self):
-        with torch._C.DisableTorchFunction():
-            for call, held in self.calls:
-                for old, new in zip(tensors(held), tensors(call()), strict=False):
-                    if old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
 
 
 @contextlib.contextmanager
@@ -302,7 +279,7 @@ def begin():
     """From here on there is a device, for this process."""
     home = Path(os.environ.setdefault("ESS_EMULATED", tempfile.mkdtemp()))
     emulated_driver.build_driver(home)
-    emulated_driver.begin(alone=False)
+    RACES.load(emulated_driver.begin(alone=False))
     import triton.experimental.gluon  # cannot be imported after the next line but one
 
     from ess.kernels.cuda.triton import copy, ops  # noqa: F401  their kernels are interpreted
@@ -317,8 +294,8 @@ def begin():
     properties = SimpleNamespace(multi_processor_count=132, name="pretended")
     for name, thing in {
         "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph,
-        "stream": contextlib.nullcontext, "device": lambda _: contextlib.nullcontext(),
-        "current_stream": lambda _=None: Stream(), "synchronize": synchronize,
+        "stream": PRETENCE.on_stream, "device": lambda _: contextlib.nullcontext(),
+        "current_stream": lambda _=None: Stream(handle=PRETENCE.stream), "synchronize": synchronize,
         "is_available": lambda: True, "is_current_stream_capturing": capturing,
         "get_device_capability": lambda _=None: (9, 0),
         "get_device_name": lambda _=None: "pretended",
@@ -335,33 +312,14 @@ def capturing():
 
 
 def queue_at_once():
-    """What is queued on torch's stream is done at once, as torch's own work is, and what is
-    queued on any stream while a graph is captured becomes part of it."""
+    """What is queued on the current stream, that is."""
     from ess.kernels.cuda import driver, streams
 
     launch, attempt = driver.Kernel.launch, driver.attempt
 
-    def finish(stream):
-        if stream == Stream.cuda_stream:
-            event = driver.attempt_now("cuEventCreate", 0)[1]
-            driver.attempt_now("cuEventRecord", event, stream)
-            while driver.attempt_now("cuEventQuery", event)[0] == driver.NOT_READY:
-                pass
-
-    def queue(call, stream):
-        def now():
-            result = call()
-            finish(stream)
-            return result
-
-        if PRETENCE.captured is None:
-            return now()
-        PRETENCE.captured.append((now, None))
-        return (0,)
-
     def launch_and_wait(kernel, record, *, stream, **shape):
         copied = type(record).from_buffer_copy(record)
-        queue(lambda: launch(kernel, copied, stream=stream, **shape), stream)
+        PRETENCE.queue(lambda stream: launch(kernel, copied, stream=stream, **shape), stream)
 
     def attempt_and_wait(name, *given):
         if name in BLOCKING:
@@ -369,15 +327,24 @@ def queue_at_once():
         if name == "cuEventRecordWithFlags":  # external: for graphs, which record it again
             assert PRETENCE.captured is not None, "an external event, and nothing is captured"
             name, given = "cuEventRecord", given[:2]
+        if name == "cuStreamCreateWithPriority":
+            return named(attempt(name, *given))
         if name not in STREAM_OF:
             return attempt(name, *given)
-        return queue(lambda: attempt(name, *given), given[STREAM_OF[name]])
+        at = range(len(given))[STREAM_OF[name]]
+        return PRETENCE.queue(
+            lambda stream: attempt(name, *given[:at], stream, *given[at + 1 :]), given[at]
+        )
 
-    def spin(event, timeout_s=None):
+    def named(answer):
+        RACES.name(int(answer[1]), caller())
+        return answer
+
+    def wait_and_count(event, timeout_s=None):
         PRETENCE.refuse("CudaEvent.wait")
         wait(event, timeout_s)
 
-    wait, streams.CudaEvent.wait = streams.CudaEvent.wait, spin
+    wait, streams.CudaEvent.wait = streams.CudaEvent.wait, wait_and_count
     driver.attempt_now = attempt
     driver.Kernel.launch = launch_and_wait
     driver.attempt = attempt_and_wait

@@ -7,6 +7,7 @@
 // What is captured runs in any order that its events allow.
 // Host memory must be registered before a kernel or a copy names it; memory of the device that is
 // freed is poisoned. The watch is told what there is, so that it finds kernels that stray.
+#include "races.h"
 #include "watch.h"
 
 #include <algorithm>
@@ -28,6 +29,7 @@ typedef int Result;
 typedef unsigned long long Address;
 constexpr Result kOk = 0, kInvalid = 1, kNotInitialised = 3, kNoContext = 201, kNotFound = 500;
 constexpr Result kCapturing = 900, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713;
+constexpr int64_t kMoments = 64;
 constexpr Result kUnjoined = 904, kIsolation = 905, kCapturedEvent = 907;
 
 namespace {
@@ -54,9 +56,11 @@ struct Event {
     int64_t tick = 0;
     Graph* captured = nullptr;
     Nodes nodes;
+    std::map<int64_t, races::Clock> clocks;
 };
 
 struct Stream {
+    int actor = races::new_actor();
     std::deque<Work> queue;
     Graph* capturing = nullptr;
     Nodes tail;
@@ -70,6 +74,7 @@ struct Stream {
 };
 
 struct Function {
+    std::string name;
     const char* (*launch)(const void*, int, int, int, uint64_t);
     int record_bytes;
 };
@@ -80,6 +85,7 @@ uint64_t seed() {
 }
 
 struct World {
+    int host = races::new_actor();
     bool initialised = false;
     bool current = false;
     bool others = false;
@@ -88,6 +94,7 @@ struct World {
     Stream legacy;
     std::vector<Stream*> streams{&legacy};
     std::map<Address, size_t> registered, allocated;
+    std::string place;
 };
 
 World& world() {
@@ -124,9 +131,18 @@ bool capturing() {
     return false;
 }
 
-Result queue(void* stream, std::function<void()> run) {
+// `name` is that of the work, for the races that it is in. It comes behind all that the host knows
+// to be over when it queues.
+Result queue(void* stream, const std::string& name, std::function<void()> run) {
     if (!world().current) return kNoContext;
-    stream_of(stream)->take({[] { return true; }, run});
+    const int actor = stream_of(stream)->actor;
+    if (!races::on) return stream_of(stream)->take({[] { return true; }, run}), kOk;
+    const races::Clock known = races::now(world().host);
+    stream_of(stream)->take({[] { return true; }, [=, text = world().place + name] {
+        races::follow(actor, known);
+        races::begin(actor, text);
+        run();
+    }});
     return kOk;
 }
 
@@ -171,7 +187,9 @@ bool reachable(Address at, size_t bytes) {
 // What was never written is as unknown in the copy.
 Result copy(Address to, Address from, size_t bytes, void* stream) {
     if (!reachable(to, bytes) || !reachable(from, bytes)) return kInvalid;
-    return queue(stream, [=] {
+    return queue(stream, "copy", [=] {
+        races::touch((void*)from, bytes, false);
+        races::touch((void*)to, bytes, true);
         std::memcpy((void*)to, (void*)from, bytes);
         watch_copied((void*)to, (void*)from, bytes);
     });
@@ -217,7 +235,7 @@ EXPORT Result cuModuleGetFunction(void** function, void* module, const char* nam
     void* launch = dlsym(module, ("emulate_" + entry).c_str());
     void* bytes = dlsym(module, ("bytes_" + entry).c_str());
     if (!launch || !bytes) return kNotFound;
-    *function = new Function{(decltype(Function::launch))launch, *(int*)bytes};
+    *function = new Function{entry, (decltype(Function::launch))launch, *(int*)bytes};
     return kOk;
 }
 EXPORT Result cuFuncSetAttribute(void*, int, int) { return kOk; }
@@ -226,7 +244,7 @@ EXPORT Result cuLaunchKernel(void* handle, unsigned blocks, unsigned, unsigned, 
                              void**) {
     Function function = *(Function*)handle;
     std::vector<char> record((char*)parameters[0], (char*)parameters[0] + function.record_bytes);
-    return queue(stream, [=] {
+    return queue(stream, function.name, [=] {
         alignas(16) char own[1024];
         std::memcpy(own, record.data(), record.size());
         const char* wrong = function.launch(own, int(blocks), int(threads), int(shared), draw());
@@ -236,19 +254,20 @@ EXPORT Result cuLaunchKernel(void* handle, unsigned blocks, unsigned, unsigned, 
     });
 }
 EXPORT Result cuLaunchHostFunc(void* stream, void (*run)(void*), void* argument) {
-    return queue(stream, [=] { run(argument); });
+    return queue(stream, "host function", [=] { run(argument); });
 }
 
+EXPORT void driver_finish(void* stream);
 EXPORT Result cuStreamCreateWithPriority(void** stream, unsigned, int) {
     world().streams.push_back(new Stream);
     return *stream = world().streams.back(), kOk;
 }
 EXPORT Result cuStreamDestroy(void* stream) {
-    while (!((Stream*)stream)->queue.empty() && advance()) {
-    }
+    driver_finish(stream);
     auto& all = world().streams;
     for (size_t i = 0; i < all.size(); i++)
         if (all[i] == stream) all.erase(all.begin() + i--);
+    races::end_actor(((Stream*)stream)->actor);
     return kOk;
 }
 EXPORT Result cuStreamWaitEvent(void* stream, void* handle, unsigned) {
@@ -256,7 +275,9 @@ EXPORT Result cuStreamWaitEvent(void* stream, void* handle, unsigned) {
     Stream* waits = stream_of(stream);
     if (event->captured || waits->capturing) return wait_in_capture(waits, *event);
     int64_t wanted = event->recorded;
-    waits->queue.push_back({[=] { return event->passed >= wanted; }, [] {}});
+    waits->queue.push_back({[=] { return event->passed >= wanted; }, [=] {
+        races::follow(waits->actor, event->clocks[wanted]);
+    }});
     return kOk;
 }
 
@@ -313,9 +334,11 @@ EXPORT Result cuEventRecord(void* handle, void* stream) {
     event->nodes = records->tail;
     if (records->capturing) return kOk;
     int64_t number = ++event->recorded;
-    return queue(stream, [=] {
+    return queue(stream, "event", [=] {
         event->passed = number;
         event->tick = world().ticks;
+        event->clocks[number] = races::now(records->actor);
+        event->clocks.erase(event->clocks.begin(), event->clocks.lower_bound(number - kMoments));
     });
 }
 EXPORT Result cuEventQuery(void* handle) {
@@ -328,7 +351,9 @@ EXPORT Result cuEventQuery(void* handle) {
             std::abort();
         }
     }
-    return event->passed < event->recorded ? kNotReady : kOk;
+    if (event->passed < event->recorded) return kNotReady;
+    races::follow(world().host, event->clocks[event->recorded]);
+    return kOk;
 }
 EXPORT Result cuEventElapsedTime(float* ms, void* from, void* to) {
     *ms = float(((Event*)to)->tick - ((Event*)from)->tick);
@@ -342,6 +367,7 @@ EXPORT Result cuMemHostRegister(void* at, size_t bytes, unsigned) {
     for (auto& [start, size] : ranges)
         if (Address(at) < start + size && start < Address(at) + bytes) return kAlreadyRegistered;
     ranges[Address(at)] = bytes;
+    races::forget(at, bytes);
     watch_array("host memory", at, bytes, true);
     return kOk;
 }
@@ -359,6 +385,7 @@ EXPORT Result cuMemAlloc(Address* at, size_t bytes) {
     *at = Address(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
     std::memset((void*)*at, 0xFF, bytes);
     world().allocated[*at] = bytes;
+    races::forget((void*)*at, bytes);
     const std::string name = "device memory " + std::to_string(++world().allocation_count);
     watch_array(name.c_str(), (void*)*at, bytes, false);
     return kOk;
@@ -399,7 +426,8 @@ EXPORT Result cuMemcpyBatchAsync_v2(const Address* to, const Address* from, cons
 }
 EXPORT Result cuMemsetD32Async(Address at, unsigned value, size_t count, void* stream) {
     if (!reachable(at, count * 4) || at % 4) return kInvalid;
-    return queue(stream, [=] {
+    return queue(stream, "memset", [=] {
+        races::touch((void*)at, count * 4, true);
         for (size_t i = 0; i < count; i++) ((unsigned*)at)[i] = value;
         watch_written((void*)at, count * 4);
     });
@@ -410,4 +438,35 @@ EXPORT Result cuGetProcAddress_v2(const char* name, void** function, int, uint64
                                     name + std::string("WithFlags")})
         if ((*function = dlsym(RTLD_DEFAULT, form.c_str()))) return kOk;
     return kNotFound;
+}
+
+// ---- for who does work itself, at once and in the order of a stream, as torch does here
+
+EXPORT void races_place(const char* place) { world().place = place; }
+EXPORT void races_name(void* stream, const char* name) {
+    races::name_actor(stream_of(stream)->actor, name);
+}
+EXPORT void races_work(void* stream, bool is_host, const char* name) {
+    const int actor = is_host ? world().host : stream_of(stream)->actor;
+    races::follow(actor, races::now(world().host));
+    races::begin(actor, name);
+}
+// The host waits for everything.
+EXPORT void driver_drain() {
+    for (Stream* one : world().streams) {
+        driver_finish(one);
+        races::follow(world().host, races::now(one->actor));
+    }
+}
+// The host has waited for all of the stream.
+EXPORT void races_waited(void* stream) {
+    races::follow(world().host, races::now(stream_of(stream)->actor));
+}
+// All that is queued on the stream has run.
+EXPORT void driver_finish(void* stream) {
+    while (!stream_of(stream)->queue.empty()) {
+        if (advance()) continue;
+        std::fprintf(stderr, "emulated driver: streams wait for one another\n");
+        std::abort();
+    }
 }

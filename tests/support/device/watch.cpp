@@ -18,6 +18,8 @@
 // Not seen: what goes astray within one array, or from one array right into another.
 #include "watch.h"
 
+#include "races.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -268,6 +270,8 @@ void follow() {
 void check(int touch, Address at, size_t bytes, bool constant) {
     if (is_own(at, bytes)) return;
     Array* array = find(at);
+    if (!array || !array->shared_by)
+        races::touch((void*)at, bytes, touch == kWrite || touch == kAtomicWrite);
     if (!array && watch.others) return;
     if (!array || at + bytes > array->end()) tell_stray(touch, at, bytes);
     if (bytes <= 16 && at % bytes != 0)

@@ -1,7 +1,8 @@
 """Index keys of active pages on the device, in the form of `ess.pool.keys`.
 
 Loads from the host's pages go through the copy lane, so that a resumed request's keys, a gigabyte
-at 128K, do not pass through the compute stream; it waits for them where a step begins.
+at 128K, do not pass through the compute stream; it waits for them where a step begins, or a prompt
+writes its keys.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class DeviceKeys:
     def write(self, layer: int, places: KeyPlaces, keys: Tensor, *, first: int = 0) -> None:
         """`keys` [n, key_bytes] of the device, to the places from the first-th on."""
         lane, pages, size = self._lane, self.pages[layer], len(keys) * places.pieces
+        lane.hold_for_keys()
         begin = first * places.pieces
         values = keys[:, : self._value_bytes].reshape(size, self._unit)
         copies = [
@@ -127,6 +129,7 @@ class DeviceKeys:
 
     def copy_page(self, source: int, target: int) -> None:
         assert source != target, f"page {source} onto itself"
+        self._lane.hold_for_keys()
         self.pages[:, target] = self.pages[:, source]
 
 

@@ -76,6 +76,12 @@ class DeviceLane:
         """Compute waits for what is queued on the lane of steps."""
         self._fork.record(self.steps.handle).hold(self.compute)
 
+    def hold_for_keys(self) -> None:
+        """Compute waits for index keys that are on their way, if there are any."""
+        if self.keys_under_way:
+            self.hold_compute()
+            self.keys_under_way = False
+
     def close(self) -> None:
         if self._is_open:
             self._is_open = False

@@ -149,9 +149,7 @@ class DeviceSlots:
     def begin(self, step: Step) -> None:
         pools = self.pools
         assert not self._claimed, f"{step!r}: the step before it was not sealed"
-        if pools.lane.keys_under_way:
-            pools.lane.hold_compute()
-            pools.lane.keys_under_way = False
+        pools.lane.hold_for_keys()
         self._stopwatch.begin()
         self.settle()
         if pools.sparse.ticket > TICKET_MAX and self._landings.restart():

@@ -1,0 +1,160 @@
+"""Whole steps under the watch for races, right ones and ones with a wait left out: run by
+`test_races`, in a process of its own.
+
+The watch compares no values: it finds two touches of a word, one of them a write, that no order of
+a stream, no event and no edge of a graph puts one behind the other, whatever this run did first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from unittest import mock
+
+import pytest
+
+from ess.door.device.memory import lane
+from ess.door.device.steps import device_slots, sealing
+from ess.engine.graphs import replays
+from ess.engine.step import uploads
+from ess.engine.tokens.sampling import Sampling
+from ess.kernels.cuda import streams
+from tests.device import engines
+from tests.support.checkpoints import tokens
+from tests.support.pairwise import pairwise
+from tests.support.pretended import RACES
+
+SHORT = {
+    "family": "v32",
+    "mode": "da",
+    "mtp": "2",
+    "depth": "0",
+    "arena": "smallest",
+    "graphs": "few",
+}
+LONG = pairwise(engines.FACTORS | {"graphs": ("off", "many")})
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    with engines.alone():
+        yield
+
+
+def short(eng, prompts=((130, 3), (5, 1))):
+    """Requests beside each other, then one that finds the pages of the first prompt."""
+    for count, seed in prompts:
+        join(eng, count, seed, tokens_max=4)
+    yield from steps(eng)
+    again = join(eng, *prompts[0], tokens_max=1)
+    yield from steps(eng)
+    assert again.cached_count
+    eng.offload.drain()
+    eng.offload.close()
+
+
+def join(eng, count, seed, **sampling):
+    prompt = tokens(count, engines.VOCABULARY, seed=seed)
+    return eng.add(prompt, Sampling(ignore_eos=True, **sampling))
+
+
+def steps(eng):
+    while not eng.is_idle:
+        yield eng.step()
+
+
+@contextlib.contextmanager
+def watched(case):
+    """The watch begins before the engine is made: its pools are new memory."""
+    with RACES.watched() as found:
+        yield found, engines.engine("cuda", **case)
+
+
+RESIDENT = {"mode": "resident", "depth": "1", "mtp": "1"}
+
+
+@pytest.mark.parametrize("change", [{}, pytest.param(RESIDENT, marks=pytest.mark.long)])
+def test_nothing_races(change):
+    with watched(SHORT | change) as (found, eng):
+        for _ in short(eng):
+            assert found() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG, ids=lambda case: "-".join(case.values()))
+def test_nothing_races_in_a_long_scenario(case):
+    with watched(case) as (found, eng):
+        engines.scenario(eng)
+        assert found() == []
+
+
+# ---- a wait is left out
+
+
+def within(owner, name, other, skipped):
+    """While `owner.name` runs, `other.skipped` does nothing."""
+    real = getattr(owner, name)
+
+    def outer(*given, **named):
+        with mock.patch.object(other, skipped):
+            return real(*given, **named)
+
+    return mock.patch.object(owner, name, outer)
+
+
+def either(one, other):
+    """Whichever came first in this run."""
+    return rf"{one} \w+ what .*{other} \w+,|{other} \w+ what .*{one} \w+,"
+
+
+DeviceLane, DeviceSlots = lane.DeviceLane, device_slots.DeviceSlots
+LANE = r"on lane\.py:\d+"
+MOVES, STORES = f"ess_move_rows {LANE}", rf"sealing\.py:\d+ ess_move_rows {LANE}"
+IN_A_GRAPH = r"ess_move_rows on in a graph for lane\.py:\d+"
+EAGER = SHORT | {"graphs": "off"}
+MISTAKES = {
+    "a fetch does not wait for the list of its rows": (
+        EAGER,
+        within(DeviceSlots, "_fetch", DeviceLane, "follow"),
+        either(MOVES, "ess_resolve_together on compute"),
+    ),
+    "attention does not wait for its rows": (
+        EAGER,
+        within(DeviceSlots, "hold", streams.CudaEvent, "hold"),
+        either(MOVES, "attend on compute"),
+    ),
+    "a store does not wait for the list of its rows": (
+        EAGER,
+        within(sealing.Sealing, "seal", DeviceLane, "follow"),
+        either(STORES, "ess_seal on compute"),
+    ),
+    "the host reads tokens before they are there": (
+        EAGER | {"depth": "1"},
+        mock.patch.object(uploads.Download, "read", lambda self: self._here),
+        "tolist on the host reads what .*copy_ on compute writes,",
+    ),
+}
+MORE = {
+    "a fetch of a graph follows nothing": (
+        SHORT,
+        within(replays.Replays, "_capture", DeviceLane, "follow"),
+        either(IN_A_GRAPH, "ess_resolve_together on compute"),
+    ),
+    "a prompt does not wait for the keys before it": (
+        EAGER,
+        mock.patch.object(DeviceLane, "hold_for_keys"),
+        either(MOVES, "index_top_k on compute"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*MISTAKES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)]
+)
+def test_a_wait_that_is_left_out_is_found(name):
+    case, mistake, says = (MISTAKES | MORE)[name]
+    with mistake, watched(case) as (found, eng):
+        for _ in short(eng):
+            if any(re.search(says, sentence) for sentence in found()):
+                return
+    raise AssertionError(found())

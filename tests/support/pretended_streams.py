@@ -1,0 +1,171 @@
+"""Streams, events and graphs of the pretended device, over those of the emulated driver.
+
+Torch's work is done at once, when all is done that is queued on the current stream; work of the
+driver is done at once on the current stream, and on any other one some time. What is captured is
+kept as calls that take a stream: a replay gives the launching stream for the one that began the
+capture, and stand-ins for the others, which nothing but the graph orders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+
+import torch
+
+from tests.support.pretended_races import Races
+
+DEVICE = torch.device("cuda", 0)
+REFUSED = "operation not permitted when stream is capturing: {}"
+WAITED = "the host waits for the device: {}"
+
+
+class Queues:
+    """`captured` holds pairs of a stream and a call while a graph is captured; `stream` is the
+    current one."""
+
+    captured, may_wait = None, True
+    moment, waited, call_count = 0, Counter(), 0
+    stream = 0
+
+    def __init__(self):
+        super().__init__()
+        self.races = Races()
+        self._stand_ins = {}
+
+    def refuse(self, name):
+        if self.captured is not None:
+            raise RuntimeError(REFUSED.format(name))
+        if not self.may_wait:
+            raise RuntimeError(WAITED.format(name))
+        self.waited[name] += 1
+        self.races.waited(self.stream)
+
+    def queue(self, call, stream):
+        """Work of the driver, whatever its stream: part of the graph that is captured."""
+        place = self.races.place_of("")
+
+        def now(stream):
+            self.races.place(place)
+            result = call(stream)
+            if stream == self.stream:
+                self.races.finish(stream)
+            return result
+
+        if self.captured is None:
+            return now(stream)
+        self.captured.append((stream, now))
+        return (0,)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream):
+        """It is the current one."""
+        before, self.stream = self.stream, getattr(stream, "cuda_stream", stream)
+        if self.captured is None:
+            self.races.finish(self.stream)
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def stand_in(self, stream):
+        """One for all graphs: their replays are in turn."""
+        if stream not in self._stand_ins:
+            name = self.races.names.get(stream, stream)
+            self._stand_ins[stream] = self.new_stream(f"in a graph for {name}")
+        return self._stand_ins[stream]
+
+    def new_stream(self, name):
+        handle = int(driver().attempt_now("cuStreamCreateWithPriority", 1, 0)[1])
+        self.races.name(handle, name)
+        return handle
+
+
+class Device:
+    queues: Queues
+
+
+class Stream(Device):
+    def __init__(self, device=None, *, handle=None):
+        self.device = DEVICE
+        self.cuda_stream = self.queues.new_stream("of torch") if handle is None else handle
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def record_event(self):
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        self.queues.queue(event.hold, self.cuda_stream)
+
+    def synchronize(self):
+        self.record_event().synchronize()
+
+
+class Event(Device):
+    def __init__(self, enable_timing=False):
+        self.timed, self.call_count = enable_timing, 0
+        self._handle = driver().attempt_now("cuEventCreate", 0)[1]
+
+    def hold(self, stream):
+        return driver().attempt_now("cuStreamWaitEvent", stream, self._handle, 0)
+
+    def record(self, stream=None):
+        queues = self.queues
+        self.moment, self.call_count = queues.moment, queues.call_count
+        queues.queue(
+            lambda stream: driver().attempt_now("cuEventRecord", self._handle, stream),
+            queues.stream if stream is None else stream.cuda_stream,
+        )
+
+    def elapsed_time(self, end):
+        assert self.timed, "both events must be created with argument 'enable_timing=True'"
+        assert end.timed
+        return 0.25 + 1e-3 * (end.call_count - self.call_count)
+
+    def synchronize(self):
+        if self.moment == self.queues.moment:
+            self.queues.refuse("synchronize")
+        else:
+            self.queues.waited["an earlier moment"] += 1
+        while driver().attempt_now("cuEventQuery", self._handle)[0] == driver().NOT_READY:
+            pass
+
+
+class CUDAGraph(Device):
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert self.queues.captured is None, "one capture at a time"
+        self.queues.captured = self.calls = []
+        self._root = self.queues.stream
+
+    def capture_end(self):
+        self.queues.captured = None
+
+    def replay(self):
+        """Behind what the current stream has queued, which waits for all of it."""
+        queues, home = self.queues, Stream(handle=self.queues.stream)
+        others = {stream for stream, _ in self.calls} - {self._root}
+        streams = {stream: Stream(handle=queues.stand_in(stream)) for stream in others}
+        for other in streams.values():
+            other.wait_stream(home)
+        for stream, call in self.calls:
+            given = streams.get(stream, home)
+            with queues.on_stream(given):
+                call(given.cuda_stream)
+        for other in streams.values():
+            home.wait_stream(other)
+
+
+@functools.cache
+def driver():
+    """The driver, with a context that is the current one."""
+    from ess.kernels.cuda import driver
+
+    driver.attempt_now("cuInit", 0)
+    context = driver.attempt_now("cuDevicePrimaryCtxRetain", 0)[1]
+    driver.attempt_now("cuCtxSetCurrent", context)
+    return driver
