@@ -39,6 +39,12 @@ def step(doors, pairs, counts, style, accepted, *, late=False):
         doors.learn()
 
 
+def test_an_audit_before_the_first_step(made):
+    doors = made(chunks=12)
+    doors.each(doors.open(list(range(130))), "warm", windows=windows(doors, 129))
+    doors.device.check()
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("late", [False, True])
 def test_steps_of_a_batch(made, style, late):
