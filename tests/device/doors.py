@@ -77,7 +77,8 @@ def test_the_steps_of_the_first_requests_are_replays():
     assert [len(request.output) for request in requests] == [5, 5]
     after = eng.graph_line()
     assert after.replayed > 0
-    assert (after.captured, after.eager) == (8, {})
+    assert after.eager == {}
+    assert after.captured - before.captured <= 1, "a timed step alone has a graph of its own"
     eng.offload.close()
 
 
@@ -92,6 +93,29 @@ def test_a_prompt_waits_for_its_end_and_not_for_its_layers():
             chunks.append(dict(PRETENCE.waited))
     assert chunks == [{"cpu": 1, "synchronize": 1}] * 2
     eng.offload.close()
+
+
+def test_two_halves_are_replayed_with_other_selections():
+    """Prompts differ and go on, so every replay selects, misses and fetches other rows."""
+    given = {"family": "v32", "mode": "da", "arena": "smallest", "mtp": "2"}
+    wanted, said = [], []
+    for device, made in (("cpu", wanted), ("cuda", said)):
+        more = {} if device == "cpu" else {"graphs": "many", "tbo": "on"}
+        eng = engines.engine(device, **given, **more)
+        for seed in (0, 1):
+            prompt = tokens(60 + seed, engines.VOCABULARY, seed=seed)
+            made.append(eng.add(prompt, Sampling(tokens_max=10, ignore_eos=True)))
+        while not eng.is_idle:
+            eng.step()
+        eng.check()
+        eng.offload.drain()
+        missed = eng.offload.stats().miss_count.sum()
+        eng.offload.close()
+    assert [request.output for request in said] == [request.output for request in wanted]
+    line = eng.graph_line()
+    assert line.replayed >= 3
+    assert eng.tuning.split_count >= line.replayed
+    assert missed > 0
 
 
 def test_steady_steps_wait_for_nothing_that_runs():
