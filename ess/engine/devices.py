@@ -32,7 +32,6 @@ SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "verify_every": ((0,), "its slots are not compared with the host while it serves"),
     "role": (("both",), "rows are not handed to other workers from there, nor taken there, yet"),
     "transport": (("tcp", "nixl"), "its pools cannot be mapped by other processes"),
-    "prefix_cache_dir": (("",), "pages on a disk have not been tried there"),
 }
 
 

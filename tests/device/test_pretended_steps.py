@@ -17,6 +17,7 @@ BENCHMARKS = pytest.param("benchmarks", marks=pytest.mark.long)
 MODULES = (
     "budgets",
     "choices",
+    "disks",
     "doors",
     "loading",
     "memory",

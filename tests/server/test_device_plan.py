@@ -61,7 +61,6 @@ def test_what_a_device_does_not_serve_is_refused_by_name(name: str):
         "verify_every": 3,
         "role": "decode",
         "transport": "shared",
-        "prefix_cache_dir": "/somewhere",
     }
     with pytest.raises(BadInput, match=rf"{name} is .*, and device is 'cuda'"):
         resolve({"device": "cuda", name: others[name]}, environment={})

@@ -102,8 +102,6 @@ class DeviceSlots:
             part_max=sizes.part_max + 1,
             ring=RING,
         )
-        now = now_of(step=pools.sparse.step, ticket=0, query_count=0)
-        upload_into(self._works.now, np.array(now, np.int32))
         self._selects = [
             Residency(pools.lane.device, arena, self._works, group=group)
             for group, arena in enumerate(pools.sparse.arenas)
