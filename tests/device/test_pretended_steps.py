@@ -25,6 +25,7 @@ MODULES = (
     "steps",
     "timing",
     BENCHMARKS,
+    pytest.param("grid", marks=pytest.mark.long),
 )
 
 
