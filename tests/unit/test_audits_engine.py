@@ -27,6 +27,7 @@ from ess.flashtrans.row_lists import RowLists
 from ess.flashtrans.staging import PLACES, Staging
 from ess.kernels.cpu import native
 from ess.overlap.policy import Mode
+from ess.overlap.timeline import Note
 from tests.support.layouts import PLAIN as LAYOUT
 from tests.support.manual_clock import ManualClock
 
@@ -188,7 +189,9 @@ def counted(misses: int) -> Any:
     ],
 )
 def test_a_tuning_audits_itself(fault: Callable[[Tuning], None], finding: str) -> None:
-    offload: Any = SimpleNamespace(layout=LAYOUT, clock=ManualClock(), stats=lambda: counted(5))
+    offload: Any = SimpleNamespace(
+        layout=LAYOUT, clock=ManualClock(), stopwatch=None, stats=lambda: counted(5)
+    )
     tuning = Tuning(offload, "layerwise")
     tuning.check()
     tuning._state = SimpleNamespace(vector=NONE)  # type: ignore[assignment]
@@ -201,16 +204,39 @@ def test_a_tuning_audits_itself(fault: Callable[[Tuning], None], finding: str) -
         tuning.check()
 
 
-@pytest.mark.parametrize("asks_first", [False, True])
-def test_windows_are_learned_only_where_stages_run_when_they_are_called(asks_first: bool) -> None:
+class Told:
+    """A stopwatch whose moments are numbered, and told when asked for."""
+
+    rests, is_on = False, True
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.notes: list[Note] = []
+
+    def mark(self) -> int:
+        self.count += 1
+        return self.count
+
+    def note(self, note: Note) -> None:
+        self.notes.append(note)
+
+
+@pytest.mark.parametrize("stopwatch", [None, Told()], ids=["host", "device"])
+def test_windows_are_learned_when_the_times_of_stages_are_known(stopwatch: Told | None) -> None:
     clock = ManualClock()
-    offload: Any = SimpleNamespace(layout=LAYOUT, clock=clock)
-    tuning = Tuning(offload, "layerwise", asks_first=asks_first)
+    offload: Any = SimpleNamespace(layout=LAYOUT, clock=clock, stopwatch=stopwatch)
+    tuning = Tuning(offload, "layerwise")
     for stage in ("select", "pre_attn", "attend_all"):
-        started_ns = clock.now_ns()
+        started = tuning.timeline.start()
         clock.advance(1e-3)
-        tuning.timeline.note(SimpleNamespace(number=0, first_query=0), stage, started_ns)
-    assert (tuning._windows(2, 0.5) is None) == asks_first
+        tuning.timeline.note(SimpleNamespace(number=0, first_query=0), stage, started)
+    if stopwatch is not None:
+        assert tuning._windows(2, 0.5) is None
+        for note in stopwatch.notes:
+            note(lambda moment: moment * 1_000_000)
+    windows = tuning._windows(2, 0.5)
+    assert windows is not None
+    assert windows.window_us > 0
 
 
 def ring() -> RowLists:

@@ -109,7 +109,7 @@ def test_the_family_says_how_the_indexer_turns() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: deepseek_v32"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: axk2, deep"),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_size": None}, "missing required field `hidden_size`"),
         ({"q_lora_rank": None}, "missing required field `q_lora_rank`"),
