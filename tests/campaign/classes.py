@@ -123,7 +123,9 @@ CLASSES: Final = (
     ),
     FaultClass(
         "Logits that are no numbers",
-        note="not contained: the engine ends by an assertion, and its successor is started",
+        (),
+        ("model/test_broken.py", "server/test_broken_answers.py"),
+        "on a device the engine ends, and its successor is started",
     ),
     FaultClass(
         "Bytes are changed on the way, on the disk or in memory",
