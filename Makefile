@@ -33,13 +33,14 @@ $(SERVES): pyproject.toml $(NATIVE)
 serve: $(SERVES)
 	$(BIN)/ess serve $(MODEL)
 
-# Two workers on two cores: a second thread of each would only wait. Each begins with half of the
-# tests as they lie in their files; who has run out takes half of what the other has left. Hundreds
-# of processes are started, and each would compile what no other has kept.
+# Two workers on two cores: a second thread of each would only wait. Each begins with its share of
+# the tests as they lie in their files; a worker without tests takes half of what another has left.
+# Hundreds of processes are started, and each would compile what no other has kept. Slow tests wait
+# for processes of their own in a third of their time, so there a third worker finds a core.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
 
 test: check
-	$(PYTEST) -m "slow and not long and not gpu"
+	$(PYTEST) -n 3 -m "slow and not long and not gpu"
 
 # Campaigns: the same checks as in `make test`, over many more inputs.
 test-long: $(STAMP)

@@ -20,7 +20,10 @@ pytestmark = pytest.mark.slow
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{{ tools or '' }}"
 PARAMETERS = {
     "type": "object",
-    "properties": {"city": {"enum": ["Ulm", "Köln"]}, "days": {"type": "integer", "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Ulm", "Köln"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
@@ -109,6 +112,7 @@ def test_required_calls_come_with_right_arguments(running: Process, choice, stre
         tool_choice=choice,
         parallel_tool_calls=False,
         max_tokens=200,
+        seed=5,
         stream=stream,
     )
     if stream:
