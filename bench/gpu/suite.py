@@ -15,6 +15,7 @@ row says of the questions that were open before the first device was seen:
 - which shapes of the Triton kernels: `... in use` beside the best that compiles well;
 - products of experts: `experts: ...`, by how many weights' bytes and products a second;
 - whole steps of an engine: `a step, RESIDENT`, and the rate of each way beside it;
+- what is gained: `slice: offload` beside `slice: resident`, at equal bytes of the device;
 - other libraries, where they are: `FlashMLA, ...`, also in place, `DeepGEMM, ...` by how many
   queries of a request go together. Lines on stderr say what their probes found.
 """
@@ -54,16 +55,18 @@ BENCHMARKS: Final = {
     "shapes": "ess.bench.gpu.shapes:shapes_benchmark",
     "experts": "ess.bench.gpu.experts:experts_benchmark",
     "step": "ess.bench.engine.device_step:device_step_benchmark",
+    "slice": "ess.bench.worker.one_gpu:slice_benchmark",
 }
 LIMIT_S: Final = {
-    "rows": 110.0,
-    "resolve": 70.0,
-    "layer": 150.0,
-    "attend": 50.0,
-    "others": 50.0,
-    "shapes": 90.0,
-    "experts": 39.0,
-    "step": 30.0,
+    "rows": 75.0,
+    "resolve": 45.0,
+    "layer": 90.0,
+    "attend": 35.0,
+    "others": 35.0,
+    "shapes": 55.0,
+    "experts": 25.0,
+    "step": 25.0,
+    "slice": 95.0,
 }
 
 

@@ -22,6 +22,7 @@ MODULES = (
     "loading",
     "memory",
     "ranges",
+    "slices",
     "steps",
     "timing",
     BENCHMARKS,

@@ -1,0 +1,110 @@
+"""Prompts that nobody has computed, and selections that a model with random weights would not make.
+
+Rows and keys are one page of noise, again and again. Index logits and top-k run in full, and are
+paid for; what they found is replaced by the calibrated selections of `ess.sim.locality`, for a
+random indexer would select other rows for each query, which no working set holds. A query's
+position says which selection it gets, so all ways to decode get the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ess.bench.engine.decode_arm import Arm
+from ess.bench.harness.prefix import Prefix, Segment, key_bytes
+from ess.bench.worker.random_model import layout_of
+from ess.door import Offload
+from ess.engine.request import Request
+from ess.kernels.backend import ops
+from ess.kernels.ops import Ops
+from ess.layout import IndexCodec
+from ess.models.model import Model
+from ess.sim.locality.selections import LayerProfile, LayerStream, Load
+from ess.units import PAGE_ROWS, div_ceil
+
+QUERIES: Final = PAGE_ROWS
+"""Drawn in a row: those of a prompt's last page, then, from the first on again, of its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise(Prefix):
+    """Its one segment is a page, which is put everywhere as it is."""
+
+    def rows(self, layer: int, length: int) -> Tensor:
+        page = self.segments[0].rows[layer]
+        return page.repeat(div_ceil(length, PAGE_ROWS), 1)[:length]
+
+    def keys(self, group: int, length: int) -> Tensor:
+        page = self.segments[0].keys[group]
+        return page.repeat(div_ceil(length, PAGE_ROWS), 1)[:length]
+
+
+def noise(model: Model, context: int) -> Noise:
+    layout, kernels = layout_of(model.config), ops("cpu")
+    assert layout.index is not None, "a layout without index keys"
+    draws = torch.Generator().manual_seed(0)
+    rows = torch.empty((PAGE_ROWS, layout.row_bytes), dtype=torch.uint8)
+    values = torch.randn(PAGE_ROWS, model.config.row_dim, generator=draws)
+    kernels.encode_rows(values, layout.row, rows)
+    keys = torch.randn(PAGE_ROWS, layout.index.key_dim, generator=draws)
+    page = Segment(
+        tokens=tuple(
+            torch.randint(model.config.vocab_size, (PAGE_ROWS,), generator=draws).tolist()
+        ),
+        rows=(rows,) * layout.layer_total,
+        keys=(key_bytes(kernels, keys, layout),) * layout.group_count,
+    )
+    return Noise(
+        model=model, layout=layout, segments=(page,), length=context, text="noise", seconds=0.0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn(Ops):
+    """Selections by where a layer's keys lie: int32 [QUERIES, k]."""
+
+    tables: Mapping[int, Tensor]
+
+    def index_top_k(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        codec: IndexCodec,
+        **more: Any,
+    ) -> Tensor:
+        """Pads have no length, and select nothing."""
+        made = Ops.index_top_k(self, queries, weights, pages, page_table, lengths, codec, **more)
+        drawn = self.tables[pages.data_ptr()].index_select(0, lengths.remainder(QUERIES))
+        return made.copy_(torch.where(drawn < lengths[:, None], drawn, -1))
+
+
+def tables(offload: Offload, context: int, device: torch.device) -> dict[int, Tensor]:
+    """All positions are below `context`."""
+    layout = offload.layout
+    load = Load(context=context, step_count=1, query_count=1, top_k=layout.top_k)
+    profile = LayerProfile()
+    if context < 2 * profile.hot:
+        profile = LayerProfile(hot=context // 2, cold=layout.top_k // 16, drift=1.0)
+    made = {}
+    for layer in (group[0] for group in layout.groups):
+        selected = LayerStream(load, profile, layer=layer).windows(QUERIES)
+        on_device = torch.from_numpy(selected).to(device)
+        made[offload.memory(layer).key_pages.data_ptr()] = on_device
+    return made
+
+
+class DrawnArm(Arm):
+    def _enter(self, prefix: Prefix) -> list[Request]:
+        """From the first prompt on selections are drawn."""
+        runner, least = self.engine.runner, min(self.shape.lengths()) - PAGE_ROWS - 1
+        held = tables(self.offload, least, runner.model.device)
+        runner.ops = Drawn(runner.ops.name, runner.ops.backend, held)
+        return super()._enter(prefix)

@@ -1,0 +1,274 @@
+"""Resident against offload on one GPU of a worker whose 32 ranks divide the experts.
+
+Both ways get the same bytes of the device: those that 90 % of it leaves beside the whole worker's
+weights and a step's own memory, for each layer an equal part. Resident keeps every row in a slot,
+offload a floor of slots for each request; each decodes the largest batch that then fits. The slice
+has a few layers of all, at their true dimensions, and a vocabulary cut alike, so its rate times the
+share of layers is predicted for the whole. That leaves out dispatch and combine, and counts what a
+step costs once, whatever its layers, as if each share of layers paid for it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from ess import console
+from ess.bench.engine.decode_arm import STAGGER, Arm, Shape, Way, slots_each
+from ess.bench.harness.report import Row, compare
+from ess.bench.worker.drawn import DrawnArm, noise
+from ess.bench.worker.random_model import (
+    cut,
+    layout_of,
+    random_model,
+    weight_bytes,
+    worker_config,
+)
+from ess.engine.step_bytes import decode_bytes
+from ess.errors import Unavailable
+from ess.kernels.cuda import driver
+from ess.kernels.cuda.adapters.choice import choose
+from ess.models.config import ModelConfig
+from ess.models.model import Model
+from ess.pool.device_bytes import PoolShape, pool_bytes
+from ess.units import PAGE_ROWS, align_up, div_ceil
+
+DEVICE_SHARE: Final = 0.9
+HOST_SHARE: Final = 0.5
+BATCH_MAX: Final = 256
+GOAL: Final = 2.2
+RESIDENT: Final = "resident"
+OFFLOAD: Final = "offload"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`batches` of the ways; where there are none, what fits."""
+
+    worker: ModelConfig
+    layers: int
+    context: int
+    mtp: int = 2
+    settle: int = 24
+    steps: int = 16
+    batches: tuple[int, int] | None = None
+
+    @property
+    def slice(self) -> ModelConfig:
+        return cut(self.worker, self.layers)
+
+    @property
+    def scale(self) -> float:
+        """Layers of the worker for each of the slice."""
+        return self.worker.layer_total / self.slice.layer_total
+
+    def way(self, name: str) -> Way:
+        if name == RESIDENT:
+            return Way(name=name, mode="resident", ratio=1.0)
+        floor = layout_of(self.slice).slot_floor if self.batches is None else self.context // 4
+        return Way(name=name, mode="layerwise", ratio=floor / self.context)
+
+    def shape(self, batch: int) -> Shape:
+        return Shape(
+            context=self.context, batch=batch, mtp=self.mtp, steps=self.settle + self.steps
+        )
+
+
+def true_plan() -> Plan:
+    return Plan(worker=worker_config(), layers=2, context=128 << 10)
+
+
+def small_plan() -> Plan:
+    """Nothing in it is a dimension of the model; both ways have one batch."""
+    worker = msgspec.structs.replace(
+        worker_config(),
+        vocab_size=4096,
+        hidden_dim=256,
+        head_count=2,
+        query_rank=128,
+        top_k=64,
+        expert_dim=128,
+        expert_count=2,
+        experts_per_token=2,
+    )
+    return Plan(worker=worker, layers=1, context=1024, settle=1, steps=3, batches=(2, 2))
+
+
+def slice_benchmark(*, smoke: bool) -> Iterator[dict[str, Any]]:
+    return map(msgspec.to_builtins, rows_of(small_plan() if smoke else true_plan()))
+
+
+def rows_of(plan: Plan) -> Iterator[Row]:
+    device = torch.device("cuda:0")
+    batches = plan.batches or fitting(plan)
+    for line in choose(device).lines:
+        console.note(line)
+    model = random_model(plan.slice, device)
+    resident = measured(plan, model, RESIDENT, batches[0])
+    yield rate_row(plan, resident)
+    offload = measured(plan, model, OFFLOAD, batches[1])
+    yield rate_row(plan, offload, resident)
+    yield predicted_row(plan, offload, resident)
+    yield missed_row(plan, offload)
+
+
+# ---- how much fits
+
+
+def fitting(plan: Plan) -> tuple[int, int]:
+    """Requests that each way has room for, on the device and, of the slice, on the host."""
+    _, total_bytes = driver.Device().memory()
+    room = DEVICE_SHARE * total_bytes - weight_bytes(plan.worker)
+    on_host = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = int(on_host / host_bytes(plan, 1))
+    resident, offload = (
+        min(most, fits(plan, plan.way(name), room)) for name in (RESIDENT, OFFLOAD)
+    )
+    if not resident:
+        raise Unavailable(
+            f"a slice is not measured: one request of {plan.context:,} tokens does not fit beside"
+            f" the weights of a whole worker into {DEVICE_SHARE:.0%} of {total_bytes:,} bytes, or"
+            f" its rows of the slice into {on_host:,.0f} bytes of the host"
+        )
+    return resident, offload
+
+
+def fits(plan: Plan, way: Way, room: float) -> int:
+    """The largest batch whose pools and step, of all layers, take at most `room`."""
+    largest = min(BATCH_MAX, plan.context // STAGGER - 2)
+    held = [n for n in range(1, largest + 1) if taken(plan, way, n) <= room]
+    return max(held, default=0)
+
+
+def host_bytes(plan: Plan, batch: int) -> int:
+    return batch * pages_of(plan.shape(batch)) * layout_of(plan.slice).host_page_bytes
+
+
+def pages_of(shape: Shape) -> int:
+    return div_ceil(shape.length_max, PAGE_ROWS) + 2
+
+
+def taken(plan: Plan, way: Way, batch: int) -> float:
+    shape, layout = plan.shape(batch), layout_of(plan.slice)
+    each = align_up(shape.length_max + 1, PAGE_ROWS)
+    if way.ratio is not None and way.ratio < 1:
+        each = slots_each(layout, shape, way.ratio)
+    pools = PoolShape(
+        layout=layout,
+        chunks=div_ceil(each * batch, PAGE_ROWS) * layout.group_count,
+        index_pages=batch * pages_of(shape),
+        sequence_max=batch,
+        length_max=shape.length_max + PAGE_ROWS,
+        query_max=batch * plan.mtp,
+    )
+    step = decode_bytes(plan.worker, query_max=batch * plan.mtp, length_max=shape.length_max)
+    return sum(pool_bytes(pools).values()) * plan.scale + step
+
+
+# ---- what it gives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Of a way: tokens verified over the time of each step, and what it said and missed. How many
+    of them are kept follows from the draws, which are not alike in two batches."""
+
+    rates: list[float]
+    outputs: list[list[int]]
+    misses: float
+    config: dict[str, Any]
+
+
+def measured(plan: Plan, model: Model, name: str, batch: int) -> Measured:
+    console.note(f"{name}: {batch} requests of {plan.context:,} tokens ...")
+    shape = plan.shape(batch)
+    arm = DrawnArm(noise(model, plan.context), shape, plan.way(name), model=model)
+    try:
+        for number in range(shape.steps):
+            if number == plan.settle:
+                arm.forget()
+            arm.step()
+        each = statistics.fmean(arm.taken.tokens)
+        return Measured(
+            rates=[batch * plan.mtp / seconds for seconds in arm.taken.seconds],
+            outputs=arm.outputs,
+            misses=float(sum(missed.mean() for missed in arm.taken.misses)) / plan.steps / batch,
+            config=config_of(plan, arm, each),
+        )
+    finally:
+        arm.close()
+
+
+def config_of(plan: Plan, arm: Arm, tokens: float) -> dict[str, Any]:
+    shape, slots = arm.shape, arm.offload.stats().slot_count.mean()
+    return {
+        "kind": "measured",
+        "ctx": shape.context,
+        "mtp": shape.mtp,
+        "batch": shape.batch,
+        "slots_each": round(float(slots) / shape.batch),
+        "kept_each": round(tokens / shape.batch, 2),
+        "layers": f"{plan.slice.layer_total} of {plan.worker.layer_total}",
+        "experts": f"{plan.worker.expert_count} and the shared one",
+        "dispatch": "local",
+        "selections": "drawn",
+    }
+
+
+def rate_row(plan: Plan, ours: Measured, rival: Measured | None = None) -> Row:
+    """Both say the same as far as both have the request and the token."""
+    if rival is None:
+        value = statistics.median(ours.rates)
+        return Row(
+            name="slice: resident",
+            value=value,
+            unit="tokens/s",
+            config=ours.config,
+            samples=ours.rates,
+        )
+    pairs = list(zip(ours.outputs, rival.outputs, strict=False))
+    same = sum(all(a == b for a, b in zip(*pair, strict=False)) for pair in pairs)
+    return compare(
+        name="slice: offload",
+        unit="tokens/s",
+        ours=ours.rates,
+        baseline=(RESIDENT, rival.rates),
+        better="higher",
+        target=GOAL if plan.batches is None else None,
+        config=ours.config | {"same_text": f"{same}/{len(pairs)}"},
+    )
+
+
+def predicted_row(plan: Plan, ours: Measured, rival: Measured) -> Row:
+    host_gib = host_bytes(plan, ours.config["batch"]) * plan.scale / (1 << 30)
+    rates = [[rate / plan.scale for rate in way.rates] for way in (ours, rival)]
+    row = compare(
+        name="one GPU of a worker of 32: offload",
+        unit="tokens/s",
+        ours=rates[0],
+        baseline=(RESIDENT, rates[1]),
+        better="higher",
+        config={
+            "kind": "predicted",
+            "from": "slice: offload",
+            "scale": f"1 / {plan.scale:.2f}",
+            "left_out": "dispatch and combine",
+            "on_host": f"{host_gib:.0f} GiB",
+        },
+    )
+    return msgspec.structs.replace(row, samples=[])
+
+
+def missed_row(plan: Plan, ours: Measured) -> Row:
+    return Row(
+        name="slice: misses of a request, layer and step",
+        value=ours.misses,
+        unit="rows",
+        config=ours.config,
+    )

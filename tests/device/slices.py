@@ -1,0 +1,35 @@
+"""The slice of a large worker at small sizes: run by `test_pretended_steps`."""
+
+from __future__ import annotations
+
+import pytest
+
+from ess.bench.worker.one_gpu import OFFLOAD, RESIDENT, fits, slice_benchmark, taken, true_plan
+from ess.bench.worker.random_model import weight_bytes
+from tests.device import engines
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    with engines.alone():
+        yield
+
+
+def test_both_ways_say_the_same():
+    resident, offload, predicted, missed = slice_benchmark(smoke=True)
+    assert resident["name"] == "slice: resident"
+    assert offload["config"]["same_text"] == "2/2"
+    assert offload["config"]["slots_each"] < resident["config"]["slots_each"]
+    assert missed["value"] > 0
+    assert [row["config"]["kind"] for row in (offload, predicted)] == ["measured", "predicted"]
+    assert predicted["ratio"] == pytest.approx(offload["ratio"])
+
+
+def test_a_true_worker_fits_a_device_of_139_gib():
+    plan, device_bytes = true_plan(), 139 << 30
+    room = 0.9 * device_bytes - weight_bytes(plan.worker)
+    batches = {name: fits(plan, plan.way(name), room) for name in (RESIDENT, OFFLOAD)}
+    assert 3 * batches[RESIDENT] < batches[OFFLOAD]
+    for name, batch in batches.items():
+        way = plan.way(name)
+        assert taken(plan, way, batch) <= room < taken(plan, way, batch + 1)
