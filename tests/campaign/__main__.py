@@ -78,7 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    # One more than cores: a seed with a disk waits for it.
+    parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1)
     parser.add_argument("--plan", type=Path, help="play this file alone, with its traceback")
     asked = parser.parse_args()
     if asked.plan is not None:
