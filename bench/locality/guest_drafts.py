@@ -63,13 +63,13 @@ def tokens_per_step(prompt: Sequence[int], answer: Sequence[int], count: int) ->
     made, at = [], 1
     while at < len(answer):
         guesses = drafts([*prompt, *answer[:at]], count)
-        found = 1
+        kept = 1
         for guess, said in zip(guesses, answer[at:], strict=False):
-            if guess != said or at + found == len(answer):
+            if guess != said or at + kept == len(answer):
                 break
-            found += 1
-        made.append(found)
-        at += found
+            kept += 1
+        made.append(kept)
+        at += kept
     return made
 
 

@@ -36,8 +36,8 @@ def in_our_order(config: ModelConfig, tensor: TensorSource) -> TensorSource:
 
 def _queries(config: ModelConfig) -> Tensor:
     """Of every head: what is not turned, then its pairs."""
-    one = torch.cat((torch.arange(config.nope_dim), config.nope_dim + _pairs(config.rope_dim)))
-    return _repeated(one, config.head_count)
+    head = torch.cat((torch.arange(config.nope_dim), config.nope_dim + _pairs(config.rope_dim)))
+    return _repeated(head, config.head_count)
 
 
 def _row(config: ModelConfig) -> Tensor:

@@ -39,12 +39,9 @@ def verify(
     missing = [name for name in required if name not in entries]
     if missing:
         raise BadInput(f"{where} lacks {_some(missing)}")
-    left = config.unread_prefix or None
-    unexpected = [
-        name
-        for name in entries
-        if name not in known and name not in scales and not (left and name.startswith(left))
-    ]
+    unexpected = [name for name in entries if name not in known and name not in scales]
+    if config.unread_prefix:
+        unexpected = [name for name in unexpected if not name.startswith(config.unread_prefix)]
     if unexpected:
         file = entries[unexpected[0]].file
         raise BadInput(f"{where}: {file} holds {_some(unexpected)}, not in the shape formula")

@@ -25,7 +25,7 @@ from ess.overlap.policy import Vector
 from ess.units import counted, format_bytes
 
 TEMPERATURES: Final = (1.0, 0.0)
-"""As requests have it that say nothing, and none."""
+"""The default of a request, and greedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

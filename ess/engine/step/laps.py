@@ -1,8 +1,9 @@
 """What a decode step takes, for the pace: on the host its launch, on a device the work itself.
 
-A device is asked when the host learns the step: what it said has come by then, behind the lap's
-last event, so nobody waits. With a step queued behind another the lap begins where the device comes
-to it; without, the time in which the device waits for the host to launch is part of the step.
+A device's lap lies between two events. The host reads it when it learns the step: the step's tokens
+have come by then, and they were queued behind the second event, so nobody waits. Where the step was
+queued behind another, its lap begins when the device comes to it; else the time in which the device
+waits for the host to launch is part of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Lap(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Asked behind what the step has said."""
+        """To be read when the step's tokens have come."""
 
 
 class HostLap:
