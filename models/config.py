@@ -39,7 +39,9 @@ def _require(condition: bool, sentence: str) -> None:
         raise BadInput(sentence)
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class FileConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What files of every family may say."""
+
     family: str = field(name="model_type")
     vocab_size: Size
     hidden_dim: Size = field(name="hidden_size")
@@ -81,22 +83,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     expert_scale: Positive = field(name="routed_scaling_factor")
     expert_weights_normed: bool = field(name="norm_topk_prob", default=True)
 
+
+class ModelConfig(FileConfig, frozen=True, kw_only=True):
+    """And what a family adds: it reads such a key for itself, or says the field without one. In
+    files of other families these names mean nothing."""
+
     expert_limit: Annotated[float, Meta(ge=0.0, le=1e12)] = field(name="swiglu_limit", default=0.0)
     """Of what routed experts multiply, 0: none."""
     stream_count: Annotated[int, Meta(ge=1, le=16)] = field(name="hc_mult", default=1)
     """Residual streams side by side."""
     stream_magnitude: Positive = field(name="hc_magnitude", default=2.0)
     stream_eps: Positive = field(name="hc_eps", default=1e-6)
-
-    # Said by the family, never by a file.
+    norm_gate_rank: Count = field(name="gated_norm_rank", default=0)
+    """Of the gates behind the norms of inputs and of experts."""
     latent_norm_eps: Positive | None = None
     index_norm_eps: Positive = INDEX_NORM_EPS
     key_head_count: Count = 0
     """Heads of keys and values that lie side by side in a row; 0: the row is one latent."""
     value_gates: Literal["none", "query", "input"] = "none"
     """What gates of values are made of: the query, together with it; or the layer's input."""
-    norm_gate_rank: Count = 0
-    """Of the gates behind the norms of inputs and of experts."""
     has_sinks: bool = False
     expert_groups_zeroed: bool = False
     """Experts outside of the kept groups are chosen as if they had 0, where others are out."""

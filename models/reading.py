@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from ess.errors import BadInput
-from ess.models.config import ModelConfig
+from ess.models.config import FileConfig, ModelConfig
 from ess.models.rope import read_rope
 
 FIXED: Final[Mapping[str, object]] = MappingProxyType(
@@ -41,14 +41,12 @@ EQUAL: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 FOREIGN: Final = ("per_layer_config", "kv_sharing_modes", "transformers_weights")
-# Fields that a file cannot say: of all families, and of those that do not compute them.
-UNSAID: Final = frozenset(
-    {
-        *("latent_norm_eps", "index_norm_eps", "key_head_count", "value_gates", "norm_gate_rank"),
-        *("has_sinks", "expert_groups_zeroed", "experts_stacked", "unread_prefix", "reorders"),
-        *("swiglu_limit", "hc_mult", "hc_magnitude", "hc_eps"),
-    }
-)
+_NAMES: Final = [
+    {each.encode_name for each in msgspec.structs.fields(kind)}
+    for kind in (FileConfig, ModelConfig)
+]
+# Fields that a file can say in the families alone that read them.
+UNSAID: Final = frozenset(_NAMES[1] - _NAMES[0])
 INDEXED: Final = ("indexed_attention", "deepseek_sparse_attention")
 
 
@@ -71,7 +69,9 @@ def parse(
             given.setdefault("indexer_types", _indexer_kinds(pattern))
         return msgspec.convert({**given, **own}, ModelConfig)
     except (BadInput, msgspec.ValidationError) as error:
-        sentence = f"config.json of {raw.get('model_type')}: {error}{_offender(given, error)}"
+        sentence = (
+            f"config.json of {raw.get('model_type')}: {error}{_offender({**given, **own}, error)}"
+        )
         raise BadInput(sentence) from None
 
 

@@ -39,7 +39,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
             raise BadInput(f"config.json of axk2: {said} is there, {unsaid} is not")
     own = {
         "value_gates": "query",
-        "norm_gate_rank": raw.get("gated_norm_rank", GATE_RANK),
+        "gated_norm_rank": raw.get("gated_norm_rank", GATE_RANK),
         "expert_groups_zeroed": True,
     }
     config = parse(raw, defaults=DEFAULTS, fixed=FIXED, own=own)

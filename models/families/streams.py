@@ -24,13 +24,14 @@ class Streams:
         c = config
         self._product = source.values(f"{prefix}fn", count * c.stream_count, c.residual_dim)
         self._base = source.values(f"{prefix}base", count * c.stream_count)
-        self._scale = source.values(f"{prefix}scale", count).repeat_interleave(c.stream_count)
+        self._scale = source.values(f"{prefix}scale", count)
 
     def shares(self, hidden: Tensor) -> tuple[Tensor, ...]:
         flat = hidden.float()
         size = (flat.square().mean(-1, keepdim=True) + self._config.norm_eps).rsqrt()
         mixed = F.linear(flat, self._product) * size
-        return (mixed * self._scale + self._base).sigmoid().chunk(self._count, -1)
+        scale = self._scale.repeat_interleave(self._config.stream_count)
+        return (mixed * scale + self._base).sigmoid().chunk(self._count, -1)
 
     def read(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden]: what a block gets."""

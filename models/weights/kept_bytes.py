@@ -13,7 +13,7 @@ from typing import Final
 
 from ess.models.config import ModelConfig
 from ess.models.weights.header import DTYPE_BYTES, Entry
-from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
+from ess.models.weights.shapes import HEAD, Spec, expected_tensors, scale_shape
 from ess.models.weights.stored import QUANT_BLOCK
 from ess.models.weights.verify import FP8
 
@@ -32,14 +32,16 @@ def kept_bytes(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> 
     """`form` is what weights are computed in: bf16, f32, or as they are stored."""
     specs = expected_tensors(config, mtp=config.mtp_layer_count > 0)
     kept = sum(_kept(spec, entries, config, form) for spec in specs if spec.name in entries)
-    return kept + _padding(config, entries, form) + config.rope_dim // 2 * F32_BYTES
+    more = _padding(config, entries, form) + _own_head(config, entries, form)
+    return kept + more + config.rope_dim // 2 * F32_BYTES
 
 
 def _kept(spec: Spec, entries: Mapping[str, Entry], config: ModelConfig, form: str) -> int:
     values = math.prod(spec.shape)
     if spec.layer is not None and spec.name.endswith(UNREAD):
         return 0
-    if spec.role in ("norm", "correction") or spec.name.endswith(IN_F32):
+    is_head = spec.name == HEAD and config.stream_count > 1
+    if is_head or spec.role in ("norm", "correction") or spec.name.endswith(IN_F32):
         return values * F32_BYTES
     if form in COMPUTED:
         return values * COMPUTED[form]
@@ -49,6 +51,14 @@ def _kept(spec: Spec, entries: Mapping[str, Entry], config: ModelConfig, form: s
     if not _stays_in_blocks(spec, config):
         return values * BF16_BYTES
     return values + math.prod(scale_shape(spec.shape)) * F32_BYTES
+
+
+def _own_head(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> int:
+    """Of several streams the head is float32: a copy, where it is the embedding in another type."""
+    if HEAD in entries or config.stream_count == 1:
+        return 0
+    size = COMPUTED.get(form) or DTYPE_BYTES[entries["model.embed_tokens.weight"].dtype]
+    return 0 if size == F32_BYTES else config.vocab_size * config.hidden_dim * F32_BYTES
 
 
 def _padding(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> int:

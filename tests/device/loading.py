@@ -14,6 +14,7 @@ from ess.server.commands.start.checkpoint import read_entries
 from tests.device import engines
 from tests.device.memory import tensor_bytes
 from tests.support.checkpoints import TINY_GLM, TINY_LLAMA
+from tests.support.held import held
 from tests.support.pretended import is_there
 from tests.unit.weights.conftest import EMBEDDED, SMALL, write_checkpoint
 
@@ -36,20 +37,6 @@ def folder(tmp_path_factory):
 
 def layers(model):
     return [*model.layers, model.mtp.layer]
-
-
-def held(thing, seen):
-    """Every tensor that a model has, however deep."""
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif id(thing) not in seen and type(thing).__module__.startswith(("ess.models", "builtins")):
-        seen.add(id(thing))
-        inside = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", {})
-        inside = inside.values() if isinstance(inside, dict) else inside
-        if isinstance(thing, Fp8Weight):
-            inside = thing.values, thing.scales
-        for each in inside:
-            yield from held(each, seen)
 
 
 @pytest.mark.parametrize("form", ["bf16", "f32", "stored"])

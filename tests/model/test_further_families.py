@@ -152,7 +152,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("axk2", {"n_group": None}, "topk_group is there, n_group is not"),
     ("axk2", {"topk_group": None}, "n_group is there, topk_group is not"),
     ("axk2", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 is not supported"),
-    ("axk2", {"gated_norm_rank": "x"}, "norm_gate_rank"),
+    ("axk2", {"gated_norm_rank": "x"}, "gated_norm_rank"),
     ("axk2", {"index_topk_freq": 2}, "index_topk_freq 2 lets layers share an indexer"),
     ("axk2", {"indexer_rope_interleave": True}, "indexer_rope_interleave true is not supported"),
     ("hy_v4", {"rope_interleave": True}, "rope_interleave true is not supported"),
