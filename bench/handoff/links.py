@@ -7,7 +7,6 @@ that the two ranks do not compete for the cores: what is measured is waiting, no
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -21,6 +20,7 @@ from ess.comm.group import Group
 from ess.comm.link import Link
 from ess.comm.meeting import join_group
 from ess.errors import BadState
+from ess.ports import kept_port
 
 SHAPES: Final = ((512, 1024), (4096, 256))
 COMPUTE_S: Final = 0.005
@@ -41,9 +41,7 @@ def links_benchmark(*, batches: int = 32, repeats: int = 7, smoke: bool = False)
         How often each arm runs; arms take turns.
     """
     batches, repeats = (2, 1) if smoke else (batches, repeats)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with Child(RANK, str(port)):
+    with kept_port("127.0.0.1") as port, Child(RANK, str(port)):
         group = join_group(0, 2, init=f"tcp://127.0.0.1:{port}", timeout_s=60)
         try:
             rows = [*hops(group, 10 if smoke else 500), bandwidth(group, batches)]

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit
 
 from ess.bench.engine.serve import started
 from ess.errors import Unavailable
+from ess.ports import kept_port
 
 # Module, its words, and whether it tells decode workers the prefill worker's port.
 ROUTERS: Final = (
@@ -96,22 +96,16 @@ def _chosen(name: str) -> tuple[str, tuple[str, ...], bool]:
 
 @contextlib.contextmanager
 def _routing(words: Sequence[str], places: Sequence[str]) -> Iterator[str]:
-    port, metrics_port = _free_ports(2)
-    listening = ("--host", HOST, "--port", str(port))
-    metrics = ("--prometheus-host", HOST, "--prometheus-port", str(metrics_port))
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words, *listening, *metrics, *places, *FLAGS],
-        env={**os.environ, "NO_COLOR": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        yield f"http://{HOST}:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        made = [held.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in made]
+    with kept_port(HOST) as port, kept_port(HOST) as metrics_port:
+        listening = ("--host", HOST, "--port", str(port))
+        metrics = ("--prometheus-host", HOST, "--prometheus-port", str(metrics_port))
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words, *listening, *metrics, *places, *FLAGS],
+            env={**os.environ, "NO_COLOR": "1"},
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            yield f"http://{HOST}:{port}"
+        finally:
+            process.kill()
+            process.wait()

@@ -44,6 +44,10 @@ class LinkLost(EssError):
         self.rank = rank
 
 
+class PeerLeft(LinkLost):
+    """The peer has left in order, and all that it sent has been received."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
     head: bytes
@@ -72,8 +76,8 @@ def name_of(rank: int, team: int) -> str:
     return f"stage {stage} (rank {rank})" if team == 1 else f"member {member} of stage {stage}"
 
 
-def left(rank: int, name: str) -> LinkLost:
-    return LinkLost(rank, f"{name} has left the group")
+def left(rank: int, name: str) -> PeerLeft:
+    return PeerLeft(rank, f"{name} has left the group")
 
 
 def took_nothing(rank: int, name: str, patience_s: float) -> LinkLost:

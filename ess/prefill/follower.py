@@ -60,9 +60,8 @@ class Follower:
         self._frame_count += 1
         if self._group.next is not None:
             self._group.next.send(head, hidden)
-        if not self.is_stopped:  # then the lead leaves, and hears no more
-            took = Took(self._frame_count, self._stage.free())
-            self._report([*self._stage.pump(), took])
+        took = Took(self._frame_count, self._stage.free())
+        self._report([*self._stage.pump(), took])
 
     def _report(self, said: list[Report]) -> None:
         if said:

@@ -178,14 +178,10 @@ class Lead:
         self.stages.order(Meet(metadata))
 
     def close(self) -> None:
-        """The other ranks end in order."""
+        """The other ranks end in order. The lead may leave when all have obeyed."""
         self._stage.ranks.stop()
         self.stages.order(orders.Stop())
-        self.stages.flush()
-        while not self.stages.is_clear:
-            self._group.advance()
-            self.stages.listen(wait_s=POLL_S)
-            self.stages.flush()
+        self.stages.finish()
 
     def check(self) -> None:
         for owner in (self._stage, self._roster, self._intake.followers, self._prompts):

@@ -26,6 +26,7 @@ from ess.prefill.orders import Order, Text
 from ess.prefill.reports import Free, Hello, Report, Took
 
 LOOK_S: Final = 0.5
+FINISH_S: Final = 0.05
 FRAMES_AHEAD: Final = 3
 
 
@@ -176,6 +177,21 @@ class Stages:
         except LinkLost as error:
             raise self._lost(error) from None
         return None if frame is None else frame.head
+
+    def finish(self) -> None:
+        """Until every stage has obeyed every order. A stage that has obeyed the last may leave."""
+        while behind := self._behind():
+            self._group.advance()
+            self.flush()
+            for stage in behind:
+                content = self._receive(stage, FINISH_S)
+                if content is not None:
+                    self._take(stage, content)
+            self._look()
+
+    def _behind(self) -> list[int]:
+        stages = range(1, self.count)
+        return [s for s in stages if self._taken[s] < self._sent_count or not self.is_clear]
 
     def _took(self, stage: int, took: Took) -> None:
         """Frames are obeyed in order, so stage s has taken the next frame that it was sent."""

@@ -26,7 +26,7 @@ import zmq
 
 from ess.clock import Clock, RealClock
 from ess.comm.group import Group
-from ess.comm.link import Link, LinkLost
+from ess.comm.link import Link, LinkLost, PeerLeft
 from ess.comm.meeting import join_group
 from ess.comm.team import Team
 from ess.door.handoff.port import Port
@@ -206,6 +206,8 @@ class Watch:
             return not os.read(self._stdin, 1)
         try:
             return self._link is not None and self._link.receive(0.0) is not None
+        except PeerLeft:  # this rank has been told to stop, and may take its time
+            return False
         except EssError:
             return True
 

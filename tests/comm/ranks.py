@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ess.ports import kept_port
 from tests.house.tree import ROOT
 
 LIMIT_S = 90
@@ -61,14 +61,13 @@ class Rank:
 
 @contextmanager
 def ranks(act: str, size: int, *, team: int = 1) -> Iterator[list[Rank]]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    started = [Rank(act, rank, size, port, team, environment()) for rank in range(size)]
-    try:
-        yield list(started)
-    finally:
-        for rank in started:
-            rank.end()
+    with kept_port("127.0.0.1") as port:
+        started = [Rank(act, rank, size, str(port), team, environment()) for rank in range(size)]
+        try:
+            yield list(started)
+        finally:
+            for rank in started:
+                rank.end()
 
 
 def environment() -> dict[str, str]:

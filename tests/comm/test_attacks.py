@@ -18,6 +18,7 @@ from ess.comm.meeting import join_group
 from ess.comm.tensors import SHAPE_BYTES, pack_shape, unpack_shape
 from ess.comm.wired import Terms, WiredLink
 from ess.errors import BadInput, Unavailable
+from ess.ports import kept_port
 from tests.house.tree import texts
 
 ENDS = Ends(1, 0, 1, 0)
@@ -158,16 +159,15 @@ def test_who_does_not_know_the_secret_is_no_peer() -> None:
 
 
 def test_who_is_missing_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with pytest.raises(Unavailable) as refused:
-        join_group(0, 3, init=f"tcp://127.0.0.1:{port}", timeout_s=0.3, generation=5)
-    assert str(refused.value) == (
-        f"missing in generation 5 at 127.0.0.1:{port} after 0.3 s: "
-        "stage 1 (rank 1), stage 2 (rank 2)"
-    )
-    with pytest.raises(Unavailable, match=r"after 0.3 s: stage 0 \(rank 0\)"):
-        join_group(1, 3, init=f"tcp://127.0.0.1:{port}", timeout_s=0.3)
+    with kept_port("127.0.0.1") as port:
+        with pytest.raises(Unavailable) as refused:
+            join_group(0, 3, init=f"tcp://127.0.0.1:{port}", timeout_s=0.3, generation=5)
+        assert str(refused.value) == (
+            f"missing in generation 5 at 127.0.0.1:{port} after 0.3 s: "
+            "stage 1 (rank 1), stage 2 (rank 2)"
+        )
+        with pytest.raises(Unavailable, match=r"after 0.3 s: stage 0 \(rank 0\)"):
+            join_group(1, 3, init=f"tcp://127.0.0.1:{port}", timeout_s=0.3)
 
 
 @pytest.mark.parametrize("init", ["tcp://x", "udp://h:1", "tcp://:1", "tcp://h:99999"])

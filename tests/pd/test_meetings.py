@@ -15,6 +15,7 @@ import pytest
 
 from ess.engine.process.fake_engine import identity_of
 from ess.errors import BadInput
+from ess.ports import kept_port
 from ess.server.commands.start.settings import resolve
 from ess.server.process.bounds import METADATA_BYTES_MAX
 from ess.transfer.endpoint import Identity
@@ -194,9 +195,10 @@ def test_a_wrong_secret_keeps_workers_apart():
 
 @pytest.mark.slow
 def test_every_process_of_a_server_knows_the_peers_and_a_further_port_is_served():
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        further = held.getsockname()[1]
-    with Half("prefill", "--server-processes", "2", "--bootstrap-port", str(further)) as left:
+    with (
+        kept_port("127.0.0.1") as further,
+        Half("prefill", "--server-processes", "2", "--bootstrap-port", str(further)) as left,
+    ):
         told = left.ask("/server_info").document
         assert told["disaggregation_bootstrap_port"] == further
         assert told["settings"]["peer_secret"] == {"value": "set", "from": "environment"}

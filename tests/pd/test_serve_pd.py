@@ -43,6 +43,9 @@ class Pd(Process):
     def said(self) -> str:
         return self._log.read_text()
 
+    def _last_words(self) -> str:
+        return f"it ended by {self.process.wait()}: {self.said}"
+
     def serves(self) -> bool:
         return ask(f"{self.url}/v1/completions", ASKED).status == 200
 

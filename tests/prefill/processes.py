@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,16 +12,11 @@ from pathlib import Path
 import msgspec
 
 from ess.engine.process.messages import Fault, Rank
+from ess.ports import kept_port
 from tests.pd.processes import ROOT, EngineProcess
 
 CUTS = {1: (0, 6), 2: (0, 3, 6), 4: (0, 1, 3, 4, 6)}
 MODULE = "ess.prefill.worker"
-
-
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return trial.getsockname()[1]
 
 
 class PipelineProcess(EngineProcess):
@@ -34,7 +28,9 @@ class PipelineProcess(EngineProcess):
             "layers": tuple(itertools.pairwise(CUTS[stage_count])),
             **(rank or {}),
         }
-        lead = Rank(rank=0, init=f"tcp://127.0.0.1:{free_port()}", **wishes)
+        self._kept = contextlib.ExitStack()
+        port = self._kept.enter_context(kept_port("127.0.0.1"))
+        lead = Rank(rank=0, init=f"tcp://127.0.0.1:{port}", **wishes)
         super().__init__(folder, module=MODULE, rank=lead, role="prefill", **config)
         self.ranks = [self.process]
         for number in range(1, stage_count):
@@ -42,7 +38,6 @@ class PipelineProcess(EngineProcess):
                 [sys.executable, "-m", MODULE],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
             )
             mine = msgspec.structs.replace(lead, rank=number)
             launch = msgspec.structs.replace(self.launch, rank=mine)
@@ -55,8 +50,8 @@ class PipelineProcess(EngineProcess):
         for process in self.ranks[1:]:
             process.kill()
             process.wait()
-            for stream in (process.stdin, process.stderr):
-                stream.close()
+            process.stdin.close()
+        self._kept.close()
         super().close()
 
     def fault(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from ess.door.handoff.endings import Lapsed, Sent
@@ -295,7 +297,13 @@ def test_all_stages_stop_in_order():
     pipe = Pipe(3)
     pipe.add(text(CHUNK))
     pipe.run()
-    pipe.lead.close()
-    for follower in pipe.followers:
+    closing = threading.Thread(target=pipe.lead.close)
+    closing.start()
+    for rank, follower in enumerate(pipe.followers, 1):
+        closing.join(0.1)
+        assert closing.is_alive(), "the lead does not leave before all stages have obeyed"
         follower.run()
+        pipe.groups[rank].close()
         assert follower.is_stopped
+    closing.join(30)
+    assert not closing.is_alive()

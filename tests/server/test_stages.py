@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -49,6 +48,7 @@ LEG = json.dumps(
         "kv_transfer_params": GIVES,
     }
 ).encode()
+HERE = "10.0.0.1:9"
 PACED = ("--engine", "paced", "--pace-ms", "20")
 
 
@@ -103,17 +103,17 @@ def test_ranks_are_divided_over_nodes_and_each_start_is_another_generation():
     layers = ((0, 2), (2, 4), (4, 6), (6, 7))
     alone = resolve({**PREFILL, "pp_size": 4, "tp_size": 2}, environment={}).settings
     assert ranks_here(alone) == range(8)
-    first, second = (launches_of(alone, launch, layers, number) for number in (0, 1))
+    first, second = (launches_of(alone, launch, layers, number, HERE) for number in (0, 1))
     assert [told.rank.rank for told in first] == [*range(8)]
     assert {(told.rank.size, told.rank.team, told.rank.generation) for told in first} == {(8, 2, 0)}
     assert {told.rank.generation for told in second} == {1}
-    assert len({told.rank.init for told in first}) == 1
+    assert {told.rank.init for told in first} == {f"tcp://{HERE}"}
     assert first[0].rank.layers == layers
     for node, expected in ((0, [0, 1]), (1, [2, 3])):
         settings = resolve({**NODES, "node_rank": node}, environment={}).settings
-        ranks = [told.rank for told in launches_of(settings, launch, layers, 5)]
+        ranks = [told.rank for told in launches_of(settings, launch, layers, 5, HERE)]
         assert [rank.rank for rank in ranks] == expected
-        assert {(rank.init, rank.generation) for rank in ranks} == {("tcp://10.0.0.1:9", 0)}
+        assert {(rank.init, rank.generation) for rank in ranks} == {(f"tcp://{HERE}", 0)}
 
 
 def test_torchrun_says_which_rank_this_is():
@@ -262,7 +262,7 @@ def kin(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.slow
 def test_another_node_keeps_its_stages_and_ends_with_them():
-    address = f"127.0.0.1:{unused_port()}"
+    address = "127.0.0.1:29401"  # the paced engine meets nobody
     flags = ("--pp-size", "4", "--nnodes", "2", "--dist-init-addr", address)
     with started(*flags, "--node-rank", "1", "--host-bytes", "96MiB") as node:
         until(lambda: len(kin(node)) == 2, "its two stages")
@@ -299,11 +299,6 @@ def test_a_rank_of_torchrun_is_one_process_and_rank_0_has_the_server():
         assert first.ended(30) == 0
         assert other.wait(30) == 0
         assert "rank 1 of 2 here, met at 127.0.0.1:29501" in other.communicate()[1]
-
-
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 TEXT = {"prompt": [5 + place % 300 for place in range(900)], "max_tokens": 12, "temperature": 0}

@@ -53,10 +53,13 @@ class Process:
         text = ""
         while not text.endswith("\n}\n"):
             line = self.process.stdout.readline()
-            assert line, self.process.communicate()[1]
+            assert line, self._last_words()
             text += line
         self.greeting = json.loads(text)
         self.url = self.greeting["url"]
+
+    def _last_words(self) -> str:
+        return f"it ended by {self.process.wait()}: {self.process.communicate()[1]}"
 
     def __enter__(self) -> Process:
         return self

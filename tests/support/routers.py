@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -24,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from ess.ports import kept_port
 from tests.server.harness import until
 from tests.server.test_life import Process
 
@@ -144,7 +144,8 @@ class Router:
         """`where` says in the router's words who the workers are, if they are not all alike."""
         if importlib.util.find_spec(kind.package) is None:
             pytest.skip(f"{kind.package} is not installed: extra `router`, Linux on x86-64 only")
-        port, metrics_port = _free_ports(2)
+        self._kept = contextlib.ExitStack()
+        port, metrics_port = (str(self._kept.enter_context(kept_port("127.0.0.1"))) for _ in "12")
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._given = {"Authorization": f"Bearer {key}"} if key else {}
@@ -172,6 +173,7 @@ class Router:
     def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.wait()
+        self._kept.close()
 
     def _is_up(self) -> bool:
         assert self._process.poll() is None, self._log.read_text()[-2000:]
@@ -186,9 +188,3 @@ class Router:
 
     def ask(self, path: str, body: object = None, **headers: str) -> Answer:
         return ask(self.url + path, body, **headers)
-
-
-def _free_ports(count: int) -> list[str]:
-    with contextlib.ExitStack() as held:
-        made = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [str(each.getsockname()[1]) for each in made]

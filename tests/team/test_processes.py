@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ess.ports import kept_port
 from tests.team.member_process import CHUNK, FAMILY, FORM, LENGTHS, digest
 from tests.team.rig import alone
 
@@ -21,9 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextmanager
 def members(kind: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        init = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     with ExitStack() as stack:
+        init = f"tcp://127.0.0.1:{stack.enter_context(kept_port('127.0.0.1'))}"
         started = []
         for rank in range(size):
             words = ["-m", "tests.team.member_process", kind, str(size), str(rank), init]

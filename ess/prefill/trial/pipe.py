@@ -5,11 +5,11 @@ Nothing is handed over, and no server stands before it. Needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,12 +27,14 @@ from ess.errors import BadState
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.weights.folder import Folder
+from ess.ports import kept_port
 from ess.prefill.trial.told import Answer, Ask, Line, Opened, Slow, Timed, Trial
 from ess.units import PAGE_ROWS, div_ceil
 
 Kind = Literal["wall", "core"]
 """Time that passed, or time on a core: where stages share cores only the latter is their own."""
 MODULE: Final = "ess.prefill.trial.rank"
+HERE: Final = "127.0.0.1"
 END_S: Final = 20.0
 BUSY_SHARE: Final = 0.5
 ENDED: Final = "A timed pipeline has ended; its processes have said why above"
@@ -137,6 +139,7 @@ class Pipe:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._folder = Path(tempfile.mkdtemp(prefix="ess-trial-"))
+        self._kept = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._read = [0] * len(plan.layers)
 
@@ -159,7 +162,8 @@ class Pipe:
         self._end(END_S if error is None else 0.0)
 
     def _start(self) -> None:
-        layers, secret, address = self.plan.layers, secrets.token_hex(16), _free_address()
+        layers, secret = self.plan.layers, secrets.token_hex(16)
+        address = f"tcp://{HERE}:{self._kept.enter_context(kept_port(HERE))}"
         for number in range(len(layers)):
             rank = Rank(rank=number, size=len(layers), init=address, layers=layers)
             launch = msgspec.structs.replace(self.plan.launch, rank=rank)
@@ -205,6 +209,7 @@ class Pipe:
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+        self._kept.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- what it is asked
@@ -249,11 +254,6 @@ def _joined(*stages: Timed) -> Chunk:
         tuple(tuple(stage.wall_s) for stage in stages),
         tuple(tuple(stage.core_s) for stage in stages),
     )
-
-
-def _free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
 def _peak_bytes(pid: int) -> int:

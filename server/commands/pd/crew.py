@@ -26,6 +26,7 @@ import msgspec
 from ess import console
 from ess.clock import Clock, RealClock
 from ess.errors import Unavailable
+from ess.ports import kept_port
 from ess.server.commands.pd import routers, table
 from ess.server.commands.pd.keeper import Keeper, Order
 from ess.server.commands.pd.routers import Place, Router, RouterName
@@ -39,7 +40,6 @@ from ess.server.commands.pd.shares import (
     stages_of,
 )
 from ess.server.commands.start.settings import Settings, resolve
-from ess.server.process import sockets
 from ess.server.process.lifecycle import HANG_S
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
@@ -68,23 +68,18 @@ def serve_pd(
     chosen = routers.choose(router, has_keys=bool(resolved.settings.keys))
     for sentence in resolved.notes:
         console.note(f"ess: {sentence}")
-    place = place_of(resolved.settings)
-    with own_folder() as folder, unblocked_stderr():
-        crew = Crew(shape, share, chosen, place, resolved.settings, Path(folder), RealClock())
+    settings = resolved.settings
+    with kept_place(settings) as place, own_folder() as folder, unblocked_stderr():
+        crew = Crew(shape, share, chosen, place, settings, Path(folder), RealClock())
         return asyncio.run(crew.run(json=json))
 
 
-def place_of(settings: Settings) -> Place:
-    """Free ports, tried before anything is started."""
-    with held(settings.host, settings.port) as port, held(HOST, 0) as metrics_port:
-        return Place(host=settings.host, port=port, metrics_port=metrics_port)
-
-
 @contextlib.contextmanager
-def held(host: str, port: int) -> Iterator[int]:
-    [listener] = sockets.listen(host, port)
-    with listener:
-        yield int(listener.getsockname()[1])
+def kept_place(settings: Settings) -> Iterator[Place]:
+    """The router starts last: nobody else is to have its ports by then."""
+    host = settings.host
+    with kept_port(host, settings.port) as port, kept_port(HOST) as metrics_port:
+        yield Place(host=host, port=port, metrics_port=metrics_port)
 
 
 class Crew:

@@ -8,8 +8,8 @@ the generation is 0: the store at that address ends with rank 0, and with it all
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -19,6 +19,7 @@ from ess.engine.chunking.partition import counted_costs, partition, read_partiti
 from ess.engine.process.messages import Launch, Rank
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
+from ess.ports import kept_port
 from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.torchrun import cleaned
 from ess.server.process.engines.group import EngineGroup
@@ -47,18 +48,21 @@ def ranks_here(settings: Settings) -> range:
 
 
 def launches_of(
-    settings: Settings, launch: Launch, layers: Sequence[tuple[int, int]], generation: int
+    settings: Settings,
+    launch: Launch,
+    layers: Sequence[tuple[int, int]],
+    generation: int,
+    address: str,
 ) -> list[Launch]:
-    """What each process on this machine is told."""
+    """What each process on this machine is told. Ranks meet at the address."""
     if not layers:
         return [launch]
-    fixed = settings.dist_init_addr
     whole = Rank(
         rank=0,
         size=settings.world_size,
-        init=f"tcp://{fixed or f'{HERE}:{free_port()}'}",
+        init=f"tcp://{address}",
         layers=tuple(layers),
-        generation=0 if fixed else generation,
+        generation=0 if settings.dist_init_addr else generation,
         team=settings.team_size,
         dynamic=settings.dynamic_chunking,
         smoothing=settings.smooth,
@@ -76,16 +80,16 @@ def starter(
 ) -> Callable[[int], Awaitable[EngineGroup]]:
     """Starts the n-th engine, which speaks to the server at the endpoints of that number."""
     is_paced = settings.engine == "paced"
+    kept = contextlib.ExitStack()
 
     async def start(number: int) -> EngineGroup:
-        launches = launches_of(settings, launch, layers, number)
+        kept.close()
+        address = settings.dist_init_addr
+        if layers and not address:
+            address = f"{HERE}:{kept.enter_context(kept_port(HERE))}"
+        launches = launches_of(settings, launch, layers, number, address)
         return await EngineGroup.start(
             launches, endpoints_of(number), is_paced=is_paced, environment=cleaned(os.environ)
         )
 
     return start
-
-
-def free_port() -> int:
-    with socket.create_server((HERE, 0)) as free:
-        return int(free.getsockname()[1])
