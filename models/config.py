@@ -22,7 +22,7 @@ from ess.layout import (
     RowCodec,
     RowForm,
 )
-from ess.models.rope import LENGTH_MAX, Positive, Rope
+from ess.models.rope import LENGTH_MAX, Positive, Rope, Share
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Layers = Annotated[int, Meta(ge=1, le=4096)]
@@ -96,6 +96,19 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     stream_eps: Positive = field(name="hc_eps", default=1e-6)
     norm_gate_rank: Count = field(name="gated_norm_rank", default=0)
     """Of the gates behind the norms of inputs and of experts."""
+    logit_cap: Share = field(name="final_logit_softcapping", default=0.0)
+    """Logits come no further from 0, by a hyperbolic tangent; 0: as far as they go."""
+    still_layers: tuple[int, ...] = ()
+    """Layers that turn nothing: what others turn of a query, they multiply with the latent too."""
+    has_query_rank: bool = True
+    """If not, queries are made of the layer's input: `query_rank` is its width."""
+    queries_grow: bool = False
+    """Queries are multiplied by the logarithm of their position times one number of their head,
+    plus another."""
+    frequencies_learned: bool = False
+    """A checkpoint says the logarithm of what each rotary frequency is multiplied by."""
+    expert_scores: Literal["sigmoid", "softmax"] = "sigmoid"
+    """With a correction of the choice, or of all experts together and without one."""
     latent_norm_eps: Positive | None = None
     index_norm_eps: Positive = INDEX_NORM_EPS
     key_head_count: Count = 0
@@ -107,8 +120,12 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     """Experts outside of the kept groups are chosen as if they had 0, where others are out."""
     experts_stacked: bool = False
     """A checkpoint has each layer's experts in two tensors, gates and ups in one of them."""
-    unread_prefix: str = ""
+    unread_prefixes: tuple[str, ...] = ()
     """Of tensors of a checkpoint that are not read."""
+    words: tuple[tuple[str, str], ...] = ()
+    """Of the names of a checkpoint's tensors, and what stands here instead of each, in order."""
+    filled_rope_dim: Count = 0
+    """Of a layer's own configuration (`at_layer`): the rotary part of a row, filled with zeros."""
     reorders: bool = False
     """Weights lie in another order in the checkpoint than here (`ess.models.families.order`)."""
 
@@ -210,6 +227,13 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         starts = [n for n in range(self.layer_total) if self.has_indexer(n)]
         ends = [*starts[1:], self.layer_total]
         return tuple(tuple(range(a, b)) for a, b in zip(starts, ends, strict=True))
+
+    def at_layer(self, layer: int) -> ModelConfig:
+        """As this layer's attention and indexer have it."""
+        if layer not in self.still_layers:
+            return self
+        nope, rope = self.nope_dim + self.rope_dim, self.rope_dim
+        return msgspec.structs.replace(self, nope_dim=nope, rope_dim=0, filled_rope_dim=rope)
 
     @property
     def layer_total(self) -> int:

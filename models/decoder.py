@@ -69,10 +69,9 @@ class DecoderLayer:
         its place in the part."""
         attention = source.under("self_attn")
         self.number = number - first
-        self.mla = self._attention(config, attention, tp)
-        self.indexer = (
-            Indexer(config, attention.under("indexer")) if config.has_indexer(number) else None
-        )
+        own, has_indexer = config.at_layer(number), config.has_indexer(number)
+        self.mla = self._attention(own, attention, tp)
+        self.indexer = self._indexer(own, attention.under("indexer")) if has_indexer else None
         self.experts = Moe(config, source.under("mlp")) if config.has_experts(number) else None
         self.dense = (
             None
@@ -94,6 +93,13 @@ class DecoderLayer:
             return Grouped(config, source)
         return Mla(config, source) if tp == 1 else MlaShare(config, source, tp=tp)
 
+    def _indexer(self, config: ModelConfig, source: Source) -> Indexer:
+        return Indexer(config, source)
+
+    def turning(self, rotation: Rotation) -> Rotation:
+        """What this layer turns by, where `rotation` is the model's."""
+        return rotation
+
     def _norm(self, config: ModelConfig, source: Source) -> Norm:
         return Norm(source, config.hidden_dim, config.norm_eps)
 
@@ -108,10 +114,11 @@ class DecoderLayer:
 
     def index(self, entry: Entry, rotation: Rotation) -> Probe:
         assert self.indexer is not None, f"layer {self.number} shares another layer's selection"
-        return self.indexer.probe(entry.hidden, entry.query, rotation)
+        return self.indexer.probe(entry.hidden, entry.query, self.turning(rotation))
 
     def pre_attn(self, entry: Entry, rotation: Rotation) -> Asked:
-        return Asked(self.mla.queries(entry.query, rotation), self.mla.rows(entry.row, rotation))
+        own = self.turning(rotation)
+        return Asked(self.mla.queries(entry.query, own), self.mla.rows(entry.row, own))
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
         return hidden + self.mla.output(attended)

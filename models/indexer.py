@@ -43,17 +43,18 @@ class Indexer:
 
     def probe(self, hidden: Tensor, query: Tensor, rotation: Rotation) -> Probe:
         """From the normed hidden state and the normed low-rank query of the new tokens."""
-        queries, weights, keys = self.raw(hidden, query)
+        queries, weights, keys = self.raw(hidden, query, rotation)
         normed = F.layer_norm(
             keys, (keys.shape[-1],), self._key_weight, self._key_bias, self._config.index_norm_eps
         )
         return Probe(self._turn(queries, rotation), weights, self._turn(normed, rotation))
 
-    def raw(self, hidden: Tensor, query: Tensor) -> Probe:
+    def raw(self, hidden: Tensor, query: Tensor, rotation: Rotation) -> Probe:
         """The same, but that queries and keys are still to be turned, and keys to be normed."""
-        return Probe(self.queries(query), self.weights(hidden), linear(hidden, self._key))
+        made = self.queries(query, rotation), self.weights(hidden), linear(hidden, self._key)
+        return Probe(*made)
 
-    def queries(self, query: Tensor) -> Tensor:
+    def queries(self, query: Tensor, rotation: Rotation) -> Tensor:
         """Still to be turned. What a family puts behind the low-rank query is not read."""
         c = self._config
         return linear(query[:, : c.query_rank], self._query_up).view(

@@ -85,15 +85,23 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of some positions, float32 [tokens, rope_dim / 2]."""
+    """cos and sin of some positions, float32 [tokens, rope_dim / 2], and the positions."""
 
     cos: Tensor
     sin: Tensor
+    positions: Tensor
 
     @functools.cached_property
     def turns(self) -> Turns:
         """For compiled stages."""
         return look_at_turns(self.cos, self.sin)
+
+    def part(self, which: slice) -> Rotation:
+        return Rotation(self.cos[which], self.sin[which], self.positions[which])
+
+    def still(self) -> Rotation:
+        """For layers that turn nothing."""
+        return Rotation(self.cos[:, :0], self.sin[:, :0], self.positions)
 
     @property
     def angles(self) -> Angles:
@@ -102,14 +110,19 @@ class Rotation:
 
 
 class RotaryPositions:
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device, factors: Tensor | None = None
+    ) -> None:
+        """`factors` are a model's own, of its frequencies."""
         self._frequencies = rope_frequencies(config).to(device)
+        if factors is not None:
+            self._frequencies = self._frequencies * factors
         self._scale = config.rope.rotation_scale
 
     def at(self, positions: Tensor) -> Rotation:
         """Of positions on the device that this was made for."""
         angles = positions.float()[:, None] * self._frequencies
-        return Rotation(angles.cos() * self._scale, angles.sin() * self._scale)
+        return Rotation(angles.cos() * self._scale, angles.sin() * self._scale, positions)
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

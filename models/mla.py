@@ -33,19 +33,19 @@ class Mla:
         self._config = c
         self.head_count = heads = c.head_count // tp
         assert heads * tp == c.head_count, f"{c.head_count} heads of {tp} ranks"
-        self._down = stacked(
-            (
-                source.weight("q_a_proj", c.query_rank, c.hidden_dim),
-                source.weight("kv_a_proj_with_mqa", c.row_dim, c.hidden_dim),
-            )
-        )
-        self._query_norm = source.vector("q_a_layernorm.weight", c.query_rank)
+        self._down = self._down_from(source)
         self._latent_norm = source.vector("kv_a_layernorm.weight", c.latent_dim)
         self._query_up = self._queries_from(source)
         up = source.matrix("kv_b_proj", heads * (c.nope_dim + c.value_dim), c.latent_dim)
         per_head = up.view(heads, c.nope_dim + c.value_dim, c.latent_dim)
         self._key_up, self._value_up = torch.split(per_head, [c.nope_dim, c.value_dim], 1)
         self._out = source.weight("o_proj", c.hidden_dim, c.head_count * c.value_dim)
+
+    def _down_from(self, source: Source) -> Weight:
+        c = self._config
+        self._query_norm = source.vector("q_a_layernorm.weight", c.query_rank)
+        query = source.weight("q_a_proj", c.query_rank, c.hidden_dim)
+        return stacked((query, source.weight("kv_a_proj_with_mqa", c.row_dim, c.hidden_dim)))
 
     def _queries_from(self, source: Source) -> Weight:
         c = self._config
@@ -86,8 +86,8 @@ class Mla:
         normed = rms_norm(latent, self._latent_norm, c.query_latent_eps)
         return torch.cat((normed, rotate(rope, rotation, "interleaved")), -1)
 
-    def row_finish(self, rotation: Rotation) -> RowFinish:
-        """What `rows` does, for an op that stores them as well."""
+    def row_finish(self, rotation: Rotation) -> RowFinish | None:
+        """What `rows` does, for an op that stores them as well; None where no op does it."""
         return RowFinish(self._latent_norm, self._config.query_latent_eps, rotation.angles)
 
     def values(self, attended: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
 from ess.models.mtp import Mtp
+from ess.models.weights.shapes import FREQUENCY_FACTORS
 
 
 class Model:
@@ -46,11 +47,17 @@ class Model:
         has_mtp = self.is_last and c.mtp_layer_count
         self.mtp = Mtp(c, source, first=part.start, tp=tp) if has_mtp else None
         self.device = self.layers[0].mla.device
-        self._positions = RotaryPositions(c, self.device)
+        self._positions = RotaryPositions(c, self.device, self._factors(source))
 
     @property
     def has_stages(self) -> bool:
         return all(layer.has_stages for layer in self.layers)
+
+    def _factors(self, source: Source) -> Tensor | None:
+        """Of the rotary frequencies."""
+        if not self.config.frequencies_learned:
+            return None
+        return source.vector(FREQUENCY_FACTORS, self.config.rope_dim // 2).exp()
 
     def _embedding_of(self, source: Source) -> Tensor | None:
         c = self.config
@@ -81,7 +88,8 @@ class Model:
         return rms_norm(hidden, self._last(self._norm), self.config.norm_eps)
 
     def logits(self, finished: Tensor) -> Tensor:
-        return linear(finished, self._last(self._head))
+        logits, cap = linear(finished, self._last(self._head)), self.config.logit_cap
+        return cap * (logits / cap).tanh() if cap else logits
 
     @functools.cached_property
     def ending(self) -> Stage:

@@ -60,7 +60,9 @@ class Moe:
         c = config
         self._config = c
         self._gate = source.matrix("gate", c.expert_count, c.hidden_dim).float()
-        self._correction = source.vector("gate.e_score_correction_bias", c.expert_count)
+        self._correction = None
+        if c.expert_scores == "sigmoid":
+            self._correction = source.vector("gate.e_score_correction_bias", c.expert_count)
         self._gate_up, self._down = _stack_experts(c, source.under("experts"))
         self._shared = None
         if c.shared_expert_count:
@@ -77,6 +79,7 @@ class Moe:
     def add_to(self, stage: Stage, normed: Values, hidden: Values) -> None:
         """`hidden` += the block of `normed`, as ops of a compiled stage."""
         c = self._config
+        assert self._correction is not None, "softmax scores are not compiled"
         routing = compiled.Routing(
             per_token=c.experts_per_token,
             group_count=c.expert_group_count,
@@ -92,9 +95,9 @@ class Moe:
 
     def route(self, x: Tensor) -> Routing:
         """The correction bias steers the choice of experts; their weights do without it."""
-        c = self._config
-        scores = F.linear(x.float(), self._gate).sigmoid()
-        choice = scores + self._correction
+        c, logits = self._config, F.linear(x.float(), self._gate)
+        scores = logits.softmax(-1) if c.expert_scores == "softmax" else logits.sigmoid()
+        choice = scores if self._correction is None else scores + self._correction
         if c.expert_group_count > 1:
             choice = self._limit_groups(choice)
         experts = _best(choice, c.experts_per_token)

@@ -25,6 +25,7 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "glm_moe_dsa": "ess.models.families.glm_dsa",
         "hy_v4": "ess.models.families.hy_v4",
         "llama": "ess.models.guest.llama",
+        "mistral_large4": "ess.models.families.mistral_large4",
     }
 )
 

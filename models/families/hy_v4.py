@@ -42,7 +42,7 @@ OWN: Final = {
     "has_sinks": True,
     "reorders": True,
     "experts_stacked": True,
-    "unread_prefix": "model.mtp_layers.",
+    "unread_prefixes": ("model.mtp_layers.",),
 }
 
 

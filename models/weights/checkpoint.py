@@ -25,7 +25,7 @@ from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.weights.blocks import as_scale
 from ess.models.weights.folder import Folder, Links, check_plain_name
-from ess.models.weights.header import DTYPE_BYTES, Entry, read_header
+from ess.models.weights.header import DTYPE_BYTES, Entry, read_header, renamed
 from ess.models.weights.shapes import HEAD, Spec
 from ess.models.weights.stored import stores_fp8
 from ess.models.weights.verify import FP8, verify
@@ -67,7 +67,7 @@ class Checkpoint:
             self.mtp = mtp_count > 0 if mtp is None else mtp
             if self.mtp and not mtp_count:
                 raise BadInput("config.json: num_nextn_predict_layers is 0, but MTP was asked for")
-            self._entries = self._open_files()
+            self._entries = renamed(self._open_files(), config.words)
             where = str(self._folder.path)
             self.specs: Mapping[str, Spec] = verify(
                 self._entries, config, mtp=self.mtp, where=where

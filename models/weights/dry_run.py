@@ -28,7 +28,9 @@ from ess.models.weights.strict_json import parse_object
 from ess.pool.capacity import needs, page_count, request_bytes
 from ess.units import PAGE_ROWS, align_up, format_bytes
 
-PUBLISHED: Final = ("deepseek-v3.2", "glm-5.2", "a.x-k2-light", "hy4-preview")
+PUBLISHED: Final = (
+    *("deepseek-v3.2", "glm-5.2", "a.x-k2-light", "hy4-preview", "mistral-large-4"),
+)
 _BF16_BYTES: Final = 2
 _F32_BYTES: Final = 4
 

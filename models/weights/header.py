@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -64,6 +64,18 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.file}: tensor {self.name!r}"
+
+
+def renamed(entries: Mapping[str, Entry], words: Sequence[tuple[str, str]]) -> dict[str, Entry]:
+    """By other names: each of `words` is whole parts of a name, and what stands for them."""
+    return {_renamed(name, words): entry for name, entry in entries.items()}
+
+
+def _renamed(name: str, words: Sequence[tuple[str, str]]) -> str:
+    whole = f".{name}."
+    for theirs, ours in words:
+        whole = whole.replace(f".{theirs}.", f".{ours}.")
+    return whole[1:-1]
 
 
 def read_header(fd: int, *, file: str) -> dict[str, Entry]:

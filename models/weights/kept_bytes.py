@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from ess.models.config import ModelConfig
-from ess.models.weights.header import DTYPE_BYTES, Entry
-from ess.models.weights.shapes import HEAD, Spec, expected_tensors, scale_shape
+from ess.models.weights.header import DTYPE_BYTES, Entry, renamed
+from ess.models.weights.shapes import FREQUENCY_FACTORS, HEAD, Spec, expected_tensors, scale_shape
 from ess.models.weights.stored import QUANT_BLOCK
 from ess.models.weights.verify import FP8
 
@@ -30,6 +30,7 @@ REORDERED: Final = ("q_b_proj", "kv_a_proj_with_mqa", "wq_b", "wk")
 
 def kept_bytes(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> int:
     """`form` is what weights are computed in: bf16, f32, or as they are stored."""
+    entries = renamed(entries, config.words)
     specs = expected_tensors(config, mtp=config.mtp_layer_count > 0)
     kept = sum(_kept(spec, entries, config, form) for spec in specs if spec.name in entries)
     more = _padding(config, entries, form) + _own_head(config, entries, form)
@@ -38,7 +39,7 @@ def kept_bytes(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> 
 
 def _kept(spec: Spec, entries: Mapping[str, Entry], config: ModelConfig, form: str) -> int:
     values = math.prod(spec.shape)
-    if spec.layer is not None and spec.name.endswith(UNREAD):
+    if spec.name == FREQUENCY_FACTORS or (spec.layer is not None and spec.name.endswith(UNREAD)):
         return 0
     is_head = spec.name == HEAD and config.stream_count > 1
     if is_head or spec.role in ("norm", "correction") or spec.name.endswith(IN_F32):

@@ -28,6 +28,7 @@ Role = Literal["linear", "table", "norm", "correction"]
 SCALE_SUFFIX: Final = "_scale_inv"
 TENSOR_COUNT_MAX: Final = 500_000
 HEAD: Final = "lm_head.weight"
+FREQUENCY_FACTORS: Final = "model.rotary_emb.alpha"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,9 @@ def _outside(config: ModelConfig) -> Iterator[Spec]:
     cut = Cut(dim=0, part_count=config.vocab_size)
     yield Spec(name="model.embed_tokens.weight", shape=shape, role="table", cut=cut)
     yield Spec(name="model.norm.weight", shape=(config.hidden_dim,), role="norm")
+    if config.frequencies_learned:
+        pairs = (config.rope_dim // 2,)
+        yield Spec(name=FREQUENCY_FACTORS, shape=pairs, role="norm")
     if config.stream_count > 1:
         yield from _streams(config, "model.hc_head.hc_head_", 1, None)
     yield Spec(name=HEAD, shape=shape, role="table", cut=cut, optional=config.tie_head)
@@ -95,7 +99,7 @@ def _decoder_layer(config: ModelConfig, layer: int) -> Iterator[Spec]:
     prefix = f"model.layers.{layer}."
     yield from _norm(config, layer, f"{prefix}input_layernorm.", config.norm_gate_rank)
     attention = _grouped_attention if config.is_grouped else _attention
-    yield from attention(config, layer, f"{prefix}self_attn.")
+    yield from attention(config.at_layer(layer), layer, f"{prefix}self_attn.")
     if config.has_indexer(layer):
         yield from _indexer(config, layer, f"{prefix}self_attn.indexer.")
     rank = config.norm_gate_rank if config.has_experts(layer) else 0
@@ -141,9 +145,11 @@ def _attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     def norm(name: str, width: int) -> Spec:
         return Spec(name=f"{prefix}{name}.weight", shape=(width,), role="norm", layer=layer)
 
-    yield linear("q_a_proj", config.query_rank, config.hidden_dim)
-    yield norm("q_a_layernorm", config.query_rank)
-    yield linear("q_b_proj", heads * query_dim, from_dim, by_head)
+    if config.has_query_rank:
+        yield linear("q_a_proj", config.query_rank, config.hidden_dim)
+        yield norm("q_a_layernorm", config.query_rank)
+    queries = "q_b_proj" if config.has_query_rank else "q_proj"
+    yield linear(queries, heads * query_dim, from_dim, by_head)
     yield linear("kv_a_proj_with_mqa", config.row_dim, config.hidden_dim)
     yield norm("kv_a_layernorm", config.latent_dim)
     both_dims = config.nope_dim + config.value_dim
@@ -154,6 +160,13 @@ def _attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
         yield linear("linear_gate", heads * config.value_dim, config.hidden_dim, by_head)
     if config.has_sinks:
         yield Spec(name=f"{prefix}learnable_sink_param", shape=(heads,), role="norm", layer=layer)
+    yield from _growth(config, layer, prefix, heads)
+
+
+def _growth(config: ModelConfig, layer: int, prefix: str, heads: int) -> Iterator[Spec]:
+    for name in ("scale", "bias") if config.queries_grow else ():
+        full_name = f"{prefix}softmax_scaling.{name}"
+        yield Spec(name=full_name, shape=(heads,), role="norm", layer=layer)
 
 
 def _grouped_attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
@@ -181,6 +194,10 @@ def _indexer(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     ):
         full_name = prefix + name
         yield Spec(name=full_name, shape=shape, role=role, layer=layer)  # type: ignore[arg-type]
+    for name in () if config.has_query_rank else ("weight", "bias"):
+        full_name = f"{prefix}q_input_norm.{name}"
+        yield Spec(name=full_name, shape=(config.hidden_dim,), role="norm", layer=layer)
+    yield from _growth(config, layer, prefix, heads)
 
 
 def _mlp(
@@ -207,8 +224,9 @@ def _experts(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     count, width = config.expert_count, config.expert_dim
     gate = (count, config.hidden_dim)
     yield Spec(name=f"{prefix}gate.weight", shape=gate, role="table", layer=layer)
-    bias = f"{prefix}gate.e_score_correction_bias"
-    yield Spec(name=bias, shape=(count,), role="correction", layer=layer)
+    if config.expert_scores == "sigmoid":
+        bias = f"{prefix}gate.e_score_correction_bias"
+        yield Spec(name=bias, shape=(count,), role="correction", layer=layer)
     if config.experts_stacked:
         yield from _stacked_experts(config, layer, f"{prefix}experts.")
     for expert in range(0 if config.experts_stacked else count):

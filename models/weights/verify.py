@@ -40,8 +40,7 @@ def verify(
     if missing:
         raise BadInput(f"{where} lacks {_some(missing)}")
     unexpected = [name for name in entries if name not in known and name not in scales]
-    if config.unread_prefix:
-        unexpected = [name for name in unexpected if not name.startswith(config.unread_prefix)]
+    unexpected = [name for name in unexpected if not name.startswith(config.unread_prefixes)]
     if unexpected:
         file = entries[unexpected[0]].file
         raise BadInput(f"{where}: {file} holds {_some(unexpected)}, not in the shape formula")

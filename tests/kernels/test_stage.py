@@ -148,7 +148,7 @@ def test_a_token_gets_the_same_bits_in_any_company(name: str, form: str) -> None
     hidden, attended, rotation = inputs(name, 40)
     together = everything(layer, layout(name, form), (hidden, attended, rotation))
     for part in (slice(0, 1), slice(7, 9), slice(13, 40)):
-        some = hidden[part], attended[part], Rotation(rotation.cos[part], rotation.sin[part])
+        some = hidden[part], attended[part], rotation.part(part)
         for one, all_of_them in zip(
             everything(layer, layout(name, form), some), together, strict=True
         ):
@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(BadInput, match="float64"):
         compiled.back(hidden.double(), attended)
     with pytest.raises(BadInput, match="rotation"):
-        compiled.front(hidden, Rotation(rotation.cos[:4], rotation.sin[:4]))
+        compiled.front(hidden, rotation.part(slice(4)))
     with pytest.raises(BadInput, match="int8"):
         pack(torch.zeros(4, 4, dtype=torch.int8))
     with pytest.raises(BadInput, match="power of two"):

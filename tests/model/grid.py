@@ -35,6 +35,7 @@ from tests.support.checkpoints import (
     TINY_GLM,
     TINY_HY4,
     TINY_LLAMA,
+    TINY_MISTRAL4,
     TINY_V32,
     model,
     tokens,
@@ -61,6 +62,7 @@ RANDOM: Final = {
     "llama": TINY_LLAMA,
     "axk2": TINY_AXK2,
     "hy_v4": TINY_HY4,
+    "mistral_large4": TINY_MISTRAL4,
 }
 Case = Mapping[str, str]
 HEADING: Final = "## In float32: the full grid, once"

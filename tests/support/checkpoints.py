@@ -103,6 +103,60 @@ HY4: Final[dict[str, Any]] = {
     "swiglu_limit": 1.0,
 }
 
+_MISTRAL4_TEXT: Final[dict[str, Any]] = {
+    **{key: GLM[key] for key in GLM if key not in ("model_type", "architectures", "q_lora_rank")},
+    "model_type": "mistral_large4_text",
+    "num_nextn_predict_layers": 0,
+    "num_hidden_layers": 5,
+    "scoring_func": "softmax",
+    "n_group": 4,
+    "topk_group": 2,
+    "indexer_types": ["full", "full", "shared", "full", "shared"],
+    "routed_scaling_factor": 1.5,
+    "kv_lora_rank": 128,
+    "hidden_size": 128,
+    "final_logit_softcapping": 2.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 16,
+        "attention_factor": 1.0,
+    },
+}
+PIXTRAL: Final[dict[str, Any]] = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def published(weights: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """By the names that a checkpoint of the family has."""
+    return {_theirs(name, config.words): weight for name, weight in weights.items()}
+
+
+def _theirs(name: str, words: tuple[tuple[str, str], ...]) -> str:
+    whole = f".{name}."
+    for theirs, ours in words:
+        whole = whole.replace(f".{ours}.", f".{theirs}.")
+    return whole[1:-1]
+
+
+def of_text(text: dict[str, Any]) -> dict[str, Any]:
+    """A whole Mistral-Large-4 around its text."""
+    whole = {"model_type": "mistral_large4", "tie_word_embeddings": False}
+    names = {"architectures": ["MistralLarge4ForConditionalGeneration"]}
+    sizes = {"vocab_size": text["vocab_size"]}
+    return {**whole, **names, **sizes, "text_config": text, "vision_config": PIXTRAL}
+
+
+MISTRAL4: Final = of_text(_MISTRAL4_TEXT)
 _TINY: Final[dict[str, Any]] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -143,6 +197,10 @@ TINY_V32: Final = {**V32, **_TINY}
 TINY_GLM: Final = {**GLM, **_TINY}
 TINY_HY4: Final = {**HY4, **_TINY, "num_hidden_layers": 6}
 TINY_AXK2: Final = {**AXK2, **_TINY}
+TINY_MISTRAL4: Final = of_text(
+    {key: value for key, value in {**_MISTRAL4_TEXT, **_TINY}.items() if key != "q_lora_rank"}
+    | {"num_hidden_layers": 5}
+)
 
 SMALL: Final[dict[str, Any]] = {
     "hidden_size": 64,

@@ -23,7 +23,7 @@ class Oracle:
     """One transformers model; `read` feeds it tokens in the given pieces through its own cache."""
 
     def __init__(self, folder: Path, raw: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-        from transformers import AutoModelForCausalLM
+        import transformers
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -31,13 +31,16 @@ class Oracle:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(raw))
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self._rope_dim = raw["qk_rope_head_dim"]
+        self._model = (
+            getattr(transformers, raw["architectures"][0])
+            .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            .eval()
+        )
+        self._rope_dim = raw.get("text_config", raw)["qk_rope_head_dim"]
         self._pairs_split = raw["model_type"] == "glm_moe_dsa"
         self._chosen: list[torch.Tensor] = []
-        for layer in self._model.model.layers:
+        text = getattr(self._model.model, "language_model", self._model.model)
+        for layer in text.layers:
             if layer.self_attn.indexer is not None:
                 layer.self_attn.indexer.register_forward_hook(self._note)
 
@@ -52,9 +55,22 @@ class Oracle:
     def _note(self, module: object, arguments: object, chosen: torch.Tensor) -> None:
         self._chosen.append(chosen[0])
 
-    @torch.inference_mode()
+    def logits(self, tokens: list[int], pieces: list[int]) -> torch.Tensor:
+        """`pieces` are token counts that sum to the length."""
+        return self._run(tokens, pieces)[0]
+
     def read(self, tokens: list[int], pieces: list[int]) -> Answer:
-        """`pieces` are token counts that sum to the length. Selections are of the last piece."""
+        """And what it caches. Selections are of the last piece."""
+        logits, past = self._run(tokens, pieces)
+        return Answer(
+            logits,
+            [torch.cat((s.keys[0, 0], interleave(s.values[0, 0])), -1) for s in past.layers],
+            [self._keys(layer) for layer in past.layers],
+            list(self._chosen),
+        )
+
+    @torch.inference_mode()
+    def _run(self, tokens: list[int], pieces: list[int]) -> tuple[torch.Tensor, Any]:
         past, logits, start = None, [], 0
         for count in pieces:
             self._chosen.clear()
@@ -62,12 +78,7 @@ class Oracle:
             result = self._model(ids, past_key_values=past, use_cache=True)
             past, start = result.past_key_values, start + count
             logits.append(result.logits[0])
-        return Answer(
-            torch.cat(logits),
-            [torch.cat((s.keys[0, 0], interleave(s.values[0, 0])), -1) for s in past.layers],
-            [self._keys(layer) for layer in past.layers],
-            list(self._chosen),
-        )
+        return torch.cat(logits), past
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], count: int) -> list[int]:

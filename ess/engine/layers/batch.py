@@ -80,7 +80,7 @@ class Shared(Protocol):
 
 def queries(batch: Shared, layer: DecoderLayer, query: Tensor) -> Tensor:
     if not batch.ops.has_stages():
-        return layer.mla.queries(query, batch.rotation)
+        return layer.mla.queries(query, layer.turning(batch.rotation))
     compiled = layer.compiled(batch.layout)
     return compiled.queries(query, batch.rotation, threads=compute_threads())
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ess.engine.layers.batch import Batch, Shared, compute_threads
 from ess.models.decoder import DecoderLayer, Front
+from ess.models.guest.grouped import Grouped
 from ess.models.layers import Rotation
+from ess.models.mla import Mla
 
 
 class Asking(NamedTuple):
@@ -69,27 +71,29 @@ def turned(batch: Shared, queries: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) -> Asking:
-    layout, ops, rotation = batch.layout, batch.ops, batch.rotation
+    layout, ops, rotation = batch.layout, batch.ops, layer.turning(batch.rotation)
     entry = layer.enter(hidden)
-    _finish_rows(batch, layer, entry.row, room)
+    _finish_rows(batch, layer.mla, entry.row, rotation, room)
     if layer.indexer is None:
         return Asking(entry.query)
     assert layout.index is not None, "an indexer without an index codec"
     assert room.keys is not None, f"layer {layer.number} has keys"
-    raw = layer.indexer.raw(entry.hidden, entry.query)
+    raw = layer.indexer.raw(entry.hidden, entry.query, rotation)
     key_finish = layer.indexer.key_finish(rotation)
     ops.finish_keys(raw.keys, key_finish, layout.index, room.keys, room.row_ids)
     return Asking(entry.query, turned(batch, raw.queries, rotation), raw.weights)
 
 
-def _finish_rows(batch: Shared, layer: DecoderLayer, row: Tensor, room: Room) -> None:
-    codec, ops, finish = batch.layout.row, batch.ops, layer.mla.row_finish(batch.rotation)
+def _finish_rows(
+    batch: Shared, mla: Mla | Grouped, row: Tensor, rotation: Rotation, room: Room
+) -> None:
+    codec, ops, finish = batch.layout.row, batch.ops, mla.row_finish(rotation)
     if finish is not None:
         ops.finish_rows(row, finish, codec, room.rows, room.places)
     elif room.places is None:
-        ops.encode_rows(layer.mla.rows(row, batch.rotation), codec, room.rows)
+        ops.encode_rows(mla.rows(row, rotation), codec, room.rows)
     else:
-        ops.store_rows(layer.mla.rows(row, batch.rotation), codec, room.rows, room.places)
+        ops.store_rows(mla.rows(row, rotation), codec, room.rows, room.places)
 
 
 def _bytes(hidden: Tensor, width: int) -> Tensor:

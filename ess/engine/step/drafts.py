@@ -85,7 +85,7 @@ class Chain:
     def _selected(self, entry: Entry, rotation: Rotation) -> Tensor:
         batch, layer = self._batch, self._mtp.layer
         assert layer.indexer is not None, "the module selects for itself"
-        asked = turned(batch, layer.indexer.queries(entry.query), rotation)
+        asked = turned(batch, layer.indexer.queries(entry.query, rotation), rotation)
         weights = layer.indexer.weights(entry.hidden)
         return select(batch, layer.number, asked, weights, self._last)
 

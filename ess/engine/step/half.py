@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Final
 
 from ess.engine.layers.batch import Batch
-from ess.models.layers import Rotation
 
 PARTS: Final = 2
 
@@ -60,10 +59,9 @@ def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_work
     queries = range(ends[start], ends[stop])
     assert 0 < len(queries) < ends[-1], f"{len(queries)} of {ends[-1]} queries are no half"
     mine = slice(queries.start, queries.stop)
-    rotation = Rotation(batch.rotation.cos[mine], batch.rotation.sin[mine])
     own = replace(
         batch,
-        rotation=rotation,
+        rotation=batch.rotation.part(mine),
         row_ids=batch.row_ids[mine],
         page_table=batch.page_table[mine],
         lengths=batch.lengths[mine],

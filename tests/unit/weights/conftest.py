@@ -62,6 +62,7 @@ def write_checkpoint(
     tensors: dict[str, torch.Tensor] = {}
     for spec in (spec for spec in expected_tensors(config) if spec.name in values):
         tensors |= stored(spec, values[spec.name], fp8=stores_fp8(raw))
+    tensors = checkpoints.published(tensors, config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     if shard_count == 1:

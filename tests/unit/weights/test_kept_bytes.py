@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 
 from ess.models.load import load_model
-from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.kept_bytes import kept_bytes
 from ess.models.weights.rank import Form
-from tests.support.checkpoints import TINY_AXK2, TINY_HY4
+from ess.server.commands.start.checkpoint import read_entries
+from tests.support.checkpoints import TINY_AXK2, TINY_HY4, TINY_MISTRAL4
 from tests.support.held import held
 
-TIED = {**TINY_HY4, "tie_word_embeddings": True}
+CASES = {
+    "axk2": TINY_AXK2,
+    "hy_v4": TINY_HY4,
+    "tied": {**TINY_HY4, "tie_word_embeddings": True},
+    "mistral_large4": TINY_MISTRAL4,
+}
 
 
 @pytest.mark.parametrize("form", ["bf16", "f32"])
-@pytest.mark.parametrize("raw", [TINY_AXK2, TINY_HY4, TIED], ids=["axk2", "hy_v4", "tied"])
+@pytest.mark.parametrize("raw", CASES.values(), ids=CASES)
 def test_a_plan_says_what_a_model_takes(
     raw: dict[str, Any], form: Form, write: Any, tmp_path: Path
 ) -> None:
     write(tmp_path, raw, shard_count=1)
-    with Checkpoint(tmp_path) as checkpoint:
-        entries = {name: checkpoint.entry(name) for name in checkpoint.specs}
-        planned = kept_bytes(checkpoint.model_config, entries, form)
     made = load_model(tmp_path, form=form)
     sizes = {(each.data_ptr(), each.numel()): each.nbytes for each in held(made, set())}
-    assert sum(sizes.values()) == planned
+    assert sum(sizes.values()) == kept_bytes(made.config, read_entries(tmp_path), form)

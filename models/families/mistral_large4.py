@@ -1,0 +1,126 @@
+"""Mistral-Large-4, its text: queries of the layer's input, which grow with the logarithm of their
+position; every fourth layer turns nothing; one factor for each rotary frequency is learned.
+
+A checkpoint has Mistral's own names. Its pictures are not read, nor is its MTP module: nobody has
+published what that computes. A row of a layer that turns nothing has zeros in the place of its
+rotary part, so that all layers have rows of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.reading import parse
+
+if TYPE_CHECKING:
+    from ess.models.layers import TensorSource
+    from ess.models.model import Model
+
+
+DEFAULTS: Final = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1048576,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2048.0,
+        "original_max_position_embeddings": 512,
+        "attention_factor": 1.0,
+    },
+}
+FIXED: Final = {
+    "indexer_rope_interleave": True,
+    "norm_topk_prob": True,
+    "q_lora_rank": None,
+    "scoring_func": "softmax",
+}
+OWN: Final = {
+    "has_query_rank": False,
+    "queries_grow": True,
+    "frequencies_learned": True,
+    "expert_scores": "softmax",
+    "unread_prefixes": (
+        *("vision_encoder.", "vision_language_adapter.", "patch_merger."),
+        *("pre_mm_projector_norm.", "mtp_dspark."),
+    ),
+    "words": (
+        ("layers", "model.layers"),
+        ("tok_embeddings", "model.embed_tokens"),
+        ("norm", "model.norm"),
+        ("output", "lm_head"),
+        ("lerope", "model.rotary_emb"),
+        ("attention_norm", "input_layernorm"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("attention", "self_attn"),
+        ("wq", "q_proj"),
+        ("wkv_a_with_mqa", "kv_a_proj_with_mqa"),
+        ("kv_a_norm", "kv_a_layernorm"),
+        ("wkv_b", "kv_b_proj"),
+        ("wo", "o_proj"),
+        ("ssmax_scaling.s", "softmax_scaling.scale"),
+        ("ssmax_scaling.b", "softmax_scaling.bias"),
+        ("gate", "mlp.gate"),
+        ("experts", "mlp.experts"),
+        ("shared_experts", "mlp.shared_experts"),
+        ("feed_forward", "mlp"),
+        ("w1", "gate_proj"),
+        ("w2", "down_proj"),
+        ("w3", "up_proj"),
+    ),
+}
+LOGIT_CAP: Final = 30.0
+STILL_EVERY: Final = 4
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    try:
+        given = _text(raw)
+        count = given.get("num_hidden_layers")
+        own = {
+            **OWN,
+            "q_lora_rank": given.get("hidden_size"),
+            "final_logit_softcapping": given.get("final_logit_softcapping", LOGIT_CAP),
+            "still_layers": _still_layers(given, count) if isinstance(count, int) else (),
+        }
+        if given.get("kv_source_layers", own_rows := [*range(count or 0)]) != own_rows:
+            raise BadInput("kv_source_layers lets layers share rows, which is not supported")
+    except BadInput as error:
+        raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
+    return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
+
+
+def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of the text, under the name of the whole model; nulls count as absent."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise BadInput(f"text_config is {text!r:.60}, expected an object")
+    of_all = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw}
+    return {key: value for key, value in {**text, **of_all}.items() if value is not None}
+
+
+def _still_layers(given: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    every = given.get("no_rope_layer_interval", STILL_EVERY)
+    if not isinstance(every, int) or every < 1:
+        raise BadInput(f"no_rope_layer_interval is {every!r:.60}, expected a count of layers")
+    turns = given.get("no_rope_layers", [int((n + 1) % every != 0) for n in range(count)])
+    if not isinstance(turns, list) or len(turns) < count or not {*turns} <= {0, 1}:
+        raise BadInput(f"no_rope_layers is {turns!r:.60}, expected 0 or 1 for each layer")
+    return tuple(n for n in range(count) if not turns[n])
+
+
+def build(
+    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+) -> Model:
+    from ess.models.families.grown import GrownLayer
+    from ess.models.model import Model
+
+    if tp != 1:
+        raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
+    return Model(config, tensor, layers=layers, layer=GrownLayer)
