@@ -101,6 +101,7 @@ def chat(
         Print one JSON document per answer.
     """
     client = Client(url, api_key)
+    client.wait_ready()
     messages = [{"role": "system", "content": system}] if system else []
     asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     is_typed = question is None and sys.stdin.isatty()

@@ -1,18 +1,22 @@
-"""A running server as its client sees it. Standard library only."""
+"""A running server as its client sees it. Standard library and our console only."""
 
 from __future__ import annotations
 
+import http
 import http.client
 import json as jsons
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from ess import console
 from ess.errors import BadInput, Unavailable
 
 URL: Final = "http://127.0.0.1:8000"
 TIMEOUT_S: Final = 600.0
+LOOK_S: Final = 0.25
 
 
 class Client:
@@ -27,6 +31,20 @@ class Client:
         self._key = (api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]).strip()
         if not (self._key.isascii() and self._key.isprintable()):
             raise BadInput("the API key has a character that is no visible ASCII")
+
+    def wait_ready(self) -> None:
+        """Until the server takes requests; why it does not is shown."""
+        shown = ""
+        while why := self._why_not_ready():
+            if why != shown:
+                console.note(f"waiting for {self.url}, which says: {why}")
+            shown = why
+            time.sleep(LOOK_S)
+
+    def _why_not_ready(self) -> str:
+        with self._asked("GET", "/ready", None) as answer:
+            raw = answer.read()
+        return _message(raw) if answer.status == http.HTTPStatus.SERVICE_UNAVAILABLE else ""
 
     def ask(self, path: str) -> dict[str, Any]:
         with self._send("GET", path, None) as answer:
@@ -53,6 +71,16 @@ class Client:
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> http.client.HTTPResponse:
+        answer = self._asked(method, path, body)
+        if answer.status != http.HTTPStatus.OK:
+            with answer:
+                said = _message(answer.read())
+            raise Unavailable(f"{self.url} answers {answer.status}: {said}")
+        return answer
+
+    def _asked(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> http.client.HTTPResponse:
         is_safe = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_S)
@@ -62,16 +90,11 @@ class Client:
         sent = None if body is None else jsons.dumps(body).encode()
         try:
             connection.request(method, self._parts.path.rstrip("/") + path, sent, headers)
-            answer = connection.getresponse()
+            return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             hint = "; `ess serve` starts one" if self.url == URL else ""
             raise Unavailable(f"no server at {self.url}: {error}{hint}") from None
-        if answer.status != 200:
-            with answer:
-                said = _message(answer.read())
-            raise Unavailable(f"{self.url} answers {answer.status}: {said}")
-        return answer
 
 
 def _message(raw: bytes) -> str:

@@ -57,7 +57,8 @@ def until(true: Callable[[], bool], what: str = "it", *, within_s: float = DEADL
 
 
 class PacedEngine(fake_engine.PacedEngine):
-    """Notes what it is asked, can be held, and refuses everything if told to."""
+    """Notes what it is asked, can be held, and refuses everything if told to. It loads until
+    `says_ready` is set."""
 
     def __init__(
         self,
@@ -88,12 +89,12 @@ class PacedEngine(fake_engine.PacedEngine):
     def serve(self, endpoint: str) -> None:
         context = zmq.Context()
         wire = SocketWire(context, [endpoint])
-        if self.says_ready:
-            ready = Ready(
-                vocabulary=VOCABULARY, length_max=4096, load_s=0.0, metadata=self.metadata
-            )
-            wire.give(ready)
+        ready = Ready(vocabulary=VOCABULARY, length_max=4096, load_s=0.0, metadata=self.metadata)
+        is_told = False
         while not self.is_stopped:
+            if self.says_ready and not is_told:
+                wire.give(ready)
+                is_told = True
             if self.held.is_set():
                 self.turn(wire)
             else:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def served() -> Iterator[Served]:
 
 def run(served: Served, *arguments: str) -> int:
     return cli.main([*arguments, "--url", served.url, "--api-key", "secret"])
+
+
+def test_a_question_waits_for_a_server_that_loads(capsys: pytest.CaptureFixture[str]):
+    engine, said = PacedEngine(saying(" At noon."), says_ready=False), ""
+    with Served(engine) as served, ThreadPoolExecutor() as pool:
+        asking = pool.submit(cli.main, ["chat", "-q", "When?", "--url", served.url])
+        while "\n" not in said:
+            said += capsys.readouterr().err
+            assert not asking.done()
+        engine.says_ready = True
+        assert asking.result(60) == 0
+    assert (
+        said == f"waiting for {served.url}, which says: the model is being loaded; try again soon\n"
+    )
+    assert capsys.readouterr().out == " At noon.\n"
 
 
 def test_a_question_gets_its_answer(served: Served, capsys: pytest.CaptureFixture[str]):

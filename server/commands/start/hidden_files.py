@@ -8,7 +8,7 @@ from ess.errors import BadInput
 
 
 def _read_hidden(path: Path, name: str) -> str:
-    """What no sentence may show: neither do those about the file."""
+    """The text of a file with a secret in it. Errors name the file and show nothing of its text."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
