@@ -50,6 +50,25 @@ def test_libraries_that_are_missing_are_named(emulated: Path, tmp_path: Path) ->
         assert said in done.stderr
 
 
+NEW_MEMORY = """
+import torch
+
+one = torch.empty(300, device="cuda")
+for new in (one, one.new_empty(300), torch.empty_like(one)):
+    assert new.tolist() == [0.0] * 300, new
+"""
+
+
+def test_memory_that_no_kernel_of_a_benchmark_writes_is_zero(
+    emulated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine reads it as logits, and ends where these happen to be no numbers."""
+    monkeypatch.setenv("MALLOC_PERTURB_", "90")  # the C library fills memory that it gives
+    (tmp_path / "new_memory.py").write_text(NEW_MEMORY)
+    path = f"{beside.ROOT}:{tmp_path}"
+    beside.run("tests.support.pretended", "new_memory", built=emulated, path=path)
+
+
 WRONG = {
     "torch.zeros(3, device='cuda') + torch.zeros(3)": "same device",
     "torch.zeros(3, device='cuda').numpy()": "to numpy",

@@ -1,6 +1,7 @@
 """A GPU that is not there: `-p tests.support.pretended`, or `python -m` it with a module to run.
 
-For a module, which is a benchmark, kernels of Triton are not run: nobody looks at what they write.
+For a module, which is a benchmark, kernels of Triton are not run. New memory is zero then, so that
+who looks at what they would have written, as an engine does, sees the same in every run.
 
 Torch's tensors of the device are tensors of the host with a mark, the driver is the emulated one,
 Triton's kernels are interpreted, and every line of Python runs as it would beside a device. What a
@@ -29,7 +30,7 @@ from types import SimpleNamespace
 from tests.support import emulated_driver, interpreted  # before triton and torch
 from tests.support.pretended_races import caller
 from tests.support.pretended_streams import DEVICE, CUDAGraph, Device, Event, Queues, Stream
-from tests.support.pretended_touches import is_inplace, leaves, of_torch
+from tests.support.pretended_touches import UNWRITTEN, is_inplace, leaves, of_torch
 
 import torch  # isort: skip
 from torch.overrides import TorchFunctionMode
@@ -38,6 +39,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 pytest_configure = interpreted.pytest_configure  # what NumPy warns of, a device does not
 
+IS_MODULE = __name__ == "__main__"
 ANYWHERE = {"copy_", "set_", "__get__", "type_as", "view_as", "expand_as", "reshape_as"}
 WAITS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
 HOST_ONLY = {"numpy", "__array__"}
@@ -82,6 +84,10 @@ def tree_top(index):
     return index if isinstance(index, tuple) else ()
 
 
+def zeroed(func):
+    return lambda *args, **kwargs: func(*args, **kwargs).zero_()
+
+
 def names_device(thing):
     return isinstance(thing, torch.device) or (isinstance(thing, str) and thing[:4] in "cuda cpu")
 
@@ -115,7 +121,8 @@ class Pretence(Queues, TorchFunctionMode):
         if capturing:  # lists as they are now
             args, kwargs = tree_map(lambda thing: thing, (args, kwargs))
         first = at_capture(func, args, kwargs) if capturing else None
-        call, told = lambda: func(*args, **kwargs), lambda made: of_torch(name, args, kwargs, made)
+        made = zeroed(func) if name in UNWRITTEN and IS_MODULE else func
+        call, told = lambda: made(*args, **kwargs), lambda made: of_torch(name, args, kwargs, made)
         return self.run(call, there, pins, queues=given, first=first, told=told, name=name)
 
     def run(self, call, there, pins=False, queues=False, first=None, told=None, name=""):
@@ -270,7 +277,7 @@ def interpret(function, *args, grid, warmup, **kwargs):
 
     def call():
         with torch._C.DisableTorchFunction():
-            __name__ == "__main__" or RUN(function, *args, grid=grid, warmup=warmup, **given)
+            IS_MODULE or RUN(function, *args, grid=grid, warmup=warmup, **given)
 
     PRETENCE.launch(call, args)
 
@@ -360,6 +367,6 @@ def pytest_collection_modifyitems(items):
 RUN = InterpretedFunction.run
 begin()
 
-if __name__ == "__main__":
+if IS_MODULE:
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
