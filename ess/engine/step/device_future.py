@@ -29,7 +29,7 @@ from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.device_draw import Columns, Drawing, Ways, draw_all
 from ess.engine.tokens.logprobs import block_chances, chance_block
 from ess.engine.tokens.sampling import Sampling
-from ess.engine.tokens.verification import Choice, changed_logits
+from ess.engine.tokens.verification import changed_logits, chosen
 
 GREEDY: Final = Sampling()
 """What pads are drawn by."""
@@ -142,13 +142,13 @@ class DeviceFuture:
         count = numbers[0]
         targets, drafts = tuple(numbers[1 : 1 + count]), tuple(numbers[1 + told.width :])
         assert 1 <= count <= len(feed.tokens), f"{count} tokens of {len(feed.tokens)} queries"
-        assert min(targets) >= 0, "logits that are no numbers"
         known = replace(feed, tokens=self._known[line][: len(feed.tokens)])
-        self._known[line] = (targets[-1], *drafts)
         chances: tuple[Chance, ...] = ()
         if place in told.chances:
             chances = block_chances(told.chances[place].read()[:count].tolist())
-        return Outcome(known, Choice(targets, chances), drafts)
+        choice = replace(chosen(targets), chances=chances)
+        self._known[line] = (choice.tokens[-1], *drafts)
+        return Outcome(known, choice, drafts)
 
     def step_numbers(self) -> list[int]:
         return [told.step_number for told in self._told]
@@ -251,7 +251,7 @@ class DeviceChosen:
         return torch.where(is_kept, self.drawn, 0).clamp_min(0)
 
     def with_drafts(self, drafts: Tensor | None) -> DeviceSaid:
-        newest = self.drawn[self.last][:, None]
+        newest = self.drawn[self.last][:, None].clamp_min(0)
         guesses = newest[:, :0] if drafts is None else drafts
         block = torch.cat((self.counts[:, None], self.targets, guesses), dim=1)
         self.fed.future.hand_on(self.fed.spans[:, 2], torch.cat((newest, guesses), dim=1))

@@ -8,7 +8,7 @@ drafts. Behind the first wrong draft no target counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,14 @@ class Choice:
         return self.tokens[:-1] if self.is_broken else self.tokens
 
 
+def chosen(targets: tuple[int, ...]) -> Choice:
+    """Of targets as they were drawn, of which the last may be `NOT_A_NUMBER`."""
+    is_broken = targets[-1] == NOT_A_NUMBER
+    tokens = (*targets[:-1], 0) if is_broken else targets
+    assert min(tokens) >= 0, f"{targets}: a token behind logits that are no numbers"
+    return Choice(tokens, is_broken=is_broken)
+
+
 def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
     """From logits float32 [queries of all feeds, vocabulary], which stay as they are."""
     counts = [len(feed.tokens) for feed in feeds]
@@ -51,9 +59,8 @@ def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
         assert 1 <= open_count <= count, f"{open_count} of {count} queries may count"
         drafts = feed.tokens[1 : len(tokens)]
         assert drafts == tokens[:-1], f"a token behind a wrong draft: {drafts}, {tokens}"
-        is_broken = tokens[-1] == NOT_A_NUMBER
-        tokens = (*tokens[:-1], 0) if is_broken else tokens
-        choices.append(Choice(tokens, _chances(feed.request, logits[at:], tokens), is_broken))
+        choice = chosen(tokens)
+        choices.append(replace(choice, chances=_chances(feed.request, logits[at:], choice.tokens)))
         at += count
     assert at == len(targets), f"{at} of {len(targets)} targets were looked at"
     return choices
