@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,10 @@ from ess.overlap.calibration import shape_of
 from ess.server.commands import cli
 from ess.server.commands.start.checkpoint import embedded_path, read_checkpoint
 from tests.server.harness import TOKENIZER, until
-from tests.support.process import ROOT, RUN, Process
+from tests.support.kin import is_running
+from tests.support.process import READY_S, ROOT, RUN, Process
+
+GRACE_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -156,34 +159,21 @@ def test_leaving_frees_everything(running: Process):
     until(lambda: not load()["num_total_reqs"] and not load()["num_running_reqs"], "leaving")
 
 
-def end(process: Process, act: Callable[[], None]) -> tuple[list, list[int], float]:
-    """What streams and probes see from the moment of `act` on."""
-    stream = process.stream(max_tokens=100)
-    next(stream)
-    act()
-    began_s, chunks, ready, failed = time.monotonic(), [], [], None
-    try:
-        for chunk in stream:
-            chunks.append(chunk)
-            if len(ready) < 3:
-                ready.append(process.status("/ready"))
-    except openai.APIError as error:
-        failed = error
-    return [chunks, failed], ready, began_s
-
-
 @pytest.mark.slow
 def test_sigterm_lets_streams_finish_while_probes_see_503():
-    with Process("--drain-grace-s", "1.5").wait_ready() as process:
-        told, ready, began_s = end(process, lambda: process.process.send_signal(signal.SIGTERM))
-        chunks, failed = told
-        assert failed is None
-        assert chunks[-1].choices[0].finish_reason == "length"
-        assert ready == [503, 503, 503]
-        while time.monotonic() - began_s < 1.2:
-            assert process.status("/ready") == 503, "the listener closed too early"
-            assert process.status("/health") == 200
-        assert process.ended(10) == 0
+    """For as long as was asked: the listener is closed no sooner."""
+    with Process("--drain-grace-s", str(GRACE_S)).wait_ready() as process:
+        stream = process.stream(max_tokens=100)
+        next(stream)
+        began_s = time.monotonic()
+        process.process.send_signal(signal.SIGTERM)
+        until(lambda: process.status("/ready") == 503, "the drain")
+        assert process.status("/health") == 200
+        while status := process.status("/ready"):
+            assert status == 503
+        assert time.monotonic() - began_s >= GRACE_S
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert process.ended(60) == 0
 
 
 @pytest.mark.slow
@@ -194,7 +184,7 @@ def test_a_drain_has_an_end_and_says_so():
         process.process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
-        assert process.ended(10) == 0
+        assert process.ended(60) == 0
 
 
 @pytest.mark.slow
@@ -203,22 +193,20 @@ def test_a_killed_engine_fails_health_ends_streams_and_the_server():
         stream = process.stream()
         next(stream)
         os.kill(process.engine_pid, signal.SIGKILL)
-        killed_s = time.monotonic()
         with pytest.raises(openai.APIError, match="SIGKILL"):
             list(stream)
-        assert process.status("/health") == 503
-        assert time.monotonic() - killed_s < 2.0
-        assert process.ended(15) == 1
+        assert process.status("/health") in (503, 0), "0: it has ended meanwhile"
+        assert process.ended(60) == 1
 
 
 @pytest.mark.slow
 def test_a_stuck_engine_is_noticed():
-    with Process("--watchdog-s", "1", "--engine-restarts", "0").wait_ready() as process:
+    with Process("--watchdog-s", "3", "--engine-restarts", "0").wait_ready() as process:
         engine = process.engine_pid
         os.kill(engine, signal.SIGSTOP)
         until(lambda: process.status("/health") in (503, 0), "the watchdog")
-        assert process.ended(15) == 1
-        assert not Path(f"/proc/{engine}").exists()
+        assert process.ended(60) == 1
+        until(lambda: not is_running(engine), "the engine's end")
 
 
 @pytest.mark.slow
@@ -247,7 +235,7 @@ def test_wrong_settings_are_one_sentence_and_a_code():
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=READY_S,
         )
         assert done.returncode == code, done.stderr
         assert says in " ".join(done.stderr.replace("│", " ").split())
