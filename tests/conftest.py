@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from pathlib import Path
 
 import pytest
+
+with contextlib.suppress(ImportError):  # a machine with a GPU may be without it
+    import hypothesis
+
+    # Another worker may have the cores while an example is made or run.
+    hypothesis.settings.register_profile(
+        "shared",
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    if hypothesis.settings.get_current_profile_name() in ("default", "ci"):
+        hypothesis.settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session")

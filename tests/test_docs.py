@@ -72,7 +72,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_dialogue_prints_what_it_shows(text: str, shell: dict[str, str]) -> None:
     for command, expected in dialogue(text):
         done = subprocess.run(
-            command, shell=True, cwd=ROOT, env=shell, capture_output=True, text=True, timeout=60
+            command, shell=True, cwd=ROOT, env=shell, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         assert matches(expected, done.stdout), f"{command} printed\n{done.stdout}"

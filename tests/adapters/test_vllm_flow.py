@@ -188,7 +188,7 @@ class Decode:
         self.room: Reserved | None = None
 
     def meet(self, port: int) -> int:
-        call = HTTPConnection("127.0.0.1", port, timeout=10)
+        call = HTTPConnection("127.0.0.1", port, timeout=60)
         call.request("POST", "/peers", self.transport.metadata())
         answer = call.getresponse()
         assert answer.status == 200, answer.read()

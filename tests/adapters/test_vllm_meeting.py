@@ -29,7 +29,7 @@ def place() -> Iterator[MeetingPlace]:
 
 
 def asked(place: MeetingPlace, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    call = HTTPConnection("127.0.0.1", place.port, timeout=10)
+    call = HTTPConnection("127.0.0.1", place.port, timeout=60)
     call.request(method, path, body)
     answer = call.getresponse()
     content = answer.read()
@@ -50,7 +50,7 @@ def test_others_are_told_no(place: MeetingPlace) -> None:
 
 def test_a_length_that_is_no_number_is_refused(place: MeetingPlace) -> None:
     for length in ("-1", "1e3", "٣", ""):
-        with socket.create_connection(("127.0.0.1", place.port), timeout=10) as sock:
+        with socket.create_connection(("127.0.0.1", place.port), timeout=60) as sock:
             head = f"POST /peers HTTP/1.1\r\nContent-Length: {length}\r\n\r\n"
             sock.sendall(head.encode())
             assert b" 400 " in sock.recv(4096)
@@ -60,7 +60,7 @@ def test_many_silent_callers_take_no_threads_without_bound(place: MeetingPlace) 
     thread_count = threading.active_count()
     with contextlib.ExitStack() as stack:
         silent = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", place.port), timeout=10))
+            stack.enter_context(socket.create_connection(("127.0.0.1", place.port), timeout=60))
             for _ in range(2 * CALLERS_MAX)
         ]
         turned_away = 0

@@ -30,7 +30,7 @@ from tests.attacks.wire import (
     pour,
 )
 
-ANSWER_S = 5.0
+ANSWER_S = 30.0
 BODY_MIB = 160
 READ_MIB = BODY_MIB + (READ_BYTES_MAX >> 20)
 FORKED_MIB = 48  # what processes of grammars share counts in each
@@ -263,7 +263,7 @@ def long_bodies() -> Iterator[Attack]:
     ):
         act = partial(asked, path, body)
         yield Attack(name=name, act=act, server_mib=BODY_MIB, all_mib=READ_MIB)
-    yield Attack(name="id-4mb", act=long_id, limit_s=10.0, server_mib=BODY_MIB, all_mib=READ_MIB)
+    yield Attack(name="id-4mb", act=long_id, limit_s=30.0, server_mib=BODY_MIB, all_mib=READ_MIB)
 
 
 def ends() -> Iterator[Attack]:

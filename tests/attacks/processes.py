@@ -14,9 +14,9 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_bytes(process: int) -> int:
-    """The most that it has held since `forget_peak`, or ever."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) << 10
+    """The most that it has held since `forget_peak`, or ever; 0 if it has ended."""
+    found = re.search(r"VmHWM:\s+(\d+)", told(process, "status"))
+    return int(found[1]) << 10 if found else 0
 
 
 def forget_peak(process: int) -> None:

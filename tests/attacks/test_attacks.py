@@ -92,10 +92,10 @@ WANTED = {
 def test_an_attack_costs_what_it_may(name: str):
     attack = ATTACKS[name]
     found = measure(attack, ROOT)
-    assert (found.got, found.code) == WANTED[name]
-    assert (found.left, found.tracebacks) == (0, 0)
-    assert found.all_bytes <= attack.all_mib << 20
-    assert attack.ends or found.server_bytes <= attack.server_mib << 20
+    assert (found.got, found.code) == WANTED[name], found
+    assert (found.left, found.tracebacks) == (0, 0), found
+    assert found.all_bytes <= attack.all_mib << 20, found
+    assert attack.ends or found.server_bytes <= attack.server_mib << 20, found
 
 
 @pytest.mark.slow

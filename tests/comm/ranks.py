@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from ess.ports import kept_port
 from tests.house.tree import ROOT
 
-LIMIT_S = 90
+LIMIT_S = 180
 
 
 class Rank:

@@ -44,7 +44,7 @@ def graphs(url: str) -> tuple[int, dict[str, int]]:
     """Steps that were replayed, and eager ones by cause, once the request's are told."""
 
     def ask():
-        with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
+        with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
             return json.loads(answer.read())["engine"]["graphs"]
 
     until(lambda: (ask() or {}).get("replayed"), "a replayed step")

@@ -286,7 +286,7 @@ def refusals_in_child(worker: WorkerLane, event: Event) -> int:
 
 
 def exit_code(child: int) -> int:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120.0
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:

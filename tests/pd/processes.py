@@ -32,7 +32,7 @@ from ess.engine.process.messages import (
 )
 from ess.models.load import EMBEDDED
 
-PATIENCE_MS = 60_000
+PATIENCE_MS = 180_000
 SECRET = "a secret of all workers"
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ess.engine.process.messages import Fault, Rank
 from ess.ports import kept_port
-from tests.pd.processes import ROOT, EngineProcess
+from tests.pd.processes import PATIENCE_MS, ROOT, EngineProcess
 
 CUTS = {1: (0, 6), 2: (0, 3, 6), 4: (0, 1, 3, 4, 6)}
 MODULE = "ess.prefill.worker"
@@ -62,7 +62,11 @@ class PipelineProcess(EngineProcess):
 
     def wait_all(self, *, but: int | None = None) -> list[int]:
         """The codes with which all ranks end, but for a rank that cannot."""
-        return [process.wait(timeout=60) for at, process in enumerate(self.ranks) if at != but]
+        return [
+            process.wait(timeout=PATIENCE_MS / 1000)
+            for at, process in enumerate(self.ranks)
+            if at != but
+        ]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,15 @@ import pytest
 
 from ess.engine.process.messages import Abort, Add, Flush, Flushed, Handoff, Status
 from ess.engine.tokens.sampling import Sampling
-from tests.pd.processes import SECRET, EngineProcess, adds, engines, handed_over, introduce
+from tests.pd.processes import (
+    PATIENCE_MS,
+    SECRET,
+    EngineProcess,
+    adds,
+    engines,
+    handed_over,
+    introduce,
+)
 from tests.prefill.processes import PipelineProcess, pipeline
 from tests.support.checkpoints import tokens
 
@@ -92,7 +100,7 @@ def test_stages_end_with_their_lead(tmp_path, how):
     with pipeline(tmp_path / "it", 2) as lead:
         lead.ready()
         os.kill(lead.process.pid, how)
-        assert lead.ranks[1].wait(timeout=60) != 0
+        assert lead.ranks[1].wait(timeout=PATIENCE_MS / 1000) != 0
 
 
 @pytest.mark.slow
@@ -100,7 +108,7 @@ def test_stages_end_with_their_parent(tmp_path):
     with pipeline(tmp_path / "it", 2) as lead:
         lead.ready()
         lead.ranks[1].stdin.close()
-        assert lead.ranks[1].wait(timeout=60) != 0
+        assert lead.ranks[1].wait(timeout=PATIENCE_MS / 1000) != 0
         assert "stage 1 (layers 3..5)" in lead.fault()
 
 

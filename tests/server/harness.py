@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = 4096
 EOS = 1
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def until(true: Callable[[], bool], what: str = "it", *, within_s: float = DEADLINE_S) -> None:
@@ -79,12 +79,14 @@ class PacedEngine(fake_engine.PacedEngine):
         self.metadata = identity.hello() if isinstance(identity, Identity) else b""
         self.held = threading.Event()
         self.held.set()
+        self._rests = threading.Event()
         self._shown = status
 
     def hold(self) -> None:
         """From now on it takes requests and says nothing; a turn under way ends first."""
+        self._rests.clear()
         self.held.clear()
-        time.sleep(3 * fake_engine.IDLE_S)
+        assert self._rests.wait(DEADLINE_S), "its turn does not end"
 
     def serve(self, endpoint: str) -> None:
         context = zmq.Context()
@@ -98,6 +100,7 @@ class PacedEngine(fake_engine.PacedEngine):
             if self.held.is_set():
                 self.turn(wire)
             else:
+                self._rests.set()
                 for message in wire.take(timeout_s=0.01):
                     self.obey(message, wire)
         wire.close()

@@ -38,7 +38,7 @@ def got(url: str, body: object = None, *, method: str | None = None, **headers: 
     sent = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, sent, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.headers, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.headers, error.read()
@@ -128,7 +128,7 @@ def test_routes_of_others_are_fastapi_s():
 
 
 def heads(port: int, paths: list[str]) -> list[int]:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as made:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as made:
         statuses = []
         for path in paths:
             made.request("HEAD", path)

@@ -368,7 +368,7 @@ NAMED = Limits(running_max=2, waiting_max=1, length_max=4096, names=("llm.exampl
 
 
 def answered(port: int, method: str, path: str, headers: list[str]) -> tuple[int, dict]:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as made:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as made:
         made.putrequest(method, path, skip_host=True)
         for header in headers:
             made.putheader(*header.split(": ", 1))

@@ -301,7 +301,7 @@ def test_a_wrong_value_is_named_and_nothing_is_queued(served: Served, changed, s
 def test_a_body_that_is_no_request_is_a_400(served: Served, body: bytes):
     request = urllib.request.Request(served.url + "/v1/completions", body)
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=10)
+        urllib.request.urlopen(request, timeout=60)
     assert caught.value.code == 400
     assert "body" in json.loads(caught.value.read())["error"]["message"]
 
@@ -334,7 +334,7 @@ def post(served: Served, path: str, body: object, **headers: str) -> dict:
         json.dumps(body).encode(),
         {"content-type": "application/json", **headers},
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
 
 

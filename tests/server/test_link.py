@@ -46,7 +46,7 @@ def linked(folder: Path, act: Callable[[EngineLink, Peer], Awaitable[None]]) -> 
         peer = context.socket(zmq.DEALER)
         peer.connect(endpoint)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await act(link, peer)
         finally:
             peer.close(linger=0)

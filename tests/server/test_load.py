@@ -28,7 +28,7 @@ ROUNDS = 2
 
 
 def load(process: Process) -> dict:
-    with urllib.request.urlopen(process.url + "/v1/loads", timeout=30) as answer:
+    with urllib.request.urlopen(process.url + "/v1/loads", timeout=60) as answer:
         return json.loads(answer.read())["loads"][0]
 
 

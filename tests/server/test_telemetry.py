@@ -26,7 +26,7 @@ def post(url: str, body: dict, **headers: str) -> int:
         url, json.dumps(body).encode(), {"content-type": "application/json", **headers}
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             answer.read()
             return answer.status
     except urllib.error.HTTPError as error:

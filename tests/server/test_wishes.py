@@ -43,7 +43,7 @@ def calling() -> Iterator[Served]:
 
 def post(served: Served, path: str, body: dict[str, Any]) -> bytes:
     asked = urllib.request.Request(served.url + path, json.dumps(body).encode())
-    with urllib.request.urlopen(asked, timeout=10) as answer:
+    with urllib.request.urlopen(asked, timeout=60) as answer:
         return bytes(answer.read())
 
 
@@ -61,7 +61,7 @@ def refusal(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
 def status(served: Served, path: str, body: str) -> int:
     asked = urllib.request.Request(served.url + path, body.encode())
     try:
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -31,7 +31,7 @@ FLAGS = (
     *("--no-first-run", "--disable-extensions", "--disable-background-networking"),
     *("--force-prefers-reduced-motion", "--force-color-profile=srgb", "--remote-debugging-pipe"),
 )
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 ERRORS = ("error", "assert")
 
 
@@ -160,7 +160,7 @@ class Browser:
         assert "exceptionDetails" not in found, f"{expression}: {found['exceptionDetails']}"
         return found["result"].get("value")
 
-    def until(self, expression: str, *, within_s: float = 20.0) -> Any:
+    def until(self, expression: str, *, within_s: float = DEADLINE_S) -> Any:
         """The expression's value once it is true."""
         deadline_s = time.monotonic() + within_s
         while not (found := self.value(expression)):

@@ -17,7 +17,7 @@ from tests.support.kin import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "from ess.server.commands.cli import main; raise SystemExit(main())"
-READY_S = 60.0
+READY_S = 180.0
 SMALL = {
     "--max-model-len": "2k",
     "--max-running": "4",
@@ -72,7 +72,7 @@ class Process:
     def status(self, path: str) -> int:
         """0 if the connection was refused."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -87,7 +87,7 @@ class Process:
         deadline_s = time.monotonic() + READY_S
         while self.status("/ready") != 200:
             assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline_s
+            assert time.monotonic() < deadline_s, f"{self.url} is not ready after {READY_S} s"
             time.sleep(0.05)
         return self
 

@@ -32,7 +32,7 @@ LINE = re.compile(r"^ess: request (\S+) (\S+) (\S+) (\S+) after", re.MULTILINE)
 BREAKER = ("--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "1")
 ADVISED = ("--health-check-endpoint", "/ready", *BREAKER)
 SOON = ("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1")
-START_S = 60.0
+START_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def ask(url: str, body: object = None, **headers: str) -> Answer:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(url, content, {"content-type": "application/json", **named})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return Answer(answer.status, answer.headers, answer.read().decode())
     except urllib.error.HTTPError as error:
         return Answer(error.code, error.headers, error.read().decode())

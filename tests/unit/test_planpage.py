@@ -71,7 +71,7 @@ def answer(numbers: dict[str, Any]) -> Any:
             input=json.dumps([numbers, full]),
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=180,
             check=True,
         )
         return json.loads(done.stdout)
