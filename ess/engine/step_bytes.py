@@ -21,6 +21,8 @@ PARTIALS: Final = 4
 HIDDENS: Final = 8
 SIDES: Final = 2
 """Layers whose rows of a prompt are on the device at a time."""
+STAGED_BYTES: Final = 64 << 20
+"""Of rows and keys of a prompt on their way to the host: at so many the host waits for them."""
 GRAPH_LAYER_BYTES: Final = 64 << 10
 """What the driver keeps of a captured layer, beside the memory that all graphs share."""
 
@@ -35,6 +37,14 @@ def prompt_bytes(
 ) -> int:
     rows = SIDES * align_up(length_max, PAGE_ROWS) * layout.row_bytes
     return rows + min(chunk_tokens, length_max) * _token_bytes(config, length_max)
+
+
+def staged_bytes(layout: ModelLayout, *, chunk_tokens: int, length_max: int) -> int:
+    """Memory of the host with pages locked: all that a chunk makes, or as much as may be on its way
+    when a layer's rows come on top."""
+    tokens = min(chunk_tokens, length_max)
+    all_bytes = div_ceil(tokens * layout.host_page_bytes, PAGE_ROWS)
+    return min(all_bytes, STAGED_BYTES + tokens * layout.row_bytes)
 
 
 def graph_bytes(

@@ -15,7 +15,7 @@ from ess.pool.capacity import even_chunks, page_count
 from ess.pool.lru.arena import AGE_MAX
 from ess.pool.lru.cuda_audit import FINDINGS
 from ess.pool.lru.cuda_new_rows import call_words, new_row_sizes
-from ess.pool.lru.cuda_shape import REPORT, ResolveShape
+from ess.pool.lru.cuda_shape import KINDS, REPORT, ResolveShape
 from ess.pool.lru.cuda_workspaces import workspace_sizes
 from ess.units import PAGE_ROWS
 
@@ -32,9 +32,8 @@ LANDING_ROWS: Final = 4096
 GROWTH: Final = 4
 """Times its even share that a group may own of the slots."""
 QUERY_NUMBERS: Final = 6
-COUNTED_KINDS: Final = 4
 BEHIND: Final = 4
-"""Copies of the counted numbers that may be under way to the host."""
+"""Copies of the counted numbers that may be under way to the host; the latest is read meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,7 @@ def _residency(shape: PoolShape) -> int:
 
 def _counted(shape: PoolShape) -> int:
     """Numbers that the host hears of behind each step."""
-    return COUNTED_KINDS * shape.layout.group_count * (len(REPORT) + 1) + 2 * shape.sequence_max
+    return len(KINDS) * shape.layout.group_count * (len(REPORT) + 1) + 2 * shape.sequence_max
 
 
 def _seal(shape: PoolShape) -> int:

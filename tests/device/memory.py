@@ -11,10 +11,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ess.door import Offload
-from ess.engine.step_bytes import decode_bytes, prompt_bytes
+from ess.engine import step_bytes
+from ess.engine.prompt import downloads, plain_rows
+from ess.engine.prompt.downloads import Downloads
+from ess.engine.step_bytes import decode_bytes, prompt_bytes, staged_bytes
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import driver
 from ess.pool.device_bytes import PoolShape, pool_bytes
+from ess.units import PAGE_ROWS
 from tests.device import engines
 from tests.support.checkpoints import tokens
 from tests.support.pretended import PRETENCE, is_there
@@ -108,6 +112,32 @@ def test_pools_take_what_their_plan_says(family, mtp):
     assert planned["row maps"] == pools.sparse.slot_of.nbytes
     assert sum(planned.values()) == tensor_bytes() - tensors + driver_bytes() - given
     offload.close()
+
+
+@pytest.mark.parametrize(("most", "fits"), [(step_bytes.STAGED_BYTES, True), (1 << 14, False)])
+def test_a_prompt_has_as_many_bytes_under_way_as_its_plan_says(most, fits, monkeypatch):
+    """All of the longest chunk where it fits, else the most and a layer's rows."""
+    for module in (downloads, step_bytes):
+        monkeypatch.setattr(module, "STAGED_BYTES", most)
+    seen = []
+
+    class Watched(Downloads):
+        def land(self):
+            seen.append(self._byte_count)
+            super().land()
+
+    monkeypatch.setattr(plain_rows, "Downloads", Watched)
+    with engines.alone():
+        eng = engines.engine("cuda", door=False, mtp="2")
+        eng.add(tokens(130, engines.VOCABULARY, seed=1), Sampling(tokens_max=1))
+        while not eng.is_idle:
+            eng.step()
+        layout = eng.offload.layout
+        eng.offload.close()
+    planned = staged_bytes(layout, chunk_tokens=96, length_max=engines.LENGTH_MAX)
+    whole = 96 * layout.host_page_bytes // PAGE_ROWS
+    assert (planned == whole) is fits
+    assert (planned if fits else most) <= max(seen) <= planned
 
 
 def test_steps_take_no_more_than_their_estimate():

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ess.engine.devices import DEFAULTS, SERVED, Found
-from ess.engine.step_bytes import graph_bytes
+from ess.engine.step_bytes import graph_bytes, staged_bytes
 from ess.errors import BadInput
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.start import banner
@@ -183,11 +183,13 @@ def test_graphs_have_what_they_are_estimated_to_take():
     assert of_graphs(graphs=0) == of_graphs(graphs=0, graph_bytes="3MiB") == 0
 
 
-def test_what_comes_behind_steps_is_locked_too():
-    size = 200 * read_checkpoint("").config.layout().host_page_bytes
+def test_what_comes_behind_steps_and_from_prompts_is_locked_too():
+    layout = read_checkpoint("").config.layout()
+    size, chunk = 200 * layout.host_page_bytes, {"chunk_tokens": 256}
+    staged = staged_bytes(layout, **chunk, length_max=8192)
     with pytest.raises(BadInput, match=r"host.s memory, of which .* are free: lower host"):
-        planned(host_bytes=str(size), free=size)
-    planned(host_bytes=str(size), free=size + (1 << 20))
+        planned(host_bytes=str(size), free=size + staged, **chunk)
+    planned(host_bytes=str(size), free=size + staged + (1 << 20), **chunk)
 
 
 def test_the_plan_is_printed_with_its_sums(capsys: pytest.CaptureFixture[str]):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ess.door import LayerMemory
-from ess.engine.prompt.behind import sent
+from ess.door.device.memory.uploads import sent
 from ess.engine.prompt.plain_rows import PlainRows
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout

@@ -15,21 +15,21 @@ import functools
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ess import door
-from ess.engine.prompt.behind import Behind, sent
+from ess.door.device.memory.uploads import sent
+from ess.engine.prompt.downloads import Downloads
+from ess.engine.step_bytes import SIDES
 from ess.kernels.streams import RowCopy
 from ess.units import PAGE_ROWS, align_up
 
 if TYPE_CHECKING:
     from ess.engine.prompt.pack import Computer, Span
     from ess.flashtrans.mover import RowMover
-
-SIDES: Final = 2
 
 
 class PlainRows:
@@ -45,7 +45,7 @@ class PlainRows:
         self._pages, self._places = (sent(pages, device) for pages in self._before())
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._landed: dict[int, Any] = {}
-        self._behind = Behind()
+        self._downloads = Downloads()
         self._numbers = [layer.number for layer in computer.model.layers]
         if layout.mtp_layer_count and computer.model.mtp is not None:
             self._numbers.append(computer.model.mtp.layer.number)
@@ -92,7 +92,7 @@ class PlainRows:
         for span, base, mine in zip(self._spans, self._bases, rows, strict=True):
             side[base + span.start : base + span.stop].copy_(mine)
             brings = partial(span.sequence.import_rows, layer, span.start)
-            self._behind.bring(mine, brings)
+            self._downloads.bring(mine, brings)
 
     def put_keys(self, layer: int, keys: Sequence[Tensor]) -> None:
         """Queries read them where they are placed at once."""
@@ -101,10 +101,10 @@ class PlainRows:
             assert isinstance(rows, door.Sequence), "a device's rows that others have mapped"
             rows.place_keys(layer, span.start, mine)
             brings = partial(rows.import_keys, layer, span.start, is_placed=True)
-            self._behind.bring(mine, brings)
+            self._downloads.bring(mine, brings)
 
     def land(self) -> None:
-        self._behind.land()
+        self._downloads.land()
 
     def reading(self, layer: int, at: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
         codes = torch.where(chosen >= 0, chosen + self._bases[at], -1)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ess.door.device.memory.uploads import sent
 from ess.engine.layers.batch import join
 from ess.engine.plan import Chunk
-from ess.engine.prompt.behind import sent
 from ess.engine.prompt.layer import run_layer
 from ess.engine.prompt.pack import Chosen, Computer, Pack, Span
 from ess.engine.prompt.share import Share, Whole

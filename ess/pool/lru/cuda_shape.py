@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from ess.errors import BadInput
 from ess.kernels.cuda.program import Program
@@ -22,6 +22,9 @@ REPORT: Final = (
     *("claimed", "missing", "eligible", "absent", "hits", "places", "late_ticket"),
     *("evicted", "unwritten", "faults", "left", "held"),
 )
+Kind = Literal["select", "write", "landing", "leave"]
+"""Calls whose reports are counted apart."""
+KINDS: Final[tuple[Kind, ...]] = ("select", "write", "landing", "leave")
 
 
 class Launch(NamedTuple):

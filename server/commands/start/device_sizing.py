@@ -16,7 +16,7 @@ import msgspec
 
 from ess.engine.devices import Found
 from ess.engine.graphs.buckets import bucket_sizes
-from ess.engine.step_bytes import decode_bytes, graph_bytes, prompt_bytes
+from ess.engine.step_bytes import decode_bytes, graph_bytes, prompt_bytes, staged_bytes
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
@@ -72,7 +72,8 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
         room=room,
         free=found.free_bytes,
         total=found.total_bytes,
-        locked=locked_bytes(shape, host_pages=token_capacity // PAGE_ROWS),
+        locked=locked_bytes(shape, host_pages=token_capacity // PAGE_ROWS)
+        + staged_bytes(layout, chunk_tokens=settings.chunk_tokens, length_max=length_max),
         host_free=free,
     )
     _check_fit(device, settings)

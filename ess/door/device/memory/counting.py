@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,9 @@ from torch import Tensor
 from ess.door.device.memory.lane import DeviceLane
 from ess.door.device.memory.uploads import Behind
 from ess.errors import BadState
-from ess.pool.lru.cuda_shape import REPORT
+from ess.pool.lru.cuda_shape import KINDS, REPORT, Kind
 
 Counts = npt.NDArray[np.int64]
-Kind = Literal["select", "write", "landing", "leave"]
-
-KINDS: Final[tuple[Kind, ...]] = ("select", "write", "landing", "leave")
 STORED: Final = len(REPORT)
 WIDTH: Final = STORED + 1
 EVICTED: Final = REPORT.index("evicted")

@@ -20,8 +20,9 @@ from ess.door.device.memory.keys import DeviceKeys, KeyPlaces
 from ess.door.device.memory.maps import DeviceTables, rows_of
 from ess.door.device.memory.uploads import given, upload, upload_into
 from ess.errors import BadInput
+from ess.pool.device_bytes import QUERY_NUMBERS
 
-LINE, OFFSET, SEQUENCE, START, STOP, ROW = range(6)
+LINE, OFFSET, SEQUENCE, START, STOP, ROW = range(QUERY_NUMBERS)
 NO_ROW = -1
 
 
@@ -38,7 +39,9 @@ class Queries:
         self.tables = tables
         self.keys = keys
         self.home = tables.maps.lines.device
-        self.memory = torch.full((6, query_max), NO_ROW, dtype=torch.int32, device=self.home)
+        self.memory = torch.full(
+            (QUERY_NUMBERS, query_max), NO_ROW, dtype=torch.int32, device=self.home
+        )
 
     @property
     def new_rows(self) -> Tensor:

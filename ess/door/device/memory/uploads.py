@@ -18,12 +18,20 @@ from ess.errors import BadInput
 from ess.kernels.checks import fits
 from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.streams import CudaEvent
+from ess.pool.device_bytes import BEHIND
+
+
+def sent(values: Tensor, home: torch.device) -> Tensor:
+    """At home, there when what is queued from now on runs: the values themselves on a host."""
+    if home.type == "cpu":
+        return values
+    if not len(values):
+        return torch.empty(values.shape, dtype=values.dtype, device=home)
+    return values.pin_memory().to(home, non_blocking=True)
 
 
 def upload(array: npt.NDArray[Any], home: torch.device) -> Tensor:
-    """A copy on the device, there when what is queued from now on runs."""
-    pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
-    return pinned.to(home, non_blocking=True)
+    return sent(torch.from_numpy(np.ascontiguousarray(array)), home)
 
 
 def upload_into(target: Tensor, array: npt.NDArray[Any]) -> None:
@@ -40,14 +48,13 @@ class Behind:
     where all are under way the oldest is not overwritten, and the host keeps what it knows.
     """
 
-    def __init__(self, device: Device, like: Tensor, *, place_count: int = 4) -> None:
-        assert place_count > 1, "what is read must not be written"
+    def __init__(self, device: Device, like: Tensor) -> None:
         self._device = device
         self._places = [
-            torch.zeros(like.shape, dtype=like.dtype, pin_memory=True) for _ in range(place_count)
+            torch.zeros(like.shape, dtype=like.dtype, pin_memory=True) for _ in range(BEHIND)
         ]
         self._sent: list[tuple[int, int, CudaEvent]] = []
-        self._free = list(range(place_count))
+        self._free = list(range(BEHIND))
         self._known: npt.NDArray[Any] = np.zeros(tuple(like.shape), self._places[0].numpy().dtype)
         self._count = 0
         self.landed_count = 0

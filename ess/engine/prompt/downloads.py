@@ -7,15 +7,15 @@ for the last of them: at the pack's end, or when `STAGED_BYTES` are under way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-STAGED_BYTES: Final = 64 << 20
+from ess.engine.step_bytes import STAGED_BYTES
 
 
-class Behind:
+class Downloads:
     def __init__(self) -> None:
         self._coming: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         self._byte_count = 0
@@ -38,12 +38,3 @@ class Behind:
         coming, self._coming, self._byte_count = self._coming, [], 0
         for here, then in coming:
             then(here)
-
-
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """There when what is queued from now on runs."""
-    if device.type == "cpu":
-        return values
-    if not len(values):
-        return torch.empty(values.shape, dtype=values.dtype, device=device)
-    return values.pin_memory().to(device, non_blocking=True)
