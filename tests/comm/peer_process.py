@@ -114,7 +114,7 @@ def meet_again(group: JoinedGroup) -> None:
             init=f"tcp://127.0.0.1:{sys.argv[4]}",
             generation=generation,
             secret=SECRET,
-            timeout_s=30,
+            timeout_s=120,
         )
         if group.next:
             group.next.send(b"%d" % generation, torch.ones(generation))
@@ -168,7 +168,7 @@ def main() -> None:
             init="env://" if port == "env" else f"tcp://127.0.0.1:{port}",
             team=int(rest[0]) if rest else 1,
             secret=SECRET,
-            timeout_s=30,
+            timeout_s=120,
         )
         say("joined")
         ACTS[act](group)

@@ -139,8 +139,8 @@ def test_a_prefill_worker_that_drains_is_still_met():
 
 @pytest.mark.slow
 def test_a_restarted_prefill_worker_is_met_again_under_its_new_epoch():
-    with Half("prefill") as left:
-        port = str(left.port)
+    with kept_port("127.0.0.1") as kept, Half("prefill", "--port", str(kept)) as left:
+        port = str(kept)
         with Half("decode", "--peers", f"127.0.0.1:{port}") as right:
             [before] = right.wait_met().peers
             given = left.ask("/v1/completions", {**PROMPT, **first_leg()}).document

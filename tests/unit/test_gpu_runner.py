@@ -34,12 +34,12 @@ def test_one_test_takes_nothing_from_the_others(tmp_path: Path) -> None:
     bad.write_text(HEAD + BAD)
     good.write_text(HEAD + "def test_alone(): pass\n")
     broken.write_text("import nothing_of_this_name\n")
-    status, printed = run("--seconds-each", 2, "--processes", 2, "--files", bad, good, broken)
+    status, printed = run("--seconds-each", 6, "--processes", 2, "--files", bad, good, broken)
     assert status == 1
     assert "3 passed, 1 skipped, 4 failed" in printed, printed
     assert "skipped 1: Skipped: for a reason" in printed
     assert printed.count("its process died in it, or it took too long") == 2
-    assert "Timeout (0:00:02)!" in printed
+    assert "Timeout (0:00:06)!" in printed
     assert "not so" in printed
     assert "No module named 'nothing_of_this_name'" in printed
 
