@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from ess.ports import kept_port
 from ess.server.commands.pd import routers
 from ess.server.commands.pd.routers import Place
 from tests.server.harness import until
@@ -26,7 +27,7 @@ ENDED: Final = re.compile(r'^ess_handoffs_total\{how="(\w+)"\} (\S+)$', re.MULTI
 class Worker(Process):
     """A worker with a role and a log; killed, it can be started again at its port."""
 
-    def __init__(self, name: str, folder: Path, *flags: str, port: int = 0) -> None:
+    def __init__(self, name: str, folder: Path, *flags: str, port: int) -> None:
         self.name = name
         self.role = name.partition("-")[0]
         self._folder = folder
@@ -73,6 +74,7 @@ class Stand:
         self.folder = folder
         self._flags = flags
         self._prefill_flags = prefill
+        self._kept = contextlib.ExitStack()
         self.workers: dict[str, Worker] = {}
 
     def __enter__(self) -> Stand:
@@ -89,12 +91,13 @@ class Stand:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.ExitStack() as ending:
+        with self._kept as ending:
             for worker in self.workers.values():
                 ending.callback(worker.__exit__)
 
     def _start(self, name: str, *flags: str) -> Worker:
-        self.workers[name] = Worker(name, self.folder, *flags, *self._flags)
+        port = self._kept.enter_context(kept_port("127.0.0.1"))
+        self.workers[name] = Worker(name, self.folder, *flags, *self._flags, port=port)
         return self.workers[name]
 
     @property
