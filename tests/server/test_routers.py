@@ -10,20 +10,19 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from tests.server import harness
-from tests.server.test_life import Process
+from ess.ports import kept_port
+from tests.server.harness import until
 from tests.support.crowd import Crowd
+from tests.support.process import Process
 from tests.support.routers import ADVISED, SGLANG, SMG, VLLM, Asked, Kind, Router, Worker, ask
 
 pytestmark = pytest.mark.slow
 
-until = partial(harness.until, within_s=30.0)
 KINDS = [SGLANG, SMG, VLLM]
 RUNNING = 4
 SHORT = {"model": "ess-embedded", "prompt": "The server is", "max_tokens": 5}
@@ -32,25 +31,31 @@ CHAT = {
     "messages": [{"role": "user", "content": "Hi"}],
     "max_tokens": 5,
 }
-ENDLESS = {"model": "ess-embedded", "prompt": "a", "max_tokens": 1900, "ignore_eos": True}
+ENDLESS = {"model": "ess-embedded", "prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
+LONG = ("--max-model-len", "32k", "--host-bytes", "1GiB")
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
+    """`probed` is what the router asked of each worker by itself."""
+
     kind: Kind
     router: Router
     workers: tuple[Worker, Worker]
+    probed: tuple[list[Asked], ...] = ()
 
 
 @contextlib.contextmanager
 def started(
     kind: Kind, folder: Path, *flags: str, router: tuple[str, ...] = ADVISED
 ) -> Iterator[Front]:
+    """The left worker's port stays its own when it is killed."""
     with (
-        Worker(folder / "left.txt", *flags) as left,
-        Worker(folder / "right.txt", *flags) as right,
+        kept_port("127.0.0.1") as port,
+        Worker(folder / "left.txt", *LONG, *flags, "--port", str(port)) as left,
+        Worker(folder / "right.txt", *LONG, *flags) as right,
         Router(kind, [left.url, right.url], folder / "router.txt", *router) as front,
     ):
         yield Front(kind, front, (left, right))
@@ -63,23 +68,25 @@ def front(
     """Probes as they are by default, no breaker, and no queue at the workers."""
     folder, flags = tmp_path_factory.mktemp("front"), ("--max-waiting", "0", "--pace-ms", "20")
     with started(request.param, folder, *flags, router=("--disable-circuit-breaker",)) as made:
-        yield made
+        probed = tuple(probes(made.kind, worker) for worker in made.workers)
+        yield replace(made, probed=probed)
+
+
+def probes(kind: Kind, worker: Worker) -> list[Asked]:
+    """Before anybody else asks: what the router asks when it starts, and what it asks again."""
+
+    def asked() -> list[Asked]:
+        return [each for each in worker.asked if each.route != "/ready"]
+
+    until(lambda: kind.probes <= {each.route for each in asked()}, "all that it asks")
+    until(lambda: worker.count("/health") >= 3, "repeated probes")
+    return asked()
 
 
 def test_a_router_asks_only_what_we_answer(front: Front):
-    """First, while the log has nothing but what the router asks of itself."""
-
-    def asked(worker: Worker) -> list[Asked]:
-        return [each for each in worker.asked if each.route != "/ready"]
-
-    for worker in front.workers:
-        until(
-            lambda worker=worker: front.kind.probes <= {each.route for each in asked(worker)},
-            "all that it asks",
-        )
-        until(lambda worker=worker: worker.count("/health") >= 3, "repeated probes")
-        assert {each.route for each in asked(worker)} == front.kind.probes
-        assert {(each.method, each.status) for each in asked(worker)} == {("GET", "200")}
+    for asked in front.probed:
+        assert {each.route for each in asked} == front.kind.probes
+        assert {(each.method, each.status) for each in asked} == {("GET", "200")}
     [listed] = front.router.ask("/v1/models").document["data"]
     assert listed["id"] == "ess-embedded"
 
@@ -157,6 +164,7 @@ def test_a_client_s_host_name_is_no_matter(front: Front):
 def full(*workers: Worker) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         for worker in workers:
+            until(lambda worker=worker: not worker.open_count, "the end of what was asked before")
             held.enter_context(Crowd(worker.url, [ENDLESS] * RUNNING))
             until(lambda worker=worker: worker.open_count == RUNNING, "a full worker")
         yield
@@ -167,7 +175,7 @@ def test_a_full_worker_s_requests_go_elsewhere(front: Front):
     left, _ = front.workers
     with full(left):
         assert [front.router.ask("/v1/completions", SHORT).status for _ in range(4)] == [200] * 4
-    assert left.count("/v1/completions", "503") >= 1
+    until(lambda: left.count("/v1/completions", "503") >= 1, "the line of a refusal")
 
 
 def test_full_workers_are_a_503_that_says_when(front: Front):
@@ -229,15 +237,16 @@ def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has(kind: Kind, tmp
             left.process.send_signal(signal.SIGTERM)
             while front.router.healthy() != {right.url}:
                 assert front.router.ask("/v1/completions", SHORT).status == 200
-            before = len([a for a in left.asked if a.method == "POST"])
-            for _ in range(6):
-                assert front.router.ask("/v1/completions", SHORT).status == 200
+            names = {f"late-{number}" for number in range(6)}
+            for name in names:
+                assert front.router.ask("/v1/completions", SHORT, x_request_id=name).status == 200
+            until(lambda: names <= {asked.name for asked in right.asked}, "their lines")
+            assert not names & {asked.name for asked in left.asked}
             until(lambda: all(map(going.is_over, range(2))), "both streams' ends")
             assert all(text.endswith(b"data: [DONE]\n\n") for text in going.texts)
             assert all(b'"finish_reason":"length"' in text for text in going.texts)
-        assert len([a for a in left.asked if a.method == "POST"]) - before <= 1
         assert left.status("/health") == 200
-        assert left.count("/ready", "503") >= 3
+        until(lambda: left.count("/ready", "503") >= 3, "refused probes")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
@@ -256,7 +265,7 @@ def test_the_client_s_key_reaches_the_workers(kind: Kind, tmp_path: Path):
 
 def test_smg_reads_the_load_of_a_worker(tmp_path: Path):
     with (
-        Worker(tmp_path / "worker.txt", "--pace-ms", "20") as worker,
+        Worker(tmp_path / "worker.txt", *LONG, "--pace-ms", "20") as worker,
         Crowd(worker.url, [ENDLESS] * (RUNNING + 2)),
     ):
         until(lambda: worker.open_count == RUNNING + 2, "running and waiting requests")
@@ -271,7 +280,7 @@ def test_smg_reads_the_load_of_a_worker(tmp_path: Path):
                 return tuple(told().get(f"num_{which}_reqs") for which in ("running", "waiting"))
 
             # It asks again every 10 s; what the worker says is a moment old.
-            until(lambda: counts() == (RUNNING, 2), "the load", within_s=60)
+            until(lambda: counts() == (RUNNING, 2), "the load")
             assert told()["max_running_requests"] == RUNNING
             assert not worker.count("/metrics"), "it had to guess"
 

@@ -112,6 +112,9 @@ class Worker(Process):
             super().__init__(*flags, stderr=lines.fileno())
         self.wait_ready()
 
+    def _last_words(self) -> str:
+        return f"it ended by {self.process.wait()}: {self._log.read_text()}"
+
     @property
     def port(self) -> str:
         return self.url.rpartition(":")[2]
