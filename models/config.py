@@ -22,10 +22,11 @@ from ess.layout import (
     RowCodec,
     RowForm,
 )
-from ess.models.rope import LENGTH_MAX, Positive, Rope, Share
+from ess.models.rope import LENGTH_MAX, Positive, Rope, Share, Theta
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
-Layers = Annotated[int, Meta(ge=1, le=4096)]
+LAYERS_MAX: Final = 4096
+Layers = Annotated[int, Meta(ge=1, le=LAYERS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Groups = tuple[tuple[int, ...], ...]
 
@@ -84,6 +85,18 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True):
     expert_weights_normed: bool = field(name="norm_topk_prob", default=True)
 
 
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that attend to the last tokens alone, with heads and latents of other sizes."""
+
+    size: Size = field(name="sliding_window")
+    head_count: Size = field(name="swa_num_attention_heads")
+    query_rank: Size = field(name="swa_q_lora_rank")
+    latent_dim: Size = field(name="swa_kv_lora_rank")
+    nope_dim: Size = field(name="swa_qk_nope_head_dim")
+    value_dim: Size = field(name="swa_v_head_dim")
+    theta: Theta = field(name="swa_rope_theta")
+
+
 class ModelConfig(FileConfig, frozen=True, kw_only=True):
     """And what a family adds: it reads such a key for itself, or says the field without one. In
     files of other families these names mean nothing."""
@@ -98,6 +111,12 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     """Of the gates behind the norms of inputs and of experts."""
     logit_cap: Share = field(name="final_logit_softcapping", default=0.0)
     """Logits come no further from 0, by a hyperbolic tangent; 0: as far as they go."""
+    shared_dim: Count = field(name="shared_experts_intermediate_size", default=0)
+    """Of each shared expert; 0: as the routed ones."""
+    window: Window | None = None
+    window_layers: tuple[int, ...] = ()
+    """Those that attend as `window` says; they have no indexer, and a layer group each."""
+    rope_keys_normed: bool = False
     still_layers: tuple[int, ...] = ()
     """Layers that turn nothing: what others turn of a query, they multiply with the latent too."""
     has_query_rank: bool = True
@@ -113,8 +132,9 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     index_norm_eps: Positive = INDEX_NORM_EPS
     key_head_count: Count = 0
     """Heads of keys and values that lie side by side in a row; 0: the row is one latent."""
-    value_gates: Literal["none", "query", "input"] = "none"
-    """What gates of values are made of: the query, together with it; or the layer's input."""
+    value_gates: Literal["none", "query", "input", "head"] = "none"
+    """What gates of values are made of: the query, together with it; or the layer's input, a gate
+    for each value or for each head."""
     has_sinks: bool = False
     expert_groups_zeroed: bool = False
     """Experts outside of the kept groups are chosen as if they had 0, where others are out."""
@@ -124,8 +144,12 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     """Of tensors of a checkpoint that are not read."""
     words: tuple[tuple[str, str], ...] = ()
     """Of the names of a checkpoint's tensors, and what stands here instead of each, in order."""
+    filled_latent_dim: Count = 0
     filled_rope_dim: Count = 0
-    """Of a layer's own configuration (`at_layer`): the rotary part of a row, filled with zeros."""
+    """Of a layer's own configuration (`at_layer`): zeros behind the parts of a row, up to the width
+    that all layers have."""
+    query_factor: Positive = 1.0
+    """The same: what its queries need, where all scores are multiplied by the model's scale."""
     reorders: bool = False
     """Weights lie in another order in the checkpoint than here (`ess.models.families.order`)."""
 
@@ -175,6 +199,11 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         )
 
     def _check_layers(self) -> None:
+        if self.window is not None:
+            _require(
+                self.window.size <= self.top_k,
+                f"sliding_window {self.window.size} exceeds index_topk {self.top_k}",
+            )
         indexers = "indexer_types (or index_topk_pattern)"
         for name, kinds in (
             ("mlp_layer_types", self.mlp_kinds),
@@ -189,7 +218,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     def _check_codecs(self, row: RowForm, index: IndexForm) -> None:
         """What the forms of rows and keys need, which other forms may not."""
-        latent, key = self.latent_dim, self.index_dim
+        latent, key = self.row_latent_dim, self.index_dim
         for is_met, sentence in (
             (
                 row != "fp8" or latent % SCALE_GROUP == 0,
@@ -212,6 +241,8 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         """The MTP layer always has one; others as listed, or by frequency and offset."""
         if layer >= self.layer_count:
             return True
+        if layer in self.window_layers:
+            return False
         if self.indexer_kinds:
             return self.indexer_kinds[layer] == "full"
         return max(layer - self.index_skip_offset + 1, 0) % self.index_freq == 0
@@ -221,19 +252,42 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             return self.mlp_kinds[layer] == "sparse"
         return layer >= min(self.dense_layer_count, self.layer_count)
 
+    def starts_group(self, layer: int) -> bool:
+        """Whether it attends to a selection of its own."""
+        return self.has_indexer(layer) or layer in self.window_layers
+
     @property
     def groups(self) -> Groups:
         """Layers that share one selection; the MTP layer is the last group."""
-        starts = [n for n in range(self.layer_total) if self.has_indexer(n)]
+        starts = [n for n in range(self.layer_total) if self.starts_group(n)]
         ends = [*starts[1:], self.layer_total]
         return tuple(tuple(range(a, b)) for a, b in zip(starts, ends, strict=True))
 
     def at_layer(self, layer: int) -> ModelConfig:
         """As this layer's attention and indexer have it."""
-        if layer not in self.still_layers:
-            return self
-        nope, rope = self.nope_dim + self.rope_dim, self.rope_dim
-        return msgspec.structs.replace(self, nope_dim=nope, rope_dim=0, filled_rope_dim=rope)
+        if layer in self.window_layers:
+            return self._in_window()
+        if layer in self.still_layers:
+            nope, rope = self.nope_dim + self.rope_dim, self.rope_dim
+            return msgspec.structs.replace(self, nope_dim=nope, rope_dim=0, filled_rope_dim=rope)
+        filled = self.row_latent_dim - self.latent_dim
+        return msgspec.structs.replace(self, filled_latent_dim=filled) if filled else self
+
+    def _in_window(self) -> ModelConfig:
+        w = self.window
+        assert w is not None, "layers of no window"
+        own = msgspec.structs.replace(
+            self,
+            head_count=w.head_count,
+            query_rank=w.query_rank,
+            latent_dim=w.latent_dim,
+            nope_dim=w.nope_dim,
+            value_dim=w.value_dim,
+            rope=Rope(theta=w.theta),
+            filled_latent_dim=self.row_latent_dim - w.latent_dim,
+        )
+        factor = own.attention_scale / self.attention_scale
+        return msgspec.structs.replace(own, query_factor=factor)
 
     @property
     def layer_total(self) -> int:
@@ -245,7 +299,18 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     @property
     def row_dim(self) -> int:
+        """Of what a layer makes; it may be filled up."""
         return self.latent_dim + self.rope_dim
+
+    @property
+    def row_latent_dim(self) -> int:
+        """Of the widest layer: rows of all layers are of one size."""
+        return max(self.latent_dim, self.window.latent_dim if self.window else 0)
+
+    @property
+    def shared_width(self) -> int:
+        """Of all shared experts side by side."""
+        return (self.shared_dim or self.expert_dim) * self.shared_expert_count
 
     @property
     def residual_dim(self) -> int:
@@ -277,7 +342,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             name=name or self.family,
             layer_count=self.layer_count,
             groups=self.groups,
-            row=RowCodec(form=row, latent_dim=self.latent_dim, rope_dim=self.rope_dim),
+            row=RowCodec(form=row, latent_dim=self.row_latent_dim, rope_dim=self.rope_dim),
             index=IndexCodec(
                 form=index,
                 key_dim=self.index_dim,

@@ -85,6 +85,9 @@ class DecoderLayer:
 
     # ---- what families differ in
 
+    window = 0
+    """How many tokens it attends to, the last ones; 0: those that an indexer has selected."""
+
     has_stages = True
     """Whether a few tokens can run as compiled stages; else as ops of torch."""
 
@@ -105,6 +108,12 @@ class DecoderLayer:
 
     def _norm_for_mlp(self, config: ModelConfig, source: Source) -> Norm:
         return Norm(source, config.hidden_dim, config.norm_eps)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the pools keep an index key of each token for it: a window's are read by nobody,
+        but every layer group has keys."""
+        return self.indexer is not None or self.window > 0
 
     # ---- the stages
 

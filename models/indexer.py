@@ -105,6 +105,13 @@ def select(probe: Probe, keys: Tensor, lengths: Tensor, k: int) -> Tensor:
     return torch.cat(parts)
 
 
+def last_positions(lengths: Tensor, count: int, width: int) -> Tensor:
+    """The last `count` of the first `lengths` positions, as `top_k` says what it selects."""
+    places = torch.arange(width, device=lengths.device)
+    chosen = (lengths - count).clamp_min(0)[:, None] + places
+    return chosen.where((places < count) & (chosen < lengths[:, None]), -1).int()
+
+
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """float32 [tokens, keys]; tiled over queries so that the per-head products stay small."""
     step = max(1, SCORE_ELEMENTS // (queries.shape[1] * keys.shape[0]))

@@ -69,7 +69,7 @@ class Moe:
             self._shared = Mlp(
                 source.under("shared_experts"),
                 hidden_dim=c.hidden_dim,
-                inner_dim=c.expert_dim * c.shared_expert_count,
+                inner_dim=c.shared_width,
             )
 
     def __call__(self, x: Tensor) -> Tensor:

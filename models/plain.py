@@ -16,7 +16,7 @@ from torch import Tensor
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer, Entry
-from ess.models.indexer import Probe, select
+from ess.models.indexer import Probe, last_positions, select
 from ess.models.layers import Rotation
 from ess.models.mla import attend, attend_dense
 from ess.models.model import Model
@@ -53,7 +53,7 @@ class PlainLayer:
     def __init__(self, layer: DecoderLayer, config: ModelConfig) -> None:
         self._layer = layer
         self._config = config
-        self.rows = Growing(config.row_dim)
+        self.rows = Growing(config.row_latent_dim + config.rope_dim)
         self.keys = Growing(config.index_dim if layer.indexer else 0)
 
     def run(
@@ -66,7 +66,10 @@ class PlainLayer:
         """
         entry = self._layer.enter(hidden)
         selection = given
-        if self._layer.indexer is not None and given is None:
+        if self._layer.window:
+            top_k = self._config.top_k
+            selection = last_positions(positions + 1, self._layer.window, top_k)
+        elif self._layer.indexer is not None and given is None:
             selection = self._select(entry, positions, rotation)
         queries, rows = self._layer.pre_attn(entry, rotation)
         self.rows.append(self.kept_rows(rows.float()))
@@ -92,7 +95,7 @@ class PlainLayer:
 
     def _attend(self, queries: Tensor, positions: Tensor, selection: Tensor | None) -> Tensor:
         rows, sinks = self.rows.filled, self._layer.mla.sinks
-        dim, scale = self._config.latent_dim, self._config.attention_scale
+        dim, scale = self._config.row_latent_dim, self._config.attention_scale
         if selection is None:
             return attend_dense(queries, rows, positions, latent_dim=dim, scale=scale, sinks=sinks)
         return attend(queries, rows, selection, latent_dim=dim, scale=scale, sinks=sinks)
@@ -130,7 +133,7 @@ class Plain:
         hidden = self._model.embed(torch.tensor(tokens))
         selections: list[Tensor | None] = []
         for number, layer in enumerate(self.layers):
-            own = self._model.config.has_indexer(number)
+            own = self._model.config.starts_group(number)
             hidden, chosen = layer.run(hidden, positions, rotation, None if own else selections[-1])
             if own:
                 selections.append(chosen)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from ess.errors import BadInput
-from ess.models.config import FileConfig, ModelConfig
+from ess.models.config import LAYERS_MAX, FileConfig, ModelConfig
 from ess.models.rope import read_rope
 
 FIXED: Final[Mapping[str, object]] = MappingProxyType(
@@ -73,6 +73,12 @@ def parse(
             f"config.json of {raw.get('model_type')}: {error}{_offender({**given, **own}, error)}"
         )
         raise BadInput(sentence) from None
+
+
+def said_layers(given: Mapping[str, Any]) -> range:
+    """The layers that a file says; none, where it says what `parse` refuses."""
+    count = given.get("num_hidden_layers")
+    return range(count if isinstance(count, int) and 0 < count <= LAYERS_MAX else 0)
 
 
 def _check_keys(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:

@@ -22,6 +22,8 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "axk2": "ess.models.families.axk2",
         "deepseek_v32": "ess.models.families.deepseek_v32",
+        "dots3_note": "ess.models.families.dots3",
+        "dots3_note_text": "ess.models.families.dots3",
         "glm_moe_dsa": "ess.models.families.glm_dsa",
         "hy_v4": "ess.models.families.hy_v4",
         "llama": "ess.models.guest.llama",

@@ -16,6 +16,7 @@ from msgspec import Meta, field
 from ess.errors import BadInput
 
 Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
+Theta = Annotated[float, Meta(gt=1.0, le=1e12)]
 Share = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 THETA: Final = 10000.0
@@ -24,7 +25,7 @@ LENGTH_MAX: Final = 1 << 32
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["default", "yarn"] = field(name="rope_type", default="default")
-    theta: Annotated[float, Meta(gt=1.0, le=1e12)] = field(name="rope_theta", default=THETA)
+    theta: Theta = field(name="rope_theta", default=THETA)
     positions_trained: Annotated[int, Meta(ge=1, le=LENGTH_MAX)] = field(
         name="original_max_position_embeddings", default=1
     )

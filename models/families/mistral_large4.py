@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.reading import parse
+from ess.models.reading import parse, said_layers
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource
@@ -82,14 +82,14 @@ STILL_EVERY: Final = 4
 def read(raw: Mapping[str, Any]) -> ModelConfig:
     try:
         given = _text(raw)
-        count = given.get("num_hidden_layers")
+        layers = said_layers(given)
         own = {
             **OWN,
             "q_lora_rank": given.get("hidden_size"),
             "final_logit_softcapping": given.get("final_logit_softcapping", LOGIT_CAP),
-            "still_layers": _still_layers(given, count) if isinstance(count, int) else (),
+            "still_layers": _still_layers(given, layers),
         }
-        if given.get("kv_source_layers", own_rows := [*range(count or 0)]) != own_rows:
+        if given.get("kv_source_layers", own_rows := [*layers]) != own_rows:
             raise BadInput("kv_source_layers lets layers share rows, which is not supported")
     except BadInput as error:
         raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
@@ -105,14 +105,15 @@ def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in {**text, **of_all}.items() if value is not None}
 
 
-def _still_layers(given: Mapping[str, Any], count: int) -> tuple[int, ...]:
+def _still_layers(given: Mapping[str, Any], layers: range) -> tuple[int, ...]:
     every = given.get("no_rope_layer_interval", STILL_EVERY)
     if not isinstance(every, int) or every < 1:
         raise BadInput(f"no_rope_layer_interval is {every!r:.60}, expected a count of layers")
-    turns = given.get("no_rope_layers", [int((n + 1) % every != 0) for n in range(count)])
-    if not isinstance(turns, list) or len(turns) < count or not {*turns} <= {0, 1}:
+    turns = given.get("no_rope_layers", [int((n + 1) % every != 0) for n in layers])
+    fits = isinstance(turns, list) and len(turns) >= len(layers)
+    if not fits or not all(turn in (0, 1) for turn in turns):
         raise BadInput(f"no_rope_layers is {turns!r:.60}, expected 0 or 1 for each layer")
-    return tuple(n for n in range(count) if not turns[n])
+    return tuple(n for n in layers if not turns[n])
 
 
 def build(

@@ -30,6 +30,7 @@ from ess.units import PAGE_ROWS, align_up, format_bytes
 
 PUBLISHED: Final = (
     *("deepseek-v3.2", "glm-5.2", "a.x-k2-light", "hy4-preview", "mistral-large-4"),
+    "dots3-note",
 )
 _BF16_BYTES: Final = 2
 _F32_BYTES: Final = 4
@@ -122,7 +123,7 @@ def plan_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
 
 def _weight_lines(plan: Plan) -> list[str]:
     config, split = plan.config, plan.split
-    indexed = plan.layout.key_layer_count
+    indexed = sum(map(config.has_indexer, range(config.layer_total)))
     return [
         f"model      {config.family}, {config.layer_count} layers + {plan.layout.mtp_layer_count}"
         f" MTP, {indexed} indexers, {config.expert_count} routed experts",

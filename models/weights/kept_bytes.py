@@ -34,7 +34,8 @@ def kept_bytes(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> 
     specs = expected_tensors(config, mtp=config.mtp_layer_count > 0)
     kept = sum(_kept(spec, entries, config, form) for spec in specs if spec.name in entries)
     more = _padding(config, entries, form) + _own_head(config, entries, form)
-    return kept + more + config.rope_dim // 2 * F32_BYTES
+    rotaries = 1 + len(config.window_layers)
+    return kept + more + rotaries * (config.rope_dim // 2) * F32_BYTES
 
 
 def _kept(spec: Spec, entries: Mapping[str, Entry], config: ModelConfig, form: str) -> int:

@@ -152,12 +152,16 @@ def _attention(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     yield linear(queries, heads * query_dim, from_dim, by_head)
     yield linear("kv_a_proj_with_mqa", config.row_dim, config.hidden_dim)
     yield norm("kv_a_layernorm", config.latent_dim)
+    if config.rope_keys_normed:
+        yield norm("k_rope_only_layernorm", config.rope_dim)
     both_dims = config.nope_dim + config.value_dim
     yield linear("kv_b_proj", heads * both_dims, config.latent_dim, by_head)
     out_cut = Cut(dim=1, part_count=heads)
     yield linear("o_proj", config.hidden_dim, heads * config.value_dim, out_cut)
     if config.value_gates == "input":
         yield linear("linear_gate", heads * config.value_dim, config.hidden_dim, by_head)
+    if config.value_gates == "head":
+        yield linear("g_proj", heads, config.hidden_dim)
     if config.has_sinks:
         yield Spec(name=f"{prefix}learnable_sink_param", shape=(heads,), role="norm", layer=layer)
     yield from _growth(config, layer, prefix, heads)
@@ -231,8 +235,7 @@ def _experts(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
         yield from _stacked_experts(config, layer, f"{prefix}experts.")
     for expert in range(0 if config.experts_stacked else count):
         yield from _mlp(config, layer, f"{prefix}experts.{expert}.", width=width, expert=expert)
-    shared_width = width * config.shared_expert_count
-    yield from _mlp(config, layer, f"{prefix}shared_experts.", width=shared_width)
+    yield from _mlp(config, layer, f"{prefix}shared_experts.", width=config.shared_width)
 
 
 def _stacked_experts(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:

@@ -32,6 +32,7 @@ from ess.models.text.tokenizer import Tokenizer
 from ess.pool.lru.eviction import POLICIES
 from tests.support.checkpoints import (
     TINY_AXK2,
+    TINY_DOTS3,
     TINY_GLM,
     TINY_HY4,
     TINY_LLAMA,
@@ -63,6 +64,7 @@ RANDOM: Final = {
     "axk2": TINY_AXK2,
     "hy_v4": TINY_HY4,
     "mistral_large4": TINY_MISTRAL4,
+    "dots3": TINY_DOTS3,
 }
 Case = Mapping[str, str]
 HEADING: Final = "## In float32: the full grid, once"

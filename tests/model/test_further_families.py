@@ -27,11 +27,13 @@ FAMILIES = {
     "axk2": checkpoints.AXK2,
     "hy_v4": checkpoints.HY4,
     "mistral_large4": checkpoints.MISTRAL4,
+    "dots3": checkpoints.DOTS3,
 }
 TINY = {
     "axk2": checkpoints.TINY_AXK2,
     "hy_v4": checkpoints.TINY_HY4,
     "mistral_large4": checkpoints.TINY_MISTRAL4,
+    "dots3": checkpoints.TINY_DOTS3,
 }
 NORM_EPS = {"axk2": 1e-6, "hy_v4": 1e-6}
 """Of the norms on the two latents, in transformers; elsewhere the model's."""
@@ -42,7 +44,7 @@ FACTORS = {
     "checkpoint": tuple(FAMILIES),
     **{name: grid.FACTORS[name] for name in ("mode", "tbo", "sbo", "depth", "arena", "warm")},
     "mtp": ("1",),
-    "evict": ("lru",),
+    "evict": ("lru", "score"),
 }
 WAYS = pairwise(FACTORS)
 FIRST = list({way["checkpoint"]: way for way in WAYS[::-1]}.values())
@@ -150,6 +152,10 @@ PARTS = [
     ("mistral_large4", "indexer.q_input_norm.weight"),
     ("mistral_large4", "indexer.q_input_norm.bias"),
     ("mistral_large4", "rotary_emb.alpha"),
+    ("dots3", "layers.1.self_attn.g_proj.weight"),
+    ("dots3", "layers.2.self_attn.g_proj.weight"),
+    ("dots3", "layers.1.self_attn.k_rope_only_layernorm.weight"),
+    ("dots3", "layers.2.self_attn.k_rope_only_layernorm.weight"),
 ]
 
 
@@ -183,6 +189,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral_large4", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, expected a"),
     ("mistral_large4", {"q_lora_rank": 8}, "q_lora_rank 8 is not supported, only null"),
     ("mistral_large4", {"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
+    ("dots3", {"rope_scaling": {"factor": 2}}, "rope_scaling is not supported, only rope_theta"),
+    ("dots3", {"layer_types": ["odd"] * 6}, "layer_types is .'odd'"),
+    ("dots3", {"layer_types": ["full_attention"]}, "layer_types is .'full_attention'., expected"),
+    ("dots3", {"layer_types": [["odd"]] * 6}, "layer_types is ..'odd'"),
+    ("dots3", {"num_hidden_layers": "x"}, "num_hidden_layers`, got 'x'"),
+    ("dots3", {"num_hidden_layers": 1 << 40}, "num_hidden_layers`, got 1099511627776"),
+    ("mistral_large4", {"num_hidden_layers": "x"}, "num_hidden_layers`, got 'x'"),
+    ("mistral_large4", {"num_hidden_layers": 1 << 40}, "num_hidden_layers`, got 1099511627776"),
+    ("mistral_large4", {"no_rope_layers": [[1]] * 5}, "no_rope_layers is ..1."),
+    ("dots3", {"sliding_window": 17}, "sliding_window 17 exceeds index_topk 16"),
+    ("dots3", {"sliding_window": 0}, "sliding_window"),
+    ("dots3", {"swa_kv_lora_rank": "x"}, "swa_kv_lora_rank`, got 'x'"),
+    ("dots3", {"swa_qk_rope_head_dim": 32}, "swa_qk_rope_head_dim 32 is not supported, only 64"),
+    ("dots3", {"swa_num_key_value_heads": 1}, "swa_num_key_value_heads 1 is not supported, only 2"),
+    ("dots3", {"use_dsa": False}, "use_dsa false is not supported"),
     ("mistral_large4", {"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
 ]
 
@@ -204,7 +225,7 @@ def test_a_model_without_its_text_is_refused() -> None:
 def test_what_is_not_computed_is_refused(family: str, change: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said) as refusal:
         read_config(changed(family, change))
-    assert str(refusal.value).startswith(f"config.json of {family}: ")
+    assert str(refusal.value).startswith(f"config.json of {TINY[family]['model_type']}: ")
 
 
 def test_fields_of_ours_mean_nothing_in_a_file() -> None:

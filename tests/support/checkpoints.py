@@ -136,6 +136,29 @@ PIXTRAL: Final[dict[str, Any]] = {
 }
 
 
+DOTS3: Final[dict[str, Any]] = {
+    **{key: GLM[key] for key in GLM if not key.startswith(("index_topk_", "index_s", "rope_p"))},
+    "architectures": ["Dots3NoteForCausalLM"],
+    "model_type": "dots3_note_text",
+    "num_nextn_predict_layers": 0,
+    "num_hidden_layers": 6,
+    "hidden_size": 128,
+    "kv_lora_rank": 128,
+    "head_dim": 104,
+    "pad_token_id": 2,
+    "n_group": 2,
+    "shared_experts_intermediate_size": 64,
+    "sliding_window": 12,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 64,
+    "swa_kv_lora_rank": 256,
+    "swa_head_dim": 80,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 24,
+}
+
+
 def published(weights: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
     """By the names that a checkpoint of the family has."""
     return {_theirs(name, config.words): weight for name, weight in weights.items()}
@@ -197,6 +220,7 @@ TINY_V32: Final = {**V32, **_TINY}
 TINY_GLM: Final = {**GLM, **_TINY}
 TINY_HY4: Final = {**HY4, **_TINY, "num_hidden_layers": 6}
 TINY_AXK2: Final = {**AXK2, **_TINY}
+TINY_DOTS3: Final = {**DOTS3, **_TINY, "num_hidden_layers": 6}
 TINY_MISTRAL4: Final = of_text(
     {key: value for key, value in {**_MISTRAL4_TEXT, **_TINY}.items() if key != "q_lora_rank"}
     | {"num_hidden_layers": 5}

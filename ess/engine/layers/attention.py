@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ess.door import Resolution
-from ess.engine.layers.batch import attend, queries, select, select_scored
+from ess.engine.layers.batch import attend, queries, select, select_scored, select_window
 from ess.engine.layers.front import Asking, stored
 from ess.engine.step.half import Half
 from ess.errors import BadState
@@ -72,23 +72,31 @@ class LayerStep:
     def select(self, part: range) -> Tensor | None:
         """The part's selection; None when the group's first layer has made it already."""
         asking = self._asking
-        if asking is None or asking.queries is None or asking.weights is None:
+        if asking is None or not (self._layer.window or asking.queries is not None):
             return None
         selected = self._batch.selected.setdefault(self._group, {})
         if part in selected:
             return selected[part]
-        batch, asked, weights = self._batch, asking.queries, asking.weights
         span = None if part == self._half.queries else self._half.local(part)
-        if span is not None:
-            asked, weights = asked[span], weights[span]
-        if batch.offload.wants_scores:
-            chosen, logits = select_scored(batch, self.number, asked, weights, span)
-            batch.step.observe(self.number, chosen, logits, queries=part)
-        else:
-            chosen = select(batch, self.number, asked, weights, span)
+        chosen, logits = self._selected(asking, span)
+        if logits is not None:
+            self._batch.step.observe(self.number, chosen, logits, queries=part)
         assert len(chosen) == len(part), f"{len(chosen)} selections for {len(part)} queries"
         selected[part] = chosen
         return chosen
+
+    def _selected(self, asking: Asking, span: slice | None) -> tuple[Tensor, Tensor | None]:
+        """Where slots give way by score, with all the scores that it chose among."""
+        batch, asked, weights = self._batch, asking.queries, asking.weights
+        if self._layer.window:
+            return select_window(batch, self._layer.window, span)
+        assert asked is not None, f"layer {self.number} has no indexer"
+        assert weights is not None, f"layer {self.number} has no weights of its indexer's heads"
+        if span is not None:
+            asked, weights = asked[span], weights[span]
+        if batch.offload.wants_scores:
+            return select_scored(batch, self.number, asked, weights, span)
+        return select(batch, self.number, asked, weights, span), None
 
     def resolve(self, part: range) -> Found:
         selection = self.select(part)

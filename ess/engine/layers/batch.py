@@ -17,10 +17,12 @@ from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import IndexCodec, ModelLayout
 from ess.models.decoder import DecoderLayer
+from ess.models.indexer import last_positions
 from ess.models.layers import Rotation
 from ess.models.model import Model
 from ess.models.mtp import Mtp
 from ess.overlap.policy import Vector
+from ess.units import PAGE_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,17 @@ def select_scored(
     logits = batch.ops.index_logits(queries, weights, pages, table, lengths, codec, threads=threads)
     chosen = batch.ops.top_k(logits, lengths, k=batch.layout.top_k, threads=threads)
     return chosen, logits
+
+
+def select_window(batch: Batch, count: int, which: slice | None) -> tuple[Tensor, Tensor | None]:
+    """The last tokens. Where slots give way by score, with all positions as scores: what leaves the
+    window gives way first."""
+    table, lengths, _ = _contexts(batch, which)
+    chosen = last_positions(lengths, count, batch.layout.top_k)
+    if not batch.offload.wants_scores:
+        return chosen, None
+    positions = torch.arange(table.shape[1] * PAGE_ROWS, device=lengths.device)
+    return chosen, positions.float().expand(len(lengths), -1).contiguous()
 
 
 def _contexts(

@@ -45,7 +45,7 @@ def stored(batch: Batch, layer: DecoderLayer, hidden: Tensor, queries: range) ->
     memory, places = batch.offload.memory(number), step.places(number, queries=queries)
     room = Room(memory.slots, memory.key_pages, places, batch.row_ids)
     asking = _finished(batch, layer, hidden, room)
-    step.wrote(number, keys=layer.indexer is not None, queries=queries)
+    step.wrote(number, keys=layer.has_keys, queries=queries)
     return asking
 
 
@@ -56,10 +56,12 @@ def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
         compiled = layer.compiled(layout)
         return compiled.front(hidden, batch.rotation, threads=compute_threads())
     room = Room(_bytes(hidden, layout.row_bytes), None)
-    if layer.indexer is not None:
+    if layer.has_keys:
         assert layout.index is not None, "an indexer without an index codec"
         room = room._replace(keys=_bytes(hidden, layout.index.key_bytes))
     query, queries, weights = _finished(batch, layer, hidden, room)
+    if layer.window and room.keys is not None:
+        room.keys.zero_()
     return Front(query, room.rows, queries, weights, room.keys)
 
 

@@ -21,6 +21,7 @@ from ess.engine.prompt.pack import Chosen, Pack, window_of
 from ess.engine.prompt.reading import attend_chosen, top_k
 from ess.engine.prompt.share import Share, Work, joined
 from ess.models.decoder import DecoderLayer
+from ess.models.indexer import last_positions
 
 
 def run_layer(
@@ -34,6 +35,8 @@ def run_layer(
     share.stored(work, layer.number)
     if made.queries is not None and made.weights is not None:
         chosen = _select(share, work, layer, made.queries, made.weights)
+    elif layer.window:
+        chosen = _last(work, layer)
     asked = queries(work.asked, layer, share.gathered(made.query))
     attended = _attend(work.asked, layer, asked, chosen)
     return back(mine, layer, hidden, share.exchanged(work, layer, attended)), chosen
@@ -52,6 +55,16 @@ def _select(
     chosen = [together[place] for place in pack.places]
     for at, span, _ in pack.each():
         span.windows[group] = window_of(span, chosen[at])
+    return chosen
+
+
+def _last(work: Work, layer: DecoderLayer) -> Chosen:
+    pack, chosen, top_k = work.asked, list[Tensor | None](), work.asked.layout.top_k
+    for _, span, _ in pack.each():
+        lengths = torch.arange(span.start, span.stop, device=pack.device) + 1
+        last = last_positions(lengths, layer.window, top_k)
+        span.windows[pack.layout.group_of(layer.number)] = window_of(span, last)
+        chosen.append(last)
     return chosen
 
 

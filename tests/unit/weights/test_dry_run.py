@@ -39,6 +39,7 @@ def test_the_published_checkpoints_close() -> None:
         ("a.x-k2-light", 20_314_500_992),
         ("hy4-preview", 58_278_201_581),
         ("mistral-large-4", 1_050_118_202_912),
+        ("dots3-note", 279_551_729_536),
     ],
 )
 def test_as_many_values_as_transformers_makes_of_the_same_configuration(

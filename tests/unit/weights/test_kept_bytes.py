@@ -11,7 +11,7 @@ from ess.models.load import load_model
 from ess.models.weights.kept_bytes import kept_bytes
 from ess.models.weights.rank import Form
 from ess.server.commands.start.checkpoint import read_entries
-from tests.support.checkpoints import TINY_AXK2, TINY_HY4, TINY_MISTRAL4
+from tests.support.checkpoints import TINY_AXK2, TINY_DOTS3, TINY_HY4, TINY_MISTRAL4
 from tests.support.held import held
 
 CASES = {
@@ -19,6 +19,7 @@ CASES = {
     "hy_v4": TINY_HY4,
     "tied": {**TINY_HY4, "tie_word_embeddings": True},
     "mistral_large4": TINY_MISTRAL4,
+    "dots3": TINY_DOTS3,
 }
 
 

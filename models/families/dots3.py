@@ -1,0 +1,111 @@
+"""dots3, its text: layers with an indexer beside layers that attend to a window of the last tokens.
+
+The two kinds have heads, ranks and rotary frequencies of their own. A window is served as a
+selection that no indexer makes: its rows are offloaded, shared, preempted and sent as all others
+are. Rows of all layers are as long as the longest. Pictures, sound and the MTP module are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.reading import parse, said_layers
+
+if TYPE_CHECKING:
+    from ess.models.layers import TensorSource
+    from ess.models.model import Model
+
+
+DEFAULTS: Final = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 524288,
+    "first_k_dense_replace": 1,
+    "rope_theta": 80_000_000.0,
+}
+FIXED: Final = {
+    "indexer_rope_interleave": True,
+    "use_dsa": True,
+    "use_sliding_window": True,
+}
+OWN: Final = {"value_gates": "head", "rope_keys_normed": True}
+UNREAD: Final = ("vision_encoder.", "audio_encoder.", "audio_adapter.", "model.mtp.", "mtp.")
+WINDOW: Final = {
+    "sliding_window": 512,
+    "swa_num_attention_heads": 64,
+    "swa_q_lora_rank": 1024,
+    "swa_kv_lora_rank": 1024,
+    "swa_qk_nope_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "swa_rope_theta": 50_000.0,
+}
+SHARED: Final = ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")
+SHARED_DIM: Final = 1536
+FOREIGN: Final = (
+    *("num_nextn_predict_layers", "index_share_for_mtp_iteration", "indexer_types"),
+    *("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern", "layer_types"),
+)
+KINDS: Final = {
+    "full_attention": False,
+    "indexed_attention": False,
+    "sliding_attention": True,
+}
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    said = {key: value for key, value in raw.items() if value is not None}
+    try:
+        for key in ("rope_parameters", "rope_scaling"):
+            if key in said:
+                raise BadInput(f"{key} is not supported, only rope_theta and swa_rope_theta")
+        layers = _window_layers(said)
+        window = _window(said)
+    except BadInput as error:
+        raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
+    shared = next((said[key] for key in SHARED if key in said), SHARED_DIM)
+    own = {
+        **OWN,
+        SHARED[0]: shared,
+        "window_layers": layers,
+        "window": window,
+        "unread_prefixes": (*UNREAD, f"model.layers.{said.get('num_hidden_layers')}."),
+    }
+    given = {key: value for key, value in said.items() if key not in FOREIGN}
+    return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
+
+
+def _window_layers(said: Mapping[str, Any]) -> tuple[int, ...]:
+    layers, known = said_layers(said), [*KINDS]
+    usual = ["sliding_attention" if n > 1 and n % 4 != 1 else "full_attention" for n in layers]
+    kinds = said.get("layer_types", usual)
+    fits = isinstance(kinds, list) and len(kinds) == len(layers)
+    if not fits or not all(kind in known for kind in kinds):
+        raise BadInput(f"layer_types is {kinds!r:.60}, expected one of {known} for each layer")
+    return tuple(n for n, kind in enumerate(kinds) if KINDS[kind])
+
+
+def _window(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Where sizes of one kind must be those of the other, they are checked."""
+    said = {"sliding_window": said.get("sliding_window_size", WINDOW["sliding_window"]), **said}
+    window = {key: said.get(key, usual) for key, usual in WINDOW.items()}
+    rope, heads = said.get("qk_rope_head_dim"), window["swa_num_attention_heads"]
+    for key, only in (("swa_qk_rope_head_dim", rope), ("swa_num_key_value_heads", heads)):
+        if said.get(key, only) != only:
+            raise BadInput(f"{key} {said[key]!r:.40} is not supported, only {only}")
+    return window
+
+
+def build(
+    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+) -> Model:
+    from ess.models.families.windows import WindowLayer
+    from ess.models.model import Model
+
+    if tp != 1:
+        raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
+    return Model(config, tensor, layers=layers, layer=WindowLayer)
