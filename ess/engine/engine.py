@@ -274,8 +274,7 @@ class Engine:
                 on_device=not lands,
                 from_disk=not lands,
             )
-            if not opened.is_loading:
-                self._handoffs.begin(request, opened)
+            self._handoffs.begin(request, opened)
         except (PoolFull, BadInput) as refusal:
             if isinstance(refusal, PoolFull) and refusal.retry_after_s is not None:
                 raise

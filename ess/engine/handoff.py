@@ -36,7 +36,8 @@ SALT_BYTES: Final = 16
 
 
 class Handoffs:
-    """`_coming` are requests whose rows are awaited, by the number of the handoff; `_told` those of
+    """`_coming` are requests whose rows are awaited, `_claimed` those that give theirs, `_offered`
+    what the port knows of these, all by the number of the handoff; `_told` are requests of
     which the engine has still to hear, each with the fault if its rows do not come. `ended` are the
     last handoffs that are over, the newest last; one that has landed is over with its request's
     first step, and waits for it in `_landed`, by the number of the request. `on_end` is called when
@@ -55,6 +56,7 @@ class Handoffs:
         self._serves_fakes = config.fake_prefill
         self._on_end = on_end
         self._coming: dict[int, Request] = {}
+        self._claimed: dict[int, Request] = {}
         self._offered: dict[int, Request] = {}
         self._told: deque[tuple[Request, str]] = deque()
         self._landed: dict[int, Landed] = {}
@@ -90,10 +92,15 @@ class Handoffs:
             request.salt = leader.salt if leader else secrets.token_bytes(SALT_BYTES)
 
     def begin(self, request: Request, opened: Opened) -> None:
-        """The request is admitted. Where the offer of its rows raises, `opened` is closed again."""
+        """The request is admitted, and its number is no other's until it ends. Where that number is
+        taken, or the offer of its rows raises, `opened` is closed again. What loads is offered
+        later."""
         try:
             if request.gives is not None:
-                self._offer(request.gives, request, opened)
+                if self._claimed.setdefault(request.gives, request) is not request:
+                    raise BadInput(f"handoff {request.gives} is open already")
+                if not opened.is_loading:
+                    self._offer(request.gives, request, opened)
             elif request.lands:
                 self._expect(request, opened)
         except (BadInput, PoolFull):
@@ -193,7 +200,7 @@ class Handoffs:
         assert self._port is not None, f"request {request.number} gives rows without a port"
         assert request.gives is not None, f"request {request.number} gives no rows"
         self._port.sender.finish(request.gives, None if windows is None else windows.numpy())
-        del self._offered[request.gives]
+        del self._offered[request.gives], self._claimed[request.gives]
         request.sequence = None
 
     def give_up(self, request: Request) -> None:
@@ -203,6 +210,8 @@ class Handoffs:
             assert self._port is not None, f"request {request.number} takes rows without a port"
             del self._coming[request.takes.uid]
             self._port.receiver.give_up(request.takes.uid)
+        if request.gives is not None and self._claimed.get(request.gives) is request:
+            del self._claimed[request.gives]
         if request.gives is not None and self._offered.get(request.gives) is request:
             assert self._port is not None, f"request {request.number} gives rows without a port"
             del self._offered[request.gives]
@@ -214,6 +223,7 @@ class Handoffs:
         assert landing == {*roster.of("landing")}, "a request lands that awaits no rows"
         for uid, request in self._offered.items():
             assert request.gives == uid, f"handoff {uid} is not request {request.number}'s"
+            assert self._claimed[uid] is request, f"handoff {uid} is another request's"
         for uid, request in self._coming.items():
             assert request.takes is not None, f"request {request.number} takes no rows"
             assert request.takes.uid == uid, f"handoff {uid} is request {request.number}'s"

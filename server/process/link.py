@@ -122,6 +122,7 @@ class EngineLink:
         self.became_ready = asyncio.Event()
         self.restart_count = self.resumed_count = self.going_on_count = 0
         self.heard_at_s = clock.now_s()
+        self.has_answered = False
         self.to_socket = Waits()
 
     # ---- for the routes
@@ -295,6 +296,7 @@ class EngineLink:
         self._socket.close(linger=0)
         self._socket = self._bound(endpoint)
         self.heard_at_s = self._clock.now_s()
+        self.has_answered = False
         self.restart_count += 1
 
     def lose(self, sentence: str) -> None:
@@ -371,8 +373,10 @@ class EngineLink:
     def _hear(self, message: FromEngine) -> None:
         match message:
             case Progress(pieces, at_s):
+                self.has_answered = True
                 self._deliver(pieces, at_s)
             case Status():
+                self.has_answered |= message.made_count > 0
                 self._board.publish(message)
             case Ready():
                 is_next = self.state == "restarting"

@@ -91,6 +91,28 @@ def test_a_number_that_is_given_twice_is_the_first_s_whom_the_disk_brings_last()
     assert play(twice).seen["pages loaded"] > 0
 
 
+def test_a_number_that_is_given_twice_is_the_first_s_who_waits_for_room() -> None:
+    """Both prompts load, and the second is offered while the first has not come back."""
+    twice = asked(
+        "twice",
+        seed=1724,
+        asks=(ask("twice", 8, at=22), ask("twice", 8, at=118)),
+        hits=(Hit(at=59, strike="restart giver", which=0, size=1),),
+        disks="givers",
+        disk_pages=10,
+        disk_delay=20,
+        giver_count=1,
+        taker_count=1,
+        mtp=1,
+        chunk=16,
+        host_pages=8,
+        lines=4,
+    )
+    told = play(twice)
+    assert told.seen["pages loaded"] > 0
+    assert told.ends["give: sent"] == 2
+
+
 def no_checksums(patch: pytest.MonkeyPatch) -> Plan:
     patch.setattr(arrivals, "checksum", lambda parts: Anything())
     return asked("whole", odds={"partial": 0.5})

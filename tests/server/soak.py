@@ -5,13 +5,15 @@
 Clients stay, leave in the middle, cancel, read slowly, or send what is refused. Answers are greedy
 and deterministic: those to one prompt must begin alike, whatever happens beside them. Memory and
 descriptors of the server and all processes below it are sampled; the first quarter warms, and a
-line is fitted through the rest.
+line is fitted through the rest. The server's own process is looked at by itself too: it alone lives
+on behind kills.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import http.client
 import json
 import math
@@ -153,18 +155,20 @@ class Client(threading.Thread):
 class Sample:
     at_s: float
     memory_mib: float
+    server_mib: float
     descriptors: int
 
 
 def sampled(server: Process, began_s: float) -> Sample:
     family = [server.process.pid, *kin(server.process.pid)]
-    pages = [told(pid, "statm").split() for pid in family]
-    memory = sum(int(words[1]) for words in pages if words) * os.sysconf("SC_PAGE_SIZE")
+    found = [told(pid, "statm").split() for pid in family]
+    page_mib = os.sysconf("SC_PAGE_SIZE") / MIB
+    held_mib = [int(words[1]) * page_mib for words in found if words]
     counts = []
     for pid in family:
         with contextlib.suppress(OSError):
             counts.append(len(os.listdir(f"/proc/{pid}/fd")))
-    return Sample(time.monotonic() - began_s, memory / MIB, sum(counts))
+    return Sample(time.monotonic() - began_s, sum(held_mib), held_mib[0], sum(counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +205,11 @@ class Told:
     def steady(self) -> list[Sample]:
         return self.samples[int(len(self.samples) * WARM_SHARE) :]
 
-    def slope(self, name: str) -> Slope:
-        minutes = [sample.at_s / 60 for sample in self.steady]
-        return Slope.of(minutes, [getattr(sample, name) for sample in self.steady])
+    def slope(self, name: str, *, share: float = 1.0) -> Slope:
+        """Of the last share of what is steady."""
+        late = self.steady[int(len(self.steady) * (1 - share)) :]
+        minutes = [sample.at_s / 60 for sample in late]
+        return Slope.of(minutes, [getattr(sample, name) for sample in late])
 
     def lines(self) -> list[str]:
         ends = self.seen.ends
@@ -216,6 +222,8 @@ class Told:
             f"first token, seconds:  {_quantiles(self.seen.first_s)}",
             f"whole answer, seconds: {_quantiles(self.seen.whole_s)}",
             f"memory: {last.memory_mib:.1f} MiB at the end, {self.slope('memory_mib')}",
+            f"  the server's own process: {last.server_mib:.1f} MiB, {self.slope('server_mib')},"
+            f" in the last third {self.slope('server_mib', share=1 / 3)}",
             f"descriptors: {last.descriptors} at the end, {self.slope('descriptors')}",
         ]
 
@@ -259,7 +267,7 @@ def soak(
         for client in clients:
             client.join(150)
         assert not any(client.is_alive() for client in clients), "a stream never ends"
-        assert server.status("/health") == 200, "the server is not well behind it all"
+        server.wait_ready()
     return Told(seconds / 60, seen, samples, kills)
 
 
@@ -279,7 +287,7 @@ def main() -> int:
     )
     print("\n".join([*told.lines(), *told.seen.wrong[:5]]))
     if asked.json is not None:
-        rows = [[sample.at_s, sample.memory_mib, sample.descriptors] for sample in told.samples]
+        rows = [dataclasses.astuple(sample) for sample in told.samples]
         asked.json.write_text(json.dumps({"ends": told.seen.ends, "samples": rows}))
     return int(bool(told.seen.wrong))
 

@@ -177,7 +177,11 @@ def test_another_engine_is_heard_elsewhere_and_numbers_go_on(tmp_path: Path):
         packer = Packer()
         await peer.send(packer.pack(READY))
         assert await link.until_ready() == READY
-        link.start("a", [([1], Sampling())])
+        call = link.start("a", [([1], Sampling())])
+        assert not link.has_answered
+        await peer.send(packer.pack(Progress((Piece(0, (7,)),))))
+        await call.take()
+        assert link.has_answered
         link.interrupt("it broke")
         assert not link.became_ready.is_set()
         hearing.cancel()
@@ -189,6 +193,7 @@ def test_another_engine_is_heard_elsewhere_and_numbers_go_on(tmp_path: Path):
         after = context.socket(zmq.DEALER)
         after.connect(f"ipc://{tmp_path}/next")
         assert link.state == "restarting"
+        assert not link.has_answered
         await after.send(packer.pack(READY))
         assert await link.until_ready() == READY
         call = link.start("b", [([1], Sampling())])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import openai
 
-from tests.support.kin import commands
+from tests.support.kin import commands, kin
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "from ess.server.commands.cli import main; raise SystemExit(main())"
@@ -66,7 +68,11 @@ class Process:
 
     def __exit__(self, *error: object) -> None:
         if self.process.poll() is None:
+            below = kin(self.process.pid)
             self.process.kill()
+            for pid in below:  # one that a test has stopped would hold our pipes for ever
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
         self.process.communicate()
 
     def status(self, path: str) -> int:

@@ -1,4 +1,4 @@
-"""How often an engine that was lost is started again."""
+"""How often an engine that was lost is started again, and how soon."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from ess.clock import Clock
 from ess.server.process.engines.group import Loss
 
 OVER_S: Final = 600.0
+PAUSE_S: Final = 0.5
+PAUSE_MAX_S: Final = 10.0
 
 
 class Restarts:
     """At most `most` within OVER_S. What ends by itself before any engine has been ready ends in
     that way again: the weights are broken, or the memory does not suffice. So it is not started
-    again, unless it waits for `others`, on machines that may come later."""
+    again, unless it waits for `others`, on machines that may come later.
+
+    One that has answered somebody is followed at once, since its streams wait. Before those that
+    follow engines of no use there are pauses, each twice the one before."""
 
     def __init__(self, most: int, clock: Clock, *, waits_for_others: bool = False) -> None:
         self.most = most
         self._clock = clock
         self._waits_for_others = waits_for_others
         self._at_s: deque[float] = deque()
+        self._pause_s = 0.0
 
     @property
     def count(self) -> int:
@@ -41,5 +47,9 @@ class Restarts:
             return "; it is not started again"
         return ""
 
-    def add(self) -> None:
+    def add(self, *, was_of_use: bool) -> float:
+        """Another start; the pause before it, in seconds."""
         self._at_s.append(self._clock.now_s())
+        longer_s = min(max(PAUSE_S, 2 * self._pause_s), PAUSE_MAX_S)
+        self._pause_s = 0.0 if was_of_use else longer_s
+        return self._pause_s

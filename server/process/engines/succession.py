@@ -6,7 +6,8 @@ stopped for as long. In this order then, in each of the server's processes:
 
     all open requests end with a sentence, or wait to go on, and others are refused with it
     all processes of the engine are killed, and have ended
-    another engine starts, heard at another endpoint, unless there were too many
+    another engine starts, heard at another endpoint, unless there were too many; there is a pause
+        before it if the lost one has answered nobody
 
 So two engines never share memory or ports, and nothing of the first is heard by the second. The
 listener, the connections and the counts of the server stay.
@@ -15,6 +16,7 @@ listener, the connections and the counts of the server stay.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -48,12 +50,12 @@ class Succession:
         self._number = 0
         self._group: EngineGroup | None = None
         self._lost: asyncio.Future[Loss]
-        self._ends = False
+        self._ends = asyncio.Event()
         self.was_ready = False
 
     def end(self) -> None:
         """Whatever is lost from now on has no successor."""
-        self._ends = True
+        self._ends.set()
 
     def kill(self) -> None:
         if self._group is not None:
@@ -70,7 +72,7 @@ class Succession:
         while True:
             loss = await self._life()
             sentence = f"the engine is gone: {loss.how}"
-            if self._ends:
+            if self._ends.is_set():
                 return sentence
             if why_not := self._given.restarts.why_not(loss, was_ready=self.was_ready):
                 sentence += why_not
@@ -80,12 +82,20 @@ class Succession:
 
     async def _succeed(self, loss: Loss, sentence: str) -> None:
         restarts = self._given.restarts
-        restarts.add()
+        pause_s = restarts.add(was_of_use=self._link.has_answered)
         self._number += 1
-        console.note(f"ess: {sentence}; another starts ({restarts.count} of {restarts.most})")
+        starts = f"another starts in {pause_s:g} s" if pause_s else "another starts"
+        console.note(f"ess: {sentence}; {starts} ({restarts.count} of {restarts.most})")
+        sentence += f"; {starts}" if pause_s else ""
         self._fronts.succeed(self._number, sentence)
         await self._bury(loss, sentence)
+        await self._pause(pause_s)
         self._link.renew(endpoint_of(self._given.folder, self._link.place.front, self._number))
+
+    async def _pause(self, pause_s: float) -> None:
+        """The server's end cuts it short."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ends.wait(), pause_s)
 
     async def _bury(self, loss: Loss, sentence: str) -> None:
         """Ends what is left of the lost engine. If it said that it ends, it first has a moment for
@@ -98,7 +108,7 @@ class Succession:
         """One engine, until it is lost; its processes may still be there."""
         self._lost = asyncio.get_running_loop().create_future()
         self._link.on_fault = lambda sentence: self._lose(Loss(sentence, is_said=True))
-        if self._ends:
+        if self._ends.is_set():
             return Loss("the server ends")
         self._group = group = await self._given.start(self._number)
         tasks = [
