@@ -22,6 +22,8 @@ from ess.server.process.link import EngineLink
 
 AGAIN_S: Final = 0.5
 AGAIN_MAX_S: Final = 10.0
+CALM_S: Final = 60.0
+"""Behind so long a life the pause is short again."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +85,7 @@ class Fronts:
     async def _keep(self, start: Start) -> None:
         wait_s = AGAIN_S
         while True:
+            began_s = asyncio.get_running_loop().time()
             child = await Child.start(self._program, start, descriptors=[start.listener])
             self._children[start.front] = child
             for line in (*self._succession, *self._last_words):
@@ -92,6 +95,8 @@ class Fronts:
                 return
             console.note(f"ess: server process {start.front} is gone: {how}; another starts")
             self._link.front_lost(start.front)
+            is_calm = asyncio.get_running_loop().time() - began_s > CALM_S
+            wait_s = AGAIN_S if is_calm else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
             start = msgspec.structs.replace(start, life=start.life + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -280,7 +281,7 @@ def test_a_full_disk_ends_storing_and_nothing_else(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (7 * PAGE_BYTES, before[1]))
     try:
         fill(made, range(6, 12))
-        assert "the disk takes no more pages" in made.uses.fault
+        assert made.uses.fault == f"the disk takes no more pages: {os.strerror(errno.EFBIG)}"
         made.store(content(20), copies(content(20)))
         assert made.flush(0)
     finally:

@@ -6,9 +6,11 @@ import random
 
 import pytest
 
+from ess.engine.admission import Admission
 from ess.engine.request import Request
 from ess.engine.roster import SPARE, Roster
 from ess.engine.tokens.sampling import Sampling
+from ess.engine.tpot_control import TPOT
 from ess.errors import BadInput
 from tests.model.test_engine import engine, expected, prompt, run
 
@@ -58,6 +60,29 @@ def test_one_that_is_first_now_is_asked_for_at_once():
     assert small.state in ("prefilling", "decoding")
     assert waits.state == "waiting"
     run(eng)
+
+
+def test_one_that_has_landed_waits_for_the_pace_and_nobody_waits_behind_it():
+    roster = Roster()
+    running, landed = (Request(number=n, prompt=[1], sampling=Sampling()) for n in range(2))
+    for made, states in ((running, ("prefilling",)), (landed, ("landing", "preempted"))):
+        roster.add(made)
+        for state in states:
+            roster.move(made, state)
+    landed.has_landed = True
+
+    def opens(request: Request) -> None:
+        raise AssertionError(f"{request} is opened")
+
+    def resumes(request: Request) -> None:
+        roster.move(request, "prefilling")
+
+    admission = Admission(roster, opens=opens, resumes=resumes, tpot_ms=50.0)
+    admission.admit(step_count=0, limit=1)
+    assert landed.state == "preempted"
+    assert admission.refusal.limiter == TPOT
+    admission.admit(step_count=0, limit=2)
+    assert landed.state == "prefilling"
 
 
 def test_a_priority_beyond_all_bounds_is_refused():

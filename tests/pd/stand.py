@@ -68,12 +68,19 @@ class Worker(Process):
 
 
 class Stand:
-    """One prefill worker, with flags of its own, and three decode workers that have met it."""
+    """One prefill worker and three decode workers that have met it; both may have flags of their
+    own."""
 
-    def __init__(self, folder: Path, *flags: str, prefill: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        prefill: Sequence[str] = (),
+        decode: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self._flags = flags
-        self._prefill_flags = prefill
+        self._prefill_flags, self._decode_flags = prefill, decode
         self._kept = contextlib.ExitStack()
         self.workers: dict[str, Worker] = {}
 
@@ -81,7 +88,8 @@ class Stand:
         try:
             prefill = self._start("prefill-1", *self._prefill_flags)
             for number in range(DECODE_COUNT):
-                self._start(f"decode-{number + 1}", "--peers", prefill.address)
+                flags = ("--peers", prefill.address, *self._decode_flags)
+                self._start(f"decode-{number + 1}", *flags)
             for worker in self.workers.values():
                 worker.wait_ready()
             until(lambda: all(worker.peers_up for worker in self.decodes), "all having met")

@@ -8,6 +8,7 @@ import pytest
 
 from ess.door.handoff.endings import Lapsed, Sent
 from ess.errors import BadInput, BadState
+from ess.prefill.batches import WINDOW_S, Batches
 from ess.prefill.orders import Close, GiveUp, Open, Part, Run
 from ess.prefill.stage import Disagreement
 from ess.prefill.stages import StageLost
@@ -113,6 +114,27 @@ def test_a_handoff_that_one_stage_did_not_send_has_lapsed():
     assert [name for name, _ in sent.timeline.marks] == ["made", "over"]
     assert isinstance(lapsed, Lapsed)
     assert lapsed.sentence == "DEADLINE (stage 1)"
+
+
+def test_chunks_that_ran_alone_are_observed_once_all_stages_have_run_them():
+    pipe = Pipe(2)
+    pipe.add(text(2 * CHUNK + 2))
+    pipe.run()
+    assert [seen[:2] for seen in pipe.sizes.seen] == [(0, CHUNK), (CHUNK, CHUNK), (2 * CHUNK, 1)]
+
+
+def test_a_stage_is_as_busy_as_in_the_last_while():
+    batches = Batches(1)
+    for now_s, seconds in ((0.0, 4.0), (5.0, 3.0), (WINDOW_S + 1, 1.0)):
+        batches.ran(0, batches.begin().number, seconds, now_s=now_s)
+    assert batches.busy_share(0, now_s=WINDOW_S + 1) == 4.0 / WINDOW_S
+
+
+def test_at_the_end_the_lead_s_team_is_told(monkeypatch: pytest.MonkeyPatch):
+    pipe, told = Pipe(1), []
+    monkeypatch.setattr(pipe.stages[0].ranks, "stop", lambda: told.append("stop"))
+    pipe.lead.close()
+    assert told == ["stop"]
 
 
 def test_a_handoff_is_open_once():

@@ -14,6 +14,7 @@ said twice unseen. The model is the one in the box, in float32.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -144,16 +145,18 @@ class Killing:
 
 def walks(made: Told) -> bool:
     """Whether each token follows from the one before, as the paced engine says them."""
-    first = min(300, VOCABULARY // 2)
-    span = VOCABULARY - first
     return bool(made.choices) and all(
         len(choice.ids) == len(choice.scores) == COUNT
         and choice.finish == "length"
-        and all(
-            (b - a - 7919) % span == 0 for a, b in zip(choice.ids, choice.ids[1:], strict=False)
-        )
+        and follow(choice.ids)
         for choice in made.choices.values()
     )
+
+
+def follow(ids: Sequence[int]) -> bool:
+    """Whether each of these is the paced engine's next."""
+    span = VOCABULARY - min(300, VOCABULARY // 2)
+    return all((b - a - 7919) % span == 0 for a, b in itertools.pairwise(ids))
 
 
 def _events(going: Crowd) -> int:

@@ -76,13 +76,13 @@ class Process:
         self.process.communicate()
 
     def status(self, path: str) -> int:
-        """0 if the connection was refused."""
+        """0 if the connection was refused, or nobody answers on it."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
-        except (urllib.error.URLError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
             return 0
 
     @property

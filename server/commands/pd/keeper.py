@@ -19,11 +19,10 @@ from ess import console
 from ess.clock import Clock
 from ess.server.commands.pd.leashed import Program
 from ess.server.process.child import Child
-from ess.server.process.fronts import AGAIN_MAX_S, AGAIN_S
+from ess.server.process.fronts import AGAIN_MAX_S, AGAIN_S, CALM_S
 
 LEASHED: Final = "ess.server.commands.pd.leashed"
 STARTS_MAX: Final = 5
-CALM_S: Final = 60.0  # after so long a life the next pause is short again
 LAST_LINES: Final = 5
 LAST_S: Final = 1.0
 POLL_S: Final = 0.05
