@@ -47,16 +47,6 @@ def test_idle_requests_make_room_and_go_on(name: str, mtp: int, tmp_path: Path) 
     eng.offload.close()
 
 
-def test_nobody_gives_way_without_need(tmp_path: Path) -> None:
-    eng = engine(NAME, 1, tmp_path, host_pages=10)
-    first, second = held(eng, NAME, 0, 290), held(eng, NAME, 300, 590)
-    third = ask(eng, NAME, 600, 690)
-    run(eng)
-    assert third.output == expected(NAME, 600, 690)
-    assert [request.sequence.is_shelved for request in (first, second)] == [False, True]
-    eng.offload.close()
-
-
 def test_without_a_disk_the_third_waits() -> None:
     eng = engine(NAME, 1, None, host_pages=10)
     held(eng, NAME, 0, 290)

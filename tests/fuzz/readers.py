@@ -9,10 +9,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import tokenizers
 
 from ess.errors import BadInput
+from ess.models.guest.packed import Packed
 from ess.models.registry import read_config
 from ess.models.text.tokenizer import Tokenizer
 from ess.models.weights.header import read_header
@@ -128,6 +130,45 @@ class Vocabularies:
         made.decode(ids, keep_special=True)
         for each in ids[:4]:
             made.bytes_of(each)
+
+
+class Packs:
+    """A GGUF file, and what is asked of it. Each is a new file: the one before may be mapped."""
+
+    name = "ggufs"
+    watched = ("models/guest/head.py", "models/guest/packed.py")
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "a.gguf"
+        writer = gguf.GGUFWriter(self._path, "llama")
+        writer.add_uint32("count", 4)
+        writer.add_float32("number", 0.5)
+        writer.add_bool("flag", True)
+        writer.add_array("tokens", ["one", " two"])
+        writer.add_array("scores", [1.0, -2.0, 3.0])
+        writer.add_tensor("a", np.arange(64, dtype=np.float32).reshape(2, 32))
+        writer.add_tensor("b", np.ones(32, np.float16))
+        for write in ("header", "kv_data", "tensors"):
+            getattr(writer, f"write_{write}_to_file")()
+        writer.close()
+        self.bases: list[Any] = [self._path.read_bytes()]
+
+    def wrapped(self, base: int, raw: bytes) -> bytes:
+        return raw
+
+    def read(self, base: int, content: bytes) -> None:
+        self._path.unlink()
+        self._path.write_bytes(content)
+        packed = Packed(self._path)
+        assert 1 <= packed.count("count", 1 << 20) <= 1 << 20
+        packed.number("number")
+        packed.flag("flag")
+        assert packed.text("general.architecture") is not None
+        for key, kind in (("tokens", str), ("scores", float)):
+            assert all(isinstance(value, kind) for value in packed.listed(key, kind))
+        for name, shape in (("a", (2, 32)), ("b", (32,))):
+            floats = packed.floats(name, shape)
+            assert (floats.dtype, floats.shape) == (np.float32, shape), f"{floats}"
 
 
 class Traces:

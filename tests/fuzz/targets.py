@@ -10,7 +10,7 @@ from tests.fuzz.bodies import Bodies
 from tests.fuzz.fuzzer import Target
 from tests.fuzz.grammars import GrammarTexts
 from tests.fuzz.http_bytes import HttpBytes
-from tests.fuzz.readers import Configs, Disks, Frames, Traces, Vocabularies, Weights
+from tests.fuzz.readers import Configs, Disks, Frames, Packs, Traces, Vocabularies, Weights
 from tests.fuzz.stored import Stored
 from tests.fuzz.templates import Templates
 
@@ -22,7 +22,7 @@ TARGETS: Mapping[str, Callable[[], Target]] = MappingProxyType(
         "templates": Templates,
         **{
             reader.name: partial(Stored, reader)
-            for reader in (Weights, Configs, Vocabularies, Traces, Frames, Disks)
+            for reader in (Weights, Configs, Vocabularies, Packs, Traces, Frames, Disks)
         },
     }
 )

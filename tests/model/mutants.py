@@ -81,12 +81,7 @@ SUITES = {
     "ess.engine.tpot_control": ["tests/unit/test_pace.py"],
     "ess.engine.step.decode": ["tests/model/test_engine.py", "tests/model/test_depth.py"],
     "ess.engine.step.future": ["tests/model/test_depth.py"],
-    "ess.engine.admission": [
-        "tests/model/test_priority.py",
-        "tests/model/test_pressure.py",
-        "tests/pd/test_engine_handoff.py",
-        SEEDS,
-    ],
+    "ess.engine.admission": ["tests/model/test_priority.py", "tests/model/test_pressure.py", SEEDS],
     "ess.engine.followers": ["tests/model/test_choices.py", SEEDS],
     "ess.engine.handoff": ["tests/pd/test_engine_handoff.py", SEEDS],
     "ess.engine.loads": ["tests/disk/test_engine_disk.py", "tests/disk/test_shelved.py", SEEDS],

@@ -120,7 +120,12 @@ def test_chunks_that_ran_alone_are_observed_once_all_stages_have_run_them():
     pipe = Pipe(2)
     pipe.add(text(2 * CHUNK + 2))
     pipe.run()
-    assert [seen[:2] for seen in pipe.sizes.seen] == [(0, CHUNK), (CHUNK, CHUNK), (2 * CHUNK, 1)]
+    alone = [(0, CHUNK), (CHUNK, CHUNK), (2 * CHUNK, 1)]
+    assert [seen[:2] for seen in pipe.sizes.seen] == alone
+    pipe.add(text(10))
+    pipe.add(text(11))
+    pipe.run()
+    assert [seen[:2] for seen in pipe.sizes.seen] == alone, "of chunks that run together nothing"
 
 
 def test_a_stage_is_as_busy_as_in_the_last_while():
