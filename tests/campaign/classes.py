@@ -124,8 +124,7 @@ CLASSES: Final = (
     FaultClass(
         "Logits that are no numbers",
         (),
-        ("model/test_broken.py", "server/test_broken_answers.py"),
-        "on a device the engine ends, and its successor is started",
+        ("model/test_broken.py", "device/broken.py", "server/test_broken_answers.py"),
     ),
     FaultClass(
         "Bytes are changed on the way, on the disk or in memory",
