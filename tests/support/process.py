@@ -11,7 +11,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -51,14 +53,27 @@ class Process:
             stderr=stderr,
             text=True,
         )
+        with self._ended_on_failure():
+            self.greeting = self._greeting()
+        self.url = self.greeting["url"]
+
+    def _greeting(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         text = ""
         while not text.endswith("\n}\n"):
             line = self.process.stdout.readline()
             assert line, self._last_words()
             text += line
-        self.greeting = json.loads(text)
-        self.url = self.greeting["url"]
+        return json.loads(text)
+
+    @contextlib.contextmanager
+    def _ended_on_failure(self) -> Iterator[None]:
+        """Of what is asked for before a test's block begins, which ends it."""
+        try:
+            yield
+        except BaseException:
+            self.__exit__()
+            raise
 
     def _last_words(self) -> str:
         return f"it ended by {self.process.wait()}: {self.process.communicate()[1]}"
@@ -91,10 +106,11 @@ class Process:
 
     def wait_ready(self) -> Process:
         deadline_s = time.monotonic() + READY_S
-        while self.status("/ready") != 200:
-            assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline_s, f"{self.url} is not ready after {READY_S} s"
-            time.sleep(0.05)
+        with self._ended_on_failure():
+            while self.status("/ready") != 200:
+                assert self.process.poll() is None, self._last_words()
+                assert time.monotonic() < deadline_s, f"{self.url} is not ready after {READY_S} s"
+                time.sleep(0.05)
         return self
 
     @property
