@@ -17,7 +17,7 @@ from ess.errors import BadInput
 from ess.models.guest.packed import Packed
 from ess.models.registry import read_config
 from ess.models.text.tokenizer import Tokenizer
-from ess.models.weights.header import read_header
+from ess.models.weights.header import read_header, renamed
 from ess.models.weights.strict_json import parse_object
 from ess.pool.disk.folder import CATALOGUE, SLAB
 from ess.prefill import orders, records, reports
@@ -38,11 +38,12 @@ from ess.transfer.messages import (
     Seal,
 )
 from tests.disk.bytes_of import content, fill, loaded, tier
-from tests.support.checkpoints import GLM, TINY_LLAMA, V32
+from tests.support.checkpoints import AXK2, DOTS3, GLM, HY4, MISTRAL4, TINY_LLAMA, V32
 
 SEAL = Seal(b"a secret of all workers")
 TAG_BYTES = 16
 PAGE_COUNT = 3
+WORDS = (("a", "b.x"), ("d", "c"))
 
 
 class Weights:
@@ -72,6 +73,7 @@ class Weights:
             entries = read_header(file, file="model.safetensors")
         finally:
             os.close(file)
+        assert len(renamed(entries, WORDS)) == len(entries), "a tensor has lost its name"
         at = 8 + int.from_bytes(content[:8], "little")
         for entry in entries.values():
             assert entry.begin == at, "a tensor overlaps another, or there is a hole"
@@ -85,18 +87,20 @@ class Configs:
     name = "configs"
     watched = (
         *("models/config.py", "models/reading.py", "models/regis*.py", "models/rope.py"),
-        *("models/deepseek_v32.py", "models/glm_dsa.py"),
+        *("models/families/deepseek_v32.py", "models/families/glm_dsa.py"),
+        *("models/families/axk2.py", "models/families/hy_v4.py"),
+        *("models/families/mistral_large4.py", "models/families/dots3.py"),
     )
 
     def __init__(self, folder: Path) -> None:
-        self.bases: list[Any] = [V32, GLM, TINY_LLAMA]
+        self.bases: list[Any] = [V32, GLM, TINY_LLAMA, AXK2, HY4, MISTRAL4, DOTS3]
 
     def wrapped(self, base: int, raw: bytes) -> bytes:
         return raw
 
     def read(self, base: int, content: bytes) -> None:
         config = read_config(parse_object(content, what="config.json"))
-        layout = config.layout(row="fp8" if base < 2 else "bf16")
+        layout = config.layout(row="bf16" if base == 2 else "fp8")
         assert layout.layer_total >= config.layer_count > 0, f"{layout}"
 
 

@@ -147,7 +147,7 @@ def edited(tree: Any, edits: list[Any]) -> Any:
             case "tweak":
                 holder[key] = values.tweaked(random.Random(item), holder[key])
             case _:
-                holder[key] = item
+                holder[key] = copy.deepcopy(item)  # an edit may be given twice
     return tree
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from ess.errors import BadInput
 from ess.models.weights.checkpoint import Checkpoint
+from ess.models.weights.header import Entry, renamed
 from ess.models.weights.rank import RankWeights
 
 INDEX = "model.safetensors.index.json"
@@ -121,6 +122,15 @@ def test_a_name_twice(copy: Path) -> None:
 
     edit_header(copy / FIRST, lambda header: None, dumps=twice)
     refused(copy, FIRST, "'lm_head.weight' appears twice")
+
+
+def test_two_names_that_are_read_as_one():
+    entries = {
+        name: Entry(file="f", name=name, dtype="U8", shape=(1,), begin=8, end=9) for name in "ab"
+    }
+    assert renamed(entries, (("a", "c"),)).keys() == {*"bc"}
+    with pytest.raises(BadInput, match="f: tensor 'b' and f: tensor 'a' are both read as 'b'"):
+        renamed(entries, (("a", "b"),))
 
 
 def test_tensors_that_are_not_aligned(copy: Path, written: Written) -> None:
