@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from ess.server.commands.pd import keeper as keepers
 from ess.server.commands.pd.keeper import STARTS_MAX, Keeper, Order
 from ess.server.process.child import LINE_BYTES_MAX, lines_of
 from tests.server.harness import until
-from tests.support.kin import is_running
+from tests.support.kin import is_running, told
 from tests.support.process import ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -139,17 +138,17 @@ asyncio.run(main())
 
 
 def test_who_lists_processes_sees_no_words_and_nothing_outlives_us():
-    parent = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", PARENT, KEY], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    shown = Path(f"/proc/{pid}/cmdline").read_bytes()
-    assert b"leashed" in shown
-    assert KEY.encode() not in shown
-    parent.kill()
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            until(lambda: "leashed" in told(pid, "cmdline"), "its program's being loaded")
+            assert KEY not in told(pid, "cmdline")
+        finally:
+            parent.kill()
     until(lambda: not is_running(pid), "its end")
-    parent.communicate()
 
 
 def test_a_line_without_an_end_comes_in_pieces():
