@@ -3,7 +3,7 @@
 Each serves HTTP from a listener of its own on the same address, with its own socket to the engine;
 the kernel divides connections among them. The first process is one of them too. It starts the
 others, hands on when to drain, when to end and when to hear another engine, and starts another
-front where one has ended. They end
+front where one has ended. As long as one is not up it accepts for that one (`StandIn`). They end
 when it does: their stdin closes.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,6 +20,7 @@ import msgspec
 from ess import console
 from ess.server.process.child import Child
 from ess.server.process.link import EngineLink
+from ess.server.process.stand_in import StandIn
 
 AGAIN_S: Final = 0.5
 AGAIN_MAX_S: Final = 10.0
@@ -27,8 +29,8 @@ CALM_S: Final = 60.0
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What every such process is told at its start: `told` is for its program, `listener` is the
-    descriptor that it inherits."""
+    """What every such process is told at its start: `told` is for its program, `listener` and `up`
+    are descriptors that it inherits; it writes a byte to `up` when it accepts connections."""
 
     told: msgspec.Raw
     folder: str
@@ -36,6 +38,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     front: int
     count: int
     life: int = 0
+    up: int = -1
 
 
 def endpoint_of(folder: str, front: int, engine: int = 0) -> str:
@@ -44,11 +47,14 @@ def endpoint_of(folder: str, front: int, engine: int = 0) -> str:
 
 
 class Fronts:
-    def __init__(self, program: str, starts: Sequence[Start], link: EngineLink) -> None:
+    def __init__(
+        self, program: str, starts: Sequence[Start], link: EngineLink, stand_in: StandIn
+    ) -> None:
         assert [start.front for start in starts] == [*range(1, len(starts) + 1)], "0 is the first"
         self._program = program
         self._starts = starts
         self._link = link
+        self._stand_in = stand_in
         self._children: dict[int, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._last_words: list[str] = []
@@ -84,22 +90,48 @@ class Fronts:
 
     async def _keep(self, start: Start) -> None:
         wait_s = AGAIN_S
+        await self._stand_in.take(start.listener)
         while True:
             began_s = asyncio.get_running_loop().time()
-            child = await Child.start(self._program, start, descriptors=[start.listener])
-            self._children[start.front] = child
-            for line in (*self._succession, *self._last_words):
-                child.tell(line)
-            how = (await child.ended()).how
+            how = await self._live(start)
             if self._last_words:
                 return
             console.note(f"ess: server process {start.front} is gone: {how}; another starts")
             self._link.front_lost(start.front)
+            await self._stand_in.take(start.listener)
             is_calm = asyncio.get_running_loop().time() - began_s > CALM_S
             wait_s = AGAIN_S if is_calm else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
             start = msgspec.structs.replace(start, life=start.life + 1)
+
+    async def _live(self, start: Start) -> str:
+        """Runs one from its start to its end, and says how it ended."""
+        said, up = os.pipe()
+        loop = asyncio.get_running_loop()
+        try:
+            child = await self._started(msgspec.structs.replace(start, up=up))
+            loop.add_reader(said, self._hear, start.listener, said)
+            return (await child.ended()).how
+        finally:
+            loop.remove_reader(said)
+            os.close(said)
+
+    async def _started(self, start: Start) -> Child:
+        try:
+            child = await Child.start(self._program, start, descriptors=[start.listener, start.up])
+        finally:
+            os.close(start.up)
+        self._children[start.front] = child
+        for line in (*self._succession, *self._last_words):
+            child.tell(line)
+        return child
+
+    def _hear(self, listener: int, said: int) -> None:
+        """A byte says that the front is up, an end that it never will be."""
+        asyncio.get_running_loop().remove_reader(said)
+        if os.read(said, 1):
+            self._stand_in.leave(listener)
 
     def _tell(self, line: str) -> None:
         self._last_words.append(line)

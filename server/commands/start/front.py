@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ from ess.server.process.fronts import Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, keep_meeting, let_out, settled, tell
 from ess.server.process.link import Place
 from ess.server.process.service import Service
+from ess.server.process.stand_in import has_started
 from ess.server.process.tally import Shelf
 
 
@@ -47,12 +49,13 @@ class Front:
         self._server = server
         self._clock = clock
 
-    async def run(self, listener: socket.socket, orders: asyncio.StreamReader) -> None:
+    async def run(self, listener: socket.socket, orders: asyncio.StreamReader, *, up: int) -> None:
         self._hearing = asyncio.ensure_future(self._hear())
         watching = [
             asyncio.ensure_future(task)
             for task in (
                 self._obey(orders),
+                self._say_up(up),
                 tell(self._service),
                 settled(self._service),
                 keep_meeting(self._service),
@@ -64,6 +67,11 @@ class Front:
             for task in (self._hearing, *watching):
                 task.cancel()
             await asyncio.gather(self._hearing, *watching, return_exceptions=True)
+
+    async def _say_up(self, up: int) -> None:
+        await has_started(self._server)
+        os.write(up, b"!")
+        os.close(up)
 
     async def _hear(self) -> None:
         try:
@@ -112,7 +120,7 @@ async def serve(start: Start) -> None:
             listener = socket.socket(fileno=start.listener)
             async with service.texts:
                 await Front(service, server, clock, folder=start.folder).run(
-                    listener, await _orders()
+                    listener, await _orders(), up=start.up
                 )
 
 

@@ -65,6 +65,7 @@ from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.pair.registration import registration_of
 from ess.server.process.requests.journal import NO_RECOVERY, Recovery
 from ess.server.process.service import Limits, Service
+from ess.server.process.stand_in import StandIn
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
 from ess.server.process.texts import Texts
@@ -313,11 +314,11 @@ async def _serve(
     place = Place(count=count)
     recovery = recovery_of(settings)
     with own_folder() as folder, engine_link(folder, board, clock, place, recovery) as link:
-        fronts = Fronts(FRONT, starts_of(told, folder, listeners), link)
         service = make_service(told, link=link, board=board)
         service.shelf = Shelf(folder, count=count) if count > 1 else None
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))
+            fronts = Fronts(FRONT, starts_of(told, folder, listeners), link, StandIn(server))
             engines = Succession(start_of(told, folder, count), link, fronts, clock)
             running = Running(service, server, engines, fronts, settings=settings, clock=clock)
             running.registration = registration_of(settings, url_of(settings, listeners[0]), port)
