@@ -48,10 +48,13 @@ class Worker(Process):
 
     @property
     def handoffs(self) -> dict[str, int]:
-        """How many have landed, were missed, sent, or have lapsed."""
-        return {
-            how: int(float(count)) for how, count in ENDED.findall(ask(f"{self.url}/metrics").text)
-        }
+        """How many have landed, were missed, sent, or have lapsed. They are shown as soon as the
+        engine has said so for the first time."""
+        until(lambda: bool(self._handoffs()), "the engine's first word of handoffs")
+        return {how: int(float(count)) for how, count in self._handoffs()}
+
+    def _handoffs(self) -> list[tuple[str, str]]:
+        return ENDED.findall(ask(f"{self.url}/metrics").text)
 
     @property
     def peers_up(self) -> bool:
