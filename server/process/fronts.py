@@ -3,8 +3,8 @@
 Each serves HTTP from a listener of its own on the same address, with its own socket to the engine;
 the kernel divides connections among them. The first process is one of them too. It starts the
 others, hands on when to drain, when to end and when to hear another engine, and starts another
-front where one has ended. As long as one is not up it accepts for that one (`StandIn`). They end
-when it does: their stdin closes.
+front where a front has ended. It accepts connections for a front that is not up (`StandIn`). They
+end when it does: their stdin closes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from ess import console
 from ess.server.process.child import Child
 from ess.server.process.link import EngineLink
-from ess.server.process.stand_in import StandIn
+from ess.server.process.listening.stand_in import StandIn
 
 AGAIN_S: Final = 0.5
 AGAIN_MAX_S: Final = 10.0
@@ -106,7 +106,7 @@ class Fronts:
             start = msgspec.structs.replace(start, life=start.life + 1)
 
     async def _live(self, start: Start) -> str:
-        """Runs one from its start to its end, and says how it ended."""
+        """Runs a front from its start to its end, and says how it ended."""
         said, up = os.pipe()
         loop = asyncio.get_running_loop()
         try:

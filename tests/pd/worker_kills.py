@@ -8,9 +8,9 @@ tokens. A part is killed at a drawn moment; when another is in its place and the
 healthy, the next is. Requests that are open at the kill are counted by how they end; the wait of
 those that do not come to their end is from the kill. Requests that begin later, while a part is
 missing, are counted by themselves. Every token that comes must be the right one, also of answers
-that are cut off. Exits with 1 where one is not.
+that are cut off. Exits with 1 if a token is wrong.
 
-The paced engine's tokens follow from the first one. The model's are those of an undisturbed run.
+The paced engine's tokens follow from the first token. The model's are those of an undisturbed run.
 """
 
 from __future__ import annotations

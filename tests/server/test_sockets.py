@@ -16,7 +16,7 @@ import pytest
 
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.start.settings import resolve
-from ess.server.process import sockets
+from ess.server.process.listening import sockets
 from tests.support.process import READY_S, ROOT, RUN, Process
 
 

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from ess.server.process.lifecycle import QuietServer
-from ess.server.process.stand_in import StandIn, has_started
+from ess.server.process.listening.stand_in import StandIn, has_started
 
 ANSWER_S = 60
 

@@ -85,7 +85,7 @@ class Process:
         if self.process.poll() is None:
             below = kin(self.process.pid)
             self.process.kill()
-            for pid in below:  # one that a test has stopped would hold our pipes for ever
+            for pid in below:  # a stopped process would hold our pipes for ever
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
         self.process.communicate()

@@ -35,8 +35,8 @@ from ess.server.process.board import Board
 from ess.server.process.fronts import Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, keep_meeting, let_out, settled, tell
 from ess.server.process.link import Place
+from ess.server.process.listening.stand_in import has_started
 from ess.server.process.service import Service
-from ess.server.process.stand_in import has_started
 from ess.server.process.tally import Shelf
 
 

@@ -50,7 +50,6 @@ from ess.server.http import telemetry
 from ess.server.http.app import create_app
 from ess.server.http.connection.protocol import limited
 from ess.server.http.request_log import RequestLog
-from ess.server.process import sockets
 from ess.server.process.board import Board
 from ess.server.process.bounds import JOURNAL_BYTES, PROBE_CONNECTIONS, RESUME_S
 from ess.server.process.engines.restarts import Restarts
@@ -58,6 +57,8 @@ from ess.server.process.engines.succession import EngineStart, Succession
 from ess.server.process.fronts import Fronts, Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, Running, end_in_time
 from ess.server.process.link import EngineLink, Place
+from ess.server.process.listening import sockets
+from ess.server.process.listening.stand_in import StandIn
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.memory import memory_free
 from ess.server.process.own_folder import own_folder
@@ -65,7 +66,6 @@ from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.pair.registration import registration_of
 from ess.server.process.requests.journal import NO_RECOVERY, Recovery
 from ess.server.process.service import Limits, Service
-from ess.server.process.stand_in import StandIn
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
 from ess.server.process.texts import Texts

@@ -18,8 +18,8 @@ class Restarts:
     that way again: the weights are broken, or the memory does not suffice. So it is not started
     again, unless it waits for `others`, on machines that may come later.
 
-    One that has answered somebody is followed at once, since its streams wait. Before those that
-    follow engines of no use there are pauses, each twice the one before."""
+    An engine that has answered a request is followed at once, since its streams wait. Behind an
+    engine that has answered none there is a pause, twice as long as the pause before."""
 
     def __init__(self, most: int, clock: Clock, *, waits_for_others: bool = False) -> None:
         self.most = most

@@ -7,7 +7,7 @@ stopped for as long. In this order then, in each of the server's processes:
     all open requests end with a sentence, or wait to go on, and others are refused with it
     all processes of the engine are killed, and have ended
     another engine starts, heard at another endpoint, unless there were too many; there is a pause
-        before it if the lost one has answered nobody
+        before it if the lost engine has answered nobody
 
 So two engines never share memory or ports, and nothing of the first is heard by the second. The
 listener, the connections and the counts of the server stay.

@@ -1,7 +1,7 @@
 """The first process serves for another that is not up: before it has started, or when it is gone.
 
 The kernel divides connections among the listeners of all processes, whether anybody accepts there
-or not. A connection to one whose process is missing would wait until the next one is up.
+or not. A connection to a listener whose process is missing would wait for the next process.
 """
 
 from __future__ import annotations
