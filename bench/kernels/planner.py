@@ -26,7 +26,7 @@ from ess.pool.lru.arena import BLOCK_SLOTS, Arena, FetchPlan, Ints, Split
 
 REPEATS: Final = 31
 WARM_STEPS: Final = 40
-SPEEDUP_TARGET: Final = 20.0
+SPEEDUP_TARGET: Final = 15.0
 FLAT_TARGET: Final = 0.67
 
 

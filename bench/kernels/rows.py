@@ -18,13 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.bench.harness.report import Row, compare
-from ess.flashtrans.rows import pack, run
+from ess.flashtrans.native_rows import pack
+from ess.flashtrans.rows import run
 from ess.flashtrans.views import check
+from ess.flashtrans.ways import COUNTS, settle
+from ess.flashtrans.ways import ROW_BYTES as ROW_BYTES_OF_CLASSES
 from ess.kernels.cpu import native
 from ess.kernels.memory import host_memory
 from ess.kernels.streams import RowCopy
 
 ROW_BYTES = 656
+OTHER_ROW_BYTES = (264, 2304)
 Rows = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
@@ -32,6 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 @dataclass(frozen=True)
 class Shape:
     pool_bytes: int
+    row_bytes: int
     row_count: int
     sample_count: int
     threads: int
@@ -52,24 +57,30 @@ class Arm:
 
 
 def rows_benchmark(*, smoke: bool) -> list[Row]:
-    """Gather and scatter, 2,048 and 65,536 rows of 656 B, one thread and two."""
+    """Rows of 656 B by count, gathered and scattered by one thread and by two; then rows of other
+    sizes, gathered by one."""
     pool_bytes = 64 << 20 if smoke else 2304 << 20
     samples = 3 if smoke else 15
-    pool = host_memory(pool_bytes, touch_threads=1)
-    pool = pool[: pool.size // ROW_BYTES * ROW_BYTES].reshape(-1, ROW_BYTES)
+    memory = host_memory(pool_bytes, touch_threads=1)
     results: list[Row] = []
-    for row_count in (2048,) if smoke else (2048, 65536):
-        target = host_memory(row_count * ROW_BYTES, touch_threads=1).reshape(-1, ROW_BYTES)
+    for row_count in (2048,) if smoke else (512, 2048, 65536):
         for threads in (1, 2):
-            shape = Shape(pool_bytes, row_count, samples, threads)
+            shape = Shape(pool_bytes, ROW_BYTES, row_count, samples, threads)
             for verb in ("gather", "scatter"):
-                results += _compare(verb, shape, _arms(verb, pool, target, threads))
+                results += _compare(verb, shape, memory)
+    for row_bytes in OTHER_ROW_BYTES:
+        for row_count in (2048,) if smoke else (2048, 16384):
+            shape = Shape(pool_bytes, row_bytes, row_count, samples, 1)
+            results += _compare("gather", shape, memory)
     return results
 
 
-def _compare(verb: str, shape: Shape, arms: list[Arm]) -> list[Row]:
-    rng = np.random.default_rng(shape.row_count)
-    pool_rows = shape.pool_bytes // ROW_BYTES
+def _compare(verb: str, shape: Shape, memory: Bytes) -> list[Row]:
+    row_bytes, rng = shape.row_bytes, np.random.default_rng(shape.row_count)
+    pool_rows = shape.pool_bytes // row_bytes
+    pool = memory[: pool_rows * row_bytes].reshape(-1, row_bytes)
+    place = host_memory(shape.row_count * row_bytes, touch_threads=1).reshape(-1, row_bytes)
+    arms = _arms(verb, pool, place, shape.threads)
     clock = time.thread_time if shape.threads == 1 else time.perf_counter
     for _ in range(1 + shape.sample_count):
         for arm in arms:
@@ -81,17 +92,18 @@ def _compare(verb: str, shape: Shape, arms: list[Arm]) -> list[Row]:
 
 def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> Row:
     return compare(
-        name=f"{verb} {shape.row_count} rows, threads {shape.threads}",
+        name=f"{verb} {shape.row_count} rows of {shape.row_bytes} B, threads {shape.threads}",
         unit="GB/s",
         ours=_gigabytes(shape, ours),
         baseline=(baseline.name, _gigabytes(shape, baseline)),
         better="higher",
         target=_target(verb, shape, baseline),
         config={
-            "row_bytes": ROW_BYTES,
+            "row_bytes": shape.row_bytes,
             "pool_bytes": shape.pool_bytes,
             "threads": shape.threads,
             "isa": native.isa() if native.available() else "numpy",
+            "way": _way(shape) if verb == "gather" else None,
             "clock": "thread" if shape.threads == 1 else "wall",
             "rows": "cold: random, new for every sample",
         },
@@ -102,12 +114,20 @@ def _target(verb: str, shape: Shape, baseline: Arm) -> float | None:
     if verb != "gather" or shape.pool_bytes < 2 << 30:
         return None
     if baseline.name == "one memcpy":
-        return 0.85 if shape.row_count == 65536 else None
+        return 0.85 if shape.row_count >= 16384 else None
     return 1.5 if baseline.name.startswith("torch") else None
 
 
+def _way(shape: Shape) -> str:
+    """What gathers of this shape go by here."""
+    settled = {(choice.row_bytes, choice.count): choice.way for choice in settle()}
+    sizes = [least for least in ROW_BYTES_OF_CLASSES if least >= shape.row_bytes]
+    counts = [least for least in COUNTS if least >= shape.row_count]
+    return settled.get((min(sizes), min(counts)), "NumPy")
+
+
 def _gigabytes(shape: Shape, arm: Arm) -> list[float]:
-    return [shape.row_count * ROW_BYTES / seconds / 1e9 for seconds in arm.samples_s]
+    return [shape.row_count * shape.row_bytes / seconds / 1e9 for seconds in arm.samples_s]
 
 
 def _arms(verb: str, pool: Bytes, target: Bytes, threads: int) -> list[Arm]:
@@ -125,13 +145,13 @@ def _arms(verb: str, pool: Bytes, target: Bytes, threads: int) -> list[Arm]:
 
     return [
         Arm("ours", lambda rows: run(check(row_copy(rows)), threads=threads)),
-        *_loop_arms(row_copy),
+        *_loop_arms(row_copy, pool.shape[1]),
         *_torch_arm(pool, target, threads, gather=gather),
         Arm("one memcpy", one_memcpy),
     ]
 
 
-def _loop_arms(of: Callable[[Rows], RowCopy]) -> list[Arm]:
+def _loop_arms(of: Callable[[Rows], RowCopy], row_bytes: int) -> list[Arm]:
     """One memcpy per row, without prefetching: from Python, and from C."""
 
     def python(rows: Rows) -> None:
@@ -139,7 +159,7 @@ def _loop_arms(of: Callable[[Rows], RowCopy]) -> list[Arm]:
         sources = copy.source.row_numbers() * copy.source.stride_bytes + copy.source.address
         targets = copy.target.row_numbers() * copy.target.stride_bytes + copy.target.address
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            ctypes.memmove(target, source, ROW_BYTES)
+            ctypes.memmove(target, source, row_bytes)
 
     arms = [Arm("memmove per row, Python loop", python)]
     if native.available():

@@ -7,16 +7,23 @@
 // run. Keys behind the query's length are computed with the rest of their page, whatever they hold,
 // and dropped.
 //
-// Products are taken in bf16 where both sides fit: fp8 keys, and queries in fp8 or bf16.
+// Products are taken in bf16 where both sides fit: fp8 keys, and queries in fp8 or bf16. Where
+// there are tiles, tiles take these, in whole vectors of one query's heads.
 #pragma once
 
 constexpr int64_t kIndexKeys = kLanes == 16 ? 8 : 4;
 constexpr int kIndexVectors = kLanes == 4 ? 2 : 3;
 
+// Whether tiles take the products of bf16: a sum over whole tiles of words.
+ESS_LANE bool in_tiles(const Index& call, bool half) {
+    return ESS_TILES && half && call.key_dim % (2 * kLanes) == 0;
+}
+
 // The queries of a run, packed: vector v of heads at packed + v * panel, [step, lane].
 struct IndexWork {
     int64_t spread, words, steps, panel;
     int64_t per_query;  // vectors
+    bool is_tiled;
     uint32_t* packed;
     float* weights;  // [vector, lane]
     uint32_t* keys;  // of a page
@@ -24,9 +31,12 @@ struct IndexWork {
     float* logits;   // [query, key] of a page
 
     IndexWork(const Index& call, int64_t query_count, bool half)
-        : spread(spread_of(call.head_count, call.key_dim / (half ? 2 : 1))),
+        : spread(in_tiles(call, half)
+                     ? 1
+                     : spread_of(call.head_count, call.key_dim / (half ? 2 : 1))),
           words(call.key_dim / (half ? 2 : 1)), steps(words / spread), panel(steps * kLanes),
-          per_query(round_up(call.head_count * spread, kLanes) / kLanes) {
+          per_query(round_up(call.head_count * spread, kLanes) / kLanes),
+          is_tiled(in_tiles(call, half)) {
         const uintptr_t bytes = carve(0, query_count);
         carve((uintptr_t)scratch(Use::index, int64_t(bytes)), query_count);
     }
@@ -54,7 +64,8 @@ ESS_LANE void pack_run(const Index& call, const Run& run, const IndexWork& work)
     for (int64_t i = 0; i < run.count * work.per_query; i++) {
         const int64_t query = run.first + i / work.per_query;
         const int64_t first = i % work.per_query * kLanes, rest = call.head_count - first;
-        const Packing vector(rest < kLanes ? rest : kLanes, call.head_count, work.words);
+        const int64_t of_heads = work.spread == 1 ? kLanes : call.head_count;
+        const Packing vector(rest < kLanes ? rest : kLanes, of_heads, work.words);
         pack<half>(vector, call.queries + query * call.query_stride + first * call.head_stride,
                    call.query_form, call.head_stride, work.packed + i * work.panel);
         for (int64_t lane = 0; lane < kLanes; lane++) {
@@ -159,9 +170,44 @@ ESS_LANE void index_vectors(const IndexWork& work, const uint32_t* keys, int64_t
                                                    next.part(key / step, kPageKeys / step));
 }
 
+#if ESS_TILES
+#include "tiles.h"
+
+// One or two vectors of heads with all keys of a page.
+template <int vectors>
+ESS_LANE void tile_vectors(const IndexWork& work, const uint32_t* keys, int64_t vector,
+                           const NextPage& next) {
+    constexpr int64_t count = 2 * kTileRows;
+    alignas(64) float products[vectors][count][kLanes];
+    for (int64_t key = 0; key < kPageKeys; key += count) {
+        multiply_tiles<vectors>(keys + key * work.words, work.words,
+                                work.packed + vector * work.panel, work.panel, work.steps,
+                                products[0][0], next.part(key / count, kPageKeys / count));
+        for (int v = 0; v < vectors; v++)
+            for (int64_t i = 0; i < count; i += kIndexKeys) {
+                Floats sums[kIndexKeys];
+                for (int64_t j = 0; j < kIndexKeys; j++)
+                    sums[j] = load<Floats>(products[v][i + j]);
+                weigh<1>(work, vector + v, key + i, sums);
+            }
+    }
+}
+
+ESS_LANE void tile_page(const IndexWork& work, const uint32_t* keys, int64_t vectors,
+                        NextPage next) {
+    int64_t vector = 0;
+    for (; vector + 2 <= vectors; vector += 2, next.lines = 0)
+        tile_vectors<2>(work, keys, vector, next);
+    if (vector < vectors) tile_vectors<1>(work, keys, vector, next);
+}
+#endif
+
 template <bool half, int spread>
 ESS_LANE void index_page(const IndexWork& work, const uint32_t* keys, int64_t vectors,
                          NextPage next) {
+#if ESS_TILES
+    if (spread == 1 && work.is_tiled) return tile_page(work, keys, vectors, next);
+#endif
     for (int64_t vector = 0; vector < vectors; vector += kIndexVectors, next.lines = 0)
         switch (vectors - vector) {
             case 1: index_vectors<half, spread, 1, 2>(work, keys, vector, next); break;
@@ -204,6 +250,9 @@ template <bool half>
 void index_in(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
               int64_t stride) {
     const IndexWork work(call, run.count, half);
+#if ESS_TILES
+    const Tiles tiles(work.is_tiled);
+#endif
     pack_run<half>(call, run, work);
     if (work.spread == 4)
         index_spread<half, kLanes >= 8 ? 4 : 1>(call, run, work, first, last, logits, stride);

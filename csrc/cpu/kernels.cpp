@@ -127,7 +127,8 @@ int32_t lengths_fault(const int32_t* lengths, int64_t count, int64_t width, int6
 const Kernels& kernels() {
     if (isa() == Isa::portable) return kernels_portable;
     if (isa() == Isa::avx2) return kernels_avx2;
-    return has_bf16() ? kernels_avx512_bf16 : kernels_avx512;
+    if (!has_bf16()) return kernels_avx512;
+    return has_tiles() ? kernels_amx : kernels_avx512_bf16;
 }
 
 void* scratch(Use use, int64_t bytes) {
@@ -146,7 +147,13 @@ void* scratch(Use use, int64_t bytes) {
 
 }  // namespace ess
 
-ESS_EXPORT const char* ess_kernels_name() { return ess::kernels().name; }
+// Tiles change index logits alone: what callers pack for a set, they pack for it with tiles too.
+ESS_EXPORT const char* ess_kernels_name() {
+    using namespace ess;
+    return &kernels() == &kernels_amx ? kernels_avx512_bf16.name : kernels().name;
+}
+
+ESS_EXPORT int32_t ess_has_tiles() { return ess::has_tiles(); }
 
 // 0: done. 1: nothing done, a slot is out of range; `span` is what the slots span.
 ESS_EXPORT int32_t ess_attend(const ess::Attend* call, int32_t threads, int64_t* span) {

@@ -1,6 +1,6 @@
 // The compute kernels: what a call is, and one table of functions per instruction set.
 //
-// The same sources (tile.h, attend.h, index.h, topk.h, merge.h) are compiled once for each set, in
+// The same sources (those that kernels_set.h includes) are compiled once for each set, in
 // kernels_<set>.cpp; they hold nothing but internal names, so that no function made for a wide set
 // can be linked in place of a narrow one. The ctypes twins are in ess/kernels/cpu/records.py.
 //
@@ -92,6 +92,7 @@ struct Op {
     int64_t in_dim, out_dim;
     int64_t count, from_step, to_step;  // heads, and how far apart they are
     int64_t half;
+    int64_t bits;  // of the codes that weights are kept as; 0: words
     const void* weight;
     const void* more;
     float value;
@@ -139,10 +140,13 @@ struct Kernels {
     void (*stage)(const Stage& stage, const Bound* bound, int64_t first, int64_t last);
     void (*pack_panels)(const uint8_t* from, int64_t form, int64_t out_dim, int64_t in_dim,
                         bool half, uint32_t* to);
+    void (*pack_codes)(const uint8_t* codes, const uint16_t* steps, int64_t bits, int64_t out_dim,
+                       int64_t in_dim, uint32_t* to);
     int64_t lanes;
 };
 
-extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx512_bf16,
+    kernels_amx;
 
 // Those of the widest set that this machine has and ESS_ISA allows.
 const Kernels& kernels();

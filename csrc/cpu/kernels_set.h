@@ -9,6 +9,10 @@
 #include "encoding.h"
 #include "kernels.h"
 
+#ifndef ESS_TILES
+#define ESS_TILES 0
+#endif
+
 #ifdef ESS_TARGET
 #define ESS_PRAGMA(text) _Pragma(#text)
 #ifdef __clang__
@@ -31,6 +35,8 @@ namespace ESS_SET {
 #include "attend.h"
 #include "index.h"
 #include "merge.h"
+#include "product.h"
+#include "codes.h"
 #include "stage.h"
 #include "topk.h"
 
@@ -50,7 +56,8 @@ constexpr decltype(Kernels::select) kSelect = nullptr;
 #define ESS_STRING(set) #set
 const Kernels ESS_TABLE(ESS_SET) = {ESS_TEXT(ESS_SET), ESS_SET::attend, ESS_SET::index,
                                     ESS_SET::top_k, ESS_SET::kSelect, ESS_SET::merge,
-                                    ESS_SET::stage, ESS_SET::pack_panels, ESS_LANES};
+                                    ESS_SET::stage, ESS_SET::pack_panels, ESS_SET::pack_codes,
+                                    ESS_LANES};
 
 }  // namespace ess
 

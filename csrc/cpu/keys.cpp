@@ -86,19 +86,19 @@ struct Sealed {
     int64_t first_layer;
     int64_t layer_count;
     int64_t is_keyed;
+    uint8_t* host;  // where the rows of its first layer begin
+    int64_t row_bytes;
 };
 
 struct Seal {
     KeyCopy keys;
     uint8_t* slab;
-    uint8_t* host;
     uint64_t* stored;
     uint64_t* keyed;
     const int32_t* host_page_of;
     const Sealed* groups;
     const uint8_t* kept;
     int64_t* left;
-    int64_t row_bytes;
     int64_t group_count;
 
     int64_t host_row(int32_t row) const {
@@ -119,8 +119,9 @@ bool is_sound(const Seal& in, const Sealed& group) {
 __attribute__((always_inline)) inline void request_home(const Seal& in, const Sealed& group,
                                                          int32_t row) {
     const int64_t host_count = in.keys.target.page_count * 64;
-    for (int64_t layer = group.first_layer; layer < group.first_layer + group.layer_count; ++layer)
-        request(in.host + (layer * host_count + in.host_row(row)) * in.row_bytes, in.row_bytes);
+    for (int64_t j = 0; j < group.layer_count; ++j)
+        request(group.host + (j * host_count + in.host_row(row)) * group.row_bytes,
+                group.row_bytes);
 }
 
 void send_home(const Seal& in, const Sealed& group, int64_t number, int32_t row, int32_t slot) {
@@ -128,8 +129,8 @@ void send_home(const Seal& in, const Sealed& group, int64_t number, int32_t row,
     const uint64_t bit = uint64_t(1) << (to & 63);
     for (int64_t j = 0; j < group.layer_count; ++j) {
         const int64_t layer = group.first_layer + j;
-        std::memcpy(in.host + (layer * page_count * 64 + to) * in.row_bytes,
-                    in.slab + (slot + j * 64) * in.row_bytes, in.row_bytes);
+        std::memcpy(group.host + (j * page_count * 64 + to) * group.row_bytes,
+                    in.slab + (slot + j * 64) * group.row_bytes, group.row_bytes);
         in.stored[layer * page_count + (to >> 6)] |= bit;
     }
     if (group.is_keyed) {
@@ -179,7 +180,7 @@ ESS_EXPORT int32_t ess_mark(uint64_t* masks, const int32_t* layers, const int32_
     return 1;
 }
 
-// 1; or 0 with nothing changed: a slot that does not hold its new row. keys.layers numbers groups.
+// 1; or 0 with nothing changed: a slot that does not hold its new row. keys.layers: of each group.
 ESS_EXPORT int32_t ess_seal(const Seal* in) {
     for (int64_t g = 0; g < in->group_count; ++g)
         if (!is_sound(*in, in->groups[g])) return 0;

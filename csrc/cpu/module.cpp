@@ -5,6 +5,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "native.h"
 
 namespace ess {
@@ -21,6 +27,9 @@ static Isa detect() {
     return best;
 }
 
+static const char* asked() { return std::getenv("ESS_ISA"); }
+static bool asked_bf16() { return asked() && !std::strcmp(asked(), "avx512_bf16"); }
+
 Isa isa() {
     static const Isa chosen = detect();
     return chosen;
@@ -28,7 +37,27 @@ Isa isa() {
 
 bool has_bf16() {
     static const bool has = isa() == Isa::avx512 && __builtin_cpu_supports("avx512bf16") &&
-                            __builtin_cpu_supports("avx512vnni") && !std::getenv("ESS_ISA");
+                            __builtin_cpu_supports("avx512vnni") && (!asked() || asked_bf16());
+    return has;
+}
+
+#if defined(ESS_EMULATED_TILES)
+static bool tiles_granted() { return !std::getenv("ESS_TILES_REFUSED"); }
+#elif defined(__x86_64__) && defined(__linux__)
+// The system gives tiles to a process that asks for them, and refuses where it cannot save them.
+static bool tiles_granted() {
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+    constexpr long kRequest = 0x1023, kTileState = 18;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kBf16) || !(d & kTile)) return false;
+    return syscall(SYS_arch_prctl, kRequest, kTileState) == 0;
+}
+#else
+static bool tiles_granted() { return false; }
+#endif
+
+bool has_tiles() {
+    static const bool has = has_bf16() && !asked() && tiles_granted();
     return has;
 }
 

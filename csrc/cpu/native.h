@@ -12,12 +12,16 @@ namespace ess {
 
 enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2 };
 
-// The widest set this machine has, unless ESS_ISA=portable|avx2|avx512 asks for less.
+// The widest set this machine has, unless ESS_ISA=portable|avx2|avx512|avx512_bf16 asks for less.
 Isa isa();
 
-// Whether products of bf16 and of bytes may be used; a set that ESS_ISA names is taken without its
-// extensions.
+// Whether products of bf16 and of bytes may be used; a set that ESS_ISA names is taken without what
+// goes beyond it.
 bool has_bf16();
+
+// Whether tile registers may be used: the machine has them and the system, which is asked once for
+// the process, saves them when threads change places.
+bool has_tiles();
 
 // On the clock of Python's time.monotonic_ns.
 inline int64_t now_ns() {

@@ -8,11 +8,14 @@
 // - Beside each line that it copies, the loop requests one line of the row some 16 KiB ahead, on
 //   every side that has a list. One by one, because a burst of requests finds the miss entries
 //   taken and is dropped; to the second-level cache, because a request to the first level would
-//   hold one of its few miss entries until memory answers.
+//   hold one of its few miss entries until memory answers. Not every machine likes that: which way
+//   a gather goes is a row of ways.h.
 // - Neighbouring rows without a gap that make up 16 KiB become one span, without requests: the
 //   hardware sees the stream and does better alone. Where the whole copy is too large for the
 //   caches, spans are stored past them. Single rows never are: a row ends in the middle of a line,
-//   and half lines are what streaming stores are bad at.
+//   and half lines are what streaming stores are bad at. Rows that go to neighbouring places can
+//   meet in the first-level cache first and leave it in whole lines, which spares the read of the
+//   target that an ordinary store begins with (`Stage`).
 //
 // Addresses are 64-bit everywhere; matrices need no alignment. Where rows of one copy overlap one
 // another, in the target or across the sides, the result is unspecified.
@@ -23,6 +26,7 @@
 
 #include "crew.h"
 #include "native.h"
+#include "ways.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -32,11 +36,13 @@ namespace ess {
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kAheadBytes = 16 << 10;
-constexpr int64_t kAheadMax = 32;
+constexpr int64_t kAheadMax = 96;
 constexpr int64_t kBlock = 128;
 constexpr int64_t kLongSpan = 16 << 10;
 constexpr int64_t kPieceBytes = 256 << 10;
+constexpr int64_t kThreadBytes = 512 << 10;  // copied in the time that waking a helper takes
+constexpr int64_t kStageBytes = 8 << 10;
+constexpr int64_t kStagedRowMax = 4 << 10;
 
 struct Span {
     uint8_t* target;
@@ -44,31 +50,40 @@ struct Span {
     int64_t bytes;
 };
 
+template <Hint hint>
+__attribute__((always_inline)) inline void request_line(const uint8_t* address) {
+    if constexpr (hint == Hint::first_level) __builtin_prefetch(address, 0, 3);
+    if constexpr (hint == Hint::second_level) __builtin_prefetch(address, 0, 2);
+}
+
 // What to request while a span is copied: rows that come later, or null.
 struct Ahead {
     const uint8_t* source;
     const uint8_t* target;
 
-    void request(int64_t at) const {
-        if (source) __builtin_prefetch(source + at, 0, 2);
-        if (target) __builtin_prefetch(target + at, 0, 2);
+    template <Hint hint>
+    __attribute__((always_inline)) void request(int64_t at) const {
+        if (hint == Hint::none) return;
+        if (source) request_line<hint>(source + at);
+        if (target) request_line<hint>(target + at);
     }
     void request_row(int64_t bytes) const {
-        for (int64_t at = 0; at < bytes; at += kLine) request(at);
-        request(bytes - 1);
+        for (int64_t at = 0; at < bytes; at += kLine) request<Hint::second_level>(at);
+        request<Hint::second_level>(bytes - 1);
     }
 };
 
 using SpanFunction = void (*)(const Span& span, Ahead ahead);
 
+template <Hint hint>
 void copy_portable(const Span& span, Ahead ahead) {
     const auto [target, source, bytes] = span;
     int64_t at = 0;
     for (; at + kLine <= bytes; at += kLine) {
-        ahead.request(at);
+        ahead.request<hint>(at);
         std::memcpy(target + at, source + at, kLine);
     }
-    ahead.request(bytes - 1);
+    ahead.request<hint>(bytes - 1);
     std::memcpy(target + at, source + at, bytes - at);
 }
 
@@ -85,21 +100,22 @@ ESS_AVX512 inline void part_avx512(uint8_t* target, const uint8_t* source, int64
     _mm512_mask_storeu_epi8(target, part, _mm512_maskz_loadu_epi8(part, source));
 }
 
+template <Hint hint>
 ESS_AVX512 void copy_avx512(const Span& span, Ahead ahead) {
     const auto [target, source, bytes] = span;
     int64_t at = 0;
     for (; at + kLine <= bytes; at += kLine) {
-        ahead.request(at);
+        ahead.request<hint>(at);
         _mm512_storeu_si512(target + at, _mm512_loadu_si512(source + at));
     }
-    ahead.request(bytes - 1);
+    ahead.request<hint>(bytes - 1);
     if (at < bytes) part_avx512(target + at, source + at, bytes - at);
 }
 
 // Streaming stores need whole aligned lines: the two ends go the ordinary way.
 ESS_AVX512 void stream_avx512(const Span& span, Ahead) {
     const auto [target, source, bytes] = span;
-    int64_t at = to_boundary(target, kLine);
+    int64_t at = std::min(to_boundary(target, kLine), bytes);
     if (at) part_avx512(target, source, at);
     for (; at + kLine <= bytes; at += kLine)
         _mm512_stream_si512(reinterpret_cast<__m512i*>(target + at),
@@ -118,42 +134,64 @@ ESS_AVX2 inline void part_avx2(uint8_t* target, const uint8_t* source, int64_t b
                            _mm256_maskload_epi32(reinterpret_cast<const int*>(source), part));
 }
 
+template <Hint hint>
 ESS_AVX2 void copy_avx2(const Span& span, Ahead ahead) {
     const auto [target, source, bytes] = span;
     int64_t at = 0;
     for (; at + kLine <= bytes; at += kLine) {
-        ahead.request(at);
+        ahead.request<hint>(at);
         const __m256i low = load_avx2(source + at), high = load_avx2(source + at + 32);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + at), low);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + at + 32), high);
     }
-    ahead.request(bytes - 1);
+    ahead.request<hint>(bytes - 1);
     for (; at < bytes; at += 32)
         part_avx2(target + at, source + at, std::min<int64_t>(32, bytes - at));
 }
 
 ESS_AVX2 void stream_avx2(const Span& span, Ahead) {
     const auto [target, source, bytes] = span;
-    int64_t at = to_boundary(target, 32);
+    int64_t at = std::min(to_boundary(target, 32), bytes);
     if (at) part_avx2(target, source, at);
     for (; at + 32 <= bytes; at += 32)
         _mm256_stream_si256(reinterpret_cast<__m256i*>(target + at), load_avx2(source + at));
     if (at < bytes) part_avx2(target + at, source + at, bytes - at);
 }
 
-SpanFunction span_function(bool streamed) {
+template <Hint hint>
+SpanFunction copier() {
     switch (isa()) {
-        case Isa::avx512: return streamed ? stream_avx512 : copy_avx512;
-        case Isa::avx2: return streamed ? stream_avx2 : copy_avx2;
-        default: return copy_portable;
+        case Isa::avx512: return copy_avx512<hint>;
+        case Isa::avx2: return copy_avx2<hint>;
+        default: return copy_portable<hint>;
+    }
+}
+
+SpanFunction streamer() {
+    switch (isa()) {
+        case Isa::avx512: return stream_avx512;
+        case Isa::avx2: return stream_avx2;
+        default: return copy_portable<Hint::none>;
     }
 }
 
 void finish_streams() { _mm_sfence(); }
 #else
-SpanFunction span_function(bool) { return copy_portable; }
+template <Hint hint>
+SpanFunction copier() {
+    return copy_portable<hint>;
+}
+SpanFunction streamer() { return copy_portable<Hint::none>; }
 void finish_streams() {}
 #endif
+
+SpanFunction copier(Hint hint) {
+    switch (hint) {
+        case Hint::first_level: return copier<Hint::first_level>();
+        case Hint::second_level: return copier<Hint::second_level>();
+        default: return copier<Hint::none>();
+    }
+}
 
 // The spans of rows first .. last - 1, a block at a time. Each block shows `distance` spans more
 // than are to be copied now, those of the next block; behind the very last they are empty.
@@ -161,8 +199,8 @@ class Block {
 public:
     const int64_t distance;
 
-    Block(const RowCopy& copy, int64_t first, int64_t last)
-        : distance(std::clamp<int64_t>(kAheadBytes / copy.row_bytes, 2, kAheadMax)),
+    Block(const RowCopy& copy, const Way& way, int64_t first, int64_t last)
+        : distance(std::clamp<int64_t>(way.ahead_bytes / copy.row_bytes, 2, kAheadMax)),
           copy_(copy), next_(first), last_(last), checked_(first) {}
 
     const Span& operator[](int64_t i) const { return spans_[i]; }
@@ -219,19 +257,76 @@ private:
     Span spans_[kBlock + 2 * kAheadMax];
 };
 
-void copy_range(const RowCopy& copy, bool streamed, int64_t first, int64_t last) {
-    const SpanFunction copy_row = span_function(false);
-    const SpanFunction copy_long = span_function(streamed);
-    Block block(copy, first, last);
+// Spans on their way to places that lie side by side. They are put together in the first-level
+// cache as they will lie in memory, from a whole line of it on, and whole lines are streamed there;
+// a span that goes elsewhere ends the line.
+class Stage {
+public:
+    void add(const Span& span, SpanFunction copy, Ahead ahead) {
+        if (span.target != line_ + filled_) begin(span.target);
+        copy({room_ + filled_, span.source, span.bytes}, ahead);
+        filled_ += span.bytes;
+        if (filled_ >= kStageBytes) send_lines();
+    }
+
+    void send_all() {
+        if (filled_ > sent_) stream_({line_ + sent_, room_ + sent_, filled_ - sent_}, {});
+        sent_ = filled_;
+    }
+
+private:
+    void begin(uint8_t* target) {
+        send_all();
+        sent_ = filled_ = reinterpret_cast<uintptr_t>(target) & (kLine - 1);
+        line_ = target - sent_;
+    }
+
+    // What belongs to a line that is not full waits at the room's beginning.
+    void send_lines() {
+        const int64_t whole = filled_ / kLine * kLine;
+        stream_({line_ + sent_, room_ + sent_, whole - sent_}, {});
+        std::memcpy(room_, room_ + whole, filled_ - whole);
+        line_ += whole;
+        filled_ -= whole;
+        sent_ = 0;
+    }
+
+    const SpanFunction stream_ = streamer();
+    uint8_t* line_ = nullptr;  // where room_[0] belongs
+    int64_t sent_ = 0;
+    int64_t filled_ = 0;
+    alignas(kLine) uint8_t room_[kStageBytes + kStagedRowMax + kLine];
+};
+
+void copy_range(const RowCopy& copy, const Way& way, bool streamed, int64_t first, int64_t last) {
+    const SpanFunction copy_row = copier(way.hint);
+    const SpanFunction copy_long = streamed ? streamer() : copier(Hint::none);
+    Block block(copy, way, first, last);
     int64_t count = block.refill();
-    for (int64_t i = -block.distance; i < 0; ++i) block.ahead(i).request_row(copy.row_bytes);
+    for (int64_t i = -block.distance; i < 0 && way.hint != Hint::none; ++i)
+        block.ahead(i).request_row(copy.row_bytes);
     for (; count > 0; count = block.refill()) {
         for (int64_t i = 0; i < count; ++i) {
             if (block[i].bytes == copy.row_bytes) copy_row(block[i], block.ahead(i));
             else copy_long(block[i], Ahead{nullptr, nullptr});
         }
     }
-    finish_streams();
+}
+
+void copy_staged(const RowCopy& copy, const Way& way, int64_t first, int64_t last) {
+    const SpanFunction copy_row = copier(way.hint), copy_long = streamer();
+    Stage stage;
+    Block block(copy, way, first, last);
+    int64_t count = block.refill();
+    for (int64_t i = -block.distance; i < 0 && way.hint != Hint::none; ++i)
+        block.ahead(i).request_row(copy.row_bytes);
+    for (; count > 0; count = block.refill()) {
+        for (int64_t i = 0; i < count; ++i) {
+            if (block[i].bytes == copy.row_bytes) stage.add(block[i], copy_row, block.ahead(i));
+            else copy_long(block[i], Ahead{nullptr, nullptr});
+        }
+    }
+    stage.send_all();
 }
 
 template <typename Index>
@@ -267,24 +362,34 @@ bool find_fault(const RowCopy* copies, int64_t copy_count, Fault* fault) {
 }
 
 void copy_rows(const RowCopy& copy, int threads, int64_t stream_above) {
+    copy_rows_by(way_of(copy), copy, threads, stream_above);
+}
+
+void copy_rows_by(const Way& way, const RowCopy& copy, int threads, int64_t stream_above) {
     const bool in_words =
         ((reinterpret_cast<uintptr_t>(copy.target.base) | copy.target.stride) & 3) == 0;
     const bool streamed = in_words && copy.count > stream_above / copy.row_bytes;
+    const bool staged = in_words && way.is_staged && copy.row_bytes <= kStagedRowMax;
+    const auto some = [&](int64_t first, int64_t last) {
+        staged ? copy_staged(copy, way, first, last) : copy_range(copy, way, streamed, first, last);
+        finish_streams();
+    };
     const int64_t rows = std::max<int64_t>(1, kPieceBytes / copy.row_bytes);
     const int64_t pieces = (copy.count + rows - 1) / rows;
-    if (threads <= 1 || pieces <= 1) return copy_range(copy, streamed, 0, copy.count);
-    run_pieces(threads, pieces, [&](int64_t i) {
-        copy_range(copy, streamed, i * rows, std::min((i + 1) * rows, copy.count));
-    });
+    threads = int(std::min<int64_t>(threads, copy.count * copy.row_bytes / kThreadBytes));
+    if (threads <= 1 || pieces <= 1) return some(0, copy.count);
+    run_pieces(threads, pieces,
+               [&](int64_t i) { some(i * rows, std::min((i + 1) * rows, copy.count)); });
 }
 
 }  // namespace ess
 
+// By the way that is settled on, or by number `way` of the table.
 // 0: copied. 1: nothing copied, `fault` says why.
 ESS_EXPORT int32_t ess_rows_copy(const ess::RowCopy* copy, int32_t threads, int64_t stream_above,
-                                 ess::Fault* fault) {
+                                 int32_t way, ess::Fault* fault) {
     if (ess::find_fault(copy, 1, fault)) return 1;
-    ess::copy_rows(*copy, threads, stream_above);
+    ess::copy_rows_by(way < 0 ? ess::way_of(*copy) : ess::kWays[way % ess::kWayCount], *copy,
+                      threads, stream_above);
     return 0;
 }
-

@@ -272,6 +272,20 @@ ESS_LANE void screen_page(const Screen& screen, int64_t vectors) {
     if (vector + 1 == vectors) screen_vectors<spread, 1>(screen, vector);
 }
 
+template <bool half, int spread>
+ESS_LANE void index_query(const IndexWork& work, const uint32_t* keys, int64_t query) {
+    for (int64_t i = 0; i < work.per_query; i++) {
+        const int64_t vector = query * work.per_query + i;
+#if ESS_TILES
+        if (spread == 1 && work.is_tiled) {
+            tile_vectors<1>(work, keys, vector, {});
+            continue;
+        }
+#endif
+        index_vectors<half, spread, 1>(work, keys, vector, {});
+    }
+}
+
 // The logits of listed keys of one query, some at a time, as `index` computes them.
 template <bool half, int spread>
 void score_open(const Index& call, const Run& run, const IndexWork& work, const Screen& screen,
@@ -291,8 +305,7 @@ void score_open(const Index& call, const Run& run, const IndexWork& work, const 
                 __builtin_memcpy(scales + i, page + kPageKeys * bytes + position % 64 * 4, 4);
         }
         const uint32_t* keys = page_words<half>(call, screen.gathered, work.keys);
-        for (int64_t vector = 0; vector < work.per_query; vector++)
-            index_vectors<half, spread, 1>(work, keys, query * work.per_query + vector, {});
+        index_query<half, spread>(work, keys, query);
         for (int64_t i = 0; i < count; i++) {
             const float logit = work.logits[query * kPageKeys + i];
             const int64_t place = screen.open[first + i];
@@ -444,6 +457,9 @@ template <bool half>
 void select_in(const Index& call, const Run& run, int64_t k, int32_t* out) {
     const Screen screen(call, run.count, k);
     const IndexWork work(call, run.count, half);
+#if ESS_TILES
+    const Tiles tiles(work.is_tiled);
+#endif
     pack_screen(call, run, screen);
     pack_run<half>(call, run, work);
     const int32_t* table = call.table + run.longest * call.table_stride;

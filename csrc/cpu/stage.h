@@ -5,116 +5,23 @@
 // grows in the order of its axis in a lane of its own (norms: in one lane per residue, folded at
 // the end), whatever the number of tokens, of threads, or of tokens that chose the same expert.
 //
-// Weights are packed: panels of kLanes outputs, each [word of the input, output], zeros behind the
-// last. A word is a float or a pair of bf16; with pairs the input is rounded to bf16 first. Sums,
-// norms, rotations, routing and everything between two products stay in float32.
+// Weights are packed, as words (product.h) or as codes (codes.h). Sums, norms, rotations, routing
+// and everything between two products stay in float32.
 #pragma once
 
-template <bool half, int rows, int vectors>
-ESS_LANE void panel_block(const uint32_t* left, int64_t stride, const uint32_t* right,
-                          int64_t panel, int64_t steps, Floats (&sums)[rows][vectors]) {
-    for (int64_t step = 0; step < steps; step++, left++, right += kLanes) {
-        Ints columns[vectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) columns[v] = load<Ints>(right + v * panel);
-#pragma GCC unroll 8
-        for (int row = 0; row < rows; row++) {
-            const Ints word = repeat<1>(left + row * stride);
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++)
-                sums[row][v] = dot<half>(sums[row][v], word, columns[v]);
-        }
-    }
-}
-
-// What a product of matrices is: `rows` tokens as words, weights as panels, floats out.
-struct Product {
-    const uint32_t* words;  // [token, steps]
-    const uint32_t* panels;
-    int64_t steps;
-    int64_t out_dim;
-    float* out;  // [token, stride]
-    int64_t stride;
-    float factor;
-};
-
-template <bool half, int rows, int vectors>
-ESS_LANE void product_block(const Product& p, int64_t token, int64_t column) {
-    Floats sums[rows][vectors] = {};
-    panel_block<half>(p.words + token * p.steps, p.steps, p.panels + column * p.steps,
-                      p.steps * kLanes, p.steps, sums);
-    for (int row = 0; row < rows; row++)
-        for (int v = 0; v < vectors; v++) {
-            const Floats sum = sums[row][v] * p.factor;
-            float* to = p.out + (token + row) * p.stride + column + v * kLanes;
-            const int64_t room = p.out_dim - column - v * kLanes;
-            if (room >= kLanes)
-                store(to, sum);
-            else
-                __builtin_memcpy(to, &sum, room * 4);
-        }
-}
-
-// All tokens over one to four panels, which stay near while the tokens pass.
-template <bool half, int vectors>
-ESS_LANE void product_columns(const Product& p, int64_t tokens, int64_t column) {
-    int64_t token = 0;
-    for (; token + 4 <= tokens; token += 4) product_block<half, 4, vectors>(p, token, column);
-    if (token + 2 <= tokens) product_block<half, 2, vectors>(p, token, column), token += 2;
-    if (token < tokens) product_block<half, 1, vectors>(p, token, column);
-}
-
-template <bool half>
-void product_in(const Product& p, int64_t tokens) {
-    int64_t column = 0;
-    for (; column + 3 * kLanes < p.out_dim; column += 4 * kLanes)
-        product_columns<half, 4>(p, tokens, column);
-    for (; column < p.out_dim; column += kLanes) product_columns<half, 1>(p, tokens, column);
-}
-
-void product(const Product& p, int64_t tokens, [[maybe_unused]] bool half) {
-#if ESS_HALF
-    if (half) return product_in<true>(p, tokens);
-#endif
-    product_in<false>(p, tokens);
-}
-
-ESS_LANE int64_t word_count(int64_t dim, bool half) { return half ? (dim + 1) / 2 : dim; }
-
-// As bf16_round, vector by vector: compilers do not see that the two sides lie apart.
-ESS_LANE void round_values(const float* from, int64_t dim, half_any* to) {
-    typedef uint32_t Words __attribute__((vector_size(4 * ESS_LANES)));
-    typedef uint16_t Halves __attribute__((vector_size(2 * ESS_LANES)));
-    int64_t i = 0;
-    for (; i + kLanes <= dim; i += kLanes) {
-        const Words bits = load<Words>(from + i);
-        const Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-        const auto is_nan = (bits & 0x7FFFFFFFu) > inf_bits;
-        const Words kept = is_nan ? Words{} + 0x7FC0u : rounded;
-        store(to + i, __builtin_convertvector(kept, Halves));
-    }
-    for (; i < dim; i++) to[i] = bf16_round(from[i]);
-}
-
-ESS_LANE void to_words(const float* from, int64_t dim, bool half, uint32_t* to) {
-    if (!half) {
-        __builtin_memcpy(to, from, dim * 4);
-        return;
-    }
-    round_values(from, dim, (half_any*)to);
-    if (dim & 1) ((half_any*)to)[dim] = 0;
-}
-
-// What a stage works in: registers, words of the input of a product, and what experts pass on.
+// What a stage works in: registers, words of the input of a product, sums of its groups, room for
+// codes that are written out, and what experts pass on.
 struct Bench {
     const Stage& stage;
     const Bound* bound;
     int64_t first, tokens;
     float* const* registers;
-    uint32_t* words;
-    float* wide;
-    int32_t* chosen;
-    float* shares;
+    uint32_t* words = nullptr;
+    float* sums = nullptr;
+    uint32_t* room = nullptr;
+    float* wide = nullptr;
+    int32_t* chosen = nullptr;
+    float* shares = nullptr;
 
     float* at(int64_t number, int64_t token) const {
         return registers[number] + token * stage.widths[number];
@@ -280,16 +187,27 @@ ESS_LANE void add_op(const Bench& b, const Op& op, int64_t t) {
     for (int64_t i = 0; i < op.in_dim; i++) to[i] += from[i];
 }
 
+void coded_op(const Bench& b, const Op& op, const Product& p) {
+    const int64_t groups = op.in_dim / kGroupInputs, size = p.steps / groups;
+    for (int64_t i = 0; i < b.tokens * groups; i++)
+        b.sums[i] = group_sum(b.words + i * size, op.half);
+    coded_product({p, b.sums, b.room, groups}, b.tokens, op.bits, op.half);
+}
+
 void linear_op(const Bench& b, const Op& op) {
     const int64_t steps = word_count(op.in_dim, op.half), width = b.stage.widths[op.to];
-    const int64_t panels = round_up(op.out_dim, kLanes) * steps;
+    const int64_t words = op.bits ? op.in_dim / kGroupInputs * (op.bits + 1) : steps;
+    const int64_t panels = round_up(op.out_dim, kLanes) * words;
     for (int64_t head = 0; head < op.count; head++) {
         for (int64_t t = 0; t < b.tokens; t++)
             to_words(b.at(op.from, t) + op.from_at + head * op.from_step, op.in_dim, op.half,
                      b.words + t * steps);
-        product({b.words, (const uint32_t*)op.weight + head * panels, steps, op.out_dim,
-                 b.at(op.to, 0) + op.to_at + head * op.to_step, width, op.value},
-                b.tokens, op.half);
+        const Product made{b.words, (const uint32_t*)op.weight + head * panels, steps, op.out_dim,
+                           b.at(op.to, 0) + op.to_at + head * op.to_step, width, op.value};
+        if (op.bits)
+            coded_op(b, op, made);
+        else
+            product(made, b.tokens, op.half);
     }
 }
 
@@ -409,10 +327,11 @@ void run_op(const Bench& b, const Op& op) {
 // Memory for `tokens` tokens from `at` on: registers, words, what experts pass on.
 ESS_LANE uintptr_t lay_out(const Stage& stage, int64_t tokens, uintptr_t at, float** registers,
                            Bench* bench) {
-    int64_t words = 0, wide = 0, per_token = 0;
+    int64_t words = 0, coded = 0, wide = 0, per_token = 0;
     for (int64_t i = 0; i < stage.op_count; i++) {
         const Op& op = stage.ops[i];
         if (op.in_dim > words) words = op.in_dim;
+        if (op.bits && op.in_dim > coded) coded = op.in_dim;
         if (op.kind != OpKind::experts) continue;
         const Experts& e = *(const Experts*)op.more;
         if (e.inner > words) words = e.inner;
@@ -428,6 +347,9 @@ ESS_LANE uintptr_t lay_out(const Stage& stage, int64_t tokens, uintptr_t at, flo
     for (int64_t i = 0; i < stage.register_count; i++)
         registers[i] = (float*)take(stage.widths[i]);
     bench->words = (uint32_t*)take(words + 1);
+    bench->sums = (float*)take(coded / kGroupInputs);
+    bench->room = (uint32_t*)at;
+    if (tokens >= kWriteOutFrom) at += coded * kPanelsTogether * kLanes * 4;
     bench->wide = (float*)take(wide);
     bench->chosen = (int32_t*)take(per_token);
     bench->shares = (float*)take(per_token);
@@ -436,7 +358,7 @@ ESS_LANE uintptr_t lay_out(const Stage& stage, int64_t tokens, uintptr_t at, flo
 
 void stage(const Stage& stage, const Bound* bound, int64_t first, int64_t last) {
     float* registers[kRegistersMax];
-    Bench bench{stage, bound, first, last - first, registers, nullptr, nullptr, nullptr, nullptr};
+    Bench bench{stage, bound, first, last - first, registers};
     const uintptr_t bytes = lay_out(stage, bench.tokens, 0, registers, &bench);
     lay_out(stage, bench.tokens, (uintptr_t)scratch(Use::stage, int64_t(bytes)), registers, &bench);
     for (int64_t i = 0; i < stage.op_count; i++) run_op(bench, stage.ops[i]);

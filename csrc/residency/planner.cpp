@@ -235,14 +235,14 @@ bool name_sources(Lookup& in, const int32_t* rows, int64_t n, int64_t first, int
 // Claims whose rows are all there to be copied, and few: copied, and no longer in flight. When each
 // layer's copy began goes to `times`, and behind these when the last one ended.
 bool land_at_once(Arena& arena, const Split& split, const Lookup& in, int64_t claimed,
-                  int64_t first, int64_t layers) {
+                  int64_t layers) {
     const int64_t bytes = claimed * layers * in.row_bytes;
     if (bytes == 0 || bytes > in.at_once_bytes) return false;
     if (in.unwritten_count || split.late_ticket) return false;
     const int64_t host_count = in.host_page_count * 64;
     in.times[0] = now_ns();
     for (int64_t j = 0; j < layers; j++) {
-        uint8_t* host = in.host + (first + j) * host_count * in.row_bytes;
+        uint8_t* host = in.host + j * host_count * in.row_bytes;
         uint8_t* slab = in.slab + j * 64 * in.row_bytes;
         const RowSide from = {host, in.row_bytes, host_count, in.host_rows, 4};
         const RowSide to = {slab, in.row_bytes, in.slab_count - j * 64, split.claimed_slots(), 4};
@@ -350,7 +350,7 @@ ESS_EXPORT int64_t ess_resolve(Arena* arena, Split* split, Lookup* in, const int
     if (claimed < 0) return claimed;
     if (!name_sources(*in, split->claimed_rows(), claimed, first_layer, layers))
         return kPageNotActive;
-    in->is_landed = land_at_once(*arena, *split, *in, claimed, first_layer, layers);
+    in->is_landed = land_at_once(*arena, *split, *in, claimed, layers);
     return claimed;
 }
 

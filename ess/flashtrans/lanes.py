@@ -19,7 +19,9 @@ from typing import Any, Final
 
 from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans import rows
+from ess.flashtrans.native_rows import NativeFault, packed
 from ess.flashtrans.views import CheckedCopy, check
+from ess.flashtrans.ways import settle
 from ess.kernels.cpu import native
 from ess.kernels.streams import Event, Lane, RowCopy, closed_lane
 
@@ -123,6 +125,7 @@ class WorkerLane:
 
     def __init__(self, *, threads: int = 1, at_once_bytes: int = 0) -> None:
         rows.check_threads(threads)
+        settle()
         self.at_once_bytes = at_once_bytes
         self._handle = _native("open")(threads, rows.STREAM_ABOVE_BYTES, at_once_bytes)
         if not self._handle:
@@ -134,12 +137,12 @@ class WorkerLane:
 
     def submit(self, copies: Sequence[RowCopy]) -> Event:
         checked = [check(copy) for copy in copies]
-        packed = b"".join(map(rows.packed, checked))
-        times, fault, at_once = (ctypes.c_int64 * 2)(), rows.NativeFault(), ctypes.c_int32()
+        joined = b"".join(map(packed, checked))
+        times, fault, at_once = (ctypes.c_int64 * 2)(), NativeFault(), ctypes.c_int32()
         completed = self.completed()
         with self._order:
             sequence = _native("submit")(
-                self._handle, packed, len(checked), times, ctypes.byref(fault), at_once
+                self._handle, joined, len(checked), times, ctypes.byref(fault), at_once
             )
             if sequence <= 0:
                 raise _refusal(sequence) if sequence else fault.error(checked)

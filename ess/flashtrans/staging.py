@@ -24,8 +24,10 @@ import numpy.typing as npt
 
 from ess.errors import Unavailable
 from ess.flashtrans.mover import Launch
-from ess.flashtrans.rows import STREAM_ABOVE_BYTES, NativeCopy, pack
+from ess.flashtrans.native_rows import NativeCopy, pack
+from ess.flashtrans.rows import STREAM_ABOVE_BYTES
 from ess.flashtrans.views import CheckedCopy, Side
+from ess.flashtrans.ways import settle
 from ess.kernels.cpu import native
 from ess.kernels.cuda.driver import Device, entry, fault
 from ess.kernels.cuda.memory import DeviceMemory
@@ -91,6 +93,7 @@ class Staging:
             raise Unavailable(f"the copy engine needs the native gather: {native.why_missing()}")
         assert place_bytes % LINE_BYTES == 0, f"a place of {place_bytes} bytes: no whole lines"
         assert threads > 0, f"{threads} threads"
+        settle()
         self.place_bytes = place_bytes
         self._device = device
         self._host = pinned_memory(device, PLACES * place_bytes, touch_threads=1)

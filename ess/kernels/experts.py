@@ -54,8 +54,12 @@ def collected(outer: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Each token's weighted sum of what all its experts made, given by expert."""
     placed = torch.empty_like(outer, dtype=torch.float32)
     placed[order] = outer.float()
-    weighted = placed.view(*weights.shape, outer.shape[1]) * weights[..., None]
-    return weighted.sum(1)
+    return summed(placed.view(*weights.shape, outer.shape[1]), weights)
+
+
+def summed(made: Tensor, weights: Tensor) -> Tensor:
+    """Of what each token's experts have made for it, float32 [n, per_token, width]."""
+    return (made * weights[..., None]).sum(1)
 
 
 def experts(

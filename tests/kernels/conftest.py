@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,3 +29,18 @@ def _one_thread() -> Iterator[None]:
 def folder(emulated: Path) -> Path:
     """Where the libraries of the emulated device are built; a process has one watch."""
     return emulated
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["phases", "together"])
+def kernels(request: pytest.FixtureRequest, folder: Path) -> Any:
+    """Residency, emulated: in phases, and by one block."""
+    from tests.support.emulated_residency import Emulated
+
+    return Emulated(folder, is_together=request.param)
+
+
+@pytest.fixture
+def operations(kernels: Any) -> Any:
+    """The same, when nothing has landed."""
+    kernels.reset()
+    return kernels

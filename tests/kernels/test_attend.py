@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from ess.kernels.cpu import native
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import RowCodec
+from tests.kernels.narrowed import ISAS, pass_with
 from tests.kernels.sets import SETS, op_set, reference, says_so
 from tests.kernels.test_rows import another_thread_runs_during
 
@@ -36,7 +36,6 @@ CODECS = {
 HEADS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 128)
 KEYS = (1, 2, 7, 63, 64, 65, 129, 200)
 HALF = 2**-8 + 4e-6
-ISAS = ("portable", "avx2", "avx512")
 needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 
 
@@ -391,19 +390,9 @@ def test_the_gil_is_free_meanwhile() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa: str) -> None:
     """`avx512` named is without its bf16 products, so the four sets are all seen."""
-    if ISAS.index(isa) > ISAS.index(native.isa()):
-        pytest.skip(f"this machine has no {isa}")
-    here = os.path.dirname(__file__)
-    files = [os.path.join(here, f"test_{name}.py") for name in ("attend", "index", "reference")]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(
-        [*command, "-m", "not slow", "-k", "cpu or native"],
-        env={**os.environ, "ESS_ISA": isa},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    here = Path(__file__).parent
+    files = [str(here / f"test_{name}.py") for name in ("attend", "index", "reference")]
+    pass_with(isa, *files, only="cpu or native")
 
 
 @needs_native

@@ -9,21 +9,9 @@ from ess.pool.lru import specification
 from ess.pool.lru.arena import Arena, Split
 from ess.pool.lru.cuda_shape import Moment
 from tests.support.emulate import needs_compiler
-from tests.support.emulated_residency import Emulated
 from tests.support.twins import ids
 
 pytestmark = needs_compiler
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["phases", "together"])
-def kernels(request, folder):
-    return Emulated(folder, is_together=request.param)
-
-
-@pytest.fixture
-def operations(kernels):
-    kernels.reset()
-    return kernels
 
 
 def full_arena(tickets):

@@ -27,17 +27,6 @@ from tests.support.twins import CLAIMED, assert_every_case_was_met, ids
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["phases", "together"])
-def kernels(request, folder):
-    return Emulated(folder, is_together=request.param)
-
-
-@pytest.fixture
-def operations(kernels):
-    kernels.reset()
-    return kernels
-
-
 def campaign(operations, seed, step_count):
     world = DeviceCampaign(seed, operations)
     for _ in range(step_count):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ from ess.models.decoder import DecoderLayer
 from ess.models.layers import Rotation
 from ess.models.model import Model
 from ess.models.moe import _best
+from tests.kernels.narrowed import ISAS, pass_with
 from tests.kernels.sets import cpu, reference
 from tests.support import checkpoints
 
@@ -39,7 +37,6 @@ ODD = {
 }
 RAWS = {"v32": checkpoints.V32, "glm": checkpoints.GLM, "odd": ODD}
 LAYERS = (0, 1, 2)
-ISAS = ("portable", "avx2", "avx512")
 COUNTS = (1, 2, 3, 5, 16, 17, 40)
 
 
@@ -260,17 +257,7 @@ def test_experts_are_chosen_as_torch_chooses_them() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa: str) -> None:
-    if ISAS.index(isa) > ISAS.index(native.isa()):
-        pytest.skip(f"this machine has no {isa}")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        [*command, "-m", "not slow"],
-        env={**os.environ, "ESS_ISA": isa},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    pass_with(isa, __file__)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -6,6 +6,9 @@ their programs would fit on one multiprocessor: then a grid would not leave any 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +30,7 @@ from tests.support.compiled import (
     linear_of,
     logits_of,
     products_of,
+    report,
     top_k_of,
     types,
 )
@@ -266,3 +270,37 @@ def test_the_row_codec_compiles_and_keeps_subnormals(kind: str) -> None:
     )
     assert figures(decode).spilled == 0
     assert "ftz" not in decode.asm["ptx"]
+
+
+LOG = Path(__file__).resolve().parents[2] / "docs" / "log.md"
+TABLE = "## Ops on CUDA, again"
+NOT_THERE = {"cut of a vocabulary"}
+
+
+def held(at: int) -> Iterator[tuple[str, list[int]]]:
+    """Of each kernel what the log's table says for the first target or the second."""
+    section = LOG.read_text().split(TABLE)[1].split("\n## ")[0]
+    for line in re.findall(r"^\| (.+) \|$", section, re.MULTILINE)[1:]:
+        title, *cells = line.split(" | ")
+        name = re.sub(r"(\w+) / (\w+)", lambda both: both[at + 1], title)
+        yield name, [int(cell.split(" / ")[at].replace(",", "")) for cell in cells]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "capability"), [(0, 90), pytest.param(1, 100, marks=pytest.mark.long)]
+)
+def test_the_table_of_the_log_is_what_the_compiler_makes(at: int, capability: int) -> None:
+    """Of the version of the compiler that the table names. Registers, shared bytes, spilled bytes,
+    words spilled in the loop, its instructions."""
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip(f"the table is of Triton 3.6, and this is {triton.__version__}")
+    made = {}
+    for title, make, rows in report(capability):
+        if title not in NOT_THERE:
+            found = figures(make(), rows=rows)
+            sizes = found.registers, found.shared, found.spilled, found.loop_spills
+            made[title] = [*sizes, found.loop]
+    assert made == dict(held(at))

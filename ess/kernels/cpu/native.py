@@ -63,5 +63,10 @@ def kernels() -> str:
     return str(name.decode())
 
 
+def has_tiles() -> bool:
+    """Whether index logits in bf16 are multiplied by tile registers (AMX)."""
+    return bool(function("ess_has_tiles", [], ctypes.c_int32)())
+
+
 def contiguous(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> bool:
     return array.dtype == np.dtype(dtype) and array.flags.c_contiguous

@@ -57,7 +57,8 @@ __all__ = [
 
 
 def implementation() -> str:
-    compute = f"native {native.kernels()}" if native.available() else "torch"
+    tiles = " with tiles" if native.available() and native.has_tiles() else ""
+    compute = f"native {native.kernels()}{tiles}" if native.available() else "torch"
     return f"rows and keys {compiled.implementation()}, attention, index and merge {compute}"
 
 

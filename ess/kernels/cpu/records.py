@@ -58,7 +58,7 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *_fields(_COUNT, "kind", "from_", "to", "from_at", "to_at", "in_dim", "out_dim"),
-        *_fields(_COUNT, "count", "from_step", "to_step", "half"),
+        *_fields(_COUNT, "count", "from_step", "to_step", "half", "bits"),
         *_fields(_POINTER, "weight", "more"),
         *_fields(ctypes.c_float, "value"),
     ]

@@ -5,7 +5,8 @@ and called every step. What a token gets depends on no other token and not on th
 results are the same bits in every batch.
 
 Weights are packed: a second copy, in the order in which the products read them. bfloat16 weights
-are multiplied as such where the machine can, else widened; float32 weights stay float32.
+are multiplied as such where the machine can, else widened; float32 weights stay float32, and codes
+stay codes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ess.errors import BadInput
 from ess.kernels.cpu import native, records
+from ess.kernels.cpu.codes import CodedWeight
 from ess.layout import EXPERTS_MAX, SCALE_BYTES, SCALE_GROUP, IndexCodec, RopeStyle, RowCodec
 
 FORMS: Final = {torch.bfloat16: 1, torch.float32: 2}
@@ -45,21 +47,40 @@ class Panels:
     out_dim: int
     in_dim: int
     half: bool
+    bits: int = 0
 
 
-def pack(weight: Tensor) -> Panels:
+def pack(weight: Tensor | CodedWeight) -> Panels:
     """From a matrix [out, in], or several of one shape [count, out, in]."""
+    if isinstance(weight, CodedWeight):
+        return pack_codes(weight, half=has_half())
     if weight.dtype not in (torch.bfloat16, torch.float32) or weight.dim() not in (2, 3):
         raise BadInput(f"weights of {weight.dtype} and {weight.dim()} axes cannot be packed")
     matrices = (weight if weight.dim() == 3 else weight[None]).contiguous()
     count, out_dim, in_dim = matrices.shape
-    half = weight.dtype == torch.bfloat16 and native.kernels() == "avx512_bf16"
+    half = weight.dtype == torch.bfloat16 and has_half()
     size = _function("ess_panel_words", *[_COUNT] * 3, returns=_COUNT)(out_dim, in_dim, half)
     words = torch.empty(count, size, dtype=torch.int32)
     run = _function("ess_pack", _POINTER, *[_COUNT] * 4, _POINTER)
     for matrix, to in zip(matrices, words, strict=True):
         run(matrix.data_ptr(), FORMS[weight.dtype], out_dim, in_dim, half, to.data_ptr())
     return Panels(words, count, out_dim, in_dim, half)
+
+
+def pack_codes(weight: CodedWeight, *, half: bool) -> Panels:
+    """`half`: inputs are rounded to bfloat16, and products made of pairs of them."""
+    assert has_half() or not half, "this machine has no products of bfloat16"
+    (out_dim, in_dim), bits = weight.shape, weight.bits
+    size = _function("ess_code_words", *[_COUNT] * 3, returns=_COUNT)(out_dim, in_dim, bits)
+    words = torch.empty(1, size, dtype=torch.int32)
+    codes, steps = weight.codes.contiguous(), weight.steps.contiguous()
+    run = _function("ess_pack_codes", _POINTER, _POINTER, *[_COUNT] * 3, _POINTER)
+    run(codes.data_ptr(), steps.data_ptr(), bits, out_dim, in_dim, words.data_ptr())
+    return Panels(words, 1, out_dim, in_dim, half, bits)
+
+
+def has_half() -> bool:
+    return native.kernels() == "avx512_bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +233,13 @@ class Stage:
 
     def linear(self, values: Values, weight: Panels, *, factor: float = 1.0) -> Values:
         to = self.room(weight.out_dim)
-        self.linear_heads(Heads(values, 1, 0), weight, Heads(to, 1, 0), factor=factor)
+        self.linear_into(values, weight, to, factor=factor)
         return to
+
+    def linear_into(
+        self, values: Values, weight: Panels, to: Values, *, factor: float = 1.0
+    ) -> None:
+        self.linear_heads(Heads(values, 1, 0), weight, Heads(to, 1, 0), factor=factor)
 
     def linear_heads(self, heads: Heads, weight: Panels, to: Heads, *, factor: float = 1.0) -> None:
         """One matrix per head."""
@@ -227,6 +253,7 @@ class Stage:
             count=heads.count,
             steps=(heads.step, to.step),
             half=weight.half,
+            bits=weight.bits,
             weight=weight.words,
             value=factor,
         )
@@ -258,6 +285,7 @@ class Stage:
     ) -> None:
         """`to` += the weighted sum of what the chosen experts make."""
         assert up.half == down.half
+        assert up.bits == 0 == down.bits, "experts are kept as words"
         r = routing
         if up.count > EXPERTS_MAX or (r.group_count > 1 and up.count < 2 * r.group_count):
             raise BadInput(
@@ -286,6 +314,7 @@ class Stage:
         count: int = 1,
         steps: tuple[int, int] = (0, 0),
         half: bool = False,
+        bits: int = 0,
         weight: Tensor | None = None,
         more: Any = None,
         value: float = 0.0,
@@ -297,7 +326,7 @@ class Stage:
         self._ops.append(
             records.Op(
                 *(KINDS.index(kind), source.register, target.register, source.at, target.at),
-                *(source.dim, out_dim, count, *steps, half),
+                *(source.dim, out_dim, count, *steps, half, bits),
                 *(_address(weight), _address(more)),
                 value,
             )

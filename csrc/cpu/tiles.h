@@ -1,0 +1,87 @@
+// Tile registers (AMX): products of 16 rows by 16 columns of float32, over 32 bf16 at a time.
+//
+// An instruction multiplies tile `a` [row, word] with tile `b` [word, column], words of two bf16
+// side by side along the axis that is summed over, and adds the products to tile `sum`. For each
+// element the even and the odd products are summed apart, in order, and then both are added to it:
+// so its bits depend on its row and its column alone, whatever else lies in the tiles.
+//
+// The intrinsics tell the compiler of no memory that they read and write, or of its first bytes
+// alone: `settle_memory` lets it take what lies at an address as read and written there and then.
+//
+// Who computes with tiles holds a `Tiles`. It loads the shapes and puts back afterwards what was
+// loaded before: a thread may belong to a library that has loaded shapes of its own and takes it
+// that they stay. What lay in the tiles is not put back; nobody keeps anything there between calls.
+#pragma once
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTileWords = 16;
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 0, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+ESS_LANE void settle_memory(const void* at) { __asm__ volatile("" ::"r"(at) : "memory"); }
+
+class Tiles {
+public:
+    explicit Tiles(bool wanted) : wanted_(wanted) {
+        if (!wanted_) return;
+        _tile_storeconfig(&before_);
+        settle_memory(&before_);
+        TileShapes whole;
+        whole.palette = 1;
+        for (int i = 0; i < 8; i++) whole.row_bytes[i] = 4 * kTileWords, whole.rows[i] = kTileRows;
+        settle_memory(&whole);
+        _tile_loadconfig(&whole);
+    }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+    ~Tiles() {
+        if (!wanted_) return;
+        settle_memory(&before_);
+        if (before_.palette) _tile_loadconfig(&before_);
+        else _tile_release();
+    }
+
+private:
+    const bool wanted_;
+    TileShapes before_;
+};
+
+// sums[vector][key, head] of 32 keys with one or two vectors of heads, `steps` words long. Tiles 0
+// to 3 are sums, 4 and 5 keys, 6 and 7 heads.
+template <int vectors>
+ESS_LANE void multiply_tiles(const uint32_t* keys, int64_t key_words, const uint32_t* heads,
+                             int64_t panel, int64_t steps, float* sums, const NextPage& next) {
+    const int64_t stride = 4 * key_words, tile = kTileRows * kTileWords;
+    settle_memory(keys);
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (vectors == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t step = 0; step < steps; step += kTileWords) {
+        const NextPage lines = next.part(step / kTileWords, steps / kTileWords);
+        for (int64_t line = 0; lines.wants(line); line++) lines.request(line);
+        _tile_loadd(4, keys + step, stride);
+        _tile_loadd(5, keys + kTileRows * key_words + step, stride);
+        _tile_loadd(6, heads + step * kLanes, 4 * kLanes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if constexpr (vectors == 2) {
+            _tile_loadd(7, heads + panel + step * kLanes, 4 * kLanes);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 4 * kLanes);
+    _tile_stored(1, sums + tile, 4 * kLanes);
+    if constexpr (vectors == 2) {
+        _tile_stored(2, sums + 2 * tile, 4 * kLanes);
+        _tile_stored(3, sums + 3 * tile, 4 * kLanes);
+    }
+    settle_memory(sums);
+}

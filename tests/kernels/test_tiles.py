@@ -1,0 +1,136 @@
+"""Index logits by tile registers, which tests/support/emulated_tiles.h plays where there are none.
+
+What test_index and test_screen ask of every set is asked of the library that is built with them;
+tests of this file that name a library run within that, by a process of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ess.kernels import backend
+from ess.kernels.cpu import native
+from tests.kernels.test_index import FORMS, HEADS, Case, make, same_bits
+from tests.support import tiled
+
+IS_TILED = bool(os.environ.get(tiled.VARIABLE))
+HALF = ("fp8 under fp8", "fp8 under bf16")
+plays = pytest.mark.skipif(
+    not native.available() or native.kernels() != "avx512_bf16" or not shutil.which("g++"),
+    reason="tiles are played by a CPU with AVX-512 in bf16, and a compiler",
+)
+within = pytest.mark.skipif(not IS_TILED, reason="runs in the process that has played tiles")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiled.build(tmp_path_factory.mktemp("tiled"))
+
+
+def pytest_with(library: Path, *arguments: str, **environment: str) -> str:
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("index", "screen")]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.tiled", __file__, *files]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-m", "not slow and not gpu", *arguments],
+        cwd=tiled.ROOT,
+        env={**os.environ, tiled.VARIABLE: str(library), **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@plays
+@pytest.mark.skipif(IS_TILED, reason="starts the process that has played tiles")
+def test_logits_and_shapes_with_tiles(library: Path) -> None:
+    said = pytest_with(library, "-k", "logits_agree or whole_numbers or put_back or played_tiles")
+    assert " passed" in said
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@plays
+@pytest.mark.skipif(IS_TILED, reason="starts the process that has played tiles")
+def test_what_holds_for_every_set_holds_with_tiles(library: Path) -> None:
+    said = pytest_with(library)
+    assert " passed" in said
+
+
+@pytest.mark.slow
+@plays
+@pytest.mark.skipif(IS_TILED, reason="starts the process that has played tiles")
+def test_where_tiles_are_refused_the_set_without_them_runs(library: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "logits.pt"
+    pytest_with(library, "-k", "refused_logits", ESS_TILES_REFUSED="1", LOGITS=str(kept))
+    cpu = backend.ops("cpu")
+    if native.has_tiles():
+        pytest.skip("this machine has tiles of its own")
+    for form, logits in torch.load(kept).items():
+        same_bits(make(form, heads=11).run(cpu.index_logits), logits)
+
+
+@within
+@pytest.mark.skipif(not os.environ.get("LOGITS"), reason="asked for by name")
+def test_refused_logits() -> None:
+    assert not native.has_tiles()
+    cpu = backend.ops("cpu")
+    found = {form: make(form, heads=11).run(cpu.index_logits) for form in HALF}
+    torch.save(found, os.environ["LOGITS"])
+
+
+@within
+def test_the_library_is_the_one_with_played_tiles() -> None:
+    assert native.has_tiles()
+    assert native.kernels() == "avx512_bf16"
+    assert native.function("played_store_shapes", [ctypes.c_void_p]) is not None
+
+
+@within
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_shapes_of_others_are_put_back(is_loaded: bool) -> None:
+    before, after = (ctypes.c_uint8 * 64)(), (ctypes.c_uint8 * 64)(*[9] * 64)
+    if is_loaded:
+        before[0], before[16], before[48] = 1, 8, 3
+    native.function("played_load_shapes", [ctypes.c_void_p])(before)
+    case = make("fp8 under bf16", heads=64)
+    case.run(backend.ops("cpu").index_logits)
+    native.function("played_store_shapes", [ctypes.c_void_p])(after)
+    assert bytes(before) == bytes(after)
+    native.function("played_load_shapes", [ctypes.c_void_p])((ctypes.c_uint8 * 64)())
+
+
+def whole_numbers(form: str, heads: int, key_dim: int) -> Case:
+    """Every product and sum is a whole number of eighths that float32 holds: no order matters."""
+    case = make(form, heads=heads, key_dim=key_dim, seed=heads)
+    random = torch.Generator().manual_seed(heads)
+
+    def small(*shape: int) -> torch.Tensor:
+        return torch.randint(-8, 9, shape, generator=random).float()
+
+    case.queries = small(*case.queries.shape).to(case.queries.dtype)
+    case.weights = small(*case.weights.shape) / 4
+    pages = len(case.pages)
+    codes = small(pages, 64 * key_dim).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.full((pages, 64), 0.5).view(torch.uint8)
+    case.pages.copy_(torch.cat([codes, scales], dim=1))
+    return case
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.startswith("fp8")])
+def test_whole_numbers_have_the_reference_s_bits(form: str) -> None:
+    """In every set, so this is the portable one against the one with tiles, too."""
+    ours, reference = backend.ops("cpu"), backend.ops("reference")
+    for heads, key_dim in [(heads, 128) for heads in HEADS] + [(5, 64), (7, 36), (20, 32)]:
+        case = whole_numbers(form, heads, key_dim)
+        same_bits(case.run(ours.index_logits) + 0.0, case.run(reference.index_logits) + 0.0)
